@@ -1,0 +1,1 @@
+"""Strict configuration: one YAML file plus flags, every problem reported at once. Imports no torch."""

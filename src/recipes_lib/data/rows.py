@@ -1,0 +1,62 @@
+"""The canonical row: what every known layout becomes, and what rendering reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Message = Mapping[str, Any]
+"""A chat turn: ``role`` and ``content``, and whatever else the template reads (``tool_calls``, ``thinking``)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One example in canonical form: a chat, a plain prompt and completion, or a plain text; exactly one of the three.
+
+    Attributes:
+        source: File, folder or Hub id as the user wrote it.
+        index: 1-based line for line-based files, 0-based row otherwise.
+        index_name: ``line`` or ``row``.
+        messages: The chat. For ``prompt``/``completion`` and preference rows in chat form: prompt then (chosen) answer.
+        num_prompt_messages: How many leading messages are the prompt, when the layout says so.
+        tools: Tool schemas that the chat template reads.
+        prompt: Plain prompt.
+        completion: Plain completion.
+        text: Plain text.
+        rejected: The rejected answer of a preference row: messages after the prompt, or plain text.
+        template_kwargs: Extra variables of the chat template (``chat_template_kwargs`` column).
+    """
+
+    source: str
+    index: int
+    index_name: str = "row"
+    messages: Sequence[Message] | None = None
+    num_prompt_messages: int | None = None
+    tools: Sequence[Any] | None = None
+    prompt: str | None = None
+    completion: str | None = None
+    text: str | None = None
+    rejected: Sequence[Message] | str | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def where(self) -> str:
+        """The row as an error names it: ``train.jsonl:17`` or ``folder row 17``."""
+        return f"{self.source}:{self.index}" if self.index_name == "line" else f"{self.source} row {self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRow:
+    """A row as tokens.
+
+    Attributes:
+        input_ids: ``uint32 (T,)``.
+        loss_mask: ``bool (T,)``; True where the token is trained on. Position 0 is never a target, whatever it says.
+    """
+
+    input_ids: npt.NDArray[np.uint32]
+    loss_mask: npt.NDArray[np.bool_]

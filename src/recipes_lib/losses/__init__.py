@@ -1,0 +1,1 @@
+"""Objectives as pure tensor functions, one a file."""

@@ -1,0 +1,1 @@
+"""Loading models and tokenizers, choosing the attention kernel, and the loss head."""

@@ -1,0 +1,1 @@
+"""Leaving a model that any Hugging Face tool can open."""

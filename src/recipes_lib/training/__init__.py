@@ -1,0 +1,1 @@
+"""Trainers, hooks, metrics and the life of a run."""

@@ -1,0 +1,1 @@
+"""What happens beside training: held-out loss, samples, user metrics."""
