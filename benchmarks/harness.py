@@ -1,0 +1,74 @@
+"""Run variants of a measurement in turn, A B C A B C ..., each in a process of its own, and compare round by round.
+
+Interleaving makes the ratios hold when the machine's speed drifts; a process of its own makes peak memory honest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Measurement = dict[str, Any]
+
+
+def run_interleaved(variants: Mapping[str, Sequence[str]], rounds: int) -> dict[str, list[Measurement]]:
+    """Run every variant once a round; each command prints one JSON object on its last line of standard output."""
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "TOKENIZERS_PARALLELISM": "true",
+    }
+    results: dict[str, list[Measurement]] = {name: [] for name in variants}
+    for number in range(rounds):
+        for name, command in variants.items():
+            print(f"round {number + 1}/{rounds} {name}", file=sys.stderr, flush=True)
+            done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+            if done.returncode:
+                raise RuntimeError(f"{name} failed:\n{done.stderr[-4000:]}")
+            results[name].append(json.loads(done.stdout.strip().splitlines()[-1]))
+    return results
+
+
+def compare(results: Mapping[str, list[Measurement]], figure: str, ours: str, other: str) -> str:
+    """Return ``min / median / max`` of ``other`` over ``ours``, round by round: above 1 means ours is smaller."""
+    ratios = [theirs[figure] / own[figure] for own, theirs in zip(results[ours], results[other], strict=True)]
+    return f"{min(ratios):.2f} / {statistics.median(ratios):.2f} / {max(ratios):.2f}"
+
+
+def spread(results: list[Measurement], figure: str, digits: int = 2) -> str:
+    """Return ``min / median / max`` of one figure over the rounds."""
+    values = [result[figure] for result in results]
+    return f"{min(values):.{digits}f} / {statistics.median(values):.{digits}f} / {max(values):.{digits}f}"
+
+
+def describe_machine() -> str:
+    """Return processor, cores and the versions that matter, in one line."""
+    import torch
+    import transformers
+    import trl
+
+    name = torch.cpu.get_capabilities().get("cpu_name", platform.processor())
+    return (
+        f"{name}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, TRL {trl.__version__}"
+    )
+
+
+def write_results(path: Path | None, title: str, table: Sequence[Sequence[str]], raw: Mapping[str, Any]) -> None:
+    """Print a Markdown table and, when ``path`` is given, write it with every raw measurement as JSON."""
+    header, *rows = table
+    lines = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    print(f"\n{title}\n{describe_machine()}\n")
+    print("\n".join(lines))
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        document = {"title": title, "machine": describe_machine(), "table": lines, "measurements": raw}
+        path.write_text(json.dumps(document, indent=1), encoding="utf-8")

@@ -1,0 +1,110 @@
+"""Preparation (read, render, tokenise, mask, pack) against TRL's and against the bare tokenizer on the same text.
+
+python benchmarks/preparation.py [--data FILE] [--rounds 5] [--output build/preparation.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from harness import compare, run_interleaved, spread, write_results
+from workload import DEFAULT_DATA, build_workload
+
+MAX_LENGTH = 512
+
+
+def measure_bare(folder: Path) -> float:
+    """Seconds of one ``encode_batch`` over the rendered chats."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    chats = [json.loads(line)["messages"] for line in (folder / "chats.jsonl").open(encoding="utf-8")]
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
+    start = time.perf_counter()
+    tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+    return time.perf_counter() - start
+
+
+def measure_ours(folder: Path) -> float:
+    """Seconds of ``prepare`` into an empty store."""
+    from recipes_lib.config.loader import load_config
+    from recipes_lib.data.prepare import prepare
+    from recipes_lib.models.loading import load_tokenizer
+
+    with tempfile.TemporaryDirectory() as prepared_dir:
+        keys = {
+            "model_name_or_path": folder / "model",
+            "dataset_name": folder / "chats.jsonl",
+            "output_dir": prepared_dir,
+            "max_length": MAX_LENGTH,
+            "overlong": "truncate",
+            "prepared_dir": prepared_dir,
+        }
+        config = load_config("sft", [f"--{name}={value}" for name, value in keys.items()])
+        tokenizer = load_tokenizer(config.model, config.tokens)
+        start = time.perf_counter()
+        prepare(config, lambda: tokenizer)
+        return time.perf_counter() - start
+
+
+def measure_trl(folder: Path, num_proc: int | None) -> float:
+    """Seconds of loading the file and building TRL's trainer, which prepares; the model is built before."""
+    import datasets
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    with tempfile.TemporaryDirectory() as cache:
+        datasets.disable_progress_bars()
+        tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+        model = AutoModelForCausalLM.from_pretrained(folder / "model")
+        args = SFTConfig(
+            output_dir=cache,
+            use_cpu=True,
+            report_to="none",
+            max_length=MAX_LENGTH,
+            packing=True,
+            assistant_only_loss=True,
+            dataset_num_proc=num_proc,
+        )
+        start = time.perf_counter()
+        rows = datasets.load_dataset("json", data_files=str(folder / "chats.jsonl"), split="train", cache_dir=cache)
+        SFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
+        return time.perf_counter() - start
+
+
+VARIANTS = {
+    "ours": measure_ours,
+    "bare encode_batch": measure_bare,
+    "TRL": lambda folder: measure_trl(folder, None),
+    "TRL, dataset_num_proc 2": lambda folder: measure_trl(folder, 2),
+}
+
+
+def main() -> None:
+    """Measure each variant in a process of its own, imports excluded."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, default=DEFAULT_DATA)
+    parser.add_argument("--workload", type=Path, default=Path("build/workload"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--measure", choices=VARIANTS)
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps({"seconds": VARIANTS[options.measure](options.workload)}))
+        return
+    build_workload(options.data, options.workload)
+    command = [sys.executable, __file__, "--workload", str(options.workload), "--measure"]
+    results = run_interleaved({name: [*command, name] for name in VARIANTS}, options.rounds)
+    table = [["variant", "seconds (min / median / max)", "this / ours"]]
+    for name in VARIANTS:
+        table.append([name, spread(results[name], "seconds"), compare(results, "seconds", "ours", name)])
+    write_results(options.output, "Preparation", table, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Time from the command to its help text: ours against TRL's script.
+
+python benchmarks/startup.py [--rounds 5] [--output build/startup.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from harness import compare, run_interleaved, spread, write_results
+
+COMMANDS = {
+    "ours --help": [sys.executable, "recipes/sft.py", "--help"],
+    "ours, a wrong key": [sys.executable, "recipes/sft.py", "--learning_rat", "1e-5"],
+    "TRL --help": [sys.executable, "-m", "trl.scripts.sft", "--help"],
+}
+
+
+def main() -> None:
+    """Measure each command as a whole process."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--measure", choices=COMMANDS)
+    options = parser.parse_args()
+    if options.measure:
+        start = time.perf_counter()
+        subprocess.run(COMMANDS[options.measure], capture_output=True, check=False)
+        print(f'{{"seconds": {time.perf_counter() - start}}}')
+        return
+    results = run_interleaved(
+        {name: [sys.executable, __file__, "--measure", name] for name in COMMANDS}, options.rounds
+    )
+    table = [["command", "seconds (min / median / max)", "TRL / this"]]
+    for name in COMMANDS:
+        table.append([name, spread(results[name], "seconds"), compare(results, "seconds", name, "TRL --help")])
+    write_results(options.output, "Start-up", table, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""From a recipe's keys to the arguments object of upstream's trainers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from trl import SFTConfig
+
+from recipes_lib.config.schema import RecipeConfig
+
+_PREPARED_DATA: dict[str, Any] = {
+    # Rows arrive tokenised, masked and packed; upstream must not touch them again.
+    "dataset_kwargs": {"skip_prepare_dataset": True},
+    "packing": False,
+    "max_length": None,
+    "remove_unused_columns": False,
+}
+_TRUST: dict[str, Any] = {
+    # Upstream's default replaces a NaN loss in the log by the running mean while the weights are destroyed.
+    "logging_nan_inf_filter": False,
+    # One normaliser over all processes and micro-batches, so that how the batch is cut changes nothing.
+    "average_tokens_across_devices": True,
+}
+
+
+def supports_bf16() -> bool:
+    """Return whether this machine multiplies bfloat16 matrices in hardware, on its accelerator or else its CPU."""
+    if torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+        assert device is not None
+        return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
+
+
+def resolve_precision(config: RecipeConfig) -> dict[str, Any]:
+    """Return ``bf16``, ``fp16`` and ``use_cpu``: what the recipe says, and bf16 where the hardware has it."""
+    training = config.training
+    bf16 = training.get("bf16")
+    if bf16 is None:
+        bf16 = not training.get("fp16") and supports_bf16()
+    use_cpu = bool(training.get("use_cpu")) or not torch.accelerator.is_available()
+    return {"bf16": bf16, "fp16": bool(training.get("fp16")), "use_cpu": use_cpu}
+
+
+def build_training_arguments(config: RecipeConfig, *, has_eval: bool) -> SFTConfig:
+    """Build the arguments of an SFT run. Creates the process group when several processes were launched.
+
+    Args:
+        config: The recipe.
+        has_eval: Whether there is held-out data; without it nothing is evaluated.
+    """
+    arguments = {**config.training, **_PREPARED_DATA, **_TRUST, **resolve_precision(config), "disable_tqdm": True}
+    if not has_eval:
+        arguments |= {"eval_strategy": "no", "eval_on_start": False, "eval_steps": None}
+    return SFTConfig(**arguments)

@@ -1,0 +1,82 @@
+"""How this process was launched, read once from the environment, and whether the launch really happened."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from recipes_lib.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the launcher (accelerate, torchrun, SLURM through either) told this process.
+
+    Attributes:
+        rank: Index of this process among all.
+        local_rank: Index of this process on its machine.
+        world_size: Number of processes.
+        engine: ``FSDP``, ``DEEPSPEED`` or empty: the sharding that the launch file asked accelerate for.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    engine: str
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one process that writes files and prints."""
+        return self.rank == 0
+
+
+def read_launch() -> Launch:
+    """Return what the launcher put into the environment; one process when there is none."""
+    engine = ""
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in {"1", "true"}:
+        engine = "FSDP"
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in {"1", "true"}:
+        engine = "DEEPSPEED"
+    return Launch(
+        rank=int(os.environ.get("RANK", "0")),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        engine=engine,
+    )
+
+
+def silence_telemetry() -> None:
+    """Keep huggingface_hub and its users from reporting this run; it must precede their first import."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+
+def verify_launch(launch: Launch, num_processes: int, distributed_type: str) -> None:
+    """Stop a run that accelerate has silently turned into something else than what was launched.
+
+    Args:
+        launch: What the launcher asked for.
+        num_processes: ``accelerate``'s number of processes, after its state exists.
+        distributed_type: ``accelerate``'s ``DistributedType`` value, such as ``NO``, ``MULTI_GPU`` or ``FSDP``.
+
+    Raises:
+        ConfigError: Fewer processes work together than were started, so that each would train a copy of its own.
+        ConfigError: The launch file asked for FSDP or DeepSpeed and accelerate is running without it.
+    """
+    if num_processes != launch.world_size:
+        raise ConfigError(
+            Problem(
+                "launch",
+                f"{launch.world_size} processes were started but accelerate joined {num_processes}: "
+                "each would train a model of its own",
+                "on a machine without GPUs set use_cpu: true in the launch file and distributed_type: MULTI_GPU, "
+                "or start with `torchrun --nproc_per_node N`",
+            )
+        )
+    if launch.engine and distributed_type != launch.engine:
+        raise ConfigError(
+            Problem(
+                "launch",
+                f"the launch file asks for {launch.engine} but accelerate is running {distributed_type}",
+                "FSDP and DeepSpeed need an accelerator on every process; on CPUs use accelerate_configs/cpu_ddp.yaml",
+            )
+        )

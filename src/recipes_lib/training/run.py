@@ -1,0 +1,179 @@
+"""The life of a run: its directory, what it was started with, where it goes on from, and how it ended."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.training.checkpoints import find_last_complete
+from recipes_lib.training.launch import Launch
+
+RUN_FILE = "run.json"
+_PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "tokenizers", "peft", "recipes-lib")
+# Keys that change how a run is watched or where it puts things, never what it computes.
+_HARMLESS = (
+    "dataloader_num_workers",
+    "dataloader_pin_memory",
+    "hub_",
+    "log_",
+    "logging_",
+    "num_sample_prompts",
+    "prepared_dir",
+    "project",
+    "push_to_hub",
+    "report_to",
+    "run_name",
+    "sample_",
+    "save_",
+    "trackio_",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A started run.
+
+    Attributes:
+        output_dir: Where everything of the run goes.
+        launch: How this process was launched.
+        resume_from: The complete checkpoint that training goes on from; ``None`` at the beginning.
+        finished: True when the run had already reached its end.
+    """
+
+    output_dir: Path
+    launch: Launch
+    resume_from: Path | None
+    finished: bool
+
+    def record(self, **facts: Any) -> None:
+        """Add facts to ``run.json``; only the main process writes."""
+        if self.launch.is_main:
+            path = self.output_dir / RUN_FILE
+            partial = path.with_name(f"{RUN_FILE}.partial")
+            partial.write_text(json.dumps(_read_record(path) | facts, indent=1, default=str), encoding="utf-8")
+            partial.replace(path)
+
+    def finish(self, status: str = "done") -> None:
+        """Record how the run ended: ``done``, ``diverged``, ``interrupted`` or ``failed``."""
+        self.record(status=status, finished=_now())
+
+
+def start_run(config: RecipeConfig, launch: Launch) -> Run:
+    """Open the output directory, refuse one of another configuration, and find the checkpoint to go on from.
+
+    Raises:
+        ConfigError: The directory cannot be written.
+        ConfigError: It holds checkpoints or the model of a run whose configuration computes something else; the
+            differing keys are named.
+    """
+    output_dir = Path(config.training["output_dir"])
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(Problem(str(output_dir), f"cannot create output_dir: {error.strerror}")) from error
+    effective = flatten_config(config)
+    previous = _read_record(output_dir / RUN_FILE)
+    resume_from, _ = find_last_complete(output_dir)
+    if previous and (resume_from or previous.get("status") == "done"):
+        _refuse_other_config(output_dir, previous.get("config", {}), effective)
+    run = Run(output_dir, launch, resume_from, finished=previous.get("status") == "done")
+    if not run.finished:
+        run.record(
+            stage=config.stage,
+            status="running",
+            started=previous.get("started", _now()),
+            resumed_from=resume_from and resume_from.name,
+            command=[Path(sys.argv[0]).name, *sys.argv[1:]],
+            config=effective,
+            provenance=dict(config.provenance),
+            config_fingerprint=fingerprint_config(config),
+            versions=_read_versions(),
+            git_commit=_read_git_commit(),
+            hardware=describe_hardware(),
+            num_processes=launch.world_size,
+        )
+    return run
+
+
+def flatten_config(config: RecipeConfig) -> dict[str, Any]:
+    """Return every effective key of a recipe, sections and upstream keys together, as in the YAML file."""
+    sections = (config.data, config.tokens, config.model, config.evaluation)
+    flat = {name: value for section in sections for name, value in asdict(section).items()} | dict(config.training)
+    return {name: flat[name] for name in sorted(flat)}
+
+
+def fingerprint_config(config: RecipeConfig) -> str:
+    """Return 16 hex digits that change when a key that decides the outcome changes."""
+    deciding = {name: value for name, value in flatten_config(config).items() if not name.startswith(_HARMLESS)}
+    return hashlib.sha256(json.dumps(deciding, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def describe_hardware() -> dict[str, Any]:
+    """Return the devices of this process in words and numbers."""
+    hardware: dict[str, Any] = {"platform": platform.platform(), "cpu_threads": torch.get_num_threads()}
+    if torch.cuda.is_available():
+        hardware["device"] = torch.cuda.get_device_name()
+        hardware["num_devices"] = torch.cuda.device_count()
+    else:
+        hardware["device"] = torch.cpu.get_capabilities().get("cpu_name", platform.processor())
+    return hardware
+
+
+def _refuse_other_config(output_dir: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    plain_now = json.loads(json.dumps(now, default=str))
+    problems = [
+        Problem(
+            f"{output_dir / RUN_FILE}",
+            f"{name} was {before.get(name)!r} in the run that this directory holds and is {plain_now.get(name)!r} now",
+            "choose another output_dir, or run the command it was started with",
+        )
+        for name in sorted(before.keys() | plain_now.keys())
+        if not name.startswith(_HARMLESS) and before.get(name) != plain_now.get(name)
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record
+
+
+def _read_versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions
+
+
+def _read_git_commit() -> str | None:
+    """Return the commit of the working directory, with ``-dirty`` when tracked files differ; ``None`` outside git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip() or None
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

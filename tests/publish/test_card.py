@@ -1,0 +1,52 @@
+"""The model card is valid metadata and names no path of the machine it was made on."""
+
+import pytest
+from huggingface_hub import ModelCard
+
+from recipes_lib.publish.card import write_card
+
+
+def record(**config):
+    defaults = {
+        "model_name_or_path": "meta-llama/Llama-3.1-8B",
+        "dataset_name": "HuggingFaceH4/ultrachat_200k",
+        "dataset_mixture": None,
+        "output_dir": "outputs/llama3-8b-sft",
+        "learning_rate": 1e-05,
+    }
+    return {"stage": "sft", "config": defaults | config, "versions": {"torch": "2.13.0"}, "git_commit": "abc"}
+
+
+def test_the_card_names_base_data_figures_and_every_key(tmp_path):
+    write_card(tmp_path, record(), {"eval_loss": 1.23456, "eval_num_target_tokens": 1000.0})
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.base_model == "meta-llama/Llama-3.1-8B"
+    assert card.data.datasets == ["HuggingFaceH4/ultrachat_200k"]
+    assert card.data.library_name == "transformers"
+    assert "| eval_loss | 1.2346 |" in card.text
+    assert "| eval_num_target_tokens | 1000.0 |" in card.text
+    assert "learning_rate: 1e-05" in card.text
+
+
+def test_local_paths_are_not_published_as_hub_ids(tmp_path):
+    model, data = tmp_path / "secret-folder" / "base", tmp_path / "secret-folder" / "chats.jsonl"
+    model.mkdir(parents=True)
+    data.write_text("")
+    write_card(tmp_path, record(model_name_or_path=str(model), dataset_name=str(data)), {})
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.base_model is None
+    assert card.data.datasets is None
+    assert "secret-folder" not in (tmp_path / "README.md").read_text()
+    assert 'dataset_name: "chats.jsonl"' in card.text
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_figures_that_are_not_finite_are_shown_as_they_are(tmp_path, value):
+    write_card(tmp_path, record(), {"eval_loss": value})
+    assert f"| eval_loss | {value} |" in (tmp_path / "README.md").read_text()
+
+
+def test_a_mixture_is_named_part_by_part(tmp_path):
+    parts = [{"name": "a/first", "weight": 1}, {"name": "b/second", "weight": 2}]
+    write_card(tmp_path, record(dataset_name=None, dataset_mixture=parts), {})
+    assert "b/second" in (tmp_path / "README.md").read_text()

@@ -1,0 +1,78 @@
+"""What upstream's trainer is told, whatever the recipe says."""
+
+import pytest
+import torch
+from trl import SFTConfig
+
+from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
+from recipes_lib.training import arguments
+from recipes_lib.training.arguments import build_training_arguments, resolve_precision, supports_bf16
+
+
+def make_config(tmp_path, **training):
+    return RecipeConfig(
+        stage="sft",
+        path=None,
+        data=DataConfig(dataset_name="chats.jsonl"),
+        tokens=TokensConfig(),
+        model=ModelConfig(model_name_or_path="model"),
+        evaluation=EvaluationConfig(),
+        training={"output_dir": str(tmp_path), "activation_checkpointing": False} | training,
+    )
+
+
+def test_a_nan_is_never_hidden_and_prepared_rows_are_never_touched_again(tmp_path):
+    args = build_training_arguments(make_config(tmp_path), has_eval=True)
+    assert isinstance(args, SFTConfig)
+    assert not args.logging_nan_inf_filter
+    assert args.average_tokens_across_devices
+    assert args.dataset_kwargs == {"skip_prepare_dataset": True}
+    assert args.max_length is None
+    assert not args.packing
+    assert not args.gradient_checkpointing
+
+
+def test_keys_of_the_recipe_reach_the_trainer(tmp_path):
+    args = build_training_arguments(make_config(tmp_path, learning_rate=3e-4, seed=7), has_eval=True)
+    assert (args.learning_rate, args.seed) == (3e-4, 7)
+
+
+def test_without_held_out_data_nothing_is_evaluated(tmp_path):
+    config = make_config(tmp_path, eval_strategy="steps", eval_steps=5, eval_on_start=True)
+    args = build_training_arguments(config, has_eval=False)
+    assert args.eval_strategy == "no"
+    assert not args.eval_on_start
+    assert build_training_arguments(config, has_eval=True).eval_on_start
+
+
+@pytest.mark.parametrize(
+    ("given", "hardware", "expected"),
+    [
+        ({}, True, (True, False)),
+        ({}, False, (False, False)),
+        ({"bf16": False}, True, (False, False)),
+        ({"bf16": True}, False, (True, False)),
+        ({"fp16": True}, True, (False, True)),
+    ],
+)
+def test_bf16_is_used_where_the_hardware_has_it_and_the_recipe_does_not_say(
+    tmp_path, monkeypatch, given, hardware, expected
+):
+    monkeypatch.setattr(arguments, "supports_bf16", lambda: hardware)
+    precision = resolve_precision(make_config(tmp_path, **given))
+    assert (precision["bf16"], precision["fp16"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "expected"),
+    [
+        ({"amx_bf16": True}, True),
+        ({"avx512_bf16": True}, True),
+        ({"avx2": True, "amx_bf16": False}, False),
+        ({}, False),
+    ],
+)
+def test_a_cpu_has_bf16_when_it_says_so(monkeypatch, capabilities, expected):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert supports_bf16() is expected

@@ -1,0 +1,36 @@
+"""A launch that accelerate degraded in silence must not train."""
+
+import pytest
+
+from recipes_lib.errors import ConfigError
+from recipes_lib.training.launch import Launch, read_launch, verify_launch
+
+
+def launch(world_size=1, engine=""):
+    return Launch(rank=0, local_rank=0, world_size=world_size, engine=engine)
+
+
+def test_without_a_launcher_there_is_one_process(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
+        monkeypatch.delenv(name, raising=False)
+    assert read_launch() == launch()
+    assert read_launch().is_main
+
+
+def test_a_launchers_variables_are_read(monkeypatch):
+    for name, value in {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "ACCELERATE_USE_FSDP": "true"}.items():
+        monkeypatch.setenv(name, value)
+    assert read_launch() == Launch(rank=5, local_rank=1, world_size=8, engine="FSDP")
+    assert not read_launch().is_main
+
+
+def test_processes_that_do_not_know_each_other_are_refused():
+    with pytest.raises(ConfigError, match="each would train a model of its own"):
+        verify_launch(launch(world_size=2), num_processes=1, distributed_type="NO")
+
+
+@pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED"])
+def test_sharding_that_did_not_happen_is_refused(engine):
+    with pytest.raises(ConfigError, match=engine):
+        verify_launch(launch(world_size=2, engine=engine), num_processes=2, distributed_type="MULTI_CPU")
+    verify_launch(launch(world_size=2, engine=engine), num_processes=2, distributed_type=engine)

@@ -1,0 +1,119 @@
+"""A run's directory: what is recorded, what may go on, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
+from recipes_lib.errors import ConfigError
+from recipes_lib.training.checkpoints import write_complete
+from recipes_lib.training.launch import Launch
+from recipes_lib.training.run import fingerprint_config, flatten_config, start_run
+
+ONE = Launch(rank=0, local_rank=0, world_size=1, engine="")
+
+
+def make_config(output_dir: Path, *, tokens=None, **training) -> RecipeConfig:
+    return RecipeConfig(
+        stage="sft",
+        path=None,
+        data=DataConfig(dataset_name="chats.jsonl"),
+        tokens=tokens or TokensConfig(),
+        model=ModelConfig(model_name_or_path="model"),
+        evaluation=EvaluationConfig(),
+        training={"output_dir": str(output_dir), "learning_rate": 1e-5} | training,
+        provenance={"learning_rate": "--learning_rate"},
+    )
+
+
+def leave_checkpoint(output_dir: Path, step: int) -> Path:
+    checkpoint = output_dir / f"checkpoint-{step}"
+    checkpoint.mkdir()
+    (checkpoint / "model.safetensors").write_bytes(b"weights")
+    write_complete(checkpoint, step=step, world_size=1)
+    return checkpoint
+
+
+def test_a_new_run_records_everything_needed_to_repeat_it(tmp_path):
+    run = start_run(make_config(tmp_path / "a path with spaces"), ONE)
+    record = json.loads((run.output_dir / "run.json").read_text())
+    assert record["status"] == "running"
+    assert record["config"]["learning_rate"] == 1e-5
+    assert record["provenance"] == {"learning_rate": "--learning_rate"}
+    assert {"python", "torch", "transformers", "trl", "recipes-lib"} <= record["versions"].keys()
+    assert record["hardware"]["device"]
+    assert run.resume_from is None
+    assert not run.finished
+
+
+def test_the_same_command_goes_on_from_the_last_complete_checkpoint(tmp_path):
+    config = make_config(tmp_path)
+    start_run(config, ONE)
+    checkpoint = leave_checkpoint(tmp_path, 5)
+    (tmp_path / "checkpoint-10").mkdir()
+    again = start_run(config, ONE)
+    assert again.resume_from == checkpoint
+    assert json.loads((tmp_path / "run.json").read_text())["resumed_from"] == "checkpoint-5"
+
+
+def test_a_finished_run_is_left_alone(tmp_path):
+    config = make_config(tmp_path)
+    start_run(config, ONE).finish()
+    before = (tmp_path / "run.json").read_text()
+    assert start_run(config, ONE).finished
+    assert (tmp_path / "run.json").read_text() == before
+
+
+@pytest.mark.parametrize("ended", ["with a checkpoint", "done"])
+def test_a_directory_of_another_configuration_is_refused_naming_the_keys(tmp_path, ended):
+    first = start_run(make_config(tmp_path), ONE)
+    if ended == "done":
+        first.finish()
+    else:
+        leave_checkpoint(tmp_path, 5)
+    other = make_config(tmp_path, tokens=TokensConfig(max_length=64), learning_rate=2e-5)
+    with pytest.raises(ConfigError) as caught:
+        start_run(other, ONE)
+    assert [problem.found.split()[0] for problem in caught.value.problems] == ["learning_rate", "max_length"]
+    assert "1e-05" in str(caught.value)
+
+
+def test_a_run_that_left_nothing_may_be_started_with_other_keys(tmp_path):
+    start_run(make_config(tmp_path), ONE)
+    assert start_run(make_config(tmp_path, learning_rate=2e-5), ONE).resume_from is None
+
+
+def test_how_a_run_is_watched_may_change(tmp_path):
+    start_run(make_config(tmp_path), ONE)
+    leave_checkpoint(tmp_path, 5)
+    assert start_run(make_config(tmp_path, logging_steps=7, save_total_limit=1, report_to="none"), ONE).resume_from
+
+
+def test_only_keys_that_decide_the_outcome_change_the_fingerprint(tmp_path):
+    base = make_config(tmp_path)
+    assert fingerprint_config(base) == fingerprint_config(make_config(tmp_path, logging_steps=3))
+    assert fingerprint_config(base) != fingerprint_config(make_config(tmp_path, learning_rate=3e-5))
+    assert fingerprint_config(base) != fingerprint_config(make_config(tmp_path, tokens=TokensConfig(packing=False)))
+
+
+def test_the_flat_form_holds_every_section(tmp_path):
+    flat = flatten_config(make_config(tmp_path))
+    assert {"dataset_name", "loss_on", "model_name_or_path", "sample_max_new_tokens", "learning_rate"} <= flat.keys()
+
+
+def test_a_second_process_writes_nothing(tmp_path):
+    start_run(make_config(tmp_path), Launch(rank=1, local_rank=1, world_size=2, engine=""))
+    assert not (tmp_path / "run.json").exists()
+
+
+def test_a_directory_that_cannot_be_created_is_one_clear_error(tmp_path):
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    with pytest.raises(ConfigError, match="cannot create output_dir"):
+        start_run(make_config(blocker / "run"), ONE)
+
+
+def test_a_torn_record_does_not_stop_a_new_run(tmp_path):
+    (tmp_path / "run.json").write_text('{"status": "run')
+    assert start_run(make_config(tmp_path), ONE).resume_from is None
