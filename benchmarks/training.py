@@ -82,6 +82,7 @@ def measure_ours(folder: Path, output_dir: str, meter: Any) -> Any:
 
     from recipes_lib.data.collators import PackedCollator
     from recipes_lib.training.arguments import build_training_arguments
+    from recipes_lib.training.launch import read_launch
     from recipes_lib.training.sft import SFTTrainer
 
     keys = SHARED | {
@@ -96,7 +97,7 @@ def measure_ours(folder: Path, output_dir: str, meter: Any) -> Any:
     config = load_config("sft", [f"--{name}={value}" for name, value in keys.items()])
     tokenizer = load_tokenizer(config.model, config.tokens)
     data = prepare(config, lambda: tokenizer)
-    args = build_training_arguments(config, has_eval=False)
+    args = build_training_arguments(config, read_launch(), has_eval=False)
     attention = choose_attention(config, args.device)
     trainer = SFTTrainer(
         model=load_causal_lm(config.model, attention.implementation),

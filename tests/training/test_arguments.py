@@ -7,6 +7,9 @@ from trl import SFTConfig
 from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.training import arguments
 from recipes_lib.training.arguments import build_training_arguments, resolve_precision, supports_bf16
+from recipes_lib.training.launch import Launch
+
+ONE = Launch(rank=0, local_rank=0, world_size=1, engine="")
 
 
 def make_config(tmp_path, **training):
@@ -22,7 +25,7 @@ def make_config(tmp_path, **training):
 
 
 def test_a_nan_is_never_hidden_and_prepared_rows_are_never_touched_again(tmp_path):
-    args = build_training_arguments(make_config(tmp_path), has_eval=True)
+    args = build_training_arguments(make_config(tmp_path), ONE, has_eval=True)
     assert isinstance(args, SFTConfig)
     assert not args.logging_nan_inf_filter
     assert args.average_tokens_across_devices
@@ -33,16 +36,16 @@ def test_a_nan_is_never_hidden_and_prepared_rows_are_never_touched_again(tmp_pat
 
 
 def test_keys_of_the_recipe_reach_the_trainer(tmp_path):
-    args = build_training_arguments(make_config(tmp_path, learning_rate=3e-4, seed=7), has_eval=True)
+    args = build_training_arguments(make_config(tmp_path, learning_rate=3e-4, seed=7), ONE, has_eval=True)
     assert (args.learning_rate, args.seed) == (3e-4, 7)
 
 
 def test_without_held_out_data_nothing_is_evaluated(tmp_path):
     config = make_config(tmp_path, eval_strategy="steps", eval_steps=5, eval_on_start=True)
-    args = build_training_arguments(config, has_eval=False)
+    args = build_training_arguments(config, ONE, has_eval=False)
     assert args.eval_strategy == "no"
     assert not args.eval_on_start
-    assert build_training_arguments(config, has_eval=True).eval_on_start
+    assert build_training_arguments(config, ONE, has_eval=True).eval_on_start
 
 
 @pytest.mark.parametrize(

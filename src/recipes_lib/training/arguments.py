@@ -8,6 +8,7 @@ import torch
 from trl import SFTConfig
 
 from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.training.launch import Launch, verify_launch
 
 _PREPARED_DATA: dict[str, Any] = {
     # Rows arrive tokenised, masked and packed; upstream must not touch them again.
@@ -44,14 +45,22 @@ def resolve_precision(config: RecipeConfig) -> dict[str, Any]:
     return {"bf16": bf16, "fp16": bool(training.get("fp16")), "use_cpu": use_cpu}
 
 
-def build_training_arguments(config: RecipeConfig, *, has_eval: bool) -> SFTConfig:
-    """Build the arguments of an SFT run. Creates the process group when several processes were launched.
+def build_training_arguments(config: RecipeConfig, launch: Launch, *, has_eval: bool) -> SFTConfig:
+    """Build the arguments of an SFT run; several processes meet here, in one process group.
 
     Args:
         config: The recipe.
+        launch: How this process was launched.
         has_eval: Whether there is held-out data; without it nothing is evaluated.
+
+    Raises:
+        ConfigError: The processes did not become the one run that was launched.
     """
     arguments = {**config.training, **_PREPARED_DATA, **_TRUST, **resolve_precision(config), "disable_tqdm": True}
+    # Every parameter takes part in every loss; looking for idle ones would walk the graph once more a step.
+    arguments.setdefault("ddp_find_unused_parameters", False)
     if not has_eval:
         arguments |= {"eval_strategy": "no", "eval_on_start": False, "eval_steps": None}
-    return SFTConfig(**arguments)
+    args = SFTConfig(**arguments)
+    verify_launch(launch, args.world_size, args.distributed_state.distributed_type)
+    return args

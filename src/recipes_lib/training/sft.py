@@ -11,7 +11,7 @@ import torch
 import trl
 from datasets import Dataset, IterableDataset
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, Trainer, TrainerCallback
 from trl import SFTConfig
 
 from recipes_lib.data.masking import IGNORE_INDEX
@@ -48,6 +48,7 @@ class SFTTrainer(trl.SFTTrainer):  # type: ignore[misc]
         model: PreTrainedModel,
         args: SFTConfig,
         train_dataset: Dataset | IterableDataset,
+        eval_dataset: Dataset | None = None,
         data_collator: Callable[[Sequence[Mapping[str, Any]]], Batch],
         processing_class: PreTrainedTokenizerBase,
         hooks: Sequence[EvaluationHook] = (),
@@ -59,6 +60,7 @@ class SFTTrainer(trl.SFTTrainer):  # type: ignore[misc]
             model: A causal language model on which nothing was wrapped yet.
             args: From ``build_training_arguments``.
             train_dataset: Prepared rows; what ``data_collator`` takes.
+            eval_dataset: Prepared held-out rows; the hooks decide what is done with them.
             data_collator: Rows to ``input_ids``, ``labels`` and ``position_ids``; the first token of each document is
                 never a target.
             processing_class: The tokenizer, saved with every checkpoint.
@@ -71,10 +73,12 @@ class SFTTrainer(trl.SFTTrainer):  # type: ignore[misc]
             model=model,
             args=args,
             train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
             data_collator=data_collator,
             processing_class=processing_class,
             callbacks=list(callbacks),
         )
+        self.remove_callback(PrinterCallback)
         add_loss_head(self.model)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:

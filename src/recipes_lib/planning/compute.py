@@ -1,0 +1,137 @@
+"""Floating-point operations a training step needs, and how many a device could do."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+FORWARD_AND_BACKWARD = 3
+"""A backward pass multiplies twice what the forward pass did: once for the inputs, once for the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenFlops:
+    """Floating-point operations, forward and backward, that training needs; recomputation is not counted.
+
+    Attributes:
+        body: Per token: every layer up to the last hidden state, attention included.
+        head: Per target: the projection on the vocabulary, which the loss makes at targets only.
+    """
+
+    body: float
+    head: float
+
+    def total(self, num_tokens: int, num_targets: int) -> float:
+        """Return the operations of a batch of ``num_tokens`` tokens, ``num_targets`` of them trained on."""
+        return self.body * num_tokens + self.head * num_targets
+
+
+def compute_flops_per_token(config: PretrainedConfig, sequence_length: int) -> TokenFlops:
+    """Operations per token of full training: ``3 * (2 * weights + attention)``, for any causal language model.
+
+    ``weights`` counts every matrix a token is multiplied with, of routed experts only the chosen ones; it is read off
+    the model built without memory, so that gated, biased, tied and shared layers need no case each. Attention is
+    ``2 * S * heads * (d_qk + d_v)`` a layer with ``S`` the sequence length, at most the window of a sliding layer.
+
+    Args:
+        config: The model's; nothing is downloaded.
+        sequence_length: Tokens that attend to each other: a document's length, not that of the row it is packed in.
+            All of them are counted for each token, causal or not, as PaLM, Megatron and TRL do.
+
+    Source: Chowdhery et al. 2022 (PaLM), appendix B; equal to ``torch.utils.flop_counter`` in
+    ``tests/planning/test_compute.py``.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    text_config: Any = config.get_text_config(decoder=True)
+    head = model.get_output_embeddings()
+    num_weights = sum(
+        _count_active_weights(parameter, text_config)
+        for module in model.modules()
+        if module is not head and not isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    )
+    forward = 2 * num_weights + _count_attention(text_config, sequence_length)
+    return TokenFlops(FORWARD_AND_BACKWARD * forward, FORWARD_AND_BACKWARD * 2.0 * head.weight.numel())
+
+
+def _count_active_weights(parameter: nn.Parameter, config: Any) -> float:
+    """Return how many of the weights multiply one token: none of a bias or a norm, the routed share of experts."""
+    if parameter.ndim < 2:
+        return 0
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    num_experts = next((getattr(config, name) for name in names if hasattr(config, name)), None)
+    is_routed = parameter.ndim == 3 and len(parameter) == num_experts
+    share: float = config.num_experts_per_tok / num_experts if is_routed else 1
+    return parameter.numel() * share
+
+
+def _count_attention(config: Any, sequence_length: int) -> float:
+    """Return the forward operations per token of scores and weighted sums, over all layers."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    score_dim = getattr(config, "qk_head_dim", None) or head_dim
+    value_dim = getattr(config, "v_head_dim", None) or head_dim
+    windowed = min(sequence_length, getattr(config, "sliding_window", None) or sequence_length)
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    contexts = {"full_attention": sequence_length, "sliding_attention": windowed}
+    num_keys: int = sum(contexts.get(layer_type, 0) for layer_type in layer_types)
+    num_features: int = config.num_attention_heads * (score_dim + value_dim)
+    return 2.0 * num_keys * num_features
+
+
+# Dense 16-bit matrix throughput with 32-bit accumulation, in FLOP/s, from the makers' data sheets.
+# A name stands before every name that it contains.
+_PEAK_FLOPS = (
+    ("GB300", 2500e12),
+    ("GB200", 2500e12),
+    ("B300", 2250e12),
+    ("B200", 2250e12),
+    ("GH200", 989e12),
+    ("H200 NVL", 835e12),
+    ("H200", 989e12),
+    ("H100 NVL", 835e12),
+    ("H100 PCIe", 756e12),
+    ("H100", 989e12),
+    ("H800", 989e12),
+    ("H20", 148e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("A40", 149.7e12),
+    ("A30", 165e12),
+    ("A10", 125e12),
+    ("A10G", 70e12),
+    ("L40S", 362e12),
+    ("L40", 181e12),
+    ("L4", 121e12),
+    ("RTX PRO 6000", 500e12),
+    ("RTX A6000", 154.8e12),
+    ("RTX 5090", 209.5e12),
+    ("RTX 4090", 165.2e12),
+    ("RTX 3090", 71e12),
+    ("V100", 125e12),
+    ("T4", 65e12),
+    ("MI355X", 2500e12),
+    ("MI325X", 1307e12),
+    ("MI300X", 1307e12),
+    ("MI250X", 191.5e12),
+)
+_WITHOUT_BFLOAT16 = ("V100", "T4")
+
+
+def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """Return the dense peak of one device in FLOP/s; ``None`` where it is not known: a CPU, ``float32``, a new GPU.
+
+    Args:
+        device_name: As ``torch.cuda.get_device_name`` gives it, such as ``NVIDIA H100 80GB HBM3``.
+        dtype: Of the matrix products: ``bfloat16`` or ``float16``.
+    """
+    name = next((name for name, _ in _PEAK_FLOPS if re.search(rf"\b{name}\b", device_name, re.IGNORECASE)), None)
+    unsupported = dtype not in (torch.bfloat16, torch.float16) or (
+        dtype == torch.bfloat16 and name in _WITHOUT_BFLOAT16
+    )
+    return None if name is None or unsupported else dict(_PEAK_FLOPS)[name]

@@ -1,0 +1,95 @@
+"""Bytes that a run's checkpoints will take, and whether the disk has them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes_lib.errors import ConfigError, Problem
+
+_OPTIMIZER_BYTES = {"adamw": 8, "adafactor": 4, "lion": 4, "sgd": 4}
+_DEFAULT_OPTIMIZER_BYTES = 8
+_EIGHT_BIT_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class DiskPlan:
+    """What a run will write.
+
+    Attributes:
+        checkpoint_bytes: One checkpoint: weights and optimizer states.
+        num_checkpoints: Checkpoints on disk at the worst moment: those kept, and the one being written.
+        total_bytes: All of them and the final model.
+        free_bytes: What the disk of ``output_dir`` has now.
+    """
+
+    checkpoint_bytes: int
+    num_checkpoints: int
+    total_bytes: int
+    free_bytes: int
+
+
+def compute_disk(num_parameters: int, weight_bytes: int, num_steps: int, training: Mapping[str, Any]) -> DiskPlan:
+    """Count the bytes of a run's checkpoints from its number of parameters.
+
+    Args:
+        num_parameters: Parameters of the model, all of them trained.
+        weight_bytes: Bytes of one saved parameter.
+        num_steps: Optimizer steps of the run.
+        training: Upstream's training keys.
+    """
+    weights = num_parameters * weight_bytes
+    states = (
+        0 if training.get("save_only_model") else num_parameters * _count_state_bytes(training.get("optim", "adamw"))
+    )
+    kept = training.get("save_total_limit")
+    written = _count_saves(num_steps, training)
+    num_checkpoints = written if kept is None else min(written, kept + 1)
+    return DiskPlan(
+        checkpoint_bytes=weights + states,
+        num_checkpoints=num_checkpoints,
+        total_bytes=(weights + states) * num_checkpoints + weights,
+        free_bytes=shutil.disk_usage(_nearest_folder(Path(training["output_dir"]))).free,
+    )
+
+
+def verify_disk(plan: DiskPlan, output_dir: str) -> None:
+    """Refuse a run whose checkpoints do not fit.
+
+    Raises:
+        ConfigError: The disk of ``output_dir`` is too small.
+    """
+    if plan.total_bytes > plan.free_bytes:
+        raise ConfigError(
+            Problem(
+                output_dir,
+                f"{plan.num_checkpoints} checkpoints of {plan.checkpoint_bytes / 1e9:.1f} GB and the model need "
+                f"{plan.total_bytes / 1e9:.1f} GB and the disk has {plan.free_bytes / 1e9:.1f} GB",
+                "lower save_total_limit, set save_only_model: true (no resume), or choose another output_dir",
+            )
+        )
+
+
+def _count_saves(num_steps: int, training: Mapping[str, Any]) -> int:
+    strategy = str(training.get("save_strategy", "steps"))
+    if strategy == "no":
+        return 0
+    if strategy != "steps":
+        return max(1, round(float(training.get("num_train_epochs", 3.0))))
+    every = float(training.get("save_steps", 500))
+    return -(-num_steps // max(1, round(every if every >= 1 else every * num_steps)))
+
+
+def _count_state_bytes(optim: str) -> int:
+    if "8bit" in optim:
+        return _EIGHT_BIT_BYTES
+    known = (size for name, size in _OPTIMIZER_BYTES.items() if name in optim)
+    return next(known, _DEFAULT_OPTIMIZER_BYTES)
+
+
+def _nearest_folder(path: Path) -> Path:
+    """Return the path itself or the closest parent that exists."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())

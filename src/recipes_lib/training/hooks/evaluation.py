@@ -1,0 +1,158 @@
+"""Held-out loss, perplexity, bits per byte and token accuracy, from four sums that are all that is ever kept."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, distributed, nn
+
+from recipes_lib.errors import DataError, Problem
+from recipes_lib.training.hooks.training_state import preserve_training_state
+from recipes_lib.training.metrics import sum_over_processes
+from recipes_lib.training.progress import TrainingProgress
+
+Batch = dict[str, Any]
+
+
+class TokenSums(Protocol):
+    """Sums over the targets of a batch, as the loss head returns them."""
+
+    @property
+    def nll_sum(self) -> Tensor:
+        """Negative log-likelihood, nats."""
+        ...
+
+    @property
+    def num_targets(self) -> Tensor:
+        """Targets scored."""
+        ...
+
+    @property
+    def num_correct(self) -> Tensor:
+        """Targets that are the model's first choice."""
+        ...
+
+
+def compute_token_sums(model: nn.Module, batch: Batch) -> TokenSums:
+    """Run a model with a loss head on a batch that lies on any device."""
+    device = next(model.parameters()).device
+    inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    sums: TokenSums = model(**inputs, use_cache=False, loss_head=True)
+    return sums
+
+
+class EvaluateLoss:
+    """Scores the held-out set; the figures do not depend on how it is cut into batches or shared by processes.
+
+    All are means over target tokens: of the whole set, never of batch means. Bits per byte are all nats over
+    ``ln 2`` times the bytes of the target tokens' text: terminators cost nats and have no bytes, so that an answer
+    which does not end is paid for. The figure compares models of different vocabularies on the same text.
+
+    Memory does not grow with the set. Weights, modes and random states are untouched.
+
+    Source: ``tests/training/hooks/test_evaluation.py``, ``tests/distributed/test_evaluation.py``.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        batch_size: int,
+        collate: Callable[[list[Mapping[str, Any]]], Batch],
+        progress: TrainingProgress,
+        byte_lengths: Tensor | None = None,
+        compute_sums: Callable[[nn.Module, Batch], TokenSums] = compute_token_sums,
+        group: distributed.ProcessGroup | None = None,
+    ) -> None:
+        """Prepare an evaluation of ``rows``.
+
+        Args:
+            rows: The whole held-out set, the same on every process.
+            batch_size: Rows of a batch on each process.
+            collate: Rows to a batch with ``labels``, unshifted, negative where there is no target.
+            progress: Shows how far the evaluation is.
+            byte_lengths: ``int64 (V,)`` from ``compute_token_byte_lengths``; ``None`` leaves bits per byte out.
+            compute_sums: Scores a batch.
+            group: Processes that share the rows; ``None`` is all of them.
+
+        Raises:
+            DataError: There are no rows.
+        """
+        if len(rows) == 0:
+            raise DataError(Problem("held-out set", "holds no row", "name another dataset_test_split"))
+        self._rows = rows
+        self._batch_size = batch_size
+        self._collate = collate
+        self._progress = progress
+        self._byte_lengths = byte_lengths
+        self._compute_sums = compute_sums
+        self._group = group
+
+    def __call__(self, model: nn.Module, step: int) -> dict[str, float]:
+        """Return ``loss`` (nats per target), ``perplexity``, ``bits_per_byte``, ``token_accuracy``, and what it took.
+
+        Raises:
+            DataError: No token of the held-out set is a target.
+        """
+        began = time.perf_counter()
+        sums = [0.0, 0, 0, 0]
+        batches = self._progress.track(self._share(), "evaluate", self._num_rounds())
+        with preserve_training_state(model):
+            for batch, is_counted in batches:
+                scored = self._score(model, batch)
+                if is_counted:
+                    sums = [total + value for total, value in zip(sums, scored, strict=True)]
+        nll, num_targets, num_correct, num_bytes = sum_over_processes(sums, self._group)
+        if num_targets == 0:
+            raise DataError(Problem("held-out set", "no token is a target", "see it with `recipes preview`"))
+        figures = {
+            "loss": nll / num_targets,
+            "perplexity": _exp(nll / num_targets),
+            "token_accuracy": num_correct / num_targets,
+            "num_target_tokens": num_targets,
+            "seconds": time.perf_counter() - began,
+        }
+        if num_bytes:
+            figures["bits_per_byte"] = nll / math.log(2) / num_bytes
+        return figures
+
+    def _score(self, model: nn.Module, batch: Batch) -> tuple[float, int, int, int]:
+        scored = self._compute_sums(model, batch)
+        num_bytes = 0
+        if self._byte_lengths is not None:
+            labels: Tensor = batch["labels"].cpu()
+            num_bytes = int(self._byte_lengths[labels[labels >= 0]].sum())
+        # Added up as Python numbers: exact counts, and a double for the nats on every kind of device.
+        return float(scored.nll_sum), int(scored.num_targets), int(scored.num_correct), num_bytes
+
+    def _num_rounds(self) -> int:
+        rows_per_round = self._batch_size * _world_size(self._group)
+        return math.ceil(len(self._rows) / rows_per_round)
+
+    def _share(self) -> Iterator[tuple[Batch, bool]]:
+        """Yield this process's batches, and whether they count.
+
+        A process that has run out of rows repeats the first ones uncounted: where weights are sharded, the others
+        wait for it in every forward pass.
+        """
+        rank = distributed.get_rank(self._group) if distributed.is_initialized() else 0
+        num_batches = math.ceil(len(self._rows) / self._batch_size)
+        for index in range(rank, self._num_rounds() * _world_size(self._group), _world_size(self._group)):
+            is_counted = index < num_batches
+            start = index * self._batch_size if is_counted else 0
+            stop = min(start + self._batch_size, len(self._rows))
+            yield self._collate([self._rows[at] for at in range(start, stop)]), is_counted
+
+
+def _world_size(group: distributed.ProcessGroup | None) -> int:
+    return distributed.get_world_size(group) if distributed.is_initialized() else 1
+
+
+def _exp(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,229 @@
+"""What a run reports while it trains: token counts, throughput, and ``metrics.jsonl``, one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from recipes_lib.planning.compute import TokenFlops
+
+METRICS_FILE = "metrics.jsonl"
+# RFC 8259 has no numbers for these; float() reads each of them back.
+_NON_FINITE = ("nan", "inf", "-inf")
+
+
+def sum_over_processes(values: Sequence[float], group: distributed.ProcessGroup | None = None) -> list[float]:
+    """Return the elementwise sum of every process's ``values``; all of the group must call it. Integers stay exact."""
+    if not distributed.is_initialized():
+        return list(values)
+    gathered: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(gathered, list(values), group=group)
+    return [sum(column) for column in zip(*gathered, strict=True)]
+
+
+class StepCounter:
+    """Tokens trained on since the beginning of the run: added by each process for itself, read for all together.
+
+    Attributes:
+        num_tokens: Tokens of all processes, padding not counted, as of the last ``synchronise``.
+        num_targets: Those of them that were trained on.
+        num_correct: Targets that were the model's first choice.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = self.num_targets = self.num_correct = 0
+        self._pending: list[int | Tensor] = [0, 0, 0]
+
+    def add(self, num_tokens: int | Tensor, num_targets: int | Tensor, num_correct: int | Tensor = 0) -> None:
+        """Count a batch of this process; scalar tensors stay on their device, so nothing waits for it."""
+        counts = (num_tokens, num_targets, num_correct)
+        self._pending = [before + count for before, count in zip(self._pending, counts, strict=True)]
+
+    def synchronise(self, group: distributed.ProcessGroup | None = None) -> None:
+        """Add what every process of ``group`` has counted to the totals; all of them must call it."""
+        tokens, targets, correct = sum_over_processes([int(count) for count in self._pending], group)
+        self._pending = [0, 0, 0]
+        self.num_tokens += int(tokens)
+        self.num_targets += int(targets)
+        self.num_correct += int(correct)
+
+    def totals(self) -> dict[str, int]:
+        """Return the totals by name, for a checkpoint."""
+        return {"num_tokens": self.num_tokens, "num_targets": self.num_targets, "num_correct": self.num_correct}
+
+    def restore(self, totals: Mapping[str, Any]) -> None:
+        """Go on from the totals of a checkpoint; a missing one is 0."""
+        self._pending = [0, 0, 0]
+        self.num_tokens = totals.get("num_tokens", 0)
+        self.num_targets = totals.get("num_targets", 0)
+        self.num_correct = totals.get("num_correct", 0)
+
+
+class ThroughputMeter:
+    """Tokens per second and model FLOPs utilisation between two ``measure`` calls, on a clock that stops for the rest.
+
+    ``stop`` and ``go_on`` keep evaluation, sampling and saving out of it; waiting for data stays in.
+
+    Attributes:
+        seconds: Training time as of the last ``stop``, earlier processes of the same run included.
+    """
+
+    def __init__(
+        self,
+        counter: StepCounter,
+        *,
+        flops: TokenFlops | None = None,
+        peak_flops: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Build a meter with its clock stopped.
+
+        Args:
+            counter: Counts the tokens.
+            flops: What they cost; ``None`` leaves ``mfu`` null.
+            peak_flops: Of all devices of the run together, FLOP/s; ``None`` leaves ``mfu`` null.
+            clock: Seconds from any origin.
+        """
+        self.seconds = 0.0
+        self._counter = counter
+        self._flops = flops
+        self._peak_flops = peak_flops
+        self._clock = clock
+        self._went_on_at: float | None = None
+        self.begin()
+
+    def begin(self, seconds: float = 0.0) -> None:
+        """Open a window with the clock stopped at ``seconds``: 0, or the training time before a checkpoint."""
+        counter = self._counter
+        self.seconds, self._went_on_at = seconds, None
+        self._window = (seconds, counter.num_tokens, counter.num_targets, counter.num_correct)
+
+    def stop(self) -> None:
+        """Stop the clock: what follows is no training."""
+        if self._went_on_at is not None:
+            self.seconds += self._clock() - self._went_on_at
+            self._went_on_at = None
+
+    def go_on(self) -> None:
+        """Let the clock run."""
+        if self._went_on_at is None:
+            self._went_on_at = self._clock()
+
+    def measure(self) -> dict[str, float | int | None]:
+        """Return the figures since the last call, as ``metrics.jsonl`` names them.
+
+        The clock must be stopped and the counter synchronised. A rate is ``None`` when no time has passed.
+        """
+        assert self._went_on_at is None
+        counter = self._counter
+        began, tokens_before, targets_before, correct_before = self._window
+        seconds = self.seconds - began
+        num_tokens = counter.num_tokens - tokens_before
+        num_targets = counter.num_targets - targets_before
+        self.begin(self.seconds)
+        mfu = None
+        if self._flops and self._peak_flops and seconds:
+            mfu = self._flops.total(num_tokens, num_targets) / (seconds * self._peak_flops)
+        return {
+            "token_accuracy": (counter.num_correct - correct_before) / num_targets if num_targets else None,
+            "num_tokens": counter.num_tokens,
+            "num_target_tokens": counter.num_targets,
+            "tokens_per_second": num_tokens / seconds if seconds else None,
+            "target_tokens_per_second": num_targets / seconds if seconds else None,
+            "mfu": mfu,
+            "memory_bytes": read_peak_memory(),
+            "seconds": self.seconds,
+        }
+
+
+def read_peak_memory() -> int:
+    """Return the peak memory of this process so far, in bytes: allocated on its GPU, or else resident in RAM."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+class MetricsWriter:
+    """Appends events to ``metrics.jsonl``; a killed process loses at most the line it was writing."""
+
+    def __init__(self, path: Path, *, is_main: bool = True) -> None:
+        """Write to ``path``; where ``is_main`` is False nothing is ever written."""
+        self._path = path
+        self._is_main = is_main
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        """Append one event as one line in one write; NaN and infinities become the strings ``nan``, ``inf``, ``-inf``.
+
+        Args:
+            event: Has ``kind`` (``train`` or ``eval``) and ``step``; values as JSON knows them.
+        """
+        if not self._is_main:
+            return
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(descriptor, _to_line(event).encode())
+        finally:
+            os.close(descriptor)
+
+    def rewind(self, step: int) -> None:
+        """Drop what was logged after ``step``, and lines cut short by a kill: training goes on from there.
+
+        At step 0 nothing is kept, not even an evaluation before the first step: it will be made again.
+        """
+        if not self._is_main or not self._path.exists():
+            return
+        kept = [event for event in read_metrics(self._path).events if 0 < step >= event["step"]]
+        partial = self._path.with_name(f"{self._path.name}.partial")
+        partial.write_text("".join(map(_to_line, kept)), encoding="utf-8")
+        partial.replace(self._path)
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """The content of a ``metrics.jsonl``.
+
+    Attributes:
+        events: In the order written; non-finite numbers are floats again.
+        num_torn_lines: Lines that are no event: a write that was cut short.
+    """
+
+    events: Sequence[Mapping[str, Any]]
+    num_torn_lines: int
+
+
+def read_metrics(path: Path) -> Metrics:
+    """Read a ``metrics.jsonl``; no file is no events."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    parsed = [_parse(line) for line in lines if line.strip()]
+    events = [event for event in parsed if event is not None]
+    return Metrics(events, len(parsed) - len(events))
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(event, dict) or not isinstance(event.get("step"), int):
+        return None
+    return {name: float(value) if value in _NON_FINITE else value for name, value in event.items()}
+
+
+def _to_line(event: Mapping[str, Any]) -> str:
+    finite = {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in event.items()
+    }
+    return json.dumps(finite, allow_nan=False) + "\n"

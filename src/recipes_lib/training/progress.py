@@ -1,0 +1,202 @@
+"""Where the run stands: one live line on a terminal, a plain line now and then everywhere else, never both."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol, TextIO, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+T = TypeVar("T")
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class TrainingProgress(Protocol):
+    """What the training loop tells; every method may be called at any time, ``stop`` more than once."""
+
+    def start(self, num_steps: int, step: int) -> None:
+        """Training of ``num_steps`` optimizer steps begins after ``step`` of them."""
+        ...
+
+    def advance(self, step: int) -> None:
+        """``step`` optimizer steps are done."""
+        ...
+
+    def show(self, event: Mapping[str, Any]) -> None:
+        """Show an event of ``metrics.jsonl``."""
+        ...
+
+    def track(self, items: Iterable[T], what: str, num_items: int) -> Iterator[T]:
+        """Yield ``items`` and show how many of ``num_items`` are done; ``what`` names the work."""
+        ...
+
+    def stop(self) -> None:
+        """Give the terminal back."""
+        ...
+
+
+def build_progress(*, is_main: bool, stream: TextIO | None = None) -> TrainingProgress:
+    """Build the display for ``stream`` (default: stderr): live on a terminal, lines elsewhere, none unless main."""
+    stream = sys.stderr if stream is None else stream
+    if not is_main:
+        return SilentProgress()
+    return LiveProgress(stream) if stream.isatty() else PlainProgress(stream)
+
+
+def describe_event(event: Mapping[str, Any]) -> str:
+    """Return an event in a few words: ``loss 2.314  lr 3.0e-04  grad 0.82  12.3k target tok/s  mfu 41 %``."""
+    words = []
+    for name, label in (("loss", "loss"), ("eval_loss", "held-out loss"), ("eval_bits_per_byte", "bits/byte")):
+        if _is_number(event.get(name)):
+            words.append(f"{label} {event[name]:.4g}")
+    if _is_number(event.get("learning_rate")):
+        words.append(f"lr {event['learning_rate']:.2e}")
+    if _is_number(event.get("grad_norm")):
+        words.append(f"grad {event['grad_norm']:.3g}")
+    if _is_number(event.get("target_tokens_per_second")):
+        words.append(f"{format_count(event['target_tokens_per_second'])} target tok/s")
+    for name, label in (("mfu", "mfu"), ("eval_token_accuracy", "accuracy"), ("eval_stop_rate", "stopped")):
+        if _is_number(event.get(name)):
+            words.append(f"{label} {100 * event[name]:.0f} %")
+    return "  ".join(words)
+
+
+def format_count(number: float) -> str:
+    """Return a count in at most five characters: ``842``, ``12.3k``, ``4.56M``."""
+    for scale, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= scale:
+            return f"{number / scale:.3g}{suffix}"
+    return f"{number:.3g}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration as ``1:02:03``, or ``2:03`` below an hour."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class SilentProgress:
+    """Shows nothing: for every process but the main one."""
+
+    def start(self, num_steps: int, step: int) -> None:
+        """Do nothing."""
+
+    def advance(self, step: int) -> None:
+        """Do nothing."""
+
+    def show(self, event: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+    def track(self, items: Iterable[T], what: str, num_items: int) -> Iterator[T]:
+        """Yield ``items``."""
+        yield from items
+
+    def stop(self) -> None:
+        """Do nothing."""
+
+
+class PlainProgress:
+    """Writes a line when something was logged, at most one in ten seconds, but every evaluation and the last step."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        """Write to ``stream``; ``clock`` gives seconds from any origin."""
+        self._stream = stream
+        self._clock = clock
+        self._started = (0.0, 0)
+        self._num_steps = 0
+        self._last_line = -SECONDS_BETWEEN_LINES
+
+    def start(self, num_steps: int, step: int) -> None:
+        """Remember where training begins; the time left is judged from here."""
+        self._num_steps = num_steps
+        self._started = (self._clock(), step)
+        self._last_line = self._clock() - SECONDS_BETWEEN_LINES
+
+    def advance(self, step: int) -> None:
+        """Do nothing: a line is written when there is something to tell."""
+
+    def show(self, event: Mapping[str, Any]) -> None:
+        """Write the event, unless a line was just written."""
+        step, now = event["step"], self._clock()
+        if event["kind"] == "train" and step < self._num_steps and now - self._last_line < SECONDS_BETWEEN_LINES:
+            return
+        if event["kind"] == "train":
+            self._last_line = now
+        began, first_step = self._started
+        words = [f"step {step}/{self._num_steps}", describe_event(event)]
+        if event["kind"] == "train" and first_step < step < self._num_steps:
+            words.append(f"eta {format_duration((now - began) / (step - first_step) * (self._num_steps - step))}")
+        self._write("  ".join(words))
+
+    def track(self, items: Iterable[T], what: str, num_items: int) -> Iterator[T]:
+        """Yield ``items``, with a line every ten seconds."""
+        last_line = self._clock()
+        for done, item in enumerate(items):
+            if self._clock() - last_line >= SECONDS_BETWEEN_LINES:
+                last_line = self._clock()
+                self._write(f"{what}  {done}/{num_items}")
+            yield item
+
+    def stop(self) -> None:
+        """Do nothing: every line is complete."""
+
+    def _write(self, line: str) -> None:
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+
+class LiveProgress:
+    """A bar with the latest figures and the time left; an evaluation has a bar of its own while it runs."""
+
+    def __init__(self, stream: TextIO) -> None:
+        """Draw on ``stream``, a terminal."""
+        self._console = Console(file=stream)
+        self._display = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}", style="cyan"),
+            TextColumn("eta"),
+            TimeRemainingColumn(compact=True),
+            console=self._console,
+        )
+        self._training: TaskID | None = None
+
+    def start(self, num_steps: int, step: int) -> None:
+        """Draw the bar."""
+        self._training = self._display.add_task("train", total=num_steps, completed=step, figures="")
+        self._display.start()
+
+    def advance(self, step: int) -> None:
+        """Move the bar to ``step``."""
+        if self._training is not None:
+            self._display.update(self._training, completed=step)
+
+    def show(self, event: Mapping[str, Any]) -> None:
+        """Put the figures of a training event beside the bar; an evaluation's stay above it as a line."""
+        if event["kind"] == "train" and self._training is not None:
+            self._display.update(self._training, figures=describe_event(event))
+        else:
+            self._console.print(f"step {event['step']}  {describe_event(event)}", highlight=False)
+
+    def track(self, items: Iterable[T], what: str, num_items: int) -> Iterator[T]:
+        """Yield ``items`` under a bar that is gone afterwards."""
+        task = self._display.add_task(what, total=num_items, figures="")
+        try:
+            for item in items:
+                yield item
+                self._display.advance(task)
+        finally:
+            self._display.remove_task(task)
+
+    def stop(self) -> None:
+        """Leave the last state of the bar on the terminal."""
+        self._display.stop()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)

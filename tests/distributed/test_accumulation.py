@@ -1,0 +1,42 @@
+"""How a batch is cut, over micro-batches or processes, changes nothing."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.training import trajectories
+
+EIGHT_BY_ONE = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+TWO_BY_FOUR = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+ONE_BY_FOUR = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+
+
+def run_here(model_dir, output_dir, **training):
+    trainer, recorder = trajectories.make_trainer(model_dir, output_dir, trajectories.make_packs(), **training)
+    trainer.train()
+    return recorder.steps
+
+
+def run_on_two_processes(model_dir, output_dir, **training):
+    output_dir.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += [trajectories.__file__, str(model_dir), str(output_dir), json.dumps(training)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((output_dir / "trajectory.json").read_text())
+
+
+@pytest.mark.multiprocess
+def test_eight_by_one_and_two_by_four_and_two_processes_give_one_trajectory(tiny_model_dir, tmp_path):
+    reference = run_here(tiny_model_dir, tmp_path / "8x1", **EIGHT_BY_ONE)
+    others = {
+        "2x4": run_here(tiny_model_dir, tmp_path / "2x4", **TWO_BY_FOUR),
+        "1x4 on two processes": run_on_two_processes(tiny_model_dir, tmp_path / "two", **ONE_BY_FOUR),
+    }
+    assert len(reference) == 4
+    assert len({step["loss"] for step in reference}) == 4
+    for name, trajectory in others.items():
+        for step, (expected, got) in enumerate(zip(reference, trajectory, strict=True)):
+            assert got == pytest.approx(expected, rel=1e-5), f"{name}, step {step + 1}"

@@ -1,0 +1,136 @@
+"""FLOPs per token against torch's own counter, and the table of peaks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from recipes_lib.planning.compute import compute_flops_per_token, peak_flops
+
+BATCH, LENGTH = 2, 48
+SMALL = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+MLA = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 24,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+}
+CONFIGS = {
+    "grouped queries": LlamaConfig(**SMALL),
+    "tied head": LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "head_dim of its own": Qwen3Config(**SMALL, head_dim=32),
+    "no gate, biases, Conv1D, learned positions": GPT2Config(vocab_size=160, n_embd=64, n_layer=3, n_head=4),
+    "mixture of experts": MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
+    "experts in every second layer": Qwen3MoeConfig(
+        **SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=2
+    ),
+    "latent attention, shared expert": DeepseekV3Config(
+        **{**SMALL, "num_key_value_heads": 4}, **MLA, n_routed_experts=8, num_experts_per_tok=2
+    ),
+}
+
+
+def count_flops(config: PretrainedConfig, length: int = LENGTH) -> int:
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    ids = torch.arange(BATCH * length).reshape(BATCH, length) % 160
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, use_cache=False).logits.sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_costs_what_the_flop_counter_counts(name: str) -> None:
+    num_tokens = BATCH * LENGTH
+    closed_form = compute_flops_per_token(CONFIGS[name], LENGTH).total(num_tokens, num_tokens)
+
+    assert closed_form == pytest.approx(count_flops(CONFIGS[name]), rel=0.02)
+
+
+def test_the_attention_term_grows_with_the_sequence_as_counted() -> None:
+    config = LlamaConfig(**SMALL)
+    difference = compute_flops_per_token(config, 96).body - compute_flops_per_token(config, 48).body
+
+    counted = count_flops(config, 96) / (BATCH * 96) - count_flops(config, 48) / (BATCH * 48)
+
+    assert difference == pytest.approx(counted, rel=1e-6)
+
+
+def test_a_sliding_layer_attends_to_no_more_than_its_window() -> None:
+    shape = {**SMALL, "head_dim": 16, "sliding_window": 8}
+    sliding = Gemma3TextConfig(**shape, layer_types=["sliding_attention"] * 3)
+    full = Gemma3TextConfig(**shape, layer_types=["full_attention"] * 3)
+
+    assert compute_flops_per_token(sliding, 512) == compute_flops_per_token(full, 8)
+    assert compute_flops_per_token(sliding, 4) == compute_flops_per_token(full, 4)
+
+
+def test_seventy_billion_parameters_cost_six_operations_each_and_the_attention() -> None:
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+    )
+    flops = compute_flops_per_token(config, 2048)
+    multiplied = 68_976_648_192 - 32000 * 8192 - 161 * 8192  # all parameters, input embedding and norms taken off
+
+    assert flops.total(1, 1) == 6 * multiplied + 12 * 80 * 8192 * 2048
+
+
+def test_positions_that_are_no_targets_cost_no_head() -> None:
+    flops = compute_flops_per_token(LlamaConfig(**SMALL), LENGTH)
+
+    assert flops.total(100, 0) == 100 * flops.body
+    assert flops.total(100, 30) - flops.total(100, 0) == 30 * 6 * 160 * 64
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("Tesla T4", None),
+        ("Intel(R) Xeon(R) Platinum", None),
+        ("AMD EPYC 9B14", None),
+    ],
+)
+def test_the_peak_is_that_of_the_very_device_or_unknown(name: str, expected: float | None) -> None:
+    assert peak_flops(name, torch.bfloat16) == expected
+
+
+def test_the_peak_is_that_of_16_bit_products_only() -> None:
+    assert peak_flops("Tesla T4", torch.float16) == 65e12
+    assert peak_flops("NVIDIA H100 80GB HBM3", torch.float32) is None

@@ -1,0 +1,60 @@
+"""The bytes of a checkpoint against what a trainer writes, and the refusal of a disk that is too small."""
+
+import shutil
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from recipes_lib.errors import ConfigError
+from recipes_lib.planning.disk import compute_disk, verify_disk
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd"])
+def test_a_checkpoint_is_as_large_as_the_trainer_writes_it(tiny_model_dir, tmp_path, optim):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    rows = Dataset.from_dict({"input_ids": [[5, 6, 7]] * 4, "labels": [[5, 6, 7]] * 4})
+    optim_args = {"optim_args": "momentum=0.9"} if optim == "sgd" else {}
+    args = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, max_steps=2, save_steps=1, optim=optim, report_to="none", **optim_args
+    )
+    Trainer(model=model, args=args, train_dataset=rows).train()
+    written = sum((tmp_path / "checkpoint-1" / name).stat().st_size for name in ("model.safetensors", "optimizer.pt"))
+    plan = compute_disk(model.num_parameters(), 4, 2, {"output_dir": str(tmp_path), "save_steps": 1, "optim": optim})
+    assert plan.num_checkpoints == len(list(tmp_path.glob("checkpoint-*"))) == 2
+    assert plan.checkpoint_bytes == pytest.approx(written, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("training", "expected"),
+    [
+        ({"save_steps": 10}, 10),
+        ({"save_steps": 10, "save_total_limit": 2}, 3),
+        ({"save_steps": 90, "save_total_limit": 5}, 2),
+        ({"save_steps": 0.25}, 4),
+        ({"save_steps": 30}, 4),
+        ({"save_strategy": "no"}, 0),
+        ({"save_strategy": "epoch", "num_train_epochs": 3}, 3),
+    ],
+)
+def test_checkpoints_are_counted_at_the_worst_moment(tmp_path, training, expected):
+    plan = compute_disk(1000, 2, 100, {"output_dir": str(tmp_path)} | training)
+    assert plan.num_checkpoints == expected
+    assert plan.total_bytes == expected * 10_000 + 2000
+
+
+def test_weights_alone_need_no_states(tmp_path):
+    training = {"output_dir": str(tmp_path), "save_steps": 50, "save_only_model": True}
+    assert compute_disk(1000, 2, 100, training).checkpoint_bytes == 2000
+
+
+def test_a_disk_that_is_too_small_is_refused_with_the_way_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 10**6))
+    plan = compute_disk(10**6, 4, 100, {"output_dir": str(tmp_path / "not" / "there"), "save_steps": 50})
+    with pytest.raises(ConfigError, match="save_total_limit"):
+        verify_disk(plan, "outputs")
+
+
+def test_a_disk_that_is_large_enough_is_accepted(tmp_path):
+    verify_disk(compute_disk(10, 4, 100, {"output_dir": str(tmp_path)}), "outputs")

@@ -1,0 +1,164 @@
+"""Counts, throughput on a clock of our own, and a metrics file that survives a kill."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes_lib.planning.compute import TokenFlops
+from recipes_lib.training.metrics import MetricsWriter, StepCounter, ThroughputMeter, read_metrics
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def write_steps(path: Path, *steps: int) -> None:
+    for step in steps:
+        MetricsWriter(path).write({"kind": "train", "step": step, "loss": 1.0 / (step + 1)})
+
+
+def test_counts_are_read_after_synchronising_and_survive_a_checkpoint() -> None:
+    counter = StepCounter()
+    counter.add(10, torch.tensor(4), torch.tensor(1))
+    counter.add(torch.tensor(5), 2)
+    assert counter.num_tokens == 0
+
+    counter.synchronise()
+    counter.synchronise()
+    resumed = StepCounter()
+    resumed.restore(json.loads(json.dumps(counter.totals())))
+    resumed.add(1, 1, 1)
+    resumed.synchronise()
+
+    assert (counter.num_tokens, counter.num_targets, counter.num_correct) == (15, 6, 1)
+    assert (resumed.num_tokens, resumed.num_targets, resumed.num_correct) == (16, 7, 2)
+
+
+def test_a_pause_is_no_training_time() -> None:
+    clock, counter = Clock(), StepCounter()
+    meter = ThroughputMeter(counter, clock=clock)
+    for seconds, trains in ((7, False), (2, True), (60, False), (3, True)):
+        if trains:
+            meter.go_on()
+            meter.go_on()
+            counter.add(100, 30)
+        clock.now += seconds
+        meter.stop()
+        meter.stop()
+    counter.synchronise()
+
+    figures = meter.measure()
+
+    assert figures["seconds"] == 5
+    assert figures["tokens_per_second"] == 200 / 5
+    assert figures["target_tokens_per_second"] == 60 / 5
+
+
+def test_rates_are_those_of_the_window_and_counts_those_of_the_run() -> None:
+    clock, counter = Clock(), StepCounter()
+    meter = ThroughputMeter(counter, flops=TokenFlops(body=6.0, head=10.0), peak_flops=1000.0, clock=clock)
+    counter.restore({"num_tokens": 1000, "num_targets": 500})
+    meter.begin(50.0)
+    figures = []
+    for seconds in (1, 4):
+        meter.go_on()
+        counter.add(200, 40, 10)
+        counter.synchronise()
+        clock.now += seconds
+        meter.stop()
+        figures.append(meter.measure())
+
+    assert [figure["tokens_per_second"] for figure in figures] == [200, 50]
+    assert [figure["num_target_tokens"] for figure in figures] == [540, 580]
+    assert [figure["seconds"] for figure in figures] == [51, 55]
+    assert [figure["mfu"] for figure in figures] == [(6 * 200 + 10 * 40) / 1000, (6 * 200 + 10 * 40) / 4000]
+    assert figures[0]["token_accuracy"] == 0.25
+    memory = figures[0]["memory_bytes"]
+    assert memory is not None
+    assert memory > 2**20
+
+
+def test_figures_that_cannot_be_known_are_null() -> None:
+    meter = ThroughputMeter(StepCounter(), peak_flops=None, clock=Clock())
+
+    figures = meter.measure()
+
+    unknown = {name for name, value in figures.items() if value is None}
+    assert unknown == {"mfu", "tokens_per_second", "target_tokens_per_second", "token_accuracy"}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.1, None, "text", [1, 2], 7])
+def test_every_line_is_strict_json_and_reads_back(tmp_path: Path, value: object) -> None:
+    path = tmp_path / "metrics.jsonl"
+    MetricsWriter(path).write({"kind": "train", "step": 1, "loss": value})
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    json.loads(path.read_text(), parse_constant=refuse)
+    (event,) = read_metrics(path).events
+    assert repr(event["loss"]) == repr(value)
+
+
+def test_only_the_main_process_writes(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 1, 2)
+    before = path.read_bytes()
+    other = MetricsWriter(path, is_main=False)
+
+    other.write({"kind": "train", "step": 3})
+    other.rewind(1)
+
+    assert path.read_bytes() == before
+
+
+def test_what_was_logged_after_the_checkpoint_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 0, 5, 10, 15)
+    with path.open("a") as file:
+        file.write('{"kind": "train", "st')
+
+    MetricsWriter(path).rewind(10)
+    write_steps(path, 15)
+
+    metrics = read_metrics(path)
+    assert [event["step"] for event in metrics.events] == [0, 5, 10, 15]
+    assert metrics.num_torn_lines == 0
+
+
+def test_a_run_that_begins_again_begins_with_an_empty_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    MetricsWriter(path).rewind(0)
+    assert not path.exists()
+    write_steps(path, 0, 5)
+
+    MetricsWriter(path).rewind(0)
+
+    assert read_metrics(path).events == []
+
+
+@pytest.mark.parametrize("torn", ['{"kind": "train", "st', "[1, 2]", "null", '{"loss": 1.0}', "\x00\xff", "3"])
+def test_lines_that_are_no_event_are_counted_and_passed_over(tmp_path: Path, torn: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 1)
+    with path.open("a") as file:
+        file.write(torn + "\n\n")
+    write_steps(path, 2)
+
+    metrics = read_metrics(path)
+
+    assert [event["step"] for event in metrics.events] == [1, 2]
+    assert metrics.num_torn_lines == 1
+
+
+def test_no_file_is_no_events(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "absent.jsonl").events == []

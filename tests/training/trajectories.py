@@ -1,0 +1,96 @@
+"""A ragged set of prepared rows and short training runs over it, for tests that compare trajectories."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
+from recipes_lib.data.collators import PackedCollator
+from recipes_lib.training.arguments import build_training_arguments
+from recipes_lib.training.launch import read_launch
+from recipes_lib.training.sft import SFTTrainer
+
+
+def make_packs(num_rows: int = 16, *, seed: int = 0) -> Dataset:
+    """Packed rows with very unequal numbers of documents, tokens and targets."""
+    generator = np.random.default_rng(seed)
+    rows: dict[str, list[Any]] = {"input_ids": [], "loss_mask": [], "seq_lengths": [], "row_ids": []}
+    for row in range(num_rows):
+        lengths = generator.integers(3, 20, size=generator.integers(1, 4))
+        total = int(lengths.sum())
+        rows["input_ids"].append(generator.integers(4, 512, size=total))
+        rows["loss_mask"].append(generator.random(total) < generator.uniform(0.1, 0.9))
+        rows["seq_lengths"].append(lengths)
+        rows["row_ids"].append([row] * len(lengths))
+    return Dataset.from_dict(rows).with_format("numpy")
+
+
+class Recorder(TrainerCallback):
+    """Keeps every logged step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            self.steps.append({name: float(logs[name]) for name in ("loss", "grad_norm", "learning_rate")})
+
+
+def make_trainer(
+    model_dir: Path, output_dir: Path, packs: Dataset, *, has_eval: bool = False, **training: Any
+) -> tuple[SFTTrainer, Recorder]:
+    """Our trainer, in full precision, logging every step."""
+    defaults = {
+        "output_dir": str(output_dir),
+        "bf16": False,
+        "use_cpu": True,
+        "activation_checkpointing": False,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "max_steps": 4,
+        "lr_scheduler_type": "linear",
+    }
+    config = RecipeConfig(
+        stage="sft",
+        path=None,
+        data=DataConfig(dataset_name="packs"),
+        tokens=TokensConfig(),
+        model=ModelConfig(model_name_or_path=str(model_dir)),
+        evaluation=EvaluationConfig(),
+        training=defaults | training,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    recorder = Recorder()
+    trainer = SFTTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="sdpa"),
+        args=build_training_arguments(config, read_launch(), has_eval=has_eval),
+        train_dataset=packs,
+        eval_dataset=packs if has_eval else None,
+        data_collator=PackedCollator(pad_token_id=tokenizer.pad_token_id),
+        processing_class=tokenizer,
+        callbacks=[recorder],
+    )
+    return trainer, recorder
+
+
+def main() -> None:
+    """Train in this process (one of several) and write the trajectory: ``MODEL OUTPUT JSON_TRAINING_KEYS``."""
+    model_dir, output_dir, training = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
+    trainer, recorder = make_trainer(model_dir, output_dir / "run", make_packs(), **training)
+    trainer.train()
+    if trainer.is_world_process_zero():
+        (output_dir / "trajectory.json").write_text(json.dumps(recorder.steps))
+    trainer.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()
