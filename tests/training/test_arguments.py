@@ -1,12 +1,11 @@
 """What upstream's trainer is told, whatever the recipe says."""
 
 import pytest
-import torch
 from trl import SFTConfig
 
 from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.training import arguments
-from recipes_lib.training.arguments import build_training_arguments, resolve_precision, supports_bf16
+from recipes_lib.training.arguments import build_training_arguments, resolve_precision
 from recipes_lib.training.launch import Launch
 
 ONE = Launch(rank=0, local_rank=0, world_size=1, engine="")
@@ -64,18 +63,3 @@ def test_bf16_is_used_where_the_hardware_has_it_and_the_recipe_does_not_say(
     monkeypatch.setattr(arguments, "supports_bf16", lambda: hardware)
     precision = resolve_precision(make_config(tmp_path, **given))
     assert (precision["bf16"], precision["fp16"]) == expected
-
-
-@pytest.mark.parametrize(
-    ("capabilities", "expected"),
-    [
-        ({"amx_bf16": True}, True),
-        ({"avx512_bf16": True}, True),
-        ({"avx2": True, "amx_bf16": False}, False),
-        ({}, False),
-    ],
-)
-def test_a_cpu_has_bf16_when_it_says_so(monkeypatch, capabilities, expected):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    assert supports_bf16() is expected

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from recipes_lib.planning.compute import TokenFlops
-from recipes_lib.training.metrics import MetricsWriter, StepCounter, ThroughputMeter, read_metrics
+from recipes_lib.training.metrics import MetricsWriter, StepCounter, ThroughputMeter
 
 
 class Clock:
@@ -19,6 +20,10 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def read_lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def write_steps(path: Path, *steps: int) -> None:
@@ -105,8 +110,9 @@ def test_every_line_is_strict_json_and_reads_back(tmp_path: Path, value: object)
         raise AssertionError(constant)
 
     json.loads(path.read_text(), parse_constant=refuse)
-    (event,) = read_metrics(path).events
-    assert repr(event["loss"]) == repr(value)
+    (event,) = read_lines(path)
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    assert repr(event["loss"] if is_finite else float(event["loss"])) == repr(value)
 
 
 def test_only_the_main_process_writes(tmp_path: Path) -> None:
@@ -130,9 +136,7 @@ def test_what_was_logged_after_the_checkpoint_is_dropped(tmp_path: Path) -> None
     MetricsWriter(path).rewind(10)
     write_steps(path, 15)
 
-    metrics = read_metrics(path)
-    assert [event["step"] for event in metrics.events] == [0, 5, 10, 15]
-    assert metrics.num_torn_lines == 0
+    assert [event["step"] for event in read_lines(path)] == [0, 5, 10, 15]
 
 
 def test_a_run_that_begins_again_begins_with_an_empty_file(tmp_path: Path) -> None:
@@ -143,22 +147,17 @@ def test_a_run_that_begins_again_begins_with_an_empty_file(tmp_path: Path) -> No
 
     MetricsWriter(path).rewind(0)
 
-    assert read_metrics(path).events == []
+    assert path.read_bytes() == b""
 
 
-@pytest.mark.parametrize("torn", ['{"kind": "train", "st', "[1, 2]", "null", '{"loss": 1.0}', "\x00\xff", "3"])
-def test_lines_that_are_no_event_are_counted_and_passed_over(tmp_path: Path, torn: str) -> None:
+@pytest.mark.parametrize("torn", ['{"kind": "train", "st', "[1, 2]", "null", '{"loss": 1.0}', "\x00", "3"])
+def test_going_on_drops_lines_that_are_no_event(tmp_path: Path, torn: str) -> None:
     path = tmp_path / "metrics.jsonl"
     write_steps(path, 1)
     with path.open("a") as file:
         file.write(torn + "\n\n")
     write_steps(path, 2)
 
-    metrics = read_metrics(path)
+    MetricsWriter(path).rewind(2)
 
-    assert [event["step"] for event in metrics.events] == [1, 2]
-    assert metrics.num_torn_lines == 1
-
-
-def test_no_file_is_no_events(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path / "absent.jsonl").events == []
+    assert [event["step"] for event in read_lines(path)] == [1, 2]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
-from recipes_lib.errors import ConfigError
+from recipes_lib.errors import ConfigError, DivergedError
 from recipes_lib.training.checkpoints import write_complete
 from recipes_lib.training.launch import Launch
 from recipes_lib.training.run import fingerprint_config, flatten_config, start_run
@@ -59,7 +59,8 @@ def test_the_same_command_goes_on_from_the_last_complete_checkpoint(tmp_path):
 
 def test_a_finished_run_is_left_alone(tmp_path):
     config = make_config(tmp_path)
-    start_run(config, ONE).finish()
+    with start_run(config, ONE).recording_its_end():
+        pass
     before = (tmp_path / "run.json").read_text()
     assert start_run(config, ONE).finished
     assert (tmp_path / "run.json").read_text() == before
@@ -69,7 +70,8 @@ def test_a_finished_run_is_left_alone(tmp_path):
 def test_a_directory_of_another_configuration_is_refused_naming_the_keys(tmp_path, ended):
     first = start_run(make_config(tmp_path), ONE)
     if ended == "done":
-        first.finish()
+        with first.recording_its_end():
+            pass
     else:
         leave_checkpoint(tmp_path, 5)
     other = make_config(tmp_path, tokens=TokensConfig(max_length=64), learning_rate=2e-5)
@@ -88,6 +90,23 @@ def test_how_a_run_is_watched_may_change(tmp_path):
     start_run(make_config(tmp_path), ONE)
     leave_checkpoint(tmp_path, 5)
     assert start_run(make_config(tmp_path, logging_steps=7, save_total_limit=1, report_to="none"), ONE).resume_from
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (DivergedError("nan"), "diverged"),
+        (ConfigError(), "refused"),
+        (KeyboardInterrupt(), "interrupted"),
+        (ZeroDivisionError(), "failed"),
+    ],
+)
+def test_how_a_run_ended_is_recorded_and_the_error_goes_on(tmp_path, error, status):
+    run = start_run(make_config(tmp_path), ONE)
+    with pytest.raises(type(error)), run.recording_its_end():
+        raise error
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == status
+    assert not start_run(make_config(tmp_path), ONE).finished
 
 
 def test_only_keys_that_decide_the_outcome_change_the_fingerprint(tmp_path):

@@ -72,8 +72,8 @@ def test_a_gradient_that_is_not_finite_stops_before_the_update(tiny_model_dir, t
 def test_hooks_run_at_the_start_every_n_steps_and_at_the_end(tiny_model_dir, tmp_path):
     steps = []
     keys = {"eval_strategy": "steps", "eval_steps": 3, "eval_on_start": True, "max_steps": 7}
-    trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(), has_eval=True, **keys)
-    trainer.hooks.append(lambda model, step: steps.append(step) or {"loss": 1.0})
+    hooks = [lambda model, step: steps.append(step) or {"loss": 1.0}]
+    trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(), hooks=hooks, **keys)
     trainer.train()
     assert steps == [0, 3, 6, 7]
     assert [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log] == [1.0] * 4
@@ -82,8 +82,8 @@ def test_hooks_run_at_the_start_every_n_steps_and_at_the_end(tiny_model_dir, tmp
 def test_the_last_step_is_not_evaluated_twice(tiny_model_dir, tmp_path):
     steps = []
     keys = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
-    trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(), has_eval=True, **keys)
-    trainer.hooks.append(lambda model, step: steps.append(step) or {})
+    hooks = [lambda model, step: steps.append(step) or {}]
+    trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(), hooks=hooks, **keys)
     trainer.train()
     assert steps == [2, 4]
 

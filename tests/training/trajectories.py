@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig,
 from recipes_lib.data.collators import PackedCollator
 from recipes_lib.training.arguments import build_training_arguments
 from recipes_lib.training.launch import read_launch
+from recipes_lib.training.metrics import StepCounter
+from recipes_lib.training.observer import EvaluationHook, Observer
 from recipes_lib.training.sft import SFTTrainer
 
 
@@ -44,7 +47,7 @@ class Recorder(TrainerCallback):
 
 
 def make_trainer(
-    model_dir: Path, output_dir: Path, packs: Dataset, *, has_eval: bool = False, **training: Any
+    model_dir: Path, output_dir: Path, packs: Dataset, *, hooks: Sequence[EvaluationHook] = (), **training: Any
 ) -> tuple[SFTTrainer, Recorder]:
     """Our trainer, in full precision, logging every step."""
     defaults = {
@@ -72,12 +75,12 @@ def make_trainer(
     recorder = Recorder()
     trainer = SFTTrainer(
         model=AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="sdpa"),
-        args=build_training_arguments(config, read_launch(), has_eval=has_eval),
+        args=build_training_arguments(config, read_launch(), has_eval=bool(hooks)),
         train_dataset=packs,
-        eval_dataset=packs if has_eval else None,
+        eval_dataset=packs if hooks else None,
         data_collator=PackedCollator(pad_token_id=tokenizer.pad_token_id),
         processing_class=tokenizer,
-        callbacks=[recorder],
+        observer=Observer(StepCounter(), list(hooks), [recorder]),
     )
     return trainer, recorder
 

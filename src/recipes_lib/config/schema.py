@@ -8,11 +8,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal, Required, TypedDict
 
 DatasetFormat = Literal["auto", "messages", "prompt_completion", "text", "sharegpt", "alpaca", "preference"]
 LossOn = Literal["assistant", "last_assistant", "completion", "all"]
 Overlong = Literal["error", "truncate", "drop", "split"]
+
+
+class MixtureEntry(TypedDict, total=False):
+    """One dataset of ``dataset_mixture``."""
+
+    name: Required[str]
+    """Hub id or path, as ``dataset_name``."""
+    weight: float
+    """Share of the mixture, relative to the other entries."""
+    config: str
+    """As ``dataset_config``."""
+    revision: str
+    """As ``dataset_revision``."""
+    split: str
+    """As ``dataset_train_split``."""
+    format: DatasetFormat
+    """As ``dataset_format``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +48,7 @@ class DataConfig:
     """Held-out split, by name; or the path of a held-out file. Unset: see ``test_split_size``."""
     test_split_size: float | int | None = None
     """Hold out this share (below 1) or number (1 and above) of rows when no test split is named."""
-    dataset_mixture: list[dict[str, Any]] | None = None
+    dataset_mixture: list[dict[str, Any]] | None = field(default=None, metadata={"items": MixtureEntry})
     """Several datasets instead of one: a list of ``{name, weight, config, revision, split, format}``."""
     dataset_format: DatasetFormat = "auto"
     """Row layout; ``auto`` detects it from the columns and names what it found."""
@@ -117,3 +134,12 @@ class RecipeConfig:
     evaluation: EvaluationConfig
     training: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, str] = field(default_factory=dict)
+
+
+SECTIONS: Final[dict[str, type]] = {
+    "data": DataConfig,
+    "tokens": TokensConfig,
+    "model": ModelConfig,
+    "evaluation": EvaluationConfig,
+}
+"""Our sections by the name of their field in ``RecipeConfig``."""

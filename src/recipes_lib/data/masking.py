@@ -1,8 +1,74 @@
-"""The one place that knows how "not trained on" is spelled."""
+"""The one place that knows how "not trained on" is spelled, and where a token ends and the next begins."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Encoding
 
 IGNORE_INDEX: Final = -100
 """Label of a position that is not a target; what torch's and transformers' cross-entropies skip."""
+
+
+class MergedTokenError(ValueError):
+    """One token holds characters of both sides of a boundary; ``start`` and ``end`` are its characters."""
+
+    def __init__(self, start: int, end: int) -> None:
+        super().__init__(f"one token spans characters {start} to {end}")
+        self.start = start
+        self.end = end
+
+
+def labels_from_loss_mask(input_ids: npt.ArrayLike, loss_mask: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """Labels of one example: its own ids where trained on, ``IGNORE_INDEX`` elsewhere and at position 0.
+
+    Args:
+        input_ids: Integers ``(T,)``.
+        loss_mask: ``bool (T,)``, True where trained on.
+
+    Returns:
+        ``int64 (T,)``.
+    """
+    labels = np.where(np.asarray(loss_mask, dtype=bool), np.asarray(input_ids, dtype=np.int64), IGNORE_INDEX)
+    labels[:1] = IGNORE_INDEX
+    return labels
+
+
+def count_targets(loss_mask: npt.ArrayLike) -> int:
+    """Number of positions of one example that a model is trained to predict: position 0 has nothing before it."""
+    return int(np.count_nonzero(np.asarray(loss_mask, dtype=bool)[1:]))
+
+
+def count_tokens_before(encoding: Encoding, text: str, character: int, special_ids: Collection[int]) -> int:
+    """Number of tokens that lie before a character: the index of the first token on its right.
+
+    Special tokens may swallow white space beside them (``lstrip``, ``rstrip``); swallowed white space is theirs.
+
+    Args:
+        encoding: The tokenisation of ``text``.
+        text: The whole text.
+        character: The boundary, an index into ``text``.
+        special_ids: Ids of special tokens.
+
+    Raises:
+        MergedTokenError: A token has characters on both sides.
+    """
+    token = None
+    for at in range(character, len(text)):
+        token = encoding.char_to_token(at)
+        if token is not None:  # Normalisers and pre-tokenisers may drop a character.
+            break
+    if token is None:
+        return len(encoding)
+    start, end = encoding.token_to_chars(token) or (character, character)
+    if start >= character:
+        return token
+    if encoding.ids[token] in special_ids:
+        if text[character:end].isspace():
+            return token + 1
+        if text[start:character].isspace():
+            return token
+    raise MergedTokenError(start, end)

@@ -8,12 +8,37 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from transformers import Trainer
+
+from recipes_lib.publish.card import write_card
 
 INDEX = "model.safetensors.index.json"
 
 
 class BrokenExportError(RuntimeError):
     """What was saved is not what was trained; the folder must not be used."""
+
+
+def export_model(trainer: Trainer, folder: Path) -> None:
+    """Save the model of a finished run into its output directory, open it again, and write its card.
+
+    Args:
+        trainer: After training; every process must call.
+        folder: The output directory, with ``run.json``.
+
+    Raises:
+        BrokenExportError: What was saved is not whole.
+    """
+    trainer.save_model(str(folder))
+    if not trainer.args.should_save:
+        return
+    # Upstream's pickle of its arguments; run.json holds the same as JSON.
+    (folder / "training_args.bin").unlink()
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    verify_export(folder, [name for name, _ in model.named_parameters()])
+    evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    figures = {name: value for name, value in (evaluations or [{}])[-1].items() if name.startswith("eval_")}
+    write_card(folder, json.loads((folder / "run.json").read_text(encoding="utf-8")), figures)
 
 
 def verify_export(folder: Path, expected_names: Iterable[str]) -> int:

@@ -8,6 +8,7 @@ import torch
 from trl import SFTConfig
 
 from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.hardware import supports_bf16
 from recipes_lib.training.launch import Launch, verify_launch
 
 _PREPARED_DATA: dict[str, Any] = {
@@ -23,16 +24,6 @@ _TRUST: dict[str, Any] = {
     # One normaliser over all processes and micro-batches, so that how the batch is cut changes nothing.
     "average_tokens_across_devices": True,
 }
-
-
-def supports_bf16() -> bool:
-    """Return whether this machine multiplies bfloat16 matrices in hardware, on its accelerator or else its CPU."""
-    if torch.accelerator.is_available():
-        device = torch.accelerator.current_accelerator()
-        assert device is not None
-        return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-    capabilities = torch.cpu.get_capabilities()
-    return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
 
 def resolve_precision(config: RecipeConfig) -> dict[str, Any]:

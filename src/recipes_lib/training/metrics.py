@@ -9,7 +9,6 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ from torch import Tensor, distributed
 from recipes_lib.planning.compute import TokenFlops
 
 METRICS_FILE = "metrics.jsonl"
-# RFC 8259 has no numbers for these; float() reads each of them back.
-_NON_FINITE = ("nan", "inf", "-inf")
 
 
 def sum_over_processes(values: Sequence[float], group: distributed.ProcessGroup | None = None) -> list[float]:
@@ -156,7 +153,7 @@ def read_peak_memory() -> int:
 
 
 class MetricsWriter:
-    """Appends events to ``metrics.jsonl``; a killed process loses at most the line it was writing."""
+    """Appends events to ``metrics.jsonl`` or ``samples.jsonl``; a killed process loses at most the line it was writing."""
 
     def __init__(self, path: Path, *, is_main: bool = True) -> None:
         """Write to ``path``; where ``is_main`` is False nothing is ever written."""
@@ -167,13 +164,19 @@ class MetricsWriter:
         """Append one event as one line in one write; NaN and infinities become the strings ``nan``, ``inf``, ``-inf``.
 
         Args:
-            event: Has ``kind`` (``train`` or ``eval``) and ``step``; values as JSON knows them.
+            event: Has ``step``; values as JSON knows them.
         """
         if not self._is_main:
             return
+        # JSON has no numbers for these; float() reads the strings back.
+        finite = {
+            name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in event.items()
+        }
+        line = json.dumps(finite, allow_nan=False) + "\n"
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            os.write(descriptor, _to_line(event).encode())
+            os.write(descriptor, line.encode())
         finally:
             os.close(descriptor)
 
@@ -184,46 +187,16 @@ class MetricsWriter:
         """
         if not self._is_main or not self._path.exists():
             return
-        kept = [event for event in read_metrics(self._path).events if 0 < step >= event["step"]]
+        lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         partial = self._path.with_name(f"{self._path.name}.partial")
-        partial.write_text("".join(map(_to_line, kept)), encoding="utf-8")
+        partial.write_text("".join(line for line in lines if 0 < step >= _read_step(line)), encoding="utf-8")
         partial.replace(self._path)
 
 
-@dataclass(frozen=True, slots=True)
-class Metrics:
-    """The content of a ``metrics.jsonl``.
-
-    Attributes:
-        events: In the order written; non-finite numbers are floats again.
-        num_torn_lines: Lines that are no event: a write that was cut short.
-    """
-
-    events: Sequence[Mapping[str, Any]]
-    num_torn_lines: int
-
-
-def read_metrics(path: Path) -> Metrics:
-    """Read a ``metrics.jsonl``; no file is no events."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    parsed = [_parse(line) for line in lines if line.strip()]
-    events = [event for event in parsed if event is not None]
-    return Metrics(events, len(parsed) - len(events))
-
-
-def _parse(line: str) -> dict[str, Any] | None:
+def _read_step(line: str) -> float:
+    """Return the step of a line; that of a line cut short lies after every checkpoint."""
     try:
-        event = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(event, dict) or not isinstance(event.get("step"), int):
-        return None
-    return {name: float(value) if value in _NON_FINITE else value for name, value in event.items()}
-
-
-def _to_line(event: Mapping[str, Any]) -> str:
-    finite = {
-        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in event.items()
-    }
-    return json.dumps(finite, allow_nan=False) + "\n"
+        step: int = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+    return step

@@ -8,7 +8,8 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, DivergedError, Problem, UserError
 from recipes_lib.training.checkpoints import find_last_complete
 from recipes_lib.training.launch import Launch
 
@@ -66,9 +67,17 @@ class Run:
             partial.write_text(json.dumps(_read_record(path) | facts, indent=1, default=str), encoding="utf-8")
             partial.replace(path)
 
-    def finish(self, status: str = "done") -> None:
-        """Record how the run ended: ``done``, ``diverged``, ``interrupted`` or ``failed``."""
-        self.record(status=status, finished=_now())
+    @contextmanager
+    def recording_its_end(self) -> Iterator[None]:
+        """Record how the block ended: ``done``, ``diverged``, ``interrupted``, ``refused`` or ``failed``."""
+        try:
+            yield
+        except BaseException as error:
+            ends = {DivergedError: "diverged", KeyboardInterrupt: "interrupted", UserError: "refused"}
+            status = next((status for kind, status in ends.items() if isinstance(error, kind)), "failed")
+            self.record(status=status, finished=_now(), error=f"{type(error).__name__}: {error}")
+            raise
+        self.record(status="done", finished=_now())
 
 
 def start_run(config: RecipeConfig, launch: Launch) -> Run:

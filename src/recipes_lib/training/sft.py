@@ -5,30 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import trl
 from datasets import Dataset, IterableDataset
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, Trainer, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, Trainer, TrainerControl
 from trl import SFTConfig
 
 from recipes_lib.data.masking import IGNORE_INDEX
 from recipes_lib.errors import DivergedError
 from recipes_lib.models.heads import add_loss_head
 from recipes_lib.training.checkpoints import write_complete
-from recipes_lib.training.metrics import StepCounter
+from recipes_lib.training.observer import Observer
 
 Batch = dict[str, torch.Tensor]
-
-
-class EvaluationHook(Protocol):
-    """Something measured beside training; it must leave model, mode and random states as it found them."""
-
-    def __call__(self, model: nn.Module, step: int) -> Mapping[str, float]:
-        """Return named figures of the model after ``step`` optimizer steps."""
-        ...
 
 
 class SFTTrainer(trl.SFTTrainer):  # type: ignore[misc]
@@ -41,6 +33,8 @@ class SFTTrainer(trl.SFTTrainer):  # type: ignore[misc]
 
     # Divided by the global target count in compute_loss; upstream must not divide by the accumulation again.
     loss_is_scaled_for_ga = True
+    control: TrainerControl
+    _last_evaluated_step = -1
 
     def __init__(
         self,
@@ -51,8 +45,7 @@ class SFTTrainer(trl.SFTTrainer):  # type: ignore[misc]
         eval_dataset: Dataset | None = None,
         data_collator: Callable[[Sequence[Mapping[str, Any]]], Batch],
         processing_class: PreTrainedTokenizerBase,
-        hooks: Sequence[EvaluationHook] = (),
-        callbacks: Sequence[TrainerCallback] = (),
+        observer: Observer,
     ) -> None:
         """Put the loss head on ``model`` and set upstream's trainer up over prepared rows.
 
@@ -64,11 +57,9 @@ class SFTTrainer(trl.SFTTrainer):  # type: ignore[misc]
             data_collator: Rows to ``input_ids``, ``labels`` and ``position_ids``; the first token of each document is
                 never a target.
             processing_class: The tokenizer, saved with every checkpoint.
-            hooks: What an evaluation runs, in order.
-            callbacks: Upstream's callbacks.
+            observer: What watches the run.
         """
-        self.hooks = list(hooks)
-        self.counter = StepCounter()
+        self.observer = observer
         super().__init__(
             model=model,
             args=args,
@@ -76,7 +67,7 @@ class SFTTrainer(trl.SFTTrainer):  # type: ignore[misc]
             eval_dataset=eval_dataset,
             data_collator=data_collator,
             processing_class=processing_class,
-            callbacks=list(callbacks),
+            callbacks=list(observer.callbacks),
         )
         self.remove_callback(PrinterCallback)
         add_loss_head(self.model)
@@ -84,7 +75,7 @@ class SFTTrainer(trl.SFTTrainer):  # type: ignore[misc]
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, and evaluate once more at the end unless the last step was just evaluated."""
         output = super().train(*args, **kwargs)
-        if self.hooks and self._last_evaluated_step != self.state.global_step:
+        if self.observer.hooks and self._last_evaluated_step != self.state.global_step:
             self.evaluate()
         return output
 
@@ -117,13 +108,14 @@ class SFTTrainer(trl.SFTTrainer):  # type: ignore[misc]
         num_items_in_batch: torch.Tensor | None = None,
     ) -> Any:
         """Return this process's share of the step's mean negative log-likelihood, in nats per target."""
-        outputs = model(**inputs, use_cache=False, loss_head=True)
+        num_tokens = inputs.pop("num_tokens")
+        outputs = model(**inputs, loss_head=True)
         num_targets = outputs.num_targets if num_items_in_batch is None else num_items_in_batch
         # Gradients are averaged over processes, while num_targets counts all of them.
         loss = outputs.nll_sum * (self.accelerator.num_processes / num_targets)
         if outputs.aux_loss is not None:
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss / self.current_gradient_accumulation_steps
-        self.counter.add(inputs["input_ids"].numel(), outputs.num_targets, outputs.num_correct)
+        self.observer.counter.add(num_tokens, outputs.num_targets, outputs.num_correct)
         return (loss, outputs) if return_outputs else loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -148,15 +140,13 @@ class SFTTrainer(trl.SFTTrainer):  # type: ignore[misc]
             if not self.is_in_train
             else self.model_wrapped
         )
-        for hook in self.hooks:
+        for hook in self.observer.hooks:
             figures = hook(model, self.state.global_step)
             metrics |= {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
         self._last_evaluated_step = self.state.global_step
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
-
-    _last_evaluated_step = -1
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Hand the figures to the callbacks; TRL's own additions (entropy, mean accuracy) are not computed here."""

@@ -40,7 +40,8 @@ def compute_token_sums(model: nn.Module, batch: Batch) -> TokenSums:
     """Run a model with a loss head on a batch that lies on any device."""
     device = next(model.parameters()).device
     inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
-    sums: TokenSums = model(**inputs, use_cache=False, loss_head=True)
+    inputs.pop("num_tokens")
+    sums: TokenSums = model(**inputs, loss_head=True)
     return sums
 
 

@@ -1,0 +1,68 @@
+# Everything a fresh machine needs: Python >= 3.11 and make. `make` alone prints the targets.
+# Plain paths only: the project must work in a folder whose name has spaces.
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+UNFINISHED := $(VENV)/.installing
+CANDIDATES := python3.11 python3.12 python3.13 python3.14 python3
+USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
+
+# On few cores, a second intra-op thread makes models of test size slower, not faster.
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_DISABLE_TELEMETRY ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install check test test-slow demo bench docs clean
+
+help: ## print this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | while IFS='|' read -r name text; do printf '  %-16s %s\n' "$$name" "$$text"; done
+
+install: $(STAMP) ## create .venv with the locked versions; instant when it is up to date
+
+# An environment whose installation was interrupted is made anew; a finished one is only brought up to date.
+$(STAMP): pyproject.toml constraints.txt
+	@if [ -e $(UNFINISHED) ] || ! $(PYTHON) -c '$(USABLE)' 2>/dev/null || ! $(PYTHON) -m pip --version >/dev/null 2>&1; then \
+		for candidate in $(CANDIDATES); do \
+			if "$$candidate" -c '$(USABLE)' 2>/dev/null; then found=$$candidate; break; fi; \
+		done; \
+		if [ -z "$$found" ]; then \
+			echo "No Python >= 3.11 with the venv module found (tried: $(CANDIDATES)); on Debian: apt install python3 python3-venv" >&2; \
+			exit 1; \
+		fi; \
+		echo "Creating $(VENV) with $$found"; \
+		"$$found" -m venv --clear $(VENV); \
+	fi
+	@echo "Installing the locked versions into $(VENV); the first time takes a few minutes"
+	@touch $(UNFINISHED)
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,track]"
+	@rm $(UNFINISHED)
+	@touch $(STAMP)
+
+check: $(STAMP) ## lint, formatting, types, and the laws of the house
+	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m ruff format --check .
+	@$(PYTHON) -m mypy
+	@$(PYTHON) -m pytest -q tests/test_layers.py tests/test_ratchets.py
+
+test: $(STAMP) ## the tests, offline, on a CPU
+	@$(PYTHON) -m pytest -q -m "not slow"
+
+test-slow: $(STAMP) ## the long proofs
+	@$(PYTHON) -m pytest -q -m slow
+
+demo: $(STAMP) ## the whole pipeline on real text at hand, on a CPU, with a report to look at
+	@$(PYTHON) recipes/demo.py
+
+bench: $(STAMP) ## side-by-side benchmarks against TRL as installed
+	@$(PYTHON) benchmarks/preparation.py
+	@$(PYTHON) benchmarks/training.py
+	@$(PYTHON) benchmarks/startup.py
+
+docs: $(STAMP) ## write docs/configs.md, and check every link, path and command in the documentation
+	@$(PYTHON) -m recipes_lib.config.generate
+	@$(PYTHON) -m pytest -q tests/test_docs.py
+
+clean: ## remove the environment, caches and build products
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

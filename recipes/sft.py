@@ -1,0 +1,77 @@
+"""Supervised fine-tuning: train a language model on the answers of chats, on completions, or on plain text.
+
+accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/sft.py --config recipes/configs/llama3-8b/sft.yaml
+python recipes/sft.py --config recipes/configs/llama3-8b/sft.yaml --learning_rate 1e-5      # the same on one process
+
+`--help` lists every key, `--print-config` shows their values and where each comes from. The same command goes on where
+a stopped run left off.
+"""
+
+import sys
+
+from recipes_lib.boundary import parse_or_exit, run_command
+
+if __name__ == "__main__":
+    CONFIG = parse_or_exit("sft", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.data.collators import PackedCollator
+from recipes_lib.data.prepare import load_rows
+from recipes_lib.models.attention import choose_attention, prove_isolation
+from recipes_lib.models.generation import set_stop_tokens
+from recipes_lib.models.heads import verify_loss_head
+from recipes_lib.models.loading import load_causal_lm, load_tokenizer
+from recipes_lib.publish.export import export_model
+from recipes_lib.report.html import build_report
+from recipes_lib.training.arguments import build_training_arguments
+from recipes_lib.training.launch import read_launch
+from recipes_lib.training.observer import build_observer
+from recipes_lib.training.run import start_run
+from recipes_lib.training.sft import SFTTrainer
+
+
+def main(config: RecipeConfig) -> None:
+    """Fine-tune ``config.model`` on the targets of ``config.data``; leave a model, its record and a report."""
+    launch = read_launch()
+    run = start_run(config, launch)
+    if run.finished:
+        return
+    with run.recording_its_end():
+        # Rows of any layout become packed tokens with a loss mask, once, before the processes meet.
+        tokenizer = load_tokenizer(config.model, config.tokens)
+        data = load_rows(config, tokenizer, local_rank=launch.local_rank)
+        args = build_training_arguments(config, launch, has_eval=data.eval is not None)
+
+        # The kernel must keep packed documents apart, and the loss head must give the model's own loss.
+        attention = choose_attention(config.model, args, packing=config.tokens.packing)
+        model = load_causal_lm(config.model, attention.implementation)
+        set_stop_tokens(model, tokenizer, data.end_tokens)
+        collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
+        observer = build_observer(
+            config.evaluation,
+            args=args,
+            model=model,
+            tokenizer=tokenizer,
+            eval_dataset=data.eval,
+            collate=collate,
+            document_length=data.document_length,
+        )
+        trainer = SFTTrainer(
+            model=model,
+            args=args,
+            train_dataset=data.train,
+            eval_dataset=data.eval,
+            data_collator=collate,
+            processing_class=tokenizer,
+            observer=observer,
+        )
+        prove_isolation(model, attention.layout)
+        verify_loss_head(model)
+
+        trainer.train(resume_from_checkpoint=run.resume_from)
+        export_model(trainer, run.output_dir)
+    build_report(run.output_dir)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(lambda: main(CONFIG)))

@@ -1,0 +1,76 @@
+"""The ``recipes`` command: names its subcommands and imports only the one that was asked for."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from recipes_lib import __version__
+from recipes_lib.boundary import run_command
+from recipes_lib.errors import EXIT_DONE, EXIT_USER
+
+EXIT_PIPE_CLOSED = 141
+"""What a shell reports when the reader of a pipe went away (128 + SIGPIPE), as in ``recipes preview ... | head``."""
+
+
+class Command(NamedTuple):
+    """A subcommand: its function as ``module:function``, called with the remaining arguments, and what it does."""
+
+    target: str
+    summary: str
+
+
+COMMANDS = {
+    "check": Command("recipes_lib.check:main", "find every problem of a run before it costs anything"),
+    "preview": Command("recipes_lib.preview:main", "show what the model will be trained on, token by token"),
+    "prepare": Command("recipes_lib.prepare:main", "tokenise, mask and pack once; training then tokenises nothing"),
+    "report": Command("recipes_lib.report.html:main", "make report.html from an output directory"),
+    "doctor": Command("recipes_lib.doctor:main", "say what this machine can do, and how to get the rest"),
+}
+
+
+def format_help() -> str:
+    """Return the text of ``recipes --help``."""
+    lines = ["usage: recipes COMMAND [OPTION ...]", "", "commands:"]
+    lines += [f"  {name:10}{command.summary}" for name, command in COMMANDS.items()]
+    lines += ["", "`recipes COMMAND --help` lists the options of a command; `recipes --version` names the version."]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``recipes`` with ``arguments`` (default: the process's own) and return the exit code."""
+    name, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or [""]
+    if name in ("-h", "--help"):
+        sys.stdout.write(format_help())
+        return EXIT_DONE
+    if name == "--version":
+        sys.stdout.write(f"recipes {__version__}\n")
+        return EXIT_DONE
+    if name not in COMMANDS:
+        sys.stderr.write(_describe_unknown(name))
+        return EXIT_USER
+    return run_command(lambda: _run(COMMANDS[name], rest))
+
+
+def _describe_unknown(name: str) -> str:
+    if not name:
+        return format_help()
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    remedy = f"did you mean `recipes {near[0]}`?" if near else f"the commands are: {', '.join(COMMANDS)}"
+    return f"recipes: there is no command {name!r}\n    {remedy}\n"
+
+
+def _run(command: Command, arguments: list[str]) -> int | None:
+    module, _, function = command.target.partition(":")
+    try:
+        code: int | None = getattr(importlib.import_module(module), function)(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The interpreter flushes standard output once more at exit, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_PIPE_CLOSED
+    return code

@@ -1,0 +1,220 @@
+"""Write the key tables, the editor schemas and ``docs/configs.md`` from the installed dataclasses.
+
+Run ``python -m recipes_lib.config.generate`` after a change of ``schema.py``, ``policy.py``, ``renames.py`` or of the
+installed libraries; ``tests/config/test_generate.py`` proves that the committed files are what it writes.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import enum
+import inspect
+import itertools
+import json
+import re
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from recipes_lib.config import schema as our_schema
+from recipes_lib.config.policy import BOUNDS, CHOICES, DEFAULTS, NOTES, REFUSED
+from recipes_lib.config.reference import format_reference
+from recipes_lib.config.secrets import is_secret_key
+from recipes_lib.config.table import STAGES, load_table, table_path
+
+_ROOT = Path(__file__).parents[3]
+_JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", type(None): "null"}
+_REQUIRED = ("model_name_or_path", "output_dir")
+
+
+def main() -> None:
+    """Write every generated file."""
+    for path, text in build_tables().items():
+        path.write_text(text, encoding="utf-8")
+    load_table.cache_clear()
+    for path, text in build_documents().items():
+        path.write_text(text, encoding="utf-8")
+
+
+def build_tables() -> dict[Path, str]:
+    """Return path and content of the key table of each stage."""
+    return {table_path(stage): _to_json(_build_table(stage)) for stage in STAGES}
+
+
+def build_documents() -> dict[Path, str]:
+    """Return path and content of what is made from the key tables: editor schemas and the reference page."""
+    documents = {
+        table_path(stage).with_suffix("").with_suffix(".schema.json"): _build_schema(stage) for stage in STAGES
+    }
+    documents[_ROOT / "docs" / "configs.md"] = format_reference()
+    return documents
+
+
+def _build_table(stage: str) -> dict[str, Any]:
+    groups: dict[str, str] = {}
+    keys: dict[str, Any] = {}
+    for group, section in our_schema.SECTIONS.items():
+        groups[group] = (section.__doc__ or "").split("\n")[0]
+        keys |= {name: {"group": group} | fields for name, fields in _read_section(section).items()}
+    for name, fields in _read_upstream(stage).items():
+        if name not in keys and name not in REFUSED and not is_secret_key(name):
+            keys[name] = fields
+            groups.setdefault(fields["group"], "")
+    return {"stage": stage, "groups": groups, "required": list(_REQUIRED), "keys": keys}
+
+
+def _read_section(section: type) -> dict[str, dict[str, Any]]:
+    hints = typing.get_type_hints(section)
+    helps = _read_field_strings(section)
+    return {
+        field.name: {
+            "owner": "recipes_lib",
+            "schema": _describe_key(field.name, hints[field.name], field.metadata.get("items")),
+            "default": None if field.default is dataclasses.MISSING else field.default,
+            "help": helps[field.name],
+        }
+        for field in dataclasses.fields(section)
+    }
+
+
+def _read_field_strings(section: type) -> dict[str, str]:
+    """Return the string that stands under each field of a class, read from its source."""
+    body = typing.cast(ast.ClassDef, ast.parse(inspect.getsource(section)).body[0]).body
+    return {
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
+
+
+def _read_upstream(stage: str) -> dict[str, dict[str, Any]]:
+    import trl
+    from transformers import TrainingArguments
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    config = {"sft": trl.SFTConfig}[stage]
+    hints = typing.get_type_hints(config)
+    inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
+    headings = _read_headings(inspect.getdoc(TrainingArguments) or "")
+    choices = {"report_to": ("none", "all", *sorted(INTEGRATION_TO_CALLBACK)), **CHOICES}
+    keys = {}
+    for field in dataclasses.fields(config):
+        name = field.name
+        if name in REFUSED:
+            continue
+        default = _read_default(field)
+        allowed = choices.get(name) or field.metadata.get("choices")
+        keys[name] = {
+            "group": headings.get(name, "Model"),
+            "owner": "transformers" if name in inherited else "trl",
+            "schema": _describe_key(name, hints[name], None, allowed),
+            "default": default,
+            "help": " ".join([field.metadata.get("help", "").replace("%%", "%"), NOTES.get(name, "")]).strip(),
+        }
+        if name in DEFAULTS:
+            ours, reason = DEFAULTS[name]
+            keys[name] |= {"default": ours, "upstream_default": default, "reason": reason}
+    return keys
+
+
+def _read_headings(documentation: str) -> dict[str, str]:
+    """Return the heading (``> Optimizer``) under which upstream's documentation lists each parameter."""
+    headings: dict[str, str] = {}
+    heading = "Output"
+    for line in documentation.splitlines():
+        if match := re.match(r"\s+> ([A-Z][^.]*)$", line):
+            heading = match[1].strip()
+        elif match := re.match(r"\s+(\w+) ?\(`", line):
+            headings[match[1]] = heading
+    return headings
+
+
+def _read_default(field: dataclasses.Field[Any]) -> Any:
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return default.value if isinstance(default, enum.Enum) else default
+
+
+def _describe_key(name: str, hint: Any, items: Any, choices: Any = None) -> dict[str, Any]:
+    schema = _describe_type(hint)
+    if choices:
+        target = schema if "array" not in schema["type"] else schema["items"]
+        target["enum"] = list(choices)
+        if "string" in schema["type"]:
+            schema["enum"] = list(choices)
+    if "enum" in schema and "null" in schema["type"]:
+        schema["enum"].append(None)
+    if name in _REQUIRED:
+        schema["type"] = [kind for kind in schema["type"] if kind != "null"]
+    if items is not None:
+        schema["items"] |= _describe_entry(items)
+    return {**schema, **BOUNDS.get(name, {})}
+
+
+def _describe_entry(entry: type) -> dict[str, Any]:
+    properties, required = {}, []
+    for key, hint in typing.get_type_hints(entry, include_extras=True).items():
+        if typing.get_origin(hint) is typing.Required:
+            required.append(key)
+            (hint,) = typing.get_args(hint)
+        properties[key] = _describe_key(key, hint, None)
+    return {"properties": properties, "required": required, "additionalProperties": False}
+
+
+def _describe_type(hint: Any) -> dict[str, Any]:
+    """Return the JSON schema of a type; a mapping that upstream also takes as JSON text is a mapping."""
+    schema: dict[str, Any] = {"type": []}
+    for kind in typing.get_args(hint) if _is_union(hint) else (hint,):
+        origin = typing.get_origin(kind)
+        if origin is list:
+            schema["type"].append("array")
+            schema["items"] = _describe_type(typing.get_args(kind)[0])
+        elif origin is typing.Literal:
+            literals = typing.get_args(kind)
+            schema["type"] += [_JSON_TYPES[type(value)] for value in literals[:1]]
+            if isinstance(literals[0], str):
+                schema["enum"] = list(literals)
+        elif isinstance(kind, type) and issubclass(kind, enum.Enum):
+            schema["type"].append("string")
+            schema["enum"] = [member.value for member in kind]
+        else:
+            schema["type"].append(_JSON_TYPES[origin or kind])
+    names = set(schema["type"])
+    names -= {"integer"} if "number" in names else set()
+    names -= {"string"} if "object" in names else set()
+    # bool is an int in Python, so the order is ours: what is tried first when a value is read.
+    schema["type"] = [name for name in ("boolean", "integer", "number", "string", "array", "object") if name in names]
+    schema["type"] += ["null"] if "null" in names else []
+    return schema
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
+
+
+def _build_schema(stage: str) -> str:
+    table = load_table(stage)
+    properties = {
+        name: {**key.schema, "description": key.help, "default": key.default} for name, key in table.keys.items()
+    }
+    return _to_json(
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "title": f"{stage} recipe",
+            "type": "object",
+            "properties": properties,
+            "required": list(table.required),
+            "additionalProperties": False,
+        }
+    )
+
+
+def _to_json(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""From a command line to a checked recipe: one YAML file plus flags, every problem reported at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from recipes_lib.config.document import Entry, read_entries, read_text
+from recipes_lib.config.flags import CommandLine, parse_command_line
+from recipes_lib.config.paths import expand_home
+from recipes_lib.config.policy import DEFAULTS
+from recipes_lib.config.renames import KNOWN_ELSEWHERE
+from recipes_lib.config.rules import RULES
+from recipes_lib.config.schema import SECTIONS, RecipeConfig
+from recipes_lib.config.secrets import refuse_secret_value
+from recipes_lib.config.settings import ABSENT, DECISIONS, Settings
+from recipes_lib.config.show import format_config, format_help
+from recipes_lib.config.suggest import explain_unknown
+from recipes_lib.config.table import KeyTable, load_table
+from recipes_lib.config.values import INVALID, Reader
+from recipes_lib.errors import ConfigError, Problem
+
+_PATH_KEYS = (
+    "model_name_or_path",
+    "tokenizer_name_or_path",
+    "dataset_name",
+    "dataset_test_split",
+    "chat_template_path",
+    "output_dir",
+    "prepared_dir",
+)
+
+
+def load_config(stage: str, argv: Sequence[str]) -> RecipeConfig:
+    """Read and check the configuration of a run.
+
+    Args:
+        stage: Name of the recipe, ``sft``.
+        argv: Arguments after the script's name: ``--config F`` and ``--key value`` overrides.
+
+    Raises:
+        ConfigError: The file, a flag or a combination of them is wrong; every problem at once.
+    """
+    table = load_table(stage)
+    problems: list[Problem] = []
+    command = parse_command_line(argv, table, problems)
+    return _load(command, table, problems)
+
+
+def parse_command(stage: str, argv: Sequence[str]) -> RecipeConfig | str:
+    """Read a script's arguments: the configuration to run, or the text that ``--help`` or ``--print-config`` asks for.
+
+    Raises:
+        ConfigError: As ``load_config``; ``--help`` never.
+    """
+    table = load_table(stage)
+    problems: list[Problem] = []
+    command = parse_command_line(argv, table, problems)
+    if command.wants == "help":
+        return format_help(table)
+    config = _load(command, table, problems)
+    return format_config(config, table) if command.wants == "print" else config
+
+
+def check_text(stage: str, text: str, path: Path) -> RecipeConfig:
+    """Check a recipe's YAML text as the file ``path`` would be.
+
+    Raises:
+        ConfigError: As ``load_config``.
+    """
+    table, problems = load_table(stage), list[Problem]()
+    return _build(path, read_entries(text, str(path), problems), table, problems)
+
+
+def _load(command: CommandLine, table: KeyTable, problems: list[Problem]) -> RecipeConfig:
+    entries: list[Entry] = []
+    if command.config is not None:
+        text = read_text(command.config, problems)
+        entries = [] if text is None else read_entries(text, str(command.config), problems)
+        if problems and not entries:
+            # Whatever the flags say, nothing can be checked against a file that was not read.
+            raise ConfigError(*problems)
+    return _build(command.config, [*entries, *command.entries], table, problems)
+
+
+def _build(path: Path | None, entries: Sequence[Entry], table: KeyTable, problems: list[Problem]) -> RecipeConfig:
+    given = {entry.key: entry for entry in entries}
+    values = {}
+    for entry in given.values():
+        if entry.key in table.keys:
+            value = _read_value(entry, table, problems)
+            if value is not INVALID:
+                values[entry.key] = value
+        else:
+            problems.append(explain_unknown(entry, table, set(given)))
+    # A retired spelling stands for its successor, so that this is not reported as missing too.
+    standing_for = {KNOWN_ELSEWHERE[key].new: entry for key, entry in given.items() if key in KNOWN_ELSEWHERE}
+    settings = Settings(
+        table, str(path or "command line"), {key: entry for key, entry in standing_for.items() if key} | given, values
+    )
+    for rule in RULES:
+        problems.extend(rule(settings))
+    if problems:
+        raise ConfigError(*_in_order(problems, path))
+    return _assemble(path, settings)
+
+
+def _read_value(entry: Entry, table: KeyTable, problems: list[Problem]) -> Any:
+    secret = refuse_secret_value(entry.where, entry.key, entry.node)
+    if secret:
+        problems.append(secret)
+        return INVALID
+    value = Reader(entry.locate, problems).read(entry.key, entry.node, table.keys[entry.key].schema)
+    if entry.key in _PATH_KEYS and isinstance(value, str):
+        return expand_home(value)
+    if entry.key == "dataset_mixture" and isinstance(value, list):
+        return [item | {"name": expand_home(item["name"])} for item in value]
+    return value
+
+
+def _assemble(path: Path | None, settings: Settings) -> RecipeConfig:
+    values = {key: settings[key] for key in settings.table.keys if key in settings.values or key in DEFAULTS}
+    provenance = {key: settings.given[key].where if key in settings.given else "default" for key in settings.table.keys}
+    for decision in DECISIONS:
+        if decision.applies(settings) and settings[decision.key] is not None:
+            provenance[decision.key] = f"derived: {decision.why}"
+            values[decision.key] = decision.becomes
+    values = {key: value for key, value in values.items() if value is not ABSENT}
+    sections = {
+        name: section(
+            **{field.name: values.pop(field.name) for field in dataclasses.fields(section) if field.name in values}
+        )
+        for name, section in SECTIONS.items()
+    }
+    return RecipeConfig(stage=settings.table.stage, path=path, training=values, provenance=provenance, **sections)
+
+
+def _in_order(problems: Sequence[Problem], path: Path | None) -> list[Problem]:
+    """Sort the problems of the file by line; flags and missing keys follow in the order found."""
+
+    def line(problem: Problem) -> tuple[int, int]:
+        name, _, number = problem.where.rpartition(":")
+        return (0, int(number)) if name == str(path) and number.isdigit() else (1, 0)
+
+    return sorted(problems, key=line)

@@ -1,0 +1,77 @@
+"""Paths and Hub ids: what looks like a path must exist, and what is neither is refused."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from recipes_lib.config.settings import Settings, is_local
+from recipes_lib.errors import Problem
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_FILE_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt", ".gz", ".zst", ".jinja", ".safetensors", ".arrow")
+_REFERENCES = ("model_name_or_path", "tokenizer_name_or_path", "dataset_name")
+_OUTPUTS = ("output_dir", "prepared_dir")
+
+
+def expand_home(text: str) -> str:
+    """Return a path with a leading ``~`` replaced by the home folder."""
+    return str(Path.home()) + text[1:] if text == "~" or text.startswith("~/") else text
+
+
+def check_paths(settings: Settings) -> Iterator[Problem]:
+    """Yield a problem for each path that does not exist, and for each reference that is neither path nor Hub id."""
+    for key in _REFERENCES:
+        if settings.gives(key):
+            yield from _check_reference(settings.where(key), key, settings[key])
+    for index, entry in enumerate(settings["dataset_mixture"] or []):
+        where = _locate_entry(settings, index)
+        yield from _check_reference(where, f"dataset_mixture[{index}].name", entry["name"])
+    if settings.gives("dataset_test_split") and _looks_local(settings["dataset_test_split"]):
+        yield from _check_exists(
+            settings.where("dataset_test_split"), "dataset_test_split", settings["dataset_test_split"]
+        )
+    if settings.gives("chat_template_path"):
+        yield from _check_exists(
+            settings.where("chat_template_path"), "chat_template_path", settings["chat_template_path"]
+        )
+    for key in _OUTPUTS:
+        if settings.gives(key) and is_local(settings[key]) and not Path(settings[key]).is_dir():
+            yield Problem(settings.where(key), f"`{key}` is an existing file", "name a folder")
+
+
+def _locate_entry(settings: Settings, index: int) -> str:
+    entry = settings.given["dataset_mixture"]
+    for key, value in entry.node.value[index].value:
+        if key.value == "name":
+            return entry.locate(value)
+    return entry.where
+
+
+def _looks_local(text: str) -> bool:
+    return text.startswith((".", "/", "~")) or text.endswith(_FILE_SUFFIXES) or "\\" in text
+
+
+def _check_reference(where: str, key: str, text: str) -> Iterator[Problem]:
+    if _looks_local(text):
+        yield from _check_exists(where, key, text)
+    elif not is_local(text) and not _HUB_ID.fullmatch(text):
+        remedy = _suggest_sibling(text) or "write `owner/name`, or the path of a file or folder"
+        yield Problem(where, f"`{key}` is neither an existing path nor a Hub id: {text[:80]!r}", remedy)
+
+
+def _check_exists(where: str, key: str, text: str) -> Iterator[Problem]:
+    if not is_local(text):
+        remedy = _suggest_sibling(text) or "correct the path; it is relative to the working directory"
+        yield Problem(where, f"`{key}` does not exist: {text[:120]!r}", remedy)
+
+
+def _suggest_sibling(text: str) -> str | None:
+    path = Path(text)
+    try:
+        near = difflib.get_close_matches(path.name, [sibling.name for sibling in path.parent.iterdir()], n=1)
+    except (OSError, ValueError):
+        return None
+    return f"did you mean {path.parent / near[0]}?" if near else None

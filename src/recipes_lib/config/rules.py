@@ -1,0 +1,159 @@
+"""What must hold between keys; each rule yields its problems and knows nothing of the others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from recipes_lib.config.paths import check_paths
+from recipes_lib.config.policy import SHARE_OR_COUNT
+from recipes_lib.config.settings import DECISIONS, Settings, is_local
+from recipes_lib.errors import Problem
+
+_EXCLUSIVE = (
+    ("dataset_name", "dataset_mixture", "keep one; a mixture names its datasets itself"),
+    ("dataset_test_split", "test_split_size", "keep one: name the held-out split, or have one made"),
+    ("fp16", "bf16", "keep one"),
+    ("dataset_config", "dataset_mixture", "write `config` in the mixture's entries"),
+    ("dataset_revision", "dataset_mixture", "write `revision` in the mixture's entries"),
+)
+_METRIC = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def check_required(settings: Settings) -> Iterator[Problem]:
+    """The model, the data and the output directory have no default."""
+    for key in settings.table.required:
+        if key not in settings.given:
+            yield Problem(settings.name, f"`{key}` is missing", f"write `{key}: ...`")
+    if "dataset_name" not in settings.given and "dataset_mixture" not in settings.given:
+        yield Problem(settings.name, "`dataset_name` is missing", "write `dataset_name: ...`, or `dataset_mixture`")
+
+
+def check_exclusive(settings: Settings) -> Iterator[Problem]:
+    """Keys that say the same thing twice."""
+    for first, second, remedy in _EXCLUSIVE:
+        if settings.gives(first) and settings.gives(second) and settings[first] and settings[second]:
+            found = f"`{second}` and `{first}` ({settings.where(first)}) are both set"
+            yield Problem(settings.where(second), found, remedy)
+
+
+def check_decisions(settings: Settings) -> Iterator[Problem]:
+    """Keys that another key leaves without effect."""
+    for decision in DECISIONS:
+        if decision.contradicts(settings):
+            found = f"`{decision.key}` has no effect: {decision.why} ({settings.where(decision.decider)})"
+            yield Problem(settings.where(decision.key), found, "keep one of the two")
+
+
+def check_shares(settings: Settings) -> Iterator[Problem]:
+    """Numbers that are a share below 1 and a count from 1 on must be whole from 1 on, and written so."""
+    for key in SHARE_OR_COUNT:
+        value = settings[key]
+        if isinstance(value, float) and value >= 1:
+            remedy = f"write {int(value)} for a count, or a number below 1 for a share"
+            yield Problem(settings.where(key), f"`{key}` is {value}, which is neither a share nor a count", remedy)
+
+
+def check_data(settings: Settings) -> Iterator[Problem]:
+    """Streams have no length; a length limit says what happens beyond it; a mixture is not empty."""
+    if settings["dataset_streaming"] and settings["max_steps"] <= 0 and not settings.broken("max_steps"):
+        found = "`dataset_streaming` needs `max_steps`: a stream has no end to count epochs by"
+        yield Problem(settings.where("dataset_streaming"), found, "write `max_steps: ...`")
+    size = settings["test_split_size"]
+    if settings["dataset_streaming"] and size is not None and size < 1:
+        found = "`test_split_size` is a share, and a stream has no length to take it of"
+        yield Problem(settings.where("test_split_size"), found, "write a number of rows")
+    if settings["overlong"] != "error" and settings["max_length"] is None and not settings.broken("max_length"):
+        found = f"`overlong: {settings['overlong']}` has no effect without `max_length`"
+        yield Problem(settings.where("overlong"), found, "write `max_length: ...`, or delete the line")
+    if settings["dataset_mixture"] == []:
+        yield Problem(settings.where("dataset_mixture"), "`dataset_mixture` is empty", "write at least one entry")
+
+
+def check_model(settings: Settings) -> Iterator[Problem]:
+    """Code from the Hub runs only at a pinned commit; fp16 needs float32 master weights."""
+    pinned = _COMMIT.fullmatch(settings["model_revision"] or "")
+    if settings["trust_remote_code"] and not pinned and not is_local(settings["model_name_or_path"]):
+        found = "`trust_remote_code` runs whatever the repository holds that day"
+        yield Problem(
+            settings.where("trust_remote_code"), found, "write `model_revision:` as a commit of 40 hex digits"
+        )
+    if settings["fp16"] and settings["dtype"] in ("float16", "bfloat16"):
+        found = f"`fp16` scales gradients of float32 weights, and `dtype` is {settings['dtype']}"
+        yield Problem(settings.where("fp16"), found, "write `dtype: float32`, or use bf16")
+
+
+def check_schedule(settings: Settings) -> Iterator[Problem]:
+    """The length of the run, the warm-up inside it, and what a schedule cannot do without."""
+    max_steps, warmup = settings["max_steps"], settings["warmup_steps"]
+    if max_steps == 0:
+        yield Problem(settings.where("max_steps"), "`max_steps` is 0", "write -1 to train for `num_train_epochs`")
+    if 0 < max_steps <= warmup:
+        found = f"the warm-up ({warmup} steps) is as long as the run (`max_steps` {max_steps})"
+        yield Problem(settings.where("warmup_steps"), found, "write a share, such as `warmup_steps: 0.03`")
+    kind, options = settings["lr_scheduler_type"], settings["lr_scheduler_kwargs"] or {}
+    needed = {"warmup_stable_decay": {"num_decay_steps"}}.get(kind, set())
+    if kind in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
+        needed = {"min_lr", "min_lr_rate"}
+    if needed and len(needed & set(options)) != 1:
+        names = " or ".join(f"`{name}`" for name in sorted(needed))
+        found = f"`lr_scheduler_type: {kind}` needs {names} in `lr_scheduler_kwargs`"
+        yield Problem(settings.where("lr_scheduler_type"), found, f"write lr_scheduler_kwargs: {{{min(needed)}: ...}}")
+
+
+def check_evaluation(settings: Settings) -> Iterator[Problem]:
+    """What reads the held-out loss needs it; metrics are import paths and read samples."""
+    if settings["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy") and settings["eval_strategy"] == "no":
+        found = f"`lr_scheduler_type: {settings['lr_scheduler_type']}` follows the held-out loss"
+        yield Problem(settings.where("lr_scheduler_type"), found, "write `eval_strategy: steps`")
+    for metric in settings["metrics"] or []:
+        if not _METRIC.fullmatch(metric):
+            found = f"a metric is not an import path: {metric[:60]!r}"
+            yield Problem(settings.where("metrics"), found, "write package.module:Class")
+    if settings["num_sample_prompts"] == 0:
+        for key in ("sample_prompts", "metrics"):
+            if settings.gives(key):
+                found = f"`{key}` has no effect: `num_sample_prompts` is 0"
+                yield Problem(settings.where(key), found, "keep one of the two")
+
+
+def check_best_model(settings: Settings) -> Iterator[Problem]:
+    """The best checkpoint must be one that was evaluated."""
+    if not settings["load_best_model_at_end"] or settings["save_strategy"] == "best":
+        return
+    where = settings.where("load_best_model_at_end")
+    if settings["eval_strategy"] == "no" or settings["save_strategy"] != settings["eval_strategy"]:
+        found = "`load_best_model_at_end` needs a checkpoint wherever there is an evaluation"
+        yield Problem(where, found, "write `save_strategy` and `eval_strategy` alike, or `save_strategy: best`")
+    elif settings["eval_strategy"] == "steps":
+        save_steps, eval_steps = settings["save_steps"], settings["eval_steps"]
+        ratio = save_steps / eval_steps if eval_steps else 0.5
+        if (save_steps < 1) != (eval_steps is not None and eval_steps < 1) or abs(ratio - round(ratio)) > 1e-9:
+            found = f"`save_steps` ({save_steps}) is not a multiple of `eval_steps` ({eval_steps})"
+            yield Problem(where, found, "write both as counts or both as shares, one a multiple of the other")
+
+
+def check_workers(settings: Settings) -> Iterator[Problem]:
+    """Options of data workers need workers."""
+    if settings["dataloader_num_workers"] == 0:
+        for key in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
+            if settings[key]:
+                found = f"`{key}` has no effect without workers"
+                yield Problem(settings.where(key), found, "write `dataloader_num_workers: 1` or more")
+
+
+RULES: Final[tuple[Callable[[Settings], Iterator[Problem]], ...]] = (
+    check_required,
+    check_exclusive,
+    check_decisions,
+    check_shares,
+    check_data,
+    check_model,
+    check_schedule,
+    check_evaluation,
+    check_best_model,
+    check_workers,
+    check_paths,
+)

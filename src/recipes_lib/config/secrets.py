@@ -1,0 +1,42 @@
+"""No secret in a configuration: token-like keys and token-shaped values are refused, and never repeated."""
+
+from __future__ import annotations
+
+import re
+
+import yaml
+
+from recipes_lib.errors import Problem
+
+_KEY = re.compile(r"(^|_)(token|api_?key|apikey|password|passwd|secret|credentials?|access_key)$", re.IGNORECASE)
+_VALUE = re.compile(
+    r"\bhf_[A-Za-z0-9]{20,}|\bapi_org_[A-Za-z0-9]{20,}"  # Hugging Face
+    r"|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{20,}"  # GitHub, GitLab
+    r"|\bsk-[A-Za-z0-9_-]{20,}|\bwandb_v1_\w{20,}|\bAKIA[A-Z0-9]{16}\b|\bAIza[\w-]{30,}|\bxox[abprs]-[\w-]{10,}"
+    r"|://[^/\s:@]+:[^/\s:@]+@"  # user:password@host
+)
+_REMEDY = "delete it and revoke it if it was shared; secrets come from the environment (HF_TOKEN, WANDB_API_KEY)"
+
+
+def is_secret_key(key: str) -> bool:
+    """Return whether a key asks for a secret. Known keys such as ``eos_token`` are for the caller to except."""
+    return _KEY.search(key) is not None
+
+
+def refuse_secret_key(where: str, key: str) -> Problem:
+    """Say that ``key`` is not read, without its value."""
+    return Problem(where, f"`{key}` would put a secret into a file", _REMEDY)
+
+
+def refuse_secret_value(where: str, key: str, node: yaml.Node) -> Problem | None:
+    """Return a problem when a text in ``node`` has the shape of an access token; the text is not repeated."""
+    if _VALUE.search(" ".join(_texts(node))):
+        return Problem(where, f"the value of `{key}` looks like an access token", _REMEDY)
+    return None
+
+
+def _texts(node: yaml.Node) -> list[str]:
+    if isinstance(node, yaml.ScalarNode):
+        return [node.value]
+    children = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
+    return [text for child in children for text in _texts(child)]

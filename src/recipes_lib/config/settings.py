@@ -1,0 +1,98 @@
+"""The values of a run while they are being checked: what was given, the defaults, what decides what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from recipes_lib.config.document import Entry
+from recipes_lib.config.table import KeyTable
+
+ABSENT: Final = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Effective values before the derived ones.
+
+    Attributes:
+        table: The keys of the stage.
+        name: The file, or ``command line``; where a missing key is looked for.
+        given: What the user wrote, valid or not; a flag stands in place of the line that it overrides.
+        values: Valid values the user gave, by key.
+    """
+
+    table: KeyTable
+    name: str
+    given: Mapping[str, Entry]
+    values: Mapping[str, Any]
+
+    def __getitem__(self, key: str) -> Any:
+        """Return the effective value: the user's, else the default."""
+        return self.values[key] if key in self.values else self.table.keys[key].default
+
+    def gives(self, key: str) -> bool:
+        """Return whether the user set ``key`` to something other than null."""
+        return self.values.get(key) is not None
+
+    def broken(self, key: str) -> bool:
+        """Return whether the user wrote a value for ``key`` that was refused."""
+        return key in self.given and key not in self.values
+
+    def where(self, key: str) -> str:
+        """Return where the user wrote ``key``; the file when it stands nowhere."""
+        return self.given[key].where if key in self.given else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A key whose value decides that another one has no effect.
+
+    Attributes:
+        key: The key without effect.
+        decider: The key that decides.
+        voids: Whether a value of ``decider`` voids ``key``.
+        why: The reason, as a clause.
+        becomes: The value that ``key`` has then; ``ABSENT`` when it is left to upstream.
+    """
+
+    key: str
+    decider: str
+    voids: Callable[[Any], bool]
+    why: str
+    becomes: Any = ABSENT
+
+    def applies(self, settings: Settings) -> bool:
+        """Return whether ``key`` has no effect under ``settings``."""
+        return self.voids(settings[self.decider])
+
+    def contradicts(self, settings: Settings) -> bool:
+        """Return whether the user asked for both; a flag that overrules a line of the file is no contradiction."""
+        if not settings.gives(self.key) or settings.values[self.key] == self.becomes or not self.applies(settings):
+            return False
+        overruled = settings.given[self.decider].flag and not settings.given[self.key].flag
+        return not overruled
+
+
+def is_local(reference: Any) -> bool:
+    """Return whether a model or dataset is a file or folder that exists."""
+    if not isinstance(reference, str) or not reference:
+        return False
+    try:
+        return Path(reference).exists()
+    except (OSError, ValueError):
+        return False
+
+
+DECISIONS: Final = (
+    Decision("num_train_epochs", "max_steps", lambda steps: steps > 0, "`max_steps` decides the length"),
+    Decision("eval_steps", "eval_strategy", lambda strategy: strategy != "steps", "`eval_strategy` is not steps"),
+    Decision("save_steps", "save_strategy", lambda strategy: strategy != "steps", "`save_strategy` is not steps"),
+    Decision("logging_steps", "logging_strategy", lambda value: value != "steps", "`logging_strategy` is not steps"),
+    Decision("eval_on_start", "eval_strategy", lambda strategy: strategy == "no", "`eval_strategy` is no", False),
+    Decision("model_revision", "model_name_or_path", is_local, "the model is a local folder", None),
+    Decision("dataset_revision", "dataset_name", is_local, "the dataset is a local path", None),
+    Decision("dataset_config", "dataset_name", is_local, "the dataset is a local path", None),
+)

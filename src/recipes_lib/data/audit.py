@@ -1,0 +1,178 @@
+"""The supervision audit: what of a set is trained on, what was lost, and whether that can be meant."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from recipes_lib.data.packing import Bins, Examples, LengthCounts
+from recipes_lib.errors import DataError, Problem
+
+MAX_FRACTION_WITHOUT_TARGET = 0.01
+"""Largest share of rows that may hold nothing to learn before it is an error."""
+
+Severity = Literal["ok", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitAudit:
+    """Figures of one split; JSON values. Rows are as tokenised, before any cut; packs are what is trained on.
+
+    Attributes:
+        num_rows: Rows.
+        num_rows_without_target: Rows on which nothing is trained.
+        num_duplicates: Rows that say what an earlier one says.
+        num_tokens: Tokens of the rows.
+        stop_fraction: Share of rows with targets whose last one is an end token; ``None`` when everything is trained on.
+        length_p5: 5th percentile of the rows' lengths in tokens.
+        length_p50: Median length.
+        length_p95: 95th percentile.
+        length_max: Longest row.
+        num_packs: Rows of the batch.
+        num_packed_tokens: Tokens in them.
+        num_target_tokens: Tokens trained on in them.
+    """
+
+    num_rows: int
+    num_rows_without_target: int
+    num_duplicates: int
+    num_tokens: int
+    stop_fraction: float | None
+    length_p5: int
+    length_p50: int
+    length_p95: int
+    length_max: int
+    num_packs: int
+    num_packed_tokens: int
+    num_target_tokens: int
+
+    @property
+    def target_fraction(self) -> float:
+        """Share of the packed tokens that is trained on."""
+        return self.num_target_tokens / max(1, self.num_packed_tokens)
+
+    def packing_efficiency(self, capacity: int) -> float:
+        """Share of ``num_packs`` rows of ``capacity`` tokens that is filled."""
+        return self.num_packed_tokens / max(1, self.num_packs * capacity)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One result of the audit: how bad it is, what was found, and what to do about it (empty when it is fine)."""
+
+    severity: Severity
+    found: str
+    remedy: str = ""
+
+
+def compute_split_audit(
+    examples: Examples,
+    fitted: Examples,
+    bins: Bins,
+    end_token_ids: Collection[int] | None,
+    num_duplicates: int,
+) -> SplitAudit:
+    """Counts one split.
+
+    Args:
+        examples: Every row as tokenised, at least one.
+        fitted: What ``fit_to_length`` left.
+        bins: How those are packed.
+        end_token_ids: Ids that end an answer; ``None`` when everything is trained on.
+        num_duplicates: Rows that say what an earlier one says.
+    """
+    num_targets = examples.num_targets
+    p5, p50, p95, longest = np.percentile(examples.lengths, [5, 50, 95, 100], method="nearest").tolist()
+    return SplitAudit(
+        num_rows=len(examples),
+        num_rows_without_target=int((num_targets == 0).sum()),
+        num_duplicates=num_duplicates,
+        num_tokens=len(examples.input_ids),
+        stop_fraction=None if end_token_ids is None else _stop_fraction(examples, num_targets, end_token_ids),
+        length_p5=p5,
+        length_p50=p50,
+        length_p95=p95,
+        length_max=longest,
+        num_packs=len(bins),
+        num_packed_tokens=len(fitted.input_ids),
+        num_target_tokens=int(fitted.loss_mask.sum()),
+    )
+
+
+def judge(split: str, audit: SplitAudit, lengths: LengthCounts, max_lost_fraction: float) -> list[Finding]:
+    """What the figures of a split mean, worst first.
+
+    Args:
+        split: ``train`` or ``eval``, as the messages name it.
+        audit: From ``compute_split_audit``.
+        lengths: From ``fit_to_length``.
+        max_lost_fraction: ``max_truncated_fraction``.
+    """
+    findings = [
+        _judge_targets(split, audit),
+        _judge_stops(split, audit),
+        _judge_lengths(split, lengths, max_lost_fraction),
+        _judge_duplicates(split, audit),
+    ]
+    order: Sequence[Severity] = ("error", "warning", "ok")
+    return sorted(findings, key=lambda finding: order.index(finding.severity))
+
+
+def refuse_errors(where: str, findings: Sequence[Finding]) -> None:
+    """Stops at findings of severity ``error``.
+
+    Raises:
+        DataError: Naming every one of them.
+    """
+    problems = [Problem(where, finding.found, finding.remedy) for finding in findings if finding.severity == "error"]
+    if problems:
+        raise DataError(*problems)
+
+
+def _judge_targets(split: str, audit: SplitAudit) -> Finding:
+    fraction = audit.num_rows_without_target / audit.num_rows
+    found = f"{split}: {audit.num_rows_without_target} of {audit.num_rows} rows ({fraction:.1%}) hold no target token"
+    if not fraction:
+        return Finding("ok", f"{split}: {audit.target_fraction:.1%} of the tokens are trained on, some in every row")
+    severity: Severity = "error" if fraction > MAX_FRACTION_WITHOUT_TARGET else "warning"
+    return Finding(severity, found, "look at them with `recipes preview`, and remove them or change loss_on")
+
+
+def _judge_stops(split: str, audit: SplitAudit) -> Finding:
+    if audit.stop_fraction is None:
+        return Finding("ok", f"{split}: everything is trained on, end tokens too")
+    found = f"{split}: {audit.stop_fraction:.1%} of the rows end their last answer with an end token that is trained on"
+    if audit.stop_fraction == 1:
+        return Finding("ok", found)
+    severity: Severity = "error" if audit.stop_fraction == 0 else "warning"
+    return Finding(severity, found, "the model would not learn to stop: check eos_token and the chat template")
+
+
+def _judge_lengths(split: str, lengths: LengthCounts, max_lost_fraction: float) -> Finding:
+    found = (
+        f"{split}: {lengths.num_overlong} rows are longer than max_length; {lengths.num_lost_targets} target tokens "
+        f"({lengths.lost_fraction:.2%}) and {lengths.num_lost_rows} rows are lost"
+    )
+    if not lengths.num_overlong:
+        return Finding("ok", f"{split}: no row is longer than max_length")
+    if lengths.lost_fraction <= max_lost_fraction:
+        return Finding("warning", found)
+    return Finding(
+        "error", found, f"raise max_length, or accept the loss: max_truncated_fraction is {max_lost_fraction}"
+    )
+
+
+def _judge_duplicates(split: str, audit: SplitAudit) -> Finding:
+    found = f"{split}: {audit.num_duplicates} rows are exact duplicates of earlier ones"
+    return Finding("warning" if audit.num_duplicates else "ok", found)
+
+
+def _stop_fraction(examples: Examples, num_targets: npt.NDArray[np.int64], end_token_ids: Collection[int]) -> float:
+    has_target = num_targets > 0
+    # With targets in order, the last one of each row stands right before the first one of the next row that has any.
+    last = np.flatnonzero(examples.loss_mask)[np.cumsum(num_targets[has_target]) - 1]
+    return float(np.isin(examples.input_ids[last], list(end_token_ids)).mean()) if len(last) else 0.0

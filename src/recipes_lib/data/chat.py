@@ -1,0 +1,271 @@
+"""Rows to token ids with a loss mask: the one author of the mask.
+
+Each row is tokenised once, as one text; its mask is read off character offsets and then proved, by decoding the tokens
+that are trained on and comparing them with the characters they stand for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Sequence
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Encoding
+from transformers import PreTrainedTokenizerBase
+
+from recipes_lib.config.schema import LossOn
+from recipes_lib.data.chat_proof import Claim, Proof
+from recipes_lib.data.chat_spans import SpanFinder
+from recipes_lib.data.masking import MergedTokenError, count_tokens_before
+from recipes_lib.data.rows import EncodedRow, Row
+from recipes_lib.data.templates import TEMPLATE_DATE, ChatTemplate, TemplateError
+from recipes_lib.errors import ConfigError, DataError, Problem
+
+_COUNTING = threading.Lock()
+
+
+class _Draft(NamedTuple):
+    """A row before tokenisation: its text, and the characters trained on (``None``: all)."""
+
+    row: Row
+    text: str
+    spans: list[tuple[int, int]] | None
+
+
+class RowEncoder:
+    """Turns canonical rows into token ids and loss masks; several threads may share it.
+
+    Args:
+        tokenizer: A fast tokenizer.
+        loss_on: What is trained on; ``None`` decides by layout: ``assistant`` for chats, ``completion`` where the row
+            has a prompt, ``all`` for text.
+        chat_template: Jinja text that replaces the tokenizer's template.
+        eos_token: Ends texts, completions, and chat turns that the template leaves open. Unset: the tokenizer's ends
+            texts and completions, and an open turn is an error.
+
+    Attributes:
+        num_tokenized_rows: Rows tokenised by this process, over all encoders.
+
+    Raises:
+        ConfigError: The tokenizer has no character offsets, or no such ``eos_token``.
+    """
+
+    num_tokenized_rows: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        loss_on: LossOn | None = None,
+        chat_template: str | None = None,
+        eos_token: str | None = None,
+    ) -> None:
+        if not tokenizer.is_fast:
+            found = f"{type(tokenizer).__name__} is written in Python and tells no character offsets"
+            raise ConfigError(Problem("tokenizer_name_or_path", found, "use a tokenizer that has a tokenizer.json"))
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self._loss_on = loss_on
+        self._chat_template = chat_template
+        self._eos_token = eos_token
+        added = tokenizer.added_tokens_decoder
+        self._special = {id_: str(token) for id_, token in added.items() if token.special}
+        self._bos_id: int | None = tokenizer.bos_token_id
+        adds_bos = self._bos_id is not None and self._backend.encode("a").ids[:1] == [self._bos_id]
+        self._bos: list[int] = [self._bos_id] if adds_bos else []
+        self._eos_id = _token_id(tokenizer, eos_token) if eos_token is not None else tokenizer.eos_token_id
+        self._proof = Proof(tokenizer)
+        self._finders: dict[bool, SpanFinder] = {}
+
+    def encode(self, rows: Sequence[Row]) -> list[EncodedRow]:
+        """Token ids and loss mask of each row, in order.
+
+        A row with nothing to train on comes back with a mask that is False throughout.
+
+        Raises:
+            DataError: Rows that cannot be rendered, tokenised or masked exactly; all of them.
+        """
+        problems: list[Problem] = []
+        drafts = self._drafts(rows, problems)
+        claims: list[Claim] = []
+        encoded: list[EncodedRow] = []
+        for draft, encoding in zip(drafts, self._tokenize([draft.text for draft in drafts]), strict=True):
+            try:
+                encoded.append(self._mask(draft, encoding, claims))
+            except DataError as error:
+                problems += error.problems
+        problems += self._proof.problems(claims)
+        if problems:
+            raise DataError(*problems)
+        return encoded
+
+    def _drafts(self, rows: Sequence[Row], problems: list[Problem]) -> list[_Draft]:
+        drafts: list[_Draft] = []
+        for row in rows:
+            try:
+                drafts.append(self._draft(row))
+            except DataError as error:
+                problems += error.problems
+        return drafts
+
+    def render_prompt(self, row: Row) -> str:
+        """The text before the answer: what a server renders with ``add_generation_prompt``; of plain rows, the prompt.
+
+        Raises:
+            DataError: The row has no prompt, or the template refused it.
+        """
+        if row.messages is None:
+            if row.prompt is None:
+                raise DataError(Problem(row.where, "a plain text has no prompt", "give rows with a prompt or messages"))
+            return row.prompt
+        answers = [index for index, message in enumerate(row.messages) if message["role"] == "assistant"]
+        num_messages = row.num_prompt_messages
+        if num_messages is None:
+            num_messages = answers[-1] if answers else len(row.messages)
+        return self._finder(row).render_prompt(row, num_messages)
+
+    def encode_prompt(self, row: Row) -> npt.NDArray[np.uint32]:
+        """Ids of ``render_prompt``: the ids with which the encoded row begins, ``uint32 (T,)``.
+
+        Raises:
+            DataError: As ``render_prompt``.
+        """
+        ids = self._backend.encode(self.render_prompt(row), add_special_tokens=False).ids
+        return np.array(ids if row.messages is not None else self._with_bos(ids), dtype=np.uint32)
+
+    @property
+    def cautions(self) -> list[str]:
+        """What a user should know of the chat template, one sentence each."""
+        template = self._template(with_tools=False)
+        cautions = []
+        if template.reads_clock:
+            cautions.append(
+                f"the chat template writes today's date; training writes {TEMPLATE_DATE:%Y-%m-%d} in every row"
+            )
+        if not template.has_generation_prompt:
+            cautions.append("the chat template ignores add_generation_prompt; a server must open the answer by itself")
+        return cautions
+
+    def _template(self, with_tools: bool) -> ChatTemplate:
+        try:
+            source = self._tokenizer.get_chat_template(self._chat_template, tools=[{}] if with_tools else None)
+        except ValueError as error:
+            remedy = "name one with chat_template_path, or start from a model that has one"
+            raise ConfigError(Problem("chat_template_path", "the tokenizer has no chat template", remedy)) from error
+        variables = dict(self._tokenizer.special_tokens_map)
+        if self._eos_token is not None:
+            variables["eos_token"] = self._eos_token
+        try:
+            return ChatTemplate(source, variables)
+        except TemplateError as error:
+            raise ConfigError(Problem("chat_template_path", f"the chat template does not compile: {error}")) from error
+
+    def _finder(self, row: Row) -> SpanFinder:
+        with_tools = bool(row.tools)
+        if with_tools not in self._finders:
+            template = self._template(with_tools)
+            self._finders[with_tools] = SpanFinder(template, self._special.values(), self._eos_token)
+        return self._finders[with_tools]
+
+    def _draft(self, row: Row) -> _Draft:
+        loss_on = _resolve(self._loss_on, row)
+        if row.messages is None and self._eos_id is None:
+            raise ConfigError(
+                Problem("eos_token", "the tokenizer has no token that ends a text", "name one of its tokens")
+            )
+        if row.messages is not None:
+            text, spans = self._finder(row).find(row, _trained_messages(row, loss_on))
+            draft = _Draft(row, text, None if loss_on == "all" else [(span.start, span.end) for span in spans])
+        elif row.prompt is not None:
+            text = row.prompt + (row.completion or "")
+            draft = _Draft(row, text, None if loss_on == "all" else [(len(row.prompt), len(text))])
+        else:
+            draft = _Draft(row, row.text or "", None)
+        try:
+            draft.text.encode()
+        except UnicodeEncodeError as error:
+            found = f"U+{ord(draft.text[error.start]):04X} is half of a surrogate pair, not a character"
+            raise DataError(Problem(row.where, found, "repair the encoding of the text")) from error
+        return draft
+
+    def _tokenize(self, texts: Sequence[str]) -> list[Encoding]:
+        if self._backend.truncation or self._backend.padding:  # Left behind by a call of the tokenizer.
+            self._backend.no_truncation()
+            self._backend.no_padding()
+        with _COUNTING:
+            RowEncoder.num_tokenized_rows += len(texts)
+        encodings: list[Encoding] = self._backend.encode_batch(texts, add_special_tokens=False)
+        return encodings
+
+    def _with_bos(self, ids: list[int]) -> list[int]:
+        return [*self._bos, *ids] if ids[:1] != self._bos else ids
+
+    def _mask(self, draft: _Draft, encoding: Encoding, claims: list[Claim]) -> EncodedRow:
+        """The ids and mask of a row; adds what its spans claim to ``claims``."""
+        is_plain = draft.row.messages is None
+        ids = self._with_bos(encoding.ids) if is_plain else encoding.ids
+        if not is_plain and self._bos_id is not None and ids[:2] == [self._bos_id, self._bos_id]:
+            found, remedy = "the chat begins with two BOS tokens", "take one out of the chat, or out of the template"
+            raise DataError(Problem(draft.row.where, found, remedy))
+        shift = len(ids) - len(encoding)
+        if is_plain and ids[-1:] != [self._eos_id]:
+            ids = [*ids, self._eos_id]
+        loss_mask = np.full(len(ids), draft.spans is None)
+        loss_mask[:1] &= ids[:1] != [self._bos_id]
+        for start, end in draft.spans or []:
+            first, last = (self._cut(draft, encoding, at) + shift for at in (start, end))
+            loss_mask[first : len(ids) if is_plain else last] = True
+            claims.append(Claim(draft.row.where, ids, first, last, draft.text[start:end]))
+        return EncodedRow(np.array(ids, dtype=np.uint32), loss_mask)
+
+    def _cut(self, draft: _Draft, encoding: Encoding, at: int) -> int:
+        try:
+            return count_tokens_before(encoding, draft.text, at, self._special)
+        except MergedTokenError as error:
+            left, right = draft.text[error.start : at], draft.text[at : error.end]
+            found = f"one token holds {left!r}, not trained on, and {right!r}, trained on; or the other way round"
+            if draft.row.messages is None:
+                remedy = "move the white space at the end of the prompt to the start of the completion"
+            else:
+                remedy = "let the template end the generation prompt, and each turn, in a special token or a line break"
+            raise DataError(Problem(draft.row.where, found, remedy)) from error
+
+
+def _resolve(loss_on: LossOn | None, row: Row) -> LossOn:
+    """What a row is trained on; refuses what its layout cannot have."""
+    if row.messages is not None:
+        has_prompt = row.num_prompt_messages is not None
+        default: LossOn = "completion" if has_prompt else "assistant"
+        possible = {"assistant", "last_assistant", "all"} | ({"completion"} if has_prompt else set())
+        layout = "a chat without a separate prompt"
+    elif row.prompt is not None:
+        default, possible, layout = "completion", {"completion", "all"}, "a plain prompt and completion"
+    else:
+        default, possible, layout = "all", {"all"}, "plain text"
+    if loss_on is not None and loss_on not in possible:
+        found = f"loss_on: {loss_on} does not fit {layout}"
+        raise DataError(Problem(row.where, found, f"leave loss_on out, or set it to {default}"))
+    return loss_on or default
+
+
+def _trained_messages(row: Row, loss_on: LossOn) -> Collection[int]:
+    assert row.messages is not None
+    answers = [index for index, message in enumerate(row.messages) if message["role"] == "assistant"]
+    match loss_on:
+        case "assistant":
+            return answers
+        case "last_assistant":
+            return answers[-1:]
+        case "completion":
+            return [index for index in answers if index >= (row.num_prompt_messages or 0)]
+        case _:
+            return []
+
+
+def _token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
+    token_id = tokenizer.get_vocab().get(token)
+    if token_id is None:
+        raise ConfigError(Problem("eos_token", f"{token!r} is not a token of the tokenizer", "name one that is"))
+    return token_id

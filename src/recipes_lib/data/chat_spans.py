@@ -1,0 +1,255 @@
+"""Which characters of a rendered chat are trained on: derived from the template, then verified against the messages.
+
+A turn is trained from where the generation prompt ends, so reasoning and tool calls are in it, to its terminator, the
+special token that tells a server to stop.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+from recipes_lib.data.rows import Message, Row
+from recipes_lib.data.templates import NOBODY, ChatTemplate, Rendered, Span, TemplateError
+from recipes_lib.errors import DataError, Problem
+
+_PLACEHOLDER: Final = "placeholder"
+_THINK_END: Final = "</think>"
+_MARK_IT: Final = "put {% generation %} ... {% endgeneration %} around the assistant's text (chat_template_path)"
+
+
+class Targets(NamedTuple):
+    """A rendered chat and the characters of it that are trained on, in order."""
+
+    text: str
+    spans: list[Span]
+
+
+class SpanFinder:
+    """Finds and verifies the trained characters of chats under one template.
+
+    Args:
+        template: The chat template.
+        special_tokens: Text of the tokenizer's special tokens, one of which must end every trained turn.
+        eos_token: Ends turns that the template leaves open; ``None`` makes such turns an error.
+    """
+
+    def __init__(self, template: ChatTemplate, special_tokens: Collection[str], eos_token: str | None) -> None:
+        self._template = template
+        self._eos_token = eos_token
+        any_special = "|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True))) or "(?!)"
+        self._special = re.compile(any_special)
+        self._at_end = re.compile(rf"(?:{any_special})\Z")
+        self._longest = max(map(len, special_tokens), default=0)
+
+    def find(self, row: Row, trained: Collection[int]) -> Targets:
+        """The chat of ``row`` as text, with the spans of the ``trained`` messages.
+
+        Raises:
+            DataError: The template refused the chat, wrote a turn's text somewhere else than in its span, put another
+                message into it, or does not end it.
+        """
+        try:
+            targets = self._targets(row, trained)
+            self._refuse_foreign_text(row, targets, trained)
+        except TemplateError as error:
+            raise _refusal(row, error) from error
+        _check_answers(row, targets, trained)
+        return targets
+
+    def render_prompt(self, row: Row, num_messages: int) -> str:
+        """What a server is given to get the turn after the first ``num_messages`` messages.
+
+        Raises:
+            DataError: The template refused the messages.
+        """
+        try:
+            rendered = self._render(row, num_messages, add_generation_prompt=True)
+            header = "" if self._template.has_generation_prompt else self._header(row, num_messages)
+        except TemplateError as error:
+            raise _refusal(row, error) from error
+        return rendered.text + header
+
+    def _render(self, row: Row, num_messages: int | None = None, add_generation_prompt: bool = False) -> Rendered:
+        return self._template.render(
+            _messages(row)[:num_messages],
+            tools=row.tools,
+            variables=row.template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+        )
+
+    def _targets(self, row: Row, trained: Collection[int]) -> Targets:
+        rendered = self._render(row)
+        if not trained:
+            return Targets(rendered.text, [])
+        if not rendered.turns:
+            found = "the chat template does not loop over the messages in a way that shows who wrote what"
+            raise _fault(row, found, _MARK_IT)
+        if self._template.marks_generation:
+            return self._marked(row, rendered, trained)
+        return self._derive(row, rendered, trained)
+
+    def _marked(self, row: Row, rendered: Rendered, trained: Collection[int]) -> Targets:
+        """The ``{% generation %}`` blocks as they stand; one outside the loop belongs to the turn before it."""
+        spans: list[Span] = []
+        for block in rendered.generated:
+            owner = block.message
+            if owner == NOBODY:
+                owner = max((t.message for t in rendered.turns if t.start < block.start), default=NOBODY)
+            if owner in trained and block.start < block.end:
+                spans.append(block._replace(message=owner))
+        last = {span.message: span for span in spans}
+        for message in sorted(trained):
+            if message not in last:
+                raise _fault(row, f"message {message} has no {{% generation %}} block", "change the template")
+            if not self._terminated(rendered.text, last[message].start, last[message].end):
+                found = f"the {{% generation %}} block of message {message} does not end in a special token"
+                raise _fault(row, found, "move the end-of-turn token into the block")
+        return Targets(rendered.text, spans)
+
+    def _derive(self, row: Row, rendered: Rendered, trained: Collection[int]) -> Targets:
+        text = rendered.text
+        spans: list[Span] = []
+        for message in sorted(trained):
+            turns = [turn for turn in rendered.turns if turn.message == message and text[turn.start : turn.end].strip()]
+            if not turns:
+                found = f"the chat template writes nothing for message {message}"
+                raise _fault(row, found, "remove the message, or change the template")
+            start, end = turns[0].start, turns[-1].end
+            start += self._header_length(row, message, text[start : turns[0].end])
+            if end == rendered.turns[-1].end and self._terminated(text, end, len(text)):
+                end = len(text)  # A final EOS after the loop.
+            for turn, next_turn in pairwise(turns):
+                spans.append(Span(message, start, _rstripped(text, start, turn.end)))
+                start = next_turn.start
+            text, end = self._terminate(row, text, Span(message, start, end))
+            spans.append(Span(message, start, end))
+        return Targets(text, spans)
+
+    def _terminated(self, text: str, start: int, end: int) -> bool:
+        """Whether ``text[start:end]`` ends in a special token, white space aside."""
+        end = _rstripped(text, start, end)
+        return self._at_end.search(text, max(start, end - self._longest), end) is not None
+
+    def _terminate(self, row: Row, text: str, turn: Span) -> tuple[str, int]:
+        """The text, and where the terminator of a turn ends; open turns get ``eos_token``, if one was given."""
+        message, start, end = turn
+        if self._terminated(text, start, end):
+            return text, _rstripped(text, start, end)
+        if self._eos_token is not None:
+            if end == len(text):
+                return text + self._eos_token, end + len(self._eos_token)
+            if opening := self._special.match(text, end):  # Some models stop on the next turn's opening token.
+                return text, opening.end()
+        found = f"message {message} ends in no special token, so the model would never learn to stop"
+        remedy = "set eos_token to the token that generation stops on, or let the template end the turn with one"
+        raise _fault(row, found, remedy)
+
+    def _header_length(self, row: Row, message: int, turn: str) -> int:
+        """Characters of an assistant turn that the generation prompt gives, and the model need not write."""
+        header = self._header(row, message)
+        if turn.startswith(header):
+            return len(header)
+        # The template prompts for something else than it writes here, as for reasoning that it drops from old turns.
+        body_end = max((found.start() for found in self._special.finditer(turn)), default=len(turn))
+        content = [turn.rfind(text, 0, body_end) for text in _texts(_messages(row)[message])]
+        shared = next((at for at, (a, b) in enumerate(zip(header, turn, strict=False)) if a != b), len(turn))
+        common = min([shared, body_end, *(at for at in content if at >= 0)])
+        for token in self._special.finditer(turn):
+            if token.start() < common < token.end():
+                common = token.start()
+        if common == 0:
+            found = f"message {message} opens with {turn[:40]!r}, but the generation prompt is {header[:40]!r}"
+            raise _fault(row, found, _MARK_IT)
+        return common
+
+    def _header(self, row: Row, num_messages: int) -> str:
+        """The text that a server puts before the answer to the first ``num_messages`` messages."""
+        if self._template.has_generation_prompt:
+            try:
+                return self._template.generation_prompt(
+                    _messages(row)[:num_messages], tools=row.tools, variables=row.template_kwargs
+                )
+            except TemplateError:  # Many templates refuse a chat without user turn; the full chat they took.
+                return self._template.generation_prompt(
+                    [{"role": "user", "content": ""}], tools=row.tools, variables=row.template_kwargs
+                )
+        parts = any(isinstance(message.get("content"), list) for message in _messages(row))
+        answer = {"role": "assistant", "content": [{"type": "text", "text": _PLACEHOLDER}] if parts else _PLACEHOLDER}
+        probe = replace(row, messages=[*_messages(row)[:num_messages], answer])
+        rendered = self._render(probe)
+        turn = next((turn for turn in rendered.turns if turn.message == num_messages), None)
+        header, written, _ = rendered.text[turn.start : turn.end].partition(_PLACEHOLDER) if turn else ("", "", "")
+        if not written:
+            found = "the chat template writes no generation prompt, and no answer where one was expected"
+            raise _fault(row, found, "add {% if add_generation_prompt %} with the opening of an assistant turn")
+        return header if header.strip() else ""
+
+    def _refuse_foreign_text(self, row: Row, targets: Targets, trained: Collection[int]) -> None:
+        """Answers may repeat what others said; but then, had the others said something else, they would be the same."""
+        written = [targets.text[span.start : span.end] for span in targets.spans]
+        suspects = {
+            index
+            for index, message in enumerate(_messages(row))
+            if message["role"] != "assistant" and any(text in part for text in _texts(message) for part in written)
+        }
+        if not suspects:
+            return
+        messages = [
+            _reworded(message) if index in suspects else message for index, message in enumerate(_messages(row))
+        ]
+        text, spans = self._targets(replace(row, messages=messages), trained)
+        if [text[span.start : span.end] for span in spans] != written:
+            found = f"the chat template writes message {min(suspects)} into the text of an assistant turn"
+            raise _fault(row, found, _MARK_IT)
+
+
+def _fault(row: Row, found: str, remedy: str) -> DataError:
+    return DataError(Problem(row.where, found, remedy))
+
+
+def _refusal(row: Row, error: TemplateError) -> DataError:
+    return _fault(row, f"the chat template refuses this chat: {error}", "change the chat, or the template")
+
+
+def _messages(row: Row) -> Sequence[Message]:
+    assert row.messages is not None
+    return row.messages
+
+
+def _rstripped(text: str, start: int, end: int) -> int:
+    return start + len(text[start:end].rstrip())
+
+
+def _texts(message: Message) -> list[str]:
+    """What a message says, trimmed, as templates do; one text per content part."""
+    content = message.get("content")
+    parts = [content] if isinstance(content, str) else [part.get("text") for part in content or []]
+    return [part.strip() for part in parts if isinstance(part, str) and part.strip()]
+
+
+def _reworded(message: Message) -> Message:
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": _PLACEHOLDER}
+    return {**message, "content": [{**part, "text": _PLACEHOLDER} if part.get("text") else part for part in content]}
+
+
+def _check_answers(row: Row, targets: Targets, trained: Collection[int]) -> None:
+    """Every trained turn says what its message says: its answer, or the tools that it calls."""
+    for index in sorted(trained):
+        message = _messages(row)[index]
+        written = "".join(targets.text[span.start : span.end] for span in targets.spans if span.message == index)
+        calls = [call.get("function") or call for call in message.get("tool_calls") or []]
+        if missing := [call["name"] for call in calls if str(call["name"]) not in written]:
+            found = f"message {index} calls {missing[0]!r}, but the chat template does not write the call into the turn"
+            raise _fault(row, found, "use a template that writes tool_calls")
+        # A template may drop reasoning, and whatever goes with a tool call, from what it writes.
+        answers = [] if calls else _texts(message)
+        for answer in answers:
+            if answer not in written and answer.rpartition(_THINK_END)[2].strip() not in written:
+                found = f"the answer of message {index} ({answer[:40]!r}) is not in the text that would be trained on"
+                raise _fault(row, found, _MARK_IT)

@@ -1,0 +1,92 @@
+"""Prepared rows -> tensors of one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from recipes_lib.data.masking import IGNORE_INDEX
+
+Layout = Literal["rows", "flat"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedCollator:
+    """Prepared rows to a batch in which every document is kept apart by restarting positions.
+
+    There is no ``attention_mask``: given one, transformers no longer derives the documents from ``position_ids``. For
+    the same reason the model must be called with ``use_cache=False``.
+
+    Padding is a document of its own at the end of a row, told by length and never by id, so ``pad_token_id`` may equal
+    the end-of-text token, which stays a target wherever it is one.
+
+    Attributes:
+        pad_token_id: Id written into padding.
+        layout: ``rows`` keeps the rows apart, for sdpa and eager; ``flat`` lays all documents in one row, for kernels
+            that take document boundaries.
+        pad_to_multiple_of: The padded length is a multiple of this.
+
+    Source: transformers ``masking_utils.find_packed_sequence_indices``; ``tests/data/test_collators.py``.
+    """
+
+    pad_token_id: int
+    layout: Layout = "rows"
+    pad_to_multiple_of: int = 1
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor | int]:
+        """Builds the batch.
+
+        Args:
+            rows: Each with ``input_ids (T,)``, ``loss_mask (T,)`` (True where the token is a target) and
+                ``seq_lengths``, the documents' lengths, which sum to T. Other columns are ignored.
+
+        Returns:
+            ``input_ids``, ``labels``, ``position_ids``: ``int64 (B, L)`` with L the longest row, rounded up; the first
+            token of every document and all padding are ignored in ``labels``; ``num_tokens``, a scalar: padding not
+            counted. In the ``flat`` layout ``(1, L)`` with L
+            the sum, rounded up, and besides ``cu_seq_lens_q`` and ``cu_seq_lens_k``, ``int32 (documents + 1,)``, and
+            ``max_length_q`` and ``max_length_k``, int: the longest document; padding counts as a document.
+        """
+        if self.layout == "rows":
+            return dict(self._fill(rows))
+        joined = {
+            name: np.concatenate([row[name] for row in rows]) for name in ("input_ids", "loss_mask", "seq_lengths")
+        }
+        batch = self._fill([joined])
+        starts = np.flatnonzero(batch["position_ids"].numpy()[0] == 0)
+        boundaries = np.append(starts, batch["position_ids"].shape[1]).astype(np.int32)
+        cu_seq_lens = torch.from_numpy(boundaries)
+        longest = int(np.diff(boundaries).max())
+        return {
+            **batch,
+            "cu_seq_lens_q": cu_seq_lens,
+            "cu_seq_lens_k": cu_seq_lens,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+
+    def _fill(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        longest = max(len(row["input_ids"]) for row in rows)
+        shape = (len(rows), -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of)
+        input_ids = np.full(shape, self.pad_token_id, np.int64)
+        labels = np.full(shape, IGNORE_INDEX, np.int64)
+        position_ids = np.empty(shape, np.int64)
+        for at, row in enumerate(rows):
+            ids, lengths = np.asarray(row["input_ids"]), np.asarray(row["seq_lengths"], np.int64)
+            total, starts = len(ids), np.cumsum(lengths) - lengths
+            is_target = np.array(row["loss_mask"], np.bool_)
+            is_target[starts] = False
+            input_ids[at, :total] = ids
+            labels[at, :total][is_target] = ids[is_target]
+            position_ids[at, :total] = np.arange(total) - np.repeat(starts, lengths)
+            position_ids[at, total:] = np.arange(shape[1] - total)
+        return {
+            "input_ids": torch.from_numpy(input_ids),
+            "labels": torch.from_numpy(labels),
+            "position_ids": torch.from_numpy(position_ids),
+            "num_tokens": torch.tensor(sum(len(row["input_ids"]) for row in rows)),
+        }

@@ -1,0 +1,148 @@
+"""All rows of a mixture to tokens, a chunk at a time, with every broken row told at once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.data.packing import Examples, build_examples, concatenate_examples
+from recipes_lib.data.rows import Row
+from recipes_lib.data.source_mixtures import Mixture
+from recipes_lib.data.splits import compute_row_digest
+from recipes_lib.errors import DataError, Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from recipes_lib.data.chat import RowEncoder
+
+ROWS_PER_CHUNK: Final = 1000
+"""Rows tokenised together; also the window in which a stream is shuffled and packed."""
+
+_THREADS: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedMixture:
+    """The rows of a mixture: where they stand, what they say, and as tokens.
+
+    Attributes:
+        mixture: What they were read from; ``examples.row_ids`` are positions in it.
+        examples: The tokens.
+        digests: From ``compute_row_digest``, one for each example.
+    """
+
+    mixture: Mixture
+    examples: Examples
+    digests: Sequence[bytes]
+
+    def take(self, positions: npt.NDArray[np.int64]) -> EncodedMixture:
+        """The rows at these positions, in that order."""
+        return EncodedMixture(self.mixture, self.examples.take(positions), [self.digests[at] for at in positions])
+
+    def find_places(self, positions: Collection[int]) -> dict[int, str]:
+        """The places of these rows as errors name them; reads the mixture again."""
+        row_ids = {int(self.examples.row_ids[at]): at for at in positions}
+        places: dict[int, str] = {}
+        for row_id, row in enumerate(self.mixture.rows()):
+            if row_id in row_ids:
+                places[row_ids[row_id]] = row.where
+            if len(places) == len(row_ids):
+                break
+        return places
+
+
+def read_seed(config: RecipeConfig) -> int:
+    """The run's seed, which decides what is held out, drawn and shuffled."""
+    return int(config.training.get("seed", 0))
+
+
+def build_encoder(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> RowEncoder:
+    """The encoder of a run.
+
+    Raises:
+        ConfigError: The tokenizer is not a fast one, or has no such ``eos_token``.
+    """
+    from recipes_lib.data.chat import RowEncoder  # brings transformers, which finding a set does not need
+
+    tokens = config.tokens
+    template = None if tokens.chat_template_path is None else Path(tokens.chat_template_path).read_text()
+    return RowEncoder(tokenizer, loss_on=tokens.loss_on, chat_template=template, eos_token=tokens.eos_token)
+
+
+def find_end_tokens(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> Collection[int] | None:
+    """Ids, one of which must end every answer and be trained on; ``None`` when all text is trained on."""
+    if config.tokens.loss_on == "all":
+        return None
+    special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return special if tokenizer.eos_token_id is None else special | {tokenizer.eos_token_id}
+
+
+def split_chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Rows by ``ROWS_PER_CHUNK``, the last chunk shorter."""
+    rows = iter(rows)
+    while chunk := list(islice(rows, ROWS_PER_CHUNK)):
+        yield chunk
+
+
+def encode_chunk(encoder: RowEncoder, rows: Sequence[Row], first: int) -> Examples:
+    """Tokens of some rows, of which the first is number ``first`` of its mixture.
+
+    Raises:
+        DataError: Rows that cannot be tokenised or masked, or give no token.
+    """
+    encoded = encoder.encode(rows)
+    empty = [row for row, tokens in zip(rows, encoded, strict=True) if not len(tokens.input_ids)]
+    if empty:
+        raise DataError(*(Problem(row.where, "the row gives no token", "remove it") for row in empty))
+    return build_examples(encoded, np.arange(first, first + len(rows)))
+
+
+def encode_mixture(
+    encoder: RowEncoder, mixture: Mixture, problems: list[Problem], on_rows: Callable[[int], None]
+) -> EncodedMixture:
+    """Tokens of all rows. While chunks are in the tokenizer, which frees the interpreter, others are read and masked.
+
+    Args:
+        encoder: From ``build_encoder``.
+        mixture: The rows.
+        problems: What is wrong is added here, and reading goes on.
+        on_rows: Told the number of rows of each chunk that is done.
+    """
+    parts: list[Examples] = [build_examples([], [])]
+    digests: list[bytes] = []
+
+    def collect(chunk: Future[tuple[Examples, list[bytes]]]) -> None:
+        try:
+            examples, chunk_digests = chunk.result()
+        except DataError as error:
+            problems.extend(error.problems)
+            return
+        parts.append(examples)
+        digests.extend(chunk_digests)
+        on_rows(len(chunk_digests))
+
+    def encode(rows: Sequence[Row], first: int) -> tuple[Examples, list[bytes]]:
+        return encode_chunk(encoder, rows, first), [compute_row_digest(row) for row in rows]
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        pending: deque[Future[tuple[Examples, list[bytes]]]] = deque()
+        try:
+            for number, rows in enumerate(split_chunks(mixture.rows())):
+                pending.append(pool.submit(encode, rows, number * ROWS_PER_CHUNK))
+                if len(pending) > _THREADS:
+                    collect(pending.popleft())
+        except DataError as error:
+            problems.extend(error.problems)
+        for chunk in pending:
+            collect(chunk)
+    return EncodedMixture(mixture, concatenate_examples(parts), digests)

@@ -1,0 +1,233 @@
+"""Rows to a prepared set: rendered, tokenised, masked, cut, packed and stored, once for each content."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.data.audit import Finding, compute_split_audit, judge, refuse_errors
+from recipes_lib.data.encoding import EncodedMixture, build_encoder, encode_mixture, find_end_tokens, read_seed
+from recipes_lib.data.keys import collect_inputs
+from recipes_lib.data.packing import Bins, Examples, choose_bins, fit_to_length
+from recipes_lib.data.source_mixtures import Mixture, load_test_data, load_train_data
+from recipes_lib.data.sources import MAX_PROBLEMS, raise_problems
+from recipes_lib.data.splits import find_overlap, refuse_overlap, split_rows
+from recipes_lib.data.store import PreparedSet, compute_key, find_set, hold_lock, is_locked, write_set
+from recipes_lib.errors import ConfigError, DataError, Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TokenizerLoader = Callable[[RecipeConfig], "PreTrainedTokenizerBase"]
+
+LENGTH_MULTIPLE: Final = 64
+"""A derived ``max_length`` is a multiple of this many tokens."""
+
+_DEFAULT_ROOT: Final = "~/.cache/recipes_lib/prepared"
+_LONGER: Final = "raise max_length, or set overlong to truncate, drop or split"
+_POLL_SECONDS: Final = 0.5
+_SECONDS_TO_START: Final = 120.0
+
+
+class _Identity(NamedTuple):
+    """A run's set before it is looked for: its place, its key, what went into that, and the rows."""
+
+    root: Path
+    key: str
+    inputs: Mapping[str, Any]
+    train: Mixture
+    test: Mixture | None
+
+
+def prepare(config: RecipeConfig, load_tokenizer: TokenizerLoader) -> PreparedSet:
+    """Finds the prepared set of a run, or makes it; a second call tokenises nothing and loads no tokenizer.
+
+    Args:
+        config: The run.
+        load_tokenizer: Called only when the set has to be made.
+
+    Raises:
+        ConfigError: The options do not fit together, or the tokenizer is not there.
+        DataError: Rows are broken, too long, held out as well as trained on, or hold nothing to learn, each named up to
+            twenty; or the set cannot be written.
+    """
+    identity = _identify(config)
+    root, key = identity.root, identity.key
+    if found := find_set(root, key):
+        return found
+    with hold_lock(root, key):
+        if found := find_set(root, key):  # made by the process that held the lock before
+            return found
+        splits, manifest = _build(config, load_tokenizer(config), identity.train, identity.test)
+        return write_set(root, key, splits, {"key": key, "inputs": identity.inputs, **manifest})
+
+
+def prepare_once(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local_rank: int) -> PreparedSet:
+    """``prepare`` on the first process of each node while the others wait for its set; needs no process group.
+
+    Args:
+        config: The run, the same on all processes.
+        load_tokenizer: As for ``prepare``.
+        local_rank: Number of this process on its node.
+
+    Raises:
+        ConfigError: As ``prepare``.
+        DataError: As ``prepare``; on the other processes, that the first one gave up.
+    """
+    if local_rank == 0:
+        return prepare(config, load_tokenizer)
+    root, key, *_ = _identify(config)
+    deadline = time.monotonic() + _SECONDS_TO_START
+    while (found := find_set(root, key)) is None:
+        if is_locked(root, key):
+            deadline = time.monotonic() + _SECONDS_TO_START
+        elif time.monotonic() > deadline:
+            found_problem = "the first process of this node has not prepared the data"
+            raise DataError(Problem(str(root), found_problem, "read its message, or run `recipes prepare` first"))
+        time.sleep(_POLL_SECONDS)
+    return found
+
+
+def _identify(config: RecipeConfig) -> _Identity:
+    if config.data.dataset_streaming:
+        where = config.provenance.get("dataset_streaming", "dataset_streaming")
+        raise ConfigError(Problem(where, "streamed rows are tokenised while training; there is nothing to prepare"))
+    seed = read_seed(config)
+    train, test = load_train_data(config.data, seed=seed), load_test_data(config.data)
+    fingerprints = {"train": train.fingerprint()} | ({} if test is None else {"test": test.fingerprint()})
+    draws = test is None and config.data.test_split_size is not None
+    inputs = {**collect_inputs(config, fingerprints), "split_seed": seed if draws else None}
+    root = Path(config.tokens.prepared_dir or _DEFAULT_ROOT).expanduser()
+    return _Identity(root, compute_key(inputs), inputs, train, test)
+
+
+def _build(
+    config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, train: Mixture, test: Mixture | None
+) -> tuple[dict[str, tuple[Examples, Bins]], dict[str, Any]]:
+    sides = _encode(config, tokenizer, train, test)
+    tokens, end_tokens = config.tokens, find_end_tokens(config, tokenizer)
+    capacity = tokens.max_length or _derive_capacity(side.examples for side in sides.values())
+    if tokens.overlong == "error":
+        _refuse_overlong(sides.values(), capacity)
+    splits: dict[str, tuple[Examples, Bins]] = {}
+    manifest: dict[str, Any] = {"max_length": capacity, "max_length_is_derived": tokens.max_length is None}
+    findings: list[Finding] = []
+    for name, side in sides.items():
+        fitted, counts = fit_to_length(side.examples, capacity, tokens.overlong)
+        bins = choose_bins(fitted.lengths, capacity, packing=tokens.packing)
+        audit = compute_split_audit(side.examples, fitted, bins, end_tokens, len(side.digests) - len(set(side.digests)))
+        findings += judge(name, audit, counts, tokens.max_truncated_fraction)
+        splits[name] = (fitted, bins)
+        manifest[name] = {**dataclasses.asdict(audit), "cut": dataclasses.asdict(counts)}
+    refuse_errors(_name(train), findings)
+    return splits, {**manifest, "findings": [dataclasses.asdict(finding) for finding in findings]}
+
+
+def _encode(
+    config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, train: Mixture, test: Mixture | None
+) -> dict[str, EncodedMixture]:
+    """``train`` and, if rows are held out, ``eval``; both are read to the end before anything is refused."""
+    encoder = build_encoder(config, tokenizer)
+    problems: list[Problem] = []
+    console = Console(stderr=True)
+    columns = SpinnerColumn(), TextColumn("{task.description}: {task.completed:,.0f} rows")
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+
+        def encode(mixture: Mixture) -> EncodedMixture:
+            task = progress.add_task(f"tokenising {_name(mixture)}", total=None)
+            return encode_mixture(encoder, mixture, problems, lambda rows: progress.advance(task, rows))
+
+        encoded = encode(train)
+        held_out = None if test is None else encode(test)
+    raise_problems(problems, _name(train))
+    if held_out is None:
+        if config.data.test_split_size is None:
+            return {"train": encoded}
+        split = split_rows(encoded.digests, config.data.test_split_size, read_seed(config))
+        return {"train": encoded.take(split.train), "eval": encoded.take(split.test)}
+    if not config.data.allow_eval_overlap:
+        overlap = find_overlap(encoded.digests, held_out.digests)
+        train_places = encoded.find_places([position for position, _ in overlap.pairs])
+        eval_places = held_out.find_places([position for _, position in overlap.pairs])
+        refuse_overlap(overlap, train_places.__getitem__, eval_places.__getitem__)
+    return {"train": encoded, "eval": held_out}
+
+
+def _derive_capacity(sides: Iterable[Examples]) -> int:
+    longest = max(int(examples.lengths.max()) for examples in sides)
+    return -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+
+
+def _refuse_overlong(sides: Iterable[EncodedMixture], capacity: int) -> None:
+    """Names the first rows that are too long.
+
+    Raises:
+        DataError: There are such rows.
+    """
+    problems: list[Problem] = []
+    for side in sides:
+        too_long = np.flatnonzero(side.examples.lengths > capacity)
+        places = side.find_places(too_long[:MAX_PROBLEMS].tolist())
+        for at in too_long.tolist():
+            where = places.get(at, _name(side.mixture))
+            problems.append(
+                Problem(where, f"{side.examples.lengths[at]:,} tokens, max_length is {capacity:,}", _LONGER)
+            )
+    raise_problems(problems, "max_length")
+
+
+def _name(mixture: Mixture) -> str:
+    return " + ".join(part.source.name for part in mixture.parts)
+
+
+def main(argv: Sequence[str], load_tokenizer: TokenizerLoader) -> None:
+    """``recipes prepare``: prepares the set of a run and says what is in it.
+
+    Args:
+        argv: Arguments after the command, as the run's script takes them.
+        load_tokenizer: As for ``prepare``.
+    """
+    parsed = parse_command("sft", argv)
+    if isinstance(parsed, str):
+        sys.stdout.write(parsed)
+        return
+    started = time.monotonic()
+    prepared = prepare(parsed, load_tokenizer)
+    console = Console()
+    console.print(render_summary(prepared))
+    state = f"prepared in {time.monotonic() - started:.1f} s" if prepared.is_new else "nothing to do: already prepared"
+    console.print(f"{state}\nkey  {prepared.key}\npath {prepared.path}", soft_wrap=True, markup=False, highlight=False)
+
+
+def render_summary(prepared: PreparedSet) -> Table:
+    """What is in a prepared set, one column for each split."""
+    manifest = prepared.manifest
+    capacity = int(manifest["max_length"])
+    table = Table(title=f"max_length {capacity:,}" + (" (derived)" if manifest["max_length_is_derived"] else ""))
+    table.add_column()
+    splits = [name for name in ("train", "eval") if name in manifest]
+    audits = [SplitAudit(**{name: value for name, value in manifest[split].items() if name != "cut"}) for split in splits]
+    for split in splits:
+        table.add_column(split, justify="right")
+    for label, value in (
+        ("rows", lambda audit: f"{audit.num_rows:,}"),
+        ("tokens", lambda audit: f"{audit.num_packed_tokens:,}"),
+        ("trained on", lambda audit: f"{audit.target_fraction:.1%}"),
+        ("row length, median / longest", lambda audit: f"{audit.length_p50:,} / {audit.length_max:,}"),
+        ("packs", lambda audit: f"{audit.num_packs:,}"),
+        ("packing efficiency", lambda audit: f"{audit.packing_efficiency(capacity):.1%}"),
+    ):
+        table.add_row(label, *(value(audit) for audit in audits))
+    for finding in manifest["findings"]:
+        if finding["severity"] != "ok":
+            table.add_section()
+            table.add_row(finding["severity"], f"{finding['found']}; {finding['remedy']}")
+    return table

@@ -1,0 +1,194 @@
+"""Several sources as one, each with its weight; a single dataset is a mixture of one."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final, get_args
+
+import numpy as np
+
+from recipes_lib.config.schema import DataConfig, DatasetFormat
+from recipes_lib.data.rows import Row
+from recipes_lib.data.source_rows import Source
+from recipes_lib.data.sources import collect_rows, load_source, raise_problems
+from recipes_lib.errors import ConfigError, DataError, Problem
+
+PART_KEYS: Final = ("name", "weight", "config", "revision", "split", "format")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One source of a mixture.
+
+    Attributes:
+        source: Its rows.
+        weight: How many times its rows come up: 0.25 is a quarter of them, drawn without replacement; 2.5 is two whole
+            passes and a half.
+        format: Layout of its rows.
+    """
+
+    source: Source
+    weight: float = 1.0
+    format: DatasetFormat = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """The rows of all parts, part after part and in their own order; whoever trains shuffles.
+
+    Attributes:
+        parts: The parts.
+        seed: Decides which rows a fractional weight draws.
+    """
+
+    parts: Sequence[Part]
+    seed: int = 0
+
+    def rows(self, rank: int = 0, world_size: int = 1) -> Iterator[Row]:
+        """Read every ``world_size``-th row from ``rank`` on; all ranks check all rows, so all raise the same error.
+
+        Raises:
+            DataError: Once, after all parts are read: every problem.
+        """
+        return islice(self._read(), rank, None, world_size)
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the sources' fingerprints, the layouts asked for, the weights, and the seed if rows are drawn."""
+        parts = [[part.source.fingerprint(), part.weight, part.format] for part in self.parts]
+        seed = self.seed if any(part.weight % 1 for part in self.parts) else None
+        return hashlib.sha256(json.dumps([parts, seed]).encode()).hexdigest()
+
+    def _read(self) -> Iterator[Row]:
+        problems: list[Problem] = []
+        for part in self.parts:
+            drawn = self._draw(part)
+            for number in range(math.ceil(part.weight)):
+                rows = collect_rows(part.source, part.format, problems)
+                is_whole = number < math.floor(part.weight)
+                yield from (row for index, row in enumerate(rows) if is_whole or drawn[index])
+                if problems:
+                    break
+        raise_problems(problems, " + ".join(part.source.name for part in self.parts))
+
+    def _draw(self, part: Part) -> Sequence[bool]:
+        """Mark the rows that the fraction of the weight draws; the draw depends on the part and the seed alone."""
+        fraction = part.weight % 1
+        if not fraction:
+            return ()
+        num_rows = sum(1 for _ in part.source.rows())
+        key = hashlib.blake2b(part.source.fingerprint().encode(), digest_size=8).digest()
+        order = np.random.default_rng([self.seed, int.from_bytes(key)]).permutation(num_rows)
+        drawn = np.zeros(num_rows, dtype=np.bool_)
+        drawn[order[: round(fraction * num_rows)]] = True
+        marks: list[bool] = drawn.tolist()
+        return marks
+
+
+def load_train_data(data: DataConfig, *, seed: int = 0) -> Mixture:
+    """Open what is trained on: ``dataset_name``, or the parts of ``dataset_mixture``.
+
+    Raises:
+        ConfigError: Both or neither are set, the mixture is to be streamed, or a part of it is wrong.
+        DataError: A source cannot be opened.
+    """
+    if (data.dataset_name is None) == (data.dataset_mixture is None):
+        state = "neither is set" if data.dataset_name is None else "both are set"
+        raise ConfigError(Problem("dataset_name, dataset_mixture", state, "set one of the two"))
+    if data.dataset_mixture is None:
+        return Mixture(parts=[Part(source=_load_named(data, data.dataset_train_split), format=data.dataset_format)])
+    if data.dataset_streaming:
+        found = "a mixture cannot be streamed: its parts would be trained on one after another"
+        raise ConfigError(Problem("dataset_streaming", found, "set it to false, or mix the data on disk first"))
+    return build_mixture(data.dataset_mixture, default_format=data.dataset_format, seed=seed)
+
+
+def load_test_data(data: DataConfig) -> Mixture | None:
+    """Open the held-out data that ``dataset_test_split`` names, a path or a split of the same dataset.
+
+    Raises:
+        ConfigError: It names a split, yet the training data are a mixture.
+        DataError: It cannot be opened.
+    """
+    if data.dataset_test_split is None:
+        return None
+    if Path(data.dataset_test_split).expanduser().exists():
+        source = load_source(data.dataset_test_split)
+    elif data.dataset_name is not None:
+        source = _load_named(data, data.dataset_test_split)
+    else:
+        found = f"`{data.dataset_test_split}` is no path, and a mixture has no splits"
+        raise ConfigError(Problem("dataset_test_split", found, "name a held-out file, or set `test_split_size`"))
+    return Mixture(parts=[Part(source=source, format=data.dataset_format)])
+
+
+def build_mixture(
+    parts: Sequence[Mapping[str, Any]], *, default_format: DatasetFormat = "auto", seed: int = 0
+) -> Mixture:
+    """Open the parts of a ``dataset_mixture``, each ``{name, weight, config, revision, split, format}``.
+
+    All keys but the name are optional; see ``Part`` for what a weight means.
+
+    Raises:
+        ConfigError: A part has an unknown key, no name, or a value of the wrong kind.
+        DataError: A source cannot be opened.
+    """
+    problems = [problem for number, part in enumerate(parts) for problem in _check_part(part, number)]
+    if not parts:
+        problems.append(Problem("dataset_mixture", "it is empty", "list at least one {name: ...}"))
+    if problems:
+        raise ConfigError(*problems)
+    loaded = []
+    for part in parts:
+        try:
+            loaded.append(_load_part(part, default_format))
+        except DataError as error:
+            problems += error.problems
+    raise_problems(problems, "dataset_mixture")
+    return Mixture(parts=loaded, seed=seed)
+
+
+def _load_named(data: DataConfig, split: str) -> Source:
+    return load_source(
+        str(data.dataset_name),
+        config=data.dataset_config,
+        revision=data.dataset_revision,
+        split=split,
+        streaming=data.dataset_streaming,
+    )
+
+
+def _load_part(part: Mapping[str, Any], default_format: DatasetFormat) -> Part:
+    source = load_source(
+        part["name"], config=part.get("config"), revision=part.get("revision"), split=part.get("split", "train")
+    )
+    return Part(source=source, weight=float(part.get("weight", 1.0)), format=part.get("format", default_format))
+
+
+def _check_part(part: Mapping[str, Any], number: int) -> Iterator[Problem]:
+    where = f"dataset_mixture[{number}]"
+    if not isinstance(part, Mapping):
+        yield Problem(where, "it is not a mapping", "write {name: ..., weight: ...}")
+        return
+    for key in part:
+        if key not in PART_KEYS:
+            nearest = difflib.get_close_matches(str(key), PART_KEYS, n=1)
+            advice = f"did you mean `{nearest[0]}`?" if nearest else f"known keys: {', '.join(PART_KEYS)}"
+            yield Problem(where, f"unknown key `{key}`", advice)
+    if not part.get("name"):
+        yield Problem(where, "it has no name", "add `name`, a Hub id or a path")
+    for key in ("name", "config", "revision", "split"):
+        if not isinstance(part.get(key, ""), str):
+            yield Problem(where, f"`{key}` is not a string", "quote it")
+    weight = part.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        yield Problem(where, f"`weight` is {weight!r}", "write how many times its rows come up: 0.5, 1, 2.5")
+    if part.get("format", "auto") not in get_args(DatasetFormat):
+        found = f"`format` is {part['format']!r}"
+        yield Problem(where, found, f"use one of {', '.join(get_args(DatasetFormat))}")

@@ -1,0 +1,119 @@
+"""What ``dataset_name`` names, and its rows in canonical form."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from recipes_lib.config.schema import DatasetFormat
+from recipes_lib.data.formats import canonicalize, detect_format
+from recipes_lib.data.rows import Row
+from recipes_lib.data.source_files import READERS, load_files
+from recipes_lib.data.source_hub import is_saved, load_hub, load_saved
+from recipes_lib.data.source_rows import RawRow, Source
+from recipes_lib.errors import DataError, Problem
+
+MAX_PROBLEMS: Final = 20
+"""Problems listed one by one before the rest are counted."""
+
+
+def load_source(
+    name: str,
+    *,
+    config: str | None = None,
+    revision: str | None = None,
+    split: str = "train",
+    streaming: bool = False,
+) -> Source:
+    """Open a dataset by the name the user gave: the path of a file or folder if there is one, else a Hub id.
+
+    Args:
+        name: Path or Hub id.
+        config: Configuration of a Hub dataset.
+        revision: Commit, tag or branch of a Hub dataset.
+        split: Split wanted.
+        streaming: Read a Hub dataset without downloading it first; local data are never held in memory.
+
+    Raises:
+        DataError: There is no such file, folder, Hub dataset or split, or it is of an unknown kind.
+    """
+    path = Path(name).expanduser()
+    try:
+        is_folder, is_local = path.is_dir(), bool(name) and path.exists()
+    except OSError as error:
+        raise DataError(
+            Problem(name, f"cannot be read: {error.strerror}", "check the path and its permissions")
+        ) from None
+    if not is_local:
+        _refuse_missing_path(path, name)
+        return load_hub(name, config, revision, split, streaming)
+    if config or revision:
+        found = "`dataset_config` and `dataset_revision` are for Hub datasets; this is a local path"
+        raise DataError(Problem(name, found, "remove them, or rename the local path if the Hub dataset is meant"))
+    return load_saved(path, name, split) if is_folder and is_saved(path) else load_files(path, name, split)
+
+
+def read_rows(
+    source: Source, declared_format: DatasetFormat = "auto", *, max_problems: int = MAX_PROBLEMS
+) -> Iterator[Row]:
+    """Read the rows of a source in canonical form; the first row says which layout all of them have.
+
+    Raises:
+        DataError: Once, after the whole source is read (a streamed one: at the first): every problem, or that there is
+            no row.
+    """
+    problems: list[Problem] = []
+    yield from collect_rows(source, declared_format, problems)
+    raise_problems(problems, source.name, max_problems)
+
+
+def collect_rows(source: Source, declared_format: DatasetFormat, problems: list[Problem]) -> Iterator[Row]:
+    """Yield canonical rows until the first problem, then only add to ``problems``."""
+    row_format = None
+    is_empty = True
+    for entry in source.rows():
+        is_empty = False
+        try:
+            if not isinstance(entry, RawRow):
+                raise DataError(entry)
+            if row_format is None:
+                row_format = detect_format(entry.columns, declared_format, where=entry.where)
+            row = canonicalize(entry.columns, row_format, entry.source, entry.index, entry.index_name)
+        except DataError as error:
+            problems += error.problems
+            if source.streaming or (row_format is None and isinstance(entry, RawRow)):
+                return
+            continue
+        if not problems:
+            yield row
+    if is_empty:
+        problems.append(
+            Problem(source.name, "no rows: it is empty or has only blank lines", "check how it was written")
+        )
+
+
+def raise_problems(problems: list[Problem], name: str, max_problems: int = MAX_PROBLEMS) -> None:
+    """Raise all problems as one error, the first ones in full; do nothing when there are none.
+
+    Raises:
+        DataError: There are problems.
+    """
+    if len(problems) > max_problems:
+        rest = Problem(name, f"{len(problems) - max_problems:,} more problems", "mend these first, then run again")
+        raise DataError(*problems[:max_problems], rest)
+    if problems:
+        raise DataError(*problems)
+
+
+def _refuse_missing_path(path: Path, name: str) -> None:
+    """Raise when a name that leads nowhere can only have been meant as a path."""
+    inner = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
+    is_path = name.startswith(("/", ".", "~")) or "\\" in name or name.count("/") > 1 or inner.suffix in READERS
+    if name.strip() and not is_path:
+        return
+    siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
+    nearest = difflib.get_close_matches(path.name, siblings, n=1)
+    remedy = f"did you mean `{path.parent / nearest[0]}`?" if nearest else f"paths start from {Path.cwd()}"
+    raise DataError(Problem(name or "dataset_name", "no such file or folder", remedy))

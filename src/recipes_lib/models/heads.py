@@ -1,0 +1,145 @@
+"""A causal language model that returns sums of its loss and never holds the logits of a whole batch."""
+
+from __future__ import annotations
+
+import functools
+import types
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from transformers.utils.generic import ModelOutput
+
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.losses.next_token import TokenSums, compute_cross_entropy
+
+
+@dataclass
+class LossHeadOutput(ModelOutput):
+    """Sums over the targets of a batch.
+
+    Attributes:
+        nll_sum: Negative log-likelihood in nats; ``float32`` scalar, differentiable.
+        num_targets: Targets in the batch; ``int64`` scalar.
+        num_correct: Targets that are the arg-max of their logits; ``int64`` scalar.
+        aux_loss: Load-balancing loss of a mixture of experts, before ``router_aux_loss_coef``; ``None`` unless the
+            model's configuration sets ``output_router_logits``.
+    """
+
+    nll_sum: Tensor | None = None
+    num_targets: Tensor | None = None
+    num_correct: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
+def add_loss_head(model: PreTrainedModel) -> None:
+    """Let ``model(input_ids=..., position_ids=..., labels=..., loss_head=True)`` return a ``LossHeadOutput``.
+
+    ``labels`` are ``int64 (B, L)``, unshifted, negative where there is no target. Without ``loss_head`` the model is
+    what it was, so generation is unchanged. A PEFT wrapper may come before or after.
+
+    The loss is computed inside the output projection's own call, so that whatever shards its weight (FSDP2, ZeRO-3)
+    gathers it, and reduces its gradient, by the same hooks as for ordinary logits.
+
+    Raises:
+        ConfigError: The model has no output projection that is a plain ``nn.Linear``.
+
+    Source: the model's own ``forward``; ``tests/parity/test_loss_head.py``.
+    """
+    model = _base_model(model)
+    projection = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if not isinstance(projection, nn.Linear) or not projection.weight.is_floating_point():
+        raise ConfigError(
+            Problem(
+                "model_name_or_path",
+                f"{type(model).__name__} projects to the vocabulary by {type(projection).__name__}, not by nn.Linear",
+                "choose a causal language model with an lm_head that is neither quantised nor under an adapter",
+            )
+        )
+    original_forward = cast(types.MethodType, model.forward).__func__
+
+    # generate() checks its arguments against the signature of the class's forward.
+    @functools.wraps(type(model).forward)
+    def forward(self: PreTrainedModel, *args: Any, loss_head: bool = False, **kwargs: Any) -> Any:
+        return _compute_sums(self, *args, **kwargs) if loss_head else original_forward(self, *args, **kwargs)
+
+    # Modules keep an instance's forward behind their hooks and carry it along when PEFT copies them.
+    vars(model)["forward"] = types.MethodType(forward, model)
+    vars(projection)["forward"] = types.MethodType(_project_or_score, projection)
+
+
+def verify_loss_head(model: Any) -> None:
+    """Compare the loss head with the model's own loss on eight tokens, before anything is trained.
+
+    Args:
+        model: What ``add_loss_head`` was given; when its weights are sharded every process must call.
+
+    Raises:
+        ConfigError: The losses differ: between backbone and logits the model does something that is unknown here.
+    """
+    config = _base_model(model).config.get_text_config()
+    input_ids = torch.arange(1, 9, device=next(model.parameters()).device)[None] % config.vocab_size
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        own = model(input_ids=input_ids, labels=input_ids, use_cache=False)
+        sums = model(input_ids=input_ids, labels=input_ids, loss_head=True)
+    model.train(was_training)
+    ours = sums.nll_sum / sums.num_targets
+    if sums.aux_loss is not None:
+        ours = ours + config.router_aux_loss_coef * sums.aux_loss
+    tolerance = 1e-5 if own.logits.dtype == torch.float32 else 1e-2
+    if not torch.isclose(ours, own.loss.float(), rtol=tolerance, atol=tolerance):
+        raise ConfigError(
+            Problem(
+                "model_name_or_path",
+                f"on the same tokens this model's own loss is {own.loss:.6f} and its chunked loss is {ours:.6f}",
+                "its architecture changes the logits in a way that is not supported; choose another model",
+            )
+        )
+
+
+def _base_model(model: Any) -> Any:
+    """The model inside a PEFT wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _logit_transform(config: PreTrainedConfig) -> dict[str, Any]:
+    """What stands between projection and softmax: Cohere's and Granite's factor, Gemma's cap."""
+    scale = getattr(config, "logit_scale", None)
+    return {
+        "logit_scale": (1.0 if scale is None else scale) / getattr(config, "logits_scaling", 1.0),
+        "softcap": getattr(config, "final_logit_softcapping", None),
+    }
+
+
+def _project_or_score(
+    projection: nn.Linear, hidden: Tensor, targets: Tensor | None = None, **transform: Any
+) -> Tensor | TokenSums:
+    """The output projection's ``forward``: logits, or with ``targets`` the sums of their cross-entropy."""
+    if targets is None:
+        return type(projection).forward(projection, hidden)
+    return compute_cross_entropy(hidden, projection.weight, targets, bias=projection.bias, **transform)
+
+
+def _compute_sums(model: Any, *, labels: Tensor, attention_mask: Tensor | None = None, **inputs: Any) -> LossHeadOutput:
+    # A mask or a cache would switch off the isolation of packed documents, which is read from the positions. Padding
+    # stands at the end of a row, where causal attention keeps it from the documents.
+    if attention_mask is not None:
+        raise ValueError("the loss head takes no attention_mask: position_ids tell documents apart")
+    inputs["use_cache"] = False
+    config = model.config.get_text_config()
+    has_router_loss = getattr(config, "output_router_logits", False)
+    if has_router_loss:
+        inputs["output_router_logits"] = True
+    outputs = model.base_model(**inputs)
+    sums = model.get_output_embeddings()(outputs.last_hidden_state[:, :-1], labels[:, 1:], **_logit_transform(config))
+    aux_loss = None
+    if has_router_loss:
+        aux_loss = cast(
+            Tensor, load_balancing_loss_func(outputs.router_logits, config.num_experts, config.num_experts_per_tok)
+        )
+    return LossHeadOutput(sums.nll_sum, sums.num_targets, sums.num_correct, aux_loss)

@@ -1,0 +1,51 @@
+"""A sound recipe on disk, and what is wrong with a changed one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from recipes_lib.config.loader import load_config
+from recipes_lib.errors import ConfigError, Problem
+
+SOUND = """\
+model_name_or_path: owner/model
+dataset_name: owner/dataset
+output_dir: out
+learning_rate: 1e-5
+"""
+
+
+@pytest.fixture
+def sound() -> str:
+    """The text of a recipe of four lines that loads."""
+    return SOUND
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], Path]:
+    """Write a recipe's text to a file."""
+
+    def write_text(text: str) -> Path:
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write_text
+
+
+@pytest.fixture
+def problems_of(write: Callable[[str], Path]) -> Callable[..., list[Problem]]:
+    """The problems of the sound recipe with lines added (``text`` replaces it) and with flags."""
+
+    def find(added: str = "", flags: Sequence[str] = (), text: str = SOUND) -> list[Problem]:
+        path = write(text + added)
+        try:
+            load_config("sft", ["--config", str(path), *flags])
+        except ConfigError as error:
+            return [Problem(p.where.replace(str(path), "recipe.yaml"), p.found, p.remedy) for p in error.problems]
+        return []
+
+    return find

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipes_lib.config.document import compose, read_entries, read_text
+from recipes_lib.errors import Problem
+
+
+def entries_and_problems(text: str):
+    problems: list[Problem] = []
+    return read_entries(text, "f.yaml", problems), problems
+
+
+def test_every_entry_knows_its_line() -> None:
+    entries, problems = entries_and_problems("# comment\na: 1\n\nb:\n  - x\n  - y\n")
+    assert not problems
+    assert [(entry.key, entry.where) for entry in entries] == [("a", "f.yaml:2"), ("b", "f.yaml:4")]
+    assert entries[1].locate(entries[1].node.value[1]) == "f.yaml:6"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "word"),
+    [
+        ("", 1, "empty"),
+        ("# only a comment\n", 1, "empty"),
+        ("- a\n- b\n", 1, "list"),
+        ("hello\n", 1, "single value"),
+        ("a: 1\n\tb: 2\n", 2, "'\\t'"),
+        ("a: 1\nb: [1, 2\nc: 3\n", 3, "expected"),
+        ("a: 1\nb: c: d\n", 2, "mapping values"),
+        ("a: 1\n---\nb: 2\n", 2, "another document"),
+        ("a: &x 1\nb: *x\n", 2, "alias"),
+        ("a: 1\nb: \x07\n", 2, "#x0007"),
+        ('a: 1\nb: "\\U99999999"\n', 2, "escape"),
+        ("a: 1\n? [x]\n: 2\n", 2, "list or a mapping"),
+        ("a: 1\nb: 2\na: 3\n", 3, "repeated"),
+        ("a: 1\nb: " + "[" * 40 + "]" * 40, 2, "levels deep"),
+    ],
+)
+def test_what_is_not_one_flat_mapping_is_one_problem_at_its_line(text: str, line: int, word: str) -> None:
+    _, problems = entries_and_problems(text)
+    assert [problem.where for problem in problems] == [f"f.yaml:{line}"]
+    assert word in problems[0].found
+    assert problems[0].remedy
+
+
+def test_aliases_cannot_blow_a_file_up() -> None:
+    bomb = "a: &a [x]\n" + "".join(
+        f"{chr(98 + i)}: &{chr(98 + i)} [*{chr(97 + i)}, *{chr(97 + i)}]\n" for i in range(20)
+    )
+    problems: list[Problem] = []
+    assert compose(bomb, "f.yaml", problems) is None
+    assert len(problems) == 1
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "latin-1"])
+def test_a_file_that_cannot_be_read_is_one_problem(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "f.yaml"
+    if kind == "folder":
+        path.mkdir()
+    if kind == "latin-1":
+        path.write_bytes("name: é\n".encode("latin-1"))
+    problems: list[Problem] = []
+    assert read_text(path, problems) is None
+    assert [problem.where for problem in problems] == [str(path)]
+
+
+def test_a_byte_order_mark_is_not_part_of_the_first_key(tmp_path: Path) -> None:
+    path = tmp_path / "f.yaml"
+    path.write_bytes(b"\xef\xbb\xbfa: 1\n")
+    problems: list[Problem] = []
+    assert read_text(path, problems) == "a: 1\n"

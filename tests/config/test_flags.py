@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipes_lib.config.loader import load_config
+from recipes_lib.errors import ConfigError
+
+BASE = ["--model_name_or_path", "o/m", "--dataset_name", "o/d", "--output_dir", "out"]
+
+
+def load(*flags: str):
+    return load_config("sft", [*BASE, *flags])
+
+
+def problems(*flags: str):
+    with pytest.raises(ConfigError) as caught:
+        load(*flags)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("flags", [["--learning_rate", "1e-5"], ["--learning_rate=1e-5"], ["--learning-rate", "1e-5"]])
+def test_a_flag_has_three_spellings(flags: list[str]) -> None:
+    config = load(*flags)
+    assert config.training["learning_rate"] == 1e-5
+    assert config.provenance["learning_rate"] == "--learning_rate"
+
+
+def test_a_bare_flag_is_true_and_does_not_eat_the_next_one() -> None:
+    config = load("--torch_compile", "--packing", "false")
+    assert config.training["torch_compile"] is True
+    assert config.tokens.packing is False
+
+
+def test_negative_numbers_are_values() -> None:
+    assert load("--max_steps", "-1").training["max_steps"] == -1
+
+
+def test_lists_and_mappings_are_json() -> None:
+    config = load("--sample_prompts", '["a: b", "c"]', "--lr_scheduler_kwargs", '{"num_cycles": 2}')
+    assert config.evaluation.sample_prompts == ["a: b", "c"]
+    assert config.training["lr_scheduler_kwargs"] == {"num_cycles": 2}
+
+
+def test_text_is_taken_as_it_stands() -> None:
+    assert load("--run_name", "a: [b").training["run_name"] == "a: [b"
+    assert load("--pad_token", "null").tokens.pad_token is None
+
+
+def test_flags_override_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "f.yaml"
+    path.write_text("model_name_or_path: a/b\nlearning_rate: 1e-4\ndataset_name: c/d\noutput_dir: o\n")
+    config = load_config("sft", ["--config", str(path), "--learning_rate", "1e-6"])
+    assert config.training["learning_rate"] == 1e-6
+    assert config.provenance["learning_rate"] == "--learning_rate"
+    assert config.provenance["dataset_name"] == f"{path}:3"
+
+
+def test_a_line_of_the_file_that_a_flag_overrides_is_not_judged(tmp_path: Path) -> None:
+    path = tmp_path / "f.yaml"
+    path.write_text("model_name_or_path: ./gone\ndataset_name: c/d\noutput_dir: o\n")
+    assert load_config("sft", ["--config", str(path), "--model_name_or_path", "a/b"]).model.model_name_or_path == "a/b"
+
+
+@pytest.mark.parametrize(
+    ("flags", "where", "word"),
+    [
+        (["--learning_rate"], "--learning_rate", "no value"),
+        (["--learning_rate", "1e-5", "--learning_rate", "1e-4"], "--learning_rate", "repeated"),
+        (["recipe.yaml"], "recipe.yaml", "not a flag"),
+        (["--sample_prompts", "[a"], "--sample_prompts", "expected"),
+        (["--config"], "--config", "no value"),
+        (["--no-packing"], "--no_packing", "unknown"),
+        (["--learning_rte", "1"], "--learning_rte", "unknown"),
+        (["--warmup_ratio", "0.1"], "--warmup_ratio", "removed"),
+        (["--learning_rate", "x"], "--learning_rate", "'x'"),
+    ],
+)
+def test_a_wrong_flag_is_named(flags: list[str], where: str, word: str) -> None:
+    (problem,) = problems(*flags)
+    assert problem.where == where
+    assert word in problem.found
+    assert problem.remedy

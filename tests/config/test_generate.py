@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+
+import pytest
+from trl import SFTConfig
+
+from recipes_lib.config.generate import build_documents, build_tables
+from recipes_lib.config.schema import SECTIONS
+from recipes_lib.config.table import load_table, table_path
+
+
+def test_the_committed_files_are_what_the_installed_dataclasses_give() -> None:
+    for path, text in {**build_tables(), **build_documents()}.items():
+        assert path.read_text(encoding="utf-8") == text, f"{path} is stale: run python -m recipes_lib.config.generate"
+
+
+def test_honoured_upstream_defaults_are_the_installed_ones() -> None:
+    upstream = {field.name: field for field in dataclasses.fields(SFTConfig)}
+    for key in load_table("sft").keys.values():
+        if key.owner != "recipes_lib":
+            default = upstream[key.name].default
+            default = default.value if isinstance(default, enum.Enum) else default
+            assert (key.upstream_default if key.reason else key.default) == default, key.name
+
+
+def test_our_fields_are_in_the_table_with_their_defaults() -> None:
+    keys = load_table("sft").keys
+    for group, section in SECTIONS.items():
+        fields = dataclasses.fields(section)
+        assert [field.name for field in fields] == [key.name for key in keys.values() if key.group == group]
+        for field in fields:
+            expected = None if field.default is dataclasses.MISSING else field.default
+            assert keys[field.name].default == expected
+            assert keys[field.name].owner == "recipes_lib"
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "dataset_mixture", "packing", "output_dir"])
+def test_the_editor_schema_knows_the_keys(name: str) -> None:
+    schema = json.loads(table_path("sft").with_name("sft.schema.json").read_text(encoding="utf-8"))
+    assert schema["additionalProperties"] is False
+    assert schema["properties"][name]["description"]
+    assert schema["required"] == ["model_name_or_path", "output_dir"]

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipes_lib.config.loader import check_text, load_config, parse_command
+from recipes_lib.config.policy import DEFAULTS
+from recipes_lib.config.table import load_table
+from recipes_lib.errors import ConfigError, Problem
+
+KEYS = sorted(load_table("sft").keys)
+
+
+def test_every_effective_key_says_where_it_comes_from(write, sound: str) -> None:
+    path = write(sound)
+    config = load_config("sft", ["--config", str(path), "--seed", "7"])
+    assert config.path == path
+    assert set(config.provenance) == set(KEYS)
+    assert config.provenance["learning_rate"] == f"{path}:4"
+    assert config.provenance["seed"] == "--seed"
+    assert config.provenance["packing"] == "default"
+
+
+def test_training_holds_what_the_user_gave_and_our_own_defaults(write, sound: str) -> None:
+    config = load_config("sft", ["--config", str(write(sound))])
+    ours = {key: value for key, (value, _) in DEFAULTS.items()}
+    assert dict(config.training) == {"output_dir": "out", "learning_rate": 1e-5} | ours
+
+
+def test_everything_wrong_is_reported_at_once_in_the_order_of_the_file(write) -> None:
+    path = write("learning_rte: 1\nmax_steps: x\ndataset_name: a/b\ndataset_name: c/d\nmodel_name_or_path: ./gone\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config("sft", ["--config", str(path), "--bf16", "maybe"])
+    places = [problem.where.removeprefix(f"{path}:") for problem in caught.value.problems]
+    assert places == ["1", "2", "4", "5", "--bf16", str(path)]
+    assert caught.value.exit_code == 2
+
+
+def test_flags_alone_make_a_recipe() -> None:
+    config = load_config("sft", ["--model_name_or_path", "a/b", "--dataset_name", "c/d", "--output_dir", "o"])
+    assert config.path is None
+
+
+def test_a_missing_file_is_the_only_problem(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("sft", ["--config", str(tmp_path / "gone.yaml")])
+    assert len(caught.value.problems) == 1
+
+
+def test_an_empty_mapping_lacks_what_is_required(write) -> None:
+    with pytest.raises(ConfigError, match="output_dir"):
+        load_config("sft", ["--config", str(write("{}\n"))])
+
+
+def test_help_and_printing_are_texts_and_a_run_is_a_config(write, sound: str) -> None:
+    path = str(write(sound))
+    assert "--learning_rate" in parse_command("sft", ["--config", "/gone", "--help"])
+    assert "learning_rate: 1e-05" in parse_command("sft", ["--config", path, "--print-config"])
+    assert parse_command("sft", ["--config", path]) == load_config("sft", ["--config", path])
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--config", "/gone"], ["--learning_rte", "1"], ["--print-config"]])
+def test_no_heavy_library_is_imported_for_help_or_an_error(arguments: list[str]) -> None:
+    program = (
+        "import sys\n"
+        "from recipes_lib.config.loader import parse_command\n"
+        "from recipes_lib.errors import ConfigError\n"
+        "try: parse_command('sft', sys.argv[1:])\n"
+        "except ConfigError: pass\n"
+        "heavy = {'torch', 'transformers', 'trl', 'datasets', 'numpy', 'accelerate', 'huggingface_hub'}\n"
+        "sys.exit(' '.join(heavy & set(sys.modules)) or None)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def assert_sound_or_explained(load: Callable[[], object]) -> None:
+    """Assert that a configuration loads, or that the error says where and what."""
+    problems: Sequence[Problem] = [Problem("nowhere", "nothing")]
+    try:
+        load()
+    except ConfigError as error:
+        problems = error.problems
+    assert problems
+    assert all(problem.where and problem.found for problem in problems)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text())
+def test_no_text_raises_anything_but_a_config_error(text: str) -> None:
+    assert_sound_or_explained(lambda: check_text("sft", text, Path("fuzz.yaml")))
+
+
+LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.dates(), st.binary(max_size=4))
+NAMES = st.sampled_from(KEYS) | st.text(max_size=8)
+VALUES = LEAVES | st.lists(LEAVES, max_size=3) | st.lists(st.dictionaries(NAMES, LEAVES, max_size=3), max_size=3)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.dictionaries(NAMES, VALUES, max_size=5))
+def test_no_mapping_of_known_keys_raises_anything_but_a_config_error(mapping: dict) -> None:
+    text = yaml.safe_dump(mapping)
+    assert_sound_or_explained(lambda: check_text("sft", text, Path("fuzz.yaml")))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from([f"--{key}" for key in KEYS]) | st.text(), max_size=6))
+def test_no_command_line_raises_anything_but_a_config_error(argv: list[str]) -> None:
+    assert_sound_or_explained(lambda: load_config("sft", argv))

@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipes_lib.config.loader import check_text
+from recipes_lib.config.migrate import migrate
+from recipes_lib.config.policy import REFUSED
+from recipes_lib.config.renames import ELSEWHERE, RETIRED
+from recipes_lib.errors import ConfigError
+
+OLD = """\
+# The model
+model_name_or_path: owner/base  # a comment that stays
+torch_dtype: bfloat16
+use_flash_attention_2: true
+
+# Data
+dataset_mixer:
+  owner/chats: 1.0   # all of it
+dataset_splits:
+- train_sft
+- test_sft
+preprocessing_num_workers: 12
+
+# Training
+gradient_checkpointing: true   # memory
+"gradient_checkpointing_kwargs":
+  use_reentrant: False
+evaluation_strategy: "no"
+max_seq_length: 2048
+warmup_ratio: 0.1
+learning_rate: 2.0e-05
+lr_scheduler_type: cosine
+assistant_only_loss: true
+packing: true
+packing_strategy: wrapped
+optim: adamw_hf
+output_dir: data/out
+overwrite_output_dir: true
+hub_token: hf_aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa
+report_to:
+- wandb
+use_peft: true
+lora_target_modules:
+- q_proj
+
+# The end
+seed: 42
+"""
+NEW = """\
+# The model
+model_name_or_path: owner/base  # a comment that stays
+dtype: bfloat16
+attn_implementation: flash_attention_2
+
+# Data
+dataset_name: owner/chats
+dataset_train_split: train_sft
+dataset_test_split: test_sft
+
+# Training
+activation_checkpointing: true   # memory
+activation_checkpointing_kwargs:
+  use_reentrant: False
+eval_strategy: "no"
+max_length: 2048
+warmup_steps: 0.1
+learning_rate: 2.0e-05
+lr_scheduler_type: cosine
+loss_on: assistant
+packing: true
+# `packing_strategy` is not needed; packing is best-fit and keeps examples apart; delete the line; \
+`overlong: split` cuts examples longer than `max_length` into several
+# packing_strategy: wrapped
+optim: adamw_torch
+output_dir: data/out
+report_to:
+- wandb
+# `use_peft` is not a key of this stage; use the `lora` recipe
+# use_peft: true
+# `lora_target_modules` is not a key of this stage; use the `lora` recipe
+# lora_target_modules:
+# - q_proj
+
+# The end
+seed: 42
+"""
+
+
+def test_an_old_file_is_rewritten_line_by_line_and_loads(write) -> None:
+    text, changes = migrate(write(OLD))
+    assert text == NEW
+    config = check_text("sft", text, Path("new.yaml"))
+    assert config.data.dataset_name == "owner/chats"
+    assert config.training["warmup_steps"] == 0.1
+    by_line = {change.line: change for change in changes}
+    assert by_line[3].what == "`torch_dtype` became `dtype`"
+    assert by_line[29].by_hand
+    assert "hf_" not in str(changes)
+    undecided = [
+        OLD.splitlines()[change.line - 1].split(":")[0] for change in changes if change.by_hand and change.line
+    ]
+    assert undecided == ["packing_strategy", "hub_token", "use_peft", "lora_target_modules"]
+
+
+def test_migrating_twice_changes_nothing_more(write) -> None:
+    text, _ = migrate(write(OLD))
+    again, changes = migrate(write(text))
+    assert again == text
+    assert not [change for change in changes if change.line]
+
+
+def test_a_change_of_meaning_is_named(write) -> None:
+    _, changes = migrate(write("model_name_or_path: a/b\ndataset_name: c/d\noutput_dir: o\nmax_seq_length: 512\n"))
+    remarks = " ".join(change.what for change in changes if change.by_hand)
+    assert "loss_on: all" in remarks
+    assert "overlong: truncate" in remarks
+
+
+def test_what_the_result_still_lacks_is_named(write) -> None:
+    _, changes = migrate(write("model_name_or_path: a/b\noutput_dir: o\nmax_steps: ten\nlearning_rte: 1\n"))
+    remarks = [change.what for change in changes if change.by_hand]
+    assert any("dataset_name" in remark for remark in remarks)
+    assert any("'ten'" in remark for remark in remarks)
+    assert any("did you mean `learning_rate`" in remark for remark in remarks)
+
+
+def test_a_successor_that_is_set_already_wins_and_is_named(write, sound: str) -> None:
+    text, changes = migrate(write(sound + "warmup_steps: 5\nwarmup_ratio: 0.1\n"))
+    assert text == sound + "warmup_steps: 5\n"
+    assert [change.line for change in changes if change.by_hand and change.line] == [6]
+
+
+@pytest.mark.parametrize("value", ["true", "false", "null", "0.5", "text", "[a, b]", "{a: b}"])
+def test_no_retired_key_survives_whatever_its_value(write, sound: str, value: str) -> None:
+    for key in sorted({*RETIRED, *REFUSED, *ELSEWHERE}):
+        text, changes = migrate(write(f"# head\n{sound}{key}: {value}\nseed: 1  # tail\n"))
+        lines = text.splitlines()
+        assert not [line for line in lines if line.startswith(f"{key}:")]
+        assert lines[0] == "# head"
+        assert "seed: 1  # tail" in lines
+        assert 6 in [change.line for change in changes]
+
+
+@pytest.mark.parametrize("text", ["{model_name_or_path: a/b}\n", "? max_seq_length\n: 3\n", "a: 1\na: 2\n", ""])
+def test_what_cannot_be_edited_by_line_is_refused(write, text: str) -> None:
+    with pytest.raises(ConfigError):
+        migrate(write(text))
+
+
+BLOCKS = [
+    "torch_dtype: bfloat16",
+    "dataset_mixer:\n  a/b: 1.0",
+    "dataset_splits: [train, test]",
+    "chat_template: |\n  {{ x }}\n\n  y",
+    "max_seq_length: 2048 # why",
+    "run_name: >-\n  a\n  b",
+    "lora_r: 16",
+    "# comment",
+    "",
+    "warmup_ratio: 0.1",
+    "do_eval: true",
+    "report_to:\n- wandb\n# after",
+    "'tokenizer': a/b",
+    "datasets:\n  - path: a/b\n    split: x",
+    "seed: 1",
+    "zzz: [1,\n  2]",
+]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.sampled_from(BLOCKS), unique=True, max_size=8))
+def test_any_mix_of_old_lines_gives_a_file_whose_keys_are_all_known(tmp_path_factory, blocks: list[str]) -> None:
+    path = tmp_path_factory.mktemp("migrate") / "old.yaml"
+    path.write_text("model_name_or_path: a/b\noutput_dir: o\n" + "\n".join(blocks) + "\n", encoding="utf-8")
+    text, _ = migrate(path)
+    path.write_text(text, encoding="utf-8")
+    problems: list[str] = []
+    try:
+        check_text("sft", text, path)
+    except ConfigError as error:
+        problems = [problem.found for problem in error.problems]
+    assert all(problem == "`dataset_name` is missing" for problem in problems), text

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipes_lib.config.loader import load_config
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "chat_template_path: template.jinja",
+        "tokenizer_name_or_path: ./tokenizer",
+        "dataset_test_split: held_out.jsonl",
+        "prepared_dir: {file}",
+    ],
+)
+def test_a_path_that_cannot_be_meant_is_refused(problems_of, tmp_path: Path, line: str) -> None:
+    (tmp_path / "file").touch()
+    (problem,) = problems_of(line.format(file=tmp_path / "file") + "\n")
+    assert problem.where == "recipe.yaml:5"
+
+
+@pytest.mark.parametrize("name", ["./gone", "~/gone-for-ever", "/gone", "gone.jsonl", "a/b/c", "a b", "''", "C:\\data"])
+def test_a_dataset_that_is_neither_path_nor_hub_id_is_refused(problems_of, name: str) -> None:
+    text = f"model_name_or_path: a/b\noutput_dir: o\ndataset_name: {name}\n"
+    assert [problem.where for problem in problems_of(text=text)] == ["recipe.yaml:3"]
+
+
+def test_the_nearest_sibling_is_offered(problems_of, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").touch()
+    text = (
+        f"model_name_or_path: a/b\noutput_dir: o\ndataset_mixture:\n  - weight: 1\n    name: {tmp_path}/trian.jsonl\n"
+    )
+    (problem,) = problems_of(text=text)
+    assert problem.where == "recipe.yaml:5"
+    assert str(tmp_path / "train.jsonl") in problem.remedy
+
+
+def test_home_is_expanded_and_existing_paths_pass(monkeypatch, write, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "rows.jsonl").touch()
+    path = write("model_name_or_path: ~/model\ndataset_name: ~/rows.jsonl\noutput_dir: ~/out\n")
+    config = load_config("sft", ["--config", str(path)])
+    assert config.model.model_name_or_path == str(tmp_path / "model")
+    assert config.training["output_dir"] == str(tmp_path / "out")
+
+
+def test_a_revision_of_a_local_path_contradicts_and_a_flag_overrules_it(problems_of, write, sound, tmp_path) -> None:
+    (tmp_path / "model").mkdir()
+    local = f"{tmp_path}/model"
+    text = f"model_name_or_path: {local}\nmodel_revision: main\ndataset_name: a/b\noutput_dir: o\n"
+    assert [problem.where for problem in problems_of(text=text)] == ["recipe.yaml:2"]
+    path = write(sound + "model_revision: main\n")
+    config = load_config("sft", ["--config", str(path), "--model_name_or_path", local])
+    assert config.model.model_revision is None
+    assert config.provenance["model_revision"].startswith("derived")

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+
+from recipes_lib.config.loader import load_config
+
+
+@pytest.mark.parametrize(
+    ("lines", "line", "words"),
+    [
+        ("dataset_mixture: [{name: a/b}]", 5, ["dataset_name", "recipe.yaml:2"]),
+        ("dataset_test_split: test\ntest_split_size: 10", 6, ["recipe.yaml:5"]),
+        ("fp16: true\nbf16: true", 6, ["fp16"]),
+        ("dataset_streaming: true", 5, ["max_steps"]),
+        ("max_steps: 5\ndataset_streaming: true\ntest_split_size: 0.1\nwarmup_steps: 0", 7, ["share"]),
+        ("overlong: truncate", 5, ["max_length"]),
+        ("max_length: null\noverlong: drop", 6, ["max_length"]),
+        ("trust_remote_code: true", 5, ["trust_remote_code"]),
+        ("trust_remote_code: true\nmodel_revision: main", 5, ["trust_remote_code"]),
+        ("fp16: true\ndtype: float16", 5, ["dtype"]),
+        ("eval_strategy: epoch\neval_steps: 10", 6, ["eval_strategy"]),
+        ("eval_strategy: no\neval_steps: 10", 6, ["eval_strategy"]),
+        ("save_strategy: epoch\nsave_steps: 10", 6, ["save_strategy"]),
+        ("eval_strategy: no\neval_on_start: true", 6, ["eval_strategy"]),
+        ("max_steps: 10\nnum_train_epochs: 2", 6, ["max_steps"]),
+        ("max_steps: 0", 5, ["max_steps"]),
+        ("max_steps: 10\nwarmup_steps: 10", 6, ["warm-up"]),
+        ("warmup_steps: 1.0", 5, ["neither a share nor a count"]),
+        ("logging_steps: 2.5", 5, ["neither a share nor a count"]),
+        ("lr_scheduler_type: warmup_stable_decay", 5, ["num_decay_steps"]),
+        ("lr_scheduler_type: cosine_with_min_lr", 5, ["min_lr"]),
+        ("lr_scheduler_type: reduce_lr_on_plateau\neval_strategy: no", 5, ["held-out"]),
+        ("metrics: [accuracy]", 5, ["import path"]),
+        ("num_sample_prompts: 0\nsample_prompts: [hi]", 6, ["num_sample_prompts"]),
+        ("load_best_model_at_end: true\nsave_strategy: epoch", 5, ["checkpoint wherever"]),
+        ("load_best_model_at_end: true\nsave_steps: 30\neval_steps: 20", 5, ["multiple"]),
+        ("load_best_model_at_end: true\nsave_steps: 30", 5, ["multiple"]),
+        ("dataloader_prefetch_factor: 2", 5, ["workers"]),
+    ],
+)
+def test_what_contradicts_is_refused_at_its_line(problems_of, lines: str, line: int, words: list[str]) -> None:
+    (problem,) = problems_of(lines + "\n")
+    assert problem.where == f"recipe.yaml:{line}"
+    assert all(word in problem.found for word in words)
+    assert problem.remedy
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "max_steps: 10\nwarmup_steps: 0.1\ndataset_streaming: true\ntest_split_size: 100",
+        "max_steps: -1\nnum_train_epochs: 1",
+        f"trust_remote_code: true\nmodel_revision: {'a' * 40}",
+        "load_best_model_at_end: true",
+        "load_best_model_at_end: true\nsave_steps: 40\neval_steps: 20",
+        "load_best_model_at_end: true\nsave_strategy: best",
+        "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr_rate: 0.1}",
+        "lr_scheduler_type: warmup_stable_decay\nlr_scheduler_kwargs: {num_decay_steps: 10}",
+        "dataset_mixture: null",
+        "dataloader_num_workers: 2\ndataloader_prefetch_factor: 2",
+        "metrics: [my.module:Exact]",
+        "fp16: true\nbf16: false",
+    ],
+)
+def test_what_agrees_passes(problems_of, lines: str) -> None:
+    assert not problems_of(lines + "\n")
+
+
+def test_missing_keys_are_named_together(problems_of) -> None:
+    problems = problems_of(text="learning_rate: 1e-5\n")
+    assert [problem.found.split("`")[1] for problem in problems] == ["model_name_or_path", "output_dir", "dataset_name"]
+    assert {problem.where for problem in problems} == {"recipe.yaml"}
+
+
+def test_a_broken_value_is_not_reported_as_a_contradiction_too(problems_of) -> None:
+    assert len(problems_of("max_steps: x\ndataset_streaming: true\n")) == 1
+    assert len(problems_of("max_length: x\noverlong: drop\n")) == 1
+
+
+def test_a_flag_overrules_the_line_that_it_voids(write, sound: str) -> None:
+    path = write(sound + "num_train_epochs: 3\neval_steps: 10\n")
+    config = load_config("sft", ["--config", str(path), "--max_steps", "2", "--eval_strategy", "no"])
+    assert "num_train_epochs" not in config.training
+    assert "eval_steps" not in config.training
+    assert config.training["eval_on_start"] is False
+    assert config.provenance["num_train_epochs"] == "derived: `max_steps` decides the length"
+
+
+def test_a_flag_that_the_file_voids_is_refused(problems_of) -> None:
+    (problem,) = problems_of("max_steps: 100\n", flags=["--num_train_epochs", "1"])
+    assert problem.where == "--num_train_epochs"

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import pytest
+
+CANARY = "hf_" + "aBcD1234" * 4
+
+
+@pytest.mark.parametrize("key", ["hub_token", "push_to_hub_token", "wandb_api_key", "hf_token", "token", "password"])
+@pytest.mark.parametrize("as_flag", [True, False])
+def test_no_key_takes_a_secret_and_no_message_repeats_it(problems_of, key: str, as_flag: bool) -> None:
+    problems = problems_of(flags=[f"--{key}", CANARY]) if as_flag else problems_of(f"{key}: {CANARY}\n")
+    assert [problem.where for problem in problems] == [f"--{key}" if as_flag else "recipe.yaml:5"]
+    assert "secret" in problems[0].found
+    assert CANARY not in str(problems[0])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [CANARY, "ghp_" + "a1" * 18, "sk-" + "x" * 40, "https://user:pass@host/x", f"[ok, {CANARY}]"],
+)
+def test_a_token_shaped_value_is_refused_without_being_repeated(problems_of, value: str) -> None:
+    key = "sample_prompts" if value.startswith("[") else "run_name"
+    (problem,) = problems_of(f"{key}: {value}\n")
+    assert problem.where == "recipe.yaml:5"
+    assert "access token" in problem.found
+    assert value not in str(problem)
+    assert CANARY not in str(problem)
+
+
+def test_a_secret_inside_an_unknown_or_broken_line_is_not_repeated(problems_of) -> None:
+    for text in (f"lerning_rate: {CANARY}\n", f"learning_rate: 1\nseed: {CANARY}\n", f"run_name: {CANARY}: x\n"):
+        assert CANARY not in " ".join(str(problem) for problem in problems_of(text))
+
+
+def test_special_tokens_and_commits_are_no_secrets(problems_of) -> None:
+    assert not problems_of(f"eos_token: </s>\npad_token: <pad>\nmodel_revision: {'0123456789' * 4}\n")

@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+from recipes_lib.config.loader import load_config
+from recipes_lib.config.settings import DECISIONS, is_local
+from recipes_lib.config.table import load_table
+
+
+def test_every_decision_is_between_keys_of_the_table() -> None:
+    keys = load_table("sft").keys
+    assert all(decision.key in keys and decision.decider in keys for decision in DECISIONS)
+
+
+def test_the_defaults_void_nothing(write, sound: str) -> None:
+    config = load_config("sft", ["--config", str(write(sound))])
+    assert not [key for key, origin in config.provenance.items() if origin.startswith("derived")]
+
+
+def test_no_text_makes_the_existence_check_fail() -> None:
+    assert not any(is_local(text) for text in ("", "\0", "x" * 5000, None, 3))

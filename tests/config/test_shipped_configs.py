@@ -1,0 +1,93 @@
+"""Every shipped recipe loads, and a mistake in any line of it is an error at that line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipes_lib.config.document import Entry, read_entries
+from recipes_lib.config.loader import load_config
+from recipes_lib.config.table import STAGES, load_table
+from recipes_lib.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "recipes" / "configs").rglob("*.yaml"))
+PATHS = ("model_name_or_path", "tokenizer_name_or_path", "dataset_name", "dataset_test_split", "chat_template_path")
+
+
+def stage_of(path: Path) -> str:
+    """Return the stage of ``<stage>[_<variant>].yaml``."""
+    return next(stage for stage in STAGES if path.stem.split("_")[0] == stage)
+
+
+def entries_of(path: Path) -> list[Entry]:
+    return read_entries(path.read_text(encoding="utf-8"), str(path), [])
+
+
+def break_line(path: Path, entry: Entry, new: str, tmp_path: Path) -> list[str]:
+    """Return the lines at which errors are found when the line of ``entry`` is replaced by ``new``."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    first = entry.key_node.start_mark.line
+    for index in range(first + 1, len(lines)):
+        if not lines[index].startswith((" ", "-")):
+            break
+        lines[index] = ""
+    lines[first] = new
+    broken = tmp_path / path.name
+    broken.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_config(stage_of(path), ["--config", str(broken)])
+    assert caught.value.exit_code == 2
+    return [problem.where.removeprefix(f"{broken}:") for problem in caught.value.problems]
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def test_there_are_shipped_configs() -> None:
+    assert CONFIGS
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
+class TestShippedConfig:
+    def test_it_loads_and_says_how_to_run_it(self, path: Path) -> None:
+        load_config(stage_of(path), ["--config", str(path)])
+        head = path.read_text(encoding="utf-8").split("\n\n")[0]
+        assert f"--config {path.relative_to(ROOT)}" in head
+        assert "Expect" in head
+        assert "Hardware" in head
+
+    def test_a_misspelt_key_is_found_at_its_line(self, path: Path, tmp_path: Path) -> None:
+        for entry in entries_of(path):
+            line = path.read_text(encoding="utf-8").splitlines()[entry.key_node.start_mark.line]
+            found = break_line(path, entry, line.replace(entry.key, entry.key + "x", 1), tmp_path)
+            assert str(entry.key_node.start_mark.line + 1) in found, entry.key
+
+    def test_a_value_of_the_wrong_type_is_found_at_its_line(self, path: Path, tmp_path: Path) -> None:
+        for entry in entries_of(path):
+            schema = load_table(stage_of(path)).keys[entry.key].schema
+            wrong = "[{a: b}]" if "object" in schema["type"] or "items" in schema else "{a: b}"
+            found = break_line(path, entry, f"{entry.key}: {wrong}", tmp_path)
+            assert str(entry.key_node.start_mark.line + 1) in found, entry.key
+
+    def test_a_path_that_does_not_exist_is_found_at_its_line(self, path: Path, tmp_path: Path) -> None:
+        for entry in entries_of(path):
+            if entry.key in PATHS:
+                found = break_line(path, entry, f"{entry.key}: ./gone/{entry.key}", tmp_path)
+                assert str(entry.key_node.start_mark.line + 1) in found, entry.key
+
+    def test_a_value_out_of_range_is_found_at_its_line(self, path: Path, tmp_path: Path) -> None:
+        for entry in entries_of(path):
+            schema = load_table(stage_of(path)).keys[entry.key].schema
+            kinds = set(schema["type"])
+            if kinds & {"number", "integer"}:
+                wrong = "-2"
+            elif "enum" in schema or kinds == {"boolean"}:
+                wrong = "sometimes"
+            else:
+                continue
+            found = break_line(path, entry, f"{entry.key}: {wrong}", tmp_path)
+            assert str(entry.key_node.start_mark.line + 1) in found, entry.key

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from recipes_lib.config.table import STAGES, describe, load_table
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_key_has_a_group_a_help_and_a_type(stage: str) -> None:
+    table = load_table(stage)
+    for key in table.keys.values():
+        assert key.group in table.groups
+        assert key.help
+        assert key.schema["type"]
+        assert describe(key.schema)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_default_has_the_declared_type(stage: str) -> None:
+    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", type(None): "null"}
+    table = load_table(stage)
+    for key in table.keys.values():
+        if key.name not in table.required:
+            allowed = set(key.schema["type"]) | ({"integer"} if "number" in key.schema["type"] else set())
+            assert kinds[type(key.default)] in allowed, key.name
+            assert key.default in key.schema.get("enum", [key.default]), key.name
+        json.dumps(key.default)
+
+
+def test_an_unknown_stage_is_a_bug_of_the_caller() -> None:
+    with pytest.raises(ValueError, match="unknown stage"):
+        load_table("nonsense")
+
+
+def test_types_are_described_in_words() -> None:
+    assert describe({"type": ["number", "null"]}) == "a number or null"
+    assert describe({"type": ["string", "null"], "enum": ["a", "b", None]}) == "one of a, b or null"
+    assert describe({"type": ["array"], "items": {"type": ["string"]}}) == "a list of texts"

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from recipes_lib.config.document import read_entries
+from recipes_lib.config.table import load_table
+from recipes_lib.config.values import INVALID, Reader, plain_value
+from recipes_lib.errors import Problem
+
+
+def read(line: str) -> tuple[Any, list[Problem]]:
+    problems: list[Problem] = []
+    (entry,) = read_entries(line, "f.yaml", problems)
+    reader = Reader(entry.locate, problems)
+    return reader.read(entry.key, entry.node, load_table("sft").keys[entry.key].schema), problems
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("learning_rate: 1e-5", 1e-5),
+        ("learning_rate: 2.0e-05", 2e-5),
+        ("learning_rate: '1e-5'", 1e-5),
+        ("max_steps: 1_000", 1000),
+        ("max_steps: '10'", 10),
+        ("packing: yes", True),
+        ("packing: off", False),
+        ("bf16: True", True),
+        ("bf16: ~", None),
+        ("bf16:", None),
+        ("eval_strategy: no", "no"),
+        ("dataset_revision: 1234567", "1234567"),
+        ("run_name: 2026-11-21", "2026-11-21"),
+        ("run_name: 'null'", "null"),
+        ("trackio_static_space_id: false", False),
+        ("trackio_static_space_id: 'false'", "false"),
+        ("report_to: wandb", "wandb"),
+        ("report_to: [wandb, trackio]", ["wandb", "trackio"]),
+        ("lr_scheduler_kwargs: {min_lr: 1e-6, decay: cosine}", {"min_lr": 1e-6, "decay": "cosine"}),
+        ("dataset_mixture: [{name: a/b, weight: 2}]", [{"name": "a/b", "weight": 2}]),
+        ("test_split_size: 100", 100),
+    ],
+)
+def test_a_value_is_read_by_its_declared_type(line: str, value: Any) -> None:
+    got, problems = read(line)
+    assert not problems
+    assert got == value
+    assert type(got) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        ("learning_rate: fast", "number"),
+        ("learning_rate: .nan", "number"),
+        ("learning_rate: -1e-5", "above 0"),
+        ("learning_rate: [1e-5]", "number"),
+        ("max_steps: 1.5", "whole number"),
+        ("max_steps: 1e3", "1000"),
+        ("seed: 007", "7"),
+        ("seed: 1:30", "whole number"),
+        ("seed:", "whole number"),
+        ("packing: 1", "true or false"),
+        ("packing: maybe", "true or false"),
+        ("eos_token: None", "null"),
+        ("eval_strategy: off", "one of"),
+        ("optim: adamw_hf", "adamw_torch"),
+        ("optim: adam_torch", "did you mean adamw_torch"),
+        ("report_to: wandbb", "did you mean wandb"),
+        ("report_to: [wandbb]", "did you mean wandb"),
+        ("sample_prompts: hello", "[hello]"),
+        ("lr_scheduler_kwargs: 3", "mapping"),
+        ("dataset_mixture: {name: a/b}", "list"),
+        ("dataset_mixture: [{id: a/b}]", "write `name`"),
+        ("dataset_mixture: [{weight: 1}]", "name"),
+        ("dataset_mixture: [{name: a/b, weight: 0}]", "above 0"),
+        ("dataset_mixture: [{name: a/b, splt: x}]", "split"),
+        ("max_length: 4", "at least 8"),
+        ("adam_beta2: 1", "below 1"),
+        ("weight_decay: 2", "at most 1"),
+        ("seed: !!python/object:os.system 1", "tag"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_what_to_write(line: str, remedy: str) -> None:
+    got, problems = read(line)
+    assert got is INVALID
+    assert len(problems) == 1
+    assert problems[0].where == "f.yaml:1"
+    assert remedy in problems[0].remedy
+
+
+def test_all_problems_of_a_list_are_named_each_at_its_line() -> None:
+    _, problems = read("dataset_mixture:\n  - name: a/b\n    weight: -1\n  - path: c/d\n    weight: x\n")
+    assert sorted(problem.where for problem in problems) == ["f.yaml:3", "f.yaml:4", "f.yaml:5"]
+
+
+def test_plain_values_keep_quoted_text_as_text() -> None:
+    (entry,) = read_entries("a: {b: '1', c: 1, d: yes, e: 1e-3, f: [x, ~]}", "f.yaml", [])
+    assert plain_value(entry.node) == {"b": "1", "c": 1, "d": True, "e": 1e-3, "f": ["x", None]}

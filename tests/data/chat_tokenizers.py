@@ -1,0 +1,76 @@
+"""Tokenizers for the tests of the mask: byte-level, SentencePiece-like and lossy ones, over one small corpus."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+CORPUS = [
+    "User: What is the capital of France? Assistant: The capital of France is Paris.",
+    "system user assistant model tool function hello there, again and again: final answer, good morning.",
+    "The weather in Paris is sunny; I think that it will rain tomorrow. <think> </think> {'city': 'Paris'}",
+]
+SPECIAL = re.compile(
+    r"<\|[\w▁ ]+\|>|<\|\w+>|<\w+\|>|<｜[^｜<>]+｜>|<(?:start|end)_of_\w+>|\[gMASK\]|<sop>|\[/?INST\]|</?s>|<bos>|<eos>"
+)
+
+
+def byte_level(template: str, *, bos: str | None = "<s>", eos: str = "</s>", **options: Any) -> PreTrainedTokenizerFast:
+    """Byte-level BPE whose special tokens are the control literals of ``template``."""
+    special = sorted({*SPECIAL.findall(template), eos, "<pad>", *([bos] if bos else [])})
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400 + len(special), special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return wrap(tokenizer, template, special, bos=bos, eos=eos, **options)
+
+
+def wrap(
+    tokenizer: Tokenizer,
+    template: str | None,
+    special: Sequence[str | AddedToken] = (),
+    *,
+    bos: str | None = "<s>",
+    eos: str = "</s>",
+    pad: str = "<pad>",
+) -> PreTrainedTokenizerFast:
+    """The tokenizer as transformers holds it."""
+    extra = [token for token in special if str(token) not in (bos, eos, pad)]
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=pad, extra_special_tokens=extra
+    )
+    fast.chat_template = template
+    return fast
+
+
+def metaspace(template: str, *, add_bos: bool = True) -> PreTrainedTokenizerFast:
+    """SentencePiece-like BPE: a space becomes part of the word, unknown characters become bytes, BOS is added."""
+    special = ["<unk>", "<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=[*special, *bytes_], show_progress=False)
+    tokenizer.train_from_iterator([*CORPUS, *map(chr, range(33, 127))], trainer)
+    if add_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+        )
+    return wrap(tokenizer, template, special[4:])
+
+
+def lossy(template: str) -> PreTrainedTokenizerFast:
+    """Byte-level BPE behind NFC and lower case: what it cannot tell apart, no model trained with it can."""
+    fast = byte_level(template)
+    fast.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    return fast

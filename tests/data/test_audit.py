@@ -1,0 +1,134 @@
+"""The audit counts what stands in the arrays and refuses what cannot be meant."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes_lib.data.audit import Finding, SplitAudit, compute_split_audit, judge, refuse_errors
+from recipes_lib.data.packing import LengthCounts, build_examples, choose_bins, fit_to_length, pack_best_fit
+from recipes_lib.data.rows import EncodedRow
+from recipes_lib.errors import DataError
+
+END = 9
+rows_strategy = st.lists(
+    st.lists(st.tuples(st.integers(5, 9), st.booleans()), min_size=1, max_size=12), min_size=1, max_size=15
+)
+
+
+def examples_of(rows):
+    encoded = [
+        EncodedRow(np.array([t for t, _ in row], np.uint32), np.array([flag for _, flag in row], np.bool_))
+        for row in rows
+    ]
+    return build_examples(encoded, range(len(rows)))
+
+
+def audit_of(rows, capacity=12, end_token_ids=(END,), num_duplicates=0):
+    examples = examples_of(rows)
+    fitted, counts = fit_to_length(examples, capacity, "truncate")
+    bins = pack_best_fit(fitted.lengths, capacity)
+    return compute_split_audit(examples, fitted, bins, end_token_ids, num_duplicates), counts
+
+
+@given(rows_strategy)
+def test_figures_equal_counting_row_by_row(rows):
+    audit, _ = audit_of(rows, capacity=8)
+    targets = [[(at, token) for at, (token, flag) in enumerate(row) if flag and at] for row in rows]
+    stops = [row_targets[-1][1] == END for row_targets in targets if row_targets]
+    assert audit.num_rows == len(rows)
+    assert audit.num_rows_without_target == sum(not row_targets for row_targets in targets)
+    assert audit.num_tokens == sum(map(len, rows))
+    assert audit.stop_fraction == pytest.approx(np.mean(stops) if stops else 0.0)
+    assert audit.length_max == max(map(len, rows))
+    assert audit.length_p50 in map(len, rows)
+    assert audit.num_target_tokens == sum(at < 8 for row_targets in targets for at, _ in row_targets)
+
+
+def test_efficiency_is_the_filled_share_of_the_packs():
+    rows = [[(5, False), (6, True), (9, True)]] * 3
+    examples = examples_of(rows)
+    audit = compute_split_audit(examples, examples, pack_best_fit(examples.lengths, 6), [END], 0)
+    assert audit.num_packs == 2
+    assert audit.packing_efficiency(6) == pytest.approx(9 / 12)
+    apart = compute_split_audit(examples, examples, choose_bins(examples.lengths, 6, packing=False), [END], 0)
+    assert apart.packing_efficiency(6) == pytest.approx(9 / 18)
+    assert apart.target_fraction == pytest.approx(6 / 9)
+
+
+def test_where_everything_is_trained_on_no_end_token_is_looked_for():
+    audit, counts = audit_of([[(5, True), (6, True)]], end_token_ids=None)
+    assert audit.stop_fraction is None
+    assert all(finding.severity == "ok" for finding in judge("train", audit, counts, 0.01))
+
+
+GOOD = [(5, False), (6, True), (END, True)]
+NO_TARGET = [(5, False), (6, False)]
+NO_END = [(5, False), (6, True)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "severity", "words"),
+    [
+        ([GOOD, [(7, False), (6, True), (END, True)]], "ok", "100.0% of the rows end"),
+        ([NO_TARGET] + [GOOD] * 99, "warning", "1 of 100 rows (1.0%) hold no target"),
+        ([NO_TARGET] * 2 + [GOOD] * 98, "error", "2 of 100 rows (2.0%) hold no target"),
+        ([NO_END] * 3, "error", "0.0% of the rows end"),
+        ([NO_END, GOOD], "warning", "50.0% of the rows end"),
+    ],
+)
+def test_what_is_found_is_judged_and_worded(rows, severity, words):
+    audit, counts = audit_of(rows)
+    matching = [finding for finding in judge("train", audit, counts, 0.01) if words in finding.found]
+    assert [finding.severity for finding in matching] == [severity]
+
+
+@pytest.mark.parametrize(("num_duplicates", "severity"), [(0, "ok"), (4, "warning")])
+def test_duplicates_are_a_warning(num_duplicates, severity):
+    findings = judge("train", *audit_of([GOOD] * 5, num_duplicates=num_duplicates), 0.01)
+    matching = [finding for finding in findings if f"{num_duplicates} rows are exact duplicates" in finding.found]
+    assert [finding.severity for finding in matching] == [severity]
+
+
+def lost(num_lost: int, num_overlong: int = 1) -> LengthCounts:
+    return LengthCounts(
+        num_overlong=num_overlong,
+        num_without_target=0,
+        num_lost_rows=0,
+        num_lost_tokens=num_lost,
+        num_lost_targets=num_lost,
+        num_targets=1000,
+    )
+
+
+@pytest.mark.parametrize(
+    ("counts", "severity"), [(lost(0, 0), "ok"), (lost(10), "warning"), (lost(11), "error"), (lost(0), "warning")]
+)
+def test_more_lost_targets_than_allowed_is_an_error(counts, severity):
+    audit, _ = audit_of([GOOD])
+    findings = [finding for finding in judge("train", audit, counts, 0.01) if "longer than max_length" in finding.found]
+    assert [finding.severity for finding in findings] == [severity]
+
+
+def test_the_worst_comes_first():
+    audit, counts = audit_of([NO_END, NO_END, NO_TARGET])
+    severities = [finding.severity for finding in judge("train", audit, counts, 0.01)]
+    assert severities == sorted(severities, key=["error", "warning", "ok"].index)
+
+
+def test_every_error_is_refused_at_once():
+    findings = [Finding("error", "a", "do x"), Finding("warning", "b"), Finding("error", "c", "do y")]
+    with pytest.raises(DataError) as raised:
+        refuse_errors("train.jsonl", findings)
+    assert [problem.found for problem in raised.value.problems] == ["a", "c"]
+    refuse_errors("train.jsonl", [Finding("warning", "b"), Finding("ok", "d")])
+
+
+def test_figures_are_json_values():
+    import dataclasses
+    import json
+
+    audit, _ = audit_of([GOOD])
+    assert SplitAudit(**json.loads(json.dumps(dataclasses.asdict(audit)))) == audit

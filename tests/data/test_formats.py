@@ -1,0 +1,233 @@
+"""Every known layout becomes the one canonical row."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from trl.data_utils import extract_prompt, maybe_convert_to_chatml
+
+from recipes_lib.config.schema import DatasetFormat
+from recipes_lib.data.formats import canonicalize, detect_format
+from recipes_lib.data.rows import Row
+from recipes_lib.errors import DataError
+
+USER = {"role": "user", "content": "What is 2 + 2?"}
+ANSWER = {"role": "assistant", "content": "4"}
+WRONG = {"role": "assistant", "content": "5"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def convert(raw: dict[str, Any], declared: DatasetFormat = "auto") -> Row:
+    row_format = detect_format(raw, declared, where="data.jsonl:1")
+    return canonicalize(raw, row_format, "data.jsonl", 1, "line")
+
+
+# layout, a row as users have it, what the canonical row holds
+GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
+    "chat": ("messages", {"messages": [SYSTEM, USER, ANSWER]}, {"messages": [SYSTEM, USER, ANSWER]}),
+    "chat with tools": (
+        "messages",
+        {"messages": [USER, ANSWER], "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False}},
+        {"messages": [USER, ANSWER], "tools": TOOLS, "template_kwargs": {"enable_thinking": False}},
+    ),
+    "tools as JSON": (
+        "messages",
+        {"messages": [USER, ANSWER], "tools": '[{"name": "add"}]'},
+        {"messages": [USER, ANSWER], "tools": [{"name": "add"}]},
+    ),
+    "no tools": ("messages", {"messages": [USER, ANSWER], "tools": "[]"}, {"messages": [USER, ANSWER]}),
+    "chat ending with the user": ("messages", {"messages": [USER, ANSWER, USER]}, {"messages": [USER, ANSWER, USER]}),
+    "two answers in a row": ("messages", {"messages": [USER, ANSWER, ANSWER]}, {"messages": [USER, ANSWER, ANSWER]}),
+    "text parts": (
+        "messages",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "2 + 2?"}]},
+                ANSWER,
+            ]
+        },
+        {"messages": [USER, ANSWER]},
+    ),
+    "tool calls as OpenAI writes them": (
+        "messages",
+        {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 2}'}}],
+                },
+                {"role": "tool", "content": "4", "tool_call_id": "1"},
+                ANSWER,
+            ]
+        },
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "tool_calls": [CALL]},
+                {"role": "tool", "content": "4", "tool_call_id": "1"},
+                ANSWER,
+            ]
+        },
+    ),
+    "null keys": (
+        "messages",
+        {"messages": [{**USER, "name": None, "tool_calls": None}, {**ANSWER, "tool_calls": []}]},
+        {"messages": [USER, ANSWER]},
+    ),
+    "keys of the template": (
+        "messages",
+        {"messages": [USER, {**ANSWER, "reasoning_content": "easy"}]},
+        {"messages": [USER, {**ANSWER, "reasoning_content": "easy"}]},
+    ),
+    "prompt and completion": (
+        "prompt_completion",
+        {"prompt": "2 + 2 =", "completion": " 4"},
+        {"prompt": "2 + 2 =", "completion": " 4"},
+    ),
+    "empty prompt": ("prompt_completion", {"prompt": "", "completion": "a"}, {"prompt": "", "completion": "a"}),
+    "prompt and completion as chats": (
+        "prompt_completion",
+        {"prompt": [SYSTEM, USER], "completion": [ANSWER]},
+        {"messages": [SYSTEM, USER, ANSWER], "num_prompt_messages": 2},
+    ),
+    "text": ("text", {"text": " To be, or not to be \n"}, {"text": " To be, or not to be \n"}),
+    "ShareGPT": (
+        "sharegpt",
+        {"conversations": [{"from": "human", "value": "What is 2 + 2?"}, {"from": "gpt", "value": "4"}]},
+        {"messages": [USER, ANSWER]},
+    ),
+    "ShareGPT with system column": (
+        "sharegpt",
+        {"conversations": [{"from": "human", "value": "What is 2 + 2?"}, {"from": "gpt", "value": "4"}]}
+        | {"system": "Be brief."},
+        {"messages": [SYSTEM, USER, ANSWER]},
+    ),
+    "ShareGPT in role and content": (
+        "sharegpt",
+        {"conversations": [{"role": "human", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4"}]},
+        {"messages": [USER, ANSWER]},
+    ),
+    "ShareGPT with tools": (
+        "sharegpt",
+        {
+            "conversations": [
+                {"from": "human", "value": "What is 2 + 2?"},
+                {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2, "b": 2}}'},
+                {"from": "observation", "value": "4"},
+                {"from": "gpt", "value": "4"},
+            ],
+        },
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "tool_calls": [CALL]},
+                {"role": "tool", "content": "4"},
+                ANSWER,
+            ]
+        },
+    ),
+    "Alpaca": (
+        "alpaca",
+        {"instruction": "Add.", "input": "2 + 2", "output": "4"},
+        {"messages": [{"role": "user", "content": "Add.\n2 + 2"}, ANSWER]},
+    ),
+    "Alpaca with history": (
+        "alpaca",
+        {
+            "instruction": "What is 2 + 2?",
+            "input": "",
+            "output": "4",
+            "system": "Be brief.",
+            "history": [["Hi", "Hello"]],
+        },
+        {
+            "messages": [
+                SYSTEM,
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "Hello"},
+                USER,
+                ANSWER,
+            ]
+        },
+    ),
+    "preference": (
+        "preference",
+        {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"},
+        {"prompt": "2 + 2 =", "completion": " 4", "rejected": " 5"},
+    ),
+    "preference as chats": (
+        "preference",
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [WRONG]},
+        {"messages": [USER, ANSWER], "num_prompt_messages": 1, "rejected": [WRONG]},
+    ),
+    "preference with the prompt inside": (
+        "preference",
+        {"chosen": [SYSTEM, USER, ANSWER], "rejected": [SYSTEM, USER, WRONG]},
+        {"messages": [SYSTEM, USER, ANSWER], "num_prompt_messages": 2, "rejected": [WRONG]},
+    ),
+    "preference with the prompt inside and as text": (
+        "preference",
+        {"prompt": "What is 2 + 2?", "chosen": [USER, ANSWER], "rejected": [USER, WRONG]},
+        {"messages": [USER, ANSWER], "num_prompt_messages": 1, "rejected": [WRONG]},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", GOLDEN)
+def test_a_layout_is_detected_and_converted(kind: str) -> None:
+    layout, raw, fields = GOLDEN[kind]
+    untouched = copy.deepcopy(raw)
+    assert detect_format(raw, where="here").name == layout
+    assert convert(raw) == Row(source="data.jsonl", index=1, index_name="line", **fields)
+    assert convert(raw, layout) == convert(raw)
+    assert raw == untouched
+
+
+@pytest.mark.parametrize("kind", [kind for kind in GOLDEN if GOLDEN[kind][0] in ("messages", "sharegpt")])
+def test_converting_what_was_converted_changes_nothing(kind: str) -> None:
+    once = convert(GOLDEN[kind][1])
+    again = convert({"messages": once.messages, "tools": once.tools, "chat_template_kwargs": once.template_kwargs})
+    assert again == once
+
+
+def test_conversations_agree_with_trl() -> None:
+    raw = {"conversations": [{"from": "user", "value": "Hi"}, {"from": "assistant", "value": "Hello"}]}
+    assert convert(raw).messages == maybe_convert_to_chatml(copy.deepcopy(raw))["messages"]
+
+
+def test_implicit_prompts_agree_with_trl() -> None:
+    turns = [SYSTEM, USER, ANSWER, USER]
+    raw = {"chosen": [*turns, ANSWER, USER, ANSWER], "rejected": [*turns, WRONG, USER, ANSWER]}
+    row, theirs = convert(raw), extract_prompt(raw)
+    assert row.messages is not None
+    assert row.messages[: row.num_prompt_messages] == theirs["prompt"]
+    assert row.messages[row.num_prompt_messages :] == theirs["chosen"]
+    assert row.rejected == theirs["rejected"]
+
+
+def test_detection_names_the_columns_it_reads_and_ignores() -> None:
+    raw = {"id": 7, "messages": [USER, ANSWER], "tools": None, "source": "web"}
+    assert str(detect_format(raw, where="here")) == "`messages` layout, from messages, tools; ignored: id, source"
+
+
+def test_null_columns_do_not_count_in_detection() -> None:
+    assert detect_format({"text": None, "messages": [USER, ANSWER]}, where="here").name == "messages"
+
+
+def test_ambiguous_columns_are_an_error_that_names_the_key_and_the_key_decides() -> None:
+    raw = {"messages": [USER, ANSWER], "text": "plain"}
+    with pytest.raises(DataError, match="`dataset_format: messages` or `dataset_format: text`"):
+        detect_format(raw, where="data.jsonl:1")
+    assert convert(raw, "text").text == "plain"
+    assert convert(raw, "messages").messages == [USER, ANSWER]
+
+
+def test_a_declared_layout_that_does_not_fit_names_what_is_missing() -> None:
+    with pytest.raises(DataError, match=r"`prompt_completion` layout needs `completion`; found `prompt`, `text`"):
+        detect_format({"prompt": "a", "text": "b"}, "prompt_completion", where="data.jsonl:1")

@@ -1,0 +1,362 @@
+"""Every kind of broken dataset ends in one DataError that says where and what to do, and in nothing else."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from recipes_lib.data.source_files import READERS
+from recipes_lib.data.sources import load_source, read_rows
+from recipes_lib.errors import DataError, Problem
+
+GOOD = b'{"text": "fine"}\n'
+
+
+def line(row: object) -> bytes:
+    return json.dumps(row).encode() + b"\n"
+
+
+def chat(*messages: object, **columns: object) -> bytes:
+    return line({"messages": list(messages), **columns})
+
+
+def user(content: object = "Hi") -> dict[str, object]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: object = "Hello", **keys: object) -> dict[str, object]:
+    return {"role": "assistant", "content": content, **keys}
+
+
+def parquet(table: pa.Table) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(table, file)
+    return file.getvalue()
+
+
+def find_problems(path: Path) -> Sequence[Problem]:
+    """Read a file; any other exception than a DataError fails the test, as do no rows without a problem."""
+    try:
+        assert list(read_rows(load_source(str(path))))
+    except DataError as error:
+        return error.problems
+    return []
+
+
+PARQUET = parquet(pa.table({"text": [f"document {n}" for n in range(2000)]}))
+
+# name of the file, its bytes, the place the error must name after the file's, words it must contain
+FILES: dict[str, tuple[str, bytes, str, str]] = {
+    "empty jsonl": ("d.jsonl", b"", "", "no rows"),
+    "blank lines only": ("d.jsonl", b"\n  \n\r\n", "", "no rows"),
+    "byte order mark only": ("d.jsonl", b"\xef\xbb\xbf", "", "no rows"),
+    "empty json": ("d.json", b"", "", "no rows"),
+    "empty array": ("d.json", b"[]", "", "no rows"),
+    "empty csv": ("d.csv", b"", "", "no rows"),
+    "csv header only": ("d.csv", b"prompt,completion\n", "", "no rows"),
+    "blank text": ("d.txt", b"\n\n \n", "", "no rows"),
+    "empty parquet file": ("d.parquet", b"", "", "Parquet"),
+    "parquet without rows": ("d.parquet", parquet(pa.table({"text": pa.array([], pa.string())})), "", "no rows"),
+    "broken line": ("d.jsonl", GOOD + b'{"text": "a",}\n', ":2", "column"),
+    "cut last line": ("d.jsonl", GOOD + GOOD + b'{"text": "a', ":3", "invalid JSON"),
+    "single quotes": ("d.jsonl", b"{'text': 'a'}\n", ":1", "column 2"),
+    "two objects on a line": ("d.jsonl", GOOD + b'{"text": "a"} {"text": "b"}\n', ":2", "Extra data"),
+    "string per line": ("d.jsonl", GOOD + b'"text"\n', ":2", "a string, not an object"),
+    "number per line": ("d.jsonl", b"17\n", ":1", "a number, not an object"),
+    "null per line": ("d.jsonl", GOOD + b"null\n", ":2", "null, not an object"),
+    "array among objects": ("d.jsonl", GOOD + b'["text"]\n', ":2", "a list, not an object"),
+    "not a number": ("d.jsonl", GOOD + b'{"text": "a", "score": NaN}\n', ":2", "NaN is not JSON"),
+    "infinity": ("d.jsonl", b'{"text": "a", "score": -Infinity}\n', ":1", "-Infinity is not JSON"),
+    "repeated key": ("d.jsonl", GOOD + b'{"text": "a", "text": "b"}\n', ":2", "'text' stands twice"),
+    "deep nesting": ("d.jsonl", GOOD + b"[" * 100_000 + b"\n", ":2", "nested too deeply"),
+    "endless integer": ("d.jsonl", b'{"text": ' + b"1" * 5000 + b"}\n", ":1", "invalid JSON"),
+    "latin-1": ("d.jsonl", GOOD + '{"text": "café"}\n'.encode("latin-1"), ":2", "byte 30"),
+    "utf-16": ("d.jsonl", '{"text": "a"}\n'.encode("utf-16"), ":1", "UTF-16"),
+    "cut utf-8 in an array": ("d.json", '[{"text": "é"}]'.encode()[:-4], ":1", "not UTF-8 at byte 11"),
+    "latin-1 in an array": ("d.json", '[\n{"text": "café"}]'.encode("latin-1"), ":2", "not UTF-8 at byte 15"),
+    "array not closed": ("d.json", b'[{"text": "a"},\n {"text": "b"}', ":2", "not closed"),
+    "array ends in a comma": ("d.json", b'[{"text": "a"},\n]', ":2", "invalid JSON"),
+    "array without commas": ("d.json", b'[{"text": "a"}\n {"text": "b"}]', ":2", "expected `,`"),
+    "array of scalars": ("d.json", b'[{"text": "a"}, 3]', " row 1", "a number, not an object"),
+    "text after an array": ("d.json", b'[{"text": "a"}]\n{}', ":2", "after the array"),
+    "array broken inside": ("d.json", b'[{"text": "a"},\n {"text" "b"}]', ":2", "column 10"),
+    "object cut short": ("d.json", b'{\n "data": [\n  {"text": "a"},\n', ":4", "invalid JSON"),
+    "wrapped scalars": ("d.json", b'{"data": [1]}', " row 0", "a number, not an object"),
+    "columns, not rows": ("d.json", b'{"text": ["a", "b"]}', " row 0", "`text` is a list, not a string"),
+    "repeated csv column": ("d.csv", b"text,text\na,b\n", ":1", "two columns are named `text`"),
+    "nameless csv column": ("d.csv", b",text\n0,a\n", ":1", "column 1 has no name"),
+    "ragged csv row": ("d.csv", b"prompt,completion\na,b\nc,d,e\n", ":3", "3 cells under 2 columns"),
+    "short csv row": ("d.csv", b'prompt,completion\n"a\nb",c\nd\n', ":4", "1 cells under 2 columns"),
+    "open csv quote": ("d.csv", b'prompt,completion\na,b\n"c,d\ne,f\n', ":3", "invalid CSV"),
+    "csv quote inside": ("d.csv", b'prompt,completion\n"a"b,c\n', ":2", "invalid CSV"),
+    "csv with semicolons": ("d.csv", b"prompt;completion\na;b\n", ":2", "`prompt;completion`"),
+    "csv in latin-1": ("d.csv", "prompt,completion\na,é\n".encode("latin-1"), ":2", "byte 20"),
+    "cut parquet": ("d.parquet", PARQUET[:-200], "", "Parquet"),
+    "damaged parquet": ("d.parquet", PARQUET[:4] + bytes(400) + PARQUET[404:], "", "Parquet"),
+    "parquet that is json": ("d.parquet", GOOD * 10, "", "Parquet"),
+    "repeated parquet column": (
+        "d.parquet",
+        parquet(pa.Table.from_arrays([pa.array(["a"])] * 2, names=["text", "text"])),
+        "",
+        "two columns are named `text`",
+    ),
+    "parquet of numbers": ("d.parquet", parquet(pa.table({"text": [1]})), " row 0", "a number, not a string"),
+    "parquet of bytes": ("d.parquet", parquet(pa.table({"text": [b"a"]})), " row 0", "of type bytes"),
+    "null in parquet": ("d.parquet", parquet(pa.table({"text": ["a", None]})), " row 1", "`text` is missing"),
+    "cut gzip": ("d.jsonl.gz", gzip.compress(GOOD * 1000)[:-20], "", "not a whole .gz file"),
+    "gzip that is none": ("d.jsonl.gz", GOOD, "", "not a whole .gz file"),
+    "zstandard that is none": ("d.jsonl.zst", GOOD, "", "not a whole .zst file"),
+    "unknown suffix": ("d.docx", b"PK", "", "unknown kind of file `.docx`"),
+    "no suffix": ("d", GOOD, "", "unknown kind of file"),
+    "no known column": ("d.jsonl", line({"question": "a", "answer": "b"}), ":1", "match no layout"),
+    "empty object": ("d.jsonl", b"{}\n", ":1", "no columns"),
+    "all columns null": ("d.jsonl", line({"text": None, "messages": None}), ":1", "match no layout"),
+    "two layouts": ("d.jsonl", line({"text": "a", "messages": [user(), assistant()]}), ":1", "several layouts"),
+    "mixed layouts": ("d.jsonl", GOOD + chat(user(), assistant()), ":2", "`text` is missing"),
+    "empty messages": ("d.jsonl", chat(), ":1", "empty list"),
+    "messages as a string": ("d.jsonl", line({"messages": "[]"}), ":1", "a string, not a list"),
+    "message as a string": ("d.jsonl", chat("Hi"), ":1", "messages[0] is a string"),
+    "unknown role": ("d.jsonl", chat(user(), {"role": "robot", "content": "a"}), ":1", "unknown role 'robot'"),
+    "role of another layout": ("d.jsonl", chat(user(), {"role": "gpt", "content": "a"}), ":1", "write `assistant`"),
+    "no role": ("d.jsonl", chat({"content": "a"}), ":1", "messages[0] has no role"),
+    "role is a number": ("d.jsonl", chat({"role": 1, "content": "a"}), ":1", "role is a number"),
+    "from in messages": ("d.jsonl", chat({"from": "human", "value": "a"}), ":1", "ShareGPT"),
+    "no content": ("d.jsonl", chat({"role": "user"}, assistant()), ":1", "messages[0].content is missing"),
+    "content is a number": ("d.jsonl", chat(user(3), assistant()), ":1", "content is a number"),
+    "null answer": ("d.jsonl", chat(user(), assistant(None)), ":1", "messages[1].content is missing"),
+    "empty answer": ("d.jsonl", chat(user(), assistant(" \n")), ":1", "messages[1].content is empty"),
+    "no assistant": ("d.jsonl", chat(user(), user()), ":1", "no assistant turn"),
+    "image": ("d.jsonl", chat(user([{"type": "image_url", "image_url": "x"}]), assistant()), ":1", "`image_url`"),
+    "half a surrogate pair": ("d.jsonl", GOOD + b'{"text": "\\ud83d"}\n', ":2", "surrogate"),
+    "surrogate in a tool call": (
+        "d.jsonl",
+        chat(user(), assistant(tool_calls=[{"function": {"name": "f", "arguments": {"a": "\ud83d"}}}])),
+        ":1",
+        "surrogate",
+    ),
+    "NUL": ("d.jsonl", line({"text": "a\0b"}), ":1", "NUL character at position 1"),
+    "NULs in text": ("d.txt", "ab".encode("utf-16-le"), ":1", "NUL"),
+    "tool call without a name": ("d.jsonl", chat(user(), assistant(tool_calls=[{}])), ":1", "names no function"),
+    "arguments not JSON": (
+        "d.jsonl",
+        chat(user(), assistant(tool_calls=[{"function": {"name": "f", "arguments": "{"}}])),
+        ":1",
+        "not valid JSON",
+    ),
+    "tools not JSON": ("d.jsonl", chat(user(), assistant(), tools="[{"), ":1", "`tools` is not valid JSON"),
+    "tools an object": ("d.jsonl", chat(user(), assistant(), tools={"a": 1}), ":1", "`tools` is an object"),
+    "template variables a list": (
+        "d.jsonl",
+        chat(user(), assistant(), chat_template_kwargs=[1]),
+        ":1",
+        "not an object",
+    ),
+    "empty text": ("d.jsonl", GOOD + line({"text": ""}), ":2", "`text` is empty"),
+    "empty completion": ("d.jsonl", line({"prompt": "a", "completion": ""}), ":1", "`completion` is empty"),
+    "prompt is a number": ("d.jsonl", line({"prompt": 1, "completion": "a"}), ":1", "`completion` is text"),
+    "prompt text, completion chat": ("d.jsonl", line({"prompt": "a", "completion": [assistant()]}), ":1", "both"),
+    "completion of the user": ("d.jsonl", line({"prompt": [user()], "completion": [user()]}), ":1", "no assistant"),
+    "unknown sharegpt role": ("d.jsonl", line({"conversations": [{"from": "x", "value": "a"}]}), ":1", "role 'x'"),
+    "sharegpt value is null": ("d.jsonl", line({"conversations": [{"from": "gpt", "value": None}]}), ":1", "missing"),
+    "function call not JSON": (
+        "d.jsonl",
+        line({"conversations": [{"from": "function_call", "value": "f(x)"}]}),
+        ":1",
+        "conversations[0].value is not valid JSON",
+    ),
+    "two system prompts": (
+        "d.jsonl",
+        line({"conversations": [{"from": "system", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "c"}),
+        ":1",
+        "`system` column and a system turn",
+    ),
+    "alpaca without an answer": ("d.jsonl", line({"instruction": "a", "input": "", "output": ""}), ":1", "empty"),
+    "alpaca without a question": ("d.jsonl", line({"instruction": "", "input": "", "output": "a"}), ":1", "empty"),
+    "broken history": (
+        "d.jsonl",
+        line({"instruction": "a", "output": "b", "history": [["only"]]}),
+        ":1",
+        "history[0] is not a",
+    ),
+    "equal pair": ("d.jsonl", line({"prompt": "a", "chosen": "b", "rejected": "b"}), ":1", "are the same"),
+    "pair without a prompt": ("d.jsonl", line({"chosen": "a", "rejected": "b"}), ":1", "`prompt` is missing"),
+    "pair of two kinds": ("d.jsonl", line({"chosen": "a", "rejected": [assistant()]}), ":1", "both"),
+    "pair without a common prompt": (
+        "d.jsonl",
+        line({"chosen": [user("a"), assistant()], "rejected": [user("b"), assistant()]}),
+        ":1",
+        "share no prompt",
+    ),
+    "pair whose users differ": (
+        "d.jsonl",
+        line({"chosen": [user(), user("a"), assistant()], "rejected": [user(), user("b"), assistant()]}),
+        ":1",
+        "does not go on with an assistant turn",
+    ),
+    "pair of which one is cut": (
+        "d.jsonl",
+        line({"chosen": [user(), assistant()], "rejected": [user()]}),
+        ":1",
+        "`rejected` does not go on",
+    ),
+    "pair that repeats its prompt": (
+        "d.jsonl",
+        line({"prompt": [user()], "chosen": [user(), assistant("a")], "rejected": [user(), assistant("b")]}),
+        ":1",
+        "`chosen` repeats `prompt`",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_broken_file_is_one_error_with_place_and_remedy(kind: str, tmp_path: Path) -> None:
+    name, content, place, words = FILES[kind]
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        list(read_rows(load_source(str(path))))
+    (problem,) = caught.value.problems
+    assert problem.where == f"{path}{place}"
+    assert words in str(problem)
+    assert problem.remedy
+
+
+def make_mixed_folder(folder: Path) -> None:
+    (folder / "a.jsonl").write_bytes(GOOD)
+    (folder / "b.csv").write_bytes(b"text\na\n")
+
+
+def make_folder_without_data(folder: Path) -> None:
+    (folder / ".hidden.jsonl").write_bytes(GOOD)
+    (folder / "README.md").write_text("about")
+    (folder / "cat.png").write_bytes(b"PNG")
+
+
+def make_folder_with_a_stray_file(folder: Path) -> None:
+    (folder / "train.jsonl").write_bytes(GOOD)
+    (folder / "other.jsonl").write_bytes(GOOD)
+
+
+def make_folder_of_two_meanings(folder: Path) -> None:
+    (folder / "train-test.jsonl").write_bytes(GOOD)
+
+
+def make_folder_with_a_broken_file(folder: Path) -> None:
+    (folder / "a.jsonl").write_bytes(GOOD)
+    (folder / "b.jsonl").write_bytes(GOOD + b"{\n")
+
+
+def make_folder_of_tests_alone(folder: Path) -> None:
+    (folder / "test.jsonl").write_bytes(GOOD)
+
+
+def make_broken_saved_dataset(folder: Path) -> None:
+    (folder / "state.json").write_text("{}")
+    (folder / "dataset_info.json").write_text("{}")
+
+
+def make_saved_dataset_without_its_data(folder: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(str(folder))
+    next(folder.glob("*.arrow")).write_bytes(b"nothing")
+
+
+FOLDERS: dict[Callable[[Path], None], str] = {
+    make_mixed_folder: "mixes kinds of files: a.jsonl, b.csv",
+    make_folder_without_data: "no data file",
+    make_folder_with_a_stray_file: "`other.jsonl` belongs to no split",
+    make_folder_of_two_meanings: "belongs to test and train",
+    make_folder_with_a_broken_file: "b.jsonl:2: invalid JSON",
+    make_folder_of_tests_alone: "no split `train`; found `test`",
+    make_broken_saved_dataset: "saved dataset",
+    make_saved_dataset_without_its_data: "saved dataset",
+}
+
+
+@pytest.mark.parametrize("make", FOLDERS, ids=lambda make: make.__name__)
+def test_a_broken_folder_is_one_error_with_place_and_remedy(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path)
+    with pytest.raises(DataError) as caught:
+        list(read_rows(load_source(str(tmp_path))))
+    (problem,) = caught.value.problems
+    assert problem.where.startswith(str(tmp_path))
+    assert FOLDERS[make] in str(problem)
+    assert problem.remedy
+
+
+def test_a_file_that_may_not_be_read_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(GOOD)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    source = load_source(str(path))
+    with pytest.raises(DataError, match=r"d\.jsonl: cannot be read: Permission denied"):
+        list(read_rows(source))
+    with pytest.raises(DataError, match="Permission denied"):
+        source.fingerprint()
+
+
+def test_a_line_without_end_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes_lib.data.source_text.MAX_LINE_BYTES", 100)
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(GOOD + b'{"text": "' + b"a" * 100)
+    with pytest.raises(DataError, match=r"d\.jsonl:2: a line longer than 100 bytes"):
+        list(read_rows(load_source(str(path))))
+
+
+@pytest.mark.parametrize("suffix", [*READERS, ".jsonl.gz", ".jsonl.zst"])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(content=st.binary(max_size=300) | st.text(alphabet='{}[]",:\\ntu0\n\r é\0', max_size=60).map(str.encode))
+def test_random_bytes_are_rows_or_one_error(suffix: str, content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / f"d{suffix}"
+    path.write_bytes(content)
+    for problem in find_problems(path):
+        assert problem.where.startswith(str(path))
+        assert problem.remedy
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(position=st.integers(0, len(PARQUET) - 1), damage=st.binary(min_size=1, max_size=8))
+def test_damaged_parquet_is_rows_or_one_error(position: int, damage: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "d.parquet"
+    path.write_bytes(PARQUET[:position] + damage + PARQUET[position + len(damage) :])
+    for problem in find_problems(path):
+        assert problem.where.startswith(str(path))
+        assert problem.remedy
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda values: (
+        st.lists(values, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "from", "value", "tool_calls", "function", "type"]), values
+        )
+    ),
+    max_leaves=8,
+)
+COLUMNS = ("messages", "prompt", "completion", "text", "conversations", "instruction", "input", "output", "history")
+COLUMNS += ("chosen", "rejected", "system", "tools", "chat_template_kwargs")
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(row=st.dictionaries(st.sampled_from(COLUMNS), JSON))
+def test_any_object_is_a_row_or_one_error(row: dict[str, object], tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(line(row))
+    for problem in find_problems(path):
+        assert problem.where == f"{path}:1"
+        assert problem.remedy

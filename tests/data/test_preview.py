@@ -1,0 +1,111 @@
+"""The preview shows every token of a row, marked by its mask, and no text of the data can break out of it."""
+
+from __future__ import annotations
+
+import html
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from recipes_lib.data.packing import Examples, build_examples
+from recipes_lib.data.preview import PreviewRow, compute_pieces, render_html, render_text
+from recipes_lib.data.rows import EncodedRow
+
+TEXTS = ["The capital is Paris.", " two  spaces\nand\ta tab", "naïve café", "<script>alert(1)</script> & \"x\" 'y'"]
+
+
+def example_of(tokenizer, text: str, targets: slice = slice(None)) -> Examples:
+    ids = tokenizer(text)["input_ids"]
+    mask = np.zeros(len(ids), np.bool_)
+    mask[targets] = True
+    return build_examples([EncodedRow(np.array(ids, np.uint32), mask)], [0])
+
+
+def row_of(tokenizer, text: str, targets: slice = slice(None)) -> PreviewRow:
+    return PreviewRow("train.jsonl:1", compute_pieces(tokenizer, example_of(tokenizer, text, targets)))
+
+
+class Spans(HTMLParser):
+    """Collects tags, and the text and attributes of the spans inside ``pre``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.spans: list[tuple[dict[str, str | None], str]] = []
+        self._inside = False
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        self._inside = self._inside or tag == "pre"
+        if self._inside and tag == "span":
+            self.spans.append((dict(attributes), ""))
+
+    def handle_endtag(self, tag):
+        self._inside = self._inside and tag != "pre"
+
+    def handle_data(self, data):
+        if self._inside and self.spans:
+            attributes, text = self.spans[-1]
+            self.spans[-1] = (attributes, text + data)
+
+
+@pytest.mark.parametrize("text", TEXTS[:2] + TEXTS[3:])
+def test_pieces_join_to_the_text_with_white_space_shown(tiny_tokenizer, text):
+    joined = "".join(piece.text for piece in row_of(tiny_tokenizer, text).pieces)
+    assert joined == text.replace(" ", "·").replace("\n", "↵\n").replace("\t", "⇥")
+
+
+def test_parts_of_a_character_show_as_the_tokenizer_spells_them(tiny_tokenizer):
+    pieces = row_of(tiny_tokenizer, "x\N{GRINNING FACE}y").pieces
+    assert pieces[0].text == "x"
+    assert pieces[-1].text == "y"
+    assert len(pieces) > 3
+    for piece in pieces[1:-1]:
+        assert piece.text == tiny_tokenizer.convert_ids_to_tokens(piece.token_id)
+
+
+def test_targets_are_those_of_the_mask_and_never_the_first_token(tiny_tokenizer):
+    example = example_of(tiny_tokenizer, TEXTS[0])
+    flags = [piece.is_target for piece in compute_pieces(tiny_tokenizer, example)]
+    assert flags == [False] + [True] * (len(flags) - 1)
+
+
+def test_special_tokens_are_marked(tiny_tokenizer):
+    pieces = row_of(tiny_tokenizer, "<|im_start|>user").pieces
+    assert pieces[0].is_special
+    assert pieces[0].text == "<|im_start|>"
+    assert not pieces[1].is_special
+
+
+@pytest.mark.parametrize("character", ["\x1b", "\u202e", "\u200b", "\x07", "\u2028"])
+def test_control_and_invisible_characters_are_written_out(tiny_tokenizer, character):
+    row = row_of(tiny_tokenizer, f"a{character}b")
+    assert character not in render_text(row).plain
+    assert character not in render_html("x", [row])
+
+
+def test_the_terminal_text_has_every_piece_with_its_style(tiny_tokenizer):
+    row = row_of(tiny_tokenizer, TEXTS[0], slice(3, None))
+    text = render_text(row)
+    assert text.plain == row.title + "\n" + "".join(piece.text for piece in row.pieces)
+    assert row.title == f"train.jsonl:1: {len(row.pieces)} tokens, {len(row.pieces) - 3} trained on"
+    spans = text.spans[-len(row.pieces) :]
+    assert ["green" in str(span.style) for span in spans] == [piece.is_target for piece in row.pieces]
+
+
+def test_the_page_has_every_token_with_its_id_and_mask_and_loads_nothing(tiny_tokenizer):
+    rows = [row_of(tiny_tokenizer, text, slice(2, None)) for text in TEXTS]
+    page = render_html("gold & <b>", rows)
+    parser = Spans()
+    parser.feed(page)
+    pieces = [piece for row in rows for piece in row.pieces]
+    assert [text for _, text in parser.spans] == [piece.text for piece in pieces]
+    assert [attributes["title"] for attributes, _ in parser.spans] == [str(piece.token_id) for piece in pieces]
+    assert ["target" in (attributes["class"] or "").split() for attributes, _ in parser.spans] == [
+        piece.is_target for piece in pieces
+    ]
+    assert not parser.tags & {"script", "img", "link", "iframe", "b"}
+    assert not re.search(r"https?://|url\(|@import", page)
+    assert html.escape("gold & <b>") in page

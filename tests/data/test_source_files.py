@@ -1,0 +1,80 @@
+"""Files are grouped into splits as the Hub does, and known by their bytes."""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pytest
+
+from recipes_lib.data.source_files import FileSource, load_files, open_file
+from recipes_lib.errors import DataError
+
+LAYOUTS = [
+    ["a.jsonl"],
+    ["b.jsonl", "a.jsonl", "sub/c.jsonl", ".hidden.jsonl", "__pycache__/x.jsonl", "README.md"],
+    ["train.jsonl", "test.jsonl"],
+    ["train_0.jsonl", "train_1.jsonl", "dev.jsonl", "my-eval.jsonl"],
+    ["data/train.jsonl", "data/validation.jsonl"],
+    ["train/1.jsonl", "train/2.jsonl", "testing/1.jsonl"],
+    ["data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "data/extra-00000-of-00001-ab12.jsonl"],
+    ["pretrain.jsonl", "latest.jsonl"],
+]
+
+
+@pytest.mark.parametrize("names", LAYOUTS, ids=lambda names: names[0])
+def test_splits_agree_with_datasets(names: list[str], tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    patterns = datasets.data_files.get_data_patterns(str(tmp_path))
+    theirs = datasets.data_files.DataFilesDict.from_patterns(patterns, str(tmp_path), allowed_extensions=[".jsonl"])
+    for split, files in theirs.items():
+        ours = load_files(tmp_path, str(tmp_path), str(split))
+        assert sorted(map(str, ours.files.values())) == sorted(files)
+        assert list(ours.files) == sorted(ours.files)
+    with pytest.raises(DataError, match="no split `absent`"):
+        load_files(tmp_path, str(tmp_path), "absent")
+
+
+def test_a_file_has_the_one_split_train(tmp_path: Path) -> None:
+    path = tmp_path / "test.jsonl"
+    path.touch()
+    assert list(load_files(path, "test.jsonl", "train").files) == ["test.jsonl"]
+    with pytest.raises(DataError, match="test_split_size"):
+        load_files(path, "test.jsonl", "test")
+
+
+def test_the_fingerprint_is_of_the_bytes_and_their_order_and_not_of_the_names(tmp_path: Path) -> None:
+    for name, content in {"a": b"1\n", "b": b"2\n"}.items():
+        (tmp_path / f"{name}.jsonl").write_bytes(content)
+    shutil.copytree(tmp_path, tmp_path / "moved")
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    fingerprint = FileSource("x", {"a": first, "b": second}).fingerprint()
+    moved = load_files(tmp_path / "moved", "moved", "train")
+    assert moved.fingerprint() == fingerprint
+    assert FileSource("x", {"a": second, "b": first}).fingerprint() != fingerprint
+    assert FileSource("x", {"a": first}).fingerprint() != fingerprint
+    assert FileSource("x", {"a": first.rename(tmp_path / "a.txt"), "b": second}).fingerprint() != fingerprint
+    second.write_bytes(b"3\n")
+    assert FileSource("x", {"a": tmp_path / "a.txt", "b": second}).fingerprint() != fingerprint
+
+
+@pytest.mark.parametrize("codec", ["gzip", "zstd"])
+def test_compressed_files_read_as_what_they_hold(codec: str, tmp_path: Path) -> None:
+    content = b'{"text": "one"}\n' * 10_000
+    path = tmp_path / f"d.jsonl{ {'gzip': '.gz', 'zstd': '.zst'}[codec] }"
+    with pa.CompressedOutputStream(str(path), codec) as file:
+        file.write(content)
+    with open_file(path) as file:
+        assert file.read() == content
+
+
+def test_gzip_members_one_after_another_are_all_read(tmp_path: Path) -> None:
+    path = tmp_path / "d.txt.gz"
+    path.write_bytes(gzip.compress(b"one\n") + gzip.compress(b"two\n"))
+    with open_file(path) as file:
+        assert file.read() == b"one\ntwo\n"

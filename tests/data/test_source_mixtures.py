@@ -1,0 +1,149 @@
+"""A weight is how many times a source's rows come up, exactly and repeatably."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes_lib.config.schema import DataConfig
+from recipes_lib.data.source_mixtures import Mixture, build_mixture, load_test_data, load_train_data
+from recipes_lib.errors import ConfigError, DataError
+
+NUM_ROWS = 40
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    names = []
+    for name in "ab":
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"text": f"{name} {n}"}) + "\n" for n in range(NUM_ROWS)))
+        names.append(str(path))
+    return names[0], names[1]
+
+
+def texts(mixture: Mixture, **where: int) -> list[str]:
+    return [str(row.text) for row in mixture.rows(**where)]
+
+
+@pytest.mark.parametrize(("weight", "expected"), [(0.25, 10), (1, 40), (1.0, 40), (2, 80), (2.5, 100), (0.1, 4)])
+def test_a_weight_is_a_number_of_passes(weight: float, expected: int, files: tuple[str, str]) -> None:
+    counts = Counter(texts(build_mixture([{"name": files[0], "weight": weight}])))
+    assert counts.total() == expected
+    assert set(counts.values()) <= {int(weight), int(weight) + 1} - {0}
+    assert len(counts) == min(NUM_ROWS, expected)
+
+
+def test_parts_keep_their_order_and_follow_one_another(files: tuple[str, str]) -> None:
+    found = texts(build_mixture([{"name": files[1], "weight": 0.5}, {"name": files[0]}]))
+    numbers = [int(text.split()[1]) for text in found]
+    assert [text[0] for text in found] == ["b"] * 20 + ["a"] * 40
+    assert numbers[:20] == sorted(numbers[:20])
+    assert numbers[20:] == list(range(40))
+
+
+def test_the_draw_depends_on_the_seed_and_the_part_alone(files: tuple[str, str]) -> None:
+    half = {"name": files[0], "weight": 0.5}
+    alone = texts(build_mixture([half], seed=1))
+    assert texts(build_mixture([half], seed=1)) == alone
+    assert texts(build_mixture([{"name": files[1]}, half], seed=1))[NUM_ROWS:] == alone
+    assert texts(build_mixture([half], seed=2)) != alone
+
+
+def test_ranks_share_the_rows_out(files: tuple[str, str]) -> None:
+    mixture = build_mixture([{"name": files[0], "weight": 1.3}, {"name": files[1]}])
+    shares = [texts(mixture, rank=rank, world_size=3) for rank in range(3)]
+    assert [shares[n % 3][n // 3] for n in range(sum(map(len, shares)))] == texts(mixture)
+
+
+def test_all_ranks_raise_the_same_error_of_all_parts(files: tuple[str, str], tmp_path: Path) -> None:
+    for name in files:
+        with Path(name).open("a") as file:
+            file.write('{"text": 3}\n')
+    mixture = build_mixture([{"name": files[0], "weight": 2.5}, {"name": files[1], "weight": 0.5}])
+    errors = []
+    for rank in range(2):
+        with pytest.raises(DataError) as caught:
+            texts(mixture, rank=rank, world_size=2)
+        errors.append(caught.value)
+    assert str(errors[0]) == str(errors[1])
+    assert [problem.where for problem in errors[0].problems] == [f"{name}:{NUM_ROWS + 1}" for name in files]
+
+
+def test_everything_that_changes_the_rows_changes_the_fingerprint(files: tuple[str, str]) -> None:
+    def fingerprint(*parts: dict[str, Any], seed: int = 0) -> str:
+        return build_mixture(parts, seed=seed).fingerprint()
+
+    first, second = {"name": files[0]}, {"name": files[1]}
+    half = {**first, "weight": 0.5}
+    assert len({fingerprint(first, second), fingerprint(second, first), fingerprint(first), fingerprint(second)}) == 4
+    assert fingerprint({**first, "weight": 2}) != fingerprint(first)
+    assert fingerprint({**first, "format": "text"}) != fingerprint(first)
+    assert fingerprint(half, seed=1) != fingerprint(half, seed=2)
+    assert fingerprint(first, seed=1) == fingerprint(first, seed=2)
+    before = fingerprint(first)
+    Path(files[0]).write_text('{"text": "other"}\n')
+    assert fingerprint(first) != before
+
+
+def test_every_mistake_in_a_mixture_is_told_at_once() -> None:
+    parts: list[Any] = [
+        {"name": "a", "wieght": 1, "weight": 0},
+        {"weight": True},
+        {"name": "a", "weight": float("nan"), "format": "chat", "split": 3},
+        "a",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        build_mixture(parts)
+    wheres = Counter(problem.where for problem in caught.value.problems)
+    assert wheres == {
+        "dataset_mixture[0]": 2,
+        "dataset_mixture[1]": 2,
+        "dataset_mixture[2]": 3,
+        "dataset_mixture[3]": 1,
+    }
+    assert "did you mean `weight`?" in str(caught.value)
+
+
+def test_every_missing_file_of_a_mixture_is_told_at_once() -> None:
+    with pytest.raises(DataError) as caught:
+        build_mixture([{"name": "./no-such-a.jsonl"}, {"name": "./no-such-b.jsonl"}])
+    assert len(caught.value.problems) == 2
+
+
+def test_configuration_names_training_and_held_out_data(files: tuple[str, str], tmp_path: Path) -> None:
+    single = DataConfig(dataset_name=files[0], dataset_test_split=files[1])
+    held_out = load_test_data(single)
+    assert held_out is not None
+    assert (len(texts(load_train_data(single))), texts(held_out)[0]) == (NUM_ROWS, "b 0")
+    assert load_test_data(DataConfig(dataset_name=files[0])) is None
+    mixed = DataConfig(dataset_mixture=[{"name": files[0]}, {"name": files[1], "weight": 0.5}])
+    assert len(texts(load_train_data(mixed))) == 60
+    for name in files:
+        Path(name).rename(tmp_path / {"a": "train.jsonl", "b": "test.jsonl"}[Path(name).stem])
+    held_out = load_test_data(DataConfig(dataset_name=str(tmp_path), dataset_test_split="test"))
+    assert held_out is not None
+    assert texts(held_out)[0] == "b 0"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        DataConfig(),
+        DataConfig(dataset_name="a", dataset_mixture=[{"name": "a"}]),
+        DataConfig(dataset_mixture=[]),
+        DataConfig(dataset_mixture=[{"name": "a"}], dataset_streaming=True),
+    ],
+)
+def test_data_that_cannot_be_meant_are_a_configuration_error(data: DataConfig) -> None:
+    with pytest.raises(ConfigError):
+        load_train_data(data)
+
+
+def test_a_split_of_a_mixture_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match="test_split_size"):
+        load_test_data(DataConfig(dataset_mixture=[{"name": "a"}], dataset_test_split="test"))

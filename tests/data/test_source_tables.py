@@ -1,0 +1,66 @@
+"""Tables give the rows that other readers give."""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipes_lib.data.source_rows import RawRow
+from recipes_lib.data.source_tables import drop_nulls, read_csv, read_parquet
+
+CELLS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8)
+
+
+def open_bytes(content: bytes) -> io.BufferedReader:
+    return io.BufferedReader(io.BytesIO(content))  # type: ignore[arg-type]
+
+
+@settings(deadline=None)
+@given(rows=st.lists(st.tuples(CELLS, CELLS), max_size=5), delimiter=st.sampled_from([",", "\t"]), mark=st.booleans())
+def test_a_table_reads_as_it_was_written(rows: list[tuple[str, str]], delimiter: str, mark: bool) -> None:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, delimiter=delimiter, quoting=csv.QUOTE_ALL)
+    writer.writerows([("prompt", "completion"), *rows])
+    content = text.getvalue().encode("utf-8-sig" if mark else "utf-8")
+    entries = list(read_csv(open_bytes(content), "d.csv", delimiter=delimiter))
+    assert [tuple(entry.columns.values()) for entry in entries if isinstance(entry, RawRow)] == rows
+
+
+def test_a_row_has_the_line_it_begins_on() -> None:
+    content = b'prompt,completion\n\na,"b\nb"\nc,d\n'
+    entries = [entry for entry in read_csv(open_bytes(content), "d.csv", delimiter=",") if isinstance(entry, RawRow)]
+    assert [(entry.index, entry.columns["prompt"]) for entry in entries] == [(3, "a"), (5, "c")]
+
+
+def test_a_long_document_fits_in_a_cell() -> None:
+    (entry,) = read_csv(open_bytes(b"text\n" + b"a" * 500_000), "d.csv", delimiter=",")
+    assert isinstance(entry, RawRow)
+    assert len(entry.columns["text"]) == 500_000
+
+
+def test_parquet_is_read_in_order_across_batches() -> None:
+    file = io.BytesIO()
+    rows: list[dict[str, Any]] = [{"text": str(n), "extra": {"a": n}} for n in range(2500)]
+    pq.write_table(pa.Table.from_pylist(rows), file, row_group_size=700)
+    entries = [entry for entry in read_parquet(open_bytes(file.getvalue()), "d.parquet") if isinstance(entry, RawRow)]
+    assert [entry.columns for entry in entries] == rows
+    assert [entry.index for entry in entries] == list(range(2500))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"a": None, "b": 0, "c": "", "d": []}, {"b": 0, "c": "", "d": []}),
+        ({"a": [{"b": None, "c": {"d": None}}]}, {"a": [{"c": {}}]}),
+        ([None, 1], [None, 1]),
+    ],
+)
+def test_null_keys_go_and_nothing_else(value: object, expected: object) -> None:
+    assert drop_nulls(value) == expected

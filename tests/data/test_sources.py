@@ -1,0 +1,102 @@
+"""A name leads to its rows, and every problem of a dataset is told at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recipes_lib.data.rows import Row
+from recipes_lib.data.sources import load_source, read_rows
+from recipes_lib.errors import DataError
+
+CHATS = [
+    {"messages": [{"role": "user", "content": f"Question {n}, é"}, {"role": "assistant", "content": f"Answer {n}"}]}
+    for n in range(5)
+]
+
+
+def write_lines(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def say(rows: list[Row]) -> list[object]:
+    return [row.messages or row.text or (row.prompt, row.completion) for row in rows]
+
+
+def test_the_container_does_not_change_the_rows(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    rows = [*CHATS, {"messages": [{"role": "user", "content": "Go"}, {"role": "assistant", "tool_calls": [call]}]}]
+    write_lines(tmp_path / "a.jsonl", rows)
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=2))
+    (tmp_path / "b.json").write_text(json.dumps({"data": rows}))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "folder").mkdir()
+    write_lines(tmp_path / "folder" / "1.jsonl", rows[:2])
+    write_lines(tmp_path / "folder" / "2.jsonl", rows[2:])
+    for name in ("a.jsonl", "a.json", "b.json", "a.parquet", "saved", "folder"):
+        found = list(read_rows(load_source(str(tmp_path / name))))
+        assert [row.messages for row in found] == [row["messages"] for row in rows], name
+
+
+def test_rows_can_be_read_again(tmp_path: Path) -> None:
+    source = load_source(str(write_lines(tmp_path / "d.jsonl", CHATS)))
+    assert list(read_rows(source)) == list(read_rows(source))
+    assert [row.where for row in read_rows(source)] == [f"{tmp_path}/d.jsonl:{n}" for n in range(1, 6)]
+
+
+def test_all_problems_are_told_at_once_and_no_row_follows_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"text": "a"}\n{"text": 1}\n{\n{"text": "b"}\n{"text": ""}\n')
+    seen = []
+    with pytest.raises(DataError) as caught:
+        seen.extend(read_rows(load_source(str(path))))
+    assert say(seen) == ["a"]
+    assert [problem.where for problem in caught.value.problems] == [f"{path}:2", f"{path}:3", f"{path}:5"]
+
+
+def test_problems_beyond_the_limit_are_counted(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "d.jsonl", [{"text": "a"}, *[{"text": 1}] * 30])
+    with pytest.raises(DataError) as caught:
+        list(read_rows(load_source(str(path)), max_problems=4))
+    assert len(caught.value.problems) == 5
+    assert caught.value.problems[-1].found == "26 more problems"
+
+
+def test_a_wrong_layout_is_told_once(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "d.jsonl", [{"question": "a", "answer": "b"}] * 30)
+    with pytest.raises(DataError) as caught:
+        list(read_rows(load_source(str(path))))
+    assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["./data.jsonl", "/no/such/folder", "~/no-such-file", "data.parquet", "a/b/c", "x.csv.gz"]
+)
+def test_a_path_that_does_not_exist_is_not_looked_for_on_the_hub(name: str) -> None:
+    with pytest.raises(DataError, match="no such file or folder"):
+        load_source(name)
+
+
+def test_a_misspelt_path_names_the_nearest(tmp_path: Path) -> None:
+    write_lines(tmp_path / "train.jsonl", CHATS)
+    with pytest.raises(DataError, match=r"did you mean `.*/train\.jsonl`"):
+        load_source(str(tmp_path / "trian.jsonl"))
+
+
+@pytest.mark.parametrize("name", ["", " ", "a" * 5000, "a\0b"])
+def test_a_name_that_is_none_is_an_error(name: str) -> None:
+    with pytest.raises(DataError):
+        load_source(name)
+
+
+def test_hub_keys_on_a_local_path_are_refused(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "d.jsonl", CHATS)
+    with pytest.raises(DataError, match="for Hub datasets"):
+        load_source(str(path), revision="main")

@@ -1,0 +1,132 @@
+"""The loss head against each architecture's own loss in transformers, values and gradients."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PhiConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
+
+from recipes_lib.models.heads import add_loss_head, verify_loss_head
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SHAPE, tie_word_embeddings=False),
+    "llama_tied": LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SHAPE),
+    "gemma2": Gemma2Config(**SHAPE, final_logit_softcapping=0.5, sliding_window=4, attn_implementation="eager"),
+    "gemma3": Gemma3TextConfig(**SHAPE, final_logit_softcapping=0.7, sliding_window=4),
+    "gpt2": GPT2Config(
+        vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    ),
+    "mixtral": MixtralConfig(
+        **SHAPE, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.3
+    ),
+    "cohere": CohereConfig(**{key: value for key, value in SHAPE.items() if key != "head_dim"}, logit_scale=0.25),
+    "granite": GraniteConfig(**SHAPE, logits_scaling=4.0, embedding_multiplier=2.0),
+    "phi_with_bias": PhiConfig(**SHAPE),
+}
+
+
+def make_model(name: str) -> PreTrainedModel:
+    """A random model whose logits are far from uniform, so that a forgotten factor shows."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2) if parameter.ndim > 1 else nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
+def make_batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(3, 61, (2, 12), generator=generator)
+    labels = input_ids.clone()
+    labels[:, :3] = labels[1, -2:] = -100
+    return {"input_ids": input_ids, "labels": labels}
+
+
+def gradients_of(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_loss_and_gradients_are_those_of_the_model(name: str) -> None:
+    model, batch = make_model(name), make_batch()
+    own = model(**batch, use_cache=False)
+    expected = gradients_of(own.loss, model)
+    verify_against = own.loss.detach()
+
+    add_loss_head(model)
+    sums = model(**batch, loss_head=True)
+    loss = sums.nll_sum / sums.num_targets
+    if sums.aux_loss is not None:
+        torch.testing.assert_close(sums.aux_loss, own.aux_loss, rtol=1e-5, atol=1e-5)
+        loss = loss + model.config.router_aux_loss_coef * sums.aux_loss
+    torch.testing.assert_close(loss.detach(), verify_against, rtol=1e-5, atol=1e-5)
+    ours = gradients_of(loss, model)
+    assert ours.keys() == expected.keys()
+    for parameter, gradient in expected.items():
+        torch.testing.assert_close(
+            ours[parameter], gradient, rtol=1e-5, atol=1e-5, msg=lambda text, p=parameter: f"{p}: {text}"
+        )
+    predicted = own.logits[:, :-1].argmax(-1)
+    assert sums.num_correct.item() == (predicted == batch["labels"][:, 1:]).sum()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_verification_passes_for_every_supported_architecture(name: str) -> None:
+    model = make_model(name).train()
+    add_loss_head(model)
+    verify_loss_head(model)
+    assert model.training
+
+
+def test_aux_loss_comes_only_from_models_that_ask_for_it() -> None:
+    config = copy.deepcopy(CONFIGS["mixtral"])
+    config.output_router_logits = False
+    model = AutoModelForCausalLM.from_config(config)
+    add_loss_head(model)
+    assert model(**make_batch(), loss_head=True).aux_loss is None
+
+
+def test_the_sums_are_those_of_trl_s_fused_head() -> None:
+    from trl.trainer.utils import add_fused_lm_head
+
+    model, batch = make_model("gemma3"), make_batch()
+    add_fused_lm_head(model, outputs=("log_probs", "is_top1"))
+    theirs = model(**batch, fused_lm_head=True)
+    add_loss_head(model)
+    ours = model(**batch, loss_head=True)
+    torch.testing.assert_close(ours.nll_sum, -theirs.log_probs.sum(), rtol=1e-5, atol=1e-5)
+    assert ours.num_correct.item() == theirs.is_top1.sum().item()
+    torch.testing.assert_close(model(**batch, fused_lm_head=True).loss, theirs.loss, rtol=0, atol=0)

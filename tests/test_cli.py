@@ -1,0 +1,115 @@
+"""The ``recipes`` command finds its subcommands, and pays only for the one that was asked for."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes_lib import __version__, cli
+from recipes_lib.errors import ConfigError, Problem
+
+HEAVY = ("torch", "transformers", "trl", "datasets", "accelerate", "peft", "numpy", "rich", "yaml")
+
+
+@pytest.fixture
+def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A subcommand ``echo`` that prints its arguments, and does as they say."""
+    (tmp_path / "echo_command.py").write_text(
+        "from recipes_lib.errors import ConfigError, Problem\n"
+        "def main(arguments):\n"
+        "    print(arguments)\n"
+        "    if 'fail' in arguments: raise ConfigError(Problem('here', 'wrong'))\n"
+        "    return 75 if 'preempt' in arguments else None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(cli.COMMANDS, "echo", cli.Command("echo_command:main", "print the arguments"))
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_lists_every_command(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([flag]) == 0
+    told = capsys.readouterr().out
+    for name, command in cli.COMMANDS.items():
+        assert f"  {name} " in told
+        assert command.summary in told
+
+
+def test_no_command_shows_the_help_and_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err == cli.format_help()
+
+
+def test_version_is_the_package_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"recipes {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("chekc", "did you mean `recipes check`?"),
+        ("docter", "did you mean `recipes doctor`?"),
+        ("xyz", "the commands are: "),
+    ],
+)
+def test_an_unknown_command_names_the_nearest(typed: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([typed]) == 2
+    error = capsys.readouterr().err
+    assert repr(typed) in error
+    assert told in error
+
+
+def test_arguments_and_exit_code_pass_through(echo: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["echo", "--config", "a b.yaml"]) == 0
+    assert capsys.readouterr().out == "['--config', 'a b.yaml']\n"
+    assert cli.main(["echo", "preempt"]) == 75
+
+
+def test_a_command_runs_inside_the_boundary(echo: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["echo", "fail"]) == 2
+    assert capsys.readouterr().err == str(ConfigError(Problem("here", "wrong"))) + "\n"
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_exists(name: str) -> None:
+    module, _, function = cli.COMMANDS[name].target.partition(":")
+    spec = importlib.util.find_spec(module)
+    assert spec is not None, f"there is no module {module}"
+    assert spec.origin is not None
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import json, sys; from recipes_lib.cli import main; code = main(['--help']);"
+        f"print(json.dumps([code, [name for name in {HEAVY!r} if name in sys.modules]]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == [0, []]
+
+
+def test_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
+    (tmp_path / "talkative.py").write_text("def main(arguments):\n    print('word ' * 100_000)\n")
+    code = (
+        "import sys; from recipes_lib import cli;"
+        "cli.COMMANDS['talk'] = cli.Command('talkative:main', ''); sys.exit(cli.main(['talk']))"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    with os.fdopen(writer, "wb") as output:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=output, stderr=subprocess.PIPE, check=False, env=environment
+        )
+    assert done.returncode == 141
+    assert done.stderr == b""

@@ -1,0 +1,219 @@
+"""The layering laws: who may import whom, at the top of a module or inside a function, and which library stays where.
+
+Each law is a function from sources to violations, so that a planted violation can show that it is able to fail.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LIBRARY = "recipes_lib"
+
+FOUNDATION = {"errors", "hardware"}
+STAGES = {"config", "data", "models", "losses", "planning", "training", "publish", "report"}
+MAY_IMPORT: Mapping[str, set[str]] = {
+    # Leaves.
+    "": set(),
+    "errors": set(),
+    "hardware": set(),
+    "losses": set(),
+    "config": {"errors"},
+    # Rooms. Data and models never meet.
+    "data": {"config", "errors"},
+    "models": {"config", "errors", "losses"},
+    "planning": {"config", "errors"},
+    "training": {"config", "data", "losses", "models", "planning"} | FOUNDATION,
+    "publish": {"config", "errors", "models"},
+    "report": {"config", "errors", "models"},
+    "demo": {"errors"},
+    # Commands: each joins the rooms; none imports another.
+    "boundary": {"errors"},
+    "cli": {"", "boundary", "errors"},
+    "doctor": FOUNDATION,
+    "check": STAGES | FOUNDATION,
+    "prepare": STAGES | FOUNDATION,
+    "preview": STAGES | FOUNDATION,
+}
+"""Room or top-level module -> the rooms and modules it may import; the empty name is the package itself."""
+
+FENCES: Mapping[str, tuple[str, ...]] = {
+    "peft": ("models/adapters.py", "publish/"),
+    "datasets": ("data/source", "data/store.py", "training/"),
+    "trl": ("config/generate.py", "training/"),
+    "evaluate": ("training/hooks/",),
+    "matplotlib": ("report/",),
+}
+"""Third-party package -> path prefixes in the library that may import it."""
+
+FREE_OF_TORCH = ("errors.py", "boundary.py", "cli.py", "config/")
+"""What answers before torch is imported: ``--help`` and a configuration error. The generator is run by hand."""
+NEEDS_TORCH = ("config/generate.py",)
+SLOW_TO_IMPORT = {"torch", "transformers", "trl", "accelerate", "peft", "datasets", "evaluate"}
+
+MAX_MAIN_LINES = 40
+
+
+def imported_modules(source: str) -> Iterator[tuple[int, str]]:
+    """Yield ``(line, dotted name)`` of every import, those inside functions and ``TYPE_CHECKING`` blocks too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                yield node.lineno, f"{node.module}.{alias.name}"
+
+
+def room_of(path: str) -> str:
+    """Return the room or top-level module of a path inside the library: ``data/chat.py`` -> ``data``."""
+    first = path.split("/", maxsplit=1)[0].removesuffix(".py")
+    return "" if first == "__init__" else first
+
+
+def room_of_name(name: str) -> str:
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in MAY_IMPORT else ""
+
+
+def find_forbidden_arrows(path: str, source: str) -> list[str]:
+    room = room_of(path)
+    if room not in MAY_IMPORT:
+        return [f"{path}: {room!r} is not a room of the house; name it and its arrows in tests/test_layers.py"]
+    allowed = MAY_IMPORT[room] | {room, ""}
+    return [
+        f"{path}:{line}: {room or LIBRARY} may not import {name}"
+        for line, name in imported_modules(source)
+        if name.split(".")[0] == LIBRARY and room_of_name(name) not in allowed
+    ]
+
+
+def find_fence_breaches(path: str, source: str) -> list[str]:
+    return [
+        f"{path}:{line}: {name.split('.')[0]} stays in {', '.join(FENCES[name.split('.')[0]])}"
+        for line, name in imported_modules(source)
+        if name.split(".")[0] in FENCES and not path.startswith(FENCES[name.split(".")[0]])
+    ]
+
+
+def find_slow_imports(path: str, source: str) -> list[str]:
+    if not path.startswith(FREE_OF_TORCH) or path in NEEDS_TORCH:
+        return []
+    return [
+        f"{path}:{line}: {name} is too slow for a module that answers at once"
+        for line, name in imported_modules(source)
+        if name.split(".")[0] in SLOW_TO_IMPORT
+    ]
+
+
+def find_recipe_faults(path: str, source: str) -> list[str]:
+    """A recipe imports the library and the standard library; its ``main`` fits on one screen."""
+    faults = [
+        f"{path}:{line}: a recipe imports {LIBRARY} and the standard library only, not {name}"
+        for line, name in imported_modules(source)
+        if name.split(".")[0] not in {LIBRARY, *sys.stdlib_module_names}
+    ]
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef) and node.name == "main":
+            assert node.end_lineno is not None
+            length = node.end_lineno - node.lineno + 1
+            if length > MAX_MAIN_LINES:
+                faults.append(f"{path}:{node.lineno}: main has {length} lines, at most {MAX_MAIN_LINES}")
+    return faults
+
+
+def read_library() -> dict[str, str]:
+    folder = ROOT / "src" / LIBRARY
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in sorted(folder.rglob("*.py"))}
+
+
+def read_recipes() -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted((ROOT / "recipes").glob("*.py"))}
+
+
+def test_the_library_is_there() -> None:
+    assert {"errors.py", "config/schema.py", "data/masking.py", "losses/next_token.py"} <= set(read_library())
+
+
+@pytest.mark.parametrize("law", [find_forbidden_arrows, find_fence_breaches, find_slow_imports])
+def test_the_library_keeps_the_law(law) -> None:
+    assert [fault for path, source in read_library().items() for fault in law(path, source)] == []
+
+
+def test_the_recipes_keep_the_law() -> None:
+    assert [fault for path, source in read_recipes().items() for fault in find_recipe_faults(path, source)] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("data/chat.py", "from recipes_lib.models.loading import load_tokenizer"),
+        ("data/chat.py", "import recipes_lib.models.loading"),
+        ("data/chat.py", "from recipes_lib import models"),
+        ("data/chat.py", "def f():\n    from recipes_lib.training import run"),
+        ("data/chat.py", "if TYPE_CHECKING:\n    from recipes_lib.models.heads import Head"),
+        ("models/heads.py", "from recipes_lib.data.masking import IGNORE_INDEX"),
+        ("losses/dpo.py", "from recipes_lib.errors import ConfigError"),
+        ("config/loader.py", "from recipes_lib.data.rows import Row"),
+        ("planning/steps.py", "from recipes_lib.training.run import Run"),
+        ("report/html.py", "from recipes_lib.training.metrics import read"),
+        ("cli.py", "def f():\n    from recipes_lib.check import main"),
+        ("check.py", "from recipes_lib.preview import main"),
+        ("errors.py", "from recipes_lib.config.schema import DataConfig"),
+        ("newroom/thing.py", "import os"),
+    ],
+)
+def test_a_planted_arrow_is_found(path: str, source: str) -> None:
+    assert len(find_forbidden_arrows(path, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("data/chat.py", "from recipes_lib.data.masking import IGNORE_INDEX"),
+        ("training/sft.py", "from recipes_lib.losses import next_token"),
+        ("check.py", "from recipes_lib import __version__"),
+        ("cli.py", "from recipes_lib import __version__"),
+    ],
+)
+def test_an_allowed_arrow_is_not(path: str, source: str) -> None:
+    assert find_forbidden_arrows(path, source) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("training/sft.py", "def f():\n    import peft"),
+        ("models/loading.py", "from peft import LoraConfig"),
+        ("data/chat.py", "from datasets import Dataset"),
+        ("models/heads.py", "from trl import SFTTrainer"),
+    ],
+)
+def test_a_library_outside_its_fence_is_found(path: str, source: str) -> None:
+    assert len(find_fence_breaches(path, source)) == 1
+    assert find_fence_breaches("models/adapters.py", "import peft") == []
+
+
+@pytest.mark.parametrize("path", ["cli.py", "config/loader.py"])
+def test_a_slow_import_is_found(path: str) -> None:
+    assert len(find_slow_imports(path, "def f():\n    import torch.nn as nn")) == 1
+    assert find_slow_imports("models/heads.py", "import torch") == []
+
+
+@pytest.mark.parametrize(
+    "source", ["import sft", "from dpo import main", "import torch", "from transformers import Trainer"]
+)
+def test_a_recipe_that_imports_anything_else_is_found(source: str) -> None:
+    assert len(find_recipe_faults("lora.py", source)) == 1
+    assert find_recipe_faults("lora.py", "import sys\nfrom recipes_lib.training.run import Run") == []
+
+
+@pytest.mark.parametrize(("num_lines", "num_faults"), [(40, 0), (41, 1)])
+def test_a_long_main_is_found(num_lines: int, num_faults: int) -> None:
+    source = "def main():\n" + "    pass\n" * (num_lines - 1)
+    assert len(find_recipe_faults("sft.py", source)) == num_faults

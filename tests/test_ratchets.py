@@ -1,0 +1,230 @@
+"""The other laws of the house: sizes, names, one owner for every rule, a test for every module.
+
+Each law is a function from sources to violations, so that a planted violation can show that it is able to fail.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import io
+import re
+import tokenize
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MODULES_WITHOUT_A_TEST: frozenset[str] = frozenset()
+"""Modules that have no test file yet. This list may only shrink."""
+
+VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager"}
+SHADOWED_BY_A_RECIPE = {"evaluate", "datasets", "tokenize", "profile", "trl", "peft", "accelerate", "torch", "types"}
+"""A script's folder is first on ``sys.path``: a recipe of this name would hide the module."""
+
+TEXT_LAWS: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "the ignore index has one owner": (
+        r"(?<![\w.)\]])-100\b(?!\.)",
+        ("src/", "recipes/"),
+        ("src/recipes_lib/data/masking.py",),
+    ),
+    "checkpoints hold no pickles": (
+        r"weights_only\s*=\s*False|\bpickle\.loads?\b",
+        ("src/", "recipes/", "benchmarks/"),
+        (),
+    ),
+    "no code from the Hub runs unasked": (
+        r"trust_remote_code\s*[=:]\s*[Tt]rue",
+        ("src/", "recipes/", "benchmarks/"),
+        (),
+    ),
+    "the environment is read in one place": (
+        r"\bos\.(environ|getenv|putenv)\b|from os import .*\b(environ|getenv)\b",
+        ("src/", "recipes/"),
+        ("src/recipes_lib/training/launch.py",),
+    ),
+    "nothing is left to do": (r"\b(TODO|FIXME|XXX)\b", ("",), ("tests/test_ratchets.py",)),
+    "no path of anyone's machine": (r"(?<![\w.~}])/(home|root|Users|work)/\w", ("",), ("tests/test_ratchets.py",)),
+}
+"""Law -> (what must not stand anywhere, in files under these prefixes, except in these)."""
+
+TEXT_SUFFIXES = {".py", ".md", ".yaml", ".yml", ".toml", ".json", ".jinja", ".txt", ".cfg", ""}
+LEFT_OUT = {
+    *(".git", ".venv", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"),
+    *("build", "dist", "demo", "outputs"),
+}
+
+
+@functools.cache
+def read_project() -> Mapping[str, str]:
+    """Return every text file of the project by its path."""
+    ours = [place for place in sorted(ROOT.iterdir()) if place.name not in LEFT_OUT]
+    paths = [path for place in ours for path in ([place] if place.is_file() else sorted(place.rglob("*")))]
+    named = {
+        path.relative_to(ROOT).as_posix(): path for path in paths if path.suffix in TEXT_SUFFIXES and path.is_file()
+    }
+    return {name: path.read_text(encoding="utf-8") for name, path in named.items() if ".egg-info/" not in name}
+
+
+def read_python(*prefixes: str) -> dict[str, str]:
+    return {path: text for path, text in read_project().items() if path.endswith(".py") and path.startswith(prefixes)}
+
+
+def find_forbidden_text(law: str, path: str, text: str) -> list[str]:
+    pattern, prefixes, exceptions = TEXT_LAWS[law]
+    if not path.startswith(prefixes) or path in exceptions:
+        return []
+    lines = enumerate(text.splitlines(), start=1)
+    return [f"{path}:{number}: {law}: {line.strip()}" for number, line in lines if re.search(pattern, line)]
+
+
+def find_long_file(path: str, text: str) -> list[str]:
+    length = len(text.splitlines())
+    return [f"{path}: {length} lines, at most {MAX_FILE_LINES}"] if length > MAX_FILE_LINES else []
+
+
+def find_long_functions(path: str, source: str) -> list[str]:
+    """Lines of code: without the docstring, blank lines and comments."""
+    code_lines = {token.start[0] for token in _code_tokens(source)} | {
+        line
+        for token in _code_tokens(source)
+        if token.type == tokenize.STRING
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    faults = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            lines = set(range(node.lineno, node.end_lineno + 1)) & code_lines
+            if ast.get_docstring(node) is not None:
+                docstring = node.body[0]
+                assert docstring.end_lineno is not None
+                lines -= set(range(docstring.lineno, docstring.end_lineno + 1))
+            if len(lines) > MAX_FUNCTION_LINES:
+                faults.append(f"{path}:{node.lineno}: {node.name} has {len(lines)} lines, at most {MAX_FUNCTION_LINES}")
+    return faults
+
+
+def _code_tokens(source: str) -> Iterator[tokenize.TokenInfo]:
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    return (token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in skipped)
+
+
+def find_bad_name(path: str) -> list[str]:
+    parts = Path(path)
+    vague = VAGUE_NAMES & {part.removesuffix(".py") for part in parts.parts}
+    if vague:
+        return [f"{path}: {vague.pop()!r} says nothing about what stands there"]
+    if parts.parent.as_posix() == "recipes" and parts.stem in SHADOWED_BY_A_RECIPE:
+        return [f"{path}: hides the module {parts.stem!r} from every recipe"]
+    return []
+
+
+def find_untested_modules(paths: Collection[str]) -> list[str]:
+    """``src/recipes_lib/data/chat.py`` is tested by ``tests/data/test_chat.py``; a package's ``__init__`` by nobody."""
+    tests = {path for path in paths if path.startswith("tests/")}
+    untested = []
+    for path in paths:
+        module = Path(path)
+        if not path.startswith("src/recipes_lib/") or module.name == "__init__.py":
+            continue
+        room = module.relative_to("src/recipes_lib").parent
+        if (Path("tests") / room / f"test_{module.name}").as_posix() not in tests:
+            untested.append(path)
+    return sorted(untested)
+
+
+def test_the_project_is_read() -> None:
+    assert {"README.md", "Makefile", "pyproject.toml", "src/recipes_lib/errors.py", "tests/conftest.py"} <= set(
+        read_project()
+    )
+
+
+@pytest.mark.parametrize("law", TEXT_LAWS)
+def test_forbidden_text_stands_nowhere(law: str) -> None:
+    assert [fault for path, text in read_project().items() for fault in find_forbidden_text(law, path, text)] == []
+
+
+@pytest.mark.parametrize("law", [find_long_file, find_long_functions])
+def test_sizes_are_kept(law) -> None:
+    sources = read_python("src/", "recipes/", "benchmarks/")
+    assert [fault for path, source in sources.items() for fault in law(path, source)] == []
+
+
+def test_test_files_are_kept_short() -> None:
+    assert [fault for path, source in read_python("tests/").items() for fault in find_long_file(path, source)] == []
+
+
+def test_names_say_something() -> None:
+    assert [fault for path in read_python("") for fault in find_bad_name(path)] == []
+
+
+def test_every_module_has_its_test_file() -> None:
+    assert find_untested_modules(read_python("")) == sorted(MODULES_WITHOUT_A_TEST)
+
+
+@pytest.mark.parametrize(
+    ("law", "line"),
+    [
+        ("the ignore index has one owner", "labels[labels == 0] = -100"),
+        ("the ignore index has one owner", "F.cross_entropy(x, y, ignore_index=-100)"),
+        ("checkpoints hold no pickles", "torch.load(path, weights_only=False)"),
+        ("checkpoints hold no pickles", "state = pickle.load(file)"),
+        ("no code from the Hub runs unasked", "AutoModel.from_pretrained(name, trust_remote_code=True)"),
+        ("no code from the Hub runs unasked", "trust_remote_code: true"),
+        ("the environment is read in one place", "rank = os.environ['RANK']"),
+        ("the environment is read in one place", "rank = os.getenv('RANK')"),
+        ("the environment is read in one place", "from os import environ"),
+        ("nothing is left to do", "# TODO: later"),
+        ("no path of anyone's machine", "data = '/home/ada/data'"),
+    ],
+)
+def test_planted_text_is_found(law: str, line: str) -> None:
+    assert len(find_forbidden_text(law, "src/recipes_lib/data/planted.py", f"\n{line}\n")) == 1
+
+
+@pytest.mark.parametrize(
+    ("law", "line"),
+    [
+        ("the ignore index has one owner", "rates at 0-25-50-75-100 %, in [-1000, n-100]"),
+        ("the environment is read in one place", "environment = template.environ"),
+        ("no path of anyone's machine", "~/.cache/x, https://example.org/work/x"),
+    ],
+)
+def test_innocent_text_is_not(law: str, line: str) -> None:
+    assert find_forbidden_text(law, "src/recipes_lib/data/planted.py", line) == []
+
+
+def test_an_owner_may_spell_what_it_owns() -> None:
+    assert find_forbidden_text("the ignore index has one owner", "src/recipes_lib/data/masking.py", "= -100") == []
+
+
+def test_a_long_file_is_found() -> None:
+    assert find_long_file("a.py", "x\n" * 400) == []
+    assert len(find_long_file("a.py", "x\n" * 401)) == 1
+
+
+def test_a_long_function_is_found_by_its_lines_of_code() -> None:
+    padding = '    """One.\n\n    Two.\n    """\n' + "    # why\n\n" * 30
+    assert find_long_functions("a.py", "def f():\n" + padding + "    x = 1\n" * 59) == []
+    assert len(find_long_functions("a.py", "def f():\n" + padding + "    x = 1\n" * 60)) == 1
+    assert len(find_long_functions("a.py", "class A:\n  async def f(self):\n" + "    x = 1\n" * 60)) == 1
+    assert len(find_long_functions("a.py", 'def f():\n    x = """\n' + "text\n" * 60 + '"""\n')) == 1
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["src/recipes_lib/data/utils.py", "src/recipes_lib/common/a.py", "recipes/evaluate.py", "recipes/datasets.py"],
+)
+def test_a_bad_name_is_found(path: str) -> None:
+    assert len(find_bad_name(path)) == 1
+    assert find_bad_name("src/recipes_lib/training/hooks/evaluate.py") == []
+
+
+def test_a_module_without_a_test_is_found() -> None:
+    paths = ["src/recipes_lib/data/chat.py", "src/recipes_lib/data/__init__.py", "src/recipes_lib/errors.py"]
+    assert find_untested_modules([*paths, "tests/test_chat.py", "tests/test_errors.py"]) == [paths[0]]
+    assert find_untested_modules([*paths, "tests/data/test_chat.py", "tests/test_errors.py"]) == []

@@ -1,0 +1,89 @@
+"""The bytes of the tokens of a text add up to the bytes of the text."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from recipes_lib.training.hooks.token_bytes import compute_token_byte_lengths
+
+# "▁" is how SentencePiece writes a space: in a text it is lost, not counted wrongly.
+TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=60)
+WORDS = ["the quick brown fox", "naïve café", "rivers and 山 and 🦊", "def f(x): return x"] * 4
+
+
+def build_metaspace_tokenizer() -> PreTrainedTokenizerFast:
+    """A SentencePiece-style BPE with byte fallback, as in Llama 2 and Gemma."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    raw_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
+    tokenizer.train_from_iterator(WORDS, trainer)
+    vocabulary = {token: index for index, token in enumerate([*tokenizer.get_vocab(), *raw_bytes])}
+    merges = [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
+    tokenizer.model = models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=TEXTS)
+def test_byte_level_tokens_add_up_to_the_text(tiny_tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    lengths = compute_token_byte_lengths(tiny_tokenizer)
+    ids = tiny_tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+    assert lengths is not None
+    assert int(lengths[ids].sum()) == len(tiny_tokenizer.decode(ids).encode()) == len(text.encode())
+
+
+METASPACE = build_metaspace_tokenizer()
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=TEXTS)
+def test_metaspace_tokens_add_up_to_the_text_and_the_space_before_it(text: str) -> None:
+    lengths = compute_token_byte_lengths(METASPACE)
+    ids = METASPACE.encode("x" + text, add_special_tokens=False)
+
+    assert lengths is not None
+    assert int(lengths[ids].sum()) == 1 + len(METASPACE.decode(ids).encode()) == 2 + len(text.encode())
+
+
+def test_special_tokens_have_no_bytes_and_other_added_tokens_their_own() -> None:
+    tokenizer = build_metaspace_tokenizer()
+    tokenizer.add_tokens([AddedToken("<tool>", special=False), AddedToken("<turn>", special=True)])
+    lengths = compute_token_byte_lengths(tokenizer)
+
+    assert lengths is not None
+    assert lengths[tokenizer.convert_tokens_to_ids(["<s>", "</s>", "<unk>", "<turn>", "<tool>"])].tolist() == [
+        0, 0, 0, 0, 6,
+    ]  # fmt: skip
+    assert lengths.shape == (len(tokenizer),)
+    assert lengths.dtype == torch.int64
+
+
+def test_a_character_cut_through_is_shared_by_its_tokens(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = tiny_tokenizer.encode("🦊", add_special_tokens=False)
+    lengths = compute_token_byte_lengths(tiny_tokenizer)
+
+    assert len(ids) > 1
+    assert lengths is not None
+    assert int(lengths[ids].sum()) == 4
+
+
+@pytest.mark.parametrize("decoder", [decoders.WordPiece(), None])
+def test_a_tokenizer_that_loses_text_has_no_lengths(decoder: object) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    if decoder is not None:
+        tokenizer.decoder = decoder
+
+    assert compute_token_byte_lengths(PreTrainedTokenizerFast(tokenizer_object=tokenizer)) is None
