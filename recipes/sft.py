@@ -16,14 +16,14 @@ if __name__ == "__main__":
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.collators import PackedCollator
-from recipes_lib.data.prepare import load_rows
+from recipes_lib.data.training_data import load_training_data
 from recipes_lib.models.attention import choose_attention, prove_isolation
 from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.heads import verify_loss_head
-from recipes_lib.models.loading import load_causal_lm, load_tokenizer
+from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
 from recipes_lib.publish.export import export_model
 from recipes_lib.report.html import build_report
-from recipes_lib.training.arguments import build_training_arguments
+from recipes_lib.training.arguments import build_training_arguments, get_compute_dtype
 from recipes_lib.training.launch import read_launch
 from recipes_lib.training.observer import build_observer
 from recipes_lib.training.run import start_run
@@ -39,13 +39,20 @@ def main(config: RecipeConfig) -> None:
     with run.recording_its_end():
         # Rows of any layout become packed tokens with a loss mask, once, before the processes meet.
         tokenizer = load_tokenizer(config.model, config.tokens)
-        data = load_rows(config, tokenizer, local_rank=launch.local_rank)
+        data = load_training_data(config, lambda _: tokenizer, local_rank=launch.local_rank)
+        run.record(data=data.record)
         args = build_training_arguments(config, launch, has_eval=data.eval is not None)
 
         # The kernel must keep packed documents apart, and the loss head must give the model's own loss.
-        attention = choose_attention(config.model, args, packing=config.tokens.packing)
+        attention = choose_attention(
+            load_model_config(config.model)[0],
+            config.model.attn_implementation,
+            device=args.device,
+            compute_dtype=get_compute_dtype(args),
+            packing=config.tokens.packing,
+        )
         model = load_causal_lm(config.model, attention.implementation)
-        set_stop_tokens(model, tokenizer, data.end_tokens)
+        set_stop_tokens(model, tokenizer, data.audit.terminators)
         collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
         observer = build_observer(
             config.evaluation,
@@ -54,7 +61,7 @@ def main(config: RecipeConfig) -> None:
             tokenizer=tokenizer,
             eval_dataset=data.eval,
             collate=collate,
-            document_length=data.document_length,
+            document_length=data.audit.length_p50,
         )
         trainer = SFTTrainer(
             model=model,

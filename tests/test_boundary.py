@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from recipes_lib.boundary import run_command
+from recipes_lib.boundary import parse_or_exit, run_command
 from recipes_lib.errors import ConfigError, DataError, DivergedError, Problem
 
 
@@ -49,3 +54,50 @@ def test_a_parser_may_exit_by_itself() -> None:
     with pytest.raises(SystemExit) as exit_:
         run_command(raising(SystemExit(0)))
     assert exit_.value.code == 0
+
+
+@pytest.fixture
+def recipe(tiny_model_dir: Path, tmp_path: Path) -> list[str]:
+    """Arguments of a sound recipe."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "a row"}\n')
+    return [
+        *("--model_name_or_path", str(tiny_model_dir)),
+        *("--dataset_name", str(rows)),
+        *("--output_dir", str(tmp_path / "out")),
+    ]
+
+
+def test_a_sound_recipe_is_parsed(recipe: list[str]) -> None:
+    config = parse_or_exit("sft", [*recipe, "--learning_rate", "1e-3"])
+    assert config.stage == "sft"
+    assert config.training["learning_rate"] == 1e-3
+
+
+def test_a_wrong_recipe_exits_with_every_problem(recipe: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        parse_or_exit("sft", [*recipe, "--learning_rte", "1e-3", "--num_train_epochs", "many"])
+    assert exit_.value.code == 2
+    told = capsys.readouterr().err
+    assert "learning_rte" in told
+    assert "num_train_epochs" in told
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize("flag", ["--help", "--print-config"])
+def test_a_question_is_answered_and_nothing_runs(
+    flag: str, recipe: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        parse_or_exit("sft", [*recipe, flag])
+    assert exit_.value.code == 0
+    assert "learning_rate" in capsys.readouterr().out
+
+
+def test_parsing_a_recipe_imports_nothing_slow(recipe: list[str]) -> None:
+    code = (
+        "import json, sys; from recipes_lib.boundary import parse_or_exit; parse_or_exit('sft', sys.argv[1:]);"
+        "print(json.dumps([name for name in ('torch', 'transformers', 'trl', 'numpy') if name in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *recipe], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == []

@@ -37,7 +37,7 @@ TEXT_LAWS: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         (),
     ),
     "no code from the Hub runs unasked": (
-        r"trust_remote_code\s*[=:]\s*[Tt]rue",
+        r"trust_remote_code\s*=\s*True|^\s*trust_remote_code:\s*[Tt]rue",
         ("src/", "recipes/", "benchmarks/"),
         (),
     ),
@@ -191,6 +191,7 @@ def test_planted_text_is_found(law: str, line: str) -> None:
     [
         ("the ignore index has one owner", "rates at 0-25-50-75-100 %, in [-1000, n-100]"),
         ("the environment is read in one place", "environment = template.environ"),
+        ("no code from the Hub runs unasked", "'read it, then set trust_remote_code: true and model_revision'"),
         ("no path of anyone's machine", "~/.cache/x, https://example.org/work/x"),
     ],
 )

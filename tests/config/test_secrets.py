@@ -32,5 +32,10 @@ def test_a_secret_inside_an_unknown_or_broken_line_is_not_repeated(problems_of) 
         assert CANARY not in " ".join(str(problem) for problem in problems_of(text))
 
 
+def test_a_stray_argument_with_a_secret_is_not_repeated(problems_of) -> None:
+    (problem,) = problems_of(flags=["--seed", "1", CANARY])
+    assert CANARY not in str(problem)
+
+
 def test_special_tokens_and_commits_are_no_secrets(problems_of) -> None:
     assert not problems_of(f"eos_token: </s>\npad_token: <pad>\nmodel_revision: {'0123456789' * 4}\n")

@@ -9,9 +9,11 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
+from recipes_lib.data.chat import RowEncoder
 from recipes_lib.data.packing import Examples, build_examples
-from recipes_lib.data.preview import PreviewRow, compute_pieces, render_html, render_text
+from recipes_lib.data.preview import PreviewRow, build_preview, compute_pieces, main, render_html, render_text
 from recipes_lib.data.rows import EncodedRow
+from recipes_lib.data.source_mixtures import load_train_data
 
 TEXTS = ["The capital is Paris.", " two  spaces\nand\ta tab", "naïve café", "<script>alert(1)</script> & \"x\" 'y'"]
 
@@ -77,6 +79,32 @@ def test_special_tokens_are_marked(tiny_tokenizer):
     assert pieces[0].is_special
     assert pieces[0].text == "<|im_start|>"
     assert not pieces[1].is_special
+
+
+def test_the_command_shows_the_first_rows_and_writes_the_page(build_config, tiny_tokenizer, capsys, tmp_path):
+    config, page = build_config(), tmp_path / "page.html"
+    argv = [
+        *("--rows", "2", "--html", str(page)),
+        *("--model_name_or_path", config.model.model_name_or_path),
+        *("--dataset_name", config.data.dataset_name),
+        *("--output_dir", str(tmp_path / "out")),
+    ]
+    main(argv, lambda config: tiny_tokenizer)
+    out = "".join(capsys.readouterr().out.split())
+    expected = build_preview(config, tiny_tokenizer, 2)
+    assert len(expected) == 2
+    for row in expected:
+        assert "".join(row.title.split()) in out
+        assert html.escape(row.title) in page.read_text()
+    assert "train.jsonl:3" not in out
+
+
+def test_the_preview_is_what_the_encoder_gives(build_config, tiny_tokenizer):
+    config = build_config()
+    (row,) = build_preview(config, tiny_tokenizer, 1)
+    (encoded,) = RowEncoder(tiny_tokenizer).encode(list(load_train_data(config.data).rows())[:1])
+    assert [piece.token_id for piece in row.pieces] == encoded.input_ids.tolist()
+    assert [piece.is_target for piece in row.pieces] == encoded.loss_mask.tolist()
 
 
 @pytest.mark.parametrize("character", ["\x1b", "\u202e", "\u200b", "\x07", "\u2028"])

@@ -17,6 +17,7 @@ from recipes_lib.data import source_json
 from recipes_lib.data.source_json import read_json
 from recipes_lib.data.source_rows import Entry, RawRow
 from recipes_lib.data.source_text import BrokenFileError
+from recipes_lib.errors import Problem
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -81,6 +82,13 @@ def test_an_error_in_an_array_has_its_line_and_column_wherever_the_chunks_fall(c
             read(text.encode())
     assert caught.value.problem.where == f"d.json:{expected.value.lineno}"
     assert f"(column {expected.value.colno})" in caught.value.problem.found
+
+
+@pytest.mark.parametrize("chunk", range(1, 8))
+def test_a_number_is_not_cut_where_a_chunk_ends(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_json, "_CHUNK_BYTES", chunk)
+    problems = [entry for entry in read(b"[1234, 5678]") if isinstance(entry, Problem)]
+    assert [problem.where for problem in problems] == ["d.json row 0", "d.json row 1"]
 
 
 def test_an_error_in_an_array_is_found_without_reading_on() -> None:

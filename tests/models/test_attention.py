@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.attention import LAYOUTS, AttentionChoice, choose_attention, prove_isolation
+from recipes_lib.models.attention import LAYOUTS, AttentionChoice, choose_kernel, prove_isolation
 from recipes_lib.models.varlen import register_varlen
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -72,12 +72,17 @@ MIXING = {
     "falcon_alibi": FalconConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True),
     "mamba": MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2),
 }
-HYBRID = {"mpt": MptConfig(), "jamba": JambaConfig(), "qwen3_next": Qwen3NextConfig(), "lfm2": Lfm2Config()}
+HYBRID = {
+    "mpt": MptConfig(),
+    "jamba": JambaConfig(),
+    "qwen3_next": Qwen3NextConfig(),
+    "lfm2": Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"]),
+}
 
 UNSUPPORTED = {("gemma2", "sdpa"), ("gemma2", "varlen")}
 PAIRS = [
     (name, kernel) for name in CONFIGS for kernel in ("eager", "sdpa", "varlen") if (name, kernel) not in UNSUPPORTED
-] + [("llama", "flex_attention"), ("mistral", "flex_attention")]
+]
 
 
 def make_model(config: PreTrainedConfig, kernel: str, device: torch.device = CPU) -> PreTrainedModel:
@@ -168,10 +173,10 @@ def test_a_model_that_cannot_run_packed_is_a_configuration_error() -> None:
 @pytest.mark.parametrize("name", [*MIXING, *HYBRID])
 def test_packing_is_refused_from_the_configuration_alone(name: str) -> None:
     config = (MIXING | HYBRID)[name]
-    with pytest.raises(ConfigError, match="packing: a .* model (has .* layers|takes no position_ids)") as caught:
-        choose_attention(config, None, device=CPU, compute_dtype=torch.float32, packing=True)
+    with pytest.raises(ConfigError, match=r"packing: a .* model (has .* layers|takes no position_ids)") as caught:
+        choose_kernel(config, None, device=CPU, compute_dtype=torch.float32, packing=True)
     assert [problem.where for problem in caught.value.problems] == ["packing"]
-    choose_attention(config, None, device=CPU, compute_dtype=torch.float32, packing=False)
+    choose_kernel(config, None, device=CPU, compute_dtype=torch.float32, packing=False)
 
 
 def choose(
@@ -181,7 +186,7 @@ def choose(
     dtype: torch.dtype = torch.bfloat16,
     packing: bool = True,
 ) -> AttentionChoice:
-    return choose_attention(CONFIGS[name], requested, device=device, compute_dtype=dtype, packing=packing)
+    return choose_kernel(CONFIGS[name], requested, device=device, compute_dtype=dtype, packing=packing)
 
 
 def test_the_fastest_kernel_that_isolates_is_the_default() -> None:
@@ -191,9 +196,9 @@ def test_the_fastest_kernel_that_isolates_is_the_default() -> None:
     assert choose("llama", None, CUDA, packing=False) == AttentionChoice("sdpa", "rows")
     assert choose("gemma2", None, CUDA) == AttentionChoice("eager", "rows")
     with_dropout = GPT2Config(attn_pdrop=0.1)
-    chosen = choose_attention(with_dropout, None, device=CUDA, compute_dtype=torch.bfloat16, packing=True)
+    chosen = choose_kernel(with_dropout, None, device=CUDA, compute_dtype=torch.bfloat16, packing=True)
     assert chosen == AttentionChoice("sdpa", "rows")
-    sinks = choose_attention(GptOssConfig(), None, device=CUDA, compute_dtype=torch.bfloat16, packing=True)
+    sinks = choose_kernel(GptOssConfig(), None, device=CUDA, compute_dtype=torch.bfloat16, packing=True)
     assert sinks == AttentionChoice("eager", "rows")
 
 
@@ -207,7 +212,6 @@ def test_a_requested_kernel_is_used(kernel: str) -> None:
     [
         ("llama", "sdpaa", CPU, torch.float32, "sdpaa is not a known kernel"),
         ("llama", "flash_attention_2", CPU, torch.bfloat16, "flash_attention_2 runs on CUDA devices only"),
-        ("llama", "flex_attention", CPU, torch.bfloat16, "flex_attention runs on CUDA devices only"),
         ("llama", "flash_attention_3", CUDA, torch.bfloat16, "flash_attention_3 is not installed"),
         ("llama", "varlen", CUDA, torch.float32, "varlen needs bf16 or fp16"),
         ("gemma2", "sdpa", CPU, torch.float32, "sdpa is not supported for gemma2 models by transformers"),
@@ -225,24 +229,24 @@ def test_a_kernel_that_cannot_be_used_is_refused_with_the_reason_and_the_way_out
 
 def test_the_kernel_and_the_packing_are_refused_together() -> None:
     with pytest.raises(ConfigError) as caught:
-        choose_attention(MIXING["mamba"], "sdpaa", device=CPU, compute_dtype=torch.float32, packing=True)
+        choose_kernel(MIXING["mamba"], "sdpaa", device=CPU, compute_dtype=torch.float32, packing=True)
     assert [problem.where for problem in caught.value.problems] == ["packing", "attn_implementation"]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma3"])
-@pytest.mark.parametrize("kernel", ["sdpa", "varlen", "flash_attention_2", "flex_attention"])
+@pytest.mark.parametrize("kernel", ["sdpa", "varlen", "flash_attention_2"])
 def test_isolation_on_cuda(name: str, kernel: str) -> None:
     config = copy.deepcopy(CONFIGS[name])
     config.head_dim = 32
     try:
-        choose_attention(config, kernel, device=CUDA, compute_dtype=torch.bfloat16, packing=True)
+        choose_kernel(config, kernel, device=CUDA, compute_dtype=torch.bfloat16, packing=True)
     except ConfigError as error:
         pytest.skip(str(error))
     model, documents = make_model(config, kernel, CUDA), make_documents()
+    prove_isolation(model, LAYOUTS[kernel])
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        prove_isolation(model, LAYOUTS[kernel])
         before = logits_of(model, kernel, *documents)
         after = logits_of(model, kernel, make_documents(seed=1)[0], *documents[1:])
     assert [torch.equal(*pair) for pair in zip(before, after, strict=True)] == [False, True, True, True]

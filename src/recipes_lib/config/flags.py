@@ -10,6 +10,7 @@ from typing import Literal
 import yaml
 
 from recipes_lib.config.document import Entry, compose
+from recipes_lib.config.secrets import has_secret_shape
 from recipes_lib.config.table import Key, KeyTable
 from recipes_lib.errors import Problem
 
@@ -40,7 +41,8 @@ def parse_command_line(argv: Sequence[str], table: KeyTable, problems: list[Prob
             command.wants = "help"
         elif not argument.startswith("--") or argument == "--":
             remedy = "write `--config FILE`" if argument.endswith((".yaml", ".yml")) else "write `--key value`"
-            problems.append(Problem(argument[:60], "is not a flag", f"{remedy}; lists are JSON: --key '[1, 2]'"))
+            shown = "an argument" if has_secret_shape(argument) else argument[:60] or "''"
+            problems.append(Problem(shown, "is not a flag", f"{remedy}; lists are JSON: --key '[1, 2]'"))
         else:
             name, text = _take_value(argument, arguments)
             _add(name, text, command, table, seen, problems)

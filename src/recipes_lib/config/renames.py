@@ -1,6 +1,6 @@
 """Keys that upstream renamed or removed (transformers 4.40 to 5.23, TRL 0.8 to 1.16), and keys that live elsewhere.
 
-``since`` names the first release without the old spelling.
+A version is the first minor release without the old spelling, read from the released wheels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MIXTURE = "an entry of `dataset_mixture` is {name, weight, config, revision, sp
 
 RETIRED: Final[Mapping[str, Retired]] = {
     # transformers
-    "evaluation_strategy": renamed("eval_strategy", "transformers 4.46"),
+    "evaluation_strategy": renamed("eval_strategy", "transformers 4.51"),
     "warmup_ratio": Retired(
         "was removed in transformers 5.15", "write `warmup_steps: 0.1` for a tenth of the run", "warmup_steps"
     ),
@@ -42,29 +42,29 @@ RETIRED: Final[Mapping[str, Retired]] = {
         "was removed in transformers 5.15", "delete the line; set the environment variable TENSORBOARD_LOGGING_DIR"
     ),
     "save_safetensors": dropped(_GONE_5, "delete the line; everything is saved as safetensors"),
-    "group_by_length": dropped(_GONE_5, "delete the line; packed rows are all of one length"),
+    "group_by_length": dropped("was removed in transformers 5.2", "delete the line; packed rows are all of one length"),
     "include_inputs_for_metrics": dropped(_GONE_5, "delete the line; metrics read the samples (`metrics`)"),
     "include_tokens_per_second": dropped(_GONE_5, "delete the line; metrics.jsonl has tokens_per_second"),
     **each("fp16_backend half_precision_backend fp16_opt_level", _HALF),
-    **each("jit_mode_eval use_ipex use_legacy_prediction_loop past_index", dropped(_GONE_5)),
+    **each("jit_mode_eval use_legacy_prediction_loop past_index", dropped(_GONE_5)),
+    "use_ipex": dropped("was removed after transformers 4.51"),
     "use_mps_device": dropped(_GONE_5, "delete the line; an accelerator is used where there is one"),
     "ray_scope": dropped(_GONE_5, "delete the line; set the environment variable RAY_SCOPE"),
     **each("tpu_num_cores tpu_metrics_debug", _TPU),
     **each("fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap mp_parameters tp_size _n_gpu", _LAUNCH),
-    "dispatch_batches": dropped("was removed in transformers 4.47"),
+    "dispatch_batches": dropped("was removed in transformers 4.51"),
     "split_batches": dropped_at(
-        (False, None), "was removed in transformers 4.47", "set `per_device_train_batch_size` for one device"
+        (False, None), "was removed in transformers 4.51", "set `per_device_train_batch_size` for one device"
     ),
     # TRL
     "max_seq_length": renamed("max_length", "TRL 0.20"),
-    "torch_dtype": renamed("dtype", "TRL 0.25"),
+    "torch_dtype": renamed("dtype", "TRL 0.27"),
     "use_liger": dropped_at((False, None), "was removed in TRL 0.18", "delete the line; the loss is already chunked"),
-    "neftune_alpha": renamed("neftune_noise_alpha", "TRL 0.8"),
     "dataset_train_name": renamed("dataset_train_split", "TRL 0.9"),
     "dataset_test_name": renamed("dataset_test_split", "TRL 0.9"),
     "streaming": renamed("dataset_streaming", "TRL spells it so beside `datasets`"),
     "gradient_checkpointing_use_reentrant": Retired(
-        "was removed in TRL 0.26",
+        "was removed in TRL 0.27",
         "write `activation_checkpointing_kwargs: {use_reentrant: false}`",
         "activation_checkpointing_kwargs",
         {flag: {"activation_checkpointing_kwargs": {"use_reentrant": flag}} for flag in (True, False)},
@@ -81,9 +81,9 @@ RETIRED: Final[Mapping[str, Retired]] = {
     "dataset_configs": undecided("is `dataset_config` here", "write it, or `config` in the mixture's entries"),
     "tokenizer": renamed("tokenizer_name_or_path", "the name says what it takes"),
     "tokenizer_name": renamed("tokenizer_name_or_path", "the name says what it takes"),
-    "hub_model_revision": renamed("hub_revision", "transformers 4.54"),
+    "hub_model_revision": renamed("hub_revision", "upstream's spelling"),
     "use_flash_attention_2": Retired(
-        "was removed in transformers 4.40",
+        "was replaced by `attn_implementation`",
         "write `attn_implementation: flash_attention_2`",
         "attn_implementation",
         {True: {"attn_implementation": "flash_attention_2"}, False: {}, None: {}},

@@ -23,6 +23,11 @@ def is_secret_key(key: str) -> bool:
     return _KEY.search(key) is not None
 
 
+def has_secret_shape(text: str) -> bool:
+    """Return whether a text contains something of the shape of an access token."""
+    return _VALUE.search(text) is not None
+
+
 def refuse_secret_key(where: str, key: str) -> Problem:
     """Say that ``key`` is not read, without its value."""
     return Problem(where, f"`{key}` would put a secret into a file", _REMEDY)
@@ -30,7 +35,7 @@ def refuse_secret_key(where: str, key: str) -> Problem:
 
 def refuse_secret_value(where: str, key: str, node: yaml.Node) -> Problem | None:
     """Return a problem when a text in ``node`` has the shape of an access token; the text is not repeated."""
-    if _VALUE.search(" ".join(_texts(node))):
+    if any(has_secret_shape(text) for text in _texts(node)):
         return Problem(where, f"the value of `{key}` looks like an access token", _REMEDY)
     return None
 

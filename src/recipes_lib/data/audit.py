@@ -9,7 +9,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from recipes_lib.data.packing import Bins, Examples, LengthCounts
+from recipes_lib.config.schema import TokensConfig
+from recipes_lib.data.packing import Bins, Examples, LengthCounts, choose_bins, fit_to_length
 from recipes_lib.errors import DataError, Problem
 
 MAX_FRACTION_WITHOUT_TARGET = 0.01
@@ -27,7 +28,8 @@ class SplitAudit:
         num_rows_without_target: Rows on which nothing is trained.
         num_duplicates: Rows that say what an earlier one says.
         num_tokens: Tokens of the rows.
-        stop_fraction: Share of rows with targets whose last one is an end token; ``None`` when everything is trained on.
+        stop_fraction: Share of rows with targets whose last one is an end token; ``None`` when all is trained on.
+        terminators: End tokens that last targets are, in order; empty for rows that need none.
         length_p5: 5th percentile of the rows' lengths in tokens.
         length_p50: Median length.
         length_p95: 95th percentile.
@@ -42,6 +44,7 @@ class SplitAudit:
     num_duplicates: int
     num_tokens: int
     stop_fraction: float | None
+    terminators: list[int]
     length_p5: int
     length_p50: int
     length_p95: int
@@ -69,6 +72,55 @@ class Finding:
     remedy: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class PackedSplit:
+    """Examples cut and packed, and what that means.
+
+    Attributes:
+        examples: What ``fit_to_length`` left.
+        bins: How they are packed.
+        audit: The figures.
+        cut: What the cut cost.
+        findings: From ``judge``.
+    """
+
+    examples: Examples
+    bins: Bins
+    audit: SplitAudit
+    cut: LengthCounts
+    findings: Sequence[Finding]
+
+
+def pack_split(
+    split: str,
+    examples: Examples,
+    tokens: TokensConfig,
+    capacity: int,
+    end_token_ids: Collection[int] | None,
+    num_duplicates: int = 0,
+) -> PackedSplit:
+    """Cuts, packs, counts and judges one split; refuses nothing.
+
+    Args:
+        split: ``train`` or ``eval``, as the messages name it.
+        examples: Every row as tokenised, at least one.
+        tokens: Options.
+        capacity: ``max_length``, given or derived.
+        end_token_ids: Ids that end an answer; ``None`` when everything is trained on.
+        num_duplicates: Rows that say what an earlier one says.
+    """
+    fitted, cut = fit_to_length(examples, capacity, tokens.overlong)
+    bins = choose_bins(fitted.lengths, capacity, packing=tokens.packing)
+    audit = compute_split_audit(examples, fitted, bins, end_token_ids, num_duplicates)
+    return PackedSplit(fitted, bins, audit, cut, judge(split, audit, cut, tokens.max_truncated_fraction))
+
+
+def describe_overlong(where: str, length: int, capacity: int) -> Problem:
+    """The refusal of a row that is too long."""
+    remedy = "raise max_length, or set overlong to truncate, drop or split"
+    return Problem(where, f"{length:,} tokens, max_length is {capacity:,}", remedy)
+
+
 def compute_split_audit(
     examples: Examples,
     fitted: Examples,
@@ -86,13 +138,16 @@ def compute_split_audit(
         num_duplicates: Rows that say what an earlier one says.
     """
     num_targets = examples.num_targets
+    last_targets = _last_targets(examples, num_targets)
+    is_end = np.isin(last_targets, list(end_token_ids or ()))
     p5, p50, p95, longest = np.percentile(examples.lengths, [5, 50, 95, 100], method="nearest").tolist()
     return SplitAudit(
         num_rows=len(examples),
         num_rows_without_target=int((num_targets == 0).sum()),
         num_duplicates=num_duplicates,
         num_tokens=len(examples.input_ids),
-        stop_fraction=None if end_token_ids is None else _stop_fraction(examples, num_targets, end_token_ids),
+        stop_fraction=None if end_token_ids is None else float(is_end.mean()) if len(is_end) else 0.0,
+        terminators=np.unique(last_targets[is_end]).tolist(),
         length_p5=p5,
         length_p50=p50,
         length_p95=p95,
@@ -136,6 +191,8 @@ def refuse_errors(where: str, findings: Sequence[Finding]) -> None:
 def _judge_targets(split: str, audit: SplitAudit) -> Finding:
     fraction = audit.num_rows_without_target / audit.num_rows
     found = f"{split}: {audit.num_rows_without_target} of {audit.num_rows} rows ({fraction:.1%}) hold no target token"
+    if not audit.num_packs:
+        return Finding("error", f"{split}: no row is left after the cut to max_length", "raise max_length")
     if not fraction:
         return Finding("ok", f"{split}: {audit.target_fraction:.1%} of the tokens are trained on, some in every row")
     severity: Severity = "error" if fraction > MAX_FRACTION_WITHOUT_TARGET else "warning"
@@ -171,8 +228,8 @@ def _judge_duplicates(split: str, audit: SplitAudit) -> Finding:
     return Finding("warning" if audit.num_duplicates else "ok", found)
 
 
-def _stop_fraction(examples: Examples, num_targets: npt.NDArray[np.int64], end_token_ids: Collection[int]) -> float:
-    has_target = num_targets > 0
-    # With targets in order, the last one of each row stands right before the first one of the next row that has any.
-    last = np.flatnonzero(examples.loss_mask)[np.cumsum(num_targets[has_target]) - 1]
-    return float(np.isin(examples.input_ids[last], list(end_token_ids)).mean()) if len(last) else 0.0
+def _last_targets(examples: Examples, num_targets: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
+    """Ids of the last target of every row that has one."""
+    # With targets in order, it stands right before the first one of the next row that has any.
+    ends = np.cumsum(num_targets[num_targets > 0]) - 1
+    return examples.input_ids[np.flatnonzero(examples.loss_mask)[ends]]

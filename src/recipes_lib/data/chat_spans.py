@@ -57,7 +57,7 @@ class SpanFinder:
             self._refuse_foreign_text(row, targets, trained)
         except TemplateError as error:
             raise _refusal(row, error) from error
-        _check_answers(row, targets, trained)
+        self._check_answers(row, targets, trained)
         return targets
 
     def render_prompt(self, row: Row, num_messages: int) -> str:
@@ -206,6 +206,25 @@ class SpanFinder:
             found = f"the chat template writes message {min(suspects)} into the text of an assistant turn"
             raise _fault(row, found, _MARK_IT)
 
+    def _check_answers(self, row: Row, targets: Targets, trained: Collection[int]) -> None:
+        """Every trained turn says what its message says: its answer, or the tools that it calls."""
+        for index in sorted(trained):
+            message = _messages(row)[index]
+            turn = "".join(targets.text[span.start : span.end] for span in targets.spans if span.message == index)
+            written = self._special.sub("", turn)
+            calls = [str((call.get("function") or call)["name"]) for call in message.get("tool_calls") or []]
+            if missing := [name for name in calls if name not in written]:
+                found = f"message {index} calls {missing[0]!r}, but the chat template does not write that"
+                raise _fault(row, found, "use a template that writes tool_calls")
+            # A template may drop reasoning, and whatever goes with a tool call, from what it writes.
+            answers = [] if calls else [self._special.sub("", text) for text in _texts(message)]
+            for answer in answers:
+                if answer.strip() not in written and answer.rpartition(_THINK_END)[2].strip() not in written:
+                    found = (
+                        f"the answer of message {index} ({answer[:40]!r}) is not in the text that would be trained on"
+                    )
+                    raise _fault(row, found, _MARK_IT)
+
 
 def _fault(row: Row, found: str, remedy: str) -> DataError:
     return DataError(Problem(row.where, found, remedy))
@@ -236,20 +255,3 @@ def _reworded(message: Message) -> Message:
     if isinstance(content, str):
         return {**message, "content": _PLACEHOLDER}
     return {**message, "content": [{**part, "text": _PLACEHOLDER} if part.get("text") else part for part in content]}
-
-
-def _check_answers(row: Row, targets: Targets, trained: Collection[int]) -> None:
-    """Every trained turn says what its message says: its answer, or the tools that it calls."""
-    for index in sorted(trained):
-        message = _messages(row)[index]
-        written = "".join(targets.text[span.start : span.end] for span in targets.spans if span.message == index)
-        calls = [call.get("function") or call for call in message.get("tool_calls") or []]
-        if missing := [call["name"] for call in calls if str(call["name"]) not in written]:
-            found = f"message {index} calls {missing[0]!r}, but the chat template does not write the call into the turn"
-            raise _fault(row, found, "use a template that writes tool_calls")
-        # A template may drop reasoning, and whatever goes with a tool call, from what it writes.
-        answers = [] if calls else _texts(message)
-        for answer in answers:
-            if answer not in written and answer.rpartition(_THINK_END)[2].strip() not in written:
-                found = f"the answer of message {index} ({answer[:40]!r}) is not in the text that would be trained on"
-                raise _fault(row, found, _MARK_IT)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.data.keys import read_chat_template
 from recipes_lib.data.packing import Examples, build_examples, concatenate_examples
 from recipes_lib.data.rows import Row
 from recipes_lib.data.source_mixtures import Mixture
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from recipes_lib.data.chat import RowEncoder
+
+TokenizerLoader = Callable[[RecipeConfig], "PreTrainedTokenizerBase"]
+"""Loads the run's tokenizer; handed in, since loading models and tokenizers is not this room's work."""
 
 ROWS_PER_CHUNK: Final = 1000
 """Rows tokenised together; also the window in which a stream is shuffled and packed."""
@@ -45,6 +48,11 @@ class EncodedMixture:
     examples: Examples
     digests: Sequence[bytes]
 
+    @property
+    def num_duplicates(self) -> int:
+        """Rows that say what an earlier one says."""
+        return len(self.digests) - len(set(self.digests))
+
     def take(self, positions: npt.NDArray[np.int64]) -> EncodedMixture:
         """The rows at these positions, in that order."""
         return EncodedMixture(self.mixture, self.examples.take(positions), [self.digests[at] for at in positions])
@@ -61,6 +69,11 @@ class EncodedMixture:
         return places
 
 
+def name_rows(mixture: Mixture) -> str:
+    """What the user called the sources of a mixture."""
+    return " + ".join(part.source.name for part in mixture.parts)
+
+
 def read_seed(config: RecipeConfig) -> int:
     """The run's seed, which decides what is held out, drawn and shuffled."""
     return int(config.training.get("seed", 0))
@@ -70,12 +83,11 @@ def build_encoder(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> R
     """The encoder of a run.
 
     Raises:
-        ConfigError: The tokenizer is not a fast one, or has no such ``eos_token``.
+        ConfigError: The tokenizer is not a fast one or has no such ``eos_token``, or the chat template cannot be read.
     """
     from recipes_lib.data.chat import RowEncoder  # brings transformers, which finding a set does not need
 
-    tokens = config.tokens
-    template = None if tokens.chat_template_path is None else Path(tokens.chat_template_path).read_text()
+    tokens, template = config.tokens, read_chat_template(config)
     return RowEncoder(tokenizer, loss_on=tokens.loss_on, chat_template=template, eos_token=tokens.eos_token)
 
 

@@ -243,14 +243,13 @@ def _take(raw: Raw, column: str) -> Any:
 
 
 def _check_same_kind(**columns: object) -> None:
-    kinds = {name: "text" if isinstance(value, str) else "a list of messages" for name, value in columns.items()}
-    if len(set(kinds.values())) > 1:
-        found = ", ".join(f"`{name}` is {kind}" for name, kind in kinds.items())
-        raise RowError(found, "write both as text or both as messages")
+    if len({isinstance(value, str) for value in columns.values()}) > 1:
+        found = ", ".join(f"`{name}` is {describe(value)}" for name, value in columns.items())
+        raise RowError(found, "write both as strings or both as lists of messages")
 
 
 def _quote(columns: list[str]) -> str:
-    return ", ".join(f"`{column}`" for column in columns) or "no columns"
+    return ", ".join(f"`{column}`" for column in columns) or "none with a value"
 
 
 _CHAT_EXTRAS = ("tools", "chat_template_kwargs")

@@ -44,12 +44,12 @@ def collect_inputs(config: RecipeConfig, sources: Mapping[str, str]) -> dict[str
         ConfigError: The tokenizer or the chat template cannot be found.
     """
     options = dataclasses.asdict(config.data) | dataclasses.asdict(config.tokens)
-    template = config.tokens.chat_template_path
+    template = read_chat_template(config)
     return {
         "sources": dict(sources),
         "options": {name: value for name, value in options.items() if name not in _TOLD_BY_CONTENT},
         "trust_remote_code": config.model.trust_remote_code,
-        "chat_template": None if template is None else _hash_template(config, Path(template)),
+        "chat_template": None if template is None else hashlib.sha256(template.encode()).hexdigest(),
         "tokenizer": _hash_files(find_tokenizer_folder(config), TOKENIZER_FILES),
         "code": _hash_files(Path(__file__).parent, ("*.py",)),
         "versions": {package: version(package) for package in _PACKAGES},
@@ -73,6 +73,21 @@ def find_tokenizer_folder(config: RecipeConfig) -> Path:
     return folder
 
 
+def read_chat_template(config: RecipeConfig) -> str | None:
+    """The text of ``chat_template_path``; ``None`` when the tokenizer's own template is used.
+
+    Raises:
+        ConfigError: The file cannot be read as text.
+    """
+    path = config.tokens.chat_template_path
+    try:
+        return None if path is None else Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        found = f"the chat template {path} cannot be read: {reason}"
+        raise _missing(config, "chat_template_path", found, "name a Jinja file") from error
+
+
 def _fetch(config: RecipeConfig, option: str, name: str) -> Path:
     from huggingface_hub import snapshot_download  # a tokenizer on disk does not need it
 
@@ -82,14 +97,6 @@ def _fetch(config: RecipeConfig, option: str, name: str) -> Path:
     except (OSError, ValueError) as error:  # not a repository id, no such repository, no network and not in the cache
         reason = str(error).splitlines()[0]
         raise _missing(config, option, f"no folder and no Hub model {name!r}: {reason}", "check the name") from error
-
-
-def _hash_template(config: RecipeConfig, path: Path) -> str:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        found = f"the chat template {path} cannot be read: {error.strerror}"
-        raise _missing(config, "chat_template_path", found, "name a Jinja file") from error
 
 
 def _list_files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
+from rich.table import Table
 
+from recipes_lib.config.loader import parse_command
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.data.audit import Finding, compute_split_audit, judge, refuse_errors
-from recipes_lib.data.encoding import EncodedMixture, build_encoder, encode_mixture, find_end_tokens, read_seed
+from recipes_lib.data.audit import SplitAudit, describe_overlong, pack_split, refuse_errors
+from recipes_lib.data.encoding import (
+    EncodedMixture,
+    TokenizerLoader,
+    build_encoder,
+    encode_mixture,
+    find_end_tokens,
+    name_rows,
+    read_seed,
+)
 from recipes_lib.data.keys import collect_inputs
-from recipes_lib.data.packing import Bins, Examples, choose_bins, fit_to_length
+from recipes_lib.data.packing import Bins, Examples
 from recipes_lib.data.source_mixtures import Mixture, load_test_data, load_train_data
 from recipes_lib.data.sources import MAX_PROBLEMS, raise_problems
 from recipes_lib.data.splits import find_overlap, refuse_overlap, split_rows
@@ -26,13 +37,10 @@ from recipes_lib.errors import ConfigError, DataError, Problem
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TokenizerLoader = Callable[[RecipeConfig], "PreTrainedTokenizerBase"]
-
 LENGTH_MULTIPLE: Final = 64
 """A derived ``max_length`` is a multiple of this many tokens."""
 
 _DEFAULT_ROOT: Final = "~/.cache/recipes_lib/prepared"
-_LONGER: Final = "raise max_length, or set overlong to truncate, drop or split"
 _POLL_SECONDS: Final = 0.5
 _SECONDS_TO_START: Final = 120.0
 
@@ -112,23 +120,28 @@ def _identify(config: RecipeConfig) -> _Identity:
 def _build(
     config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, train: Mixture, test: Mixture | None
 ) -> tuple[dict[str, tuple[Examples, Bins]], dict[str, Any]]:
+    """The packs of each split, and the manifest without key and inputs."""
     sides = _encode(config, tokenizer, train, test)
-    tokens, end_tokens = config.tokens, find_end_tokens(config, tokenizer)
-    capacity = tokens.max_length or _derive_capacity(side.examples for side in sides.values())
-    if tokens.overlong == "error":
+    capacity = config.tokens.max_length or _derive_capacity(side.examples for side in sides.values())
+    if config.tokens.overlong == "error":
         _refuse_overlong(sides.values(), capacity)
-    splits: dict[str, tuple[Examples, Bins]] = {}
-    manifest: dict[str, Any] = {"max_length": capacity, "max_length_is_derived": tokens.max_length is None}
-    findings: list[Finding] = []
-    for name, side in sides.items():
-        fitted, counts = fit_to_length(side.examples, capacity, tokens.overlong)
-        bins = choose_bins(fitted.lengths, capacity, packing=tokens.packing)
-        audit = compute_split_audit(side.examples, fitted, bins, end_tokens, len(side.digests) - len(set(side.digests)))
-        findings += judge(name, audit, counts, tokens.max_truncated_fraction)
-        splits[name] = (fitted, bins)
-        manifest[name] = {**dataclasses.asdict(audit), "cut": dataclasses.asdict(counts)}
-    refuse_errors(_name(train), findings)
-    return splits, {**manifest, "findings": [dataclasses.asdict(finding) for finding in findings]}
+    end_tokens = find_end_tokens(config, tokenizer)
+    packed = {
+        name: pack_split(name, side.examples, config.tokens, capacity, end_tokens, side.num_duplicates)
+        for name, side in sides.items()
+    }
+    findings = [finding for split in packed.values() for finding in split.findings]
+    refuse_errors(name_rows(train), findings)
+    figures = {
+        name: {**dataclasses.asdict(split.audit), "cut": dataclasses.asdict(split.cut)}
+        for name, split in packed.items()
+    }
+    return {name: (split.examples, split.bins) for name, split in packed.items()}, {
+        "max_length": capacity,
+        "max_length_is_derived": config.tokens.max_length is None,
+        "findings": [dataclasses.asdict(finding) for finding in findings],
+        **figures,
+    }
 
 
 def _encode(
@@ -142,12 +155,12 @@ def _encode(
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
 
         def encode(mixture: Mixture) -> EncodedMixture:
-            task = progress.add_task(f"tokenising {_name(mixture)}", total=None)
+            task = progress.add_task(f"tokenising {name_rows(mixture)}", total=None)
             return encode_mixture(encoder, mixture, problems, lambda rows: progress.advance(task, rows))
 
         encoded = encode(train)
         held_out = None if test is None else encode(test)
-    raise_problems(problems, _name(train))
+    raise_problems(problems, name_rows(train))
     if held_out is None:
         if config.data.test_split_size is None:
             return {"train": encoded}
@@ -174,18 +187,12 @@ def _refuse_overlong(sides: Iterable[EncodedMixture], capacity: int) -> None:
     """
     problems: list[Problem] = []
     for side in sides:
-        too_long = np.flatnonzero(side.examples.lengths > capacity)
-        places = side.find_places(too_long[:MAX_PROBLEMS].tolist())
-        for at in too_long.tolist():
-            where = places.get(at, _name(side.mixture))
-            problems.append(
-                Problem(where, f"{side.examples.lengths[at]:,} tokens, max_length is {capacity:,}", _LONGER)
-            )
+        lengths = side.examples.lengths
+        too_long = np.flatnonzero(lengths > capacity).tolist()
+        places = side.find_places(too_long[:MAX_PROBLEMS]) if too_long else {}
+        for at in too_long:
+            problems.append(describe_overlong(places.get(at, name_rows(side.mixture)), int(lengths[at]), capacity))
     raise_problems(problems, "max_length")
-
-
-def _name(mixture: Mixture) -> str:
-    return " + ".join(part.source.name for part in mixture.parts)
 
 
 def main(argv: Sequence[str], load_tokenizer: TokenizerLoader) -> None:
@@ -214,17 +221,20 @@ def render_summary(prepared: PreparedSet) -> Table:
     table = Table(title=f"max_length {capacity:,}" + (" (derived)" if manifest["max_length_is_derived"] else ""))
     table.add_column()
     splits = [name for name in ("train", "eval") if name in manifest]
-    audits = [SplitAudit(**{name: value for name, value in manifest[split].items() if name != "cut"}) for split in splits]
+    audits = [
+        SplitAudit(**{name: value for name, value in manifest[split].items() if name != "cut"}) for split in splits
+    ]
     for split in splits:
         table.add_column(split, justify="right")
-    for label, value in (
+    figures: Sequence[tuple[str, Callable[[SplitAudit], str]]] = (
         ("rows", lambda audit: f"{audit.num_rows:,}"),
         ("tokens", lambda audit: f"{audit.num_packed_tokens:,}"),
         ("trained on", lambda audit: f"{audit.target_fraction:.1%}"),
         ("row length, median / longest", lambda audit: f"{audit.length_p50:,} / {audit.length_max:,}"),
         ("packs", lambda audit: f"{audit.num_packs:,}"),
         ("packing efficiency", lambda audit: f"{audit.packing_efficiency(capacity):.1%}"),
-    ):
+    )
+    for label, value in figures:
         table.add_row(label, *(value(audit) for audit in audits))
     for finding in manifest["findings"]:
         if finding["severity"] != "ok":

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import html
+import sys
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+from rich.console import Console
 from rich.text import Text
 
+from recipes_lib.config.loader import parse_command
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.data.encoding import TokenizerLoader, build_encoder, encode_chunk, read_seed
 from recipes_lib.data.packing import Examples
+from recipes_lib.data.source_mixtures import load_train_data
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -120,3 +130,41 @@ def _show(text: str) -> str:
 def _escape(character: str) -> str:
     """Control and invisible characters by code point, so that data can neither hide nor steer a terminal."""
     return f"\\u{{{ord(character):x}}}" if unicodedata.category(character)[0] in "CZ" else character
+
+
+def build_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> list[PreviewRow]:
+    """The first training rows, tokenised and masked by the functions that prepare them, before any cut.
+
+    Raises:
+        ConfigError: The options do not fit together.
+        DataError: The rows cannot be read, tokenised or masked.
+    """
+    rows = list(islice(load_train_data(config.data, seed=read_seed(config)).rows(), num_rows))
+    examples = encode_chunk(build_encoder(config, tokenizer), rows, 0)
+    return [
+        PreviewRow(row.where, compute_pieces(tokenizer, examples.take(np.array([at])))) for at, row in enumerate(rows)
+    ]
+
+
+def main(argv: Sequence[str], load_tokenizer: TokenizerLoader) -> None:
+    """``recipes preview``: shows the first rows in the terminal, and writes them as HTML when asked.
+
+    Args:
+        argv: Arguments after the command: ``--rows``, ``--html``, and what the run's script takes.
+        load_tokenizer: Loads the run's tokenizer.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--rows", type=int, default=3)
+    parser.add_argument("--html", type=Path)
+    options, rest = parser.parse_known_args(argv)
+    parsed = parse_command("sft", rest)
+    if isinstance(parsed, str):
+        sys.stdout.write(f"usage: recipes preview --config FILE [--rows N] [--html OUT.html]\n\n{parsed}")
+        return
+    rows = build_preview(parsed, load_tokenizer(parsed), options.rows)
+    if options.html is not None:
+        title = f"{parsed.data.dataset_name or 'dataset_mixture'}: what is trained on"
+        options.html.write_text(render_html(title, rows), encoding="utf-8")
+    console = Console(highlight=False)
+    for row in rows:
+        console.print(render_text(row), end="\n\n")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import datasets
 import numpy as np
@@ -12,19 +12,21 @@ from datasets.iterable_dataset import ExamplesIterable
 from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.data.audit import Finding, SplitAudit, compute_split_audit, judge, refuse_errors
+from recipes_lib.data.audit import PackedSplit, describe_overlong, pack_split, refuse_errors
 from recipes_lib.data.encoding import (
     ROWS_PER_CHUNK,
     build_encoder,
     encode_chunk,
     find_end_tokens,
+    name_rows,
     read_seed,
     split_chunks,
 )
-from recipes_lib.data.packing import Bins, Examples, choose_bins, fit_to_length
 from recipes_lib.data.rows import Row
 from recipes_lib.data.source_mixtures import Mixture, load_test_data, load_train_data
-from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.data.sources import raise_problems
+from recipes_lib.data.splits import compute_row_digest, find_overlap, refuse_overlap
+from recipes_lib.errors import ConfigError, Problem
 
 Pack = dict[str, np.ndarray[Any, np.dtype[Any]]]
 
@@ -32,14 +34,14 @@ Pack = dict[str, np.ndarray[Any, np.dtype[Any]]]
 def build_train_stream(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> datasets.IterableDataset:
     """The training packs, as ``prepare`` would make them of each window of rows, shuffled inside the window.
 
-    The order depends on the seed, the epoch (``set_epoch``) and the window alone, so skipping what was trained on before
+    The order depends on the seed, the epoch (``set_epoch``) and the window alone, so that skipping what was trained on
     resumes exactly. Every process reads the whole stream and trains on its share.
 
     Raises:
         ConfigError: ``max_length`` is not set, or rows are to be held out of the stream.
     """
     _refuse_unknowable(config)
-    windows = _Windows(config, tokenizer, load_train_data(config.data, seed=read_seed(config)), shuffle=True)
+    windows = _Windows(config, tokenizer, load_train_data(config.data, seed=read_seed(config)), "train")
     return datasets.IterableDataset(_EpochIterable(windows.generate, {"epoch_seed": 0}))
 
 
@@ -53,21 +55,19 @@ def build_eval_stream(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) 
     test = load_test_data(config.data)
     if test is None:
         return None
-    return datasets.IterableDataset(ExamplesIterable(_Windows(config, tokenizer, test, shuffle=False).generate, {}))
+    return datasets.IterableDataset(ExamplesIterable(_Windows(config, tokenizer, test, "eval").generate, {}))
 
 
-def audit_first_window(
-    config: RecipeConfig, tokenizer: PreTrainedTokenizerBase
-) -> tuple[SplitAudit, list[Finding]]:
-    """The supervision audit of the first rows of the stream.
+def audit_first_window(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> PackedSplit:
+    """The supervision audit of the first rows of the stream, errors among its findings.
 
     Raises:
         ConfigError: As ``build_train_stream``.
-        DataError: The rows cannot be read or tokenised.
+        DataError: The rows cannot be read or tokenised, or are too long.
     """
     _refuse_unknowable(config)
-    windows = _Windows(config, tokenizer, load_train_data(config.data, seed=read_seed(config)), shuffle=False)
-    return next(windows.audits())
+    windows = _Windows(config, tokenizer, load_train_data(config.data, seed=read_seed(config)), "train")
+    return next(windows.pack())
 
 
 class _EpochIterable(ExamplesIterable):  # type: ignore[misc]
@@ -75,3 +75,93 @@ class _EpochIterable(ExamplesIterable):  # type: ignore[misc]
 
     def shuffle_data_sources(self, generator: np.random.Generator) -> _EpochIterable:
         return _EpochIterable(self.generate_examples_fn, {"epoch_seed": int(generator.integers(1, 2**32))})
+
+
+@dataclass(frozen=True, slots=True)
+class _Windows:
+    """Rows read, encoded, cut and packed ``ROWS_PER_CHUNK`` at a time; training packs shuffled inside their window."""
+
+    config: RecipeConfig
+    tokenizer: PreTrainedTokenizerBase
+    mixture: Mixture
+    split: Literal["train", "eval"]
+
+    def generate(self, epoch_seed: int = 0) -> Iterator[tuple[int, Pack]]:
+        """Numbered packs, each window checked as a prepared set is.
+
+        Raises:
+            DataError: Rows of a window are broken, too long, or hold nothing to learn.
+        """
+        number = 0
+        for window, packed in enumerate(self.pack()):
+            refuse_errors(name_rows(self.mixture), packed.findings)
+            order = np.arange(len(packed.bins))
+            if self.split == "train":
+                np.random.default_rng([read_seed(self.config), epoch_seed, window]).shuffle(order)
+            for at in order.tolist():
+                yield number, _build_pack(packed, at)
+                number += 1
+
+    def pack(self) -> Iterator[PackedSplit]:
+        """The windows in order.
+
+        Raises:
+            DataError: Rows are broken, or too long.
+        """
+        encoder = build_encoder(self.config, self.tokenizer)
+        end_tokens = find_end_tokens(self.config, self.tokenizer)
+        tokens, capacity = self.config.tokens, self.config.tokens.max_length
+        assert capacity is not None
+        held_out = self._read_held_out()
+        for window, rows in enumerate(split_chunks(self.mixture.rows())):
+            if held_out:
+                _refuse_held_out(rows, held_out)
+            examples = encode_chunk(encoder, rows, window * ROWS_PER_CHUNK)
+            too_long = np.flatnonzero(examples.lengths > capacity).tolist()
+            if too_long and tokens.overlong == "error":
+                lengths = examples.lengths.tolist()
+                raise_problems(
+                    [describe_overlong(rows[at].where, lengths[at], capacity) for at in too_long],
+                    name_rows(self.mixture),
+                )
+            yield pack_split(self.split, examples, tokens, capacity, end_tokens)
+
+    def _read_held_out(self) -> list[tuple[bytes, str]]:
+        """Digests and places of the held-out rows that no training row may repeat."""
+        test = load_test_data(self.config.data) if self.split == "train" else None
+        if test is None or self.config.data.allow_eval_overlap:
+            return []
+        return [(compute_row_digest(row), row.where) for row in test.rows()]
+
+
+def _refuse_held_out(rows: Sequence[Row], held_out: Sequence[tuple[bytes, str]]) -> None:
+    overlap = find_overlap([compute_row_digest(row) for row in rows], [digest for digest, _ in held_out])
+    refuse_overlap(overlap, lambda at: rows[at].where, lambda at: held_out[at][1])
+
+
+def _build_pack(packed: PackedSplit, at: int) -> Pack:
+    bins = packed.bins
+    documents = packed.examples.take(bins.order[bins.offsets[at] : bins.offsets[at + 1]])
+    return {
+        "input_ids": documents.input_ids,
+        "loss_mask": documents.loss_mask,
+        "seq_lengths": documents.lengths,
+        "row_ids": documents.row_ids,
+    }
+
+
+def _refuse_unknowable(config: RecipeConfig) -> None:
+    """Refuses options that need the whole stream to be read before training.
+
+    Raises:
+        ConfigError: There are such options.
+    """
+    problems = []
+    if config.tokens.max_length is None:
+        problems.append(("max_length", "a stream has no longest example to take it from", "set max_length"))
+    if config.data.test_split_size is not None:
+        problems.append(
+            ("test_split_size", "rows cannot be held out of a stream", "name held-out data: dataset_test_split")
+        )
+    if problems:
+        raise ConfigError(*(Problem(config.provenance.get(key, key), *words) for key, *words in problems))

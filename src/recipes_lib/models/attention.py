@@ -9,10 +9,12 @@ from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, TrainingArguments
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
+from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.loading import load_model_config
 from recipes_lib.models.varlen import register_varlen
 
 Layout = Literal["rows", "flat"]
@@ -22,7 +24,6 @@ row, with ``cu_seq_lens_q``, ``cu_seq_lens_k`` (``int32``), ``max_length_q`` and
 LAYOUTS: Final[dict[str, Layout]] = {
     "sdpa": "rows",
     "eager": "rows",
-    "flex_attention": "rows",
     "flash_attention_2": "flat",
     "flash_attention_3": "flat",
     "varlen": "flat",
@@ -44,7 +45,23 @@ class AttentionChoice:
     layout: Layout
 
 
-def choose_attention(
+def choose_attention(config: ModelConfig, args: TrainingArguments, *, packing: bool) -> AttentionChoice:
+    """Settle the kernel for a run: ``choose_kernel`` for its model, device and precision.
+
+    Raises:
+        ConfigError: As ``choose_kernel``, or the model's configuration cannot be loaded.
+    """
+    model_config, _ = load_model_config(config)
+    halves = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+    compute_dtype = (
+        torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else halves.get(config.dtype, torch.float32)
+    )
+    return choose_kernel(
+        model_config, config.attn_implementation, device=args.device, compute_dtype=compute_dtype, packing=packing
+    )
+
+
+def choose_kernel(
     config: PreTrainedConfig,
     requested: str | None,
     *,
@@ -58,7 +75,7 @@ def choose_attention(
         config: The model's configuration.
         requested: ``attn_implementation`` as the user gave it.
         device: Where the model will run.
-        compute_dtype: Precision of its matrix products, under autocast.
+        compute_dtype: Precision of its matrix products.
         packing: Whether documents share a row.
 
     Raises:
@@ -90,7 +107,7 @@ def _packing_problems(config: PreTrainedConfig) -> list[Problem]:
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     mixing = sorted(set(getattr(config, "layer_types", None) or ()) - ISOLATING_LAYERS)
     if getattr(model_class, "_is_stateful", False) or mixing:
-        reason = f"has {', '.join(mixing) or 'recurrent'} layers, which run on from one document into the next"
+        reason = f"has {', '.join(mixing) or 'recurrent'} layers, which are not known to keep documents apart"
     elif getattr(config, "alibi", False) or not _takes_position_ids(model_class):
         reason = "takes no position_ids, so it cannot tell where a document starts"
     else:
@@ -110,7 +127,7 @@ def _refusal(name: str, config: PreTrainedConfig, device: torch.device, compute_
     has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
     needs_half = is_flash or (is_varlen and is_cuda)
     reasons = {
-        "runs on CUDA devices only": not is_cuda and (is_flash or name == "flex_attention"),
+        "runs on CUDA devices only": is_flash and not is_cuda,
         "is not installed": is_flash and not FLASH_IS_INSTALLED[name](),
         "needs bf16 or fp16": needs_half and compute_dtype not in (torch.bfloat16, torch.float16),
         f"is not supported for {config.model_type} models by transformers": not _is_supported(name, config),
@@ -124,13 +141,13 @@ def _is_supported(name: str, config: PreTrainedConfig) -> bool:
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None:
         return name != "varlen"
-    return {
+    answers: dict[str, bool] = {
         "eager": True,
         "sdpa": model_class._supports_sdpa,
-        "flex_attention": model_class._supports_flex_attn,
         # It computes what sdpa does, reached by way of transformers' attention interface.
         "varlen": model_class._supports_sdpa and model_class._supports_attention_backend,
-    }.get(name, model_class._supports_flash_attn)
+    }
+    return answers.get(name, bool(model_class._supports_flash_attn))
 
 
 @torch.no_grad()
@@ -138,8 +155,7 @@ def prove_isolation(model: Any, layout: Layout) -> None:
     """Run two packed documents through the model itself and show that neither sees the other.
 
     Each must have the logits that it has alone, and changing one must leave the other's as they were. A few forward
-    passes over sixteen tokens; when the weights are sharded every process must call, and with a kernel that needs
-    half precision under autocast.
+    passes over sixteen tokens; when the weights are sharded every process must call.
 
     Args:
         model: The model as it will be trained; mode and random state are left alone.
@@ -187,6 +203,8 @@ def _packed_logits(model: Any, documents: Sequence[Tensor], layout: Layout) -> l
     """Logits ``(T, V)`` of each document, all in one row."""
     lengths = [len(document) for document in documents]
     device = documents[0].device
+    # The kernels for flat batches multiply on a GPU in half precision only.
+    precision = torch.autocast(device.type, torch.bfloat16, enabled=layout == "flat" and device.type == "cuda")
     inputs: dict[str, Any] = {
         "input_ids": torch.cat(list(documents))[None] % model.config.get_text_config().vocab_size,
         "position_ids": torch.cat([torch.arange(length, device=device) for length in lengths])[None],
@@ -195,4 +213,5 @@ def _packed_logits(model: Any, documents: Sequence[Tensor], layout: Layout) -> l
         bounds = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
         inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
         inputs |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
-    return list(model(**inputs, use_cache=False).logits[0].split(lengths))
+    with precision:
+        return list(model(**inputs, use_cache=False).logits[0].split(lengths))

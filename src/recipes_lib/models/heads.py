@@ -84,7 +84,9 @@ def verify_loss_head(model: Any) -> None:
     input_ids = torch.arange(1, 9, device=next(model.parameters()).device)[None] % config.vocab_size
     was_training = model.training
     model.eval()
-    with torch.no_grad():
+    # flash-attention multiplies in half precision only.
+    needs_half = "flash" in str(config._attn_implementation)
+    with torch.no_grad(), torch.autocast(input_ids.device.type, torch.bfloat16, enabled=needs_half):
         own = model(input_ids=input_ids, labels=input_ids, use_cache=False)
         sums = model(input_ids=input_ids, labels=input_ids, loss_head=True)
     model.train(was_training)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import TrainingArguments
 from trl import SFTConfig
 
 from recipes_lib.config.schema import RecipeConfig
@@ -55,3 +56,8 @@ def build_training_arguments(config: RecipeConfig, launch: Launch, *, has_eval: 
     args = SFTConfig(**arguments)
     verify_launch(launch, args.world_size, args.distributed_state.distributed_type)
     return args
+
+
+def get_compute_dtype(args: TrainingArguments) -> torch.dtype:
+    """Return the precision of the matrix products."""
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32

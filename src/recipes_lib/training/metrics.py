@@ -153,7 +153,7 @@ def read_peak_memory() -> int:
 
 
 class MetricsWriter:
-    """Appends events to ``metrics.jsonl`` or ``samples.jsonl``; a killed process loses at most the line it was writing."""
+    """Appends events to ``metrics.jsonl`` or ``samples.jsonl``; a kill loses at most the line being written."""
 
     def __init__(self, path: Path, *, is_main: bool = True) -> None:
         """Write to ``path``; where ``is_main`` is False nothing is ever written."""

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from recipes_lib.config.schema import EvaluationConfig
 from recipes_lib.planning.compute import compute_flops_per_token, peak_flops
+from recipes_lib.training.arguments import get_compute_dtype
 from recipes_lib.training.callbacks import MetricsCallback
 from recipes_lib.training.hooks.evaluation import EvaluateLoss
 from recipes_lib.training.hooks.prompts import build_prompts
@@ -106,6 +107,5 @@ def _sum_peak_flops(args: TrainingArguments) -> float | None:
     """Return the peak of all processes' devices together, in FLOP/s, as if they were like this one's."""
     if args.device.type != "cuda":
         return None
-    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-    peak = peak_flops(torch.cuda.get_device_name(args.device), dtype)
+    peak = peak_flops(torch.cuda.get_device_name(args.device), get_compute_dtype(args))
     return None if peak is None else peak * args.world_size

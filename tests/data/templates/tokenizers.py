@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from functools import cache
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -19,9 +19,12 @@ SPECIAL = re.compile(
 )
 
 
-def byte_level(template: str, *, bos: str | None = "<s>", eos: str = "</s>", **options: Any) -> PreTrainedTokenizerFast:
-    """Byte-level BPE whose special tokens are the control literals of ``template``."""
-    special = sorted({*SPECIAL.findall(template), eos, "<pad>", *([bos] if bos else [])})
+@cache
+def build_byte_level(
+    template: str, *, bos: str | None = "<s>", eos: str = "</s>", pad: str = "<pad>", extra: tuple[str, ...] = ()
+) -> PreTrainedTokenizerFast:
+    """Byte-level BPE whose special tokens are the control literals of ``template``; treat it as read-only."""
+    special = sorted({*SPECIAL.findall(template), *extra, eos, pad, *([bos] if bos else [])})
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -30,7 +33,7 @@ def byte_level(template: str, *, bos: str | None = "<s>", eos: str = "</s>", **o
         vocab_size=400 + len(special), special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    return wrap(tokenizer, template, special, bos=bos, eos=eos, **options)
+    return wrap(tokenizer, template, special, bos=bos, eos=eos, pad=pad)
 
 
 def wrap(
@@ -51,26 +54,30 @@ def wrap(
     return fast
 
 
-def metaspace(template: str, *, add_bos: bool = True) -> PreTrainedTokenizerFast:
-    """SentencePiece-like BPE: a space becomes part of the word, unknown characters become bytes, BOS is added."""
+def build_metaspace(template: str | None, *, adds_bos: bool = True) -> PreTrainedTokenizerFast:
+    """SentencePiece-like BPE: a space becomes part of the word, unknown characters become bytes."""
     special = ["<unk>", "<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>"]
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
-    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=[*special, *bytes_], show_progress=False)
-    tokenizer.train_from_iterator([*CORPUS, *map(chr, range(33, 127))], trainer)
-    if add_bos:
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=[*special, *(f"<0x{byte:02X}>" for byte in range(256))],
+        initial_alphabet=[chr(code) for code in range(33, 127)],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    if adds_bos:
         tokenizer.post_processor = processors.TemplateProcessing(
             single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
         )
     return wrap(tokenizer, template, special[4:])
 
 
-def lossy(template: str) -> PreTrainedTokenizerFast:
+def build_lossy(template: str) -> PreTrainedTokenizerFast:
     """Byte-level BPE behind NFC and lower case: what it cannot tell apart, no model trained with it can."""
-    fast = byte_level(template)
+    fast = build_byte_level.__wrapped__(template)
     fast.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
     return fast

@@ -1,0 +1,103 @@
+"""Memory and time of one training step at a vocabulary of 131,072: our loss head, TRL's fused head, plain logits.
+
+python benchmarks/loss_head.py [--rounds 3] [--output build/loss_head.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from harness import compare, run_interleaved, spread, write_results
+
+VOCABULARY, WIDTH, TOKENS = 131072, 256, 2048
+HEADS = ("ours", "TRL", "transformers")
+STEPS = 3
+
+
+def main() -> None:
+    """Measure each head in each precision as a process of its own."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--measure", nargs=2, metavar=("HEAD", "PRECISION"))
+    options = parser.parse_args()
+    if options.measure:
+        head, precision = options.measure
+        print(json.dumps(measure(head, bf16=precision == "bf16")))
+        return
+    variants = {f"{head} {precision}": (head, precision) for precision in ("fp32", "bf16") for head in HEADS}
+    results = run_interleaved(
+        {name: [sys.executable, __file__, "--measure", *variant] for name, variant in variants.items()}, options.rounds
+    )
+    table = [["head", "extra peak GB", "seconds", "memory / ours", "time / ours", "loss", "gradient norm"]]
+    for name, (_, precision) in variants.items():
+        ours = f"ours {precision}"
+        ratios = [compare(results, figure, ours, name) for figure in ("extra_gb", "seconds")]
+        last = results[name][-1]
+        measured = [spread(results[name], "extra_gb"), spread(results[name], "seconds")]
+        table.append([name, *measured, *ratios, f"{last['loss']:.5f}", f"{last['gradient_norm']:.5f}"])
+    title = f"Step of a 2-layer Llama, {TOKENS} tokens, width {WIDTH}, vocabulary {VOCABULARY} (min / median / max)"
+    write_results(options.output, title, table, results)
+
+
+def measure(head: str, *, bf16: bool) -> dict[str, float]:
+    """Peak resident memory of the first step, which every head enters with no gradients, and the fastest step's time."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.manual_seed(0)
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 4 * WIDTH}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, tie_word_embeddings=True, **shape))
+    add_head(model, head)
+    ids = torch.randint(0, VOCABULARY, (4, TOKENS // 4))
+    peaks, seconds = [], []
+    for _ in range(STEPS):
+        model.zero_grad()
+        Path("/proc/self/clear_refs").write_text("5")  # The peak starts again from what is resident now.
+        before = resident_gb("VmRSS")
+        start = time.perf_counter()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = compute_loss(model, head, ids)
+        loss.backward()
+        seconds.append(time.perf_counter() - start)
+        peaks.append(resident_gb("VmHWM") - before)
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    return {"extra_gb": peaks[0], "seconds": min(seconds), "loss": loss.item(), "gradient_norm": norm.item()}
+
+
+def add_head(model: Any, head: str) -> None:
+    """Patch the model as the library does that is measured."""
+    if head == "ours":
+        from recipes_lib.models.heads import add_loss_head
+
+        add_loss_head(model)
+    elif head == "TRL":
+        from trl.trainer.utils import add_fused_lm_head
+
+        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))  # What its SFT trainer asks for.
+
+
+def compute_loss(model: Any, head: str, ids: Any) -> Any:
+    """Mean loss of the batch, the way each head gives it."""
+    if head == "ours":
+        sums = model(input_ids=ids, labels=ids, loss_head=True)
+        return sums.nll_sum / sums.num_targets
+    return model(input_ids=ids, labels=ids, use_cache=False, **({"fused_lm_head": True} if head == "TRL" else {})).loss
+
+
+def resident_gb(field: str) -> float:
+    """A line of the process's memory status, in GB; Linux only."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(re.search(rf"{field}:\s+(\d+) kB", status)[1]) / 1e6  # type: ignore[index]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""What a run trains on, whether it was prepared beforehand or is tokenised on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.data.audit import Finding, SplitAudit
+from recipes_lib.data.encoding import TokenizerLoader
+from recipes_lib.data.prepare import prepare_once
+from recipes_lib.data.streaming import audit_first_window, build_eval_stream, build_train_stream
+
+if TYPE_CHECKING:
+    import datasets
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingData:
+    """Packed rows and what is known of them.
+
+    Attributes:
+        train: Training packs: columns ``input_ids``, ``loss_mask``, ``seq_lengths``, ``row_ids``.
+        eval: Held-out packs, or ``None``.
+        max_length: Tokens that a pack has room for.
+        num_packs: Training packs; ``None`` for a stream.
+        audit: Figures of the training rows; of a stream, of its first ones.
+        findings: What the audit of all rows makes of them.
+        record: JSON values for ``run.json``: where the rows came from, and their counts.
+    """
+
+    train: datasets.Dataset | datasets.IterableDataset
+    eval: datasets.Dataset | None
+    max_length: int
+    num_packs: int | None
+    audit: SplitAudit
+    findings: Sequence[Finding]
+    record: dict[str, Any]
+
+
+def load_training_data(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local_rank: int = 0) -> TrainingData:
+    """Find or make the prepared set of a run, or open its stream; call it before any process group exists.
+
+    Args:
+        config: The run.
+        load_tokenizer: Called only when something has to be tokenised.
+        local_rank: Number of this process on its node; the first one prepares, the others wait for it.
+
+    Raises:
+        ConfigError: The options do not fit together.
+        DataError: Rows are broken, too long, held out as well as trained on, or hold nothing to learn.
+    """
+    if config.data.dataset_streaming:
+        return _open_stream(config, load_tokenizer)
+    prepared = prepare_once(config, load_tokenizer, local_rank=local_rank)
+    figures = {name: value for name, value in prepared.manifest["train"].items() if name != "cut"}
+    return TrainingData(
+        train=prepared.train,
+        eval=prepared.eval,
+        max_length=prepared.manifest["max_length"],
+        num_packs=len(prepared.train),
+        audit=SplitAudit(**figures),
+        findings=[Finding(**finding) for finding in prepared.manifest["findings"]],
+        record={"prepared_set": str(prepared.path), **prepared.manifest},
+    )
+
+
+def _open_stream(config: RecipeConfig, load_tokenizer: TokenizerLoader) -> TrainingData:
+    tokenizer = load_tokenizer(config)
+    first = audit_first_window(config, tokenizer)
+    assert config.tokens.max_length is not None
+    return TrainingData(
+        train=build_train_stream(config, tokenizer),
+        eval=build_eval_stream(config, tokenizer),
+        max_length=config.tokens.max_length,
+        num_packs=None,
+        audit=first.audit,
+        findings=first.findings,
+        record={"streamed": True, "first_window": asdict(first.audit)},
+    )

@@ -1,0 +1,246 @@
+"""Models and tokenizers from a folder or the Hub, complete and in agreement, or one clear error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from recipes_lib.config.schema import ModelConfig, TokensConfig
+from recipes_lib.errors import ConfigError, Problem
+
+
+def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedTokenizerBase:
+    """The fast tokenizer, with the end-of-text and padding tokens and the chat template that the user asked for.
+
+    A tokenizer without a padding token pads with its end-of-text token: padding is told by length, never by id. No
+    token is ever added, so the model is never resized.
+
+    Raises:
+        ConfigError: It cannot be loaded or is not a fast one, has no end-of-text token, lacks a token that was asked
+            for, or the chat template cannot be read.
+    """
+    is_own = config.tokenizer_name_or_path is not None
+    key = "tokenizer_name_or_path" if is_own else "model_name_or_path"
+    name = config.tokenizer_name_or_path or config.model_name_or_path
+    _check_remote_code(config)
+    with _explained(key, name):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            name,
+            revision=None if is_own else config.model_revision,
+            trust_remote_code=config.trust_remote_code,
+        )
+    problems = []
+    if not tokenizer.is_fast:
+        remedy = "use a model with a tokenizer.json: without one, tokens have no place in the text to be masked by"
+        problems.append(Problem(key, f"the tokenizer of {name} is not a fast one", remedy))
+    vocabulary = tokenizer.get_vocab()
+    for kind, token in (("eos_token", tokens.eos_token), ("pad_token", tokens.pad_token)):
+        if token is not None and token not in vocabulary:
+            problems.append(Problem(kind, f"the tokenizer of {name} has no token {token!r}", "name one that it has"))
+        elif token is not None:
+            setattr(tokenizer, kind, token)
+    if tokenizer.eos_token is None and tokens.eos_token is None:
+        problems.append(Problem("eos_token", f"the tokenizer of {name} has no end-of-text token", "set eos_token"))
+    if tokens.chat_template_path is not None:
+        try:
+            tokenizer.chat_template = Path(tokens.chat_template_path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            found = f"{tokens.chat_template_path} cannot be read: {_first_line(error)}"
+            problems.append(Problem("chat_template_path", found, "name a Jinja file in UTF-8"))
+    if problems:
+        raise ConfigError(*problems)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model_config(config: ModelConfig) -> tuple[PreTrainedConfig, GenerationConfig]:
+    """The model's configuration and how it generates, without its weights.
+
+    Raises:
+        ConfigError: They cannot be loaded.
+    """
+    _check_remote_code(config)
+    name, options = config.model_name_or_path, _load_options(config)
+    with _explained("model_name_or_path", name):
+        model_config = AutoConfig.from_pretrained(name, **options)
+    try:
+        generation_config = GenerationConfig.from_pretrained(name, revision=config.model_revision or "main")
+    except OSError:  # Many models have none, and take what their configuration says.
+        generation_config = GenerationConfig.from_model_config(model_config)
+    return model_config, generation_config
+
+
+def load_causal_lm(config: ModelConfig, attn_implementation: str) -> PreTrainedModel:
+    """The model in training mode, every weight from the checkpoint, in the precision of the master weights.
+
+    Raises:
+        ConfigError: It cannot be loaded, its weights are not safetensors, or a weight is missing, superfluous or of
+            another shape than the architecture's.
+    """
+    _check_remote_code(config)
+    name = config.model_name_or_path
+    with _explained("model_name_or_path", name):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=config.dtype,
+            attn_implementation=attn_implementation,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **_load_options(config),
+        )
+    model, info = loaded
+    architecture = type(model).__name__
+    mismatched = {f"{key} {tuple(found)} for {tuple(wanted)}" for key, found, wanted in info["mismatched_keys"]}
+    problems = [
+        Problem("model_name_or_path", f"{found} {_shorten(keys)}", f"name a complete {architecture} checkpoint")
+        for found, keys in (
+            (f"the checkpoint of {name} lacks", info["missing_keys"]),
+            (f"{architecture} has no place for", info["unexpected_keys"]),
+            (f"the checkpoint of {name} has other shapes:", mismatched),
+        )
+        if keys
+    ]
+    if problems:
+        raise ConfigError(*problems)
+    # A cache switches the isolation of packed documents off; generate() has a setting of its own.
+    model.config.use_cache = False
+    model.train()
+    return model  # type: ignore[no-any-return]
+
+
+def check_agreement(
+    config: PreTrainedConfig,
+    generation_config: GenerationConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int | None = None,
+) -> list[Problem]:
+    """Where model and tokenizer contradict each other: embedding rows, end and start of text, length.
+
+    Args:
+        config: The model's configuration.
+        generation_config: How it generates.
+        tokenizer: As ``load_tokenizer`` returned it.
+        max_length: Longest row of the batch, in tokens.
+    """
+    text = config.get_text_config()
+    problems = []
+    without_row = [token for token, token_id in tokenizer.get_vocab().items() if token_id >= text.vocab_size]
+    if without_row:
+        found = f"the model has {text.vocab_size} embedding rows, none for {_shorten(without_row)} of the tokenizer"
+        problems.append(
+            Problem("tokenizer_name_or_path", found, "use the model's own tokenizer, or resize the model first")
+        )
+    stops = _ids(generation_config.eos_token_id) | _ids(text.eos_token_id)
+    if stops and tokenizer.eos_token_id not in stops:
+        found = (
+            f"the model stops at {_name_tokens(tokenizer, stops)}, the tokenizer ends text with {tokenizer.eos_token!r}"
+        )
+        problems.append(Problem("eos_token", found, "set eos_token to a token at which the model stops"))
+    starts = _ids(generation_config.bos_token_id) | _ids(text.bos_token_id)
+    if starts and tokenizer.bos_token_id is not None and tokenizer.bos_token_id not in starts:
+        found = f"the model starts with {_name_tokens(tokenizer, starts)}, the tokenizer with {tokenizer.bos_token!r}"
+        problems.append(Problem("tokenizer_name_or_path", found, "use the model's own tokenizer"))
+    positions = getattr(text, "max_position_embeddings", None)
+    if max_length is not None and positions is not None and max_length > positions:
+        found = f"{max_length} tokens are more than the {positions} positions of the model"
+        problems.append(Problem("max_length", found, f"set max_length to {positions} at most"))
+    return problems
+
+
+def _load_options(config: ModelConfig) -> dict[str, Any]:
+    return {"revision": config.model_revision, "trust_remote_code": config.trust_remote_code}
+
+
+def _check_remote_code(config: ModelConfig) -> None:
+    """Code of a Hub repository runs only as of a commit that was named, and so could be read."""
+    is_commit = re.fullmatch(r"[0-9a-f]{40}", config.model_revision or "") is not None
+    if config.trust_remote_code and not is_commit and not Path(config.model_name_or_path).is_dir():
+        found = f"the code of {config.model_name_or_path} would run, in whatever version the Hub has"
+        raise ConfigError(
+            Problem("trust_remote_code", found, "set model_revision to the 40-digit commit that you have read")
+        )
+
+
+@contextmanager
+def _explained(key: str, name: str) -> Iterator[None]:
+    """Turn what transformers and the Hub raise for ``name`` into one ``ConfigError``."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
+        raise ConfigError(Problem(key, *_explain(name, error))) from error
+
+
+def _explain(name: str, error: Exception) -> tuple[str, str]:
+    """What was found and what to do."""
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    for kind, found, remedy in (
+        (GatedRepoError, "is gated", f"accept its terms at https://huggingface.co/{name}, then `hf auth login`"),
+        (RepositoryNotFoundError, "is not on the Hub, or private", "check the spelling, or `hf auth login`"),
+        (RevisionNotFoundError, "has no such revision", "check model_revision"),
+        (
+            LocalEntryNotFoundError,
+            "is not in the cache, and the Hub is out of reach",
+            f"`hf download {name}` while online",
+        ),
+        (HFValidationError, "is neither a folder nor a Hub id", "check the path"),
+    ):
+        if any(isinstance(cause, kind) for cause in causes):
+            return f"{name} {found}", remedy
+    if "trust_remote_code" in str(error):
+        return (
+            f"{name} brings code of its own",
+            "read it, then set trust_remote_code: true and model_revision to its commit",
+        )
+    if "safetensors" in str(error):
+        return (
+            f"{name} has no whole safetensors weights, and pickled ones could run code",
+            "convert them where you trust them: from_pretrained, then save_pretrained",
+        )
+    return (
+        f"{name} cannot be loaded: {_first_line(error)}",
+        "check that it is a complete model folder or Hub repository",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _ids(token_id: int | list[int] | None) -> set[int]:
+    return set() if token_id is None else set(token_id) if isinstance(token_id, list) else {token_id}
+
+
+def _name_tokens(tokenizer: PreTrainedTokenizerBase, ids: set[int]) -> str:
+    return " or ".join(repr(tokenizer.convert_ids_to_tokens(token_id)) for token_id in sorted(ids))
+
+
+def _shorten(names: Any) -> str:
+    """The first three, and how many more."""
+    names = sorted(names)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

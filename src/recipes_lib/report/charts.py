@@ -1,0 +1,252 @@
+"""The curves of a run, drawn once: as SVG that follows the page's colours, and as PNG."""
+
+from __future__ import annotations
+
+import io
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+from recipes_lib.report.run_files import Record, RunFiles, find_non_finite_steps, read_curve
+
+Curve = Sequence[tuple[int, float]]
+
+COLOURS: Mapping[str, str] = {
+    "ink": "#1c2024",
+    "muted": "#60666d",
+    "rule": "#d9dce0",
+    "first": "#2563c9",
+    "second": "#c2570c",
+    "alarm": "#c42b3c",
+}
+"""Of the light theme. Each occurs once, so that in SVG it can be replaced by the page's variable of the same name."""
+PNG_BACKGROUND = "#ffffff"
+MAX_POINTS = 800
+MAX_SMOOTHED = 400
+SMOOTH_FROM = 30
+"""Curves of fewer points are shown as they are."""
+_TICK_STEPS = [1, 2, 5, 10]
+_STYLE = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 9.5,
+    "axes.edgecolor": COLOURS["rule"],
+    "axes.labelcolor": COLOURS["muted"],
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": COLOURS["rule"],
+    "grid.linewidth": 0.8,
+    "xtick.color": COLOURS["muted"],
+    "ytick.color": COLOURS["muted"],
+    "text.color": COLOURS["ink"],
+    "ytick.left": False,
+    "lines.solid_capstyle": "round",
+    "lines.solid_joinstyle": "round",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One curve of a chart.
+
+    Attributes:
+        label: Beside the curve; empty when the chart has one curve.
+        curve: Finite points, by step.
+        colour: Name in ``COLOURS``.
+        kind: ``noisy`` curves have their median drawn over them; ``exact`` ones are drawn as they are; evaluations are
+            ``points`` that a line only joins.
+    """
+
+    label: str
+    curve: Curve
+    colour: str
+    kind: Literal["noisy", "exact", "points"] = "noisy"
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A figure, ready for a page.
+
+    Attributes:
+        name: File name of its PNG, without suffix.
+        title: Heading.
+        alt: What a person sees in it, in a sentence, for one who does not.
+        svg: An ``<svg>`` element whose colours are the page's variables.
+        is_wide: It deserves the whole width.
+    """
+
+    name: str
+    title: str
+    alt: str
+    svg: str
+    is_wide: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    name: str
+    title: str
+    lines: Sequence[Line]
+    alarms: Sequence[int] = ()
+    unit: str = ""
+    is_wide: bool = False
+    from_zero: bool = False
+
+
+def draw_charts(run: RunFiles, folder: Path) -> list[Chart]:
+    """Draw every chart that the run has points for, and write the PNGs to ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plans = [plan for plan in _plan_charts(run) if any(line.curve for line in plan.lines)]
+    return [_draw(plan, folder) for plan in plans]
+
+
+def _plan_charts(run: RunFiles) -> list[_Plan]:
+    def curve(records: Sequence[Record], name: str) -> Curve:
+        return read_curve(records, name)
+
+    loss, held_out = curve(run.train, "loss"), curve(run.evaluations, "eval_loss")
+    train = Line("training", loss, "first")
+    has_bytes = bool(curve(run.evaluations, "eval_bits_per_byte"))
+    per_byte = curve(run.evaluations, "eval_bits_per_byte")
+    throughput = curve(run.train, "target_tokens_per_second") or curve(run.train, "tokens_per_second")
+    return [
+        _Plan(
+            name="loss",
+            title="Loss",
+            lines=[train, Line("held-out", held_out, "second", kind="points")],
+            alarms=find_non_finite_steps(run.train, "loss"),
+            unit="nats per target token",
+            is_wide=True,
+        ),
+        _Plan(
+            name="heldout_loss",
+            title="Held-out loss",
+            lines=[Line("", per_byte if has_bytes else held_out, "second", kind="points")],
+            alarms=find_non_finite_steps(run.evaluations, "eval_loss"),
+            unit="bits per byte" if has_bytes else "nats per target token",
+        ),
+        _Plan(
+            name="learning_rate",
+            title="Learning rate",
+            lines=[Line("", curve(run.train, "learning_rate"), "first", kind="exact")],
+            from_zero=True,
+        ),
+        _Plan(
+            name="grad_norm",
+            title="Gradient norm",
+            lines=[Line("", curve(run.train, "grad_norm"), "first")],
+            alarms=find_non_finite_steps(run.train, "grad_norm"),
+            unit="before clipping",
+        ),
+        _Plan(
+            name="throughput",
+            title="Throughput",
+            lines=[Line("", throughput, "first")],
+            unit="target tokens per second",
+            from_zero=True,
+        ),
+    ]
+
+
+def _draw(plan: _Plan, folder: Path) -> Chart:
+    with mpl.rc_context({**_STYLE, "svg.hashsalt": plan.name}):
+        figure = Figure(figsize=(9.2, 3.1) if plan.is_wide else (4.5, 2.5), layout="constrained")
+        axes = figure.add_subplot()
+        for line in plan.lines:
+            _draw_line(axes, line)
+        _finish(axes, plan)
+        figure.savefig(folder / f"{plan.name}.png", dpi=160, facecolor=PNG_BACKGROUND)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    alt = f"{plan.title}: " + "; ".join(_describe(line) for line in plan.lines if line.curve)
+    return Chart(plan.name, plan.title, alt, _adopt_svg(buffer.getvalue()), plan.is_wide)
+
+
+def _draw_line(axes: Axes, line: Line) -> None:
+    if not line.curve:
+        return
+    colour = COLOURS[line.colour]
+    bold: dict[str, Any] = {"color": colour, "linewidth": 2.0, "label": line.label}
+    if line.kind == "points" or len(line.curve) == 1:
+        bold |= {"marker": "o", "markersize": 4.5}
+    is_smoothed = line.kind == "noisy" and len(line.curve) >= SMOOTH_FROM
+    shown = smooth(line.curve) if is_smoothed else line.curve
+    if is_smoothed:
+        axes.plot(*zip(*thin_out(line.curve), strict=True), color=colour, linewidth=0.8, alpha=0.35)
+    axes.plot(*zip(*thin_out(shown), strict=True), **bold)
+
+
+def _finish(axes: Axes, plan: _Plan) -> None:
+    values = [value for line in plan.lines for _, value in line.curve]
+    if plan.from_zero:
+        axes.set_ylim(bottom=0, top=1.08 * max(values) or 1)
+    elif plan.name == "grad_norm" and min(values) > 0 and max(values) > 20 * sorted(values)[len(values) // 2]:
+        axes.set_yscale("log")
+    if plan.name == "throughput":
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    else:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
+    if axes.get_yscale() == "linear":
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=_TICK_STEPS))
+    axes.xaxis.set_major_locator(MaxNLocator(8 if plan.is_wide else 5, integer=True, steps=_TICK_STEPS, min_n_ticks=1))
+    axes.margins(x=0.02)
+    axes.set_xlabel("optimizer step")
+    axes.set_title(plan.unit, loc="left", fontsize=9.5, color=COLOURS["muted"])
+    for step in plan.alarms:
+        axes.axvline(step, color=COLOURS["alarm"], linewidth=1.2, linestyle=(0, (2, 2)))
+    if sum(bool(line.label and line.curve) for line in plan.lines) > 1:
+        axes.legend(frameon=False, labelcolor=COLOURS["ink"], loc="upper right", ncols=2)
+
+
+def smooth(curve: Curve) -> Curve:
+    """Return the median of a twentieth of the curve around each of its points, at no more than 400 of them.
+
+    A median has neither the lag of a running mean nor its shoulders beside a spike. At the beginning, where curves are
+    steep, the stretch is shorter.
+    """
+    reach = max(1, len(curve) // 40)
+    stride = -(-len(curve) // MAX_SMOOTHED)
+    centres = sorted({*range(0, len(curve), stride), len(curve) - 1})
+    return [
+        (curve[at][0], statistics.median(value for _, value in curve[max(0, at - reach) : at + min(at, reach) + 1]))
+        for at in centres
+    ]
+
+
+def thin_out(curve: Curve, max_points: int = MAX_POINTS) -> Curve:
+    """Return at most ``max_points`` points of the curve: its ends, and the extremes of equal stretches."""
+    if len(curve) <= max_points:
+        return curve
+    size = -(-len(curve) * 2 // (max_points - 2))
+    kept = {curve[0][0]: curve[0][1], curve[-1][0]: curve[-1][1]}
+    for start in range(0, len(curve), size):
+        stretch = curve[start : start + size]
+        kept |= dict([min(stretch, key=lambda point: point[1]), max(stretch, key=lambda point: point[1])])
+    return sorted(kept.items())
+
+
+def _describe(line: Line) -> str:
+    (first_step, first), (last_step, last) = line.curve[0], line.curve[-1]
+    label = f"{line.label} " if line.label else ""
+    if len(line.curve) == 1:
+        return f"{label}{first:.4g} at step {first_step}"
+    return f"{label}from {first:.4g} at step {first_step} to {last:.4g} at step {last_step}"
+
+
+def _adopt_svg(document: str) -> str:
+    """Return the ``<svg>`` element alone, hidden from readers that have the text beside it, in the page's colours."""
+    element = document[document.index("<svg") :].replace("<svg ", '<svg aria-hidden="true" focusable="false" ', 1)
+    for name, colour in COLOURS.items():
+        element = element.replace(colour, f"var(--{name})")
+    return element

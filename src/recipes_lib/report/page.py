@@ -1,0 +1,205 @@
+"""One file that shows a run to a person: ``report.html``, with the curves besides as PNGs in ``report/``."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment
+
+from recipes_lib.report.charts import draw_charts, smooth
+from recipes_lib.report.problems import find_problems
+from recipes_lib.report.run_files import Record, RunFiles, read_curve, read_number, read_run
+from recipes_lib.report.template import PAGE, STYLE
+
+MAX_TEXT = 2000
+"""Characters of a prompt or an answer that are shown; the whole stands in ``samples.jsonl``."""
+MAX_PROMPTS = 12
+_SHOWN_ELSEWHERE = ("config", "provenance", "stage", "status")
+_HELD_OUT = {
+    "eval_loss": ("Held-out loss", "{:.4g}"),
+    "eval_perplexity": ("Perplexity", "{:.4g}"),
+    "eval_bits_per_byte": ("Bits per byte", "{:.3f}"),
+    "eval_token_accuracy": ("Token accuracy", "{:.1%}"),
+    "eval_stop_rate": ("Samples that stop", "{:.0%}"),
+    "eval_mean_sample_tokens": ("Tokens per sample", "{:.4g}"),
+    "eval_num_target_tokens": ("", ""),
+    "eval_seconds": ("", ""),
+}
+"""Evaluated figure -> its label and format; without a label it is not shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFigure:
+    """A number that says how the run went: what it is, its value, and what to compare it with."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+def build_report(run_dir: Path) -> Path:
+    """Write ``report.html`` and ``report/*.png`` into a run directory and return the path of the page.
+
+    The page needs no network and no script, and stays below a megabyte. Whatever a run has not (yet) written is left
+    out; everything that comes from data or configuration is escaped.
+
+    Raises:
+        DataError: ``run_dir`` holds no run.
+    """
+    run = read_run(run_dir)
+    charts = draw_charts(run, run_dir / "report")
+    steps = sorted({sample["step"] for sample in run.samples})
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    page = environment.from_string(PAGE).render(
+        run=run,
+        style=STYLE,
+        kicker=_describe_stage(run),
+        lead=_describe_extent(run),
+        problems=find_problems(run),
+        figures=list(_choose_figures(run)),
+        charts=charts,
+        samples=_pair_samples(run.samples, steps),
+        samples_when=" and ".join(_name_step(step, steps).lower() for step in {*steps[:1], *steps[-1:]}),
+        facts=_list_facts(run.facts),
+        config=_list_config(run.facts),
+    )
+    path = run_dir / "report.html"
+    path.write_text(page, encoding="utf-8", errors="replace")
+    return path
+
+
+def _describe_stage(run: RunFiles) -> str:
+    stage = str(run.facts.get("stage", "training"))
+    return " · ".join(part for part in (stage, str(run.facts.get("status", ""))) if part)
+
+
+def _describe_extent(run: RunFiles) -> str:
+    if not run.train:
+        return "No training step was logged."
+    last = run.train[-1]
+    parts = [f"{last['step']:,} optimizer step{'' if last['step'] == 1 else 's'}"]
+    if (epochs := read_number(last, "epoch")) is not None:
+        parts.append(f"{epochs:.3g} epoch{'' if epochs == 1 else 's'}")
+    if (seconds := read_number(last, "seconds")) is not None:
+        parts.append(f"{_format_duration(seconds)} of training")
+    config = run.facts.get("config")
+    model = config.get("model_name_or_path") if isinstance(config, dict) else None
+    return ", ".join(parts) + (f", from {model}" if model else "")
+
+
+def _choose_figures(run: RunFiles) -> Iterator[KeyFigure]:
+    yield from _choose_held_out_figures(run.evaluations)
+    if loss := read_curve(run.train, "loss"):
+        yield KeyFigure("Training loss", f"{smooth(loss)[-1][1]:.4g}", f"{loss[0][1]:.4g} at step {loss[0][0]}")
+    if tokens := read_curve(run.train, "num_target_tokens"):
+        total = read_curve(run.train, "num_tokens")
+        note = f"of {_format_count(total[-1][1])} tokens seen" if total else ""
+        yield KeyFigure("Tokens trained on", _format_count(tokens[-1][1]), note)
+    if rates := sorted(value for _, value in read_curve(run.train, "target_tokens_per_second")):
+        mfu = sorted(value for _, value in read_curve(run.train, "mfu"))
+        note = f"{mfu[len(mfu) // 2]:.0%} of the peak FLOPs" if mfu else "median"
+        yield KeyFigure("Target tokens/s", _format_count(rates[len(rates) // 2]), note)
+    if memory := read_curve(run.train, "memory_bytes"):
+        yield KeyFigure("Peak memory", f"{max(value for _, value in memory) / 2**30:.2f} GiB", "of one process")
+
+
+def _choose_held_out_figures(evaluations: Sequence[Record]) -> Iterator[KeyFigure]:
+    """Yield the latest value of everything evaluated, the user's own metrics too, with the first beside it."""
+    own = {name for record in evaluations for name in record if name.startswith("eval_")} - _HELD_OUT.keys()
+    labels = {**_HELD_OUT, **{name: (name.removeprefix("eval_").replace("_", " "), "{:.4g}") for name in sorted(own)}}
+    for name, (label, template) in labels.items():
+        curve = read_curve(evaluations, name)
+        if label and curve:
+            (first_step, first), (_, last) = curve[0], curve[-1]
+            note = f"{template.format(first)} at step {first_step}" if len(curve) > 1 else ""
+            yield KeyFigure(label, template.format(last), note)
+
+
+def _pair_samples(samples: Sequence[Record], steps: Sequence[int]) -> list[dict[str, Any]]:
+    """Return each prompt with its first and its last answer."""
+    by_prompt: dict[str, dict[int, Record]] = {}
+    for sample in samples:
+        by_prompt.setdefault(str(sample.get("prompt", "")), {})[sample["step"]] = sample
+    paired = []
+    for prompt, answers in list(by_prompt.items())[:MAX_PROMPTS]:
+        ends = [answers[step] for step in dict.fromkeys((min(answers), max(answers)))]
+        reference = ends[-1].get("reference")
+        paired.append(
+            {
+                "prompt": _shorten(prompt),
+                "reference": None if reference is None else _shorten(str(reference)),
+                "answers": [_show_answer(answer, steps) for answer in ends],
+            }
+        )
+    return paired
+
+
+def _show_answer(sample: Record, steps: Sequence[int]) -> dict[str, Any]:
+    stopped = bool(sample.get("stopped"))
+    number = sample.get("num_tokens", "?")
+    return {
+        "when": _name_step(sample["step"], steps),
+        "stopped": stopped,
+        "verdict": f"stopped after {number} tokens" if stopped else f"cut off at {number} tokens",
+        "text": _shorten(str(sample["completion"])),
+    }
+
+
+def _name_step(step: int, steps: Sequence[int]) -> str:
+    if step == 0:
+        return "Before training"
+    return f"After training, step {step:,}" if step == steps[-1] else f"At step {step:,}"
+
+
+def _list_facts(facts: Record) -> list[tuple[str, str]]:
+    command = facts.get("command")
+    shown = {"command": shlex.join(map(str, command))} if isinstance(command, list) else {}
+    return list(_flatten({name: value for name, value in {**facts, **shown}.items() if name not in _SHOWN_ELSEWHERE}))
+
+
+def _list_config(facts: Record) -> list[tuple[str, str, str]]:
+    config, provenance = facts.get("config"), facts.get("provenance")
+    origins = provenance if isinstance(provenance, dict) else {}
+    if not isinstance(config, dict):
+        return []
+    rows = [(name, _show_value(value), str(origins.get(name, ""))) for name, value in sorted(config.items())]
+    # What someone chose comes first; sorting is stable.
+    return sorted(rows, key=lambda row: row[2] in ("", "default"))
+
+
+def _flatten(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the leaves of nested facts, each with its path in words."""
+    for name, value in facts.items():
+        words = f"{prefix}{name}".replace("_", " ")
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{words} · ")
+        elif value is not None:
+            yield words, _show_value(value)
+
+
+def _show_value(value: Any) -> str:
+    shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return _shorten(shown)
+
+
+def _shorten(text: str) -> str:
+    rest = len(text) - MAX_TEXT
+    return f"{text[:MAX_TEXT]} … and {rest:,} characters more" if rest > 0 else text
+
+
+def _format_count(number: float) -> str:
+    for scale, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if number >= scale:
+            return f"{number / scale:.3g}{suffix}"
+    return f"{number:.3g}"
+
+
+def _format_duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

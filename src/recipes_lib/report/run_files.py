@@ -1,0 +1,106 @@
+"""What a run left in its directory, read with patience for whatever a killed process left half done."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes_lib.errors import DataError, Problem
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFiles:
+    """A run.
+
+    Attributes:
+        name: Of its directory.
+        facts: ``run.json``; empty when there is none.
+        train: Logged training steps in order, each step once.
+        evaluations: Evaluations in order, each step once.
+        samples: Answers in order, each prompt once a step.
+        num_torn_lines: Lines that hold no event.
+    """
+
+    name: str
+    facts: Record
+    train: Sequence[Record]
+    evaluations: Sequence[Record]
+    samples: Sequence[Record]
+    num_torn_lines: int
+
+
+def read_run(run_dir: Path) -> RunFiles:
+    """Read ``run.json``, ``metrics.jsonl`` and ``samples.jsonl`` of a run directory.
+
+    Raises:
+        DataError: The directory holds neither of the first two.
+    """
+    if not any((run_dir / name).is_file() for name in ("run.json", "metrics.jsonl")):
+        raise DataError(
+            Problem(str(run_dir), "holds neither run.json nor metrics.jsonl", "give the output_dir of a run")
+        )
+    events, torn_events = _read_lines(run_dir / "metrics.jsonl")
+    samples, torn_samples = _read_lines(run_dir / "samples.jsonl")
+    return RunFiles(
+        name=run_dir.resolve().name,
+        facts=_read_facts(run_dir / "run.json"),
+        train=_keep_last([event for event in events if event.get("kind") == "train"], "step"),
+        evaluations=_keep_last([event for event in events if event.get("kind") == "eval"], "step"),
+        samples=_keep_last([sample for sample in samples if "completion" in sample], "step", "prompt"),
+        num_torn_lines=torn_events + torn_samples,
+    )
+
+
+def read_number(record: Record, name: str) -> float | None:
+    """Return a figure of a record, NaN and infinities included; ``None`` where it is missing or no number."""
+    value = record.get(name)
+    if value in ("nan", "inf", "-inf"):
+        return float(value)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def read_curve(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
+    """Return the finite ``(step, value)`` pairs of a figure."""
+    pairs = ((record["step"], read_number(record, name)) for record in records)
+    return [(step, value) for step, value in pairs if value is not None and math.isfinite(value)]
+
+
+def find_non_finite_steps(records: Sequence[Record], name: str) -> list[int]:
+    """Return the steps at which a figure was NaN or infinite."""
+    pairs = ((record["step"], read_number(record, name)) for record in records)
+    return [step for step, value in pairs if value is not None and not math.isfinite(value)]
+
+
+def _read_facts(path: Path) -> Record:
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else []
+    parsed = [_parse(line) for line in lines if line.strip()]
+    records = [record for record in parsed if record is not None]
+    return records, len(parsed) - len(records)
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+def _keep_last(records: Sequence[Record], *names: str) -> list[Record]:
+    """Return the records ordered by step; of those alike in ``names`` the last: a resumed run logs again."""
+    kept = {tuple(str(record.get(name)) for name in names): record for record in records}
+    return sorted(kept.values(), key=lambda record: int(record["step"]))

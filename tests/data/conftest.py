@@ -1,0 +1,67 @@
+"""A run's configuration over rows that a test writes, shared by the tests of the preparation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes_lib.config.schema import SECTIONS, RecipeConfig
+
+WriteRows = Callable[..., Path]
+BuildConfig = Callable[..., RecipeConfig]
+
+WORDS = ["the", "baker", "opens", "a", "shop", "near", "rivers", "and", "weighs", "flour", "while", "snow", "covers"]
+
+
+def _make_chats(num_rows: int, start: int = 0) -> list[dict[str, Any]]:
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"Question {number}: {' '.join(WORDS[: number % 7])}?"},
+                {"role": "assistant", "content": f"Answer {number}. {' '.join(WORDS[: 3 * number % 13])}"},
+            ]
+        }
+        for number in range(start, start + num_rows)
+    ]
+
+
+@pytest.fixture
+def make_chats() -> Callable[..., list[dict[str, Any]]]:
+    """Makes chats of different lengths, no two the same: ``make_chats(num_rows, start=0)``."""
+    return _make_chats
+
+
+@pytest.fixture
+def write_rows(tmp_path: Path) -> WriteRows:
+    """Writes rows (default: 40 chats) as JSON lines and returns the file."""
+
+    def write(name: str = "train.jsonl", rows: Sequence[Mapping[str, Any]] | None = None) -> Path:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in (_make_chats(40) if rows is None else rows)))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def build_config(tmp_path: Path, tiny_tokenizer_dir: Path, write_rows: WriteRows) -> BuildConfig:
+    """Builds a run over ``train.jsonl`` with any of our options, and ``seed``, changed."""
+
+    def build(*, seed: int = 0, **options: Any) -> RecipeConfig:
+        if "dataset_name" not in options and "dataset_mixture" not in options:
+            options["dataset_name"] = str(write_rows())
+        defaults = {"prepared_dir": str(tmp_path / "prepared"), "model_name_or_path": str(tiny_tokenizer_dir)}
+        values = defaults | options
+        sections = {
+            name: section(**{f.name: values.pop(f.name) for f in fields(section) if f.name in values})
+            for name, section in SECTIONS.items()
+        }
+        assert not values, f"no such options: {values}"
+        return RecipeConfig(stage="sft", path=None, training={"seed": seed}, **sections)
+
+    return build

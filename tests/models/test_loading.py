@@ -1,0 +1,234 @@
+"""Loading gives the whole model or one clear error, offline and without ever opening a pickle."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from huggingface_hub import errors as hub
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
+
+from recipes_lib.config.schema import ModelConfig, TokensConfig
+from recipes_lib.errors import ConfigError
+from recipes_lib.models.loading import check_agreement, load_causal_lm, load_model_config, load_tokenizer
+
+
+def config_for(path: Path | str, **changes: Any) -> ModelConfig:
+    return ModelConfig(model_name_or_path=str(path), **changes)
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.fixture
+def model_dir(tiny_model_dir: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny model that a test may break."""
+    return Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
+
+
+def problem_of(action: Callable[[], object]) -> tuple[str, str, str]:
+    with pytest.raises(ConfigError) as caught:
+        action()
+    (problem,) = caught.value.problems
+    return problem.where, problem.found, problem.remedy
+
+
+def test_every_weight_is_that_of_the_checkpoint(tiny_model_dir: Path) -> None:
+    model = load_causal_lm(config_for(tiny_model_dir), "eager")
+    saved = load_file(tiny_model_dir / "model.safetensors")
+    state = model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in saved.items())
+    assert model.training
+    assert model.config.use_cache is False
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
+def test_the_master_weights_have_the_dtype_asked_for_whatever_the_checkpoint_has(
+    name: Any, dtype: torch.dtype, tiny_model_dir: Path
+) -> None:
+    assert {p.dtype for p in load_causal_lm(config_for(tiny_model_dir, dtype=name), "sdpa").parameters()} == {dtype}
+
+
+def test_auto_dtype_is_that_of_the_checkpoint(model_dir: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float16).save_pretrained(model_dir)
+    assert load_causal_lm(config_for(model_dir, dtype="auto"), "sdpa").dtype == torch.float16
+    assert load_causal_lm(config_for(model_dir), "sdpa").dtype == torch.float32
+
+
+def test_missing_superfluous_and_misshapen_weights_are_named_together(model_dir: Path) -> None:
+    weights = load_file(model_dir / "model.safetensors")
+    del weights["model.norm.weight"]
+    weights["score.weight"] = torch.zeros(1, 64)
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:-1].clone()
+    save_file(weights, model_dir / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError) as caught:
+        load_causal_lm(config_for(model_dir), "sdpa")
+    assert [problem.found for problem in caught.value.problems] == [
+        f"the checkpoint of {model_dir} lacks model.norm.weight",
+        "LlamaForCausalLM has no place for score.weight",
+        f"the checkpoint of {model_dir} has other shapes: model.embed_tokens.weight (511, 64) for (512, 64)",
+    ]
+
+
+def test_pickled_weights_are_never_opened(model_dir: Path) -> None:
+    (model_dir / "model.safetensors").unlink()
+    canary = model_dir / "opened"
+
+    class Malicious:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (canary,)
+
+    torch.save(Malicious(), model_dir / "pytorch_model.bin")
+    where, found, remedy = problem_of(lambda: load_causal_lm(config_for(model_dir), "sdpa"))
+    assert where == "model_name_or_path"
+    assert "no whole safetensors weights, and pickled ones could run code" in found
+    assert "save_pretrained" in remedy
+    assert not canary.exists()
+
+
+def test_a_truncated_checkpoint_is_one_clear_error(model_dir: Path) -> None:
+    weights = model_dir / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert problem_of(lambda: load_causal_lm(config_for(model_dir), "sdpa"))[0] == "model_name_or_path"
+
+
+@pytest.mark.parametrize(
+    "load", [lambda c: load_causal_lm(c, "sdpa"), lambda c: load_tokenizer(c, TokensConfig()), load_model_config]
+)
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("/nowhere/at/all", "/nowhere/at/all is neither a folder nor a Hub id"),
+        ("nobody/nothing", "nobody/nothing is not in the cache, and the Hub is out of reach"),
+    ],
+)
+def test_what_is_not_there_is_one_clear_error(load: Callable[[ModelConfig], object], name: str, found: str) -> None:
+    assert problem_of(lambda: load(config_for(name)))[:2] == ("model_name_or_path", found)
+
+
+def test_a_broken_configuration_is_one_clear_error(model_dir: Path) -> None:
+    (model_dir / "config.json").write_text("{")
+    where, found, _ = problem_of(lambda: load_model_config(config_for(model_dir)))
+    assert (where, "is not a valid JSON file" in found) == ("model_name_or_path", True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (hub.GatedRepoError, "org/model is gated"),
+        (hub.RepositoryNotFoundError, "org/model is not on the Hub, or private"),
+        (hub.RevisionNotFoundError, "org/model has no such revision"),
+    ],
+)
+def test_the_hub_s_refusals_are_told_apart(
+    kind: type[hub.HfHubHTTPError], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("You cannot have this.") from kind("refused", response=MagicMock())
+
+    monkeypatch.setattr("recipes_lib.models.loading.AutoConfig.from_pretrained", refuse)
+    _, found, remedy = problem_of(lambda: load_model_config(config_for("org/model")))
+    assert found == words
+    assert remedy
+
+
+def test_code_from_the_hub_runs_only_as_of_a_named_commit() -> None:
+    for revision in (None, "main", "v1.0"):
+        config = config_for("org/model", trust_remote_code=True, model_revision=revision)
+        for load in (lambda c: load_causal_lm(c, "sdpa"), lambda c: load_tokenizer(c, TokensConfig())):
+            where, _, remedy = problem_of(lambda load=load, config=config: load(config))
+            assert where == "trust_remote_code"
+            assert "40-digit commit" in remedy
+    pinned = config_for("org/model", trust_remote_code=True, model_revision="0" * 40)
+    assert problem_of(lambda: load_model_config(pinned))[0] == "model_name_or_path"
+
+
+def test_code_of_a_model_never_runs_unasked(model_dir: Path) -> None:
+    (model_dir / "custom.py").write_text(f"open({str(model_dir / 'ran')!r}, 'w')")
+    edit_json(model_dir / "config.json", model_type="custom", auto_map={"AutoConfig": "custom.Custom"})
+    _, found, remedy = problem_of(lambda: load_model_config(config_for(model_dir)))
+    assert found == f"{model_dir} brings code of its own"
+    assert "trust_remote_code: true" in remedy
+    assert not (model_dir / "ran").exists()
+
+
+def test_the_tokenizer_is_the_model_s(tiny_model_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer = load_tokenizer(config_for(tiny_model_dir), TokensConfig())
+    assert tokenizer.get_vocab() == tiny_tokenizer.get_vocab()
+    assert tokenizer.chat_template == tiny_tokenizer.chat_template
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|endoftext|>", "<|pad|>")
+
+
+def test_tokens_and_template_can_be_chosen_and_are_saved_with_the_tokenizer(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0]['content'] }}é", encoding="utf-8")
+    tokens = TokensConfig(eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template_path=str(template))
+    load_tokenizer(config_for(tiny_model_dir), tokens).save_pretrained(tmp_path / "saved")
+    saved = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert (saved.eos_token, saved.pad_token) == ("<|im_end|>", "<|endoftext|>")
+    assert saved.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hié"
+
+
+def test_another_tokenizer_can_be_named(tiny_tokenizer_dir: Path) -> None:
+    config = config_for("/nowhere/at/all", tokenizer_name_or_path=str(tiny_tokenizer_dir), model_revision="0" * 40)
+    assert load_tokenizer(config, TokensConfig()).vocab_size == 512
+    missing = config_for(tiny_tokenizer_dir, tokenizer_name_or_path="/nowhere/at/all")
+    assert problem_of(lambda: load_tokenizer(missing, TokensConfig()))[0] == "tokenizer_name_or_path"
+
+
+def test_without_a_padding_token_the_end_of_text_pads_and_nothing_is_added(model_dir: Path) -> None:
+    edit_json(model_dir / "tokenizer_config.json", pad_token=None)
+    tokenizer = load_tokenizer(config_for(model_dir), TokensConfig())
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    assert len(tokenizer) == 512
+
+
+def test_every_problem_of_the_tokenizer_is_reported_at_once(model_dir: Path) -> None:
+    edit_json(model_dir / "tokenizer_config.json", eos_token=None)
+    tokens = TokensConfig(pad_token="<|nope|>", chat_template_path=str(model_dir / "nope.jinja"))
+    with pytest.raises(ConfigError) as caught:
+        load_tokenizer(config_for(model_dir), tokens)
+    assert [problem.where for problem in caught.value.problems] == ["pad_token", "eos_token", "chat_template_path"]
+
+
+def test_a_model_and_its_tokenizer_agree(tiny_model_dir: Path) -> None:
+    config, generation_config = load_model_config(config_for(tiny_model_dir))
+    tokenizer = load_tokenizer(config_for(tiny_model_dir), TokensConfig())
+    assert check_agreement(config, generation_config, tokenizer, max_length=512) == []
+
+
+def test_disagreements_are_all_reported(tiny_tokenizer: PreTrainedTokenizerFast, tiny_tokenizer_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
+    tokenizer.add_tokens([f"<extra_{number}>" for number in range(5)])
+    tokenizer.bos_token = "<|im_start|>"
+    im_end = tiny_tokenizer.convert_tokens_to_ids("<|im_end|>")
+    config = LlamaConfig(vocab_size=512, max_position_embeddings=512, eos_token_id=im_end, bos_token_id=0)
+    found = {
+        problem.where: problem.found
+        for problem in check_agreement(config, GenerationConfig(eos_token_id=im_end), tokenizer, max_length=513)
+    }
+    assert found["eos_token"] == "the model stops at '<|im_end|>', the tokenizer ends text with '<|endoftext|>'"
+    assert found["max_length"] == "513 tokens are more than the 512 positions of the model"
+    assert "'<|endoftext|>', the tokenizer with '<|im_start|>'" in found["tokenizer_name_or_path"]
+    rows = next(problem.found for problem in check_agreement(config, GenerationConfig(), tokenizer))
+    assert rows == (
+        "the model has 512 embedding rows, none for <extra_0>, <extra_1>, <extra_2> and 2 more of the tokenizer"
+    )
+
+
+def test_any_stop_token_of_the_model_may_end_text(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    config = LlamaConfig(vocab_size=512, eos_token_id=2, bos_token_id=None)
+    stops = GenerationConfig(eos_token_id=[2, tiny_tokenizer.eos_token_id])
+    assert check_agreement(config, stops, tiny_tokenizer) == []
+    assert check_agreement(config, GenerationConfig(), tiny_tokenizer) != []

@@ -1,0 +1,94 @@
+"""Curves: thinned without losing a spike, smoothed without lag, drawn whatever there is to draw."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes_lib.report.charts import COLOURS, draw_charts, smooth, thin_out
+from recipes_lib.report.run_files import RunFiles
+
+CURVES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300).map(lambda values: list(enumerate(values)))
+
+
+def build_run(train: list[dict[str, Any]], evaluations: list[dict[str, Any]] | None = None) -> RunFiles:
+    return RunFiles(name="run", facts={}, train=train, evaluations=evaluations or [], samples=[], num_torn_lines=0)
+
+
+@given(curve=CURVES, max_points=st.integers(10, 60))
+def test_thinning_keeps_ends_and_extremes_and_the_order(curve: list[tuple[int, float]], max_points: int) -> None:
+    thin = thin_out(curve, max_points)
+
+    assert len(thin) <= max(max_points, 2)
+    assert set(thin) <= set(curve)
+    assert list(thin) == sorted(thin)
+    assert (thin[0], thin[-1]) == (curve[0], curve[-1])
+    assert {min(v for _, v in thin), max(v for _, v in thin)} == {min(v for _, v in curve), max(v for _, v in curve)}
+
+
+def test_smoothing_follows_a_line_and_passes_over_a_spike() -> None:
+    line = [(step, float(step)) for step in range(400)]
+    assert smooth(line[:380])[:-10] == line[:370]
+
+    spiked = [(step, 100.0 if step == 200 else 1.0) for step in range(400)]
+    assert {value for _, value in smooth(spiked)} == {1.0}
+
+
+def test_a_long_curve_is_smoothed_at_few_points() -> None:
+    smoothed = smooth([(step, 1.0) for step in range(20_000)])
+
+    assert len(smoothed) <= 402
+    assert smoothed[-1][0] == 19_999
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 29, 30, 2000])
+def test_every_chart_is_drawn_as_png_and_as_svg_in_the_colours_of_the_page(tmp_path: Path, num_steps: int) -> None:
+    train = [
+        {"step": n, "loss": 3.0 / n, "learning_rate": 1e-4, "grad_norm": 1.0, "target_tokens_per_second": 9e3}
+        for n in range(1, num_steps + 1)
+    ]
+    charts = draw_charts(build_run(train, [{"step": 0, "eval_loss": 3.0}, {"step": 9, "eval_loss": 2.0}]), tmp_path)
+
+    names = ["loss", "heldout_loss", "learning_rate", "grad_norm", "throughput"]
+    assert [chart.name for chart in charts] == names
+    for chart in charts:
+        assert (tmp_path / f"{chart.name}.png").read_bytes().startswith(b"\x89PNG")
+        assert ET.fromstring(chart.svg).tag.endswith("svg")
+        assert "var(--first)" in chart.svg or "var(--second)" in chart.svg
+        assert not any(colour in chart.svg for colour in COLOURS.values())
+
+
+def test_the_same_run_gives_the_same_svg(tmp_path: Path) -> None:
+    run = build_run([{"step": n, "loss": 1.0 / n} for n in range(1, 9)])
+
+    assert draw_charts(run, tmp_path) == draw_charts(run, tmp_path)
+
+
+def test_a_chart_without_a_finite_point_is_left_out(tmp_path: Path) -> None:
+    assert draw_charts(build_run([{"step": 1, "loss": "nan", "grad_norm": None}]), tmp_path) == []
+
+
+def test_the_alternative_text_tells_the_ends_of_each_curve(tmp_path: Path) -> None:
+    train = [{"step": 1, "loss": 4.0}, {"step": 5, "loss": 2.0}]
+    loss, held_out = draw_charts(build_run(train, [{"step": 0, "eval_bits_per_byte": 1.5, "eval_loss": 6}]), tmp_path)
+
+    assert loss.alt == "Loss: training from 4 at step 1 to 2 at step 5; held-out 6 at step 0"
+    assert held_out.alt == "Held-out loss: 1.5 at step 0"
+
+
+def test_steps_that_were_not_finite_are_marked(tmp_path: Path) -> None:
+    train = [{"step": n, "loss": "nan" if n == 3 else 1.0} for n in range(1, 6)]
+    (chart,) = draw_charts(build_run(train), tmp_path)
+
+    assert "var(--alarm)" in chart.svg
+
+
+def test_a_spike_makes_the_gradient_axis_logarithmic_and_zeros_do_not_break_it(tmp_path: Path) -> None:
+    for smallest in (1.0, 0.0):
+        norms = [smallest, *[1.0] * 10, 500.0]
+        draw_charts(build_run([{"step": n, "grad_norm": norm} for n, norm in enumerate(norms)]), tmp_path)

@@ -1,0 +1,225 @@
+"""The page: self-contained, escaped, small, and there for every state in which a run can be."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes_lib.errors import DataError
+from recipes_lib.report.page import build_report
+
+HOSTILE = (
+    "</pre><script>alert('x')</script><img src=http://example.org/x.png onerror=alert(1)> {{ 7 * 7 }} & 山 🦊 \x07"
+)
+VOID = {"meta", "link", "img", "br", "hr", "input"}
+
+
+class Page(HTMLParser):
+    """Collects elements, attributes and text, and demands that elements close in order."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.open: list[str] = []
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def write_run(folder: Path, num_steps: int = 60) -> None:
+    events: list[dict[str, Any]] = [{"kind": "eval", "step": 0, "eval_loss": 5.0, "eval_own_metric": 0.125}]
+    for n in range(1, num_steps + 1):
+        events.append(
+            {"kind": "train", "step": n, "epoch": n / 30, "loss": 5 / n, "grad_norm": 1.0, "learning_rate": 1e-4,
+             "num_target_tokens": 100 * n, "num_tokens": 200 * n, "target_tokens_per_second": 500.0, "mfu": 0.4,
+             "memory_bytes": 2**30, "seconds": 2.0 * n}
+        )  # fmt: skip
+    events.append({"kind": "eval", "step": num_steps, "eval_loss": 2.0, "eval_own_metric": 0.875})
+    samples = [
+        {
+            "step": 0,
+            "prompt": "Why?",
+            "completion": "why why",
+            "reference": "Because.",
+            "stopped": False,
+            "num_tokens": 9,
+        },
+        {
+            "step": 60,
+            "prompt": "Why?",
+            "completion": "Because!",
+            "reference": "Because.",
+            "stopped": True,
+            "num_tokens": 4,
+        },
+    ]
+    facts = {
+        "stage": "sft",
+        "status": "done",
+        "command": ["sft.py", "--config", "my file.yaml"],
+        "config": {"seed": 42, "learning_rate": 1e-4, "metrics": None},
+        "provenance": {"seed": "default", "learning_rate": "sft.yaml:7"},
+        "hardware": {"device": "a GPU"},
+        "git_commit": "0123abc",
+    }
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, events)) + "\n")
+    (folder / "samples.jsonl").write_text("\n".join(map(json.dumps, samples)) + "\n")
+    (folder / "run.json").write_text(json.dumps(facts))
+
+
+def read_page(folder: Path) -> Page:
+    return Page(build_report(folder).read_text(encoding="utf-8"))
+
+
+def test_a_run_is_shown_with_its_figures_samples_and_facts(tmp_path: Path) -> None:
+    write_run(tmp_path / "my-run")
+
+    page = read_page(tmp_path / "my-run")
+
+    for words in (
+        "my-run", "60 optimizer steps, 2 epochs, 2 min 0 s of training", "Held-out loss", "5 at step 0", "own metric",
+        "0.875", "6 k", "of 12 k tokens seen", "40% of the peak FLOPs", "1.00 GiB", "why why", "Because!", "Because.",
+        "cut off at 9 tokens", "stopped after 4 tokens", "Before training", "After training, step 60",
+        "sft.py --config 'my file.yaml'", "hardware · device", "a GPU", "0123abc", "sft.yaml:7", "3 keys",
+    ):  # fmt: skip
+        assert words in page.text, words
+    assert page.elements.count("figure") == 5
+    assert page.text.index("why why") < page.text.index("Because!")
+    # What someone chose stands before what is a default.
+    assert page.text.index("learning_rate") < page.text.index("seed")
+    assert sorted(path.stem for path in (tmp_path / "my-run" / "report").iterdir()) == [
+        "grad_norm", "heldout_loss", "learning_rate", "loss", "throughput",
+    ]  # fmt: skip
+
+
+def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
+    write_run(tmp_path)
+
+    html = build_report(tmp_path).read_text()
+
+    page = Page(html)
+    assert not {"script", "link", "iframe", "object", "img"} & set(page.elements)
+    addresses = [value for name, value in page.attributes if name in {"src", "href", "xlink:href", "action"}]
+    assert all(value and value.startswith("#") for value in addresses)
+    assert "@import" not in html
+    assert not re.search(r"url\((?!#)", html)
+    assert "default-src 'none'" in html
+    assert len(html.encode()) < 10**6
+
+
+def test_every_figure_has_words_for_those_who_do_not_see_it(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    page = read_page(tmp_path)
+
+    labels = [value for name, value in page.attributes if name == "aria-label" and value and "at step" in value]
+    assert len(labels) == page.elements.count("figure") == 5
+
+
+@pytest.mark.parametrize("place", ["prompt", "completion", "reference"])
+def test_a_hostile_sample_is_text_and_nothing_else(tmp_path: Path, place: str) -> None:
+    write_run(tmp_path)
+    sample = {"step": 60, "prompt": "p", "completion": "c", "reference": "r", "stopped": True, "num_tokens": 1}
+    (tmp_path / "samples.jsonl").write_text(json.dumps(sample | {place: HOSTILE}))
+
+    page = read_page(tmp_path)
+
+    assert not {"script", "img"} & set(page.elements)
+    assert HOSTILE in page.text
+
+
+def test_hostile_facts_are_text_and_nothing_else(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    facts = {
+        "stage": HOSTILE, "status": HOSTILE, HOSTILE: HOSTILE, "config": {HOSTILE: HOSTILE},
+        "provenance": {HOSTILE: HOSTILE}, "deep": {"er": [HOSTILE]},
+    }  # fmt: skip
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+
+    assert not {"script", "img"} & set(read_page(tmp_path).elements)
+
+
+def test_a_huge_run_makes_a_small_page(tmp_path: Path) -> None:
+    write_run(tmp_path, num_steps=5000)
+    samples = [
+        {"step": step, "prompt": f"{n} " + "p" * 50_000, "completion": "山" * 50_000, "reference": "r" * 50_000}
+        for step in (0, 5000)
+        for n in range(40)
+    ]
+    (tmp_path / "samples.jsonl").write_text("\n".join(map(json.dumps, samples)))
+    facts = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps(facts | {"blob": "x" * 10**6}))
+
+    path = build_report(tmp_path)
+
+    assert path.stat().st_size < 10**6
+    assert "characters more" in path.read_text()
+
+
+@pytest.mark.parametrize("missing", ["metrics.jsonl", "samples.jsonl", "run.json"])
+def test_what_is_not_there_is_left_out(tmp_path: Path, missing: str) -> None:
+    write_run(tmp_path)
+    (tmp_path / missing).unlink()
+
+    page = read_page(tmp_path)
+
+    assert "h1" in page.elements
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [{"kind": "train", "step": 1, "loss": 2.0}],
+        [{"kind": "train", "step": 1, "loss": "nan", "grad_norm": "inf", "learning_rate": None, "mfu": None}],
+        [{"kind": "eval", "step": 0, "eval_loss": "inf", "eval_perplexity": "inf"}],
+        [{"kind": "train", "step": 1, "loss": 0.0, "learning_rate": 0.0, "target_tokens_per_second": 0.0}],
+        [{"kind": "train", "step": n, "loss": 2.0, "grad_norm": 0.0} for n in range(40)],
+        [],
+    ],
+)
+def test_any_few_events_make_a_page(tmp_path: Path, events: list[dict[str, Any]]) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events) + '{"torn')
+
+    page = read_page(tmp_path)
+
+    assert "1 line was cut short" in page.text
+
+
+def test_unusual_facts_make_a_page(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1}')
+    for facts in (
+        {"config": ["a"], "provenance": 3},
+        {"config": {"a": 1}},
+        {"command": "text"},
+        {"command": [1, None]},
+    ):
+        (tmp_path / "run.json").write_text(json.dumps(facts))
+        read_page(tmp_path)
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError):
+        build_report(tmp_path)
+    assert list(tmp_path.iterdir()) == []

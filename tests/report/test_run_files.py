@@ -1,0 +1,69 @@
+"""Reading a run directory as it is, whatever a killed process left."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from recipes_lib.errors import DataError
+from recipes_lib.report.run_files import find_non_finite_steps, read_curve, read_number, read_run
+from recipes_lib.training.metrics import MetricsWriter
+
+
+def test_what_the_writer_wrote_is_read_back(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    for step, loss in ((0, 2.5), (1, math.nan), (2, math.inf), (3, -math.inf), (4, 1.5)):
+        writer.write({"kind": "train", "step": step, "loss": loss, "mfu": None})
+    writer.write({"kind": "eval", "step": 4, "eval_loss": 1.25})
+
+    run = read_run(tmp_path)
+
+    assert read_curve(run.train, "loss") == [(0, 2.5), (4, 1.5)]
+    assert find_non_finite_steps(run.train, "loss") == [1, 2, 3]
+    assert read_curve(run.train, "mfu") == read_curve(run.train, "absent") == []
+    assert read_curve(run.evaluations, "eval_loss") == [(4, 1.25)]
+    assert run.num_torn_lines == 0
+
+
+@pytest.mark.parametrize(
+    "torn", ['{"kind": "train", "st', "[1]", "null", '{"loss": 1}', '{"step": "x"}', "\x00", "\udcff"]
+)
+def test_lines_that_are_no_record_are_counted_and_passed_over(tmp_path: Path, torn: str) -> None:
+    text = '{"kind": "train", "step": 1}\n' + torn + '\n\n{"kind": "train", "step": 2}\n'
+    (tmp_path / "metrics.jsonl").write_text(text, errors="surrogateescape")
+
+    run = read_run(tmp_path)
+
+    assert [event["step"] for event in run.train] == [1, 2]
+    assert run.num_torn_lines == 1
+
+
+def test_a_step_logged_again_after_a_resume_counts_once_and_last(tmp_path: Path) -> None:
+    lines = [{"kind": "train", "step": step, "loss": loss} for step, loss in ((1, 3), (2, 9), (2, 2), (3, 1))]
+    samples = [{"step": 2, "prompt": p, "completion": c} for p, c in (("a", "old"), ("b", "b"), ("a", "new"))]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "samples.jsonl").write_text("\n".join(map(json.dumps, samples)))
+
+    run = read_run(tmp_path)
+
+    assert read_curve(run.train, "loss") == [(1, 3), (2, 2), (3, 1)]
+    assert [sample["completion"] for sample in run.samples] == ["new", "b"]
+
+
+@pytest.mark.parametrize("value", ["high", None, True, [1], {"a": 1}])
+def test_what_is_no_number_is_none(value: object) -> None:
+    assert read_number({"loss": value}, "loss") is None
+
+
+def test_broken_facts_are_no_facts(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"stage": "sf')
+
+    assert read_run(tmp_path).facts == {}
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="output_dir of a run"):
+        read_run(tmp_path)

@@ -1,0 +1,49 @@
+"""The page's colours are those of the charts, and every colour has a value in each theme."""
+
+from __future__ import annotations
+
+import re
+
+from recipes_lib.report.charts import COLOURS
+from recipes_lib.report.template import STYLE
+
+
+def read_themes() -> list[dict[str, str]]:
+    blocks = re.findall(r":root \{(.*?)\}", STYLE, flags=re.DOTALL)
+    return [dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block)) for block in blocks]
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance as in WCAG 2.2."""
+    channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    lighter, darker = sorted((luminance(one), luminance(other)), reverse=True)
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def test_light_dark_and_print_define_every_colour_that_is_used() -> None:
+    light, dark, printed = read_themes()
+    used = set(re.findall(r"var\(--([\w-]+)\)", STYLE)) | set(COLOURS)
+
+    assert used == set(light) == set(dark) == set(printed)
+
+
+def test_the_pngs_have_the_colours_of_the_light_theme() -> None:
+    light = read_themes()[0]
+
+    assert {name: light[name] for name in COLOURS} == dict(COLOURS)
+
+
+def test_words_and_curves_can_be_read_in_every_theme() -> None:
+    for theme in read_themes():
+        for ground in ("page", "card", "warm"):
+            assert contrast(theme["ink"], theme[ground]) >= 7
+        for ground in ("page", "card"):
+            assert contrast(theme["muted"], theme[ground]) >= 4.5
+            for name in ("first", "second", "alarm", "good"):
+                # Text of the verdicts needs more than the stroke of a curve does.
+                assert contrast(theme[name], theme[ground]) >= (4.5 if name in {"second", "good"} else 3)

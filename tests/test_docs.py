@@ -1,0 +1,157 @@
+"""What the documentation names exists: links, paths, make targets, commands and their configuration files.
+
+Each check is a function from a text to faults, so that a planted fault can show that it is able to fail.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from recipes_lib.cli import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "recipes").rglob("*.md"))]
+NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
+TOP_FOLDERS = ("src", "recipes", "docs", "tests", "accelerate_configs", "benchmarks")
+USERS_OWN = re.compile(r"mine|old|chats|RECIPE|\bF\b|[<*{]|\.\.\.|-N")
+"""File names that stand for the reader's own, and patterns."""
+
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def read_targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def read_commands(text: str) -> Iterator[str]:
+    """Yield every command: the lines of console fences, and code that begins like one."""
+    for _, language, body in FENCE.findall(text):
+        if language in {"console", "bash", "sh"}:
+            yield from (line.strip().removeprefix("$ ") for line in body.splitlines() if line.strip())
+    for code in CODE.findall(FENCE.sub("", text)):
+        if code.split()[0] in {"make", "recipes", "python", "accelerate", "bash"}:
+            yield code
+
+
+def find_dead_links(page: Path, text: str) -> list[str]:
+    links = [link.split("#")[0] for link in LINK.findall(FENCE.sub("", text))]
+    return [link for link in links if link and "://" not in link and not (page.parent / link).exists()]
+
+
+def find_missing_paths(text: str) -> list[str]:
+    """Code that begins with a folder of the project is a path in it."""
+    codes = [word for code in CODE.findall(FENCE.sub("", text)) for word in code.split()]
+    words = [word for command in read_commands(text) for word in command.split()]
+    named = {word for word in [*codes, *words] if word.split("/")[0] in TOP_FOLDERS and "/" in word}
+    return sorted(path for path in named if not USERS_OWN.search(path) and not (ROOT / path).exists())
+
+
+def find_wrong_commands(text: str) -> list[str]:
+    return [f"{command}: {fault}" for command in read_commands(text) for fault in _find_faults(command)]
+
+
+def _find_faults(command: str) -> Iterator[str]:
+    program, *arguments = shlex.split(command, comments=True)
+    if program == "make" and not set(arguments) <= read_targets():
+        yield "no such target"
+    if program == "recipes" and arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        yield "no such command"
+    for flag, value in itertools.pairwise(arguments):
+        if (
+            flag == "-m"
+            and value.startswith("recipes_lib.")
+            and not (ROOT / "src" / f"{value.replace('.', '/')}.py").exists()
+        ):
+            yield f"no such module as {value}"
+        if flag in {"--config", "--config_file"} and not USERS_OWN.search(value) and not (ROOT / value).exists():
+            yield f"no such file as {value}"
+
+
+def test_the_documentation_is_there() -> None:
+    expected = {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/index.md", "docs/design.md", "docs/quickstart.md"}
+    assert expected <= set(NAMES)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    assert find_dead_links(page, page.read_text()) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_path_exists(page: Path) -> None:
+    assert find_missing_paths(page.read_text()) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_command_exists(page: Path) -> None:
+    assert find_wrong_commands(page.read_text()) == []
+
+
+@pytest.mark.parametrize("config", sorted((ROOT / "recipes").rglob("*.yaml")), ids=lambda path: path.name)
+def test_every_command_in_the_head_of_a_recipe_exists(config: Path) -> None:
+    lines = [line.lstrip("# ") for line in config.read_text().splitlines() if line.startswith("#")]
+    text = "```console\n" + "\n".join(line for line in lines if line.startswith(("accelerate ", "python "))) + "\n```\n"
+    assert find_missing_paths(text) == []
+    assert find_wrong_commands(text) == []
+
+
+def test_every_page_is_reached_from_the_index() -> None:
+    index = ROOT / "docs" / "index.md"
+    linked = {(index.parent / link).resolve() for link in LINK.findall(index.read_text())}
+    assert sorted(set((ROOT / "docs").rglob("*.md")) - linked - {index}) == []
+
+
+def test_the_readme_promises_no_exit_code_that_does_not_exist() -> None:
+    from recipes_lib import errors
+
+    codes = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
+    told = re.findall(r"^\| (\d+) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert {int(code) for code in told} == codes
+
+
+def test_the_design_page_says_of_every_room_what_it_may_import() -> None:
+    table = (ROOT / "docs" / "design.md").read_text().split("Who may import whom:")[1].split("\n\n")[1]
+    rooms = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    folders = {path.parent.name for path in (ROOT / "src" / "recipes_lib").glob("*/__init__.py")}
+    assert sorted(folders - rooms) == []
+
+
+@pytest.mark.parametrize("text", ["[here](missing.md)", "[here](missing.md#part)", "![curve](images/missing.png)"])
+def test_a_dead_link_is_found(text: str) -> None:
+    assert len(find_dead_links(ROOT / "README.md", text)) == 1
+    assert find_dead_links(ROOT / "README.md", "[a](https://example.org) [b](#part) [c](docs/index.md#part)") == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["see `src/recipes_lib/absent.py`", "`python recipes/absent.py`", "```console\n$ python recipes/absent.py\n```\n"],
+)
+def test_a_missing_path_is_found(text: str) -> None:
+    assert len(find_missing_paths(text)) == 1
+    assert find_missing_paths("`recipes/configs/<model>/<stage>.yaml` and `docs/index.md`") == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "run `make absent`",
+        "run `recipes absent --config F`",
+        "```bash\nmake check absent\n```\n",
+        "```console\n$ recipes absent\n```\n",
+        "```console\n$ recipes check --config recipes/configs/absent.yaml\n```\n",
+        "```console\n$ accelerate launch --config_file accelerate_configs/absent.yaml x.py\n```\n",
+        "`python -m recipes_lib.absent`",
+        "1. Indented:\n\n   ```console\n   $ make absent\n   ```\n",
+    ],
+)
+def test_a_wrong_command_is_found(text: str) -> None:
+    assert len(find_wrong_commands(text)) == 1
+    assert find_wrong_commands("`make check` `recipes check --config F` `recipes --help`") == []

@@ -1,0 +1,238 @@
+"""The build files agree with each other and with the code: dependencies, lock, Makefile, CI, hooks, image."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[1]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+PROVED_EXTRAS = ("dev", "track")
+MODULE_OF = {"pyyaml": "yaml"}
+"""Distributions whose module has another name."""
+
+
+def read_lock() -> dict[str, Version]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(name): Version(version) for name, version in pins}
+
+
+def find_undeclared(sources: Mapping[str, str], declared: set[str]) -> list[str]:
+    """Imports of third parties that the project does not declare, and so has only by luck."""
+    known = declared | set(sys.stdlib_module_names) | {"recipes_lib"} | {Path(path).stem for path in sources}
+    return sorted(
+        f"{path}: {name}" for path, source in sources.items() for name in _imports(source) if name not in known
+    )
+
+
+def _imports(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.split(".")[0]
+
+
+def _modules(requirements: list[str]) -> set[str]:
+    names = [canonicalize_name(Requirement(line).name) for line in requirements]
+    return {MODULE_OF.get(name, name.replace("-", "_")) for name in names}
+
+
+def _read(folder: str) -> dict[str, str]:
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / folder).rglob("*.py")}
+
+
+def _closure(requirements: list[str]) -> dict[str, Requirement]:
+    """Return every distribution that installing these brings on this machine."""
+    found: dict[str, Requirement] = {}
+    waiting = [Requirement(line) for line in requirements]
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        if name in found and requirement.extras <= found[name].extras:
+            continue
+        found[name] = requirement
+        for line in importlib.metadata.requires(requirement.name) or []:
+            needed = Requirement(line)
+            extras = requirement.extras or {""}
+            if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in extras):
+                waiting.append(needed)
+    return found
+
+
+@pytest.mark.parametrize("folder", ["src", "recipes", "benchmarks"])
+def test_every_import_is_a_declared_dependency(folder: str) -> None:
+    declared = _modules(PROJECT["dependencies"])
+    assert find_undeclared(_read(folder), declared) == []
+
+
+def test_an_undeclared_import_is_found() -> None:
+    source = "import os\nimport numpy.linalg\ndef f():\n    from scipy import stats"
+    assert find_undeclared({"a.py": source}, {"numpy"}) == ["a.py: scipy"]
+
+
+def test_the_lock_pins_all_that_is_installed_and_as_it_is_installed() -> None:
+    requirements = PROJECT["dependencies"] + [line for extra in PROVED_EXTRAS for line in EXTRAS[extra]]
+    closure = _closure(requirements)
+    lock = read_lock()
+    assert sorted(set(closure) - set(lock)) == []
+    installed = {name: Version(importlib.metadata.version(name)) for name in closure}
+    # torch's build tag (+cpu, +cu130) is the index's choice, not the lock's.
+    assert {name: version.public for name, version in installed.items()} == {name: str(lock[name]) for name in closure}
+
+
+def test_the_lock_is_inside_every_declared_range() -> None:
+    lock = read_lock()
+    for extra, lines in {"": PROJECT["dependencies"], **EXTRAS}.items():
+        for requirement in map(Requirement, lines):
+            if extra != "flash":
+                assert lock[canonicalize_name(requirement.name)] in requirement.specifier, requirement
+
+
+def test_no_build_file_names_a_package_index() -> None:
+    for name in ("pyproject.toml", "constraints.txt", "Makefile", "Dockerfile", ".ci/run", ".pre-commit-config.yaml"):
+        assert not re.search(r"index-url |--find-links|https?://\S*(simple|whl|pypi)", (ROOT / name).read_text()), name
+
+
+def test_every_make_target_is_explained_and_the_default_prints_them() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    told = subprocess.run(["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert [line.split()[1] for line in told.splitlines()] == phony.split()
+    assert {"install", "check", "test", "test-slow", "demo", "bench", "docs", "clean"} <= set(phony.split())
+
+
+@pytest.fixture
+def bare_copy(tmp_path: Path) -> Path:
+    """The files that `make install` reads, in a folder whose name has a space."""
+    folder = tmp_path / "a copy"
+    folder.mkdir()
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def make_install(folder: Path, programs: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run ``make install`` on a machine that has the shell, and of Python only ``programs`` (name -> script)."""
+    tools = folder / "tools"
+    tools.mkdir(exist_ok=True)
+    for name in ("sh", "touch", "rm", "mkdir", "cat", "chmod"):
+        tools.joinpath(name).unlink(missing_ok=True)
+        tools.joinpath(name).symlink_to(str(shutil.which(name)))
+    for name, script in programs.items():
+        tools.joinpath(name).write_text(f"#!/bin/sh\n{script}\n")
+        tools.joinpath(name).chmod(0o755)
+    command = [str(shutil.which("make")), "install"]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, env={**os.environ, "PATH": str(tools)}
+    )
+
+
+FAKE_PYTHON = r"""
+case "$1 $2" in
+    "-c "*) exit 0 ;;
+    "-m venv")
+        rm -rf .venv; mkdir -p .venv/bin; cat "$0" > .venv/bin/python; chmod +x .venv/bin/python; echo venv >> log ;;
+    "-m pip") case "$3" in install) echo install >> log; [ ! -e broken ] ;; esac ;;
+esac
+"""
+"""Does what the Makefile asks of Python, and writes down that it was asked."""
+
+
+def test_without_a_usable_python_the_installation_says_what_to_do(bare_copy: Path) -> None:
+    done = make_install(bare_copy, {"python3": "exit 1"})
+    assert done.returncode != 0
+    assert "No Python >= 3.11" in done.stderr
+
+
+def test_the_first_python_that_is_new_enough_is_taken(bare_copy: Path) -> None:
+    done = make_install(bare_copy, {"python3.11": "exit 127", "python3.12": FAKE_PYTHON, "python3": "exit 1"})
+    assert done.returncode == 0, done.stderr
+    assert "with python3.12" in done.stdout
+
+
+def test_a_second_installation_does_nothing_until_the_lock_changes(bare_copy: Path) -> None:
+    make_install(bare_copy, {"python3": FAKE_PYTHON})
+    make_install(bare_copy, {})
+    assert (bare_copy / "log").read_text().split() == ["venv", "install"]
+    stamp = (bare_copy / ".venv" / ".installed").stat()
+    os.utime(bare_copy / "constraints.txt", (stamp.st_atime + 10, stamp.st_mtime + 10))
+    make_install(bare_copy, {})
+    assert (bare_copy / "log").read_text().split() == ["venv", "install", "install"]
+
+
+def test_an_interrupted_installation_is_begun_anew(bare_copy: Path) -> None:
+    (bare_copy / "broken").touch()
+    assert make_install(bare_copy, {"python3": FAKE_PYTHON}).returncode != 0
+    (bare_copy / "broken").unlink()
+    assert make_install(bare_copy, {}).returncode == 0
+    assert (bare_copy / "log").read_text().split() == ["venv", "install", "venv", "install"]
+
+
+def test_ci_runs_what_contributors_run_and_stops_at_the_first_failure() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    assert "set -euo pipefail" in script
+    assert re.findall(r"^make (.*)$", script, re.MULTILINE) == ["install", "check", "test"]
+    assert script.splitlines()[-1] == "make test"
+
+
+def test_the_hooks_use_the_locked_tools() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    assert {"ruff-check", "ruff-format", "mypy", "laws"} == {hook["id"] for hook in hooks}
+    assert all(hook["entry"].startswith(".venv/bin/python -m ") for hook in hooks)
+    for path in re.findall(r"tests/\w+\.py", str(hooks)):
+        assert (ROOT / path).exists()
+
+
+def test_the_image_copies_what_exists_and_does_not_run_as_root() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    copied = [line.split()[1:-1] for line in re.findall(r"^COPY (?!--from).*$", dockerfile, re.MULTILINE)]
+    allowed = (ROOT / ".dockerignore").read_text().splitlines()
+    for name in {name for names in copied for name in names}:
+        assert (ROOT / name).exists(), name
+        assert f"!{name}" in allowed, name
+    stages = re.findall(r"^FROM \S+ AS (\S+)$", dockerfile, re.MULTILINE)
+    assert stages[-2:] == ["cpu", "cuda"]
+    runtime = dockerfile.split("AS runtime")[1]
+    assert "USER recipes" in runtime
+    assert 'ENTRYPOINT ["recipes"]' in runtime
+    assert all("-c constraints.txt" in line for line in dockerfile.splitlines() if "pip install" in line)
+
+
+def test_the_licence_is_the_one_that_is_declared() -> None:
+    text = (ROOT / "LICENSE").read_text()
+    assert PROJECT["license"] == "Apache-2.0"
+    assert "Apache License" in text
+    assert "END OF TERMS AND CONDITIONS" in text
+
+
+def test_every_file_that_is_not_code_is_in_the_package() -> None:
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    package = ROOT / "src" / "recipes_lib"
+    packed = {path for pattern in setuptools["package-data"]["recipes_lib"] for path in package.glob(pattern)}
+    others = {path for path in package.rglob("*") if path.is_file() and path.suffix not in {".py", ".pyc"}}
+    assert sorted(others - packed) == []
+
+
+def test_the_entry_point_exists() -> None:
+    from recipes_lib import cli
+
+    assert PROJECT["scripts"] == {"recipes": f"{cli.__name__}:{cli.main.__name__}"}
