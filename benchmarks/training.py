@@ -98,7 +98,7 @@ def measure_ours(folder: Path, output_dir: str, meter: Any) -> Any:
     tokenizer = load_tokenizer(config.model, config.tokens)
     data = prepare(config, lambda: tokenizer)
     args = build_training_arguments(config, read_launch(), has_eval=False)
-    attention = choose_attention(config, args.device)
+    attention = choose_attention(config.model, args, packing=True)
     trainer = SFTTrainer(
         model=load_causal_lm(config.model, attention.implementation),
         args=args,

@@ -37,8 +37,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "cli": {"", "boundary", "errors"},
     "doctor": FOUNDATION,
     "check": STAGES | FOUNDATION,
-    "prepare": STAGES | FOUNDATION,
-    "preview": STAGES | FOUNDATION,
+    "commands": {"config", "data", "models"},
 }
 """Room or top-level module -> the rooms and modules it may import; the empty name is the package itself."""
 

@@ -15,10 +15,10 @@ from rich.text import Text
 from recipes_lib.config.loader import parse_command
 from recipes_lib.config.migrate import migrate
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.errors import EXIT_DONE, EXIT_USER, Problem, UserError
+from recipes_lib.errors import EXIT_DONE, EXIT_USER, ConfigError, Problem, UserError
 
 if TYPE_CHECKING:
-    from recipes_lib.data.prepare import TrainingData
+    from recipes_lib.data.training_data import TrainingData
 
 _SHARES_OF_A_RUN = (0.0, 0.25, 0.5, 0.75, 1.0)
 Say = Callable[[str], None]
@@ -58,6 +58,7 @@ def check(config: RecipeConfig, num_processes: int, console: Console) -> list[Pr
         ("configuration", inspection.look_at_keys),
         ("tokenizer and model", inspection.look_at_model),
         ("data", inspection.look_at_data),
+        ("model and data together", inspection.look_at_agreement),
         ("precision and attention", inspection.look_at_kernels),
         ("steps and learning rate", inspection.look_at_steps),
         ("disk", inspection.look_at_disk),
@@ -80,6 +81,8 @@ class _Inspection:
         self.problems: list[Problem] = []
         self._tokenizer: Any = None
         self._model_config: Any = None
+        self._generation_config: Any = None
+        self._num_parameters = 0
         self._data: TrainingData | None = None
         self._num_steps = 0
 
@@ -98,39 +101,67 @@ class _Inspection:
         mark = ("✗ ", "bold red") if found else ("✓ ", "green")
         self.console.print(Text.assemble(mark, (name, "bold")))
         for line in facts:
-            self.console.print(Text("    " + line.replace("\n", "\n    ")))
+            self.console.print(Text(f"    {line}"), soft_wrap=True)
         for problem in found:
-            self.console.print(Text("    " + str(problem).replace("\n", "\n    "), style="red"))
+            self.console.print(Text("    " + str(problem).replace("\n", "\n    "), style="red"), soft_wrap=True)
 
     def look_at_keys(self, say: Say) -> None:
         given = sum(place not in ("default",) and "derived" not in place for place in self.config.provenance.values())
         say(f"{self.config.path or 'flags'}: {given} keys given, {len(self.config.provenance)} in effect")
 
     def look_at_model(self, say: Say) -> None:
-        from recipes_lib.models.loading import check_agreement, load_model_config, load_tokenizer
+        from recipes_lib.models.loading import load_model_config, load_tokenizer
 
         self._tokenizer = load_tokenizer(self.config.model, self.config.tokens)
-        self._model_config = load_model_config(self.config.model)
+        self._model_config, self._generation_config = load_model_config(self.config.model)
         self._num_parameters = _count_parameters(self._model_config)
         say(
             f"{self._model_config.model_type}, {self._num_parameters / 1e6:,.1f} M parameters, "
             f"{len(self._tokenizer):,} tokens in the vocabulary"
         )
-        check_agreement(self._model_config, self._tokenizer, self.config.tokens)
 
     def look_at_data(self, say: Say) -> None:
-        from recipes_lib.data.prepare import describe_data, load_data
+        from recipes_lib.data.source_mixtures import load_train_data
+        from recipes_lib.data.sources import detect_source_format
+        from recipes_lib.data.training_data import load_training_data
 
+        for part in load_train_data(self.config.data, seed=0).parts:
+            say(f"{part.source.name}: {detect_source_format(part.source, part.format)}")
         if self._tokenizer is None:
             return
-        self._data = load_data(self.config, lambda: self._tokenizer)
-        for line in describe_data(self._data):
-            say(line)
+        self._data = load_training_data(self.config, lambda _: self._tokenizer)
+        audit = self._data.audit
+        say(
+            f"{audit.num_rows:,} rows in {audit.num_packs:,} packs of {self._data.max_length:,} tokens, "
+            f"{audit.packing_efficiency(self._data.max_length):.0%} filled"
+        )
+        say(
+            f"tokens a row: 5 % up to {audit.length_p5:,}, half up to {audit.length_p50:,}, "
+            f"95 % up to {audit.length_p95:,}, longest {audit.length_max:,}"
+        )
+        for finding in self._data.findings:
+            say(("" if finding.severity == "ok" else f"{finding.severity}: ") + finding.found)
+
+    def look_at_agreement(self, say: Say) -> None:
+        from recipes_lib.models.loading import check_agreement
+
+        if self._tokenizer is None or self._model_config is None:
+            return
+        max_length = self._data.max_length if self._data else self.config.tokens.max_length
+        problems = check_agreement(self._model_config, self._generation_config, self._tokenizer, max_length=max_length)
+        if problems:
+            raise ConfigError(*problems)
+        ends = (
+            ", ".join(repr(self._tokenizer.convert_ids_to_tokens(end)) for end in self._data.audit.terminators)
+            if self._data
+            else ""
+        )
+        say(f"vocabulary, special tokens and length agree; answers end with {ends or 'the end of text'}")
 
     def look_at_kernels(self, say: Say) -> None:
         import torch
 
-        from recipes_lib.models.attention import choose_attention
+        from recipes_lib.models.attention import choose_kernel
         from recipes_lib.training.arguments import resolve_precision
 
         if self._model_config is None:
@@ -139,8 +170,9 @@ class _Inspection:
         compute_dtype = torch.bfloat16 if precision["bf16"] else torch.float16 if precision["fp16"] else torch.float32
         device = torch.device("cpu") if precision["use_cpu"] else torch.accelerator.current_accelerator()
         assert device is not None
-        say(f"here: {device.type}, {self.config.model.dtype} weights, {str(compute_dtype).removeprefix('torch.')} products")
-        attention = choose_attention(
+        products = str(compute_dtype).removeprefix("torch.")
+        say(f"here: {device.type}, {self.config.model.dtype} weights, {products} products")
+        attention = choose_kernel(
             self._model_config,
             self.config.model.attn_implementation,
             device=device,
@@ -158,9 +190,9 @@ class _Inspection:
         training = self.config.training
         plan = compute_steps(self._data.num_packs, training, self.num_processes)
         self._num_steps = plan.num_steps
-        targets = f", {self._data.targets_per_pack * plan.rows_per_step:,.0f} target tokens" * (not self._data.is_stream)
+        targets = plan.rows_per_step * self._data.audit.num_target_tokens / self._data.audit.num_packs
         say(f"{plan.num_steps:,} steps, {plan.num_epochs:.2f} epochs, {plan.num_warmup_steps:,} steps of warm-up")
-        say(f"a step: {plan.rows_per_step} rows of up to {self._data.max_length:,} tokens{targets}")
+        say(f"a step: {plan.rows_per_step} rows of up to {self._data.max_length:,} tokens, {targets:,.0f} targets")
         steps = [round(share * (plan.num_steps - 1)) for share in _SHARES_OF_A_RUN]
         rates = compute_learning_rates(training, plan.num_steps, plan.num_warmup_steps, steps)
         shown = "decided while training" if rates is None else ", ".join(f"{rate:.2e}" for rate in rates)
@@ -193,7 +225,7 @@ def _count_parameters(model_config: Any) -> int:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config)
+        model = AutoModelForCausalLM.from_config(model_config)  # type: ignore[no-untyped-call]
     return int(model.num_parameters())
 
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipes_lib.data.rows import Row
-from recipes_lib.data.sources import load_source, read_rows
+from recipes_lib.data.sources import detect_source_format, load_source, read_rows
 from recipes_lib.errors import DataError
 
 CHATS = [
@@ -100,3 +100,12 @@ def test_hub_keys_on_a_local_path_are_refused(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "d.jsonl", CHATS)
     with pytest.raises(DataError, match="for Hub datasets"):
         load_source(str(path), revision="main")
+
+
+def test_the_layout_of_a_source_is_that_of_its_first_row_that_parses(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{\n{"text": "a", "id": 1}\n')
+    assert str(detect_source_format(load_source(str(path)))) == "`text` layout, from text; ignored: id"
+    path.write_text("\n")
+    with pytest.raises(DataError, match="no rows"):
+        detect_source_format(load_source(str(path)))

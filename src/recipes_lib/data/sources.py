@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from recipes_lib.config.schema import DatasetFormat
-from recipes_lib.data.formats import canonicalize, detect_format
+from recipes_lib.data.formats import RowFormat, canonicalize, detect_format
 from recipes_lib.data.rows import Row
 from recipes_lib.data.source_files import READERS, load_files
 from recipes_lib.data.source_hub import is_saved, load_hub, load_saved
@@ -69,6 +69,18 @@ def read_rows(
     raise_problems(problems, source.name, max_problems)
 
 
+def detect_source_format(source: Source, declared_format: DatasetFormat = "auto") -> RowFormat:
+    """Name the layout of a source's rows, from the first that can be parsed.
+
+    Raises:
+        DataError: There is none, or its columns are not a layout's.
+    """
+    entry = next((entry for entry in source.rows() if isinstance(entry, RawRow)), None)
+    if entry is None:
+        raise DataError(_no_rows(source))
+    return detect_format(entry.columns, declared_format, where=entry.where)
+
+
 def collect_rows(source: Source, declared_format: DatasetFormat, problems: list[Problem]) -> Iterator[Row]:
     """Yield canonical rows until the first problem, then only add to ``problems``."""
     row_format = None
@@ -89,9 +101,7 @@ def collect_rows(source: Source, declared_format: DatasetFormat, problems: list[
         if not problems:
             yield row
     if is_empty:
-        problems.append(
-            Problem(source.name, "no rows: it is empty or has only blank lines", "check how it was written")
-        )
+        problems.append(_no_rows(source))
 
 
 def raise_problems(problems: list[Problem], name: str, max_problems: int = MAX_PROBLEMS) -> None:
@@ -105,6 +115,10 @@ def raise_problems(problems: list[Problem], name: str, max_problems: int = MAX_P
         raise DataError(*problems[:max_problems], rest)
     if problems:
         raise DataError(*problems)
+
+
+def _no_rows(source: Source) -> Problem:
+    return Problem(source.name, "no rows: it is empty or has only blank lines", "check how it was written")
 
 
 def _refuse_missing_path(path: Path, name: str) -> None:

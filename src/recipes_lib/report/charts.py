@@ -23,7 +23,7 @@ COLOURS: Mapping[str, str] = {
     "muted": "#60666d",
     "rule": "#d9dce0",
     "first": "#2563c9",
-    "second": "#c2570c",
+    "second": "#b04c08",
     "alarm": "#c42b3c",
 }
 """Of the light theme. Each occurs once, so that in SVG it can be replaced by the page's variable of the same name."""

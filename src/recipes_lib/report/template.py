@@ -99,7 +99,7 @@ STYLE = """
 :root {
   color-scheme: light dark;
   --page: #f6f7f8; --card: #ffffff; --ink: #1c2024; --muted: #60666d; --rule: #d9dce0;
-  --first: #2563c9; --second: #c2570c; --alarm: #c42b3c; --good: #1f7a4d; --warm: #fff6e8; --warm-rule: #e9b872;
+  --first: #2563c9; --second: #b04c08; --alarm: #c42b3c; --good: #1f7a4d; --warm: #fff6e8; --warm-rule: #e9b872;
 }
 @media (prefers-color-scheme: dark) {
   :root {
@@ -110,7 +110,7 @@ STYLE = """
 @media print {
   :root {
     --page: #ffffff; --card: #ffffff; --ink: #1c2024; --muted: #60666d; --rule: #d9dce0;
-    --first: #2563c9; --second: #c2570c; --alarm: #c42b3c; --good: #1f7a4d; --warm: #ffffff; --warm-rule: #e9b872;
+    --first: #2563c9; --second: #b04c08; --alarm: #c42b3c; --good: #1f7a4d; --warm: #ffffff; --warm-rule: #e9b872;
   }
   main { max-width: none; padding: 0; }
   figure, article, .figures > div, .problems { break-inside: avoid; }

@@ -45,11 +45,6 @@ def read_launch() -> Launch:
     )
 
 
-def silence_telemetry() -> None:
-    """Keep huggingface_hub and its users from reporting this run; it must precede their first import."""
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-
-
 def verify_launch(launch: Launch, num_processes: int, distributed_type: str) -> None:
     """Stop a run that accelerate has silently turned into something else than what was launched.
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, DivergedError, Problem, UserError
@@ -88,6 +89,8 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
         ConfigError: It holds checkpoints or the model of a run whose configuration computes something else; the
             differing keys are named.
     """
+    # Upstream's bars for loading and saving would tear the progress line, once a process.
+    disable_progress_bar()
     output_dir = Path(config.training["output_dir"])
     try:
         output_dir.mkdir(parents=True, exist_ok=True)

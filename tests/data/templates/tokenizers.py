@@ -54,6 +54,7 @@ def wrap(
     return fast
 
 
+@cache
 def build_metaspace(template: str | None, *, adds_bos: bool = True) -> PreTrainedTokenizerFast:
     """SentencePiece-like BPE: a space becomes part of the word, unknown characters become bytes."""
     special = ["<unk>", "<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>"]
