@@ -18,7 +18,7 @@ from harness import compare, run_interleaved, spread, write_results
 
 VOCABULARY, WIDTH, TOKENS = 131072, 256, 2048
 HEADS = ("ours", "TRL", "transformers")
-STEPS = 3
+STEPS = 2
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def measure(head: str, *, bf16: bool) -> dict[str, float]:
-    """Peak resident memory of the first step, which every head enters with no gradients, and the fastest step's time."""
+    """Peak resident memory of the first step, entered with no gradients allocated, and the fastest step's time."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -48,7 +48,7 @@ def measure_ours(folder: Path) -> float:
         config = load_config("sft", [f"--{name}={value}" for name, value in keys.items()])
         tokenizer = load_tokenizer(config.model, config.tokens)
         start = time.perf_counter()
-        prepare(config, lambda: tokenizer)
+        prepare(config, lambda _: tokenizer)
         return time.perf_counter() - start
 
 

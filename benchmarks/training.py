@@ -83,6 +83,9 @@ def measure_ours(folder: Path, output_dir: str, meter: Any) -> Any:
     from recipes_lib.data.collators import PackedCollator
     from recipes_lib.training.arguments import build_training_arguments
     from recipes_lib.training.launch import read_launch
+    from recipes_lib.training.metrics import StepCounter
+    from recipes_lib.training.observer import Observer
+    from recipes_lib.training.progress import build_progress
     from recipes_lib.training.sft import SFTTrainer
 
     keys = SHARED | {
@@ -96,7 +99,7 @@ def measure_ours(folder: Path, output_dir: str, meter: Any) -> Any:
     }
     config = load_config("sft", [f"--{name}={value}" for name, value in keys.items()])
     tokenizer = load_tokenizer(config.model, config.tokens)
-    data = prepare(config, lambda: tokenizer)
+    data = prepare(config, lambda _: tokenizer)
     args = build_training_arguments(config, read_launch(), has_eval=False)
     attention = choose_attention(config.model, args, packing=True)
     trainer = SFTTrainer(
@@ -105,7 +108,7 @@ def measure_ours(folder: Path, output_dir: str, meter: Any) -> Any:
         train_dataset=data.train,
         data_collator=PackedCollator(tokenizer.pad_token_id, attention.layout),
         processing_class=tokenizer,
-        callbacks=[meter],
+        observer=Observer(StepCounter(), [], [meter], build_progress(is_main=False)),
     )
     trainer.train()
     return trainer.model

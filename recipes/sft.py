@@ -15,6 +15,7 @@ if __name__ == "__main__":
     CONFIG = parse_or_exit("sft", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
 
 from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.data.chat import RowEncoder
 from recipes_lib.data.collators import PackedCollator
 from recipes_lib.data.training_data import load_training_data
 from recipes_lib.models.attention import choose_attention, prove_isolation
@@ -40,7 +41,7 @@ def main(config: RecipeConfig) -> None:
         # Rows of any layout become packed tokens with a loss mask, once, before the processes meet.
         tokenizer = load_tokenizer(config.model, config.tokens)
         data = load_training_data(config, lambda _: tokenizer, local_rank=launch.local_rank)
-        run.record(data=data.record)
+        run.record(data=data.record, num_tokenized_rows=RowEncoder.num_tokenized_rows)
         args = build_training_arguments(config, launch, has_eval=data.eval is not None)
 
         # The kernel must keep packed documents apart, and the loss head must give the model's own loss.
@@ -48,15 +49,7 @@ def main(config: RecipeConfig) -> None:
         model = load_causal_lm(config.model, attention.implementation)
         set_stop_tokens(model, tokenizer, data.audit.terminators)
         collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
-        observer = build_observer(
-            config.evaluation,
-            args=args,
-            model=model,
-            tokenizer=tokenizer,
-            eval_dataset=data.eval,
-            collate=collate,
-            document_length=data.audit.length_p50,
-        )
+        observer = build_observer(config.evaluation, data, args, model, tokenizer, collate)
         trainer = SFTTrainer(
             model=model,
             args=args,
@@ -71,7 +64,8 @@ def main(config: RecipeConfig) -> None:
 
         trainer.train(resume_from_checkpoint=run.resume_from)
         export_model(trainer, run.output_dir)
-    build_report(run.output_dir)
+    if launch.is_main:
+        build_report(run.output_dir)
 
 
 if __name__ == "__main__":

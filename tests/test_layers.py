@@ -37,7 +37,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "cli": {"", "boundary", "errors"},
     "doctor": FOUNDATION,
     "check": STAGES | FOUNDATION,
-    "commands": {"config", "data", "models"},
+    "commands": {"config", "data", "models", "report"},
 }
 """Room or top-level module -> the rooms and modules it may import; the empty name is the package itself."""
 
@@ -77,7 +77,7 @@ def room_of(path: str) -> str:
 
 def room_of_name(name: str) -> str:
     parts = name.split(".")
-    return parts[1] if len(parts) > 1 and parts[1] in MAY_IMPORT else ""
+    return parts[1] if len(parts) > 1 and not parts[1].startswith("__") else ""
 
 
 def find_forbidden_arrows(path: str, source: str) -> list[str]:
@@ -162,7 +162,8 @@ def test_the_recipes_keep_the_law() -> None:
         ("planning/steps.py", "from recipes_lib.training.run import Run"),
         ("report/html.py", "from recipes_lib.training.metrics import read"),
         ("cli.py", "def f():\n    from recipes_lib.check import main"),
-        ("check.py", "from recipes_lib.preview import main"),
+        ("check.py", "from recipes_lib.doctor import main"),
+        ("check.py", "import recipes_lib.unheard_of"),
         ("errors.py", "from recipes_lib.config.schema import DataConfig"),
         ("newroom/thing.py", "import os"),
     ],

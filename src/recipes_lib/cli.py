@@ -28,7 +28,7 @@ COMMANDS = {
     "check": Command("recipes_lib.check:main", "find every problem of a run before it costs anything"),
     "preview": Command("recipes_lib.commands:preview", "show what the model will be trained on, token by token"),
     "prepare": Command("recipes_lib.commands:prepare", "tokenise, mask and pack once; training then tokenises nothing"),
-    "report": Command("recipes_lib.report.page:main", "make report.html from an output directory"),
+    "report": Command("recipes_lib.commands:report", "make report.html from an output directory"),
     "doctor": Command("recipes_lib.doctor:main", "say what this machine can do, and how to get the rest"),
 }
 

@@ -1,8 +1,11 @@
-"""``recipes prepare`` and ``recipes preview``: where the data room, which loads no models, meets the tokenizer."""
+"""The commands that join rooms: the data room, which loads no models, meets the tokenizer here."""
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes_lib.config.schema import RecipeConfig
@@ -23,6 +26,16 @@ def preview(argv: Sequence[str]) -> None:
     from recipes_lib.data.preview import main
 
     main(argv, _load_tokenizer)
+
+
+def report(argv: Sequence[str]) -> None:
+    """Make ``report.html`` from the files of a run, finished or not, and say where it is."""
+    parser = argparse.ArgumentParser(prog="recipes report", description=report.__doc__)
+    parser.add_argument("output_dir", type=Path, help="output directory of a run")
+    options = parser.parse_args(argv)
+    from recipes_lib.report.page import build_report
+
+    sys.stdout.write(f"{build_report(options.output_dir)}\n")
 
 
 def _load_tokenizer(config: RecipeConfig) -> PreTrainedTokenizerBase:

@@ -103,6 +103,17 @@ def test_reasoning_is_trained_in_the_last_turn_and_gone_from_earlier_ones() -> N
     assert texts == ["b<|im_end|>", "<think>y</think> d<|im_end|>"]
 
 
+@pytest.mark.parametrize("content", ["plain", "<think>me", "<", "", "<|im_end|>", "e"])
+def test_a_prompt_that_the_turn_does_not_begin_with_takes_nothing_from_the_answer(content: str) -> None:
+    """The template prompts with ``<think>`` and writes turns without it, as for reasoning that it drops."""
+    assert trained("prefill", user("hi"), answer(content)) == [content + "<|im_end|>"]
+
+
+def test_such_a_prompt_does_not_cut_a_special_token_of_the_turn() -> None:
+    call = {"function": {"name": "get_weather", "arguments": {}}}
+    assert trained("prefill", user("hi"), answer("", tool_calls=[call])) == ["<|call|>get_weather<|im_end|>"]
+
+
 def test_white_space_that_the_template_trims_is_not_missed() -> None:
     assert trained("thinking", user(" a "), answer("\n b \n")) == ["b<|im_end|>"]
 

@@ -11,7 +11,7 @@ import pytest
 
 from recipes_lib.data.chat import RowEncoder
 from recipes_lib.data.packing import Examples, build_examples
-from recipes_lib.data.preview import PreviewRow, build_preview, compute_pieces, main, render_html, render_text
+from recipes_lib.data.preview import Piece, PreviewRow, build_preview, compute_pieces, main, render_html, render_text
 from recipes_lib.data.rows import EncodedRow
 from recipes_lib.data.source_mixtures import load_train_data
 
@@ -51,6 +51,15 @@ class Spans(HTMLParser):
         if self._inside and self.spans:
             attributes, text = self.spans[-1]
             self.spans[-1] = (attributes, text + data)
+
+
+def test_a_token_that_is_markup_is_escaped():
+    text = '<script src="x">&</script>'
+    page = render_html("title", [PreviewRow("a", [Piece(text, 1, False, True)])])
+    parser = Spans()
+    parser.feed(page)
+    assert [shown for _, shown in parser.spans] == [text]
+    assert "script" not in parser.tags
 
 
 @pytest.mark.parametrize("text", TEXTS[:2] + TEXTS[3:])

@@ -63,7 +63,10 @@ def test_what_is_read_is_what_was_packed(tmp_path, monkeypatch, packs_per_record
 
 def test_nothing_held_out_reads_as_none(tmp_path):
     examples, _ = packed(3)
-    assert store.write_set(tmp_path, KEY, {"train": (examples, choose_bins(examples.lengths, 32, packing=False))}, {}).eval is None
+    assert (
+        store.write_set(tmp_path, KEY, {"train": (examples, choose_bins(examples.lengths, 32, packing=False))}, {}).eval
+        is None
+    )
 
 
 def test_the_same_set_is_the_same_bytes(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
 from recipes_lib.losses.next_token import TokenSums, compute_cross_entropy
 
@@ -151,13 +152,17 @@ def test_frozen_hidden_states_leave_the_weight_its_gradient() -> None:
     torch.testing.assert_close(ours, gradients_of(dense_cross_entropy(hidden, weight, targets), weight))
 
 
-def test_evaluation_makes_no_gradient() -> None:
+def test_evaluation_gives_the_same_sums_by_the_projection_alone() -> None:
     hidden, weight, _, targets = make_inputs()
-    trained = compute_cross_entropy(hidden, weight.requires_grad_(), targets)
-    with torch.no_grad():
+    weight.requires_grad_()
+    with FlopCounterMode(display=False) as training_flops:
+        trained = compute_cross_entropy(hidden.requires_grad_(), weight, targets)
+    with torch.no_grad(), FlopCounterMode(display=False) as evaluation_flops:
         evaluated = compute_cross_entropy(hidden, weight, targets)
     assert evaluated.nll_sum.grad_fn is None
     assert evaluated == trained
+    assert evaluation_flops.get_total_flops() == 2 * 17 * WIDTH * VOCABULARY
+    assert training_flops.get_total_flops() > evaluation_flops.get_total_flops()
 
 
 def saved_tensors(sums: TokenSums) -> tuple[Tensor | None, ...]:

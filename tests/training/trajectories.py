@@ -18,6 +18,7 @@ from recipes_lib.training.arguments import build_training_arguments
 from recipes_lib.training.launch import read_launch
 from recipes_lib.training.metrics import StepCounter
 from recipes_lib.training.observer import EvaluationHook, Observer
+from recipes_lib.training.progress import build_progress
 from recipes_lib.training.sft import SFTTrainer
 
 
@@ -80,7 +81,7 @@ def make_trainer(
         eval_dataset=packs if hooks else None,
         data_collator=PackedCollator(pad_token_id=tokenizer.pad_token_id),
         processing_class=tokenizer,
-        observer=Observer(StepCounter(), list(hooks), [recorder]),
+        observer=Observer(StepCounter(), list(hooks), [recorder], build_progress(is_main=False)),
     )
     return trainer, recorder
 

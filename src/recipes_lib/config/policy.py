@@ -11,7 +11,7 @@ from typing import Any, Final
 from recipes_lib.config.retired import Retired, dropped, dropped_at, each, renamed, undecided
 
 DEFAULTS: Final[Mapping[str, tuple[Any, str]]] = {
-    "activation_checkpointing": (False, "recomputing costs about a third of the speed; `recipes plan` says when to"),
+    "activation_checkpointing": (False, "recomputing costs about a third of the speed; turn it on when memory is short"),
     "eval_on_start": (True, "a broken evaluation fails before the training, and the gain is measured from the start"),
     "eval_steps": (0.1, "ten evaluations a run"),
     "eval_strategy": ("steps", "held-out loss while training, where there are held-out rows"),
@@ -143,7 +143,7 @@ REFUSED: Final[Mapping[str, Retired]] = {
     **each("fsdp fsdp_config deepspeed parallelism_config accelerator_config", _LAUNCH),
     "local_rank": dropped("comes from the launcher"),
     "auto_find_batch_size": dropped_at(
-        (False,), "changes the effective batch in silence", "set `per_device_train_batch_size`; `recipes plan` finds it"
+        (False,), "changes the effective batch in silence", "set `per_device_train_batch_size`"
     ),
     # A run goes on by itself, and exactly.
     "resume_from_checkpoint": dropped_at(

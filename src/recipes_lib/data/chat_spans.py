@@ -157,7 +157,7 @@ class SpanFinder:
         body_end = max((found.start() for found in self._special.finditer(turn)), default=len(turn))
         content = [turn.rfind(text, 0, body_end) for text in _texts(_messages(row)[message])]
         shared = next((at for at, (a, b) in enumerate(zip(header, turn, strict=False)) if a != b), len(turn))
-        common = min([shared, body_end, *(at for at in content if at >= 0)])
+        common = min([shared, *(at for at in content if at >= 0)])
         for token in self._special.finditer(turn):
             if token.start() < common < token.end():
                 common = token.start()

@@ -20,13 +20,13 @@ TOKENIZER_FILES: Final = (
     "merges.txt",
     "*.model",
     "*.tiktoken",
-    "*.jinja",
     "chat_template*",
     "additional_chat_templates/*",
-    "config.json",
-    "*.py",
 )
-"""Files of a model folder from which a tokenizer is made; ``config.json`` may name its class."""
+"""Files of a model folder that make a tokenizer."""
+
+_TOKENIZER_CLASS_FILES: Final = ("config.json", "*.py")
+"""Files that may name its class, or be it."""
 
 _PACKAGES: Final = ("jinja2", "tokenizers", "transformers")
 _TOLD_BY_CONTENT: Final = {"dataset_name", "dataset_revision", "chat_template_path", "prepared_dir"}
@@ -50,7 +50,7 @@ def collect_inputs(config: RecipeConfig, sources: Mapping[str, str]) -> dict[str
         "options": {name: value for name, value in options.items() if name not in _TOLD_BY_CONTENT},
         "trust_remote_code": config.model.trust_remote_code,
         "chat_template": None if template is None else hashlib.sha256(template.encode()).hexdigest(),
-        "tokenizer": _hash_files(find_tokenizer_folder(config), TOKENIZER_FILES),
+        "tokenizer": _hash_files(find_tokenizer_folder(config), (*TOKENIZER_FILES, *_TOKENIZER_CLASS_FILES)),
         "code": _hash_files(Path(__file__).parent, ("*.py",)),
         "versions": {package: version(package) for package in _PACKAGES},
     }
@@ -66,7 +66,7 @@ def find_tokenizer_folder(config: RecipeConfig) -> Path:
     name = own or config.model.model_name_or_path
     option = "tokenizer_name_or_path" if own else "model_name_or_path"
     folder = Path(name) if Path(name).is_dir() else _fetch(config, option, name)
-    if not _list_files(folder, TOKENIZER_FILES[:-2]):
+    if not _list_files(folder, TOKENIZER_FILES):
         raise _missing(
             config, option, f"{name} has no tokenizer files", "name the tokenizer with tokenizer_name_or_path"
         )
@@ -93,7 +93,9 @@ def _fetch(config: RecipeConfig, option: str, name: str) -> Path:
 
     revision = config.model.model_revision if option == "model_name_or_path" else None
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(TOKENIZER_FILES)))
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=[*TOKENIZER_FILES, *_TOKENIZER_CLASS_FILES])
+        )
     except (OSError, ValueError) as error:  # not a repository id, no such repository, no network and not in the cache
         reason = str(error).splitlines()[0]
         raise _missing(config, option, f"no folder and no Hub model {name!r}: {reason}", "check the name") from error

@@ -97,7 +97,7 @@ class _Windows:
             refuse_errors(name_rows(self.mixture), packed.findings)
             order = np.arange(len(packed.bins))
             if self.split == "train":
-                np.random.default_rng([epoch_seed, window]).shuffle(order)
+                np.random.default_rng([read_seed(self.config), epoch_seed, window]).shuffle(order)
             for at in order.tolist():
                 yield number, _build_pack(packed, at)
                 number += 1

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 from recipes_lib.config.schema import EvaluationConfig
+from recipes_lib.data.training_data import TrainingData
+from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.planning.compute import compute_flops_per_token, peak_flops
 from recipes_lib.training.arguments import get_compute_dtype
 from recipes_lib.training.callbacks import MetricsCallback
@@ -22,7 +23,7 @@ from recipes_lib.training.hooks.samples import SAMPLES_FILE, GenerateSamples
 from recipes_lib.training.hooks.token_bytes import compute_token_byte_lengths
 from recipes_lib.training.hooks.user_metrics import load_metrics
 from recipes_lib.training.metrics import METRICS_FILE, MetricsWriter, StepCounter, ThroughputMeter
-from recipes_lib.training.progress import build_progress
+from recipes_lib.training.progress import TrainingProgress, build_progress
 
 
 class EvaluationHook(Protocol):
@@ -41,53 +42,55 @@ class Observer:
         counter: Tokens trained on; the trainer adds to it.
         hooks: What an evaluation runs, in order.
         callbacks: Upstream's callbacks.
+        progress: What the terminal shows.
     """
 
     counter: StepCounter
     hooks: Sequence[EvaluationHook]
     callbacks: Sequence[TrainerCallback]
+    progress: TrainingProgress
 
 
 def build_observer(
     config: EvaluationConfig,
-    *,
+    data: TrainingData,
     args: TrainingArguments,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    eval_dataset: Dataset | None,
     collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]],
-    document_length: int,
 ) -> Observer:
     """Build what watches a run: on every process, though only the main one writes and shows.
 
     Args:
         config: What the hooks do.
+        data: Its held-out packs are scored; without them only prompts of the user's own are answered.
         args: Of the trainer; the process group exists.
         model: The model that will be trained.
         tokenizer: Its tokenizer.
-        eval_dataset: Held-out packs; without them nothing is scored, and only prompts of the user's own are answered.
         collate: Packs to a batch.
-        document_length: Tokens of a typical document, for the attention's share of the FLOPs.
 
     Raises:
-        ConfigError: A metric cannot be loaded.
+        ConfigError: A metric cannot be loaded, or no prompt has a reference that it could be scored against.
     """
     is_main = args.process_index == 0
     output_dir = Path(str(args.output_dir))
     progress = build_progress(is_main=is_main)
     hooks: list[EvaluationHook] = []
-    if eval_dataset is not None:
+    if data.eval is not None:
         hooks.append(
             EvaluateLoss(
-                eval_dataset,
+                data.eval,
                 batch_size=args.per_device_eval_batch_size,
                 collate=collate,
                 progress=progress,
                 byte_lengths=compute_token_byte_lengths(tokenizer),
             )
         )
-    prompts = build_prompts(config, eval_dataset, tokenizer)
+    prompts = build_prompts(config, data.eval, tokenizer)
     metrics = load_metrics(config.metrics or [])
+    if metrics and all(prompt.reference is None for prompt in prompts):
+        remedy = "name held-out data, and leave sample_prompts and num_sample_prompts unset"
+        raise ConfigError(Problem("metrics", "no sample prompt has a reference to score an answer against", remedy))
     if prompts:
         samples = MetricsWriter(output_dir / SAMPLES_FILE, is_main=is_main)
         hooks.append(
@@ -96,11 +99,11 @@ def build_observer(
     counter = StepCounter()
     meter = ThroughputMeter(
         counter,
-        flops=compute_flops_per_token(model.config, document_length),
+        flops=compute_flops_per_token(model.config, data.audit.length_p50),
         peak_flops=_sum_peak_flops(args),
     )
     writer = MetricsWriter(output_dir / METRICS_FILE, is_main=is_main)
-    return Observer(counter, hooks, [MetricsCallback(counter, meter, writer, progress)])
+    return Observer(counter, hooks, [MetricsCallback(counter, meter, writer, progress)], progress)
 
 
 def _sum_peak_flops(args: TrainingArguments) -> float | None:

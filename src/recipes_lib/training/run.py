@@ -90,7 +90,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
             differing keys are named.
     """
     # Upstream's bars for loading and saving would tear the progress line, once a process.
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     output_dir = Path(config.training["output_dir"])
     try:
         output_dir.mkdir(parents=True, exist_ok=True)

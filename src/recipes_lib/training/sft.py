@@ -20,7 +20,7 @@ from recipes_lib.models.heads import add_loss_head
 from recipes_lib.training.checkpoints import write_complete
 from recipes_lib.training.observer import Observer
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Any]
 
 
 class SFTTrainer(trl.SFTTrainer):  # type: ignore[misc]
@@ -67,16 +67,20 @@ class SFTTrainer(trl.SFTTrainer):  # type: ignore[misc]
             eval_dataset=eval_dataset,
             data_collator=data_collator,
             processing_class=processing_class,
-            callbacks=list(observer.callbacks),
         )
         self.remove_callback(PrinterCallback)
+        # Right behind the one that decides what is due, so that the trackers behind report the figures added here.
+        self.callback_handler.callbacks[1:1] = observer.callbacks
         add_loss_head(self.model)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, and evaluate once more at the end unless the last step was just evaluated."""
-        output = super().train(*args, **kwargs)
-        if self.observer.hooks and self._last_evaluated_step != self.state.global_step:
-            self.evaluate()
+        try:
+            output = super().train(*args, **kwargs)
+            if self.observer.hooks and self._last_evaluated_step != self.state.global_step:
+                self.evaluate()
+        finally:
+            self.observer.progress.stop()
         return output
 
     def get_batch_samples(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,19 @@ def test_any_stop_token_ends_an_answer_and_counts_as_one_token(
     assert sample.stopped
     assert sample.num_tokens == free.index(stop) + 1
     assert sample.completion == tiny_tokenizer.decode(free[: free.index(stop)], skip_special_tokens=True)
+
+
+def test_the_end_token_of_the_tokenizer_stops_a_model_that_knows_of_none(
+    model: Any, prompts: list[Prompt], tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    first = answer_alone(model, prompts[0].input_ids, 1)[0]
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(first)
+    model.generation_config.eos_token_id = None
+
+    (sample,) = generate_samples(model, tokenizer, prompts[:1], max_new_tokens=5)
+
+    assert (sample.stopped, sample.num_tokens) == (True, 1)
 
 
 def test_an_answer_that_stops_early_is_not_followed_by_the_padding_of_the_others(

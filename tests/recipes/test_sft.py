@@ -1,0 +1,172 @@
+"""The recipe as a user runs it: in a process of its own, from a file and flags to a model that answers."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recipes_lib.config.loader import load_config
+from recipes_lib.data.prepare import prepare
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "sft.py"
+ANSWERS = ["Paris.", "Seven days.", "It is\nfour.", "blue, mostly", "Zürich – ja!", "42", "no, never", "🙂 fine"]
+QUESTIONS = ["capital of France", "days in a week", "two plus two", "the sky", "wo?", "the answer", "ever?", "how are you"]
+
+# What a stranger does with the exported folder: plain transformers, nothing of ours.
+READ_BACK = """
+import json, sys
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+torch.set_num_threads(1)
+folder, questions = sys.argv[1], json.loads(sys.argv[2])
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder)
+answers = []
+for question in questions:
+    chat = [{"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = model.generate(**prompt, max_new_tokens=40, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    answers.append(
+        {
+            "prompt_ids": prompt["input_ids"][0].tolist(),
+            "text": tokenizer.decode(output, skip_special_tokens=True),
+            "stopped": len(output) < 40,
+        }
+    )
+print(json.dumps(answers))
+"""
+
+
+@pytest.fixture
+def chats(tmp_path):
+    path = tmp_path / "chats, with spaces.jsonl"
+    rows = [
+        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+        for question, answer in zip(QUESTIONS, ANSWERS, strict=True)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_config(tmp_path, tiny_model_dir, chats, **keys):
+    keys = {
+        "model_name_or_path": str(tiny_model_dir),
+        "dataset_name": str(chats),
+        "output_dir": str(tmp_path / "a run"),
+        "prepared_dir": str(tmp_path / "prepared"),
+        "bf16": False,
+        "learning_rate": 5e-3,
+        "max_steps": 8,
+        "per_device_train_batch_size": 8,
+        "num_sample_prompts": 2,
+        "sample_max_new_tokens": 4,
+    } | keys
+    path = tmp_path / "sft.yaml"
+    path.write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in keys.items()), encoding="utf-8")
+    return path
+
+
+def run_recipe(*argv, launcher=(), timeout=300):
+    command = [sys.executable, *launcher, str(RECIPE), *map(str, argv)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, cwd=ROOT)
+
+
+def read_record(tmp_path):
+    return json.loads((tmp_path / "a run" / "run.json").read_text())
+
+
+def test_eight_chats_are_learned_and_a_stranger_gets_the_exact_answers(tmp_path, tiny_model_dir, chats):
+    keys = {"max_steps": 150, "lr_scheduler_type": "linear", "max_length": 64, "save_strategy": "no"}
+    config = write_config(tmp_path, tiny_model_dir, chats, **keys)
+    done = run_recipe("--config", config)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+    command = [sys.executable, "-c", READ_BACK, str(tmp_path / "a run"), json.dumps(QUESTIONS)]
+    answers = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout)
+    assert [answer["text"] for answer in answers] == ANSWERS
+    assert all(answer["stopped"] for answer in answers)
+
+    packs = prepare(load_config("sft", ["--config", str(config)]), lambda _: pytest.fail("tokenised again")).train
+    prefixes = {}
+    for pack in packs:
+        ends = np.cumsum(pack["seq_lengths"])
+        for row, start, end in zip(pack["row_ids"], [0, *ends[:-1]], ends, strict=True):
+            first_target = start + int(np.argmax(pack["loss_mask"][start:end]))
+            prefixes[int(row)] = pack["input_ids"][start:first_target].tolist()
+    assert [answer["prompt_ids"] for answer in answers] == [prefixes[row] for row in range(8)]
+
+
+def test_a_run_leaves_what_the_contract_says_and_the_same_command_again_does_nothing(tmp_path, tiny_model_dir, chats):
+    config = write_config(tmp_path, tiny_model_dir, chats, test_split_size=2)
+    first = run_recipe("--config", config)
+    assert first.returncode == 0, first.stderr[-3000:]
+    output = tmp_path / "a run"
+    names = {path.name for path in output.iterdir()}
+    assert {"run.json", "metrics.jsonl", "samples.jsonl", "model.safetensors", "config.json", "README.md"} <= names
+    assert {"tokenizer.json", "chat_template.jinja", "generation_config.json", "report.html", "checkpoint-8"} <= names
+    assert not {path.suffix for path in output.iterdir() if path.is_file()} & {".bin", ".pt", ".pkl"}
+    assert (output / "checkpoint-8" / "COMPLETE.json").exists()
+    record = read_record(tmp_path)
+    assert record["status"] == "done"
+    assert record["config"]["learning_rate"] == 5e-3
+    assert record["provenance"]["learning_rate"].startswith(str(config))
+    events = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    train = [event for event in events if event["kind"] == "train"]
+    assert [event["step"] for event in train] == list(range(1, 9))
+    expected = {"loss", "learning_rate", "grad_norm", "num_target_tokens", "tokens_per_second", "mfu", "memory_bytes"}
+    assert expected <= train[0].keys()
+    evaluations = [event for event in events if event["kind"] == "eval"]
+    assert evaluations[0]["step"] == 0
+    assert evaluations[-1]["step"] == 8
+    assert {"eval_loss", "eval_perplexity", "eval_bits_per_byte", "eval_token_accuracy"} <= evaluations[0].keys()
+
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
+    again = run_recipe("--config", config)
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
+
+    other = run_recipe("--config", config, "--learning_rate", "1e-3")
+    assert other.returncode == 2
+    assert "learning_rate was 0.005" in other.stderr
+    assert "Traceback" not in other.stderr
+
+
+@pytest.mark.multiprocess
+def test_two_processes_train_on_a_prepared_set_and_tokenise_nothing(tmp_path, tiny_model_dir, chats):
+    config = write_config(tmp_path, tiny_model_dir, chats, test_split_size=2, max_steps=2)
+    from transformers import AutoTokenizer
+
+    prepare(load_config("sft", ["--config", str(config)]), lambda _: AutoTokenizer.from_pretrained(tiny_model_dir))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = run_recipe("--config", config, launcher=launcher)
+    assert done.returncode == 0, done.stderr[-3000:]
+    record = read_record(tmp_path)
+    assert record["num_processes"] == 2
+    assert record["num_tokenized_rows"] == 0
+    assert record["status"] == "done"
+
+
+def test_a_wrong_key_is_answered_before_anything_is_imported_or_written(tmp_path, tiny_model_dir, chats):
+    config = write_config(tmp_path, tiny_model_dir, chats, learning_rat=1e-5)
+    done = run_recipe("--config", config)
+    assert done.returncode == 2
+    line = next(number for number, text in enumerate(config.read_text().splitlines(), 1) if "learning_rat:" in text)
+    assert f"{config}:{line}" in done.stderr
+    assert not (tmp_path / "a run").exists()
+
+
+@pytest.mark.parametrize("damage", ["row", "file"])
+def test_broken_data_end_with_exit_code_two_and_the_place(tmp_path, tiny_model_dir, chats, damage):
+    if damage == "row":
+        chats.write_text(chats.read_text() + '{"messages": "oops"}\n')
+    else:
+        chats.write_text("")
+    done = run_recipe("--config", write_config(tmp_path, tiny_model_dir, chats))
+    assert done.returncode == 2
+    assert str(chats) in done.stderr
+    assert "Traceback" not in done.stderr
+    assert read_record(tmp_path)["status"] == "refused"
