@@ -76,11 +76,10 @@ def build_meter(num_targets: int) -> Any:
 def measure_ours(folder: Path, output_dir: str, meter: Any) -> Any:
     """Train with this library's trainer; rows of 512 tokens, 8 a batch."""
     from recipes_lib.config.loader import load_config
+    from recipes_lib.data.collators import PackedCollator
     from recipes_lib.data.prepare import prepare
     from recipes_lib.models.attention import choose_attention
     from recipes_lib.models.loading import load_causal_lm, load_tokenizer
-
-    from recipes_lib.data.collators import PackedCollator
     from recipes_lib.training.arguments import build_training_arguments
     from recipes_lib.training.launch import read_launch
     from recipes_lib.training.metrics import StepCounter
