@@ -15,7 +15,7 @@ from recipes_lib.config.loader import load_config
 def chats(tmp_path):
     path = tmp_path / "chats.jsonl"
     turns = [
-        {"messages": [{"role": "user", "content": f"What is {n} plus one?"}, {"role": "assistant", "content": f"{n + 1}."}]}
+        {"messages": [{"role": "user", "content": f"And {n}?"}, {"role": "assistant", "content": f"{n + 1}."}]}
         for n in range(30)
     ]
     path.write_text("".join(json.dumps(turn) + "\n" for turn in turns))
@@ -78,7 +78,7 @@ def test_problems_of_different_sections_are_told_together(chats, tiny_model_dir,
 def test_bad_rows_do_not_hide_the_rest(chats, tiny_model_dir, tmp_path):
     with chats.open("a") as file:
         file.write('{"messages": [{"role": "user", "content": "no answer"}]}\n')
-    problems, text = run_check(keys_for(chats, tiny_model_dir, tmp_path, attn_implementation="flash_attention_2"))
+    problems, _ = run_check(keys_for(chats, tiny_model_dir, tmp_path, attn_implementation="flash_attention_2"))
     assert any(problem.where.endswith(":31") for problem in problems)
     assert any("flash_attention_2" in problem.found for problem in problems)
 

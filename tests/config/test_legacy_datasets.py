@@ -42,9 +42,9 @@ def test_each_legacy_spelling_says_the_same_in_ours(legacy: dict, new: dict) -> 
     assert convert_datasets(legacy)[0] == new
 
 
-def test_weights_that_change_their_meaning_are_remarked() -> None:
+def test_a_mixture_without_held_out_rows_is_remarked() -> None:
     _, remark = convert_datasets({"dataset_mixer": {"a/b": 0.5, "c/d": 1.0}})
-    assert "share of the mixture" in remark
+    assert "held-out split" in remark
     assert convert_datasets({"dataset_mixer": {"a/b": 1.0}})[1] == ""
 
 

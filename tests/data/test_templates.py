@@ -177,6 +177,19 @@ def test_a_generation_prompt_that_depends_on_the_chat_is_rendered() -> None:
     assert template.generation_prompt([user("hard")]) == "<assistant><think>"
 
 
+def test_a_generation_prompt_that_the_template_switches_off_is_none() -> None:
+    source = "{% set add_generation_prompt = false %}" + FOR + "{% if add_generation_prompt %}<assistant>{% endif %}"
+    assert ChatTemplate(source, VARIABLES).generation_prompt([user("hi")]) == ""
+
+
+def test_a_scan_inside_a_macro_or_a_capture_does_not_change_the_author() -> None:
+    scan = "{% for x in messages %}{{ x.content }}{% endfor %}"
+    for build in ("{% macro all() %}" + scan + "{% endmacro %}", "{% set ns = 1 %}"):
+        inner = "{{ all() }}" if "macro" in build else "{% set all %}" + scan + "{% endset %}{{ all }}"
+        source = build + "{% for m in messages %}<{{ m.role }}>" + inner + "{% endfor %}"
+        assert pieces(render(source, THREE)) == [(0, "<user>abc"), (1, "<assistant>abc"), (2, "<user>abc")]
+
+
 def test_template_variables_of_a_row_win() -> None:
     source = FOR + "{{ eos_token }}{{ enable_thinking }}"
     assert render(source, THREE[:1], variables={"eos_token": "!", "enable_thinking": True}).tail == "!True"

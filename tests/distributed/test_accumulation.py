@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-
 from tests.training import trajectories
 
 EIGHT_BY_ONE = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}

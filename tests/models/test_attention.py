@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,10 +30,13 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
     Qwen3NextConfig,
+    RwkvConfig,
+    TrainingArguments,
 )
 
+from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.attention import LAYOUTS, AttentionChoice, choose_kernel, prove_isolation
+from recipes_lib.models.attention import LAYOUTS, AttentionChoice, choose_attention, choose_kernel, prove_isolation
 from recipes_lib.models.varlen import register_varlen
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -76,6 +81,7 @@ HYBRID = {
     "mpt": MptConfig(),
     "jamba": JambaConfig(),
     "qwen3_next": Qwen3NextConfig(),
+    "rwkv": RwkvConfig(),
     "lfm2": Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"]),
 }
 
@@ -143,7 +149,7 @@ def test_isolation_is_proved_on_the_model_itself(name: str, kernel: str) -> None
 
 @pytest.mark.parametrize("name", MIXING)
 def test_a_leak_is_found_by_running_the_model(name: str) -> None:
-    with pytest.raises(ConfigError, match="documents packed in one row see each other"):
+    with pytest.raises(ConfigError, match="does not keep its logits"):
         prove_isolation(make_model(MIXING[name], "eager"), "rows")
 
 
@@ -158,8 +164,30 @@ def test_a_cache_or_a_mask_of_ones_leaks_and_is_found() -> None:
             return plain(**(inputs | cut))
 
         model.forward = leaking
-        with pytest.raises(ConfigError, match="see each other"):
+        with pytest.raises(ConfigError, match="does not keep its logits"):
             prove_isolation(model, "rows")
+
+
+def test_a_leak_too_small_to_see_against_the_document_alone_is_found() -> None:
+    model = make_model(CONFIGS["llama"], "sdpa")
+    plain = model.forward
+
+    def leaking(**inputs: Any) -> Any:
+        outputs = plain(**inputs)
+        outputs.logits = outputs.logits + 1e-7 * inputs["input_ids"].sum()
+        return outputs
+
+    model.forward = leaking
+    with pytest.raises(ConfigError, match="does not keep its logits"):
+        prove_isolation(model, "rows")
+
+
+def test_documents_apart_but_at_positions_that_run_on_are_found() -> None:
+    model = make_model(CONFIGS["gpt2"], "varlen")
+    plain = model.forward
+    model.forward = lambda position_ids, **inputs: plain(**inputs)
+    with pytest.raises(ConfigError, match="does not keep its logits"):
+        prove_isolation(model, "flat")
 
 
 def test_a_model_that_cannot_run_packed_is_a_configuration_error() -> None:
@@ -170,10 +198,22 @@ def test_a_model_that_cannot_run_packed_is_a_configuration_error() -> None:
         prove_isolation(model, "flat")
 
 
-@pytest.mark.parametrize("name", [*MIXING, *HYBRID])
-def test_packing_is_refused_from_the_configuration_alone(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("bloom", "a bloom model takes no position_ids"),
+        ("falcon_alibi", "a falcon model takes no position_ids"),
+        ("mpt", "a mpt model takes no position_ids"),
+        ("mamba", "a mamba model has linear_attention layers"),
+        ("rwkv", "a rwkv model has recurrent layers"),
+        ("jamba", "a jamba model has linear_attention layers"),
+        ("qwen3_next", "a qwen3_next model has linear_attention layers"),
+        ("lfm2", "a lfm2 model has conv layers"),
+    ],
+)
+def test_packing_is_refused_from_the_configuration_alone(name: str, reason: str) -> None:
     config = (MIXING | HYBRID)[name]
-    with pytest.raises(ConfigError, match=r"packing: a .* model (has .* layers|takes no position_ids)") as caught:
+    with pytest.raises(ConfigError, match=reason) as caught:
         choose_kernel(config, None, device=CPU, compute_dtype=torch.float32, packing=True)
     assert [problem.where for problem in caught.value.problems] == ["packing"]
     choose_kernel(config, None, device=CPU, compute_dtype=torch.float32, packing=False)
@@ -200,6 +240,15 @@ def test_the_fastest_kernel_that_isolates_is_the_default() -> None:
     assert chosen == AttentionChoice("sdpa", "rows")
     sinks = choose_kernel(GptOssConfig(), None, device=CUDA, compute_dtype=torch.bfloat16, packing=True)
     assert sinks == AttentionChoice("eager", "rows")
+
+
+def test_a_run_s_model_device_and_precision_are_what_counts(tiny_model_dir: Path, tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=True)
+    for requested, chosen in ((None, "sdpa"), ("varlen", "varlen")):
+        config = ModelConfig(model_name_or_path=str(tiny_model_dir), attn_implementation=requested)
+        assert choose_attention(config, args, packing=True) == AttentionChoice(chosen, LAYOUTS[chosen])
+    with pytest.raises(ConfigError, match="runs on CUDA devices only"):
+        choose_attention(replace(config, attn_implementation="flash_attention_2"), args, packing=True)
 
 
 @pytest.mark.parametrize("kernel", ["eager", "sdpa", "varlen"])

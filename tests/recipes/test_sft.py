@@ -14,7 +14,7 @@ from recipes_lib.data.prepare import prepare
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "sft.py"
 ANSWERS = ["Paris.", "Seven days.", "It is\nfour.", "blue, mostly", "Zürich – ja!", "42", "no, never", "🙂 fine"]
-QUESTIONS = ["capital of France", "days in a week", "two plus two", "the sky", "wo?", "the answer", "ever?", "how are you"]
+QUESTIONS = ["capital of France", "days in a week", "two plus two", "the sky", "wo?", "the answer", "ever?", "hello"]
 
 # What a stranger does with the exported folder: plain transformers, nothing of ours.
 READ_BACK = """

@@ -74,7 +74,5 @@ def _join(entries: list[dict[str, Any]], extra: dict[str, Any]) -> tuple[dict[st
     if all(entry.get("weight", 1) == 1 for entry in entries):
         for entry in entries:
             entry.pop("weight", None)
-    remark = "`weight` is a share of the mixture here, it was a share of each dataset's rows there"
-    if not extra:
-        remark += "; name a held-out split with `dataset_test_split` or `test_split_size`"
+    remark = "" if extra else "name a held-out split with `dataset_test_split` or `test_split_size`"
     return {"dataset_mixture": entries} | extra, remark

@@ -11,7 +11,7 @@ from typing import Any, Final
 from recipes_lib.config.retired import Retired, dropped, dropped_at, each, renamed, undecided
 
 DEFAULTS: Final[Mapping[str, tuple[Any, str]]] = {
-    "activation_checkpointing": (False, "recomputing costs about a third of the speed; turn it on when memory is short"),
+    "activation_checkpointing": (False, "recomputing costs about a third of the speed; on, it saves memory"),
     "eval_on_start": (True, "a broken evaluation fails before the training, and the gain is measured from the start"),
     "eval_steps": (0.1, "ten evaluations a run"),
     "eval_strategy": ("steps", "held-out loss while training, where there are held-out rows"),

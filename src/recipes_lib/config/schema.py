@@ -21,7 +21,7 @@ class MixtureEntry(TypedDict, total=False):
     name: Required[str]
     """Hub id or path, as ``dataset_name``."""
     weight: float
-    """Share of the mixture, relative to the other entries."""
+    """How often its rows come up: 0.5 takes a random half of them, 2 takes each twice. Default 1."""
     config: str
     """As ``dataset_config``."""
     revision: str

@@ -2,8 +2,8 @@
 
 A template is parsed in the very environment that ``apply_chat_template`` uses, and calls are woven into its loops and
 generation blocks. The calls write nothing, so the text is the template's own by construction; they only note how many
-pieces of output had been written when a loop took up a message. Reading positions off the running output is blind
-inside macros and captures (``{% set %}...{% endset %}``), which is why nothing is woven into those.
+pieces of output had been written when a loop took up a message. What a macro or a ``{% set %}`` block builds is output
+as one piece, when it is written: it belongs to the turn that writes it, not to loops inside it.
 """
 
 from __future__ import annotations
@@ -221,16 +221,11 @@ class _Weaver(NodeTransformer):
         return [_call("enter_loop", [], node.lineno), node, _call("leave_loop", [], node.lineno)]
 
     def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
+        self.generic_visit(node)
         if not _is_generation(node):
             return node
-        self.generic_visit(node)
         begin, end = (_call(name, [], node.lineno) for name in ("begin_generation", "end_generation"))
         return nodes.Scope([begin, *node.body, end], lineno=node.lineno)
-
-    def _leave_alone(self, node: nodes.Node) -> nodes.Node:
-        return node
-
-    visit_Macro = visit_AssignBlock = visit_FilterBlock = _leave_alone
 
 
 def _item_expressions(loop: nodes.For) -> list[nodes.Expr]:

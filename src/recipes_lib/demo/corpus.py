@@ -6,12 +6,13 @@ import ast
 import copy
 import hashlib
 import os
+import random
 import sys
 import sysconfig
 import textwrap
 import warnings
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import decode_source
 from pathlib import Path, PurePosixPath
@@ -19,11 +20,15 @@ from pathlib import Path, PurePosixPath
 from recipes_lib.errors import DataError, Problem
 
 MIN_CHARACTERS = 1_000_000
-"""Less text than this teaches nothing that a person can see."""
+"""A model learns nothing that a person can see from less."""
 HELD_OUT_SHARE = 0.1
-"""Share of the top-level modules that nothing is trained on."""
-SKIPPED_FOLDERS = frozenset({"test", "tests", "site-packages", "dist-packages", "__pycache__", "idlelib", "lib2to3", "turtledemo"})
-"""Tests and applications: their sources say little about the library."""
+"""Share of the modules that nothing is trained on."""
+MAX_HELD_OUT_TEXTS = 200
+"""Enough to measure a loss; each evaluation reads them all."""
+SKIPPED_FOLDERS = frozenset({"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo"})
+"""Tests and applications, which say little about the library, and what is not the library."""
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,25 +36,27 @@ class Definition:
     """A documented function, method or class.
 
     Attributes:
-        module: Dotted name of its module.
         name: Its own name, without the class around it.
-        signature: Its ``def`` or ``class`` line, without body or decorators.
-        parameters: Names in the order of the signature, without stars, ``self`` and ``cls``.
+        signature: Its ``def`` or ``class`` line, without decorators and colon.
         docstring: Dedented.
-        source: Dedented, with the docstring.
+        source: Dedented; of a class, no more than the documentation.
+        num_parameters: Without ``self`` and ``cls``; 0 for a class.
+        num_required: Those that have no default.
+        returns: Whether it can return or yield a value; False for a class.
     """
 
-    module: str
     name: str
     signature: str
-    parameters: tuple[str, ...]
     docstring: str
     source: str
+    num_parameters: int
+    num_required: int
+    returns: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A module of the library that could be parsed."""
+    """A module of the library: its dotted name, its docstring (perhaps empty), its documented definitions."""
 
     name: str
     docstring: str
@@ -57,35 +64,63 @@ class Module:
 
     @property
     def held_out(self) -> bool:
-        """Whether nothing of this module's top-level package is trained on; the same on every machine."""
-        digest = hashlib.sha256(self.name.encode()).digest()
-        return digest[0] < HELD_OUT_SHARE * 256
+        """Whether nothing of it is trained on: decided by its name alone, so the same on every machine."""
+        return hashlib.sha256(self.name.encode()).digest()[0] < HELD_OUT_SHARE * 256
 
-    @property
-    def texts(self) -> Iterator[str]:
-        """Its documents: what it is for, then each definition."""
-        if self.docstring:
-            yield f"# {self.name}\n{self.docstring}\n"
-        for definition in self.definitions:
-            yield f"# {self.name}\n{definition.source}\n"
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Documents to train on and held-out ones; none is in both, whatever the module it was copied to."""
+
+    train: list[str]
+    held_out: list[str]
 
 
 def standard_library() -> tuple[Path, ...]:
     """Where the running interpreter keeps its library: a folder, or the zip that an embedded Python has instead."""
-    zipped = (Path(entry) for entry in sys.path if Path(entry).name == f"python{sys.version_info[0]}{sys.version_info[1]}.zip")
-    return (Path(sysconfig.get_path("stdlib")), *zipped)
+    zipped = f"python{sys.version_info.major}{sys.version_info.minor}.zip"
+    return (Path(sysconfig.get_path("stdlib")), *(Path(entry) for entry in sys.path if Path(entry).name == zipped))
 
 
 def load_modules(roots: Iterable[Path]) -> list[Module]:
-    """Every module under the folders and zip files, by name; files that Python itself could not read are skipped."""
+    """Parse every module under folders and zip files, sorted by name; what is no Python of this version is left out.
+
+    Raises:
+        DataError: There are fewer than ``MIN_CHARACTERS`` of text.
+    """
+    roots = tuple(roots)
     modules: dict[str, Module] = {}
     for root in roots:
         for path, data in _iter_files(root):
             name = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
-            module = parse_module(name, data)
-            if module is not None:
-                modules.setdefault(name, module)
+            if name not in modules and (module := parse_module(name, data)):
+                modules[name] = module
+    found = sum(len(text) for module in modules.values() for _, text in _iter_texts(module))
+    if found < MIN_CHARACTERS:
+        raise DataError(
+            Problem(
+                " and ".join(map(str, roots)),
+                f"the sources of the standard library hold {found} characters of documented code, "
+                f"fewer than {MIN_CHARACTERS}",
+                "run the demo with a Python that came with its sources, as those of python.org, uv, conda and the "
+                "Linux distributions do",
+            )
+        )
     return [modules[name] for name in sorted(modules)]
+
+
+def split_texts(modules: Sequence[Module], seed: int) -> Texts:
+    """Return every document once, and some of those of the held-out modules apart."""
+    train = {body: text for module in modules if not module.held_out for body, text in _iter_texts(module)}
+    held_out = {body: text for module in modules if module.held_out for body, text in _iter_texts(module)}
+    unseen = [text for body, text in held_out.items() if body not in train]
+    return Texts(list(train.values()), random.Random(seed).sample(unseen, min(len(unseen), MAX_HELD_OUT_TEXTS)))
+
+
+def _iter_texts(module: Module) -> Iterator[tuple[str, str]]:
+    """Yield each document without and with the name of the module above it."""
+    for body in filter(None, (module.docstring, *(definition.source for definition in module.definitions))):
+        yield body, f"# {module.name}\n{body}\n"
 
 
 def _iter_files(root: Path) -> Iterator[tuple[PurePosixPath, bytes]]:
@@ -93,58 +128,75 @@ def _iter_files(root: Path) -> Iterator[tuple[PurePosixPath, bytes]]:
         with zipfile.ZipFile(root) as archive:
             for name in archive.namelist():
                 path = PurePosixPath(name)
-                if path.suffix == ".py" and not SKIPPED_FOLDERS & set(path.parts):
+                if path.suffix == ".py" and not SKIPPED_FOLDERS.intersection(path.parts):
                     yield path, archive.read(name)
         return
     for folder, subfolders, files in os.walk(root):
-        subfolders[:] = sorted(set(subfolders) - SKIPPED_FOLDERS)
-        for file in sorted(files):
-            path = Path(folder, file)
-            if path.suffix == ".py" and path.is_file():
-                yield PurePosixPath(path.relative_to(root).as_posix()), path.read_bytes()
+        subfolders[:] = set(subfolders) - SKIPPED_FOLDERS
+        for file in files:
+            file_path = Path(folder, file)
+            if file_path.suffix == ".py" and file_path.is_file():
+                yield PurePosixPath(file_path.relative_to(root).as_posix()), file_path.read_bytes()
 
 
 def parse_module(name: str, data: bytes) -> Module | None:
-    """The module's documentation, or ``None`` where the bytes are no Python of this version."""
+    """Return what the source of a module documents; ``None`` where this Python cannot read it."""
     try:
         text = decode_source(data)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes are the library's affair
+            warnings.simplefilter("ignore")  # How the library escapes its strings is not the user's affair.
             tree = ast.parse(text)
-        definitions = tuple(_iter_definitions(name, text.split("\n"), tree))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # MemoryError: the parser's own nesting limit
+        return Module(name, _read_docstring(tree), tuple(_iter_definitions(tree, text.split("\n"))))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # The last two: nested beyond the parser's limits.
         return None
-    return Module(name, _docstring(tree), definitions)
 
 
-def _iter_definitions(module: str, lines: list[str], tree: ast.Module) -> Iterator[Definition]:
+def _iter_definitions(tree: ast.Module, lines: list[str]) -> Iterator[Definition]:
     bodies: list[ast.Module | ast.ClassDef] = [tree]
     while bodies:
         for node in bodies.pop().body:
-            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                continue
             if isinstance(node, ast.ClassDef):
                 bodies.append(node)
-            if docstring := _docstring(node):
-                last = node.body[0] if isinstance(node, ast.ClassDef) else node
-                source = textwrap.dedent("\n".join(lines[node.lineno - 1 : last.end_lineno]))
-                yield Definition(module, node.name, _signature(node), _parameters(node), docstring, source)
+            if isinstance(node, _Function | ast.ClassDef) and _read_docstring(node):
+                yield _read_definition(node, lines)
 
 
-def _docstring(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    docstring = ast.get_docstring(node) or ""
-    return docstring.encode("utf-8", "replace").decode()  # an escaped lone surrogate is legal in Python, in no file
-
-
-def _signature(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+def _read_definition(node: _Function | ast.ClassDef, lines: list[str]) -> Definition:
     bare = copy.copy(node)
     bare.body, bare.decorator_list = [], []
-    return ast.unparse(bare)
+    end = node.body[0] if isinstance(node, ast.ClassDef) else node
+    num_parameters, num_required = (0, 0) if isinstance(node, ast.ClassDef) else _count_parameters(node.args)
+    return Definition(
+        name=node.name,
+        signature=ast.unparse(bare).rstrip(":"),
+        docstring=_read_docstring(node),
+        source=textwrap.dedent("\n".join(lines[node.lineno - 1 : end.end_lineno])),
+        num_parameters=num_parameters,
+        num_required=num_required,
+        returns=not isinstance(node, ast.ClassDef) and _returns_value(node),
+    )
 
 
-def _parameters(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, ...]:
-    if isinstance(node, ast.ClassDef):
-        return ()
-    given = node.args
-    every = [*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs, given.kwarg]
-    return tuple(arg.arg for arg in every if arg is not None and arg.arg not in ("self", "cls"))
+def _read_docstring(node: ast.Module | ast.ClassDef | _Function) -> str:
+    # Escapes may spell a lone surrogate, which no file can hold.
+    return (ast.get_docstring(node) or "").encode("utf-8", "replace").decode()
+
+
+def _count_parameters(arguments: ast.arguments) -> tuple[int, int]:
+    positional = [*arguments.posonlyargs, *arguments.args]
+    num_required = len(positional) - len(arguments.defaults) + arguments.kw_defaults.count(None)
+    num_parameters = len(positional) + len(arguments.kwonlyargs)
+    num_parameters += (arguments.vararg is not None) + (arguments.kwarg is not None)
+    is_bound = bool(positional) and positional[0].arg in ("self", "cls")
+    return num_parameters - is_bound, num_required - is_bound
+
+
+def _returns_value(function: _Function) -> bool:
+    nodes: list[ast.AST] = list(function.body)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Yield | ast.YieldFrom) or (isinstance(node, ast.Return) and node.value is not None):
+            return True
+        if not isinstance(node, _Function | ast.ClassDef | ast.Lambda):
+            nodes.extend(ast.iter_child_nodes(node))
+    return False

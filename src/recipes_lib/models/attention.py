@@ -193,7 +193,7 @@ def prove_isolation(model: Any, layout: Layout) -> None:
             raise ConfigError(
                 Problem(
                     "packing",
-                    f"documents packed in one row see each other: a logit moves by {max(differences):.2g}",
+                    f"a document does not keep its logits beside another: one moves by {max(differences):.2g}",
                     "set packing: false, or another attn_implementation",
                 )
             )

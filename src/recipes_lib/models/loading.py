@@ -138,7 +138,9 @@ def check_agreement(
     *,
     max_length: int | None = None,
 ) -> list[Problem]:
-    """Where model and tokenizer contradict each other: embedding rows, end and start of text, length.
+    """Where model and tokenizer contradict each other: embedding rows, start of text, length.
+
+    The end of text is not compared: ``set_stop_tokens`` makes generation stop where training ends.
 
     Args:
         config: The model's configuration.
@@ -154,12 +156,6 @@ def check_agreement(
         problems.append(
             Problem("tokenizer_name_or_path", found, "use the model's own tokenizer, or resize the model first")
         )
-    stops = _ids(generation_config.eos_token_id) | _ids(text.eos_token_id)
-    if stops and tokenizer.eos_token_id not in stops:
-        found = (
-            f"the model stops at {_name_tokens(tokenizer, stops)}, the tokenizer ends text with {tokenizer.eos_token!r}"
-        )
-        problems.append(Problem("eos_token", found, "set eos_token to a token at which the model stops"))
     starts = _ids(generation_config.bos_token_id) | _ids(text.bos_token_id)
     if starts and tokenizer.bos_token_id is not None and tokenizer.bos_token_id not in starts:
         found = f"the model starts with {_name_tokens(tokenizer, starts)}, the tokenizer with {tokenizer.bos_token!r}"
