@@ -55,9 +55,10 @@ demo: $(STAMP) ## the whole pipeline on real text at hand, on a CPU, with a repo
 	@$(PYTHON) recipes/demo.py
 
 bench: $(STAMP) ## side-by-side benchmarks against TRL as installed
-	@$(PYTHON) benchmarks/preparation.py
-	@$(PYTHON) benchmarks/training.py
-	@$(PYTHON) benchmarks/startup.py
+	@$(PYTHON) benchmarks/startup.py --output build/bench/startup.json
+	@$(PYTHON) benchmarks/preparation.py --output build/bench/preparation.json
+	@$(PYTHON) benchmarks/loss_head.py --output build/bench/loss_head.json
+	@$(PYTHON) benchmarks/training.py --output build/bench/training.json
 
 docs: $(STAMP) ## write docs/configs.md, and check every link, path and command in the documentation
 	@$(PYTHON) -m recipes_lib.config.generate

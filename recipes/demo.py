@@ -16,20 +16,21 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from recipes_lib.boundary import run_command
 from recipes_lib.demo.assets import save_start
-from recipes_lib.demo.chats import QUESTIONS, build_chats
+from recipes_lib.demo.chats import build_chats
 from recipes_lib.demo.corpus import load_modules, split_texts, standard_library
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
 
 RECIPES = Path(__file__).resolve().parent
 SEED = 0
+SHOWN_ANSWERS = 10
 # So small a model gains nothing from a third thread; and threads that spin while they wait stall shared cores.
 THREADS = {"OMP_NUM_THREADS": str(min(2, os.cpu_count() or 1)), "OMP_WAIT_POLICY": "PASSIVE"}
 FIGURES = {
@@ -106,12 +107,27 @@ def show_results(output_dir: Path, console: Console) -> None:
     console.print(table)
     samples = read_lines(output_dir / "sft" / "samples.jsonl")
     first, last = ([line for line in samples if line["step"] == end["step"]] for end in (samples[0], samples[-1]))
-    answers = Table("held-out question", "before fine-tuning", "after", "documentation", show_lines=True)
-    for before, after in list(zip(first, last, strict=True))[: 2 * len(QUESTIONS)]:
-        answers.add_row(
-            *(Text(cell) for cell in (before["prompt"], before["completion"], after["completion"], after["reference"]))
+    questions = [row["messages"][0]["content"] for row in read_lines(output_dir / "data" / "sft_held_out.jsonl")]
+    for question, before, after in zip(questions[:SHOWN_ANSWERS], first, last, strict=False):
+        console.print(f"\n  {question}", markup=False, style="bold")
+        for label, answer in (
+            ("before", before["completion"]),
+            ("after", after["completion"]),
+            ("documented", before["reference"]),
+        ):
+            console.print(
+                f"    {label:12}{shorten(' '.join(answer.split()), 100, placeholder=' ...') or '(nothing)'}",
+                markup=False,
+            )
+    trained = (output_dir / "sft").resolve()
+    console.print("\n[bold]Where to look[/bold]")
+    for stage in ("pretrain", "sft"):
+        console.print(
+            f"  {output_dir / stage / 'report.html'}   the curves and the answers as they came; metrics.jsonl and run.json beside it",
+            markup=False,
         )
-    console.print(answers)
+    console.print("\n[bold]Ask it yourself[/bold], in .venv/bin/python:")
+    console.print(TRY_IT.format(model=str(trained), question=questions[0]), markup=False)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

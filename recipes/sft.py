@@ -59,7 +59,8 @@ def main(config: RecipeConfig) -> None:
             processing_class=tokenizer,
             observer=observer,
         )
-        prove_isolation(model, attention.layout)
+        if config.tokens.packing:
+            prove_isolation(model, attention.layout)
         verify_loss_head(model)
 
         trainer.train(resume_from_checkpoint=run.resume_from)

@@ -208,23 +208,39 @@ def test_a_model_and_its_tokenizer_agree(tiny_model_dir: Path) -> None:
     assert check_agreement(config, generation_config, tokenizer, max_length=512) == []
 
 
-def test_disagreements_are_all_reported(tiny_tokenizer: PreTrainedTokenizerFast, tiny_tokenizer_dir: Path) -> None:
+def test_disagreements_are_all_reported(tiny_tokenizer_dir: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
     tokenizer.add_tokens([f"<extra_{number}>" for number in range(5)])
     tokenizer.bos_token = "<|im_start|>"
     config = LlamaConfig(vocab_size=512, max_position_embeddings=512, bos_token_id=0)
-    found = {
-        problem.where: problem.found
-        for problem in check_agreement(config, GenerationConfig(), tokenizer, max_length=513)
-    }
-    assert found["max_length"] == "513 tokens are more than the 512 positions of the model"
-    assert "'<|endoftext|>', the tokenizer with '<|im_start|>'" in found["tokenizer_name_or_path"]
-    rows = next(problem.found for problem in check_agreement(config, GenerationConfig(), tokenizer))
-    assert rows == (
-        "the model has 512 embedding rows, none for <extra_0>, <extra_1>, <extra_2> and 2 more of the tokenizer"
-    )
+    problems = check_agreement(config, GenerationConfig(), tokenizer, max_length=513)
+    assert [(problem.where, problem.found) for problem in problems] == [
+        (
+            "tokenizer_name_or_path",
+            "the model has 512 embedding rows, none for <extra_0>, <extra_1>, <extra_2> and 2 more of the tokenizer",
+        ),
+        ("tokenizer_name_or_path", "the model starts with '<|endoftext|>', the tokenizer with '<|im_start|>'"),
+        ("max_length", "513 tokens are more than the 512 positions of the model"),
+    ]
 
 
-def test_an_end_of_text_of_the_users_choice_is_no_disagreement(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    config = LlamaConfig(vocab_size=512, eos_token_id=2, bos_token_id=None)
-    assert check_agreement(config, GenerationConfig(eos_token_id=2), tiny_tokenizer) == []
+def test_any_start_token_of_the_model_may_be_the_tokenizer_s(tiny_tokenizer_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
+    tokenizer.bos_token = "<|im_start|>"
+    config = LlamaConfig(vocab_size=512, bos_token_id=0)
+    starts = GenerationConfig(bos_token_id=tokenizer.bos_token_id)
+    assert check_agreement(config, starts, tokenizer) == []
+
+
+def test_the_revision_is_the_model_s_and_not_that_of_another_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def refuse(name: str, revision: str | None, **_: object) -> None:
+        asked.append((name, revision))
+        raise OSError("no")
+
+    monkeypatch.setattr("recipes_lib.models.loading.AutoTokenizer.from_pretrained", refuse)
+    for changes in ({}, {"tokenizer_name_or_path": "org/other"}):
+        with pytest.raises(ConfigError):
+            load_tokenizer(config_for("org/model", model_revision="v1", **changes), TokensConfig())
+    assert asked == [("org/model", "v1"), ("org/other", None)]

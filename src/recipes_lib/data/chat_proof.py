@@ -69,10 +69,9 @@ class Proof:
         ]
 
     def _is_plain(self, claim: Claim) -> bool:
-        surfaces = self._surfaces
-        return surfaces is not None and claim.text == "".join(
-            [surfaces[id_] for id_ in claim.ids[claim.first : claim.last]]
-        )
+        if self._surfaces is None:
+            return False
+        return "".join(map(self._surfaces.__getitem__, claim.ids[claim.first : claim.last])) == claim.text
 
     def _holds_in_context(self, claim: Claim) -> bool:
         """Whether the tokens say their text after those before them, up to what the tokenizer itself makes equal.

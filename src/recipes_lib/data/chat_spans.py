@@ -120,7 +120,7 @@ class SpanFinder:
                 raise _fault(row, found, "remove the message, or change the template")
             start, end = turns[0].start, turns[-1].end
             start += self._header_length(row, message, text[start : turns[0].end])
-            if end == rendered.turns[-1].end and self._terminated(text, end, len(text)):
+            if rendered.turns[-1].end == end < len(text) and self._terminated(text, end, len(text)):
                 end = len(text)  # A final EOS after the loop.
             for turn, next_turn in pairwise(turns):
                 spans.append(Span(message, start, _rstripped(text, start, turn.end)))
@@ -129,16 +129,16 @@ class SpanFinder:
             spans.append(Span(message, start, end))
         return Targets(text, spans)
 
-    def _terminated(self, text: str, start: int, end: int) -> bool:
-        """Whether ``text[start:end]`` ends in a special token, white space aside."""
+    def _terminated(self, text: str, start: int, end: int) -> int | None:
+        """Where the special token ends in which ``text[start:end]`` ends, white space aside."""
         end = _rstripped(text, start, end)
-        return self._at_end.search(text, max(start, end - self._longest), end) is not None
+        return end if self._at_end.search(text, max(start, end - self._longest), end) else None
 
     def _terminate(self, row: Row, text: str, turn: Span) -> tuple[str, int]:
         """The text, and where the terminator of a turn ends; open turns get ``eos_token``, if one was given."""
         message, start, end = turn
-        if self._terminated(text, start, end):
-            return text, _rstripped(text, start, end)
+        if (terminated := self._terminated(text, start, end)) is not None:
+            return text, terminated
         if self._eos_token is not None:
             if end == len(text):
                 return text + self._eos_token, end + len(self._eos_token)
@@ -210,20 +210,24 @@ class SpanFinder:
         """Every trained turn says what its message says: its answer, or the tools that it calls."""
         for index in sorted(trained):
             message = _messages(row)[index]
-            turn = "".join(targets.text[span.start : span.end] for span in targets.spans if span.message == index)
-            written = self._special.sub("", turn)
+            turn = "".join([targets.text[span.start : span.end] for span in targets.spans if span.message == index])
             calls = [str((call.get("function") or call)["name"]) for call in message.get("tool_calls") or []]
-            if missing := [name for name in calls if name not in written]:
-                found = f"message {index} calls {missing[0]!r}, but the chat template does not write that"
-                raise _fault(row, found, "use a template that writes tool_calls")
+            for name in calls:
+                if not self._says(turn, name):
+                    found = f"message {index} calls {name!r}, but the chat template does not write that"
+                    raise _fault(row, found, "use a template that writes tool_calls")
             # A template may drop reasoning, and whatever goes with a tool call, from what it writes.
-            answers = [] if calls else [self._special.sub("", text) for text in _texts(message)]
-            for answer in answers:
-                if answer.strip() not in written and answer.rpartition(_THINK_END)[2].strip() not in written:
+            for answer in [] if calls else _texts(message):
+                if not self._says(turn, answer) and not self._says(turn, answer.rpartition(_THINK_END)[2].strip()):
                     found = (
                         f"the answer of message {index} ({answer[:40]!r}) is not in the text that would be trained on"
                     )
                     raise _fault(row, found, _MARK_IT)
+
+    def _says(self, turn: str, text: str) -> bool:
+        if len(text) < self._longest:  # It might be found in the name of a special token.
+            turn, text = self._special.sub("", turn), self._special.sub("", text).strip()
+        return text in turn
 
 
 def _fault(row: Row, found: str, remedy: str) -> DataError:

@@ -29,6 +29,8 @@ def export_model(trainer: Trainer, folder: Path) -> None:
     Raises:
         BrokenExportError: What was saved is not whole.
     """
+    # Off while packed documents had to be kept apart; whoever loads the model wants fast generation.
+    trainer.accelerator.unwrap_model(trainer.model).config.use_cache = True
     trainer.save_model(str(folder))
     if not trainer.args.should_save:
         return
