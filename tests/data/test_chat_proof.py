@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from tests.data.templates.tokenizers import build_byte_level, build_lossy, build_metaspace
 from transformers import PreTrainedTokenizerFast
@@ -14,7 +15,7 @@ BUILDERS = [lambda: build_byte_level(""), lambda: build_metaspace(None), lambda:
 
 def problems(tokenizer: PreTrainedTokenizerFast, first: int, last: int, text: str) -> list[str]:
     ids = tokenizer.backend_tokenizer.encode(TEXT, add_special_tokens=False).ids
-    return [str(problem) for problem in Proof(tokenizer).problems([Claim("here", ids, first, last, text)])]
+    return [str(problem) for problem in Proof(tokenizer).problems([Claim("here", np.array(ids), first, last, text)])]
 
 
 @pytest.mark.parametrize("build", BUILDERS)
@@ -48,5 +49,5 @@ def test_a_fallen_claim_shows_where_the_texts_part() -> None:
 def test_what_the_normaliser_makes_equal_is_equal_and_nothing_more() -> None:
     tokenizer = build_lossy("")
     ids = tokenizer.backend_tokenizer.encode("CAFE\u0301", add_special_tokens=False).ids
-    assert Proof(tokenizer).problems([Claim("here", ids, 0, len(ids), "CAFE\u0301")]) == []
-    assert len(Proof(tokenizer).problems([Claim("here", ids, 0, len(ids), "CAFE")])) == 1
+    assert Proof(tokenizer).problems([Claim("here", np.array(ids), 0, len(ids), "CAFE\u0301")]) == []
+    assert len(Proof(tokenizer).problems([Claim("here", np.array(ids), 0, len(ids), "CAFE")])) == 1

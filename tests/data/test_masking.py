@@ -1,44 +1,11 @@
-"""Labels, target counts, and the token that a character begins."""
+"""The token that a character begins, or the token that has it and its neighbour."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from recipes_lib.data.masking import (
-    IGNORE_INDEX,
-    MergedTokenError,
-    count_targets,
-    count_tokens_before,
-    labels_from_loss_mask,
-)
-
-EXAMPLES = st.lists(st.tuples(st.integers(0, 2**31), st.booleans()), min_size=1, max_size=30)
-
-
-@given(EXAMPLES)
-def test_labels_are_the_trained_ids_and_nothing_else(example: list[tuple[int, bool]]) -> None:
-    ids, mask = np.array([i for i, _ in example], dtype=np.uint32), np.array([m for _, m in example])
-    labels = labels_from_loss_mask(ids, mask)
-    assert labels.dtype == np.int64
-    assert labels.tolist() == [i if m and at else IGNORE_INDEX for at, (i, m) in enumerate(example)]
-
-
-@given(EXAMPLES)
-def test_targets_are_what_torch_s_shifted_loss_counts(example: list[tuple[int, bool]]) -> None:
-    ids, mask = np.array([i % 7 for i, _ in example]), np.array([m for _, m in example])
-    labels = torch.from_numpy(labels_from_loss_mask(ids, mask))[1:]
-    total = torch.nn.functional.cross_entropy(torch.zeros(len(labels), 7), labels, reduction="sum")
-    assert count_targets(mask) == pytest.approx(float(total / np.log(7)), abs=1e-3)
-
-
-def test_no_tokens_no_targets() -> None:
-    assert count_targets([]) == 0
-    assert labels_from_loss_mask([], []).tolist() == []
+from recipes_lib.data.masking import MergedTokenError, count_tokens_before
 
 
 def test_the_boundary_of_every_token_is_found_and_every_other_is_refused(

@@ -21,6 +21,7 @@ from recipes_lib.data.chat_spans import SpanFinder
 from recipes_lib.data.masking import MergedTokenError, count_tokens_before
 from recipes_lib.data.rows import EncodedRow, Row
 from recipes_lib.data.templates import TEMPLATE_DATE, ChatTemplate, TemplateError
+from recipes_lib.data.token_bytes import ByteEnds, count_tokens_before_byte
 from recipes_lib.errors import ConfigError, DataError, Problem
 
 _COUNTING = threading.Lock()
@@ -76,6 +77,7 @@ class RowEncoder:
         adds_bos = self._bos_id is not None and self._backend.encode("a").ids[:1] == [self._bos_id]
         self._bos: list[int] = [self._bos_id] if adds_bos else []
         self._eos_id = _token_id(tokenizer, eos_token) if eos_token is not None else tokenizer.eos_token_id
+        self._byte_ends = ByteEnds(tokenizer) if ByteEnds.suits(tokenizer) else None
         self._proof = Proof(tokenizer)
         self._finders: dict[bool, SpanFinder] = {}
 
@@ -133,7 +135,8 @@ class RowEncoder:
             DataError: As ``render_prompt``.
         """
         ids = self._backend.encode(self.render_prompt(row), add_special_tokens=False).ids
-        return np.array(ids if row.messages is not None else self._with_bos(ids), dtype=np.uint32)
+        array = np.array(ids, dtype=np.uint32)
+        return array if row.messages is not None else self._with_bos(array)
 
     @property
     def cautions(self) -> list[str]:
@@ -196,41 +199,62 @@ class RowEncoder:
             self._backend.no_padding()
         with _COUNTING:
             RowEncoder.num_tokenized_rows += len(texts)
-        encodings: list[Encoding] = self._backend.encode_batch(texts, add_special_tokens=False)
+        encode = self._backend.encode_batch if self._byte_ends is None else self._backend.encode_batch_fast
+        encodings: list[Encoding] = encode(texts, add_special_tokens=False)
         return encodings
 
-    def _with_bos(self, ids: list[int]) -> list[int]:
-        return [*self._bos, *ids] if ids[:1] != self._bos else ids
+    def _with_bos(self, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+        has_bos = not self._bos or (len(ids) > 0 and ids[0] == self._bos[0])
+        return ids if has_bos else np.concatenate([np.array(self._bos, dtype=np.uint32), ids])
 
     def _mask(self, draft: _Draft, encoding: Encoding, claims: list[Claim]) -> EncodedRow:
         """The ids and mask of a row; adds what its spans claim to ``claims``."""
         is_plain = draft.row.messages is None
-        ids = self._with_bos(encoding.ids) if is_plain else encoding.ids
-        if not is_plain and self._bos_id is not None and ids[:2] == [self._bos_id, self._bos_id]:
+        ids = text_ids = np.array(encoding.ids, dtype=np.uint32)
+        if is_plain:
+            ids = self._with_bos(ids)
+            if not len(ids) or ids[-1] != self._eos_id:
+                ids = np.append(ids, np.uint32(self._eos_id))
+        elif self._bos_id is not None and len(ids) > 1 and ids[0] == ids[1] == self._bos_id:
             found, remedy = "the chat begins with two BOS tokens", "take one out of the chat, or out of the template"
             raise DataError(Problem(draft.row.where, found, remedy))
-        shift = len(ids) - len(encoding)
-        if is_plain and ids[-1:] != [self._eos_id]:
-            ids = [*ids, self._eos_id]
         loss_mask = np.full(len(ids), draft.spans is None)
-        loss_mask[:1] &= ids[:1] != [self._bos_id]
-        for start, end in draft.spans or []:
-            first, last = (self._cut(draft, encoding, at) + shift for at in (start, end))
-            loss_mask[first : len(ids) if is_plain else last] = True
-            claims.append(Claim(draft.row.where, ids, first, last, draft.text[start:end]))
-        return EncodedRow(np.array(ids, dtype=np.uint32), loss_mask)
+        if draft.spans is None:
+            loss_mask[:1] &= ids[:1] != self._bos_id
+            return EncodedRow(ids, loss_mask)
+        shift = int(is_plain and ids[0] != text_ids[0]) if len(text_ids) else 0
+        cuts = self._cut(draft, encoding, text_ids, [at for span in draft.spans for at in span])
+        for (start, end), first, last in zip(draft.spans, cuts[::2], cuts[1::2], strict=True):
+            loss_mask[first + shift : len(ids) if is_plain else last] = True
+            claims.append(Claim(draft.row.where, ids, first + shift, last + shift, draft.text[start:end]))
+        return EncodedRow(ids, loss_mask)
 
-    def _cut(self, draft: _Draft, encoding: Encoding, at: int) -> int:
-        try:
-            return count_tokens_before(encoding, draft.text, at, self._special)
-        except MergedTokenError as error:
-            left, right = draft.text[error.start : at], draft.text[at : error.end]
-            found = f"one token holds {left!r}, not trained on, and {right!r}, trained on; or the other way round"
-            if draft.row.messages is None:
-                remedy = "move the white space at the end of the prompt to the start of the completion"
-            else:
-                remedy = "let the template end the generation prompt, and each turn, in a special token or a line break"
-            raise DataError(Problem(draft.row.where, found, remedy)) from error
+    def _cut(self, draft: _Draft, encoding: Encoding, ids: npt.NDArray[np.uint32], places: Sequence[int]) -> list[int]:
+        """Number of tokens before each of these characters."""
+        ends = None if self._byte_ends is None else self._byte_ends.find(ids, draft.text)
+        if ends is None and self._byte_ends is not None:
+            # Tokens that are not the text as it stands: ask the tokenizer for characters after all.
+            encoding = self._backend.encode(draft.text, add_special_tokens=False)
+        cuts = []
+        for at in places:
+            try:
+                if ends is None:
+                    cuts.append(count_tokens_before(encoding, draft.text, at, self._special))
+                else:
+                    cuts.append(count_tokens_before_byte(ends, draft.text, at))
+            except MergedTokenError as error:
+                raise _merged(draft, error, at) from error
+        return cuts
+
+
+def _merged(draft: _Draft, error: MergedTokenError, at: int) -> DataError:
+    left, right = draft.text[error.start : at], draft.text[at : error.end]
+    found = f"one token holds {left!r}, not trained on, and {right!r}, trained on; or the other way round"
+    if draft.row.messages is None:
+        remedy = "move the white space at the end of the prompt to the start of the completion"
+    else:
+        remedy = "let the template end the generation prompt, and each turn, in a special token or a line break"
+    return DataError(Problem(draft.row.where, found, remedy))
 
 
 def _resolve(loss_on: LossOn | None, row: Row) -> LossOn:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
@@ -19,7 +21,7 @@ class Claim(NamedTuple):
     """Tokens ``first:last`` of a row, claimed to say ``text``."""
 
     where: str
-    ids: list[int]
+    ids: npt.NDArray[np.uint32]
     first: int
     last: int
     text: str
@@ -61,7 +63,9 @@ class Proof:
     def problems(self, claims: Sequence[Claim]) -> list[Problem]:
         """One problem for each claim that does not hold."""
         claims = [claim for claim in claims if not self._is_plain(claim)]
-        decoded = self._backend.decode_batch([c.ids[c.first : c.last] for c in claims], skip_special_tokens=False)
+        decoded = self._backend.decode_batch(
+            [c.ids[c.first : c.last].tolist() for c in claims], skip_special_tokens=False
+        )
         return [
             Problem(claim.where, f"the tokens trained on do not say the text: {_difference(said, claim.text)}", _REMEDY)
             for claim, said in zip(claims, decoded, strict=True)
@@ -71,7 +75,7 @@ class Proof:
     def _is_plain(self, claim: Claim) -> bool:
         if self._surfaces is None:
             return False
-        return "".join(map(self._surfaces.__getitem__, claim.ids[claim.first : claim.last])) == claim.text
+        return "".join(map(self._surfaces.__getitem__, claim.ids[claim.first : claim.last].tolist())) == claim.text
 
     def _holds_in_context(self, claim: Claim) -> bool:
         """Whether the tokens say their text after those before them, up to what the tokenizer itself makes equal.
@@ -80,7 +84,8 @@ class Proof:
         white space beside them, in every use of the tokenizer: what they make equal no model can tell apart.
         """
         before, said = (
-            self._backend.decode(claim.ids[:end], skip_special_tokens=False) for end in (claim.first, claim.last)
+            self._backend.decode(claim.ids[:end].tolist(), skip_special_tokens=False)
+            for end in (claim.first, claim.last)
         )
         return self._fold(said) == self._fold(before + claim.text)
 

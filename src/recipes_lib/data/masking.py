@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
 from tokenizers import Encoding
 
 IGNORE_INDEX: Final = -100
@@ -20,26 +18,6 @@ class MergedTokenError(ValueError):
         super().__init__(f"one token spans characters {start} to {end}")
         self.start = start
         self.end = end
-
-
-def labels_from_loss_mask(input_ids: npt.ArrayLike, loss_mask: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """Labels of one example: its own ids where trained on, ``IGNORE_INDEX`` elsewhere and at position 0.
-
-    Args:
-        input_ids: Integers ``(T,)``.
-        loss_mask: ``bool (T,)``, True where trained on.
-
-    Returns:
-        ``int64 (T,)``.
-    """
-    labels = np.where(np.asarray(loss_mask, dtype=bool), np.asarray(input_ids, dtype=np.int64), IGNORE_INDEX)
-    labels[:1] = IGNORE_INDEX
-    return labels
-
-
-def count_targets(loss_mask: npt.ArrayLike) -> int:
-    """Number of positions of one example that a model is trained to predict: position 0 has nothing before it."""
-    return int(np.count_nonzero(np.asarray(loss_mask, dtype=bool)[1:]))
 
 
 def count_tokens_before(encoding: Encoding, text: str, character: int, special_ids: Collection[int]) -> int:

@@ -15,6 +15,93 @@ _ANSWER_LENGTHS = range(15, 100)
 _SENTENCE = re.compile(r".+?[.!?](?=\s|$)")
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
+_VERBS = frozenset(
+    [
+        "add",
+        "append",
+        "ask",
+        "begin",
+        "build",
+        "call",
+        "change",
+        "check",
+        "clear",
+        "close",
+        "compute",
+        "connect",
+        "convert",
+        "copy",
+        "count",
+        "create",
+        "decode",
+        "delete",
+        "determine",
+        "disable",
+        "do",
+        "display",
+        "draw",
+        "encode",
+        "enable",
+        "execute",
+        "extract",
+        "find",
+        "finish",
+        "format",
+        "generate",
+        "get",
+        "give",
+        "handle",
+        "initialize",
+        "insert",
+        "invoke",
+        "is",
+        "iterate",
+        "list",
+        "load",
+        "log",
+        "look",
+        "make",
+        "map",
+        "match",
+        "move",
+        "open",
+        "parse",
+        "perform",
+        "print",
+        "process",
+        "provide",
+        "put",
+        "raise",
+        "read",
+        "register",
+        "remove",
+        "rename",
+        "replace",
+        "report",
+        "reset",
+        "resolve",
+        "retrieve",
+        "return",
+        "run",
+        "search",
+        "select",
+        "send",
+        "set",
+        "setup",
+        "show",
+        "start",
+        "stop",
+        "store",
+        "test",
+        "update",
+        "verify",
+        "wait",
+        "wrap",
+        "write",
+        "yield",
+    ]
+)
+
 Chat = dict[str, list[dict[str, str]]]
 
 
@@ -84,6 +171,13 @@ def _read_first_sentence(definition: Definition) -> str:
     return sentence.group() if sentence else f"{paragraph}."
 
 
+def _name_verb(definition: Definition) -> str | None:
+    word = definition.docstring.split()[0]
+    verb = word.lower()
+    verb = verb.removesuffix("s") if not verb.endswith("ss") else verb
+    return f"{verb.capitalize()}." if verb in _VERBS and not definition.name.startswith("__") else None
+
+
 def _classify(definition: Definition) -> str:
     keyword, _, rest = definition.signature.partition(" ")
     kind = {"class": "class", "async": "coroutine"}.get(keyword, "method" if "(self" in rest else "function")
@@ -118,6 +212,7 @@ def _spell(number: int) -> str:
 
 QUESTIONS = (
     Question("What does {} do?", _describe),
+    Question("In one word, what does {} do?", _name_verb),
     Question("What is {}?", _classify),
     Question("How many parameters has {}?", _count_parameters),
     Question("Can {} be called without arguments?", _count_required),

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 from recipes_lib.config.schema import EvaluationConfig
+from recipes_lib.data.token_bytes import compute_token_byte_lengths
 from recipes_lib.data.training_data import TrainingData
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.planning.compute import compute_flops_per_token, peak_flops
@@ -20,7 +21,6 @@ from recipes_lib.training.callbacks import MetricsCallback
 from recipes_lib.training.hooks.evaluation import EvaluateLoss
 from recipes_lib.training.hooks.prompts import build_prompts
 from recipes_lib.training.hooks.samples import SAMPLES_FILE, GenerateSamples
-from recipes_lib.training.hooks.token_bytes import compute_token_byte_lengths
 from recipes_lib.training.hooks.user_metrics import load_metrics
 from recipes_lib.training.metrics import METRICS_FILE, MetricsWriter, StepCounter, ThroughputMeter
 from recipes_lib.training.progress import TrainingProgress, build_progress
@@ -83,7 +83,7 @@ def build_observer(
                 batch_size=args.per_device_eval_batch_size,
                 collate=collate,
                 progress=progress,
-                byte_lengths=compute_token_byte_lengths(tokenizer),
+                byte_lengths=count_text_bytes(tokenizer),
             )
         )
     prompts = build_prompts(config, data.eval, tokenizer)
@@ -112,3 +112,13 @@ def _sum_peak_flops(args: TrainingArguments) -> float | None:
         return None
     peak = peak_flops(torch.cuda.get_device_name(args.device), get_compute_dtype(args))
     return None if peak is None else peak * args.world_size
+
+
+def count_text_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor | None:
+    """Return the bytes of text of each id, ``int64 (V,)``: 0 for special tokens; ``None`` where they are not known."""
+    lengths = compute_token_byte_lengths(tokenizer)
+    if lengths is None:
+        return None
+    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    lengths[sorted(special | set(tokenizer.all_special_ids))] = 0
+    return torch.from_numpy(lengths)

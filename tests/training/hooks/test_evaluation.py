@@ -19,7 +19,7 @@ from recipes_lib.data.masking import IGNORE_INDEX
 from recipes_lib.errors import DataError
 from recipes_lib.models.heads import add_loss_head
 from recipes_lib.training.hooks.evaluation import EvaluateLoss, compute_token_sums
-from recipes_lib.training.hooks.token_bytes import compute_token_byte_lengths
+from recipes_lib.training.observer import count_text_bytes
 from recipes_lib.training.progress import SilentProgress
 
 COLLATE = PackedCollator(pad_token_id=1)
@@ -63,7 +63,7 @@ def test_the_figures_are_those_of_plain_logits_row_by_row(
         untrained = tiny_tokenizer.decode(ids[0, : chosen[0]])
         num_bytes += len(text.encode()) - len(untrained.encode())
 
-    figures = evaluate(model, rows, 2, byte_lengths=compute_token_byte_lengths(tiny_tokenizer))
+    figures = evaluate(model, rows, 2, byte_lengths=count_text_bytes(tiny_tokenizer))
 
     assert figures["num_target_tokens"] == num_targets
     assert figures["loss"] == pytest.approx(nll / num_targets, rel=1e-6)
@@ -106,7 +106,7 @@ def test_a_uniform_guess_costs_the_logarithm_of_the_vocabulary_per_byte(
     num_tokens = len(row["input_ids"]) - 1
     row |= {"loss_mask": [True] * (num_tokens + 1), "seq_lengths": [num_tokens + 1]}
 
-    figures = evaluate(UniformModel(math.log(512)), [row], 1, byte_lengths=compute_token_byte_lengths(tiny_tokenizer))
+    figures = evaluate(UniformModel(math.log(512)), [row], 1, byte_lengths=count_text_bytes(tiny_tokenizer))
 
     assert figures["bits_per_byte"] == pytest.approx(num_tokens * 9 / 4)
     assert figures["perplexity"] == pytest.approx(512)

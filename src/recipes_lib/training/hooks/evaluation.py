@@ -75,7 +75,7 @@ class EvaluateLoss:
             batch_size: Rows of a batch on each process.
             collate: Rows to a batch with ``labels``, unshifted, negative where there is no target.
             progress: Shows how far the evaluation is.
-            byte_lengths: ``int64 (V,)`` from ``compute_token_byte_lengths``; ``None`` leaves bits per byte out.
+            byte_lengths: Bytes of text of each id, ``int64 (V,)``, 0 for special tokens; ``None``: no bits per byte.
             compute_sums: Scores a batch.
             group: Processes that share the rows; ``None`` is all of them.
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from recipes_lib.training.hooks.token_bytes import compute_token_byte_lengths
+from recipes_lib.data.masking import MergedTokenError, count_tokens_before
+from recipes_lib.data.token_bytes import ByteEnds, compute_token_byte_lengths, count_tokens_before_byte
 
 # "▁" is how SentencePiece writes a space: in a text it is lost, not counted wrongly.
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=60)
@@ -57,17 +59,51 @@ def test_metaspace_tokens_add_up_to_the_text_and_the_space_before_it(text: str) 
     assert int(lengths[ids].sum()) == 1 + len(METASPACE.decode(ids).encode()) == 2 + len(text.encode())
 
 
-def test_special_tokens_have_no_bytes_and_other_added_tokens_their_own() -> None:
+def test_added_tokens_have_the_bytes_of_their_own_text() -> None:
     tokenizer = build_metaspace_tokenizer()
     tokenizer.add_tokens([AddedToken("<tool>", special=False), AddedToken("<turn>", special=True)])
     lengths = compute_token_byte_lengths(tokenizer)
 
     assert lengths is not None
-    assert lengths[tokenizer.convert_tokens_to_ids(["<s>", "</s>", "<unk>", "<turn>", "<tool>"])].tolist() == [
-        0, 0, 0, 0, 6,
-    ]  # fmt: skip
+    assert lengths[tokenizer.convert_tokens_to_ids(["<s>", "</s>", "<turn>", "<tool>"])].tolist() == [3, 4, 6, 6]
     assert lengths.shape == (len(tokenizer),)
-    assert lengths.dtype == torch.int64
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=TEXTS)
+def test_ends_found_by_length_are_those_the_tokenizer_tells(tiny_tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    text = f"<|im_start|>{text}<|im_end|>"
+    encoding = tiny_tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+    ends = ByteEnds(tiny_tokenizer).find(np.array(encoding.ids), text)
+
+    assert ends is not None
+    for at in range(len(text) + 1):
+        try:
+            told = count_tokens_before(encoding, text, at, set())
+        except MergedTokenError:
+            with pytest.raises(MergedTokenError) as refused:
+                count_tokens_before_byte(ends, text, at)
+            assert refused.value.start < at < refused.value.end
+        else:
+            assert count_tokens_before_byte(ends, text, at) == told
+
+
+def test_tokens_that_are_not_the_whole_text_have_no_ends(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = np.array(tiny_tokenizer.encode("some text", add_special_tokens=False))
+
+    assert ByteEnds(tiny_tokenizer).find(ids[:-1], "some text") is None
+    assert ByteEnds(tiny_tokenizer).find(ids[:0], "") is not None
+
+
+def test_only_tokenizers_that_write_text_as_it_is_are_suited(tiny_tokenizer_dir: Path) -> None:
+    plain, lossy, swallowing = (PreTrainedTokenizerFast.from_pretrained(tiny_tokenizer_dir) for _ in range(3))
+    lossy.backend_tokenizer.normalizer = normalizers.Lowercase()
+    swallowing.add_tokens([AddedToken("<turn>", special=True, rstrip=True)])
+
+    assert ByteEnds.suits(plain)
+    assert not ByteEnds.suits(lossy)
+    assert not ByteEnds.suits(swallowing)
+    assert not ByteEnds.suits(METASPACE)
 
 
 def test_a_character_cut_through_is_shared_by_its_tokens(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
