@@ -47,10 +47,10 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausal
     """A Llama of about 2 million random weights."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=6,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=3,
+        num_attention_heads=4,
         initializer_range=0.05,  # wider than for large models: a narrow one costs a tenth of the training
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,

@@ -28,6 +28,8 @@ MAX_HELD_OUT_TEXTS = 200
 SKIPPED_FOLDERS = frozenset({"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo"})
 """Tests and applications, which say little about the library, and what is not the library."""
 
+_BODY_LINES = 6
+
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -164,17 +166,24 @@ def _iter_definitions(tree: ast.Module, lines: list[str]) -> Iterator[Definition
 def _read_definition(node: _Function | ast.ClassDef, lines: list[str]) -> Definition:
     bare = copy.copy(node)
     bare.body, bare.decorator_list = [], []
-    end = node.body[0] if isinstance(node, ast.ClassDef) else node
     num_parameters, num_required = (0, 0) if isinstance(node, ast.ClassDef) else _count_parameters(node.args)
     return Definition(
         name=node.name,
         signature=ast.unparse(bare).rstrip(":"),
         docstring=_read_docstring(node),
-        source=textwrap.dedent("\n".join(lines[node.lineno - 1 : end.end_lineno])),
+        source=textwrap.dedent("\n".join(lines[node.lineno - 1 : _find_end(node)])),
         num_parameters=num_parameters,
         num_required=num_required,
         returns=not isinstance(node, ast.ClassDef) and _returns_value(node),
     )
+
+
+def _find_end(node: _Function | ast.ClassDef) -> int | None:
+    """Return the last line of the documentation, and of a function the first lines of its body."""
+    documented = node.body[0].end_lineno
+    if isinstance(node, ast.ClassDef) or documented is None or node.end_lineno is None:
+        return documented
+    return min(node.end_lineno, documented + _BODY_LINES)
 
 
 def _read_docstring(node: ast.Module | ast.ClassDef | _Function) -> str:

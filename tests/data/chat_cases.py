@@ -1,0 +1,63 @@
+"""Rows, templates and readings of masks that the tests of the mask share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.data.templates.tokenizers import build_byte_level
+from transformers import PreTrainedTokenizerFast
+
+from recipes_lib.config.schema import LossOn
+from recipes_lib.data.chat import RowEncoder
+from recipes_lib.data.rows import EncodedRow, Row
+from recipes_lib.errors import DataError
+
+FOLDER = Path(__file__).parent / "templates"
+CHATML_ENDS = ("<|im_start|>", "<|im_end|>")
+MARKED = ["chatml", "index_loop", "macros", "marked", "no_prompt", "thinking"]
+
+
+def source(name: str) -> str:
+    return (FOLDER / f"{name}.jinja").read_text()
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def answer(content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+def chat(*messages: dict[str, Any], **options: Any) -> Row:
+    return Row(source="train.jsonl", index=17, index_name="line", messages=messages, **options)
+
+
+def plain(prompt: str, completion: str) -> Row:
+    return Row(source="train.jsonl", index=17, index_name="line", prompt=prompt, completion=completion)
+
+
+def text_row(text: str) -> Row:
+    return Row(source="train.jsonl", index=17, index_name="line", text=text)
+
+
+def spans(tokenizer: PreTrainedTokenizerFast, row: EncodedRow) -> list[str]:
+    """Decoded runs of trained tokens."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], row.loss_mask.astype(int), [0]])))
+    return [tokenizer.decode(row.input_ids[start:end]) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def trained(name: str, *messages: dict[str, Any], loss_on: LossOn | None = None, **options: Any) -> list[str]:
+    tokenizer = build_byte_level(source(name), extra=CHATML_ENDS)
+    (row,) = RowEncoder(tokenizer, loss_on=loss_on).encode([chat(*messages, **options)])
+    return spans(tokenizer, row)
+
+
+def refusal(encoder: RowEncoder, row: Row) -> str:
+    with pytest.raises(DataError) as refused:
+        encoder.encode([row])
+    assert all(problem.where == "train.jsonl:17" for problem in refused.value.problems)
+    return str(refused.value)

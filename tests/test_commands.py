@@ -1,0 +1,57 @@
+"""The commands that join rooms do their work from the same flags as a run."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from recipes_lib.cli import main
+
+
+@pytest.fixture
+def argv(tmp_path, tiny_model_dir):
+    chats = tmp_path / "chats.jsonl"
+    rows = (
+        {"messages": [{"role": "user", "content": f"<b>{n}</b>?"}, {"role": "assistant", "content": f"{n}."}]}
+        for n in range(6)
+    )
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {"model_name_or_path": tiny_model_dir, "dataset_name": chats, "output_dir": tmp_path / "out"}
+    return [f"--{name}={value}" for name, value in (keys | {"prepared_dir": tmp_path / "prepared"}).items()]
+
+
+def test_prepare_says_what_it_made_and_that_a_second_time_nothing_is_to_do(argv, capsys):
+    assert main(["prepare", *argv]) == 0
+    first = capsys.readouterr().out
+    assert "prepared in" in first
+    assert main(["prepare", *argv]) == 0
+    second = capsys.readouterr().out
+    assert "already prepared" in second
+    assert first.split("key")[1] == second.split("key")[1]
+
+
+def test_a_second_prepare_imports_neither_torch_nor_transformers(argv, capsys):
+    assert main(["prepare", *argv]) == 0
+    code = (
+        "import sys; from recipes_lib.cli import main; code = main(sys.argv[1:]); "
+        "loaded = {'torch', 'transformers', 'datasets', 'tokenizers'} & set(sys.modules); sys.exit(code or len(loaded))"
+    )
+    assert subprocess.run([sys.executable, "-c", code, "prepare", *argv], check=False, timeout=120).returncode == 0
+
+
+def test_preview_shows_rows_and_writes_them_as_a_page_that_escapes_them(argv, tmp_path, capsys):
+    page = tmp_path / "rows.html"
+    assert main(["preview", *argv, "--rows", "2", "--html", str(page)]) == 0
+    assert "chats.jsonl:2" in capsys.readouterr().out
+    assert "<b>" not in page.read_text().split("<body>")[1].replace("<br>", "")
+
+
+def test_report_names_the_page_it_wrote_and_refuses_a_folder_without_a_run(tmp_path, capsys):
+    (tmp_path / "run.json").write_text(json.dumps({"stage": "sft", "status": "running", "config": {}}))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"kind": "train", "step": 1, "loss": 2.0}) + "\n")
+    assert main(["report", str(tmp_path)]) == 0
+    assert (tmp_path / "report.html").exists()
+    assert str(tmp_path / "report.html") in capsys.readouterr().out
+    assert main(["report", str(tmp_path / "nothing")]) == 2
+    assert "Traceback" not in capsys.readouterr().err
