@@ -43,8 +43,15 @@ def break_line(path: Path, entry: Entry, new: str, tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+def _where_its_files_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The repository, with the files beside it that `make demo` would have written."""
+    (tmp_path / "data").mkdir()
+    for name in ("pretrain", "pretrain_held_out", "sft", "sft_held_out"):
+        (tmp_path / "data" / f"{name}.jsonl").touch()
+    for name in ("start", "pretrain"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.chdir(tmp_path)
 
 
 def test_there_are_shipped_configs() -> None:
@@ -56,7 +63,8 @@ class TestShippedConfig:
     def test_it_loads_and_says_how_to_run_it(self, path: Path) -> None:
         load_config(stage_of(path), ["--config", str(path)])
         head = path.read_text(encoding="utf-8").split("\n\n")[0]
-        assert f"--config {path.relative_to(ROOT)}" in head
+        assert "--config" in head
+        assert str(path.relative_to(ROOT)) in head
         assert "Expect" in head
         assert "Hardware" in head
 

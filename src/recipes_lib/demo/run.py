@@ -1,0 +1,149 @@
+"""The demo from end to end: its data are made from this Python's own library, and the ordinary recipe does the rest."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import indent, shorten
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from transformers.utils.logging import disable_progress_bar
+
+from recipes_lib.demo.assets import save_start
+from recipes_lib.demo.chats import QUESTIONS, build_chats
+from recipes_lib.demo.corpus import load_modules, split_texts, standard_library
+from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
+
+SEED = 0
+SHOWN_TEXTS = 2
+STAGES = {
+    "pretrain": ("sft_on_texts.yaml", "pretraining on the texts"),
+    "sft": ("sft_on_chats.yaml", "fine-tuning on the answers of the chats"),
+}
+"""Output folder of a stage -> its configuration, and what it does."""
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    # So small a model gains nothing from a third thread; and threads that spin while they wait stall shared cores.
+    "OMP_NUM_THREADS": str(min(2, os.cpu_count() or 1)),
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+TRY_IT = """from transformers import pipeline
+ask = pipeline("text-generation", {model!r}, do_sample=False)
+print(ask([{{"role": "user", "content": {question!r}}}])[0]["generated_text"][-1]["content"])"""
+
+
+def run_demo(recipes: Path, output_dir: Path) -> int:
+    """Run every stage as a user would, then show what was learned; return the exit code of a stage that fails.
+
+    Args:
+        recipes: Folder of ``sft.py`` and of ``configs/demo``.
+        output_dir: Where everything is written.
+
+    Raises:
+        ConfigError: ``output_dir`` cannot be written.
+        DataError: This Python came without the sources of its library.
+    """
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    started = time.perf_counter()
+
+    def announce(number: int, purpose: str) -> None:
+        console.print(f"\n{number} of 4, at {time.perf_counter() - started:.0f} s: {purpose}", style="bold")
+
+    console.print("From your Python's sources to a small assistant: about four minutes on two cores.")
+    announce(1, "texts and chats from the standard library, a tokenizer, a random model")
+    try:
+        for line in write_start(output_dir):
+            console.print(f"  {line}")
+    except OSError as error:
+        problem = Problem(
+            str(output_dir), f"cannot be written: {error.strerror}", "make room, or name another --output_dir"
+        )
+        raise ConfigError(problem) from error
+    for number, (stage, (config, purpose)) in enumerate(STAGES.items(), start=2):
+        announce(number, purpose)
+        command = build_command(recipes, config)
+        console.print(f"  cd {shlex.quote(str(output_dir))} && {shlex.join(command)}", style="dim")
+        code = subprocess.run(command, cwd=output_dir, check=False).returncode
+        if code != EXIT_DONE:
+            return code
+    announce(4, "what it learned, shown on modules that it never saw")
+    show_figures(output_dir, console)
+    show_answers(output_dir, console)
+    return EXIT_DONE
+
+
+def write_start(output_dir: Path) -> Iterator[str]:
+    """Write the data and the random model, and say what was written."""
+    modules = load_modules(standard_library())
+    texts, chats = split_texts(modules, SEED), build_chats(modules, SEED)
+    files: dict[str, list[Any]] = {
+        "pretrain": [{"text": text} for text in texts.train],
+        "pretrain_held_out": [{"text": text} for text in texts.held_out],
+        "sft": chats.train,
+        "sft_held_out": chats.held_out,
+    }
+    (output_dir / "data").mkdir(parents=True, exist_ok=True)
+    for name, rows in files.items():
+        path = output_dir / "data" / f"{name}.jsonl"
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+        yield f"{path}: {len(rows)} rows"
+    num_weights = save_start(output_dir / "start", texts.train, SEED)
+    yield f"{output_dir / 'start'}: {num_weights} random weights"
+
+
+def build_command(recipes: Path, config: str) -> list[str]:
+    """Return what a user would type for a stage, in the folder that its configuration speaks of."""
+    variables = (f"{name}={value}" for name, value in ENVIRONMENT.items())
+    return [
+        "env",
+        *variables,
+        sys.executable,
+        str(recipes / "sft.py"),
+        "--config",
+        str(recipes / "configs/demo" / config),
+    ]
+
+
+def show_figures(output_dir: Path, console: Console) -> None:
+    """Print the held-out figures of both stages, before and after."""
+    table = Table("on held-out modules", "before", "after")
+    for stage in STAGES:
+        evaluations = [line for line in read_lines(output_dir / stage / "metrics.jsonl") if line["kind"] == "eval"]
+        before, after = evaluations[0], evaluations[-1]
+        table.add_row(f"{stage}: loss, nats a token", f"{before['eval_loss']:.2f}", f"{after['eval_loss']:.2f}")
+    right = (f"{evaluation['eval_exact_match']:.0%}" for evaluation in (before, after))
+    table.add_row("sft: answers that are right, word for word", *right)
+    console.print(table)
+
+
+def show_answers(output_dir: Path, console: Console) -> None:
+    """Print what the model wrote before and after each stage, where to look for more, and how to ask more."""
+    chats = read_lines(output_dir / "data" / "sft_held_out.jsonl")
+    questions = [chat["messages"][0]["content"] for chat in chats]
+    for stage, count in (("pretrain", SHOWN_TEXTS), ("sft", len(QUESTIONS))):
+        samples = read_lines(output_dir / stage / "samples.jsonl")
+        first, last = ([s for s in samples if s["step"] == end["step"]] for end in (samples[0], samples[-1]))
+        for i in range(count):
+            console.print(f"\n{questions[i] if stage == 'sft' else first[i]['prompt']}", style="bold")
+            shown = {"before": first[i]["completion"], "after": last[i]["completion"], "truth": last[i]["reference"]}
+            for label, text in shown.items():
+                console.print(f"  {label}:  {shorten(text, 100, placeholder=' ...') or '(nothing)'}")
+    console.print("\nWhere to look: the curves and every answer", style="bold")
+    for stage in STAGES:
+        console.print(f"  {output_dir / stage / 'report.html'}")
+    console.print(f"\nAsk it yourself, in {shlex.quote(sys.executable)}:", style="bold")
+    console.print(indent(TRY_IT.format(model=str((output_dir / "sft").resolve()), question=questions[0]), "  "))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a JSONL file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

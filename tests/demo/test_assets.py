@@ -1,0 +1,36 @@
+"""The demo's starting point: a tokenizer that spells everything, and a small model that fits it."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipes_lib.demo.assets import SPECIAL_TOKENS, VOCAB_SIZE, build_tokenizer, save_start
+
+TEXTS = [f"def function_{number}(argument):\n    return argument + {number}\n" * 3 for number in range(300)]
+TOKENIZER = build_tokenizer(TEXTS)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_every_text_survives_the_tokenizer(text):
+    ids = TOKENIZER.encode(text, add_special_tokens=False, split_special_tokens=True)
+    assert TOKENIZER.decode(ids) == text
+
+
+def test_the_special_tokens_come_first_and_the_chat_template_ends_turns_with_one():
+    assert TOKENIZER.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == [0, 1, 2, 3]
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    prompt = TOKENIZER.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
+    assert TOKENIZER.apply_chat_template(chat, tokenize=False) == prompt + "Ho<|im_end|>"
+
+
+def test_the_start_is_the_same_every_time_and_any_recipe_can_load_it(tmp_path):
+    counts = [save_start(tmp_path / name, TEXTS, seed=3) for name in ("one", "two")]
+    assert counts[0] == counts[1] < 5_000_000
+    for name in ("model.safetensors", "tokenizer.json", "config.json"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "one")
+    assert model.config.vocab_size == len(tokenizer) <= VOCAB_SIZE
+    with torch.no_grad():
+        assert torch.isfinite(model(torch.tensor([[2, 5, 3]])).logits).all()
