@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from recipes_lib.data.masking import MergedTokenError, count_tokens_before
-from recipes_lib.data.token_bytes import ByteEnds, compute_token_byte_lengths, count_tokens_before_byte
+from recipes_lib.data.token_bytes import ByteEnds, compute_token_byte_lengths
 
 # "▁" is how SentencePiece writes a space: in a text it is lost, not counted wrongly.
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=60)
@@ -69,30 +69,41 @@ def test_added_tokens_have_the_bytes_of_their_own_text() -> None:
     assert lengths.shape == (len(tokenizer),)
 
 
-@settings(max_examples=150, deadline=None)
-@given(text=TEXTS)
-def test_ends_found_by_length_are_those_the_tokenizer_tells(tiny_tokenizer: PreTrainedTokenizerFast, text: str) -> None:
-    text = f"<|im_start|>{text}<|im_end|>"
-    encoding = tiny_tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-    ends = ByteEnds(tiny_tokenizer).find(np.array(encoding.ids), text)
+@settings(max_examples=100, deadline=None)
+@given(texts=st.lists(TEXTS, min_size=1, max_size=3))
+def test_places_found_by_length_are_those_the_tokenizer_tells(
+    tiny_tokenizer: PreTrainedTokenizerFast, texts: list[str]
+) -> None:
+    texts = [f"<|im_start|>{text}<|im_end|>" for text in texts]
+    encodings = tiny_tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+    ids = [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+    byte_ends = ByteEnds(tiny_tokenizer)
 
-    assert ends is not None
-    for at in range(len(text) + 1):
-        try:
-            told = count_tokens_before(encoding, text, at, set())
-        except MergedTokenError:
-            with pytest.raises(MergedTokenError) as refused:
-                count_tokens_before_byte(ends, text, at)
-            assert refused.value.start < at < refused.value.end
-        else:
-            assert count_tokens_before_byte(ends, text, at) == told
+    told: list[list[int]] = []
+    known: list[list[int]] = []
+    for text, encoding in zip(texts, encodings, strict=True):
+        told.append([])
+        known.append([])
+        for at in range(len(text) + 1):
+            try:
+                count = count_tokens_before(encoding, text, at, set())
+            except MergedTokenError:
+                places = [[at] if other is text else [] for other in texts]
+                assert None in byte_ends.cut(ids, texts, places)
+            else:
+                told[-1].append(at)
+                known[-1].append(count)
+    assert byte_ends.cut(ids, texts, told) == known
 
 
-def test_tokens_that_are_not_the_whole_text_have_no_ends(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    ids = np.array(tiny_tokenizer.encode("some text", add_special_tokens=False))
+def test_tokens_that_are_not_the_whole_text_tell_nothing(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = np.array(tiny_tokenizer.encode("some text", add_special_tokens=False), dtype=np.uint32)
+    byte_ends = ByteEnds(tiny_tokenizer)
 
-    assert ByteEnds(tiny_tokenizer).find(ids[:-1], "some text") is None
-    assert ByteEnds(tiny_tokenizer).find(ids[:0], "") is not None
+    texts = ["some text", "some text", "", "some text!"]
+    cuts = byte_ends.cut([ids, ids[:-1], ids[:0], ids], texts, [[0, 9], [0], [0], [0]])
+    assert cuts == [[0, len(ids)], None, [0], None]
+    assert byte_ends.cut([], [], []) == []
 
 
 def test_only_tokenizers_that_write_text_as_it_is_are_suited(tiny_tokenizer_dir: Path) -> None:

@@ -21,7 +21,7 @@ from recipes_lib.data.chat_spans import SpanFinder
 from recipes_lib.data.masking import MergedTokenError, count_tokens_before
 from recipes_lib.data.rows import EncodedRow, Row
 from recipes_lib.data.templates import TEMPLATE_DATE, ChatTemplate, TemplateError
-from recipes_lib.data.token_bytes import ByteEnds, count_tokens_before_byte
+from recipes_lib.data.token_bytes import ByteEnds
 from recipes_lib.errors import ConfigError, DataError, Problem
 
 _COUNTING = threading.Lock()
@@ -33,6 +33,11 @@ class _Draft(NamedTuple):
     row: Row
     text: str
     spans: list[tuple[int, int]] | None
+
+    @property
+    def places(self) -> list[int]:
+        """The characters at which its spans start and end."""
+        return [at for span in self.spans or () for at in span]
 
 
 class RowEncoder:
@@ -91,11 +96,12 @@ class RowEncoder:
         """
         problems: list[Problem] = []
         drafts = self._drafts(rows, problems)
+        ids, cuts = self._tokenize(drafts)
         claims: list[Claim] = []
         encoded: list[EncodedRow] = []
-        for draft, encoding in zip(drafts, self._tokenize([draft.text for draft in drafts]), strict=True):
+        for draft, text_ids, text_cuts in zip(drafts, ids, cuts, strict=True):
             try:
-                encoded.append(self._mask(draft, encoding, claims))
+                encoded.append(self._mask(draft, text_ids, text_cuts, claims))
             except DataError as error:
                 problems += error.problems
         problems += self._proof.problems(claims)
@@ -193,24 +199,32 @@ class RowEncoder:
             raise DataError(Problem(row.where, found, "repair the encoding of the text")) from error
         return draft
 
-    def _tokenize(self, texts: Sequence[str]) -> list[Encoding]:
+    def _tokenize(self, drafts: Sequence[_Draft]) -> tuple[list[npt.NDArray[np.uint32]], Sequence[list[int] | None]]:
+        """The tokens of each draft, and how many of them lie before the places at which its spans start and end."""
         if self._backend.truncation or self._backend.padding:  # Left behind by a call of the tokenizer.
             self._backend.no_truncation()
             self._backend.no_padding()
         with _COUNTING:
-            RowEncoder.num_tokenized_rows += len(texts)
-        encode = self._backend.encode_batch if self._byte_ends is None else self._backend.encode_batch_fast
-        encodings: list[Encoding] = encode(texts, add_special_tokens=False)
-        return encodings
+            RowEncoder.num_tokenized_rows += len(drafts)
+        texts = [draft.text for draft in drafts]
+        if self._byte_ends is not None:
+            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+            ids = [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+            return ids, self._byte_ends.cut(ids, texts, [draft.places for draft in drafts])
+        encodings = self._backend.encode_batch(texts, add_special_tokens=False)
+        ids = [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+        return ids, [self._try_cut(*pair) for pair in zip(drafts, encodings, strict=True)]
 
     def _with_bos(self, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
         has_bos = not self._bos or (len(ids) > 0 and ids[0] == self._bos[0])
         return ids if has_bos else np.concatenate([np.array(self._bos, dtype=np.uint32), ids])
 
-    def _mask(self, draft: _Draft, encoding: Encoding, claims: list[Claim]) -> EncodedRow:
+    def _mask(
+        self, draft: _Draft, text_ids: npt.NDArray[np.uint32], cuts: list[int] | None, claims: list[Claim]
+    ) -> EncodedRow:
         """The ids and mask of a row; adds what its spans claim to ``claims``."""
         is_plain = draft.row.messages is None
-        ids = text_ids = np.array(encoding.ids, dtype=np.uint32)
+        ids = text_ids
         if is_plain:
             ids = self._with_bos(ids)
             if not len(ids) or ids[-1] != self._eos_id:
@@ -218,30 +232,32 @@ class RowEncoder:
         elif self._bos_id is not None and len(ids) > 1 and ids[0] == ids[1] == self._bos_id:
             found, remedy = "the chat begins with two BOS tokens", "take one out of the chat, or out of the template"
             raise DataError(Problem(draft.row.where, found, remedy))
-        loss_mask = np.full(len(ids), draft.spans is None)
         if draft.spans is None:
-            loss_mask[:1] &= ids[:1] != self._bos_id
+            loss_mask = np.ones(len(ids), dtype=np.bool_)
+            loss_mask[:1] = ids[:1] != self._bos_id
             return EncodedRow(ids, loss_mask)
-        shift = int(is_plain and ids[0] != text_ids[0]) if len(text_ids) else 0
-        cuts = self._cut(draft, encoding, text_ids, [at for span in draft.spans for at in span])
+        if cuts is None:
+            # A token on both sides of a place, or tokens that are not the text as it stands: look at the characters.
+            cuts = self._cut(draft, self._backend.encode(draft.text, add_special_tokens=False))
+        loss_mask = np.zeros(len(ids), dtype=np.bool_)
+        shift = int(is_plain and len(text_ids) > 0 and ids[0] != text_ids[0])
         for (start, end), first, last in zip(draft.spans, cuts[::2], cuts[1::2], strict=True):
             loss_mask[first + shift : len(ids) if is_plain else last] = True
             claims.append(Claim(draft.row.where, ids, first + shift, last + shift, draft.text[start:end]))
         return EncodedRow(ids, loss_mask)
 
-    def _cut(self, draft: _Draft, encoding: Encoding, ids: npt.NDArray[np.uint32], places: Sequence[int]) -> list[int]:
-        """Number of tokens before each of these characters."""
-        ends = None if self._byte_ends is None else self._byte_ends.find(ids, draft.text)
-        if ends is None and self._byte_ends is not None:
-            # Tokens that are not the text as it stands: ask the tokenizer for characters after all.
-            encoding = self._backend.encode(draft.text, add_special_tokens=False)
+    def _try_cut(self, draft: _Draft, encoding: Encoding) -> list[int] | None:
+        try:
+            return self._cut(draft, encoding)
+        except DataError:
+            return None  # It is raised again where the row is masked.
+
+    def _cut(self, draft: _Draft, encoding: Encoding) -> list[int]:
+        """Number of tokens before each place of a draft."""
         cuts = []
-        for at in places:
+        for at in draft.places:
             try:
-                if ends is None:
-                    cuts.append(count_tokens_before(encoding, draft.text, at, self._special))
-                else:
-                    cuts.append(count_tokens_before_byte(ends, draft.text, at))
+                cuts.append(count_tokens_before(encoding, draft.text, at, self._special))
             except MergedTokenError as error:
                 raise _merged(draft, error, at) from error
         return cuts

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 TokenizerLoader = Callable[[RecipeConfig], "PreTrainedTokenizerBase"]
 """Loads the run's tokenizer; handed in, since loading models and tokenizers is not this room's work."""
 
-ROWS_PER_CHUNK: Final = 1000
+ROWS_PER_CHUNK: Final = 500
 """Rows tokenised together; also the window in which a stream is shuffled and packed."""
 
 _THREADS: Final = 2

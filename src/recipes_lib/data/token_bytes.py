@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerBase
-
-from recipes_lib.data.masking import MergedTokenError
 
 _RAW_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _METASPACE = "\u2581"
@@ -69,32 +67,38 @@ class ByteEnds:
             and not any(token.lstrip or token.rstrip for token in added)
         )
 
-    def find(self, ids: npt.NDArray[np.uint32], text: str) -> npt.NDArray[np.int64] | None:
-        """The byte of ``text`` at which each token ends, ``int64 (T,)``; ``None`` if the tokens are not all of it."""
-        ends = self._lengths[ids].cumsum()
-        num_bytes = len(text) if text.isascii() else len(text.encode())
-        return ends if (int(ends[-1]) if len(ends) else 0) == num_bytes else None
+    def cut(
+        self, ids: Sequence[npt.NDArray[np.uint32]], texts: Sequence[str], places: Sequence[Sequence[int]]
+    ) -> list[list[int] | None]:
+        """Number of tokens before each of some characters of each text.
 
+        Args:
+            ids: Tokens of each text, ``uint32 (T,)``.
+            texts: The texts.
+            places: Characters of each text, as indices into it.
 
-def count_tokens_before_byte(ends: npt.NDArray[np.int64], text: str, character: int) -> int:
-    """Number of tokens that lie before a character: the index of the first token on its right.
-
-    Args:
-        ends: From ``ByteEnds.find``.
-        text: The whole text.
-        character: The boundary, an index into ``text``.
-
-    Raises:
-        MergedTokenError: A token has characters on both sides.
-    """
-    at = character if text.isascii() else len(text[:character].encode())
-    count = int(ends.searchsorted(at, side="right"))
-    left = int(ends[count - 1]) if count else 0
-    if left == at:
-        return count
-    data = text.encode()
-    start, end = (len(data[:byte].decode(errors="ignore")) for byte in (left, int(ends[count])))
-    raise MergedTokenError(start, max(end, character + 1))
+        Returns:
+            For each text one number a place; ``None`` where a token lies on both sides of a place, or where the tokens
+            are not the text as it stands.
+        """
+        last = np.cumsum([0, *map(len, ids)])
+        # Entry n is the byte, counted through all texts, at which the first n tokens end.
+        ends = np.concatenate([[0], self._lengths[np.concatenate([*ids, np.empty(0, np.uint32)])]]).cumsum()
+        starts = ends[last].tolist()
+        wanted = [
+            start + (at if text.isascii() else len(text[:at].encode()))
+            for text, start, text_places in zip(texts, starts, places, strict=False)
+            for at in (*text_places, len(text))
+        ]
+        found = ends.searchsorted(wanted)
+        exact = (ends.take(found, mode="clip") == wanted).tolist()
+        counts, cuts, done = found.tolist(), list[list[int] | None](), 0
+        for first, next_first, text_places in zip(last.tolist(), last[1:].tolist(), places, strict=False):
+            span = slice(done, done + len(text_places) + 1)
+            is_whole = all(exact[span]) and counts[span][-1] == next_first
+            cuts.append([count - first for count in counts[span][:-1]] if is_whole else None)
+            done = span.stop
+        return cuts
 
 
 def _count_bytes(token: str) -> int:

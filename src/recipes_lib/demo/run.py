@@ -68,7 +68,7 @@ def run_demo(recipes: Path, output_dir: Path) -> int:
             str(output_dir), f"cannot be written: {error.strerror}", "make room, or name another --output_dir"
         )
         raise ConfigError(problem) from error
-    for number, (stage, (config, purpose)) in enumerate(STAGES.items(), start=2):
+    for number, (config, purpose) in enumerate(STAGES.values(), start=2):
         announce(number, purpose)
         command = build_command(recipes, config)
         console.print(f"  cd {shlex.quote(str(output_dir))} && {shlex.join(command)}", style="dim")
