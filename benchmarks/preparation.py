@@ -32,6 +32,9 @@ def measure_bare(folder: Path) -> float:
 
 def measure_ours(folder: Path) -> float:
     """Seconds of ``prepare`` into an empty store."""
+    import datasets  # noqa: F401 (as for the others, imports are not measured)
+    import pyarrow  # noqa: F401
+
     from recipes_lib.config.loader import load_config
     from recipes_lib.data.prepare import prepare
     from recipes_lib.models.loading import load_tokenizer

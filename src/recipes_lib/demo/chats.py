@@ -102,17 +102,10 @@ def _count_required(definition: Definition) -> str | None:
     return f"No, it needs {_spell(number)}." if number else "Yes, it needs none."
 
 
-def _tell_return(definition: Definition) -> str | None:
-    if _is_class(definition):
-        return None
-    return "Yes, it does." if definition.returns else "No, it returns nothing."
-
-
 def _describe(definition: Definition) -> str | None:
     if _is_class(definition):
         return None
-    result = "a value" if definition.returns else "nothing"
-    return f"{_classify(definition).capitalize()} with {_spell_parameters(definition)} that returns {result}."
+    return f"{_classify(definition).capitalize()} with {_spell_parameters(definition)}."
 
 
 def _tell_action(definition: Definition) -> str | None:
@@ -152,7 +145,6 @@ QUESTIONS = (
     Question("What is `{}`?", _read_signature, _tell_kind),
     Question("How many parameters does `{}` have?", _read_signature, _count_parameters),
     Question("Can `{}` be called without arguments?", _read_signature, _count_required),
-    Question("Does `{}` return a value?", _read_signature, _tell_return),
     Question("Describe `{}`.", _read_signature, _describe),
     Question('What does it do? Its documentation says: "{}"', _read_first_sentence, _tell_action),
 )

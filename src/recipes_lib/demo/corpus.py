@@ -44,7 +44,6 @@ class Definition:
         source: Dedented; of a class, no more than the documentation.
         num_parameters: Without ``self`` and ``cls``; 0 for a class.
         num_required: Those that have no default.
-        returns: Whether it can return or yield a value; False for a class.
     """
 
     name: str
@@ -53,7 +52,6 @@ class Definition:
     source: str
     num_parameters: int
     num_required: int
-    returns: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +172,6 @@ def _read_definition(node: _Function | ast.ClassDef, lines: list[str]) -> Defini
         source=textwrap.dedent("\n".join(lines[node.lineno - 1 : _find_end(node)])),
         num_parameters=num_parameters,
         num_required=num_required,
-        returns=not isinstance(node, ast.ClassDef) and _returns_value(node),
     )
 
 
@@ -198,14 +195,3 @@ def _count_parameters(arguments: ast.arguments) -> tuple[int, int]:
     num_parameters += (arguments.vararg is not None) + (arguments.kwarg is not None)
     is_bound = bool(positional) and positional[0].arg in ("self", "cls")
     return num_parameters - is_bound, num_required - is_bound
-
-
-def _returns_value(function: _Function) -> bool:
-    nodes: list[ast.AST] = list(function.body)
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, ast.Yield | ast.YieldFrom) or (isinstance(node, ast.Return) and node.value is not None):
-            return True
-        if not isinstance(node, _Function | ast.ClassDef | ast.Lambda):
-            nodes.extend(ast.iter_child_nodes(node))
-    return False

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from textwrap import indent, shorten
+from textwrap import indent
 from typing import Any
 
 from rich.console import Console
@@ -23,7 +23,9 @@ from recipes_lib.demo.corpus import load_modules, split_texts, standard_library
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
 
 SEED = 0
-SHOWN_TEXTS = 2
+SHOWN = {"pretrain": 2, "sft": 2 * len(QUESTIONS)}
+"""How many of a stage's samples are printed."""
+SHOWN_CHARACTERS = 100
 STAGES = {
     "pretrain": ("sft_on_texts.yaml", "pretraining on the texts"),
     "sft": ("sft_on_chats.yaml", "fine-tuning on the answers of the chats"),
@@ -76,8 +78,9 @@ def run_demo(recipes: Path, output_dir: Path) -> int:
         if code != EXIT_DONE:
             return code
     announce(4, "what it learned, shown on modules that it never saw")
-    show_figures(output_dir, console)
     show_answers(output_dir, console)
+    show_figures(output_dir, console)
+    show_places(output_dir, console)
     return EXIT_DONE
 
 
@@ -122,26 +125,36 @@ def show_figures(output_dir: Path, console: Console) -> None:
         table.add_row(f"{stage}: loss, nats a token", f"{before['eval_loss']:.2f}", f"{after['eval_loss']:.2f}")
     right = (f"{evaluation['eval_exact_match']:.0%}" for evaluation in (before, after))
     table.add_row("sft: answers that are right, word for word", *right)
+    console.print()
     console.print(table)
 
 
 def show_answers(output_dir: Path, console: Console) -> None:
-    """Print what the model wrote before and after each stage, where to look for more, and how to ask more."""
-    chats = read_lines(output_dir / "data" / "sft_held_out.jsonl")
-    questions = [chat["messages"][0]["content"] for chat in chats]
-    for stage, count in (("pretrain", SHOWN_TEXTS), ("sft", len(QUESTIONS))):
+    """Print what the model wrote before and after each stage, and the truth."""
+    for stage, count in SHOWN.items():
         samples = read_lines(output_dir / stage / "samples.jsonl")
         first, last = ([s for s in samples if s["step"] == end["step"]] for end in (samples[0], samples[-1]))
-        for i in range(count):
-            console.print(f"\n{questions[i] if stage == 'sft' else first[i]['prompt']}", style="bold")
-            shown = {"before": first[i]["completion"], "after": last[i]["completion"], "truth": last[i]["reference"]}
-            for label, text in shown.items():
-                console.print(f"  {label}:  {shorten(text, 100, placeholder=' ...') or '(nothing)'}")
+        for before, after in zip(first[:count], last[:count], strict=True):
+            prompt = before["prompt"] if stage == "pretrain" else strip_chat(before["prompt"])
+            console.print(f"\n{prompt}", style="bold")
+            written = {"before": before["completion"], "after": after["completion"], "truth": after["reference"]}
+            for label, text in written.items():
+                console.print(f"  {label + ':':8}{' '.join(text.split())[:SHOWN_CHARACTERS] or '(nothing)'}")
+
+
+def show_places(output_dir: Path, console: Console) -> None:
+    """Print where the rest stands, and how to ask more."""
+    question = strip_chat(read_lines(output_dir / "sft" / "samples.jsonl")[0]["prompt"])
     console.print("\nWhere to look: the curves and every answer", style="bold")
     for stage in STAGES:
         console.print(f"  {output_dir / stage / 'report.html'}")
     console.print(f"\nAsk it yourself, in {shlex.quote(sys.executable)}:", style="bold")
-    console.print(indent(TRY_IT.format(model=str((output_dir / "sft").resolve()), question=questions[0]), "  "))
+    console.print(indent(TRY_IT.format(model=str((output_dir / "sft").resolve()), question=question), "  "))
+
+
+def strip_chat(prompt: str) -> str:
+    """Return the question in a rendered prompt of one turn."""
+    return prompt.partition("user\n")[2].partition("<|im_end|>")[0]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
