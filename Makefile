@@ -46,7 +46,7 @@ check: $(STAMP) ## lint, formatting, types, and the laws of the house
 	@$(PYTHON) -m pytest -q tests/test_layers.py tests/test_ratchets.py
 
 test: $(STAMP) ## the tests, offline, on a CPU
-	@$(PYTHON) -m pytest -q -m "not slow"
+	@$(PYTHON) -m pytest -q -m "not slow" -n 2 --dist loadfile
 
 test-slow: $(STAMP) ## the long proofs
 	@$(PYTHON) -m pytest -q -m slow

@@ -105,7 +105,7 @@ def measure_ours(folder: Path, output_dir: str, meter: Any) -> Any:
         model=load_causal_lm(config.model, attention.implementation),
         args=args,
         train_dataset=data.train,
-        data_collator=PackedCollator(tokenizer.pad_token_id, attention.layout),
+        data_collator=PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout),
         processing_class=tokenizer,
         observer=Observer(StepCounter(), [], [meter], build_progress(is_main=False)),
     )

@@ -1,10 +1,15 @@
 """The demo's questions: every answer follows from the source, and what is held out is new."""
 
+import inspect
+import re
+
 import pytest
 
 from recipes_lib.data.formats import canonicalize, detect_format
-from recipes_lib.demo.chats import build_chats
-from recipes_lib.demo.corpus import load_modules, standard_library
+from recipes_lib.demo.chats import QUESTIONS, build_chats
+from recipes_lib.demo.corpus import Module, load_modules, parse_module, standard_library
+
+HELD_OUT, TRAINED_ON = "collections", "heapq"  # by their names, see test_corpus
 
 
 @pytest.fixture(scope="module")
@@ -16,6 +21,16 @@ def turns(chat):
     return [message["content"] for message in chat["messages"]]
 
 
+def kind_of(chat):
+    return turns(chat)[0].split()[:4]
+
+
+def ask_about(source):
+    module = parse_module("a_module", source.encode())
+    assert not module.held_out
+    return dict(turns(chat) for chat in build_chats([module], seed=0).train)
+
+
 def test_every_chat_is_a_row_of_the_chat_layout(chats):
     for number, chat in enumerate([*chats.train[:200], *chats.held_out]):
         row_format = detect_format(chat, where="demo")
@@ -23,27 +38,102 @@ def test_every_chat_is_a_row_of_the_chat_layout(chats):
         assert canonicalize(chat, row_format, "demo", number).messages is not None
 
 
-def test_held_out_questions_are_about_definitions_that_training_never_names(chats):
-    asked = {turns(chat)[0] for chat in chats.train}
+def test_the_held_out_questions_are_about_what_training_never_names(chats):
+    def names(side):
+        found = (re.match(r".*`(?:async def|def|class) (\w+)", turns(chat)[0]) for chat in side)
+        return {match[1] for match in found if match}
+
+    def documentation(side):
+        return {turns(chat)[0] for chat in side if "documentation says" in turns(chat)[0]}
+
     assert len(chats.held_out) == 250
-    assert not asked & {turns(chat)[0] for chat in chats.held_out}
+    assert names(chats.held_out)
+    assert not names(chats.held_out) & names(chats.train)
+    assert documentation(chats.held_out)
+    assert not documentation(chats.held_out) & documentation(chats.train)
 
 
-def test_answers_follow_from_the_source(chats):
-    answers = dict(map(turns, chats.train))
-    counted = {question: answer for question, answer in answers.items() if question.startswith("How many parameters")}
-    for question, answer in list(counted.items())[:500]:
-        signature = question.split("`")[1]
-        if signature.endswith(("(self)", "()")):
-            assert answer == "It has no parameters."
-        if "," not in signature and not any(part in signature for part in ("(self", "(cls", "()")):
-            assert answer == "It has one parameter."
+def test_a_name_or_a_sentence_that_training_has_is_not_held_out():
+    source = b'def same(a):\n    """Return this."""\n\ndef other(a):\n    """Return that."""\n'
+    held = b'def same(b):\n    """Return more."""\n\ndef new(b):\n    """Return this."""\n\n'
+    held += b'def fresh(b):\n    """Get it."""\n'
+    modules = [parse_module(name, text) for name, text in ((TRAINED_ON, source), (HELD_OUT, held))]
+    assert [module.held_out for module in modules] == [False, True]
+    asked = build_chats(modules, seed=0).held_out
+    assert asked
+    assert all("fresh" in turns(chat)[0] or "Get it." in turns(chat)[0] for chat in asked)
+
+
+def test_counts_agree_with_inspect():
+    source = "\n\n".join(
+        f'def f{number}({parameters}):\n    """Return it."""'
+        for number, parameters in enumerate(
+            ["", "a", "a, b=1", "a, /, b, *, c", "*args", "a, *args, b, c=2, **kwargs", "a=1, b=2, *, c"]
+        )
+    )
+    namespace: dict = {}
+    exec(source, namespace)
+    answers = ask_about(source)
+    words = ["no", "one", "two", "three", "four", "five"]
+    for name in [name for name in namespace if name.startswith("f")]:
+        parameters = inspect.signature(namespace[name]).parameters.values()
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        required = sum(p.default is p.empty and p.kind not in variadic for p in parameters)
+        line = next(line for line in source.splitlines() if line.startswith(f"def {name}(")).rstrip(":")
+        spelled = f"{words[len(parameters)]} parameter{'' if len(parameters) == 1 else 's'}"
+        assert answers[f"How many parameters does `{line}` have?"] == f"It has {spelled}."
+        needs = f"No, it needs {words[required]}." if required else "Yes, it needs none."
+        assert answers[f"Can `{line}` be called without arguments?"] == needs
+        assert answers[f"Describe `{line}`."] == f"A function with {spelled}."
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("def get(a)", "a function"),
+        ("def _get(a)", "a private function"),
+        ("def get(self)", "a method"),
+        ("def __len__(self)", "a special method"),
+        ("async def get(self)", "a coroutine"),
+        ("class Box(Base)", "a class"),
+        ("class _Box", "a private class"),
+    ],
+)
+def test_the_kind_is_read_from_the_first_line(line, kind):
+    assert ask_about(f'{line}:\n    """It."""\n')[f"What is `{line}`?"] == f"It is {kind}."
+
+
+@pytest.mark.parametrize(
+    ("documentation", "action"),
+    [
+        ("Return the size.  Or not.", "returns"),
+        ("Returns the size.", "returns"),
+        ("Copy it.", "copies"),
+        ("Processes it.", "processes"),
+        ("Search\n    for it.", "searches"),
+    ],
+)
+def test_what_it_does_is_the_verb_of_its_documentation(documentation, action):
+    answers = ask_about(f'def f():\n    """{documentation}"""\n')
+    (question,) = [question for question in answers if question.startswith("What does it do?")]
+    assert answers[question] == f"It {action} something."
+    assert "Or not" not in question
+
+
+def test_documentation_without_a_known_verb_is_not_asked_about():
+    assert not any(question.startswith("What does it do?") for question in ask_about('def f():\n    """A thing."""\n'))
+
+
+def test_nothing_is_longer_than_a_row_of_the_demo():
+    long = 'def f(a):\n    """Return ' + "é" * 500 + '."""\n'
+    assert all(len(question.encode()) < 200 for question in ask_about(long))
 
 
 def test_the_first_held_out_chats_show_every_kind_of_question(chats):
-    kinds = {turns(chat)[0].split("`")[0] for chat in chats.held_out[:10]}
-    assert len(kinds) == len({turns(chat)[0].split("`")[0] for chat in chats.train})
+    kinds = [kind_of(chat)[:3] for chat in chats.held_out[: len(QUESTIONS)]]
+    assert len({tuple(kind) for kind in kinds}) == len(QUESTIONS)
 
 
-def test_two_builds_are_equal(chats):
-    assert build_chats(load_modules(standard_library()), seed=0) == chats
+def test_no_module_no_chats():
+    chats = build_chats([Module("empty", "", ())], seed=0)
+    assert (chats.train, chats.held_out) == ([], [])

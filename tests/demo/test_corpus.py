@@ -72,7 +72,10 @@ def many_modules(tmp_path):
 def test_no_document_is_on_both_sides_whatever_module_it_was_copied_to(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "MIN_CHARACTERS", 1)
     many_modules(tmp_path)
+    (tmp_path / "heapq.py").write_text(SOURCE)  # trained on
+    (tmp_path / "collections.py").write_text(SOURCE)  # held out
     modules = load_modules([tmp_path])
+    assert {module.held_out for module in modules if module.docstring == "A module."} == {True, False}
     texts = split_texts(modules, seed=0)
     assert "test.skipped" not in {module.name for module in modules}
     assert texts.held_out
@@ -101,3 +104,31 @@ def test_this_pythons_own_library_is_enough():
     modules = load_modules(standard_library())
     assert len(modules) > 200
     assert any(module.held_out for module in modules)
+
+
+def test_a_definition_is_cut_where_python_ends_its_lines_and_after_a_few_of_its_body():
+    body = "".join(f"        step_{number}()\n" for number in range(20))
+    source = f'x = "\x0c \x1c \u2028"\nclass C:\n    def f(self):\n        """Do it."""\n{body}'
+    (definition,) = parse_module("odd", source.encode()).definitions
+    assert definition.source.startswith('def f(self):\n    """Do it."""\n    step_0()\n')
+    assert definition.source.endswith("step_5()")
+
+
+def test_folders_and_broken_links_that_look_like_modules_are_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "MIN_CHARACTERS", 1)
+    (tmp_path / "package.py").mkdir()
+    (tmp_path / "package.py" / "inner.py").write_text('"""Inner."""\n')
+    (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "latin.py").write_bytes(b'# -*- coding: latin-1 -*-\n"""\xe9t\xe9."""\n')
+    modules = load_modules([tmp_path])
+    assert [(module.name, module.docstring) for module in modules] == [
+        ("latin", "été."),
+        ("package.py.inner", "Inner."),
+    ]
+
+
+def test_the_split_depends_on_the_name_alone():
+    names = ["heapq", "collections", "json", "shutil"]
+    held_out = [parse_module(name, b"").held_out for name in names]
+    assert held_out == [parse_module(name, SOURCE.encode()).held_out for name in names]
+    assert set(held_out) == {True, False}

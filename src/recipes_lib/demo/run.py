@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -23,6 +23,7 @@ from recipes_lib.demo.corpus import load_modules, split_texts, standard_library
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
 
 SEED = 0
+DISK_BYTES = 100_000_000
 SHOWN = {"pretrain": 2, "sft": 2 * len(QUESTIONS)}
 """How many of a stage's samples are printed."""
 SHOWN_CHARACTERS = 100
@@ -31,12 +32,8 @@ STAGES = {
     "sft": ("sft_on_chats.yaml", "fine-tuning on the answers of the chats"),
 }
 """Output folder of a stage -> its configuration, and what it does."""
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    # So small a model gains nothing from a third thread; and threads that spin while they wait stall shared cores.
-    "OMP_NUM_THREADS": str(min(2, os.cpu_count() or 1)),
-    "OMP_WAIT_POLICY": "PASSIVE",
-}
+# So small a model gains nothing from a second thread, and loses much where the cores are shared.
+ENVIRONMENT = ("HF_HUB_OFFLINE=1", "OMP_NUM_THREADS=1")
 TRY_IT = """from transformers import pipeline
 ask = pipeline("text-generation", {model!r}, do_sample=False)
 print(ask([{{"role": "user", "content": {question!r}}}])[0]["generated_text"][-1]["content"])"""
@@ -50,7 +47,7 @@ def run_demo(recipes: Path, output_dir: Path) -> int:
         output_dir: Where everything is written.
 
     Raises:
-        ConfigError: ``output_dir`` cannot be written.
+        ConfigError: ``output_dir`` cannot be written, or lacks room.
         DataError: This Python came without the sources of its library.
     """
     console = Console(highlight=False, markup=False, soft_wrap=True)
@@ -62,14 +59,9 @@ def run_demo(recipes: Path, output_dir: Path) -> int:
 
     console.print("From your Python's sources to a small assistant: about four minutes on two cores.")
     announce(1, "texts and chats from the standard library, a tokenizer, a random model")
-    try:
-        for line in write_start(output_dir):
-            console.print(f"  {line}")
-    except OSError as error:
-        problem = Problem(
-            str(output_dir), f"cannot be written: {error.strerror}", "make room, or name another --output_dir"
-        )
-        raise ConfigError(problem) from error
+    open_folder(output_dir)
+    for line in write_start(output_dir):
+        console.print(f"  {line}")
     for number, (config, purpose) in enumerate(STAGES.values(), start=2):
         announce(number, purpose)
         command = build_command(recipes, config)
@@ -84,6 +76,27 @@ def run_demo(recipes: Path, output_dir: Path) -> int:
     return EXIT_DONE
 
 
+def open_folder(output_dir: Path) -> None:
+    """Make the folders for the data, and see that the disk holds what will be written.
+
+    Raises:
+        ConfigError: It cannot be written, or lacks room.
+    """
+    try:
+        (output_dir / "data").mkdir(parents=True, exist_ok=True)
+        (output_dir / "data" / "pretrain.jsonl").touch()
+    except OSError as error:
+        problem = Problem(str(output_dir), f"cannot be written: {error.strerror}", "name another --output_dir")
+        raise ConfigError(problem) from error
+    if (free := shutil.disk_usage(output_dir).free) < DISK_BYTES:
+        problem = Problem(
+            str(output_dir),
+            f"the demo needs {DISK_BYTES / 1e6:.0f} MB, and {free / 1e6:.0f} MB are free",
+            "make room, or name an --output_dir on another disk",
+        )
+        raise ConfigError(problem)
+
+
 def write_start(output_dir: Path) -> Iterator[str]:
     """Write the data and the random model, and say what was written."""
     modules = load_modules(standard_library())
@@ -94,7 +107,6 @@ def write_start(output_dir: Path) -> Iterator[str]:
         "sft": chats.train,
         "sft_held_out": chats.held_out,
     }
-    (output_dir / "data").mkdir(parents=True, exist_ok=True)
     for name, rows in files.items():
         path = output_dir / "data" / f"{name}.jsonl"
         path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
@@ -105,10 +117,9 @@ def write_start(output_dir: Path) -> Iterator[str]:
 
 def build_command(recipes: Path, config: str) -> list[str]:
     """Return what a user would type for a stage, in the folder that its configuration speaks of."""
-    variables = (f"{name}={value}" for name, value in ENVIRONMENT.items())
     return [
         "env",
-        *variables,
+        *ENVIRONMENT,
         sys.executable,
         str(recipes / "sft.py"),
         "--config",

@@ -1,0 +1,131 @@
+"""The demo's driver: what it writes, what it runs, what it shows, and what it refuses."""
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from recipes_lib.config.loader import parse_command
+from recipes_lib.demo import run
+from recipes_lib.errors import ConfigError
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("a demo")
+    run.open_folder(folder)
+    return folder, list(run.write_start(folder))
+
+
+@pytest.fixture
+def console():
+    return Console(file=io.StringIO(), width=200, markup=False, soft_wrap=True)
+
+
+def test_the_shipped_configurations_find_what_the_demo_wrote(started, monkeypatch):
+    folder, _ = started
+    monkeypatch.chdir(folder)
+    (folder / "pretrain").mkdir()
+    for config, _ in run.STAGES.values():
+        parsed = parse_command("sft", ["--config", str(RECIPES / "configs" / "demo" / config)])
+        assert Path(parsed.data.dataset_name).is_file()
+        assert Path(parsed.data.dataset_test_split).is_file()
+        assert Path(parsed.model.model_name_or_path).is_dir()
+
+
+def test_two_starts_are_byte_identical(started, tmp_path):
+    folder, told = started
+    run.open_folder(tmp_path)
+    assert len(list(run.write_start(tmp_path))) == len(told)
+    written = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
+    assert len(written) > 6
+    assert [(tmp_path / path).read_bytes() for path in written] == [(folder / path).read_bytes() for path in written]
+
+
+def test_what_is_shown_as_the_command_is_a_command(tmp_path):
+    command = run.build_command(tmp_path / "with a space", "x.yaml")
+    assert command[0] == "env"
+    (tmp_path / "with a space").mkdir()
+    (tmp_path / "with a space" / "sft.py").write_text(
+        "import os, sys; print(os.environ['HF_HUB_OFFLINE'], sys.argv[2])"
+    )
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert told.split(maxsplit=1) == ["1", f"{tmp_path / 'with a space'}/configs/demo/x.yaml\n"]
+
+
+def test_a_failing_stage_ends_the_demo_with_its_exit_code(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "write_start", lambda _: [])
+    (tmp_path / "sft.py").write_text("import sys; sys.exit(3)")
+    assert run.run_demo(tmp_path, tmp_path / "out") == 3
+
+
+def write_run(folder, losses, samples):
+    folder.mkdir()
+    lines = [{"kind": "eval", "eval_loss": loss, "eval_exact_match": match} for loss, match in losses]
+    (folder / "metrics.jsonl").write_text(
+        "".join(f"{json.dumps(line)}\n" for line in [*lines[:1], {"kind": "train"}, *lines[1:]])
+    )
+    (folder / "samples.jsonl").write_text("".join(f"{json.dumps(sample)}\n" for sample in samples))
+
+
+def test_it_shows_what_the_stages_wrote_and_nothing_else(tmp_path, console):
+    def samples(prompt, *completions):
+        return [
+            {"step": step, "prompt": prompt.format(i), "completion": text, "reference": f"truth {i}"}
+            for step, text in enumerate(completions)
+            for i in range(20)
+        ]
+
+    write_run(tmp_path / "pretrain", [(7.5, 0), (6, 0), (4.25, 0)], samples("text {}", "babble", "middle", "python"))
+    chat = "<|im_start|>user\nquestion {}<|im_end|>\n<|im_start|>assistant\n"
+    write_run(tmp_path / "sft", [(5, 0.1), (2, 0.5)], samples(chat, "", "an [answer]"))
+    run.show_answers(tmp_path, console)
+    run.show_figures(tmp_path, console)
+    run.show_places(tmp_path, console)
+    shown = console.file.getvalue()
+    for text in (
+        "babble",
+        "python",
+        "(nothing)",
+        "an [answer]",
+        "truth 1",
+        "7.50",
+        "4.25",
+        "10%",
+        "50%",
+        "report.html",
+    ):
+        assert text in shown
+    assert "middle" not in shown
+    assert "<|im" not in shown
+    assert "\nquestion 3\n" in shown
+
+
+def test_the_snippet_at_the_end_runs(tiny_model_dir, tmp_path, console):
+    write_run(tmp_path / "sft", [], [{"prompt": '<|im_start|>user\nIt\'s "so"?<|im_end|>\n'}])
+    shutil.copytree(tiny_model_dir, tmp_path / "sft", dirs_exist_ok=True)
+    run.show_places(tmp_path, console)
+    snippet = console.file.getvalue().partition("Ask it yourself")[2].partition("\n")[2]
+    lines = "\n".join(line.strip() for line in snippet.splitlines())
+    assert subprocess.run([sys.executable, "-c", lines], capture_output=True, check=False).returncode == 0
+
+
+def test_a_file_in_the_way_is_one_clear_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written: Not a directory"):
+        run.open_folder(tmp_path / "file")
+
+
+def test_a_full_disk_is_found_before_anything_is_written(tmp_path, monkeypatch):
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(5_000_000))
+    with pytest.raises(ConfigError, match="needs 100 MB, and 5 MB are free"):
+        run.open_folder(tmp_path)
