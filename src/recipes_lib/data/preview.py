@@ -167,4 +167,4 @@ def main(argv: Sequence[str], load_tokenizer: TokenizerLoader) -> None:
         options.html.write_text(render_html(title, rows), encoding="utf-8")
     console = Console(highlight=False)
     for row in rows:
-        console.print(render_text(row), end="\n\n")
+        console.print(render_text(row), end="\n\n", soft_wrap=True)
