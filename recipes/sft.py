@@ -21,7 +21,7 @@ from recipes_lib.data.training_data import load_training_data
 from recipes_lib.models.attention import choose_attention, prove_isolation
 from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.heads import verify_loss_head
-from recipes_lib.models.loading import load_causal_lm, load_tokenizer
+from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
 from recipes_lib.publish.export import export_model
 from recipes_lib.report.page import build_report
 from recipes_lib.training.arguments import build_training_arguments
@@ -45,7 +45,8 @@ def main(config: RecipeConfig) -> None:
         args = build_training_arguments(config, launch, has_eval=data.eval is not None)
 
         # The kernel must keep packed documents apart, and the loss head must give the model's own loss.
-        attention = choose_attention(config.model, args, packing=config.tokens.packing)
+        model_config, _ = load_model_config(config.model)
+        attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing)
         model = load_causal_lm(config.model, attention.implementation)
         set_stop_tokens(model, tokenizer, data.audit.terminators)
         collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)

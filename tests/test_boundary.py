@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -48,6 +49,33 @@ def test_anything_else_is_a_bug_and_keeps_its_traceback(capsys: pytest.CaptureFi
     assert "Traceback" in told
     assert "IndexError: list index out of range" in told
     assert "This is a bug" in told.splitlines()[-1]
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named as torch's."""
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "out/metrics.jsonl"), "out/metrics.jsonl: the disk is full"),
+        (RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"), "the disk is full"),
+        (
+            RuntimeError("[enforce fail] . PytorchStreamWriter failed writing file data/0: file write failed"),
+            "the disk",
+        ),
+        (OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"), "lower per_device_train_batch_size"),
+    ],
+)
+def test_running_out_of_disk_or_memory_is_no_bug(error, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    wrapped = ValueError("while saving")
+    wrapped.__cause__ = error
+    for raised in (error, wrapped):
+        assert run_command(raising(raised)) == 2
+        told = capsys.readouterr().err
+        assert words in told
+        assert "Traceback" not in told
+        assert "bug" not in told
 
 
 def test_a_parser_may_exit_by_itself() -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from recipes_lib.errors import EXIT_BUG, EXIT_DONE, DivergedError, UserError
+from recipes_lib.errors import EXIT_BUG, EXIT_DONE, EXIT_USER, DivergedError, Problem, UserError
 
 if TYPE_CHECKING:
     from recipes_lib.config.schema import RecipeConfig
 
 EXIT_INTERRUPTED = 130
 """What a shell reports for a command ended by Ctrl-C (128 + SIGINT)."""
+
+# torch and safetensors write in C++ and Rust, whose errors carry no errno.
+_DISK_IS_FULL: Final = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter failed writing file")
 
 
 def run_command(command: Callable[[], int | None]) -> int:
@@ -36,12 +40,38 @@ def run_command(command: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return EXIT_INTERRUPTED
-    except Exception:
+    except Exception as error:
+        if shortage := explain_shortage(error):
+            sys.stderr.write(f"{shortage}\n")
+            return EXIT_USER
         traceback.print_exc()
         sys.stderr.write(
             "This is a bug in recipes-lib, not a mistake of yours: please report it with the lines above.\n"
         )
         return EXIT_BUG
+
+
+def explain_shortage(error: BaseException) -> Problem | None:
+    """Return what the machine ran out of, disk or device memory, if that is why ``error`` was raised; else ``None``."""
+    chain: BaseException | None = error
+    while chain is not None:
+        words = str(chain).splitlines()[0] if str(chain) else ""
+        is_full = isinstance(chain, OSError) and chain.errno in (errno.ENOSPC, errno.EDQUOT)
+        if is_full or any(phrase in words for phrase in _DISK_IS_FULL):
+            remedy = (
+                "free some space and run the same command: it goes on from the newest complete checkpoint; "
+                "`recipes check` shows what a run will write"
+            )
+            return Problem(str(getattr(chain, "filename", None) or "output_dir"), f"the disk is full: {words}", remedy)
+        # By name, because torch is not imported to tell a wrong key.
+        if type(chain).__name__ == "OutOfMemoryError":
+            remedy = (
+                "lower per_device_train_batch_size and raise gradient_accumulation_steps by as much (the result is "
+                "the same), set activation_checkpointing: true, or lower max_length"
+            )
+            return Problem("device memory", words, remedy)
+        chain = chain.__cause__ or chain.__context__
+    return None
 
 
 def parse_or_exit(stage: str, arguments: Sequence[str]) -> RecipeConfig:

@@ -121,6 +121,7 @@ class _Inspection:
         )
 
     def look_at_data(self, say: Say) -> None:
+        from recipes_lib.data.encoding import build_encoder
         from recipes_lib.data.source_mixtures import load_train_data
         from recipes_lib.data.sources import detect_source_format
         from recipes_lib.data.training_data import load_training_data
@@ -141,6 +142,8 @@ class _Inspection:
         )
         for finding in self._data.findings:
             say(("" if finding.severity == "ok" else f"{finding.severity}: ") + finding.found)
+        for caution in build_encoder(self.config, self._tokenizer).cautions:
+            say(f"warning: {caution}")
 
     def look_at_agreement(self, say: Say) -> None:
         from recipes_lib.models.loading import check_agreement

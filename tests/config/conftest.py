@@ -16,6 +16,7 @@ dataset_name: owner/dataset
 output_dir: out
 learning_rate: 1e-5
 """
+SOUND_OF = {"sft": SOUND, "pretrain": SOUND.replace("learning_rate: 1e-5", "max_length: 1024")}
 
 
 @pytest.fixture
@@ -37,13 +38,22 @@ def write(tmp_path: Path) -> Callable[[str], Path]:
 
 
 @pytest.fixture
+def recipes(tmp_path: Path) -> dict[str, Path]:
+    """A recipe of each stage that loads."""
+    paths = {stage: tmp_path / f"{stage}.yaml" for stage in SOUND_OF}
+    for stage, path in paths.items():
+        path.write_text(SOUND_OF[stage], encoding="utf-8")
+    return paths
+
+
+@pytest.fixture
 def problems_of(write: Callable[[str], Path]) -> Callable[..., list[Problem]]:
     """The problems of the sound recipe with lines added (``text`` replaces it) and with flags."""
 
-    def find(added: str = "", flags: Sequence[str] = (), text: str = SOUND) -> list[Problem]:
-        path = write(text + added)
+    def find(added: str = "", flags: Sequence[str] = (), text: str | None = None, stage: str = "sft") -> list[Problem]:
+        path = write((SOUND_OF[stage] if text is None else text) + added)
         try:
-            load_config("sft", ["--config", str(path), *flags])
+            load_config(stage, ["--config", str(path), *flags])
         except ConfigError as error:
             return [Problem(p.where.replace(str(path), "recipe.yaml"), p.found, p.remedy) for p in error.problems]
         return []

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes_lib.config.loader import check_text, load_config, parse_command
-from recipes_lib.config.policy import DEFAULTS
+from recipes_lib.config.stages import read_defaults
 from recipes_lib.config.table import load_table
 from recipes_lib.errors import ConfigError, Problem
 
@@ -30,7 +30,7 @@ def test_every_effective_key_says_where_it_comes_from(write, sound: str) -> None
 
 def test_training_holds_what_the_user_gave_and_our_own_defaults(write, sound: str) -> None:
     config = load_config("sft", ["--config", str(write(sound))])
-    ours = {key: value for key, (value, _) in DEFAULTS.items()}
+    ours = {key: value for key, (value, _) in read_defaults("sft").items()}
     assert dict(config.training) == {"output_dir": "out", "learning_rate": 1e-5} | ours
 
 

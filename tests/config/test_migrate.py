@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from recipes_lib.config.loader import check_text
 from recipes_lib.config.migrate import migrate
-from recipes_lib.config.policy import REFUSED
 from recipes_lib.config.renames import ELSEWHERE, RETIRED
+from recipes_lib.config.stages import read_refused
 from recipes_lib.errors import ConfigError
 
 OLD = """\
@@ -137,7 +137,7 @@ def test_a_successor_that_is_set_already_wins_and_is_named(write, sound: str) ->
 
 @pytest.mark.parametrize("value", ["true", "false", "null", "0.5", "text", "[a, b]", "{a: b}"])
 def test_no_retired_key_survives_whatever_its_value(write, sound: str, value: str) -> None:
-    for key in sorted({*RETIRED, *REFUSED, *ELSEWHERE}):
+    for key in sorted({*RETIRED, *read_refused("sft"), *ELSEWHERE}):
         text, changes = migrate(write(f"# head\n{sound}{key}: {value}\nseed: 1  # tail\n"))
         lines = text.splitlines()
         assert not [line for line in lines if line.startswith(f"{key}:")]

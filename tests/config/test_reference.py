@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import re
 
-from recipes_lib.config.policy import DEFAULTS, REFUSED
 from recipes_lib.config.reference import format_reference
 from recipes_lib.config.renames import RETIRED
-from recipes_lib.config.table import load_table
+from recipes_lib.config.stages import read_defaults, read_refused
+from recipes_lib.config.table import STAGES, load_table
 
 
 def test_the_reference_names_every_key_that_can_be_met() -> None:
     named = set(re.findall(r"^\| `(\w+)` \|", format_reference(), re.MULTILINE))
-    assert named == {*load_table("sft").keys, *REFUSED, *RETIRED}
+    assert named == {*RETIRED} | {key for stage in STAGES for key in [*load_table(stage).keys, *read_refused(stage)]}
 
 
 def test_the_rows_of_each_table_have_the_columns_of_its_head() -> None:
@@ -25,4 +25,4 @@ def test_the_rows_of_each_table_have_the_columns_of_its_head() -> None:
 
 def test_the_reference_gives_the_reason_of_each_other_default() -> None:
     text = format_reference()
-    assert all(reason in text for _, reason in DEFAULTS.values())
+    assert all(reason in text for stage in STAGES for _, reason in read_defaults(stage).values())

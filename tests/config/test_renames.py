@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import trl
 
-from recipes_lib.config.renames import ELSEWHERE, KNOWN_ELSEWHERE, MIXTURE_RENAMED, RETIRED, RETIRED_VALUES
+from recipes_lib.config.renames import ELSEWHERE, MIXTURE_RENAMED, RETIRED, RETIRED_VALUES, read_known
 from recipes_lib.config.secrets import is_secret_key
-from recipes_lib.config.table import load_table
+from recipes_lib.config.table import STAGES, load_table
 
 KEYS = load_table("sft").keys
 
@@ -40,23 +40,25 @@ def test_no_old_key_is_merely_unknown(key: str) -> None:
 
 def test_every_key_of_trls_model_section_is_ours_or_named() -> None:
     for field in dataclasses.fields(trl.ModelConfig):
-        assert field.name in KEYS or field.name in KNOWN_ELSEWHERE, field.name
+        assert field.name in KEYS or field.name in read_known("sft"), field.name
 
 
 @pytest.mark.parametrize("config", [trl.DPOConfig, trl.RewardConfig])
 def test_every_key_of_another_stage_is_named(config: type) -> None:
     for field in dataclasses.fields(config):
-        named = field.name in KEYS or field.name in KNOWN_ELSEWHERE or is_secret_key(field.name)
+        named = field.name in KEYS or field.name in read_known("sft") or is_secret_key(field.name)
         assert named, field.name
 
 
-def test_a_retired_key_is_no_key_and_its_successor_is_one() -> None:
-    assert not set(RETIRED) & set(KEYS)
-    assert not set(ELSEWHERE) & set(KEYS)
-    for key, retired in KNOWN_ELSEWHERE.items():
-        assert retired.new is None or retired.new in KEYS, key
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_retired_key_is_no_key_and_its_successor_is_one(stage: str) -> None:
+    keys = load_table(stage).keys
+    assert not set(RETIRED) & set(keys)
+    assert not set(ELSEWHERE) & set(keys)
+    for key, retired in read_known(stage).items():
+        assert retired.new is None or retired.new in keys, key
         for new in (retired.values or {}).values():
-            assert set(new) <= set(KEYS), key
+            assert set(new) <= set(keys), key
 
 
 def test_successors_of_values_are_choices() -> None:

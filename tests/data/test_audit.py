@@ -58,10 +58,13 @@ def test_efficiency_is_the_filled_share_of_the_packs():
     assert apart.target_fraction == pytest.approx(6 / 9)
 
 
-def test_where_everything_is_trained_on_no_end_token_is_looked_for():
-    audit, counts = audit_of([[(5, True), (6, True)]], end_token_ids=None)
-    assert audit.stop_fraction is None
-    assert all(finding.severity == "ok" for finding in judge("train", audit, counts, 0.01))
+def test_an_end_token_before_a_line_break_counts_where_everything_is_trained_on():
+    newline = 5
+    examples = examples_of([[(6, True), (7, True), (END, True), (newline, True)], [(6, True), (7, True)]])
+    bins = pack_best_fit(examples.lengths, 12)
+    apart, near = (compute_split_audit(examples, examples, bins, [END], 0, num_last_targets=n) for n in (1, 3))
+    assert (apart.stop_fraction, near.stop_fraction) == (0.0, 0.5)
+    assert near.terminators == [END]
 
 
 GOOD = [(5, False), (6, True), (END, True)]
@@ -88,7 +91,7 @@ def test_what_is_found_is_judged_and_worded(rows, severity, words):
 @pytest.mark.parametrize(("num_duplicates", "severity"), [(0, "ok"), (4, "warning")])
 def test_duplicates_are_a_warning(num_duplicates, severity):
     findings = judge("train", *audit_of([GOOD] * 5, num_duplicates=num_duplicates), 0.01)
-    matching = [finding for finding in findings if f"{num_duplicates} rows are exact duplicates" in finding.found]
+    matching = [finding for finding in findings if f"duplicates of earlier rows: {num_duplicates}" in finding.found]
     assert [finding.severity for finding in matching] == [severity]
 
 

@@ -76,7 +76,6 @@ def test_a_row_without_tokens_is_refused_by_its_place():
         encode_chunk(Silent(), [Row(source="data", index=5, text="x")], 0)
 
 
-def test_end_tokens_are_the_special_ones_unless_all_is_trained_on(build_config, tiny_tokenizer):
+def test_end_tokens_are_the_special_ones(tiny_tokenizer):
     ids = set(tiny_tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]))
-    assert find_end_tokens(build_config(), tiny_tokenizer) == ids
-    assert find_end_tokens(build_config(loss_on="all"), tiny_tokenizer) is None
+    assert find_end_tokens(tiny_tokenizer) == ids

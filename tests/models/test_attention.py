@@ -37,6 +37,7 @@ from transformers import (
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.attention import LAYOUTS, AttentionChoice, choose_attention, choose_kernel, prove_isolation
+from recipes_lib.models.loading import load_model_config
 from recipes_lib.models.varlen import register_varlen
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -246,9 +247,10 @@ def test_a_run_s_model_device_and_precision_are_what_counts(tiny_model_dir: Path
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=True)
     for requested, chosen in ((None, "sdpa"), ("varlen", "varlen")):
         config = ModelConfig(model_name_or_path=str(tiny_model_dir), attn_implementation=requested)
-        assert choose_attention(config, args, packing=True) == AttentionChoice(chosen, LAYOUTS[chosen])
+        model_config, _ = load_model_config(config)
+        assert choose_attention(config, model_config, args, packing=True) == AttentionChoice(chosen, LAYOUTS[chosen])
     with pytest.raises(ConfigError, match="runs on CUDA devices only"):
-        choose_attention(replace(config, attn_implementation="flash_attention_2"), args, packing=True)
+        choose_attention(replace(config, attn_implementation="flash_attention_2"), model_config, args, packing=True)
 
 
 @pytest.mark.parametrize("kernel", ["eager", "sdpa", "varlen"])

@@ -20,14 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from recipes_lib.config import schema as our_schema
-from recipes_lib.config.policy import BOUNDS, CHOICES, DEFAULTS, NOTES, REFUSED
+from recipes_lib.config.policy import BOUNDS, NOTES
 from recipes_lib.config.reference import format_reference
 from recipes_lib.config.secrets import is_secret_key
+from recipes_lib.config.stages import read_choices, read_defaults, read_refused
 from recipes_lib.config.table import STAGES, load_table, table_path
 
 _ROOT = Path(__file__).parents[3]
 _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", type(None): "null"}
-_REQUIRED = ("model_name_or_path", "output_dir")
+_REQUIRED = {"sft": ("model_name_or_path", "output_dir"), "pretrain": ("max_length", "output_dir")}
 
 
 def main() -> None:
@@ -56,14 +57,19 @@ def build_documents() -> dict[Path, str]:
 def _build_table(stage: str) -> dict[str, Any]:
     groups: dict[str, str] = {}
     keys: dict[str, Any] = {}
+    refused = read_refused(stage)
     for group, section in our_schema.SECTIONS.items():
-        groups[group] = (section.__doc__ or "").split("\n")[0]
-        keys |= {name: {"group": group} | fields for name, fields in _read_section(section).items()}
-    for name, fields in _read_upstream(stage).items():
-        if name not in keys and name not in REFUSED and not is_secret_key(name):
-            keys[name] = fields
-            groups.setdefault(fields["group"], "")
-    return {"stage": stage, "groups": groups, "required": list(_REQUIRED), "keys": keys}
+        fields = {name: key for name, key in _read_section(section).items() if name not in refused}
+        if fields:
+            groups[group] = (section.__doc__ or "").split("\n")[0]
+            keys |= {name: {"group": group} | key for name, key in fields.items()}
+    for name, key in _read_upstream(stage).items():
+        if name not in keys and name not in refused and not is_secret_key(name):
+            keys[name] = key
+            groups.setdefault(key["group"], "")
+    for name in _REQUIRED[stage]:
+        keys[name]["schema"]["type"] = [kind for kind in keys[name]["schema"]["type"] if kind != "null"]
+    return {"stage": stage, "groups": groups, "required": list(_REQUIRED[stage]), "keys": keys}
 
 
 def _read_section(section: type) -> dict[str, dict[str, Any]]:
@@ -96,15 +102,16 @@ def _read_upstream(stage: str) -> dict[str, dict[str, Any]]:
     from transformers import TrainingArguments
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-    config = {"sft": trl.SFTConfig}[stage]
+    config = {"sft": trl.SFTConfig, "pretrain": TrainingArguments}[stage]
+    defaults, refused = read_defaults(stage), read_refused(stage)
     hints = typing.get_type_hints(config)
     inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
     headings = _read_headings(inspect.getdoc(TrainingArguments) or "")
-    choices = {"report_to": ("none", "all", *sorted(INTEGRATION_TO_CALLBACK)), **CHOICES}
+    choices = {"report_to": ("none", "all", *sorted(INTEGRATION_TO_CALLBACK)), **read_choices(stage)}
     keys = {}
     for field in dataclasses.fields(config):
         name = field.name
-        if name in REFUSED:
+        if name in refused:
             continue
         default = _read_default(field)
         allowed = choices.get(name) or field.metadata.get("choices")
@@ -115,8 +122,8 @@ def _read_upstream(stage: str) -> dict[str, dict[str, Any]]:
             "default": default,
             "help": " ".join([field.metadata.get("help", "").replace("%%", "%"), NOTES.get(name, "")]).strip(),
         }
-        if name in DEFAULTS:
-            ours, reason = DEFAULTS[name]
+        if name in defaults:
+            ours, reason = defaults[name]
             keys[name] |= {"default": ours, "upstream_default": default, "reason": reason}
     return keys
 
@@ -147,8 +154,6 @@ def _describe_key(name: str, hint: Any, items: Any, choices: Any = None) -> dict
             schema["enum"] = list(choices)
     if "enum" in schema and "null" in schema["type"]:
         schema["enum"].append(None)
-    if name in _REQUIRED:
-        schema["type"] = [kind for kind in schema["type"] if kind != "null"]
     if items is not None:
         schema["items"] |= _describe_entry(items)
     return {**schema, **BOUNDS.get(name, {})}

@@ -10,13 +10,13 @@ from typing import Any
 from recipes_lib.config.document import Entry, read_entries, read_text
 from recipes_lib.config.flags import CommandLine, parse_command_line
 from recipes_lib.config.paths import expand_home
-from recipes_lib.config.policy import DEFAULTS
-from recipes_lib.config.renames import KNOWN_ELSEWHERE
+from recipes_lib.config.renames import read_known
 from recipes_lib.config.rules import RULES
 from recipes_lib.config.schema import SECTIONS, RecipeConfig
 from recipes_lib.config.secrets import refuse_secret_value
 from recipes_lib.config.settings import ABSENT, DECISIONS, Settings
 from recipes_lib.config.show import format_config, format_help
+from recipes_lib.config.stages import read_defaults
 from recipes_lib.config.suggest import explain_unknown
 from recipes_lib.config.table import KeyTable, load_table
 from recipes_lib.config.values import INVALID, Reader
@@ -37,7 +37,7 @@ def load_config(stage: str, argv: Sequence[str]) -> RecipeConfig:
     """Read and check the configuration of a run.
 
     Args:
-        stage: Name of the recipe, ``sft``.
+        stage: Name of the recipe, such as ``sft``.
         argv: Arguments after the script's name: ``--config F`` and ``--key value`` overrides.
 
     Raises:
@@ -96,11 +96,12 @@ def _build(path: Path | None, entries: Sequence[Entry], table: KeyTable, problem
         else:
             problems.append(explain_unknown(entry, table, set(given)))
     # A retired spelling stands for its successor, so that this is not reported as missing too.
-    standing_for = {KNOWN_ELSEWHERE[key].new: entry for key, entry in given.items() if key in KNOWN_ELSEWHERE}
+    known = read_known(table.stage)
+    standing_for = {known[key].new: entry for key, entry in given.items() if key in known}
     settings = Settings(
         table, str(path or "command line"), {key: entry for key, entry in standing_for.items() if key} | given, values
     )
-    for rule in RULES:
+    for rule in RULES[table.stage]:
         problems.extend(rule(settings))
     if problems:
         raise ConfigError(*_in_order(problems, path))
@@ -121,7 +122,8 @@ def _read_value(entry: Entry, table: KeyTable, problems: list[Problem]) -> Any:
 
 
 def _assemble(path: Path | None, settings: Settings) -> RecipeConfig:
-    values = {key: settings[key] for key in settings.table.keys if key in settings.values or key in DEFAULTS}
+    ours = read_defaults(settings.table.stage)
+    values = {key: settings[key] for key in settings.table.keys if key in settings.values or key in ours}
     provenance = {key: settings.given[key].where if key in settings.given else "default" for key in settings.table.keys}
     for decision in DECISIONS:
         if decision.applies(settings) and settings[decision.key] is not None:

@@ -12,7 +12,7 @@ import yaml
 from recipes_lib.config.document import Entry, read_entries, read_text
 from recipes_lib.config.legacy_datasets import COMPANIONS, LEGACY_KEYS, convert_datasets
 from recipes_lib.config.loader import check_text
-from recipes_lib.config.renames import KNOWN_ELSEWHERE, RETIRED_VALUES
+from recipes_lib.config.renames import RETIRED_VALUES, read_known
 from recipes_lib.config.secrets import is_secret_key
 from recipes_lib.config.suggest import explain_unknown
 from recipes_lib.config.table import KeyTable, load_table
@@ -105,7 +105,7 @@ class _Rewriter:
             self._rewrite_value(entry, value)
         elif is_secret_key(key):
             self._replace(entry, {}, f"deleted `{key}`: secrets come from the environment", by_hand=True)
-        elif key in KNOWN_ELSEWHERE:
+        elif key in read_known(self.table.stage):
             self._rewrite_retired(entry, value)
         else:
             problem = explain_unknown(entry, self.table, self.taken)
@@ -113,6 +113,8 @@ class _Rewriter:
 
     def remark_on_meaning(self) -> None:
         """Name what is spelled as before and means something else."""
+        if "loss_on" not in self.table.keys:
+            return
         if not self.taken & _MASK_KEYS:
             what = "chats train on the assistant's turns here, older TRL trained on all: `loss_on: all` does that"
             self.changes.append(Change(0, what, by_hand=True))
@@ -136,7 +138,7 @@ class _Rewriter:
             self._replace(entry, {entry.key: None}, f"`{entry.key}: None` became null")
 
     def _rewrite_retired(self, entry: Entry, value: Any) -> None:
-        retired = KNOWN_ELSEWHERE[entry.key]
+        retired = read_known(self.table.stage)[entry.key]
         new = retired.rewrite(value)
         if new is None:
             self._comment_out(entry, f"`{entry.key}` {retired.found}; {retired.remedy}")

@@ -18,13 +18,11 @@ DEFAULTS: Final[Mapping[str, tuple[Any, str]]] = {
     "hub_private_repo": (True, "nothing becomes public by accident"),
     "hub_strategy": ("end", "uploads of checkpoints stall the training"),
     "logging_steps": (1, "a line of metrics.jsonl costs nothing, and a spike lasts a few steps"),
-    "lr_scheduler_type": ("cosine", "the decay to zero that published fine-tunings use"),
     "report_to": ("none", "metrics.jsonl is always written; a tracker is asked for by name"),
     "save_steps": (0.1, "a tenth of the run is the most that a crash can cost, whatever its length"),
     "save_total_limit": (2, "the last checkpoint and the one before it; optimizer states fill disks"),
-    "warmup_steps": (0.03, "Adam's second moment is unreliable in the first steps"),
 }
-"""Effective defaults that are not upstream's: key -> (value, reason)."""
+"""Effective defaults of every stage that are not upstream's: key -> (value, reason)."""
 
 NOTES: Final[Mapping[str, str]] = {
     "bf16": "Unset: on where the hardware multiplies bfloat16.",
@@ -66,8 +64,17 @@ BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
     "warmup_steps": {"minimum": 0},
     "weight": {"exclusiveMinimum": 0},
     "weight_decay": {"minimum": 0, "maximum": 1},
+    # pretraining
+    "batch_ramp_start": {"exclusiveMinimum": 0, "maximum": 1},
+    "batch_ramp_tokens": {"minimum": 1},
+    "decay_steps": {"exclusiveMinimum": 0},
+    "max_tokens": {"minimum": 1},
+    "min_lr_ratio": {"minimum": 0, "maximum": 1},
+    "start_tokens": {"minimum": 0},
+    "warmup_tokens": {"minimum": 1},
 }
-"""Range of each number, as JSON schema spells it; ``weight`` is that of a ``dataset_mixture`` entry."""
+"""Range of each number, as JSON schema spells it; ``weight`` is that of a ``dataset_mixture`` entry, ``start_tokens``
+that of a ``dataset_curriculum`` phase."""
 
 CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "debug": ("", "underflow_overflow"),
@@ -76,7 +83,14 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Values honoured where upstream allows more."""
 
-SHARE_OR_COUNT: Final = ("warmup_steps", "logging_steps", "eval_steps", "save_steps", "test_split_size")
+SHARE_OR_COUNT: Final = (
+    "warmup_steps",
+    "logging_steps",
+    "eval_steps",
+    "save_steps",
+    "test_split_size",
+    "decay_steps",
+)
 """Numbers that are a share below 1 and a whole count from 1 on."""
 
 _FIXED_LENGTH = dropped("does nothing for packed rows", "delete the line; rows are packed to `max_length`")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from recipes_lib.config.policy import REFUSED
 from recipes_lib.config.renames import RETIRED, RETIRED_VALUES
 from recipes_lib.config.retired import Retired
+from recipes_lib.config.stages import read_refused
 from recipes_lib.config.table import STAGES, Key, KeyTable, describe, load_table
 
 _HEADER = """\
@@ -23,8 +23,8 @@ python recipes/sft.py --config F --print-config     every effective value and wh
 recipes check --migrate old.yaml                    rewrite a file of an older TRL or alignment-handbook
 ```
 
-- Keys are upstream's (`SFTConfig`, which includes `TrainingArguments`) plus the few sections below. The hardware is not
-  in a recipe: it is in the accelerate YAML. Secrets are in neither: they come from the environment.
+- Keys are upstream's (`TrainingArguments`; `sft` adds those of `SFTConfig`) plus the few sections below. The hardware
+  is not in a recipe: it is in the accelerate YAML. Secrets are in neither: they come from the environment.
 - Everything wrong is reported at once, each problem with its line or flag: unknown, misplaced, mistyped, repeated,
   conflicting, renamed and removed keys, values out of range, paths that do not exist. The exit code is 2.
 - Relative paths are relative to the working directory, as upstream's are; `~` is your home.
@@ -39,7 +39,8 @@ recipes check --migrate old.yaml                    rewrite a file of an older T
 def format_reference() -> str:
     """Return the reference page in Markdown."""
     parts = [_HEADER, *(_format_stage(load_table(stage)) for stage in STAGES)]
-    parts.append(_format_retired("Upstream keys that are refused", REFUSED))
+    for stage in STAGES:
+        parts.append(_format_retired(f"Keys that stage `{stage}` refuses", read_refused(stage)))
     parts.append(_format_retired("Keys that upstream renamed or removed", RETIRED))
     values = [f"| `{key}: {old}` | `{key}: {new}` |" for (key, old), new in RETIRED_VALUES.items()]
     parts.append("\n".join(["## Values that were removed", "", "| value | write |", "|---|---|", *values, ""]))

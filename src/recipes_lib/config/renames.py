@@ -5,11 +5,12 @@ A version is the first minor release without the old spelling, read from the rel
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Final
 
-from recipes_lib.config.policy import REFUSED
 from recipes_lib.config.retired import Retired, dropped, dropped_at, each, renamed, undecided
+from recipes_lib.config.stages import read_refused
 
 _GONE_5 = "was removed in transformers 5.0"
 _LAUNCH = undecided("is hardware, which is not in a recipe", "put it into the accelerate YAML (accelerate_configs/)")
@@ -154,5 +155,7 @@ ELSEWHERE: Final[Mapping[str, Retired]] = {
 """Keys of another stage, another file or another level of the file."""
 
 
-KNOWN_ELSEWHERE: Final[Mapping[str, Retired]] = {**ELSEWHERE, **REFUSED, **RETIRED}
-"""Every spelling that is understood only to be refused."""
+@functools.cache
+def read_known(stage: str) -> Mapping[str, Retired]:
+    """Return every spelling that a stage understands only to refuse it."""
+    return {**ELSEWHERE, **read_refused(stage), **RETIRED}

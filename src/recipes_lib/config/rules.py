@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from recipes_lib.config.paths import check_paths
@@ -57,19 +58,75 @@ def check_shares(settings: Settings) -> Iterator[Problem]:
 
 
 def check_data(settings: Settings) -> Iterator[Problem]:
-    """Streams have no length; a length limit says what happens beyond it; a mixture is not empty."""
-    if settings["dataset_streaming"] and settings["max_steps"] <= 0 and not settings.broken("max_steps"):
+    """Streams have no length; a mixture is not empty."""
+    has_length = settings["max_steps"] > 0 or settings.broken("max_steps") or settings.gives("max_tokens")
+    if settings["dataset_streaming"] and not has_length:
         found = "`dataset_streaming` needs `max_steps`: a stream has no end to count epochs by"
         yield Problem(settings.where("dataset_streaming"), found, "write `max_steps: ...`")
     size = settings["test_split_size"]
     if settings["dataset_streaming"] and size is not None and size < 1:
         found = "`test_split_size` is a share, and a stream has no length to take it of"
         yield Problem(settings.where("test_split_size"), found, "write a number of rows")
+    if settings["dataset_mixture"] == []:
+        yield Problem(settings.where("dataset_mixture"), "`dataset_mixture` is empty", "write at least one entry")
+
+
+def check_overlong(settings: Settings) -> Iterator[Problem]:
+    """A length limit says what happens beyond it."""
     if settings["overlong"] != "error" and settings["max_length"] is None and not settings.broken("max_length"):
         found = f"`overlong: {settings['overlong']}` has no effect without `max_length`"
         yield Problem(settings.where("overlong"), found, "write `max_length: ...`, or delete the line")
-    if settings["dataset_mixture"] == []:
-        yield Problem(settings.where("dataset_mixture"), "`dataset_mixture` is empty", "write at least one entry")
+
+
+def check_start(settings: Settings) -> Iterator[Problem]:
+    """Pretraining starts from random weights or from a model, never from both or neither."""
+    gives_config, gives_model = settings.gives("model_config"), settings.gives("model_name_or_path")
+    if gives_config and gives_model:
+        found = f"`model_config` and `model_name_or_path` ({settings.where('model_name_or_path')}) are both set"
+        yield Problem(settings.where("model_config"), found, "keep one: random weights, or those of a model")
+    elif not gives_config and not gives_model and not settings.broken("model_config"):
+        found = "neither `model_config` nor `model_name_or_path` is set"
+        yield Problem(settings.name, found, "write `model_config: {model_type: llama, ...}`, or name a model")
+    if gives_config:
+        if "model_type" not in settings["model_config"]:
+            yield Problem(
+                settings.where("model_config"), "`model_config` has no `model_type`", "write model_type: llama"
+            )
+        if not settings.gives("tokenizer_name_or_path") and not settings.broken("tokenizer_name_or_path"):
+            found = "`model_config` starts from random weights, and no tokenizer comes with those"
+            yield Problem(settings.where("model_config"), found, "write `tokenizer_name_or_path: ...`")
+
+
+def check_shape(settings: Settings) -> Iterator[Problem]:
+    """Options of one schedule, or of the batch ramp, need that schedule or the ramp."""
+    for key in ("decay_steps", "decay_type"):
+        if settings.gives(key) and settings["lr_scheduler_type"] != "warmup_stable_decay":
+            found = f"`{key}` has no effect: `lr_scheduler_type` is {settings['lr_scheduler_type']}"
+            yield Problem(settings.where(key), found, "write `lr_scheduler_type: warmup_stable_decay`, or delete it")
+    for key in ("batch_ramp_start", "batch_ramp_lr"):
+        if settings.gives(key) and not settings.gives("batch_ramp_tokens"):
+            found = f"`{key}` has no effect without `batch_ramp_tokens`"
+            yield Problem(settings.where(key), found, "write `batch_ramp_tokens: ...`, or delete the line")
+
+
+def check_curriculum(settings: Settings) -> Iterator[Problem]:
+    """The phases of a curriculum start at 0, rise, and weigh every dataset of the mixture."""
+    phases, where = settings["dataset_curriculum"], settings.where("dataset_curriculum")
+    if phases is None:
+        return
+    if not settings.gives("dataset_mixture"):
+        yield Problem(where, "`dataset_curriculum` has no mixture to weigh", "write `dataset_mixture`")
+        return
+    starts = [phase["start_tokens"] for phase in phases]
+    if not starts or starts[0] != 0 or any(later <= earlier for earlier, later in itertools.pairwise(starts)):
+        found = f"the phases of `dataset_curriculum` start at {starts} tokens"
+        yield Problem(where, found, "start the first at 0, and each later one after the one before")
+    for index, phase in enumerate(phases):
+        count = len(settings["dataset_mixture"])
+        is_sound = len(phase["weights"]) == count and min(phase["weights"]) >= 0 and max(phase["weights"]) > 0
+        if not is_sound:
+            found = f"phase {index} of `dataset_curriculum` has weights {phase['weights']}"
+            yield Problem(where, found, f"write {count} weights of 0 or more, not all 0, in the mixture's order")
 
 
 def check_model(settings: Settings) -> Iterator[Problem]:
@@ -86,13 +143,17 @@ def check_model(settings: Settings) -> Iterator[Problem]:
 
 
 def check_schedule(settings: Settings) -> Iterator[Problem]:
-    """The length of the run, the warm-up inside it, and what a schedule cannot do without."""
+    """The length of the run, and the warm-up inside it."""
     max_steps, warmup = settings["max_steps"], settings["warmup_steps"]
     if max_steps == 0:
         yield Problem(settings.where("max_steps"), "`max_steps` is 0", "write -1 to train for `num_train_epochs`")
     if 0 < max_steps <= warmup:
         found = f"the warm-up ({warmup} steps) is as long as the run (`max_steps` {max_steps})"
         yield Problem(settings.where("warmup_steps"), found, "write a share, such as `warmup_steps: 0.03`")
+
+
+def check_schedule_options(settings: Settings) -> Iterator[Problem]:
+    """What upstream's schedules cannot do without."""
     kind, options = settings["lr_scheduler_type"], settings["lr_scheduler_kwargs"] or {}
     needed = {"warmup_stable_decay": {"num_decay_steps"}}.get(kind, set())
     if kind in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
@@ -144,7 +205,9 @@ def check_workers(settings: Settings) -> Iterator[Problem]:
                 yield Problem(settings.where(key), found, "write `dataloader_num_workers: 1` or more")
 
 
-RULES: Final[tuple[Callable[[Settings], Iterator[Problem]], ...]] = (
+Rule = Callable[[Settings], Iterator[Problem]]
+
+_RULES: Final[tuple[Rule, ...]] = (
     check_required,
     check_exclusive,
     check_decisions,
@@ -157,3 +220,8 @@ RULES: Final[tuple[Callable[[Settings], Iterator[Problem]], ...]] = (
     check_workers,
     check_paths,
 )
+RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
+    "sft": (*_RULES, check_overlong, check_schedule_options),
+    "pretrain": (*_RULES, check_start, check_shape, check_curriculum),
+}
+"""The rules of each stage."""

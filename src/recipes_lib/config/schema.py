@@ -32,6 +32,15 @@ class MixtureEntry(TypedDict, total=False):
     """As ``dataset_format``."""
 
 
+class CurriculumPhase(TypedDict):
+    """One phase of ``dataset_curriculum``."""
+
+    start_tokens: int
+    """Tokens trained on when the phase begins; 0 for the first."""
+    weights: list[float]
+    """Share of each dataset of ``dataset_mixture``, in its order; they need not sum to 1."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Which rows are trained on and which are held out."""
@@ -86,12 +95,16 @@ class TokensConfig:
 class ModelConfig:
     """Which model is trained and how it is loaded; TRL's ``ModelConfig`` spelling."""
 
-    model_name_or_path: str
+    model_name_or_path: str | None = None
     """Hub id or folder of the model to start from."""
+    model_config: dict[str, Any] | None = None
+    """Architecture to start from random weights, as in a ``config.json``: ``{model_type: llama, hidden_size: 768}``."""
     model_revision: str | None = None
     """Commit, tag or branch of a Hub model."""
     tokenizer_name_or_path: str | None = None
     """Hub id or folder of the tokenizer. Unset: the model's."""
+    tokenizer_revision: str | None = None
+    """Commit, tag or branch of a Hub tokenizer. Unset: ``model_revision`` when it is the model's."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
     """Precision of the master weights; the compute precision is ``bf16`` / ``fp16``."""
     attn_implementation: str | None = None
@@ -115,11 +128,47 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PretrainingConfig:
+    """How documents become rows of equal length, and in which shares and order they come."""
+
+    cross_document_attention: bool = False
+    """Let tokens attend to the documents before theirs in the row, as GPT-2 and GPT-3 did."""
+    text_documents: Literal["file", "paragraph", "line"] = "file"
+    """What a document of a text or Markdown file is: the whole file, what stands between blank lines, or a line."""
+    dataset_curriculum: list[dict[str, Any]] | None = field(default=None, metadata={"items": CurriculumPhase})
+    """Weights that change while training: a list of ``{start_tokens, weights}``, weights in the mixture's order."""
+    max_tokens: int | None = None
+    """Tokens to train on, instead of ``max_steps`` or ``num_train_epochs``."""
+    decay_embeddings: bool = True
+    """Apply ``weight_decay`` to embeddings; biases and norms never decay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Learning rate and batch size over the run; ``lr_scheduler_type`` names the shape."""
+
+    min_lr_ratio: float = 0.1
+    """Learning rate at the end, as a share of the peak."""
+    warmup_tokens: int | None = None
+    """Tokens over which the learning rate rises to its peak, instead of ``warmup_steps``."""
+    decay_steps: float | int = 0.2
+    """``warmup_stable_decay``: share (below 1) or number of steps over which the rate falls at the end."""
+    decay_type: Literal["linear", "cosine", "1-sqrt", "exponential"] = "1-sqrt"
+    """``warmup_stable_decay``: how it falls."""
+    batch_ramp_tokens: int | None = None
+    """Tokens over which the batch grows to its full size."""
+    batch_ramp_start: float = 0.1
+    """Batch at the start of the ramp, as a share of the full one; rounded up to whole micro-batches."""
+    batch_ramp_lr: Literal["constant", "sqrt", "linear"] = "sqrt"
+    """How the learning rate follows the batch on the ramp: not at all, by its square root (Adam), or in proportion."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecipeConfig:
     """One run: our sections, upstream's training keys, and where each value came from.
 
     Attributes:
-        stage: Name of the recipe, ``sft``.
+        stage: Name of the recipe, ``sft`` or ``pretrain``.
         path: The YAML file; ``None`` when everything came from flags.
         training: Upstream's keys (``TrainingArguments`` / ``SFTConfig`` spelling) with effective values: those the
             user gave plus our defaults where they differ from upstream's.
@@ -132,6 +181,8 @@ class RecipeConfig:
     tokens: TokensConfig
     model: ModelConfig
     evaluation: EvaluationConfig
+    pretraining: PretrainingConfig = PretrainingConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
     training: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, str] = field(default_factory=dict)
 
@@ -141,5 +192,7 @@ SECTIONS: Final[dict[str, type]] = {
     "tokens": TokensConfig,
     "model": ModelConfig,
     "evaluation": EvaluationConfig,
+    "pretraining": PretrainingConfig,
+    "schedule": ScheduleConfig,
 }
-"""Our sections by the name of their field in ``RecipeConfig``."""
+"""Our sections by the name of their field in ``RecipeConfig``; ``stages.py`` says which keys a stage leaves out."""

@@ -30,8 +30,10 @@ class Settings:
     values: Mapping[str, Any]
 
     def __getitem__(self, key: str) -> Any:
-        """Return the effective value: the user's, else the default."""
-        return self.values[key] if key in self.values else self.table.keys[key].default
+        """Return the effective value: the user's, else the default; ``None`` for a key that the stage has not."""
+        if key in self.values:
+            return self.values[key]
+        return self.table.keys[key].default if key in self.table.keys else None
 
     def gives(self, key: str) -> bool:
         """Return whether the user set ``key`` to something other than null."""
@@ -88,6 +90,9 @@ def is_local(reference: Any) -> bool:
 
 DECISIONS: Final = (
     Decision("num_train_epochs", "max_steps", lambda steps: steps > 0, "`max_steps` decides the length"),
+    Decision("num_train_epochs", "max_tokens", lambda tokens: tokens is not None, "`max_tokens` decides the length"),
+    Decision("max_steps", "max_tokens", lambda tokens: tokens is not None, "`max_tokens` decides the length"),
+    Decision("warmup_steps", "warmup_tokens", lambda tokens: tokens is not None, "`warmup_tokens` decides it"),
     Decision("eval_steps", "eval_strategy", lambda strategy: strategy != "steps", "`eval_strategy` is not steps"),
     Decision("save_steps", "save_strategy", lambda strategy: strategy != "steps", "`save_strategy` is not steps"),
     Decision("logging_steps", "logging_strategy", lambda value: value != "steps", "`logging_strategy` is not steps"),

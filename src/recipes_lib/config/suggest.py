@@ -7,7 +7,7 @@ import difflib
 import yaml
 
 from recipes_lib.config.document import Entry
-from recipes_lib.config.renames import KNOWN_ELSEWHERE
+from recipes_lib.config.renames import read_known
 from recipes_lib.config.secrets import is_secret_key, refuse_secret_key
 from recipes_lib.config.table import KeyTable
 from recipes_lib.errors import Problem
@@ -24,6 +24,7 @@ _SECTION_WORDS = {
     "lora",
     "peft",
     "sft",
+    "pretrain",
 }
 
 
@@ -38,8 +39,9 @@ def explain_unknown(entry: Entry, table: KeyTable, taken: set[str]) -> Problem:
     key = entry.key
     if is_secret_key(key):
         return refuse_secret_key(entry.where, key[:60])
-    if key in KNOWN_ELSEWHERE:
-        retired = KNOWN_ELSEWHERE[key]
+    known = read_known(table.stage)
+    if key in known:
+        retired = known[key]
         remedy = f"delete the line: `{retired.new}` is set as well" if retired.new in taken else retired.remedy
         return Problem(entry.where, f"`{key}` {retired.found}", remedy)
     nested = _nested_keys(entry.node, table)
@@ -53,7 +55,7 @@ def _nested_keys(node: yaml.Node, table: KeyTable) -> list[str]:
     if not isinstance(node, yaml.MappingNode):
         return []
     names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-    return [name for name in names if name in table.keys or name in KNOWN_ELSEWHERE]
+    return [name for name in names if name in table.keys or name in read_known(table.stage)]
 
 
 def _suggest(key: str, table: KeyTable, flag: bool) -> str:
@@ -61,8 +63,9 @@ def _suggest(key: str, table: KeyTable, flag: bool) -> str:
     if positive in table.keys and table.keys[positive].accepts("boolean"):
         return f"write `--{positive} false`" if flag else f"write `{positive}: false`"
     plain = key.lower().replace("-", "_")
-    near = difflib.get_close_matches(plain, [*table.keys, *KNOWN_ELSEWHERE], n=1, cutoff=0.7)
+    known = read_known(table.stage)
+    near = difflib.get_close_matches(plain, [*table.keys, *known], n=1, cutoff=0.7)
     if not near:
         return "see `--help` or docs/configs.md for the keys"
-    successor = KNOWN_ELSEWHERE[near[0]].new if near[0] in KNOWN_ELSEWHERE else None
+    successor = known[near[0]].new if near[0] in known else None
     return f"did you mean `{successor or near[0]}`?"

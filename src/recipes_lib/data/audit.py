@@ -28,7 +28,7 @@ class SplitAudit:
         num_rows_without_target: Rows on which nothing is trained.
         num_duplicates: Rows that say what an earlier one says.
         num_tokens: Tokens of the rows.
-        stop_fraction: Share of rows with targets whose last one is an end token; ``None`` when all is trained on.
+        stop_fraction: Share of rows with targets whose last one is an end token.
         terminators: End tokens that last targets are, in order; empty for rows that need none.
         length_p5: 5th percentile of the rows' lengths in tokens.
         length_p50: Median length.
@@ -43,7 +43,7 @@ class SplitAudit:
     num_rows_without_target: int
     num_duplicates: int
     num_tokens: int
-    stop_fraction: float | None
+    stop_fraction: float
     terminators: list[int]
     length_p5: int
     length_p50: int
@@ -96,7 +96,7 @@ def pack_split(
     examples: Examples,
     tokens: TokensConfig,
     capacity: int,
-    end_token_ids: Collection[int] | None,
+    end_token_ids: Collection[int],
     num_duplicates: int = 0,
 ) -> PackedSplit:
     """Cuts, packs, counts and judges one split; refuses nothing.
@@ -106,12 +106,20 @@ def pack_split(
         examples: Every row as tokenised, at least one.
         tokens: Options.
         capacity: ``max_length``, given or derived.
-        end_token_ids: Ids that end an answer; ``None`` when everything is trained on.
+        end_token_ids: Ids that end an answer.
         num_duplicates: Rows that say what an earlier one says.
     """
     fitted, cut = fit_to_length(examples, capacity, tokens.overlong)
     bins = choose_bins(fitted.lengths, capacity, packing=tokens.packing)
-    audit = compute_split_audit(examples, fitted, bins, end_token_ids, num_duplicates)
+    audit = compute_split_audit(
+        examples,
+        fitted,
+        bins,
+        end_token_ids,
+        num_duplicates,
+        # A template may write a line break behind the end token, and `all` trains on it.
+        num_last_targets=3 if tokens.loss_on == "all" else 1,
+    )
     return PackedSplit(fitted, bins, audit, cut, judge(split, audit, cut, tokens.max_truncated_fraction))
 
 
@@ -125,8 +133,9 @@ def compute_split_audit(
     examples: Examples,
     fitted: Examples,
     bins: Bins,
-    end_token_ids: Collection[int] | None,
+    end_token_ids: Collection[int],
     num_duplicates: int,
+    num_last_targets: int = 1,
 ) -> SplitAudit:
     """Counts one split.
 
@@ -134,19 +143,20 @@ def compute_split_audit(
         examples: Every row as tokenised, at least one.
         fitted: What ``fit_to_length`` left.
         bins: How those are packed.
-        end_token_ids: Ids that end an answer; ``None`` when everything is trained on.
+        end_token_ids: Ids that end an answer.
         num_duplicates: Rows that say what an earlier one says.
+        num_last_targets: Among how many of a row's last targets the end token may stand.
     """
     num_targets = examples.num_targets
-    last_targets = _last_targets(examples, num_targets)
-    is_end = np.isin(last_targets, list(end_token_ids or ()))
+    last_targets = _last_targets(examples, num_targets, num_last_targets)
+    is_end = np.isin(last_targets, list(end_token_ids))
     p5, p50, p95, longest = np.percentile(examples.lengths, [5, 50, 95, 100], method="nearest").tolist()
     return SplitAudit(
         num_rows=len(examples),
         num_rows_without_target=int((num_targets == 0).sum()),
         num_duplicates=num_duplicates,
         num_tokens=len(examples.input_ids),
-        stop_fraction=None if end_token_ids is None else float(is_end.mean()) if len(is_end) else 0.0,
+        stop_fraction=float(is_end.any(axis=0).mean()) if is_end.size else 0.0,
         terminators=np.unique(last_targets[is_end]).tolist(),
         length_p5=p5,
         length_p50=p50,
@@ -200,8 +210,6 @@ def _judge_targets(split: str, audit: SplitAudit) -> Finding:
 
 
 def _judge_stops(split: str, audit: SplitAudit) -> Finding:
-    if audit.stop_fraction is None:
-        return Finding("ok", f"{split}: everything is trained on, end tokens too")
     found = f"{split}: {audit.stop_fraction:.1%} of the rows end their last answer with an end token that is trained on"
     if audit.stop_fraction == 1:
         return Finding("ok", found)
@@ -211,8 +219,9 @@ def _judge_stops(split: str, audit: SplitAudit) -> Finding:
 
 def _judge_lengths(split: str, lengths: LengthCounts, max_lost_fraction: float) -> Finding:
     found = (
-        f"{split}: {lengths.num_overlong} rows are longer than max_length; {lengths.num_lost_targets} target tokens "
-        f"({lengths.lost_fraction:.2%}) and {lengths.num_lost_rows} rows are lost"
+        f"{split}: rows longer than max_length: {lengths.num_overlong:,}; lost with them: "
+        f"{lengths.num_lost_targets:,} target tokens ({lengths.lost_fraction:.2%}), "
+        f"{lengths.num_lost_rows:,} of the rows entirely"
     )
     if not lengths.num_overlong:
         return Finding("ok", f"{split}: no row is longer than max_length")
@@ -224,12 +233,15 @@ def _judge_lengths(split: str, lengths: LengthCounts, max_lost_fraction: float) 
 
 
 def _judge_duplicates(split: str, audit: SplitAudit) -> Finding:
-    found = f"{split}: {audit.num_duplicates} rows are exact duplicates of earlier ones"
+    found = f"{split}: exact duplicates of earlier rows: {audit.num_duplicates:,}"
     return Finding("warning" if audit.num_duplicates else "ok", found)
 
 
-def _last_targets(examples: Examples, num_targets: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
-    """Ids of the last target of every row that has one."""
-    # With targets in order, it stands right before the first one of the next row that has any.
-    ends = np.cumsum(num_targets[num_targets > 0]) - 1
-    return examples.input_ids[np.flatnonzero(examples.loss_mask)[ends]]
+def _last_targets(examples: Examples, num_targets: npt.NDArray[np.int64], depth: int) -> npt.NDArray[np.uint32]:
+    """Ids of the last targets of every row that has one, ``(depth, rows)``; a short row repeats its first."""
+    num_targets = num_targets[num_targets > 0]
+    # With targets in order, the last stands right before the first one of the next row that has any.
+    ends = np.cumsum(num_targets)
+    at = np.maximum(ends[None] - 1 - np.arange(depth)[:, None], (ends - num_targets)[None])
+    last: npt.NDArray[np.uint32] = examples.input_ids[np.flatnonzero(examples.loss_mask)[at]]
+    return last

@@ -91,10 +91,8 @@ def build_encoder(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> R
     return RowEncoder(tokenizer, loss_on=tokens.loss_on, chat_template=template, eos_token=tokens.eos_token)
 
 
-def find_end_tokens(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> Collection[int] | None:
-    """Ids, one of which must end every answer and be trained on; ``None`` when all text is trained on."""
-    if config.tokens.loss_on == "all":
-        return None
+def find_end_tokens(tokenizer: PreTrainedTokenizerBase) -> Collection[int]:
+    """Ids, one of which must end every answer and be trained on."""
     special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return special if tokenizer.eos_token_id is None else special | {tokenizer.eos_token_id}
 

@@ -63,7 +63,7 @@ def find_tokenizer_folder(config: RecipeConfig) -> Path:
         ConfigError: There is no such folder or Hub model, or it has no tokenizer.
     """
     own = config.model.tokenizer_name_or_path
-    name = own or config.model.model_name_or_path
+    name = own or str(config.model.model_name_or_path)
     option = "tokenizer_name_or_path" if own else "model_name_or_path"
     folder = Path(name) if Path(name).is_dir() else _fetch(config, option, name)
     if not _list_files(folder, TOKENIZER_FILES):
@@ -91,7 +91,8 @@ def read_chat_template(config: RecipeConfig) -> str | None:
 def _fetch(config: RecipeConfig, option: str, name: str) -> Path:
     from huggingface_hub import snapshot_download  # a tokenizer on disk does not need it
 
-    revision = config.model.model_revision if option == "model_name_or_path" else None
+    is_models = option == "model_name_or_path"
+    revision = config.model.tokenizer_revision or (config.model.model_revision if is_models else None)
     try:
         return Path(
             snapshot_download(name, revision=revision, allow_patterns=[*TOKENIZER_FILES, *_TOKENIZER_CLASS_FILES])

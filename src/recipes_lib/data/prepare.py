@@ -93,6 +93,19 @@ def prepare_once(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local
     if local_rank == 0:
         return prepare(config, load_tokenizer)
     root, key, *_ = _identify(config)
+    return wait_for_set(root, key)
+
+
+def wait_for_set(root: Path, key: str) -> PreparedSet:
+    """The set of that key, once the first process of the node has published it.
+
+    Args:
+        root: Folder of prepared sets.
+        key: From ``compute_key``.
+
+    Raises:
+        DataError: That process gave up, or never began.
+    """
     deadline = time.monotonic() + _SECONDS_TO_START
     while (found := find_set(root, key)) is None:
         if is_locked(root, key):
@@ -113,8 +126,12 @@ def _identify(config: RecipeConfig) -> _Identity:
     fingerprints = {"train": train.fingerprint()} | ({} if test is None else {"test": test.fingerprint()})
     draws = test is None and config.data.test_split_size is not None
     inputs = {**collect_inputs(config, fingerprints), "split_seed": seed if draws else None}
-    root = Path(config.tokens.prepared_dir or _DEFAULT_ROOT).expanduser()
-    return _Identity(root, compute_key(inputs), inputs, train, test)
+    return _Identity(find_root(config), compute_key(inputs), inputs, train, test)
+
+
+def find_root(config: RecipeConfig) -> Path:
+    """The folder of prepared sets."""
+    return Path(config.tokens.prepared_dir or _DEFAULT_ROOT).expanduser()
 
 
 def _build(
@@ -125,7 +142,7 @@ def _build(
     capacity = config.tokens.max_length or _derive_capacity(side.examples for side in sides.values())
     if config.tokens.overlong == "error":
         _refuse_overlong(sides.values(), capacity)
-    end_tokens = find_end_tokens(config, tokenizer)
+    end_tokens = find_end_tokens(tokenizer)
     packed = {
         name: pack_split(name, side.examples, config.tokens, capacity, end_tokens, side.num_duplicates)
         for name, side in sides.items()
@@ -239,5 +256,5 @@ def render_summary(prepared: PreparedSet) -> Table:
     for finding in manifest["findings"]:
         if finding["severity"] != "ok":
             table.add_section()
-            table.add_row(finding["severity"], f"{finding['found']}; {finding['remedy']}")
+            table.add_row(finding["severity"], "; ".join(filter(None, (finding["found"], finding["remedy"]))))
     return table

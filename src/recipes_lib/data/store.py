@@ -111,35 +111,67 @@ def write_set(
     Raises:
         DataError: The disk is full or ``root`` cannot be written; nothing is left behind.
     """
-    target = _set_path(root, key)
-    staging = root / f".{target.name}.{uuid.uuid4().hex}.tmp"
-    with _disk_errors_explained(root):
+    staging = choose_staging(root, key, is_kept=False)
+    with explain_disk_errors(root):
         try:
             for split, (examples, bins) in splits.items():
                 _write_split(_data_file(staging, split), examples, bins)
-            _write_json(staging / MANIFEST_FILE, manifest)
-            files = sorted(path for path in staging.rglob("*") if path.is_file())
-            entries = {str(path.relative_to(staging)): _describe(path) for path in files}
-            _write_json(staging / COMPLETE_FILE, {"key": key, "files": entries})
-            for folder in sorted({path.parent for path in files}):
-                _sync_folder(folder)
-            _publish(staging, target, key)
-            _sync_folder(root)
+            return publish_set(staging, root, key, manifest)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
+
+
+def choose_staging(root: Path, key: str, *, is_kept: bool) -> Path:
+    """The folder, hidden under ``root``, in which a set is written.
+
+    Args:
+        root: Folder of prepared sets.
+        key: From ``compute_key``.
+        is_kept: Always the same one, so that who holds the lock may go on where another was killed; otherwise one of
+            this call's own, which the next holder of the lock removes.
+    """
+    return root / f".{_set_path(root, key).name}.{'partial' if is_kept else f'{uuid.uuid4().hex}.tmp'}"
+
+
+def publish_set(staging: Path, root: Path, key: str, manifest: Mapping[str, Any]) -> PreparedSet:
+    """Seals a folder of files and moves it to the place of its key in one step.
+
+    Should another process have published the same key meanwhile, its set is kept.
+
+    Args:
+        staging: The folder, under ``root``; files whose names begin with a dot are no part of the set.
+        root: Folder of prepared sets.
+        key: From ``compute_key``.
+        manifest: JSON values.
+
+    Raises:
+        OSError: The disk is full or ``root`` cannot be written.
+    """
+    target = _set_path(root, key)
+    write_json(staging / MANIFEST_FILE, manifest)
+    files = sorted(path for path in staging.rglob("*") if path.is_file() and not path.name.startswith("."))
+    entries = {str(path.relative_to(staging)): _describe(path) for path in files if path.name != COMPLETE_FILE}
+    write_json(staging / COMPLETE_FILE, {"key": key, "files": entries})
+    for folder in sorted({path.parent for path in files}):
+        sync_folder(folder)
+    _publish(staging, target, key)
+    sync_folder(root)
     return PreparedSet(target, key, manifest, is_new=True)
 
 
 @contextmanager
-def hold_lock(root: Path, key: str) -> Iterator[None]:
+def hold_lock(root: Path, key: str) -> Iterator[bool]:
     """Keeps other processes from preparing the same key; the system frees the lock when its holder dies.
 
-    On a file system without locks nobody waits: the work is done twice and ``write_set`` keeps one result.
+    On a file system without locks nobody waits: the work is done twice and ``publish_set`` keeps one result.
+
+    Yields:
+        Whether the key is locked.
 
     Raises:
         DataError: ``root`` cannot be made or written.
     """
-    with _disk_errors_explained(root):
+    with explain_disk_errors(root):
         root.mkdir(parents=True, exist_ok=True)
         file = _lock_path(root, key).open("w")
     with file:
@@ -150,11 +182,11 @@ def hold_lock(root: Path, key: str) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:
             logger.info("%s is on a file system without locks.", root)
-            yield
+            yield False
             return
         for leftover in root.glob(f".{_set_path(root, key).name}.*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)  # of a process that was killed
-        yield
+        yield True
 
 
 def is_locked(root: Path, key: str) -> bool:
@@ -246,14 +278,16 @@ def _build_record_batch(examples: Examples, bins: Bins, start: int, stop: int) -
     return pa.RecordBatch.from_arrays(arrays, schema=_schema())
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Writes JSON values, and returns when they are on the disk."""
     with path.open("w") as file:
         json.dump(value, file, indent=2, sort_keys=True)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Returns when the names of a folder's files are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -262,7 +296,12 @@ def _sync_folder(path: Path) -> None:
 
 
 @contextmanager
-def _disk_errors_explained(root: Path) -> Iterator[None]:
+def explain_disk_errors(root: Path) -> Iterator[None]:
+    """Turns what goes wrong with the disk under ``root`` into an error for the user.
+
+    Raises:
+        DataError: The disk is full or ``root`` cannot be written.
+    """
     try:
         yield
     except OSError as error:

@@ -109,7 +109,7 @@ class _Windows:
             DataError: Rows are broken, or too long.
         """
         encoder = build_encoder(self.config, self.tokenizer)
-        end_tokens = find_end_tokens(self.config, self.tokenizer)
+        end_tokens = find_end_tokens(self.tokenizer)
         tokens, capacity = self.config.tokens, self.config.tokens.max_length
         assert capacity is not None
         held_out = self._read_held_out()

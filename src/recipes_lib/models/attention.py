@@ -14,7 +14,6 @@ from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_
 
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.loading import load_model_config
 from recipes_lib.models.varlen import register_varlen
 
 Layout = Literal["rows", "flat"]
@@ -45,13 +44,14 @@ class AttentionChoice:
     layout: Layout
 
 
-def choose_attention(config: ModelConfig, args: TrainingArguments, *, packing: bool) -> AttentionChoice:
+def choose_attention(
+    config: ModelConfig, model_config: PreTrainedConfig, args: TrainingArguments, *, packing: bool
+) -> AttentionChoice:
     """Settle the kernel for a run: ``choose_kernel`` for its model, device and precision.
 
     Raises:
-        ConfigError: As ``choose_kernel``, or the model's configuration cannot be loaded.
+        ConfigError: As ``choose_kernel``.
     """
-    model_config, _ = load_model_config(config)
     halves = {"bfloat16": torch.bfloat16, "float16": torch.float16}
     compute_dtype = (
         torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else halves.get(config.dtype, torch.float32)

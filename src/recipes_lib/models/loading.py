@@ -42,12 +42,12 @@ def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedToken
     """
     is_own = config.tokenizer_name_or_path is not None
     key = "tokenizer_name_or_path" if is_own else "model_name_or_path"
-    name = config.tokenizer_name_or_path or config.model_name_or_path
+    name = config.tokenizer_name_or_path or str(config.model_name_or_path)
     _check_remote_code(config)
     with _explained(key, name):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             name,
-            revision=None if is_own else config.model_revision,
+            revision=config.tokenizer_revision or (None if is_own else config.model_revision),
             trust_remote_code=config.trust_remote_code,
         )
     problems = []
@@ -82,7 +82,7 @@ def load_model_config(config: ModelConfig) -> tuple[PreTrainedConfig, Generation
         ConfigError: They cannot be loaded.
     """
     _check_remote_code(config)
-    name, options = config.model_name_or_path, _load_options(config)
+    name, options = str(config.model_name_or_path), _load_options(config)
     with _explained("model_name_or_path", name):
         model_config = AutoConfig.from_pretrained(name, **options)
     try:
@@ -100,7 +100,7 @@ def load_causal_lm(config: ModelConfig, attn_implementation: str) -> PreTrainedM
             another shape than the architecture's.
     """
     _check_remote_code(config)
-    name = config.model_name_or_path
+    name = str(config.model_name_or_path)
     with _explained("model_name_or_path", name):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
@@ -174,7 +174,7 @@ def _load_options(config: ModelConfig) -> dict[str, Any]:
 def _check_remote_code(config: ModelConfig) -> None:
     """Code of a Hub repository runs only as of a commit that was named, and so could be read."""
     is_commit = re.fullmatch(r"[0-9a-f]{40}", config.model_revision or "") is not None
-    if config.trust_remote_code and not is_commit and not Path(config.model_name_or_path).is_dir():
+    if config.trust_remote_code and not is_commit and not Path(str(config.model_name_or_path)).is_dir():
         found = f"the code of {config.model_name_or_path} would run, in whatever version the Hub has"
         raise ConfigError(
             Problem("trust_remote_code", found, "set model_revision to the 40-digit commit that you have read")
@@ -198,7 +198,7 @@ def _explain(name: str, error: Exception) -> tuple[str, str]:
     for kind, found, remedy in (
         (GatedRepoError, "is gated", f"accept its terms at https://huggingface.co/{name}, then `hf auth login`"),
         (RepositoryNotFoundError, "is not on the Hub, or private", "check the spelling, or `hf auth login`"),
-        (RevisionNotFoundError, "has no such revision", "check model_revision"),
+        (RevisionNotFoundError, "has no such revision", "check model_revision and tokenizer_revision"),
         (
             LocalEntryNotFoundError,
             "is not in the cache, and the Hub is out of reach",

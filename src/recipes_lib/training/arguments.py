@@ -12,14 +12,15 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.hardware import supports_bf16
 from recipes_lib.training.launch import Launch, verify_launch
 
-_PREPARED_DATA: dict[str, Any] = {
+_OF_STAGE: dict[str, dict[str, Any]] = {
     # Rows arrive tokenised, masked and packed; upstream must not touch them again.
-    "dataset_kwargs": {"skip_prepare_dataset": True},
-    "packing": False,
-    "max_length": None,
-    "remove_unused_columns": False,
+    "sft": {"dataset_kwargs": {"skip_prepare_dataset": True}, "packing": False, "max_length": None},
+    # The schedule is the trainer's own, and measured in tokens; so is the length of the run.
+    "pretrain": {"lr_scheduler_type": "constant", "warmup_steps": 0},
 }
-_TRUST: dict[str, Any] = {
+_ALWAYS: dict[str, Any] = {
+    "disable_tqdm": True,
+    "remove_unused_columns": False,
     # Upstream's default replaces a NaN loss in the log by the running mean while the weights are destroyed.
     "logging_nan_inf_filter": False,
     # One normaliser over all processes and micro-batches, so that how the batch is cut changes nothing.
@@ -37,23 +38,31 @@ def resolve_precision(config: RecipeConfig) -> dict[str, Any]:
     return {"bf16": bf16, "fp16": bool(training.get("fp16")), "use_cpu": use_cpu}
 
 
-def build_training_arguments(config: RecipeConfig, launch: Launch, *, has_eval: bool) -> SFTConfig:
-    """Build the arguments of an SFT run; several processes meet here, in one process group.
+def build_training_arguments(
+    config: RecipeConfig, launch: Launch, *, has_eval: bool, num_steps: int | None = None
+) -> TrainingArguments:
+    """Build the arguments of a run; several processes meet here, in one process group.
 
     Args:
         config: The recipe.
         launch: How this process was launched.
         has_eval: Whether there is held-out data; without it nothing is evaluated.
+        num_steps: Optimizer steps, where the recipe gives the length of the run in other units.
 
     Raises:
         ConfigError: The processes did not become the one run that was launched.
     """
-    arguments = {**config.training, **_PREPARED_DATA, **_TRUST, **resolve_precision(config), "disable_tqdm": True}
+    arguments = {**config.training, **_OF_STAGE[config.stage], **_ALWAYS, **resolve_precision(config)}
     # Every parameter takes part in every loss; looking for idle ones would walk the graph once more a step.
     arguments.setdefault("ddp_find_unused_parameters", False)
     if not has_eval:
         arguments |= {"eval_strategy": "no", "eval_on_start": False, "eval_steps": None}
-    args = SFTConfig(**arguments)
+    if num_steps is not None:
+        arguments["max_steps"] = num_steps
+    if arguments.get("optim") == "muon":
+        # Upstream has no such name; the trainer builds it.
+        arguments["optim"] = "adamw_torch"
+    args = (SFTConfig if config.stage == "sft" else TrainingArguments)(**arguments)
     verify_launch(launch, args.world_size, args.distributed_state.distributed_type)
     return args
 

@@ -74,10 +74,11 @@ class MetricsCallback(TrainerCallback):
         """Write and show the figures of a training step or an evaluation; upstream's closing summary is neither."""
         logs = {} if logs is None else logs
         is_training = "loss" in logs
-        if is_training:
-            logs.update(self._meter.measure())
+        figures = self._meter.measure() if is_training else {}
+        # Trackers, which come after, complain of every figure that is not known.
+        logs.update({name: value for name, value in figures.items() if value is not None})
         if is_training or any(name.startswith("eval_") for name in logs):
-            event = {"kind": "train" if is_training else "eval", "step": state.global_step, **logs}
+            event = {"kind": "train" if is_training else "eval", "step": state.global_step, **logs, **figures}
             self._writer.write(event)
             self._progress.show(event)
         self._go_on_unless_interrupted(control)

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.config.schema import SECTIONS, RecipeConfig
+from recipes_lib.config.table import load_table
 from recipes_lib.errors import ConfigError, DivergedError, Problem, UserError
 from recipes_lib.training.checkpoints import find_last_complete
 from recipes_lib.training.launch import Launch
+from recipes_lib.training.trackers import verify_trackers
 
 RUN_FILE = "run.json"
 _PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "tokenizers", "peft", "recipes-lib")
@@ -85,10 +87,12 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     """Open the output directory, refuse one of another configuration, and find the checkpoint to go on from.
 
     Raises:
+        ConfigError: A tracker is not installed.
         ConfigError: The directory cannot be written.
         ConfigError: It holds checkpoints or the model of a run whose configuration computes something else; the
             differing keys are named.
     """
+    verify_trackers(config.training)
     # Upstream's bars for loading and saving would tear the progress line, once a process.
     disable_progress_bar()  # type: ignore[no-untyped-call]
     output_dir = Path(config.training["output_dir"])
@@ -122,8 +126,9 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
 
 def flatten_config(config: RecipeConfig) -> dict[str, Any]:
     """Return every effective key of a recipe, sections and upstream keys together, as in the YAML file."""
-    sections = (config.data, config.tokens, config.model, config.evaluation)
-    flat = {name: value for section in sections for name, value in asdict(section).items()} | dict(config.training)
+    sections = {name: value for section in SECTIONS for name, value in asdict(getattr(config, section)).items()}
+    keys = load_table(config.stage).keys
+    flat = {name: value for name, value in sections.items() if name in keys} | dict(config.training)
     return {name: flat[name] for name in sorted(flat)}
 
 

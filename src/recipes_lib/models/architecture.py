@@ -1,0 +1,124 @@
+"""Models from random weights: an architecture from the recipe, completed by the tokenizer, initialised by a seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
+
+from recipes_lib.config.schema import ModelConfig
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.loading import load_causal_lm, load_model_config
+
+VOCAB_MULTIPLE: Final = 64
+"""An embedding whose rows are a multiple of this multiplies faster on tensor cores."""
+
+_SPECIAL_TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def find_model_config(
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, max_length: int | None
+) -> tuple[PreTrainedConfig, GenerationConfig]:
+    """The architecture of a run and how it generates: as the recipe writes it, or as its model has it.
+
+    Raises:
+        ConfigError: ``model_config`` is wrong, or the model's cannot be loaded.
+    """
+    if config.model_config is None:
+        return load_model_config(config)
+    model_config = build_model_config(config.model_config, tokenizer, max_length)
+    return model_config, GenerationConfig.from_model_config(model_config)
+
+
+def build_model_config(
+    architecture: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, max_length: int | None
+) -> PreTrainedConfig:
+    """The configuration of a model that does not exist yet.
+
+    What the recipe leaves out and the run knows is filled in: ``vocab_size`` (the tokenizer's, rounded up to a multiple
+    of 64), the ids of the special tokens, and as many positions as a row has tokens.
+
+    Args:
+        architecture: ``model_config``: ``model_type`` and keys of its ``config.json``.
+        tokenizer: The run's.
+        max_length: Tokens of a row.
+
+    Raises:
+        ConfigError: The ``model_type`` is unknown or no causal language model, it has no such key, or a value is of the
+            wrong kind; every wrong key at once.
+    """
+    given = dict(architecture)
+    model_type = given.pop("model_type", None)
+    if model_type not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(str(model_type), CONFIG_MAPPING.keys(), n=1)
+        remedy = f"did you mean `{near[0]}`?" if near else "write one that transformers has, such as llama"
+        raise ConfigError(Problem("model_config", f"unknown model_type {model_type!r}", remedy))
+    config_class = CONFIG_MAPPING[model_type]
+    aliases = getattr(config_class, "attribute_map", {})
+    known = {field.name for field in dataclasses.fields(config_class)} | set(aliases)
+    if unknown := [key for key in given if key not in known]:
+        raise ConfigError(*(_explain_unknown(key, model_type, known) for key in unknown))
+    rows = -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    derived: dict[str, Any] = {"vocab_size": rows, "max_position_embeddings": max_length}
+    derived |= {name: getattr(tokenizer, name) for name in _SPECIAL_TOKENS}
+    spelled = {aliases.get(key, key) for key in given}
+    given |= {
+        aliases.get(key, key): value
+        for key, value in derived.items()
+        if key in known and aliases.get(key, key) not in spelled and (value is not None or key in _SPECIAL_TOKENS)
+    }
+    try:
+        model_config: PreTrainedConfig = AutoConfig.for_model(model_type, **given)
+    except (StrictDataclassError, TypeError, ValueError, KeyError, ZeroDivisionError) as error:
+        raise ConfigError(Problem("model_config", _first_line(error), f"see {config_class.__name__}")) from error
+    return model_config
+
+
+def start_causal_lm(
+    config: ModelConfig, model_config: PreTrainedConfig, attn_implementation: str, *, seed: int
+) -> PreTrainedModel:
+    """The model that training starts from, in training mode: loaded, or initialised from ``seed``.
+
+    Raises:
+        ConfigError: It cannot be loaded, or the architecture is no causal language model or contradicts itself.
+    """
+    if config.model_config is None:
+        return load_causal_lm(config, attn_implementation)
+    # Every process draws the same weights, whatever was drawn before.
+    set_seed(seed)
+    dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            model_config, attn_implementation=attn_implementation, dtype=dtype
+        )
+    except (ValueError, RuntimeError, ZeroDivisionError) as error:
+        found = f"a {model_config.model_type} model cannot be built: {_first_line(error)}"
+        raise ConfigError(Problem("model_config", found, "check the sizes against each other")) from error
+    model.config.use_cache = False
+    model.train()
+    return model
+
+
+def _explain_unknown(key: str, model_type: str, known: set[str]) -> Problem:
+    near = difflib.get_close_matches(key, known, n=1)
+    remedy = f"did you mean `{near[0]}`?" if near else "see the model's documentation in transformers"
+    return Problem("model_config", f"a {model_type} model has no `{key}`", remedy)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

@@ -1,0 +1,181 @@
+"""The objective that every next-token stage shares: upstream's trainer with our loss head, guards and hooks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    Trainer,
+    TrainerControl,
+    TrainingArguments,
+)
+
+from recipes_lib.data.masking import IGNORE_INDEX
+from recipes_lib.errors import DivergedError
+from recipes_lib.models.heads import add_loss_head
+from recipes_lib.training.checkpoints import write_complete
+from recipes_lib.training.observer import Observer
+
+Batch = dict[str, Any]
+
+
+class NextTokenTrainer(Trainer):
+    """Upstream's trainer with the objective, the evaluation and the checkpoints of this library.
+
+    A stage derives from it and from the upstream trainer of its kind, in this order.
+
+    The objective is the sum of negative log-likelihoods over the targets of an optimizer step divided by their number
+    over all processes and micro-batches, so that how the batch is cut changes nothing
+    (``tests/training/test_next_token.py``, ``tests/distributed/test_accumulation.py``).
+    """
+
+    # Divided by the global target count in compute_loss; upstream must not divide by the accumulation again.
+    loss_is_scaled_for_ga = True
+    model: PreTrainedModel
+    router_aux_loss_coef: float
+    control: TrainerControl
+    _last_evaluated_step = -1
+
+    def __init__(
+        self,
+        *,
+        model: PreTrainedModel,
+        args: TrainingArguments,
+        train_dataset: Any,
+        eval_dataset: Any = None,
+        data_collator: Callable[[Sequence[Mapping[str, Any]]], Batch],
+        processing_class: PreTrainedTokenizerBase,
+        observer: Observer,
+    ) -> None:
+        """Put the loss head on ``model`` and set upstream's trainer up over rows of tokens.
+
+        Args:
+            model: A causal language model on which nothing was wrapped yet.
+            args: From ``build_training_arguments``.
+            train_dataset: Rows; what ``data_collator`` takes.
+            eval_dataset: Held-out rows; the hooks decide what is done with them.
+            data_collator: Rows to ``input_ids``, ``labels`` and ``position_ids``; the first token of each document is
+                never a target.
+            processing_class: The tokenizer, saved with every checkpoint.
+            observer: What watches the run.
+        """
+        self.observer = observer
+        super().__init__(
+            model=model,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            data_collator=data_collator,
+            processing_class=processing_class,
+        )
+        self.remove_callback(PrinterCallback)
+        # Right behind the one that decides what is due, so that the trackers behind report the figures added here.
+        self.callback_handler.callbacks[1:1] = observer.callbacks
+        add_loss_head(self.model)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train, and evaluate once more at the end unless the last step was just evaluated."""
+        try:
+            output = super().train(*args, **kwargs)
+            if self.observer.hooks and self._last_evaluated_step != self.state.global_step:
+                self.evaluate()
+        finally:
+            self.observer.progress.stop()
+        return output
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
+    ) -> tuple[list[Batch], torch.Tensor | None]:
+        """Take the micro-batches of one optimizer step and count their targets over all processes.
+
+        Raises:
+            DivergedError: The whole step holds no target: there is nothing to learn from it.
+        """
+        batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
+        if not batches:
+            return [], None
+        num_targets = torch.stack([batch["labels"].ne(IGNORE_INDEX).sum() for batch in batches]).sum().to(device)
+        num_targets = self.accelerator.reduce(num_targets, reduction="sum")
+        # One synchronisation per optimizer step buys that no update is ever made from nothing.
+        if num_targets.item() == 0:
+            raise DivergedError(
+                f"step {self.state.global_step + 1} holds no token to train on; "
+                "`recipes check` shows the share of supervised tokens of every row"
+            )
+        return batches, num_targets
+
+    def training_step(
+        self, model: nn.Module, inputs: Batch, num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """Run forward and backward; a batch without rows, which holds a place while the batch grows, costs nothing."""
+        if inputs["input_ids"].numel() == 0:
+            return torch.zeros((), device=self.args.device)
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """Return this process's share of the step's mean negative log-likelihood, in nats per target."""
+        num_tokens = inputs.pop("num_tokens")
+        outputs = model(**inputs, loss_head=True)
+        num_targets = outputs.num_targets if num_items_in_batch is None else num_items_in_batch
+        # Gradients are averaged over processes, while num_targets counts all of them.
+        loss = outputs.nll_sum * (self.accelerator.num_processes / num_targets)
+        if outputs.aux_loss is not None:
+            loss = loss + self.router_aux_loss_coef * outputs.aux_loss / self.current_gradient_accumulation_steps
+        self.observer.counter.add(num_tokens, outputs.num_targets, outputs.num_correct)
+        return (loss, outputs) if return_outputs else loss
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Return the global gradient norm, and stop every process before an update that would not be finite.
+
+        Raises:
+            DivergedError: The norm is NaN or infinite; under fp16 the loss scaler handles that by itself.
+        """
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[no-untyped-call]
+        if not self.args.fp16 and not math.isfinite(float(norm)):
+            raise DivergedError(
+                f"the gradient of step {self.state.global_step + 1} is {float(norm)}; the weights are those of step "
+                f"{self.state.global_step}. Lower learning_rate, or look at the rows of this step"
+            )
+        return norm
+
+    def evaluate(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:
+        """Run every hook on the current weights and return their figures, each named ``eval_...``."""
+        metrics: dict[str, float] = {}
+        model = (
+            self.accelerator.prepare_model(self.model, evaluation_mode=True)
+            if not self.is_in_train
+            else self.model_wrapped
+        )
+        for hook in self.observer.hooks:
+            figures = hook(model, self.state.global_step)
+            metrics |= {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
+        self._last_evaluated_step = self.state.global_step
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Hand the figures to the callbacks; TRL's own additions (entropy, mean accuracy) are not computed here."""
+        Trainer.log(self, logs, start_time)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save a checkpoint and seal it; the card is written once, with the final model."""
+        Trainer._save_checkpoint(self, model, trial)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            checkpoint = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+            write_complete(checkpoint, step=self.state.global_step, world_size=self.args.world_size)

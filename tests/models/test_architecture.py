@@ -1,0 +1,92 @@
+"""A model from random weights: completed by the tokenizer, the same for a seed, refused by name when it is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, GenerationConfig
+
+from recipes_lib.config.schema import ModelConfig
+from recipes_lib.errors import ConfigError
+from recipes_lib.models.architecture import build_model_config, find_model_config, start_causal_lm
+from recipes_lib.models.loading import check_agreement
+
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+ARCHITECTURES = {
+    "llama": SMALL,
+    "qwen3": SMALL | {"num_key_value_heads": 2, "head_dim": 8},
+    "mistral": SMALL | {"num_key_value_heads": 2},
+    "mixtral": SMALL | {"num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
+}
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_what_the_recipe_leaves_out_comes_from_the_run(tiny_tokenizer, model_type: str) -> None:
+    architecture = {"model_type": model_type} | ARCHITECTURES[model_type]
+    config = build_model_config(architecture, tiny_tokenizer, 96)
+    assert config.vocab_size == 512
+    assert config.max_position_embeddings == 96
+    assert (config.bos_token_id, config.eos_token_id) == (None, tiny_tokenizer.eos_token_id)
+    assert check_agreement(config, GenerationConfig.from_model_config(config), tiny_tokenizer, max_length=96) == []
+
+
+def test_what_the_recipe_says_stands_under_either_name(tiny_tokenizer) -> None:
+    for spelling in ("n_positions", "max_position_embeddings"):
+        written = {"model_type": "gpt2", spelling: 200, "vocab_size": 600}
+        config = build_model_config(written, tiny_tokenizer, 96)
+        assert (config.n_positions, config.vocab_size) == (200, 600)
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_the_seed_decides_the_weights(tiny_tokenizer, model_type: str) -> None:
+    run = ModelConfig(model_config={"model_type": model_type} | ARCHITECTURES[model_type])
+    config, _ = find_model_config(run, tiny_tokenizer, 64)
+    torch.rand(3)
+    one = start_causal_lm(run, config, "sdpa", seed=1)
+    same, other = (start_causal_lm(run, config, "sdpa", seed=seed) for seed in (1, 2))
+    assert one.training
+    assert not one.config.use_cache
+    assert {p.dtype for p in one.parameters()} == {torch.float32}
+    weights = [dict(model.named_parameters()) for model in (one, same, other)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert not all(torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
+
+
+def test_without_an_architecture_the_model_is_loaded(tiny_tokenizer, tiny_model_dir) -> None:
+    run = ModelConfig(model_name_or_path=str(tiny_model_dir))
+    config, _ = find_model_config(run, tiny_tokenizer, 64)
+    assert config.to_dict() == AutoConfig.from_pretrained(tiny_model_dir).to_dict()
+    assert start_causal_lm(run, config, "sdpa", seed=0).config.hidden_size == 64
+
+
+@pytest.mark.parametrize(
+    ("architecture", "found", "remedy"),
+    [
+        ({"model_type": "lama"}, "unknown model_type 'lama'", "did you mean `llama`?"),
+        ({"hidden_size": 8}, "unknown model_type None", "such as llama"),
+        ({"model_type": "llama", "hiden_size": 8}, "a llama model has no `hiden_size`", "did you mean `hidden_size`?"),
+        ({"model_type": "llama", "hidden_size": "big"}, "hidden_size", "see LlamaConfig"),
+    ],
+)
+def test_a_wrong_architecture_is_refused(tiny_tokenizer, architecture, found: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        build_model_config(architecture, tiny_tokenizer, 64)
+    (problem,) = raised.value.problems
+    assert problem.where == "model_config"
+    assert found in problem.found
+    assert remedy in problem.remedy
+
+
+@pytest.mark.parametrize(
+    "architecture", [{"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}, {"model_type": "clip"}]
+)
+def test_sizes_that_do_not_fit_and_models_of_another_kind_are_refused(tiny_tokenizer, architecture) -> None:
+    run = ModelConfig(model_config=architecture)
+
+    def start() -> None:
+        start_causal_lm(run, find_model_config(run, tiny_tokenizer, 64)[0], "sdpa", seed=0)
+
+    with pytest.raises(ConfigError) as raised:
+        start()
+    assert raised.value.problems[0].where == "model_config"
