@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from recipes_lib.errors import ConfigError, Problem
 
@@ -18,7 +18,7 @@ def verify_trackers(training: Mapping[str, Any]) -> None:
     """
     wanted = training["report_to"]
     names = [wanted] if isinstance(wanted, str) else wanted
-    available = [*get_available_reporting_integrations(), "none", "all"]
+    available = [*get_available_reporting_integrations(), "none", "all"]  # type: ignore[no-untyped-call]
     missing = [name for name in names if name not in available]
     if missing:
         remedy = "pip install {}, or write `report_to: none`: metrics.jsonl and report.html are always there"
