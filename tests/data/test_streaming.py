@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from recipes_lib.data import encoding, streaming
 from recipes_lib.data.collators import PackedCollator
 from recipes_lib.data.prepare import prepare
-from recipes_lib.data.streaming import audit_first_window, build_eval_stream, build_train_stream
+from recipes_lib.data.streaming import audit_first_window, read_eval_packs, build_train_stream
 from recipes_lib.errors import ConfigError, DataError
 
 ROWS_PER_WINDOW = 15
@@ -103,7 +103,7 @@ def test_held_out_rows_come_in_order_and_are_refused_in_training(build_config, w
         return build_config(max_length=128, dataset_streaming=True, dataset_test_split=str(path), **options)
 
     apart, shared = build(100), build(30)
-    assert sorted(row_ids(build_eval_stream(apart, tiny_tokenizer))) == list(range(20))
+    assert sorted(row_ids(read_eval_packs(apart, tiny_tokenizer))) == list(range(20))
     assert sorted(row_ids(build_train_stream(apart, tiny_tokenizer))) == list(range(40))
     with pytest.raises(DataError, match=r"held-out rows too: .*train\.jsonl:31 = .*held_out_30\.jsonl:1"):
         list(build_train_stream(shared, tiny_tokenizer))
@@ -112,7 +112,7 @@ def test_held_out_rows_come_in_order_and_are_refused_in_training(build_config, w
 
 
 def test_nothing_held_out_gives_no_stream(config, tiny_tokenizer):
-    assert build_eval_stream(config, tiny_tokenizer) is None
+    assert read_eval_packs(config, tiny_tokenizer) is None
 
 
 def test_what_needs_the_whole_stream_is_refused_together(build_config, tiny_tokenizer):

@@ -60,3 +60,20 @@ def test_what_is_recorded_is_json(config):
     for streaming in (False, True):
         data = load(replace(config, data=replace(config.data, dataset_streaming=streaming)))
         assert json.loads(json.dumps(data.record)) == data.record
+
+
+def test_held_out_rows_are_the_same_streamed_or_not_in_the_order_of_the_data(config):
+    prepared = load(config)
+    streamed = load(replace(config, data=replace(config.data, dataset_streaming=True)))
+    examples = [list(data.iterate_examples()) for data in (prepared, streamed)]
+    tokenizer = AutoTokenizer.from_pretrained(config.model.model_name_or_path)
+    for found in examples:
+        texts = [tokenizer.decode(ids) for ids, _ in found]
+        assert [text.split("?")[0].split("user\n")[1] for text in texts] == [str(number) for number in range(30, 36)]
+        assert all(mask.any() for _, mask in found)
+    for data in (prepared, streamed):
+        (packs,) = data.held_out.values()
+        assert sum(len(pack["input_ids"]) for pack in (packs[at] for at in range(len(packs)))) == sum(
+            len(ids) for ids, _ in examples[0]
+        )
+    assert prepared.typical_length == streamed.typical_length

@@ -45,8 +45,10 @@ def build_train_stream(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase)
     return datasets.IterableDataset(_EpochIterable(windows.generate, {"epoch_seed": 0}))
 
 
-def build_eval_stream(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> datasets.IterableDataset | None:
-    """The held-out packs in the order of their rows, or ``None`` when ``dataset_test_split`` is not set.
+def read_eval_packs(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> datasets.Dataset | None:
+    """The held-out packs, read whole into memory, or ``None`` when ``dataset_test_split`` is not set.
+
+    They are scored again and again, by several processes, each its share: that needs rows with numbers.
 
     Raises:
         ConfigError: As ``build_train_stream``.
@@ -55,7 +57,8 @@ def build_eval_stream(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) 
     test = load_test_data(config.data)
     if test is None:
         return None
-    return datasets.IterableDataset(ExamplesIterable(_Windows(config, tokenizer, test, "eval").generate, {}))
+    packs = [pack for _, pack in _Windows(config, tokenizer, test, "eval").generate()]
+    return datasets.Dataset.from_list(packs).with_format("numpy")
 
 
 def audit_first_window(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> PackedSplit:

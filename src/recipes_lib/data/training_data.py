@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.audit import Finding, SplitAudit
 from recipes_lib.data.encoding import TokenizerLoader
 from recipes_lib.data.prepare import prepare_once
-from recipes_lib.data.streaming import audit_first_window, build_eval_stream, build_train_stream
+from recipes_lib.data.streaming import audit_first_window, read_eval_packs, build_train_stream
 
 if TYPE_CHECKING:
     import datasets
@@ -37,6 +40,31 @@ class TrainingData:
     audit: SplitAudit
     findings: Sequence[Finding]
     record: dict[str, Any]
+
+    @property
+    def held_out(self) -> Mapping[str, datasets.Dataset]:
+        """The held-out packs by name; empty when nothing is held out."""
+        return {} if self.eval is None else {"held-out set": self.eval}
+
+    @property
+    def typical_length(self) -> int:
+        """Tokens that attend to each other: the median row's."""
+        return self.audit.length_p50
+
+    def iterate_examples(self) -> Iterator[tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]]:
+        """Yield ids and targets of the held-out rows, each ``(T,)``, in the order of the data, not of the packing."""
+        if self.eval is None:
+            return
+        places = sorted(
+            (int(row_id), pack, place)
+            for pack, row_ids in enumerate(self.eval["row_ids"])
+            for place, row_id in enumerate(row_ids)
+        )
+        for _, pack, place in places:
+            row = self.eval[pack]
+            end = int(np.sum(row["seq_lengths"][: place + 1]))
+            span = slice(end - int(row["seq_lengths"][place]), end)
+            yield row["input_ids"][span], row["loss_mask"][span]
 
 
 def load_training_data(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local_rank: int = 0) -> TrainingData:
@@ -72,7 +100,7 @@ def _open_stream(config: RecipeConfig, load_tokenizer: TokenizerLoader) -> Train
     assert config.tokens.max_length is not None
     return TrainingData(
         train=build_train_stream(config, tokenizer),
-        eval=build_eval_stream(config, tokenizer),
+        eval=read_eval_packs(config, tokenizer),
         max_length=config.tokens.max_length,
         num_packs=None,
         audit=first.audit,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,17 +13,34 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from recipes_lib.config.schema import EvaluationConfig
 from recipes_lib.data.token_bytes import compute_token_byte_lengths
-from recipes_lib.data.training_data import TrainingData
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.planning.compute import compute_flops_per_token, peak_flops
 from recipes_lib.training.arguments import get_compute_dtype
 from recipes_lib.training.callbacks import MetricsCallback
-from recipes_lib.training.hooks.evaluation import EvaluateLoss
-from recipes_lib.training.hooks.prompts import build_prompts
+from recipes_lib.training.hooks.evaluation import EvaluateLoss, Rows
+from recipes_lib.training.hooks.prompts import Example, build_prompts
 from recipes_lib.training.hooks.samples import SAMPLES_FILE, GenerateSamples
 from recipes_lib.training.hooks.user_metrics import load_metrics
 from recipes_lib.training.metrics import METRICS_FILE, MetricsWriter, StepCounter, ThroughputMeter
 from recipes_lib.training.progress import TrainingProgress, build_progress
+
+
+class ObservedData(Protocol):
+    """What is known of a run's data by who watches it."""
+
+    @property
+    def held_out(self) -> Mapping[str, Rows]:
+        """Held-out rows by name."""
+        ...
+
+    @property
+    def typical_length(self) -> int:
+        """Tokens that attend to each other."""
+        ...
+
+    def iterate_examples(self) -> Iterator[Example]:
+        """Yield held-out documents, from which the samples take their prompts."""
+        ...
 
 
 class EvaluationHook(Protocol):
@@ -53,7 +70,7 @@ class Observer:
 
 def build_observer(
     config: EvaluationConfig,
-    data: TrainingData,
+    data: ObservedData,
     args: TrainingArguments,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -63,7 +80,7 @@ def build_observer(
 
     Args:
         config: What the hooks do.
-        data: Its held-out packs are scored; without them only prompts of the user's own are answered.
+        data: Its held-out rows are scored; without them only prompts of the user's own are answered.
         args: Of the trainer; the process group exists.
         model: The model that will be trained.
         tokenizer: Its tokenizer.
@@ -76,17 +93,17 @@ def build_observer(
     output_dir = Path(str(args.output_dir))
     progress = build_progress(is_main=is_main)
     hooks: list[EvaluationHook] = []
-    if data.eval is not None:
+    if data.held_out:
         hooks.append(
             EvaluateLoss(
-                data.eval,
+                data.held_out,
                 batch_size=args.per_device_eval_batch_size,
                 collate=collate,
                 progress=progress,
                 byte_lengths=count_text_bytes(tokenizer),
             )
         )
-    prompts = build_prompts(config, data.eval, tokenizer)
+    prompts = build_prompts(config, data.iterate_examples(), tokenizer)
     metrics = load_metrics(config.metrics or [])
     if metrics and all(prompt.reference is None for prompt in prompts):
         remedy = "name held-out data, and leave sample_prompts and num_sample_prompts unset"
@@ -99,7 +116,7 @@ def build_observer(
     counter = StepCounter()
     meter = ThroughputMeter(
         counter,
-        flops=compute_flops_per_token(model.config, data.audit.length_p50),
+        flops=compute_flops_per_token(model.config, data.typical_length),
         peak_flops=_sum_peak_flops(args),
     )
     writer = MetricsWriter(output_dir / METRICS_FILE, is_main=is_main)

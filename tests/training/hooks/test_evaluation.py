@@ -43,7 +43,7 @@ def model(tiny_model_dir: Path) -> nn.Module:
 
 
 def evaluate(model: nn.Module, rows: list[dict[str, Any]], batch_size: int, **options: Any) -> dict[str, float]:
-    hook = EvaluateLoss(rows, batch_size=batch_size, collate=COLLATE, progress=SilentProgress(), **options)
+    hook = EvaluateLoss({"rows": rows}, batch_size=batch_size, collate=COLLATE, progress=SilentProgress(), **options)
     return hook(model, 0)
 
 
@@ -164,7 +164,7 @@ def test_memory_does_not_grow_with_the_held_out_set(model: nn.Module) -> None:
         peaks = []
         for num_rows in (16, 160):
             rows = WatchedRows(num_rows)
-            hook = EvaluateLoss(rows, batch_size=2, collate=COLLATE, progress=SilentProgress())  # type: ignore[arg-type]
+            hook = EvaluateLoss({"rows": rows}, batch_size=2, collate=COLLATE, progress=SilentProgress())
             hook(model, 0)
             peaks.append(rows.peak)
     finally:
@@ -200,3 +200,24 @@ def test_trained_weights_are_bit_equal_with_and_without_evaluation(
     plain, watched = train(False), train(True)
 
     assert all(torch.equal(plain[name], watched[name]) for name in plain)
+
+
+def test_several_sets_are_scored_each_and_together(model: nn.Module, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = build_rows(tiny_tokenizer)
+    byte_lengths = torch.arange(512)
+    options: dict[str, Any] = {
+        "batch_size": 2,
+        "collate": COLLATE,
+        "progress": SilentProgress(),
+        "byte_lengths": byte_lengths,
+    }
+    parts = {"code": rows[:1], "prose": rows[1:]}
+    figures = EvaluateLoss(parts, **options)(model, 0)
+    alone = {name: evaluate(model, part, 2, byte_lengths=byte_lengths) for name, part in parts.items()}
+    together = evaluate(model, rows, 2, byte_lengths=byte_lengths)
+    for name in ("loss", "perplexity", "bits_per_byte", "token_accuracy", "num_target_tokens"):
+        assert figures[name] == pytest.approx(together[name])
+    for name, part in alone.items():
+        assert figures[f"loss_{name}"] == pytest.approx(part["loss"])
+        assert figures[f"bits_per_byte_{name}"] == pytest.approx(part["bits_per_byte"])
+    assert not [key for key in together if key.endswith("_rows")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, distributed, nn
 
@@ -15,6 +15,31 @@ from recipes_lib.training.metrics import sum_over_processes
 from recipes_lib.training.progress import TrainingProgress
 
 Batch = dict[str, Any]
+
+
+class Rows(Protocol):
+    """Rows that are read by their number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+class _Sums(NamedTuple):
+    nll: float
+    num_targets: float
+    num_correct: float
+    num_bytes: float
+
+    @property
+    def loss(self) -> float:
+        """Nats per target."""
+        return self.nll / self.num_targets
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Bits for each byte of the targets' text."""
+        return self.nll / math.log(2) / self.num_bytes
 
 
 class TokenSums(Protocol):
@@ -46,9 +71,10 @@ def compute_token_sums(model: nn.Module, batch: Batch) -> TokenSums:
 
 
 class EvaluateLoss:
-    """Scores the held-out set; the figures do not depend on how it is cut into batches or shared by processes.
+    """Scores the held-out sets; the figures do not depend on how they are cut into batches or shared by processes.
 
-    All are means over target tokens: of the whole set, never of batch means. Bits per byte are all nats over
+    All are means over target tokens: of whole sets, never of batch means; of all sets together, and where there are
+    several, of each one as well. Bits per byte are all nats over
     ``ln 2`` times the bytes of the target tokens' text: terminators cost nats and have no bytes, so that an answer
     which does not end is paid for. The figure compares models of different vocabularies on the same text.
 
@@ -59,7 +85,7 @@ class EvaluateLoss:
 
     def __init__(
         self,
-        rows: Sequence[Mapping[str, Any]],
+        held_out: Mapping[str, Rows],
         *,
         batch_size: int,
         collate: Callable[[list[Mapping[str, Any]]], Batch],
@@ -68,10 +94,10 @@ class EvaluateLoss:
         compute_sums: Callable[[nn.Module, Batch], TokenSums] = compute_token_sums,
         group: distributed.ProcessGroup | None = None,
     ) -> None:
-        """Prepare an evaluation of ``rows``.
+        """Prepare an evaluation.
 
         Args:
-            rows: The whole held-out set, the same on every process.
+            held_out: The held-out sets by name, whole and the same on every process.
             batch_size: Rows of a batch on each process.
             collate: Rows to a batch with ``labels``, unshifted, negative where there is no target.
             progress: Shows how far the evaluation is.
@@ -80,11 +106,12 @@ class EvaluateLoss:
             group: Processes that share the rows; ``None`` is all of them.
 
         Raises:
-            DataError: There are no rows.
+            DataError: A set has no rows.
         """
-        if len(rows) == 0:
-            raise DataError(Problem("held-out set", "holds no row", "name another dataset_test_split"))
-        self._rows = rows
+        for name, rows in held_out.items():
+            if len(rows) == 0:
+                raise DataError(Problem(name, "holds no row", "name another dataset_test_split"))
+        self._held_out = held_out
         self._batch_size = batch_size
         self._collate = collate
         self._progress = progress
@@ -95,30 +122,46 @@ class EvaluateLoss:
     def __call__(self, model: nn.Module, step: int) -> dict[str, float]:
         """Return ``loss`` (nats per target), ``perplexity``, ``bits_per_byte``, ``token_accuracy``, and what it took.
 
+        Where there are several sets, ``loss_NAME`` and ``bits_per_byte_NAME`` besides.
+
         Raises:
-            DataError: No token of the held-out set is a target.
+            DataError: No token of a held-out set is a target.
         """
         began = time.perf_counter()
-        sums = [0.0, 0, 0, 0]
-        batches = self._progress.track(self._share(), "evaluate", self._num_rounds())
-        with preserve_training_state(model):
-            for batch, is_counted in batches:
-                scored = self._score(model, batch)
-                if is_counted:
-                    sums = [total + value for total, value in zip(sums, scored, strict=True)]
-        nll, num_targets, num_correct, num_bytes = sum_over_processes(sums, self._group)
-        if num_targets == 0:
-            raise DataError(Problem("held-out set", "no token is a target", "see it with `recipes preview`"))
+        sums = {name: self._sum(model, name) for name in self._held_out}
+        together = _Sums(*(sum(column) for column in zip(*sums.values(), strict=True)))
         figures = {
-            "loss": nll / num_targets,
-            "perplexity": _exp(nll / num_targets),
-            "token_accuracy": num_correct / num_targets,
-            "num_target_tokens": num_targets,
+            "loss": together.loss,
+            "perplexity": _exp(together.loss),
+            "token_accuracy": together.num_correct / together.num_targets,
+            "num_target_tokens": together.num_targets,
             "seconds": time.perf_counter() - began,
         }
-        if num_bytes:
-            figures["bits_per_byte"] = nll / math.log(2) / num_bytes
+        if together.num_bytes:
+            figures["bits_per_byte"] = together.bits_per_byte
+        if len(sums) > 1:
+            figures |= {f"loss_{name}": part.loss for name, part in sums.items()}
+            figures |= {f"bits_per_byte_{name}": part.bits_per_byte for name, part in sums.items() if part.num_bytes}
         return figures
+
+    def _sum(self, model: nn.Module, name: str) -> _Sums:
+        """Score one set, on all processes together.
+
+        Raises:
+            DataError: None of its tokens is a target.
+        """
+        rows = self._held_out[name]
+        sums = _Sums(0.0, 0, 0, 0)
+        what = "evaluate" if len(self._held_out) == 1 else f"evaluate {name}"
+        with preserve_training_state(model):
+            for batch, is_counted in self._progress.track(self._share(rows), what, self._num_rounds(rows)):
+                scored = self._score(model, batch)
+                if is_counted:
+                    sums = _Sums(*(total + value for total, value in zip(sums, scored, strict=True)))
+        sums = _Sums(*sum_over_processes(sums, self._group))
+        if sums.num_targets == 0:
+            raise DataError(Problem(name, "no token is a target", "see it with `recipes preview`"))
+        return sums
 
     def _score(self, model: nn.Module, batch: Batch) -> tuple[float, int, int, int]:
         scored = self._compute_sums(model, batch)
@@ -129,23 +172,23 @@ class EvaluateLoss:
         # Added up as Python numbers: exact counts, and a double for the nats on every kind of device.
         return float(scored.nll_sum), int(scored.num_targets), int(scored.num_correct), num_bytes
 
-    def _num_rounds(self) -> int:
+    def _num_rounds(self, rows: Rows) -> int:
         rows_per_round = self._batch_size * _world_size(self._group)
-        return math.ceil(len(self._rows) / rows_per_round)
+        return math.ceil(len(rows) / rows_per_round)
 
-    def _share(self) -> Iterator[tuple[Batch, bool]]:
+    def _share(self, rows: Rows) -> Iterator[tuple[Batch, bool]]:
         """Yield this process's batches, and whether they count.
 
         A process that has run out of rows repeats the first ones uncounted: where weights are sharded, the others
         wait for it in every forward pass.
         """
         rank = distributed.get_rank(self._group) if distributed.is_initialized() else 0
-        num_batches = math.ceil(len(self._rows) / self._batch_size)
-        for index in range(rank, self._num_rounds() * _world_size(self._group), _world_size(self._group)):
+        num_batches = math.ceil(len(rows) / self._batch_size)
+        for index in range(rank, self._num_rounds(rows) * _world_size(self._group), _world_size(self._group)):
             is_counted = index < num_batches
             start = index * self._batch_size if is_counted else 0
-            stop = min(start + self._batch_size, len(self._rows))
-            yield self._collate([self._rows[at] for at in range(start, stop)]), is_counted
+            stop = min(start + self._batch_size, len(rows))
+            yield self._collate([rows[at] for at in range(start, stop)]), is_counted
 
 
 def _world_size(group: distributed.ProcessGroup | None) -> int:

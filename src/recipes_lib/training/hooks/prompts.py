@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.config.schema import EvaluationConfig
+
+Example = tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]
+"""Ids of a document, and which of them are targets, both ``(T,)``."""
 
 _TEXT_PROMPT_TOKENS = 32
 
@@ -31,7 +34,7 @@ class Prompt:
 
 
 def build_prompts(
-    config: EvaluationConfig, eval_dataset: Dataset | None, tokenizer: PreTrainedTokenizerBase
+    config: EvaluationConfig, examples: Iterable[Example], tokenizer: PreTrainedTokenizerBase
 ) -> list[Prompt]:
     """Return the prompts of a run: ``sample_prompts``, else the beginnings of the first held-out examples.
 
@@ -39,16 +42,13 @@ def build_prompts(
 
     Args:
         config: How many, or which.
-        eval_dataset: Held-out packs.
+        examples: Held-out examples in the order of the data; only the first ones are read.
         tokenizer: Renders the user's prompts by its chat template, where it has one.
     """
     if config.sample_prompts is not None:
         return [_encode_own_prompt(text, tokenizer) for text in config.sample_prompts]
-    if eval_dataset is None:
-        return []
-    examples = _iterate_examples(eval_dataset)
     prompts = (_cut_example(input_ids, loss_mask, tokenizer) for input_ids, loss_mask in examples)
-    return [prompt for prompt, _ in zip(prompts, range(config.num_sample_prompts), strict=False)]
+    return list(itertools.islice(prompts, config.num_sample_prompts))
 
 
 def _encode_own_prompt(text: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
@@ -57,20 +57,6 @@ def _encode_own_prompt(text: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     chat = [{"role": "user", "content": text}]
     rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     return Prompt(tokenizer.encode(rendered, add_special_tokens=False), text, None)
-
-
-def _iterate_examples(packs: Dataset) -> Iterator[tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]]:
-    """Yield the documents of packed rows in the order of the data, not of the packing."""
-    places = sorted(
-        (int(row_id), pack, place)
-        for pack, row_ids in enumerate(packs["row_ids"])
-        for place, row_id in enumerate(row_ids)
-    )
-    for _, pack, place in places:
-        row = packs[pack]
-        end = int(np.sum(row["seq_lengths"][: place + 1]))
-        span = slice(end - int(row["seq_lengths"][place]), end)
-        yield row["input_ids"][span], row["loss_mask"][span]
 
 
 def _cut_example(
