@@ -118,7 +118,7 @@ def test_only_the_last_checkpoints_are_kept_and_each_is_sealed(tiny_model_dir, t
     assert all(is_complete(tmp_path / name) for name in kept)
 
 
-def test_neftune_compilation_and_activation_checkpointing_train(tiny_model_dir, tmp_path):
+def test_activation_checkpointing_changes_nothing_and_neftune_acts(tiny_model_dir, tmp_path):
     reference, recorder = make_trainer(tiny_model_dir, tmp_path / "0", make_packs())
     reference.train()
     checkpointed, same = make_trainer(tiny_model_dir, tmp_path / "1", make_packs(), activation_checkpointing=True)
@@ -128,3 +128,14 @@ def test_neftune_compilation_and_activation_checkpointing_train(tiny_model_dir, 
     noisy, different = make_trainer(tiny_model_dir, tmp_path / "2", make_packs(), neftune_noise_alpha=5.0)
     noisy.train()
     assert different.steps[0]["loss"] != recorder.steps[0]["loss"]
+
+
+@pytest.mark.slow
+def test_a_compiled_model_follows_the_trajectory_of_an_eager_one(tiny_model_dir, tmp_path):
+    trajectories = []
+    for compiles in (False, True):
+        trainer, recorder = make_trainer(tiny_model_dir, tmp_path / str(compiles), make_packs(), torch_compile=compiles)
+        trainer.train()
+        trajectories.append(recorder.steps)
+    for eager, compiled in zip(*trajectories, strict=True):
+        assert compiled == pytest.approx(eager, rel=1e-4)

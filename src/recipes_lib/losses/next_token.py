@@ -27,6 +27,8 @@ class TokenSums(NamedTuple):
     num_correct: Tensor
 
 
+# How many targets a batch has differs from batch to batch: compiled, every number of them would be compiled anew.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def compute_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
