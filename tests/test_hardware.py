@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from recipes_lib import hardware
 from recipes_lib.hardware import supports_bf16
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -33,3 +35,9 @@ def test_bf16_on_a_gpu_is_what_the_gpu_has_without_emulation(
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
     assert supports_bf16() is is_supported
     assert asked == [False]
+
+
+def test_the_measured_peak_is_the_best_product(monkeypatch) -> None:
+    clock = iter([0.0, 9.0, 9.5, 9.5, 9.6, 9.6, 10.6])
+    monkeypatch.setattr(hardware, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert hardware.measure_matmul_flops(torch.float32, size=10, repeats=3) == pytest.approx(2 * 10**3 / 0.1)

@@ -31,13 +31,16 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "training": {"config", "data", "losses", "models", "planning"} | FOUNDATION,
     "publish": {"config", "errors", "models"},
     "report": {"config", "errors", "models"},
-    "demo": {"errors"},
+    "demo": {"errors", "models"},
     # Commands: each joins the rooms; none imports another.
     "boundary": {"config", "errors"},
     "cli": {"", "boundary", "errors"},
     "doctor": FOUNDATION,
-    "check": STAGES | FOUNDATION,
+    "inspection": STAGES | FOUNDATION,
+    "check": {"config", "errors", "inspection"},
     "commands": {"config", "data", "models", "report"},
+    "tokenizer": {"config", "data", "errors", "models"},
+    "plan": {"config", "errors", "models", "planning", "report"},
 }
 """Room or top-level module -> the rooms and modules it may import; the empty name is the package itself."""
 

@@ -28,6 +28,8 @@ COMMANDS = {
     "check": Command("recipes_lib.check:main", "find every problem of a run before it costs anything"),
     "preview": Command("recipes_lib.commands:preview", "show what the model will be trained on, token by token"),
     "prepare": Command("recipes_lib.commands:prepare", "tokenise, mask and pack once; training then tokenises nothing"),
+    "tokenizer": Command("recipes_lib.tokenizer:main", "train a tokenizer on any data, and say how well it does"),
+    "plan": Command("recipes_lib.plan:main", "say what a pretraining run is, costs and does, before it starts"),
     "report": Command("recipes_lib.commands:report", "make report.html from an output directory"),
     "doctor": Command("recipes_lib.doctor:main", "say what this machine can do, and how to get the rest"),
 }

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from recipes_lib.config.loader import split_stage
 from recipes_lib.config.schema import RecipeConfig
 
 if TYPE_CHECKING:
@@ -16,16 +17,20 @@ if TYPE_CHECKING:
 
 def prepare(argv: Sequence[str]) -> None:
     """Prepare the data of a run, or find them prepared, in which case no tokenizer is imported."""
-    from recipes_lib.data.prepare import main
+    stage, rest = split_stage(argv)
+    if stage == "pretrain":
+        from recipes_lib.data.token_prepare import main
+    else:
+        from recipes_lib.data.prepare import main
 
-    main(argv, _load_tokenizer)
+    main(rest, _load_tokenizer)
 
 
 def preview(argv: Sequence[str]) -> None:
     """Show what the model will be trained on, token by token."""
     from recipes_lib.data.preview import main
 
-    main(argv, _load_tokenizer)
+    main(*split_stage(argv), _load_tokenizer)
 
 
 def report(argv: Sequence[str]) -> None:

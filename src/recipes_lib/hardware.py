@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 
@@ -12,3 +14,22 @@ def supports_bf16() -> bool:
         return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
+
+
+def measure_matmul_flops(dtype: torch.dtype, size: int = 1024, repeats: int = 5) -> float:
+    """Return the FLOP/s of the best of some products of two square matrices on the CPU, in all threads of torch.
+
+    What a data sheet says of a CPU is far from what its cores reach together; this is what there is to be used.
+
+    Args:
+        dtype: Of the matrices.
+        size: Rows and columns.
+        repeats: Products timed; one more goes before them.
+    """
+    left, right = (torch.ones(size, size, dtype=dtype) for _ in range(2))
+    best = float("inf")
+    for number in range(repeats + 1):
+        began = time.perf_counter()
+        left @ right
+        best = min(best, time.perf_counter() - began) if number else best
+    return 2.0 * size * size * size / best

@@ -89,3 +89,57 @@ def test_a_flag_overrules_the_line_that_it_voids(write, sound: str) -> None:
 def test_a_flag_that_the_file_voids_is_refused(problems_of) -> None:
     (problem,) = problems_of("max_steps: 100\n", flags=["--num_train_epochs", "1"])
     assert problem.where == "--num_train_epochs"
+
+
+PRETRAIN_CASES = [
+    ("model_config: {model_type: llama}\n", "are both set", "keep one"),
+    ("model_name_or_path: null\n", "neither `model_config` nor", "write `model_config"),
+    ("max_tokens: 1000\nmax_steps: 5\n", "`max_steps` has no effect", "keep one"),
+    ("max_tokens: 1000\nnum_train_epochs: 2\n", "`num_train_epochs` has no effect", "keep one"),
+    ("warmup_tokens: 10\nwarmup_steps: 5\n", "`warmup_steps` has no effect", "keep one"),
+    ("warmup_tokens: 1000\nmax_tokens: 1000\n", "as long as the run", "lower it"),
+    ("decay_steps: 5\n", "`decay_steps` has no effect", "warmup_stable_decay"),
+    ("batch_ramp_start: 0.5\n", "without `batch_ramp_tokens`", "write `batch_ramp_tokens"),
+    ("dtype: bfloat16\n", "rounded away", "adamw_bf16_stochastic"),
+    ("optim: adamw_bf16_stochastic\n", "rounds bfloat16 weights", "write `dtype: bfloat16`"),
+    ("dataset_curriculum: [{start_tokens: 0, weights: [1]}]\n", "no mixture to weigh", "write `dataset_mixture`"),
+    ("dataset_streaming: true\n", "needs `max_steps`", "write `max_steps"),
+]
+
+
+@pytest.mark.parametrize(("lines", "found", "remedy"), PRETRAIN_CASES)
+def test_a_contradiction_in_pretraining_is_named_with_its_remedy(
+    problems_of, lines: str, found: str, remedy: str
+) -> None:
+    text = "dataset_name: owner/dataset\noutput_dir: out\nmax_length: 64\n"
+    text += "" if "model_name_or_path" in lines else "model_name_or_path: owner/model\n"
+    problems = problems_of(lines, text=text, stage="pretrain")
+    assert [problem.found for problem in problems if found in problem.found], problems
+    assert [problem.remedy for problem in problems if remedy in problem.remedy], problems
+
+
+@pytest.mark.parametrize(
+    ("phases", "found"),
+    [
+        ([(0, [1, 2]), (100, [2, 1])], None),
+        ([(5, [1, 2])], "start at [5]"),
+        ([(0, [1, 2]), (0, [2, 1])], "start at [0, 0]"),
+        ([(0, [1])], "phase 0"),
+        ([(0, [1, -1])], "phase 0"),
+        ([(0, [0, 0])], "phase 0"),
+    ],
+)
+def test_a_curriculum_starts_at_zero_rises_and_weighs_every_source(problems_of, phases, found) -> None:
+    curriculum = [{"start_tokens": start, "weights": weights} for start, weights in phases]
+    text = "model_name_or_path: owner/model\noutput_dir: out\nmax_length: 64\n"
+    text += f"dataset_mixture: [{{name: a/b}}, {{name: c/d}}]\ndataset_curriculum: {curriculum}\n"
+    problems = problems_of("", text=text, stage="pretrain")
+    assert [problem.found for problem in problems if found and found in problem.found] or (
+        found is None and not problems
+    )
+
+
+def test_an_exponential_decay_to_zero_is_refused(problems_of) -> None:
+    lines = "lr_scheduler_type: warmup_stable_decay\ndecay_type: exponential\nmin_lr_ratio: 0\n"
+    (problem,) = problems_of(lines, stage="pretrain")
+    assert "with its first step" in problem.found

@@ -90,6 +90,18 @@ def test_padding_of_the_flat_layout_is_one_more_document(packs):
     assert batch["input_ids"].shape == (1, sum(lengths))
 
 
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_rows_without_tokens_make_a_batch_without_tokens(layout):
+    empty = {"input_ids": np.zeros(0, np.uint32), "loss_mask": np.zeros(0, np.bool_), "seq_lengths": np.zeros(0, int)}
+    batch = PackedCollator(pad_token_id=PAD, layout=layout, pad_to_multiple_of=8)([empty, empty])
+    assert batch["num_tokens"] == 0
+    for name in ("input_ids", "labels", "position_ids"):
+        assert batch[name].dtype == torch.int64
+        assert batch[name].shape == (2 if layout == "rows" else 1, 0)
+    if layout == "flat":
+        assert (batch["cu_seq_lens_q"].tolist(), batch["max_length_q"]) == ([0], 0)
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_packed_logits_equal_each_document_alone(tiny_model_dir, attention):
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, attn_implementation=attention).eval()

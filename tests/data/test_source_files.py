@@ -63,6 +63,17 @@ def test_the_fingerprint_is_of_the_bytes_and_their_order_and_not_of_the_names(tm
     assert FileSource("x", {"a": tmp_path / "a.txt", "b": second}).fingerprint() != fingerprint
 
 
+def test_what_a_row_of_a_text_file_is_counts_for_text_files_alone(tmp_path: Path) -> None:
+    for suffix in ("txt", "md", "jsonl"):
+        (tmp_path / f"d.{suffix}").write_text('{"text": "one"}\n\n{"text": "two"}\n')
+    for suffix, num_fingerprints in {"txt": 3, "md": 3, "jsonl": 1}.items():
+        path = tmp_path / f"d.{suffix}"
+        sources = [load_files(path, "d", "train", unit) for unit in ("line", "paragraph", "file")]
+        assert len({source.fingerprint() for source in sources}) == num_fingerprints
+        assert [len(list(source.rows())) for source in sources] == ([2, 2, 1] if num_fingerprints == 3 else [2, 2, 2])
+        assert sources[0].fingerprint() == load_files(path, "d", "train").fingerprint()
+
+
 @pytest.mark.parametrize("codec", ["gzip", "zstd"])
 def test_compressed_files_read_as_what_they_hold(codec: str, tmp_path: Path) -> None:
     content = b'{"text": "one"}\n' * 10_000

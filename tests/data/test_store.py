@@ -78,6 +78,33 @@ def test_nothing_but_the_set_stays_in_the_folder(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [KEY[:16]]
 
 
+def test_a_folder_that_was_filled_elsewhere_is_published_whole(tmp_path):
+    staging = store.choose_staging(tmp_path, KEY, is_kept=True)
+    (staging / "sub").mkdir(parents=True)
+    (staging / "sub" / "data.bin").write_bytes(b"data")
+    (staging / ".progress").write_text("")
+    published = store.publish_set(staging, tmp_path, KEY, MANIFEST)
+    assert (published.path, published.manifest, published.is_new) == (tmp_path / KEY[:16], MANIFEST, True)
+    assert not staging.exists()
+    sealed = json.loads((published.path / "COMPLETE.json").read_text())["files"]
+    assert set(sealed) == {"manifest.json", "sub/data.bin"}
+    assert store.find_set(tmp_path, KEY, check_bytes=True)
+    (published.path / "sub" / "data.bin").write_bytes(b"dat")
+    assert store.find_set(tmp_path, KEY) is None
+
+
+def test_who_holds_the_lock_keeps_the_folder_that_is_gone_on_with_and_no_other(tmp_path):
+    kept, *own = (store.choose_staging(tmp_path, KEY, is_kept=is_kept) for is_kept in (True, False, False))
+    assert kept == store.choose_staging(tmp_path, KEY, is_kept=True)
+    assert kept != store.choose_staging(tmp_path, "f" * 64, is_kept=True)
+    assert len({kept, *own}) == 3
+    for staging in (kept, *own):
+        staging.mkdir()
+    with store.hold_lock(tmp_path, KEY) as is_locked:
+        assert is_locked
+        assert [staging.exists() for staging in (kept, *own)] == [True, False, False]
+
+
 def test_the_key_depends_on_values_and_not_on_their_order():
     assert store.compute_key({"a": 1, "b": [1, 2]}) == store.compute_key({"b": [1, 2], "a": 1})
     assert store.compute_key({"a": 1, "b": [1, 2]}) != store.compute_key({"a": 1, "b": [2, 1]})
@@ -256,7 +283,8 @@ def test_without_file_locks_the_work_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(store.fcntl, "flock", refuse)
     staging_of_another = tmp_path / f".{KEY[:16]}.other.tmp"
     staging_of_another.mkdir()
-    with store.hold_lock(tmp_path, KEY):
+    with store.hold_lock(tmp_path, KEY) as is_locked:
+        assert not is_locked
         write(tmp_path)
     assert store.find_set(tmp_path, KEY) is not None
     assert staging_of_another.exists(), "a living process may be writing there"

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from recipes_lib.data import encoding, streaming
 from recipes_lib.data.collators import PackedCollator
 from recipes_lib.data.prepare import prepare
-from recipes_lib.data.streaming import audit_first_window, read_eval_packs, build_train_stream
+from recipes_lib.data.streaming import audit_first_window, build_train_stream, read_eval_packs
 from recipes_lib.errors import ConfigError, DataError
 
 ROWS_PER_WINDOW = 15

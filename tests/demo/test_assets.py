@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes_lib.demo.assets import SPECIAL_TOKENS, VOCAB_SIZE, build_tokenizer, save_start
+from recipes_lib.demo.assets import VOCAB_SIZE, build_tokenizer, save_start
+from recipes_lib.models.tokenizer_training import CHATML_TOKENS, EOS_TOKEN, PAD_TOKEN
 
 TEXTS = [f"def function_{number}(argument):\n    return argument + {number}\n" * 3 for number in range(300)]
 TOKENIZER = build_tokenizer(TEXTS)
@@ -18,10 +19,10 @@ def test_every_text_survives_the_tokenizer(text):
 
 
 def test_the_special_tokens_come_first_and_the_chat_template_ends_turns_with_one():
-    assert TOKENIZER.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == [0, 1, 2, 3]
+    assert TOKENIZER.convert_tokens_to_ids([EOS_TOKEN, PAD_TOKEN, *CHATML_TOKENS]) == [0, 1, 2, 3]
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     prompt = TOKENIZER.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
-    assert TOKENIZER.apply_chat_template(chat, tokenize=False) == prompt + "Ho<|im_end|>"
+    assert TOKENIZER.apply_chat_template(chat, tokenize=False) == prompt + "Ho<|im_end|>\n"
 
 
 def test_the_start_is_the_same_every_time_and_any_recipe_can_load_it(tmp_path):

@@ -21,7 +21,9 @@ def test_a_checkpoint_is_as_large_as_the_trainer_writes_it(tiny_model_dir, tmp_p
     )
     Trainer(model=model, args=args, train_dataset=rows).train()
     written = sum((tmp_path / "checkpoint-1" / name).stat().st_size for name in ("model.safetensors", "optimizer.pt"))
-    plan = compute_disk(model.num_parameters(), 4, 2, {"output_dir": str(tmp_path), "save_steps": 1, "optim": optim})
+    plan = compute_disk(
+        model.num_parameters(), 4, 2, {"output_dir": str(tmp_path), "save_steps": 1, "optim": optim} | optim_args
+    )
     assert plan.num_checkpoints == len(list(tmp_path.glob("checkpoint-*"))) == 2
     assert plan.checkpoint_bytes == pytest.approx(written, rel=0.1)
 

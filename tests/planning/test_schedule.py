@@ -1,10 +1,20 @@
-"""Learning rates against closed forms, at every step of a run."""
+"""Learning rates against closed forms and transformers, at every step of a run."""
 
+import functools
 import math
+import pickle
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.optim.lr_scheduler import LambdaLR
 
-from recipes_lib.planning.schedule import compute_learning_rates
+from recipes_lib.config.schema import ScheduleConfig
+from recipes_lib.errors import ConfigError
+from recipes_lib.planning.batch_ramp import compute_row_starts
+from recipes_lib.planning.schedule import agree_until, build_schedule, compute_learning_rates
 
 PEAK, STEPS, WARMUP = 3e-4, 100, 10
 
@@ -42,3 +52,288 @@ def test_the_learning_rate_is_the_closed_form(name, kwargs, closed_form):
 
 def test_a_schedule_that_reacts_to_the_run_is_not_predicted():
     assert compute_learning_rates({"lr_scheduler_type": "reduce_lr_on_plateau"}, STEPS, WARMUP, [0]) is None
+
+
+# Pretraining. Rows of 4 tokens, 8 of them a step, unless said otherwise.
+
+LENGTH, ROWS = 4, 8
+KINDS = ("constant", "linear", "cosine", "inverse_sqrt", "warmup_stable_decay")
+DECAYS = ("linear", "cosine", "1-sqrt", "exponential")
+
+
+def build(kind, num_steps=STEPS, *, warmup_steps=WARMUP, accumulation=1, **keys):
+    """The schedule of a run, with a ramp where ``batch_ramp_tokens`` asks for one."""
+    schedule = ScheduleConfig(**keys)
+    starts = compute_row_starts(
+        max_length=LENGTH,
+        rows_per_micro_step=ROWS // accumulation,
+        accumulation=accumulation,
+        num_steps=num_steps,
+        ramp_tokens=schedule.batch_ramp_tokens,
+        ramp_start=schedule.batch_ramp_start,
+    )
+    training = {
+        "lr_scheduler_type": kind,
+        "warmup_steps": warmup_steps,
+        "gradient_accumulation_steps": accumulation,
+    }
+    return build_schedule(schedule, training, starts, LENGTH)
+
+
+def falls_linearly(p, r):
+    return r + (1 - p) * (1 - r)
+
+
+def falls_as_a_cosine(p, r):
+    return r + (1 - r) * math.cos(math.pi * p / 2) ** 2
+
+
+def falls_as_one_minus_sqrt(p, r):
+    return r + (1 - r) * (1 - p**0.5)
+
+
+def falls_exponentially(p, r):
+    return math.exp(p * math.log(r))
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.5])
+@pytest.mark.parametrize(("kind", "falls"), [("linear", falls_linearly), ("cosine", falls_as_a_cosine)])
+def test_it_rises_to_the_peak_and_falls_to_the_floor_with_the_run(kind, falls, ratio):
+    rises = [(step + 1) / WARMUP for step in range(WARMUP)]
+    expected = rises + [falls((step - WARMUP) / (STEPS - WARMUP), ratio) for step in range(WARMUP, STEPS + 1)]
+    schedule = build(kind, min_lr_ratio=ratio)
+    assert schedule.factors(range(STEPS + 1)) == pytest.approx(expected, abs=1e-12)
+    assert [schedule(STEPS + past) for past in (0, 1, 1000)] == pytest.approx([ratio] * 3)
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.5])
+@pytest.mark.parametrize(
+    ("decay", "falls"),
+    [
+        ("linear", falls_linearly),
+        ("cosine", falls_as_a_cosine),
+        ("1-sqrt", falls_as_one_minus_sqrt),
+        ("exponential", falls_exponentially),
+    ],
+)
+@pytest.mark.parametrize("decay_steps", [20, 0.2])
+def test_a_stable_phase_keeps_the_peak_until_the_decay(decay, falls, decay_steps, ratio):
+    schedule = build("warmup_stable_decay", min_lr_ratio=ratio, decay_steps=decay_steps, decay_type=decay)
+    expected = [1.0] * (80 - WARMUP) + [falls((step - 80) / 20, ratio) for step in range(80, STEPS + 1)]
+    assert schedule.factors(range(WARMUP, STEPS + 1)) == pytest.approx(expected, abs=1e-12)
+    assert schedule.factors([STEPS + 1, 10**6]) == pytest.approx([ratio] * 2)
+    assert schedule.first_decay_step == 80
+
+
+def test_the_inverse_square_root_goes_on_past_the_end_and_stops_at_the_floor():
+    schedule = build("inverse_sqrt", min_lr_ratio=0.1)
+    for step in (WARMUP, 40, STEPS, 4 * STEPS):
+        assert schedule(step) == pytest.approx(max(0.1, (WARMUP / step) ** 0.5))
+    assert schedule(100 * WARMUP) == pytest.approx(0.1)
+    assert schedule(101 * WARMUP) == 0.1
+    at_once = build("inverse_sqrt", warmup_steps=0, min_lr_ratio=0.0)
+    assert at_once.factors([0, 1, 4, 9]) == pytest.approx([1, 1, 1 / 2, 1 / 3])
+
+
+def test_a_constant_rate_stays_at_the_peak_for_ever():
+    assert build("constant").factors([WARMUP - 1, WARMUP, STEPS, 10 * STEPS]).tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "keys"),
+    [
+        ("constant_with_warmup", {}, {}),
+        ("linear", {}, {"min_lr_ratio": 0.0}),
+        ("cosine", {}, {"min_lr_ratio": 0.0}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1}, {}),
+        ("inverse_sqrt", {}, {"min_lr_ratio": 0.0}),
+        *(
+            (
+                "warmup_stable_decay",
+                {"num_decay_steps": 20, "decay_type": decay, "min_lr_ratio": 0.1},
+                {"decay_type": decay},
+            )
+            for decay in ("linear", "cosine", "1-sqrt")
+        ),
+    ],
+)
+def test_after_the_warmup_it_is_transformers_and_in_it_one_step_ahead(kind, options, keys):
+    ours = build({"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}.get(kind, kind), **keys)
+    training = {"learning_rate": 1.0, "lr_scheduler_type": kind, "lr_scheduler_kwargs": options}
+    theirs = compute_learning_rates(training, STEPS, WARMUP, range(STEPS + 1))
+    assert ours.factors(range(WARMUP, STEPS + 1)) == pytest.approx(theirs[WARMUP:], abs=1e-12)
+    if "min_lr_ratio" not in options:
+        # Theirs spends the first step at a rate of 0; with a stable phase, theirs rises from the floor instead.
+        assert ours.factors(range(WARMUP - 1)) == pytest.approx(theirs[1:WARMUP], abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "num_warmup_steps"), [({"warmup_steps": 0.1}, 10), ({"warmup_steps": 7}, 7), ({"warmup_steps": 0}, 0)]
+)
+def test_the_warmup_is_a_share_or_a_number_of_steps(warmup, num_warmup_steps):
+    schedule = build("cosine", **warmup)
+    assert schedule.num_warmup_steps == num_warmup_steps
+    assert schedule.factors(range(num_warmup_steps)).tolist() == pytest.approx(
+        [(step + 1) / num_warmup_steps for step in range(num_warmup_steps)]
+    )
+
+
+def test_the_warmup_of_gpt_3_is_counted_in_tokens():
+    """375 million of 300 billion tokens, while the batch grows from 32 thousand to 3.2 million tokens."""
+    keys = {"batch_ramp_tokens": 12 * 10**9, "batch_ramp_start": 0.01, "batch_ramp_lr": "constant"}
+    schedule = ScheduleConfig(warmup_tokens=375 * 10**6, **keys)
+    run = {"max_length": 2048, "rows_per_micro_step": 16, "accumulation": 100, "num_tokens": 300 * 10**9}
+    starts = compute_row_starts(**run, ramp_tokens=12 * 10**9, ramp_start=0.01)
+    training = {"lr_scheduler_type": "cosine", "gradient_accumulation_steps": 100}
+    built = build_schedule(schedule, training, starts, 2048)
+    tokens = starts * 2048
+    last = built.num_warmup_steps
+    assert tokens[last - 1] < 375 * 10**6 <= tokens[last]
+    assert built.factors(range(last)) == pytest.approx(np.minimum(1, tokens[1 : last + 1] / 375e6))
+    middle = int(np.searchsorted(tokens, 150e9))
+    assert built(middle) == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi * 150e9 / 300e9)), abs=2e-3)
+
+
+@pytest.mark.parametrize(("follows", "exponent"), [("constant", 0), ("sqrt", 0.5), ("linear", 1)])
+def test_on_the_ramp_the_rate_follows_the_batch(follows, exponent):
+    ramp = {"batch_ramp_tokens": 1000, "batch_ramp_start": 0.25, "accumulation": 8, "warmup_steps": 0}
+    schedule = build("constant", batch_ramp_lr=follows, **ramp)
+    batches = np.diff(schedule.token_starts) / (LENGTH * ROWS)
+    assert batches[0] == 0.25
+    assert batches[-1] == 1
+    assert schedule.factors(range(STEPS)) == pytest.approx(batches**exponent)
+
+
+def test_a_run_that_ends_on_the_ramp_knows_the_full_batch():
+    ramp = {"batch_ramp_tokens": 10**6, "batch_ramp_start": 0.3, "batch_ramp_lr": "linear", "accumulation": 8}
+    short, long = (build("constant", num_steps, **ramp) for num_steps in (20, 2000))
+    assert short(15) == pytest.approx(3 / 8)
+    assert agree_until(short, long, 20)
+
+
+shapes = st.tuples(
+    st.sampled_from(KINDS),
+    st.fixed_dictionaries(
+        {
+            "warmup_steps": st.sampled_from([0, 0.01, 0.2, 5]),
+            "min_lr_ratio": st.sampled_from([0.001, 0.1, 1.0]),
+            "decay_steps": st.sampled_from([0.1, 0.5, 3]),
+            "decay_type": st.sampled_from(DECAYS),
+            "batch_ramp_tokens": st.none() | st.integers(1, 2000),
+            "batch_ramp_start": st.sampled_from([0.1, 0.5, 1.0]),
+            "batch_ramp_lr": st.sampled_from(["constant", "sqrt", "linear"]),
+            "accumulation": st.sampled_from([1, 4, 8]),
+        }
+    ),
+)
+
+
+@given(shape=shapes, num_steps=st.integers(20, 150))
+def test_it_rises_then_falls_within_the_peak_and_the_floor(shape, num_steps):
+    kind, keys = shape
+    schedule = build(kind, num_steps, **keys)
+    factors = schedule.factors(range(num_steps + 20))
+    assert ((factors >= 0) & (factors <= 1)).all()
+    batches = np.append(np.diff(schedule.token_starts), [LENGTH * ROWS] * 20) / (LENGTH * ROWS)
+    shape_alone = factors / batches**schedule.batch_exponent
+    warm = schedule.num_warmup_steps
+    assert (np.diff(shape_alone[:warm]) > 0).all()
+    assert (np.diff(shape_alone[max(warm - 1, 0) :]) <= 1e-12).all()
+    if warm:
+        assert shape_alone[warm - 1] == pytest.approx(1)
+    assert shape_alone[warm:].min(initial=1) >= schedule.min_ratio - 1e-12
+
+
+@pytest.mark.parametrize(
+    ("kind", "decay"),
+    [
+        ("linear", None),
+        ("cosine", None),
+        *(("warmup_stable_decay", decay) for decay in ("linear", "cosine", "exponential")),
+    ],
+)
+def test_nowhere_after_the_warmup_does_it_jump(kind, decay):
+    """No step, a thousandth of the run, is longer than the steepest slope; 1-sqrt has none that is steepest."""
+    keys = {"decay_type": decay} if decay else {}
+    schedule = build(kind, 1000, decay_steps=0.5, warmup_steps=0.2, min_lr_ratio=0.01, **keys)
+    steepest = max(math.pi / 2, -math.log(0.01)) / 500
+    assert np.abs(np.diff(schedule.factors(range(199, 1010)))).max() <= steepest * 1.001
+
+
+@given(shape=shapes, num_steps=st.integers(20, 100), more=st.integers(1, 100))
+def test_a_stable_phase_does_not_know_how_long_it_is(shape, num_steps, more):
+    keys = shape[1] | {"warmup_steps": 5}
+    short, long = (build("warmup_stable_decay", length, **keys) for length in (num_steps, num_steps + more))
+    stable = min(short.first_decay_step, long.first_decay_step)
+    assert agree_until(short, long, stable + 1)
+
+
+def test_a_run_with_a_stable_phase_is_extended_and_one_with_a_cosine_is_not():
+    short, long = (build("warmup_stable_decay", length, decay_steps=20) for length in (100, 150))
+    assert short.first_decay_step == 80
+    assert agree_until(short, long, 81)
+    assert not agree_until(short, long, 82)
+    assert not agree_until(build("cosine", 100), build("cosine", 150), WARMUP + 2)
+    assert not agree_until(*(build("constant", length, warmup_steps=0.1) for length in (100, 150)), 1)
+
+
+def test_a_scheduler_keeps_nothing_of_it_so_that_a_longer_run_follows_its_own(tmp_path):
+    def resume(schedule):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+        return LambdaLR(optimizer, functools.partial(schedule))
+
+    short, long = (build("warmup_stable_decay", length, decay_steps=20) for length in (100, 150))
+    scheduler = resume(short)
+    for _ in range(70):
+        scheduler.optimizer.step()
+        scheduler.step()
+    torch.save(scheduler.state_dict(), tmp_path / "scheduler.pt")
+    resumed = resume(long)
+    resumed.load_state_dict(torch.load(tmp_path / "scheduler.pt", weights_only=True))
+    for _ in range(20):
+        resumed.optimizer.step()
+        resumed.step()
+    assert resumed.get_last_lr() == pytest.approx([PEAK * long(90)])
+    assert long(90) != short(90)
+
+
+def test_a_checkpoint_holds_the_rate_of_its_next_step():
+    """Why schedules must agree on one step more than a checkpoint has taken."""
+    short, long = (build("warmup_stable_decay", length, decay_steps=20) for length in (100, 150))
+    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK) for _ in range(2)]
+    before, after = (LambdaLR(one, functools.partial(by)) for one, by in zip(optimizers, (short, long), strict=True))
+    for _ in range(81):
+        optimizers[0].step()
+        before.step()
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    after.load_state_dict(before.state_dict())
+    assert optimizers[1].param_groups[0]["lr"] == PEAK * short(81) != PEAK * long(81)
+    assert agree_until(short, long, 81)
+    assert not agree_until(short, long, 82)
+
+
+def test_it_travels_to_another_process():
+    schedule = build("cosine", batch_ramp_tokens=500, accumulation=4)
+    copied = pickle.loads(pickle.dumps(schedule))
+    assert agree_until(schedule, copied, STEPS + 5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "told"),
+    [
+        ("cosine", {"warmup_steps": STEPS + 1}, "longer than the run"),
+        ("cosine", {"warmup_tokens": STEPS * LENGTH * ROWS + 1}, "longer than the run"),
+        ("warmup_stable_decay", {"decay_steps": STEPS + 1, "warmup_steps": 0}, "longer than the run"),
+        ("warmup_stable_decay", {"decay_steps": STEPS - WARMUP + 1}, "longer than the run"),
+        ("warmup_stable_decay", {"decay_type": "exponential", "min_lr_ratio": 0.0}, "exponential decay to 0"),
+    ],
+)
+def test_what_does_not_fit_in_the_run_is_refused(kind, keys, told):
+    with pytest.raises(ConfigError, match=told):
+        build(kind, **keys)
+
+
+def test_what_just_fits_in_the_run_is_not():
+    assert build("warmup_stable_decay", decay_steps=STEPS - WARMUP).first_decay_step == WARMUP
+    assert build("linear", warmup_steps=STEPS).factors([STEPS - 1, STEPS]) == pytest.approx([1.0, 0.1])
+    assert build("cosine", 1, warmup_steps=0.01)(0) == 1

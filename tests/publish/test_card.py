@@ -50,3 +50,15 @@ def test_a_mixture_is_named_part_by_part(tmp_path):
     parts = [{"name": "a/first", "weight": 1}, {"name": "b/second", "weight": 2}]
     write_card(tmp_path, record(dataset_name=None, dataset_mixture=parts), {})
     assert "b/second" in (tmp_path / "README.md").read_text()
+
+
+def test_a_model_from_random_weights_has_no_base_and_continues_text(tmp_path):
+    parts = [{"name": str(tmp_path / "secret-folder" / "wiki.jsonl"), "weight": 1}]
+    config = {"model_name_or_path": None, "model_config": {"model_type": "llama"}, "dataset_name": None}
+    written = record(**config, dataset_mixture=parts) | {"stage": "pretrain"}
+    write_card(tmp_path, written, {})
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.base_model is None
+    assert "A llama model from random weights after pretrain" in card.text
+    assert "Once upon a time" in card.text
+    assert "secret-folder" not in card.text.split("## How it was made")[1]

@@ -23,7 +23,7 @@ from recipes_lib.config import schema as our_schema
 from recipes_lib.config.policy import BOUNDS, NOTES
 from recipes_lib.config.reference import format_reference
 from recipes_lib.config.secrets import is_secret_key
-from recipes_lib.config.stages import read_choices, read_defaults, read_refused
+from recipes_lib.config.stages import ADDED_CHOICES, read_choices, read_defaults, read_refused
 from recipes_lib.config.table import STAGES, load_table, table_path
 
 _ROOT = Path(__file__).parents[3]
@@ -122,6 +122,7 @@ def _read_upstream(stage: str) -> dict[str, dict[str, Any]]:
             "default": default,
             "help": " ".join([field.metadata.get("help", "").replace("%%", "%"), NOTES.get(name, "")]).strip(),
         }
+        keys[name]["schema"].get("enum", []).extend(ADDED_CHOICES[stage].get(name, ()))
         if name in defaults:
             ours, reason = defaults[name]
             keys[name] |= {"default": ours, "upstream_default": default, "reason": reason}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from recipes_lib.config.settings import ABSENT, DECISIONS, Settings
 from recipes_lib.config.show import format_config, format_help
 from recipes_lib.config.stages import read_defaults
 from recipes_lib.config.suggest import explain_unknown
-from recipes_lib.config.table import KeyTable, load_table
+from recipes_lib.config.table import STAGES, KeyTable, load_table
 from recipes_lib.config.values import INVALID, Reader
 from recipes_lib.errors import ConfigError, Problem
 
@@ -62,6 +63,28 @@ def parse_command(stage: str, argv: Sequence[str]) -> RecipeConfig | str:
         return format_help(table)
     config = _load(command, table, problems)
     return format_config(config, table) if command.wants == "print" else config
+
+
+def split_stage(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the stage that a command's arguments are about, and the rest of them.
+
+    It is what ``--stage`` says; without it, what the name of the configuration file begins with, as that of
+    ``pretrain_long.yaml``; else ``sft``.
+
+    Raises:
+        ConfigError: There is no such stage.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--stage")
+    parser.add_argument("--config", type=Path)
+    options, _ = parser.parse_known_args(argv)
+    named = options.config.stem.split("_")[0] if options.config else ""
+    stage = options.stage or (named if named in STAGES else "sft")
+    if stage not in STAGES:
+        raise ConfigError(Problem("--stage", f"there is no stage {stage!r}", f"write one of {', '.join(STAGES)}"))
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--stage")
+    return stage, parser.parse_known_args(argv)[1]
 
 
 def check_text(stage: str, text: str, path: Path) -> RecipeConfig:

@@ -25,6 +25,7 @@ DEFAULTS: Final[Mapping[str, tuple[Any, str]]] = {
 """Effective defaults of every stage that are not upstream's: key -> (value, reason)."""
 
 NOTES: Final[Mapping[str, str]] = {
+    "activation_checkpointing_kwargs": "`save_matmuls: true` recomputes everything but matrix products and attention.",
     "bf16": "Unset: on where the hardware multiplies bfloat16.",
     "output_dir": "The same command goes on from the newest complete checkpoint in it.",
     "use_cpu": "Unset: where there is no accelerator.",

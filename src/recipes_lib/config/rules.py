@@ -103,10 +103,31 @@ def check_shape(settings: Settings) -> Iterator[Problem]:
         if settings.gives(key) and settings["lr_scheduler_type"] != "warmup_stable_decay":
             found = f"`{key}` has no effect: `lr_scheduler_type` is {settings['lr_scheduler_type']}"
             yield Problem(settings.where(key), found, "write `lr_scheduler_type: warmup_stable_decay`, or delete it")
+    if settings["decay_type"] == "exponential" and settings["min_lr_ratio"] == 0:
+        found = "an exponential decay to `min_lr_ratio: 0` is at 0 with its first step"
+        yield Problem(settings.where("min_lr_ratio"), found, "write `min_lr_ratio: 0.01`, or another `decay_type`")
+    if settings.gives("warmup_tokens") and settings.gives("max_tokens"):
+        warmup, length = settings["warmup_tokens"], settings["max_tokens"]
+        if warmup >= length:
+            found = f"the warm-up ({warmup:,} tokens) is as long as the run (`max_tokens` {length:,})"
+            yield Problem(settings.where("warmup_tokens"), found, "lower it, or train longer")
     for key in ("batch_ramp_start", "batch_ramp_lr"):
         if settings.gives(key) and not settings.gives("batch_ramp_tokens"):
             found = f"`{key}` has no effect without `batch_ramp_tokens`"
             yield Problem(settings.where(key), found, "write `batch_ramp_tokens: ...`, or delete the line")
+
+
+def check_precision(settings: Settings) -> Iterator[Problem]:
+    """Weights of sixteen bits lose what an update adds to them, unless they are rounded stochastically."""
+    dtype, optim = settings["dtype"], settings["optim"]
+    rounds = optim == "adamw_bf16_stochastic" or "bf16_stochastic_round=True" in (settings["optim_args"] or "")
+    if dtype in ("bfloat16", "float16") and not (rounds and dtype == "bfloat16"):
+        found = f"`dtype: {dtype}` would hold the weights: an update below 1/256 of a weight is rounded away"
+        remedy = "delete the line (products are in bf16 all the same), or write `optim: adamw_bf16_stochastic`"
+        yield Problem(settings.where("dtype"), found, remedy)
+    if optim == "adamw_bf16_stochastic" and dtype != "bfloat16":
+        found = f"`optim: {optim}` rounds bfloat16 weights, and `dtype` is {dtype}"
+        yield Problem(settings.where("optim"), found, "write `dtype: bfloat16`, or `optim: adamw_torch_fused`")
 
 
 def check_curriculum(settings: Settings) -> Iterator[Problem]:
@@ -222,6 +243,6 @@ _RULES: Final[tuple[Rule, ...]] = (
 )
 RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
     "sft": (*_RULES, check_overlong, check_schedule_options),
-    "pretrain": (*_RULES, check_start, check_shape, check_curriculum),
+    "pretrain": (*_RULES, check_start, check_shape, check_precision, check_curriculum),
 }
 """The rules of each stage."""

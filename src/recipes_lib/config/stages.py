@@ -62,6 +62,12 @@ _STAGE_CHOICES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "pretrain": {"lr_scheduler_type": ("constant", "linear", "cosine", "warmup_stable_decay", "inverse_sqrt")},
 }
 
+ADDED_CHOICES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+    "sft": {},
+    "pretrain": {"optim": ("muon", "adamw_bf16_stochastic")},
+}
+"""Stage -> values of an upstream key that upstream has not."""
+
 
 def read_defaults(stage: str) -> Mapping[str, tuple[Any, str]]:
     """Return the effective defaults of a stage that are not upstream's: key -> (value, reason)."""

@@ -60,7 +60,7 @@ class PackedCollator:
         starts = np.flatnonzero(batch["position_ids"].numpy()[0] == 0)
         boundaries = np.append(starts, batch["position_ids"].shape[1]).astype(np.int32)
         cu_seq_lens = torch.from_numpy(boundaries)
-        longest = int(np.diff(boundaries).max())
+        longest = int(np.diff(boundaries).max(initial=0))
         return {
             **batch,
             "cu_seq_lens_q": cu_seq_lens,

@@ -8,7 +8,7 @@ import sys
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.encoding import TokenizerLoader, build_encoder, encode_chunk, read_seed
 from recipes_lib.data.packing import Examples
 from recipes_lib.data.source_mixtures import load_train_data
+from recipes_lib.data.token_sources import load_corpora, select_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -139,17 +140,23 @@ def build_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_
         ConfigError: The options do not fit together.
         DataError: The rows cannot be read, tokenised or masked.
     """
-    rows = list(islice(load_train_data(config.data, seed=read_seed(config)).rows(), num_rows))
-    examples = encode_chunk(build_encoder(config, tokenizer), rows, 0)
+    if config.stage == "pretrain":
+        documents = chain.from_iterable(corpus.rows() for corpus in load_corpora(config))
+        rows, encoder = list(islice(documents, num_rows)), build_encoder(select_options(config), tokenizer)
+    else:
+        rows = list(islice(load_train_data(config.data, seed=read_seed(config)).rows(), num_rows))
+        encoder = build_encoder(config, tokenizer)
+    examples = encode_chunk(encoder, rows, 0)
     return [
         PreviewRow(row.where, compute_pieces(tokenizer, examples.take(np.array([at])))) for at, row in enumerate(rows)
     ]
 
 
-def main(argv: Sequence[str], load_tokenizer: TokenizerLoader) -> None:
+def main(stage: str, argv: Sequence[str], load_tokenizer: TokenizerLoader) -> None:
     """``recipes preview``: shows the first rows in the terminal, and writes them as HTML when asked.
 
     Args:
+        stage: Name of the recipe.
         argv: Arguments after the command: ``--rows``, ``--html``, and what the run's script takes.
         load_tokenizer: Loads the run's tokenizer.
     """
@@ -157,7 +164,7 @@ def main(argv: Sequence[str], load_tokenizer: TokenizerLoader) -> None:
     parser.add_argument("--rows", type=int, default=3)
     parser.add_argument("--html", type=Path)
     options, rest = parser.parse_known_args(argv)
-    parsed = parse_command("sft", rest)
+    parsed = parse_command(stage, rest)
     if isinstance(parsed, str):
         sys.stdout.write(f"usage: recipes preview --config FILE [--rows N] [--html OUT.html]\n\n{parsed}")
         return

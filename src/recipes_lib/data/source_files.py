@@ -14,7 +14,7 @@ from typing import Final
 from recipes_lib.data.source_json import read_json
 from recipes_lib.data.source_rows import Entry
 from recipes_lib.data.source_tables import read_csv, read_parquet
-from recipes_lib.data.source_text import BrokenFileError, read_text
+from recipes_lib.data.source_text import BrokenFileError, TextDocuments, read_text
 from recipes_lib.errors import DataError, Problem
 
 Reader = Callable[[BufferedReader, str], Iterator[Entry]]
@@ -52,10 +52,12 @@ class FileSource:
     Attributes:
         name: File or folder as the user wrote it.
         files: Paths to read, by the name an error calls them.
+        text_documents: What a row of a text file is.
     """
 
     name: str
     files: Mapping[str, Path]
+    text_documents: TextDocuments = "line"
     streaming = False
 
     def rows(self) -> Iterator[Entry]:
@@ -63,26 +65,35 @@ class FileSource:
         for label, path in self.files.items():
             try:
                 with open_file(path) as file:
-                    yield from READERS[_suffix(path)](file, label)
+                    yield from self._choose_reader(path)(file, label)
             except BrokenFileError as error:
                 yield error.problem
             except OSError as error:
                 yield _describe_failure(label, path, error)
 
     def fingerprint(self) -> str:
-        """SHA-256 of the bytes of the files, in order; their names do not matter, their suffixes do.
+        """SHA-256 of the bytes of the files, in order, and of how they are read.
+
+        Their names do not matter, their suffixes do; of text files, what a row is.
 
         Raises:
             DataError: A file cannot be read.
         """
         digest = hashlib.sha256()
         for label, path in self.files.items():
+            suffix = _suffix(path)
+            is_joined = READERS[suffix] is read_text and self.text_documents != "line"
+            kind = f"{suffix} {self.text_documents}" if is_joined else suffix
             try:
                 with path.open("rb") as file:
-                    digest.update(_suffix(path).encode() + hashlib.file_digest(file, "sha256").digest())
+                    digest.update(kind.encode() + hashlib.file_digest(file, "sha256").digest())
             except OSError as error:
                 raise DataError(_describe_failure(label, path, error)) from None
         return digest.hexdigest()
+
+    def _choose_reader(self, path: Path) -> Reader:
+        reader = READERS[_suffix(path)]
+        return partial(read_text, documents=self.text_documents) if reader is read_text else reader
 
 
 def open_file(path: Path) -> BufferedReader:
@@ -95,7 +106,7 @@ def open_file(path: Path) -> BufferedReader:
     return BufferedReader(pa.input_stream(str(path), compression=compression))
 
 
-def load_files(path: Path, name: str, split: str) -> FileSource:
+def load_files(path: Path, name: str, split: str, text_documents: TextDocuments = "line") -> FileSource:
     """Choose the files of a split: of a file, its only split ``train``; of a folder, by names as ``datasets`` does.
 
     Source: ``datasets.data_files.get_data_patterns``; proved in ``tests/data/test_source_files.py``.
@@ -104,6 +115,7 @@ def load_files(path: Path, name: str, split: str) -> FileSource:
         path: File or folder.
         name: The same as the user wrote it.
         split: Split wanted.
+        text_documents: What a row of a text file is.
 
     Raises:
         DataError: There is no file of a known kind, several kinds, or no such split.
@@ -118,7 +130,7 @@ def load_files(path: Path, name: str, split: str) -> FileSource:
         found = f"no split `{split}`; found {', '.join(f'`{found}`' for found in splits)}"
         remedy = "name one of these; or a file, with `dataset_test_split`; or hold rows out, with `test_split_size`"
         raise DataError(Problem(name, found, remedy))
-    return FileSource(name, {_label(file, path, name): file for file in splits[split]})
+    return FileSource(name, {_label(file, path, name): file for file in splits[split]}, text_documents)
 
 
 def _find_splits(folder: Path, name: str) -> dict[str, list[Path]]:

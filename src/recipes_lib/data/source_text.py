@@ -1,16 +1,22 @@
-"""Bytes to lines of text; an error has its line and byte offset."""
+"""Bytes to lines of text, and text files to rows; an error has its line and byte offset."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from io import BufferedReader
-from typing import Final
+from typing import Final, Literal
 
 from recipes_lib.data.source_rows import Entry, RawRow
 from recipes_lib.errors import Problem
 
 MAX_LINE_BYTES: Final = 1 << 28
 """Longest line read, 256 MiB; beyond it the file is not what its name says."""
+
+MAX_DOCUMENT_BYTES: Final = 1 << 24
+"""Longest document made of several lines, 16 MiB; what is longer becomes several documents, cut at line ends."""
+
+TextDocuments = Literal["file", "paragraph", "line"]
+"""What a row of a text file is: the whole file, what stands between blank lines, or a line."""
 
 
 class BrokenFileError(Exception):
@@ -48,15 +54,41 @@ def enumerate_lines(file: BufferedReader, name: str) -> Iterator[tuple[int, str]
         offset += len(raw)
 
 
-def read_text(file: BufferedReader, name: str) -> Iterator[Entry]:
-    r"""Read one row a line, as ``datasets`` does; blank lines, which it turns into empty rows, are left out.
+def read_text(file: BufferedReader, name: str, documents: TextDocuments = "line") -> Iterator[Entry]:
+    r"""Read one row a document, named by its first line; documents of nothing but white space are left out.
 
-    A line ends at ``\n`` or ``\r\n``, and at nothing else that Unicode calls a line break.
+    A line ends at ``\n`` or ``\r\n``, and at nothing else that Unicode calls a line break. A line and a paragraph come
+    without the end of their last line; a file comes as it stands.
 
     Raises:
         BrokenFileError: What follows cannot be read.
     """
-    for number, line in enumerate_lines(file, name):
-        text = line.rstrip("\r\n")
+    lines = enumerate_lines(file, name)
+    rows: Iterator[tuple[int, str]]
+    if documents == "line":
+        rows = ((number, line.rstrip("\r\n")) for number, line in lines)
+    elif documents == "paragraph":
+        rows = ((number, text.rstrip("\r\n")) for number, text in _join_lines(lines, ends_at_blank=True))
+    else:
+        rows = _join_lines(lines, ends_at_blank=False)
+    for number, text in rows:
         if text and not text.isspace():
             yield RawRow(name, number, "line", {"text": text})
+
+
+def _join_lines(lines: Iterator[tuple[int, str]], *, ends_at_blank: bool) -> Iterator[tuple[int, str]]:
+    """Yield lines joined, with the number of the first: all of them, or up to the next blank line."""
+    joined: list[str] = []
+    first = size = 0
+    for number, line in lines:
+        is_end = ends_at_blank and line.isspace()
+        num_bytes = len(line) if line.isascii() else len(line.encode())
+        if joined and (is_end or size + num_bytes > MAX_DOCUMENT_BYTES):
+            yield first, "".join(joined)
+            joined, size = [], 0
+        if not is_end:
+            first = first if joined else number
+            joined.append(line)
+            size += num_bytes
+    if joined:
+        yield first, "".join(joined)

@@ -13,6 +13,7 @@ from recipes_lib.data.rows import Row
 from recipes_lib.data.source_files import READERS, load_files
 from recipes_lib.data.source_hub import is_saved, load_hub, load_saved
 from recipes_lib.data.source_rows import RawRow, Source
+from recipes_lib.data.source_text import TextDocuments
 from recipes_lib.errors import DataError, Problem
 
 MAX_PROBLEMS: Final = 20
@@ -26,6 +27,7 @@ def load_source(
     revision: str | None = None,
     split: str = "train",
     streaming: bool = False,
+    text_documents: TextDocuments = "line",
 ) -> Source:
     """Open a dataset by the name the user gave: the path of a file or folder if there is one, else a Hub id.
 
@@ -35,6 +37,7 @@ def load_source(
         revision: Commit, tag or branch of a Hub dataset.
         split: Split wanted.
         streaming: Read a Hub dataset without downloading it first; local data are never held in memory.
+        text_documents: What a row of a text or Markdown file is.
 
     Raises:
         DataError: There is no such file, folder, Hub dataset or split, or it is of an unknown kind.
@@ -52,7 +55,9 @@ def load_source(
     if config or revision:
         found = "`dataset_config` and `dataset_revision` are for Hub datasets; this is a local path"
         raise DataError(Problem(name, found, "remove them, or rename the local path if the Hub dataset is meant"))
-    return load_saved(path, name, split) if is_folder and is_saved(path) else load_files(path, name, split)
+    if is_folder and is_saved(path):
+        return load_saved(path, name, split)
+    return load_files(path, name, split, text_documents)
 
 
 def read_rows(

@@ -13,7 +13,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.audit import Finding, SplitAudit
 from recipes_lib.data.encoding import TokenizerLoader
 from recipes_lib.data.prepare import prepare_once
-from recipes_lib.data.streaming import audit_first_window, read_eval_packs, build_train_stream
+from recipes_lib.data.streaming import audit_first_window, build_train_stream, read_eval_packs
 
 if TYPE_CHECKING:
     import datasets

@@ -124,7 +124,8 @@ def _project_or_score(
     """The output projection's ``forward``: logits, or with ``targets`` the sums of their cross-entropy."""
     if targets is None:
         return type(projection).forward(projection, hidden)
-    return compute_cross_entropy(hidden, projection.weight, targets, bias=projection.bias, **transform)
+    sums: TokenSums = compute_cross_entropy(hidden, projection.weight, targets, bias=projection.bias, **transform)
+    return sums
 
 
 def _compute_sums(model: Any, *, labels: Tensor, attention_mask: Tensor | None = None, **inputs: Any) -> LossHeadOutput:

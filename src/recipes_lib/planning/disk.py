@@ -10,9 +10,21 @@ from typing import Any
 
 from recipes_lib.errors import ConfigError, Problem
 
-_OPTIMIZER_BYTES = {"adamw": 8, "adafactor": 4, "lion": 4, "sgd": 4}
+# By the first name that `optim` contains; measured by benchmarks/optimizer_states.py.
+_OPTIMIZER_BYTES = (
+    ("ademamix_8bit", 3),
+    ("ademamix", 12),
+    ("lion_8bit", 1.2),
+    ("rmsprop_bnb_8bit", 1.2),
+    ("adamw_torch_4bit", 1.2),
+    ("8bit", 2.3),
+    ("adafactor", 0.1),
+    ("lion", 4),
+    ("rmsprop", 4),
+    ("adagrad", 4),
+    ("muon", 5),
+)
 _DEFAULT_OPTIMIZER_BYTES = 8
-_EIGHT_BIT_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +54,7 @@ def compute_disk(num_parameters: int, weight_bytes: int, num_steps: int, trainin
         training: Upstream's training keys.
     """
     weights = num_parameters * weight_bytes
-    states = (
-        0 if training.get("save_only_model") else num_parameters * _count_state_bytes(training.get("optim", "adamw"))
-    )
+    states = 0 if training.get("save_only_model") else round(num_parameters * _count_state_bytes(training))
     kept = training.get("save_total_limit")
     written = _count_saves(num_steps, training)
     num_checkpoints = written if kept is None else min(written, kept + 1)
@@ -83,11 +93,11 @@ def _count_saves(num_steps: int, training: Mapping[str, Any]) -> int:
     return -(-num_steps // max(1, round(every if every >= 1 else every * num_steps)))
 
 
-def _count_state_bytes(optim: str) -> int:
-    if "8bit" in optim:
-        return _EIGHT_BIT_BYTES
-    known = (size for name, size in _OPTIMIZER_BYTES.items() if name in optim)
-    return next(known, _DEFAULT_OPTIMIZER_BYTES)
+def _count_state_bytes(training: Mapping[str, Any]) -> float:
+    optim = str(training.get("optim", "adamw"))
+    if optim == "sgd":
+        return 4 if "momentum" in str(training.get("optim_args") or "") else 0
+    return next((size for name, size in _OPTIMIZER_BYTES if name in optim), _DEFAULT_OPTIMIZER_BYTES)
 
 
 def _nearest_folder(path: Path) -> Path:

@@ -1,13 +1,34 @@
-"""The learning rate of every step, known before the first one."""
+"""The learning rate of every step, known before the first one: upstream's schedules, and those of pretraining."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
+import numpy as np
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
+
+from recipes_lib.config.schema import ScheduleConfig
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.planning.batch_ramp import RowStarts, count_micro_steps
+from recipes_lib.planning.steps import compute_warmup_steps
+
+_Factors = np.ndarray[Any, np.dtype[np.float64]]
+_Tokens = np.ndarray[Any, np.dtype[np.int64]]
+
+_SHAPES: Final[Mapping[str, Callable[[_Factors, float], _Factors]]] = {
+    "constant": lambda progress, floor: np.ones_like(progress),
+    "linear": lambda progress, floor: 1 - (1 - floor) * progress,
+    "cosine": lambda progress, floor: floor + (1 - floor) / 2 * (1 + np.cos(np.pi * progress)),
+    "1-sqrt": lambda progress, floor: 1 - (1 - floor) * np.sqrt(progress),
+    "exponential": lambda progress, floor: floor**progress,
+}
+"""Name -> the factor by the progress of the decay in [0, 1] and the floor."""
+
+_BATCH_EXPONENTS: Final[Mapping[str, float]] = {"constant": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 
 def compute_learning_rates(
@@ -37,3 +58,180 @@ def compute_learning_rates(
     if not isinstance(schedule, LambdaLR):
         return None
     return [float(schedule.base_lrs[0] * schedule.lr_lambdas[0](step)) for step in steps]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Schedule:
+    """The learning rate of every step of a pretraining run as a share of its peak: a pure function of the step.
+
+    Measured in tokens ``t`` trained on before the step, so that a growing batch is no special case. With ``W`` tokens
+    of warm-up, ``T`` of the run, ``D`` of the decay and the floor ``r``, it is ``min(1, (t + batch) / W)`` while
+    ``t < W``, and then, with ``p = (t - W) / (T - W)`` and ``q = (t - (T - D)) / D``::
+
+        constant             1
+        linear               1 - (1 - r) p
+        cosine               r + (1 - r) (1 + cos(pi p)) / 2
+        inverse_sqrt         max(r, sqrt(W / t)) with W at least one step; goes on past the end
+        warmup_stable_decay  1 while q < 0, and then by decay_type
+            linear           1 - (1 - r) q
+            cosine           r + (1 - r) (1 + cos(pi q)) / 2
+            1-sqrt           1 - (1 - r) sqrt(q)
+            exponential      r ** q
+
+    times a power of the batch as a share of the full one: 0, 1/2 or 1 by ``batch_ramp_lr``.
+
+    Attributes:
+        kind: Upstream's ``lr_scheduler_type``.
+        decay_type: How ``warmup_stable_decay`` falls.
+        min_ratio: The floor ``r``.
+        warmup_tokens: ``W``.
+        decay_tokens: ``D``; 0 for any other kind than ``warmup_stable_decay``.
+        batch_exponent: Power of the batch that the factor is multiplied by.
+        full_tokens: Tokens of a full batch.
+        token_starts: Tokens trained on before each step, ``int64 (num_steps + 1,)``.
+
+    Source: Brown et al. 2020 (GPT-3), appendix B (in tokens, cosine to a floor); Vaswani et al. 2017, equation 3
+    (inverse square root); Hu et al. 2024 (MiniCPM), section 4 (stable, then exponential); Hägele et al. 2024 (1-sqrt);
+    Malladi et al. 2022 (the square root of the batch, for Adam). Against transformers' ``get_scheduler`` wherever the
+    definitions coincide in ``tests/planning/test_schedule.py``.
+    """
+
+    kind: str
+    decay_type: str
+    min_ratio: float
+    warmup_tokens: int
+    decay_tokens: int
+    batch_exponent: float
+    full_tokens: int
+    token_starts: _Tokens
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the run."""
+        return len(self.token_starts) - 1
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Optimizer steps that begin before the warm-up is over."""
+        return int(np.searchsorted(self.token_starts[:-1], self.warmup_tokens))
+
+    @property
+    def first_decay_step(self) -> int | None:
+        """``warmup_stable_decay``: the step that the decay begins at, the last to have the peak; otherwise ``None``.
+
+        A checkpoint of this many steps, or of fewer, goes on in a longer run as if it had always been the longer one.
+        """
+        if self.kind != "warmup_stable_decay":
+            return None
+        return int(np.searchsorted(self.token_starts, self.token_starts[-1] - self.decay_tokens))
+
+    def __call__(self, step: int) -> float:
+        """Return the factor of one step, counted from 0, in [0, 1]."""
+        return float(self.factors([step])[0])
+
+    def factors(self, steps: Sequence[int] | _Tokens) -> _Factors:
+        """Return the factor of each of ``steps``, counted from 0: ``float64`` in [0, 1], as many as there are steps.
+
+        Past the end of the run batches are full, and the factor is the floor; that of ``constant`` is 1.
+        """
+        asked = np.asarray(steps, dtype=np.int64)
+        is_past = asked >= self.num_steps
+        inside = np.minimum(asked, self.num_steps - 1)
+        past = self.token_starts[-1] + (asked - self.num_steps) * self.full_tokens
+        tokens = np.where(is_past, past, self.token_starts[inside])
+        batch = np.where(is_past, self.full_tokens, self.token_starts[inside + 1] - self.token_starts[inside])
+        # A warm-up that counted from `t` alone would spend the first step on a rate of 0.
+        rising = np.minimum(1.0, (tokens + batch) / max(self.warmup_tokens, 1))
+        factor = np.where(tokens < self.warmup_tokens, rising, self._compute_falling(tokens))
+        return np.asarray(factor * (batch / self.full_tokens) ** self.batch_exponent)
+
+    def _compute_falling(self, tokens: _Tokens) -> _Factors:
+        """Return the factor after the warm-up by tokens trained on, before it is scaled by the batch."""
+        end = int(self.token_starts[-1])
+        if self.kind == "inverse_sqrt":
+            scale = max(self.warmup_tokens, int(self.token_starts[1]))
+            return np.maximum(self.min_ratio, np.sqrt(scale / np.maximum(tokens, scale)))
+        shape, begin = self.kind, self.warmup_tokens
+        if self.kind == "warmup_stable_decay":
+            shape, begin = self.decay_type, end - self.decay_tokens
+        # A warm-up as long as the run leaves nothing to divide by; all that follows it is past the end.
+        progress = np.where(tokens >= end, 1.0, np.clip((tokens - begin) / max(end - begin, 1), 0.0, 1.0))
+        return np.asarray(_SHAPES[shape](progress, self.min_ratio))
+
+
+def build_schedule(
+    schedule: ScheduleConfig, training: Mapping[str, Any], row_starts: RowStarts, max_length: int
+) -> Schedule:
+    """Build the schedule of a pretraining run of at least one step.
+
+    Args:
+        schedule: Our keys.
+        training: Upstream's training keys.
+        row_starts: Rows trained on before each optimizer step, from ``compute_row_starts``.
+        max_length: Tokens in a row.
+
+    Raises:
+        ConfigError: The warm-up and the decay are longer than the run; or an exponential decay falls to 0, which it
+            would do at once.
+    """
+    token_starts = row_starts * max_length
+    kind = str(training.get("lr_scheduler_type", "linear"))
+    built = Schedule(
+        kind=kind,
+        decay_type=schedule.decay_type,
+        min_ratio=schedule.min_lr_ratio,
+        warmup_tokens=_count_warmup_tokens(schedule, training, token_starts),
+        decay_tokens=_count_decay_tokens(schedule, token_starts) if kind == "warmup_stable_decay" else 0,
+        batch_exponent=_BATCH_EXPONENTS[schedule.batch_ramp_lr],
+        full_tokens=_count_full_tokens(schedule, training, token_starts),
+        token_starts=token_starts,
+    )
+    if problems := list(_find_problems(built)):
+        raise ConfigError(*problems)
+    return built
+
+
+def agree_until(first: Schedule, second: Schedule, step: int) -> bool:
+    """Return whether two schedules give the same factor, to the bit, at every step below ``step``.
+
+    A run may go on from a checkpoint of ``n`` steps with another schedule if both agree below ``n + 1``: the state of
+    the optimizer already holds the rate of the next step.
+    """
+    steps = np.arange(step)
+    return bool(np.array_equal(first.factors(steps), second.factors(steps)))
+
+
+def _count_warmup_tokens(schedule: ScheduleConfig, training: Mapping[str, Any], token_starts: _Tokens) -> int:
+    if schedule.warmup_tokens is not None:
+        return schedule.warmup_tokens
+    num_steps = len(token_starts) - 1
+    num_warmup_steps = compute_warmup_steps(training.get("warmup_steps", 0), num_steps)
+    # One that is longer than the run needs more tokens than the run has, however many.
+    return int(token_starts[num_warmup_steps] if num_warmup_steps <= num_steps else token_starts[-1] + 1)
+
+
+def _count_decay_tokens(schedule: ScheduleConfig, token_starts: _Tokens) -> int:
+    num_steps, end = len(token_starts) - 1, token_starts[-1]
+    num_decay_steps = compute_warmup_steps(schedule.decay_steps, num_steps)
+    return int(end - token_starts[num_steps - num_decay_steps] if num_decay_steps <= num_steps else end + 1)
+
+
+def _count_full_tokens(schedule: ScheduleConfig, training: Mapping[str, Any], token_starts: _Tokens) -> int:
+    """Return the tokens of a full batch, which a run that ends on the ramp never takes; its first step tells."""
+    first = int(token_starts[1])
+    if schedule.batch_ramp_tokens is None:
+        return first
+    accumulation = training.get("gradient_accumulation_steps", 1)
+    return int(first * accumulation // count_micro_steps(accumulation, schedule.batch_ramp_start))
+
+
+def _find_problems(schedule: Schedule) -> Iterator[Problem]:
+    end = int(schedule.token_starts[-1])
+    if schedule.warmup_tokens + schedule.decay_tokens > end:
+        found = f"the warm-up and the decay are longer than the run ({schedule.num_steps} steps, {end} tokens)"
+        yield Problem(
+            "lr_scheduler_type", found, "lower warmup_steps or warmup_tokens, or decay_steps; or train longer"
+        )
+    if schedule.decay_tokens and schedule.decay_type == "exponential" and schedule.min_ratio == 0:
+        found = "an exponential decay to 0 is at 0 with its first step"
+        yield Problem("min_lr_ratio", found, "write min_lr_ratio: 0.01, or another decay_type")

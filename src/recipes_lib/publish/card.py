@@ -8,6 +8,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+_CHAT = (
+    'chat = pipeline("text-generation", model="path/to/this/folder")',
+    'print(chat([{"role": "user", "content": "..."}])[0]["generated_text"][-1]["content"])',
+)
+_CONTINUE = (
+    'write = pipeline("text-generation", model="path/to/this/folder")',
+    'print(write("Once upon a time")[0]["generated_text"])',
+)
+
 
 def write_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, float]) -> None:
     """Write ``README.md``, the model card, from the record of the run and its last evaluation.
@@ -19,10 +28,11 @@ def write_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, fl
     """
     config = record["config"]
     base = config["model_name_or_path"]
+    start = f"a {config['model_config']['model_type']} model from random weights" if base is None else Path(base).name
     dataset = config["dataset_name"] or ", ".join(part["name"] for part in config["dataset_mixture"])
     # The Hub refuses a path as metadata.
     front = ["---", "library_name: transformers", "tags:", "- recipes-lib", f"- {record['stage']}"]
-    front += [f"base_model: {base}"] if not Path(base).exists() else []
+    front += [f"base_model: {base}"] if base and not Path(base).exists() else []
     front += [f"datasets:\n- {dataset}"] if config["dataset_name"] and not Path(dataset).exists() else []
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     lines = [
@@ -31,13 +41,12 @@ def write_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, fl
         "",
         f"# {Path(config['output_dir']).name}",
         "",
-        f"{Path(base).name} after {record['stage']} on {Path(dataset).name}, trained with recipes-lib.",
+        f"{start[0].upper() + start[1:]} after {record['stage']} on {Path(dataset).name}, trained with recipes-lib.",
         "",
         "```python",
         "from transformers import pipeline",
         "",
-        'chat = pipeline("text-generation", model="path/to/this/folder")',
-        'print(chat([{"role": "user", "content": "..."}])[0]["generated_text"][-1]["content"])',
+        *(_CONTINUE if record["stage"] == "pretrain" else _CHAT),
         "```",
         "",
         "## Evaluation",
@@ -58,6 +67,10 @@ def write_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, fl
 
 def _portable(value: Any) -> Any:
     """Keep the last name of an absolute path: the rest only tells about the machine it was made on."""
+    if isinstance(value, list):
+        return [_portable(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _portable(item) for key, item in value.items()}
     return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
 

@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 from trl import SFTConfig
 
 from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.config.stages import ADDED_CHOICES
 from recipes_lib.hardware import supports_bf16
 from recipes_lib.training.launch import Launch, verify_launch
 
@@ -59,7 +60,7 @@ def build_training_arguments(
         arguments |= {"eval_strategy": "no", "eval_on_start": False, "eval_steps": None}
     if num_steps is not None:
         arguments["max_steps"] = num_steps
-    if arguments.get("optim") == "muon":
+    if arguments.get("optim") in ADDED_CHOICES[config.stage].get("optim", ()):
         # Upstream has no such name; the trainer builds it.
         arguments["optim"] = "adamw_torch"
     args = (SFTConfig if config.stage == "sft" else TrainingArguments)(**arguments)

@@ -1,10 +1,12 @@
-"""Which checkpoints may be resumed: those whose last written file says that all the others are whole."""
+"""Which checkpoints may be resumed: those whose last written file says that all the others are whole. Which stay."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 COMPLETE = "COMPLETE.json"
@@ -49,15 +51,54 @@ def find_last_complete(output_dir: Path) -> tuple[Path | None, list[Path]]:
     Source: replaces transformers ``get_last_checkpoint``, which takes half-written folders;
     see ``tests/training/test_checkpoints.py``.
     """
-    numbered = [
-        (int(match[1]), path) for path in output_dir.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))
-    ]
     skipped: list[Path] = []
-    for _, path in sorted(numbered, reverse=True):
+    for _, path in list_checkpoints(output_dir):
         if is_complete(path):
             return path, skipped
         skipped.append(path)
     return None, skipped
+
+
+def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
+    """Return step and folder of every checkpoint, complete or not, the newest first."""
+    numbered = [
+        (int(match[1]), path) for path in output_dir.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))
+    ]
+    return sorted(numbered, reverse=True)
+
+
+def rotate(output_dir: Path, keep_last: int | None, keep_steps: Collection[int]) -> None:
+    """Delete all but the newest complete checkpoints; call it when the newest one is sealed, never before.
+
+    What is not complete goes too, unless it is newer than every complete one.
+
+    Args:
+        output_dir: Where the checkpoints are.
+        keep_last: Complete checkpoints to keep; ``None`` keeps all.
+        keep_steps: Steps whose checkpoints stay besides.
+    """
+    if keep_last is None:
+        return
+    num_kept = 0
+    for step, path in list_checkpoints(output_dir):
+        if is_complete(path):
+            num_kept += 1
+            is_old = num_kept > keep_last
+        else:
+            is_old = num_kept > 0
+        if is_old and step not in keep_steps:
+            # Its seal first: what is left when the deletion is interrupted must not pass for a whole checkpoint.
+            (path / COMPLETE).unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def supersede(output_dir: Path, after_step: int) -> None:
+    """Put the checkpoints after a step aside, under a name that is never resumed: the run goes on differently there."""
+    for step, path in list_checkpoints(output_dir):
+        if step > after_step:
+            aside = path.with_name(f"superseded-{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
 
 
 def _fsync(path: Path) -> None:

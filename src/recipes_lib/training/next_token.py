@@ -21,7 +21,8 @@ from transformers import (
 from recipes_lib.data.masking import IGNORE_INDEX
 from recipes_lib.errors import DivergedError
 from recipes_lib.models.heads import add_loss_head
-from recipes_lib.training.checkpoints import write_complete
+from recipes_lib.training.activation_checkpointing import read_selective
+from recipes_lib.training.checkpoints import rotate, write_complete
 from recipes_lib.training.observer import Observer
 
 Batch = dict[str, Any]
@@ -54,6 +55,7 @@ class NextTokenTrainer(Trainer):
         data_collator: Callable[[Sequence[Mapping[str, Any]]], Batch],
         processing_class: PreTrainedTokenizerBase,
         observer: Observer,
+        **options: Any,
     ) -> None:
         """Put the loss head on ``model`` and set upstream's trainer up over rows of tokens.
 
@@ -66,6 +68,7 @@ class NextTokenTrainer(Trainer):
                 never a target.
             processing_class: The tokenizer, saved with every checkpoint.
             observer: What watches the run.
+            **options: Further arguments of upstream's trainer.
         """
         self.observer = observer
         super().__init__(
@@ -75,6 +78,7 @@ class NextTokenTrainer(Trainer):
             eval_dataset=eval_dataset,
             data_collator=data_collator,
             processing_class=processing_class,
+            **options,
         )
         self.remove_callback(PrinterCallback)
         # Right behind the one that decides what is due, so that the trackers behind report the figures added here.
@@ -83,8 +87,15 @@ class NextTokenTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, and evaluate once more at the end unless the last step was just evaluated."""
+        options: Any = self.args.activation_checkpointing_kwargs
+        selective = read_selective(options)
+        if self.args.activation_checkpointing and selective:
+            # Upstream hands on what a YAML file can hold, which no function is.
+            self.model.activation_checkpointing_enable(**selective)
+            self.args.activation_checkpointing = False
         try:
             output = super().train(*args, **kwargs)
+            self._show_averaged_weights()
             if self.observer.hooks and self._last_evaluated_step != self.state.global_step:
                 self.evaluate()
         finally:
@@ -155,6 +166,7 @@ class NextTokenTrainer(Trainer):
     def evaluate(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:
         """Run every hook on the current weights and return their figures, each named ``eval_...``."""
         metrics: dict[str, float] = {}
+        self._show_averaged_weights()
         model = (
             self.accelerator.prepare_model(self.model, evaluation_mode=True)
             if not self.is_in_train
@@ -173,9 +185,27 @@ class NextTokenTrainer(Trainer):
         Trainer.log(self, logs, start_time)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a checkpoint and seal it; the card is written once, with the final model."""
-        Trainer._save_checkpoint(self, model, trial)
+        """Save a checkpoint, seal it, and only then delete older ones; the card is written with the final model."""
+        self._show_averaged_weights()
+        # Upstream deletes the checkpoint before this one while this one is not known to be whole.
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            Trainer._save_checkpoint(self, model, trial)
+        finally:
+            self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            checkpoint = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+            output_dir = Path(self._get_output_dir(trial=trial))
+            checkpoint = output_dir / f"checkpoint-{self.state.global_step}"
             write_complete(checkpoint, step=self.state.global_step, world_size=self.args.world_size)
+            rotate(output_dir, limit, self.kept_steps())
+
+    def _show_averaged_weights(self) -> None:
+        """Let a schedule-free optimizer put the weights that it stands for in place; ``training_step`` undoes it."""
+        if self.optimizer is not None and hasattr(self.optimizer, "eval"):
+            self.optimizer.eval()
+
+    def kept_steps(self) -> set[int]:
+        """Return the steps whose checkpoints are never deleted: that of the best one."""
+        best = self.state.best_model_checkpoint
+        return set() if best is None else {int(best.rpartition("-")[2])}

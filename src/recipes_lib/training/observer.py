@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from recipes_lib.config.schema import EvaluationConfig
 from recipes_lib.data.token_bytes import compute_token_byte_lengths
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.hardware import measure_matmul_flops
 from recipes_lib.planning.compute import compute_flops_per_token, peak_flops
 from recipes_lib.training.arguments import get_compute_dtype
 from recipes_lib.training.callbacks import MetricsCallback
@@ -125,6 +126,9 @@ def build_observer(
 
 def _sum_peak_flops(args: TrainingArguments) -> float | None:
     """Return the peak of all processes' devices together, in FLOP/s, as if they were like this one's."""
+    if args.device.type == "cpu":
+        # Processes on one machine share its cores; each measures what it gets while the others measure too.
+        return measure_matmul_flops(get_compute_dtype(args)) * int(args.world_size)
     if args.device.type != "cuda":
         return None
     peak = peak_flops(torch.cuda.get_device_name(args.device), get_compute_dtype(args))

@@ -8,7 +8,7 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -21,8 +21,10 @@ from transformers.utils.logging import disable_progress_bar
 from recipes_lib.config.schema import SECTIONS, RecipeConfig
 from recipes_lib.config.table import load_table
 from recipes_lib.errors import ConfigError, DivergedError, Problem, UserError
-from recipes_lib.training.checkpoints import find_last_complete
+from recipes_lib.training.checkpoints import find_last_complete, supersede
+from recipes_lib.training.extension import EXTENDABLE, find_common_checkpoint
 from recipes_lib.training.launch import Launch
+from recipes_lib.training.optimizers import verify_optimizer
 from recipes_lib.training.trackers import verify_trackers
 
 RUN_FILE = "run.json"
@@ -87,12 +89,13 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     """Open the output directory, refuse one of another configuration, and find the checkpoint to go on from.
 
     Raises:
-        ConfigError: A tracker is not installed.
+        ConfigError: A tracker or the optimizer is not installed.
         ConfigError: The directory cannot be written.
-        ConfigError: It holds checkpoints or the model of a run whose configuration computes something else; the
-            differing keys are named.
+        ConfigError: It holds checkpoints or the model of a run whose configuration computes something else, and no
+            checkpoint that both would have made; the differing keys are named.
     """
-    verify_trackers(config.training)
+    verify_trackers(config)
+    verify_optimizer(config, launch.engine)
     # Upstream's bars for loading and saving would tear the progress line, once a process.
     disable_progress_bar()  # type: ignore[no-untyped-call]
     output_dir = Path(config.training["output_dir"])
@@ -103,9 +106,22 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     effective = flatten_config(config)
     previous = _read_record(output_dir / RUN_FILE)
     resume_from, _ = find_last_complete(output_dir)
-    if previous and (resume_from or previous.get("status") == "done"):
-        _refuse_other_config(output_dir, previous.get("config", {}), effective)
-    run = Run(output_dir, launch, resume_from, finished=previous.get("status") == "done")
+    finished = previous.get("status") == "done"
+    differing = _find_differences(previous.get("config", {}), effective) if resume_from or finished else []
+    if differing:
+        resume_from = find_common_checkpoint(
+            config,
+            previous["config"],
+            differing,
+            world_size=launch.world_size,
+            world_size_before=previous.get("num_processes", 1),
+        )
+        if resume_from is None:
+            raise ConfigError(*_explain_differences(output_dir, previous["config"], effective, differing))
+        finished = False
+        if launch.is_main:
+            supersede(output_dir, after_step=int(resume_from.name.rpartition("-")[2]))
+    run = Run(output_dir, launch, resume_from, finished=finished)
     if not run.finished:
         run.record(
             stage=config.stage,
@@ -149,19 +165,27 @@ def describe_hardware() -> dict[str, Any]:
     return hardware
 
 
-def _refuse_other_config(output_dir: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def _find_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the keys that change what a run computes and have another value now."""
     plain_now = json.loads(json.dumps(now, default=str))
-    problems = [
+    names = sorted(name for name in before.keys() | plain_now.keys() if not name.startswith(_HARMLESS))
+    return [name for name in names if before.get(name) != plain_now.get(name)]
+
+
+def _explain_differences(
+    output_dir: Path, before: Mapping[str, Any], now: Mapping[str, Any], differing: Sequence[str]
+) -> list[Problem]:
+    remedy = "choose another output_dir, or run the command it was started with"
+    if set(differing) <= EXTENDABLE:
+        remedy = "no checkpoint is left from before the learning rates part; " + remedy
+    return [
         Problem(
             f"{output_dir / RUN_FILE}",
-            f"{name} was {before.get(name)!r} in the run that this directory holds and is {plain_now.get(name)!r} now",
-            "choose another output_dir, or run the command it was started with",
+            f"{name} was {before.get(name)!r} in the run that this directory holds and is {now.get(name)!r} now",
+            remedy,
         )
-        for name in sorted(before.keys() | plain_now.keys())
-        if not name.startswith(_HARMLESS) and before.get(name) != plain_now.get(name)
+        for name in differing
     ]
-    if problems:
-        raise ConfigError(*problems)
 
 
 def _read_record(path: Path) -> dict[str, Any]:

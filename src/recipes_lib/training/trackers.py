@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
+from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 
 
-def verify_trackers(training: Mapping[str, Any]) -> None:
+def verify_trackers(config: RecipeConfig) -> None:
     """Refuse a tracker that is not installed, before anything is loaded.
 
     Raises:
         ConfigError: Naming every one.
     """
-    wanted = training["report_to"]
+    wanted = config.training.get("report_to", "none")
     names = [wanted] if isinstance(wanted, str) else wanted
     available = [*get_available_reporting_integrations(), "none", "all"]  # type: ignore[no-untyped-call]
     missing = [name for name in names if name not in available]

@@ -1,0 +1,107 @@
+"""Bytes of optimizer states a parameter, as each optimizer holds them after one step, beside the published ones.
+
+python benchmarks/optimizer_states.py [--output build/optimizer_states.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import write_results
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from recipes_lib.errors import ConfigError
+from recipes_lib.training.optimizers import (
+    build_muon,
+    describe_groups,
+    get_decay_names,
+    measure_state_bytes,
+    verify_optimizer,
+)
+
+VOCABULARY, WIDTH, LAYERS = 1024, 512, 4
+WEIGHT_AND_GRADIENT_BYTES = 4 + 4
+OPTIMIZERS: dict[str, tuple[dict[str, Any], str]] = {
+    "sgd": ({}, "0"),
+    "sgd, momentum": ({"optim": "sgd", "optim_args": "momentum=0.9"}, "4"),
+    "adamw_torch_fused": ({}, "8"),
+    "adafactor": ({}, "4 or less"),
+    "muon": ({}, "4; 8 for what is no matrix"),
+    "lion_32bit": ({}, "4"),
+    "lion_8bit": ({}, "1"),
+    "adamw_8bit": ({}, "2"),
+    "paged_adamw_8bit": ({}, "2"),
+    "adamw_torch_8bit": ({}, "2"),
+    "adamw_torch_4bit": ({}, "1"),
+    "ademamix": ({}, "12"),
+    "schedule_free_adamw": ({"lr_scheduler_type": "constant"}, "8"),
+    "stable_adamw": ({}, "8"),
+    "adagrad": ({}, "4"),
+    "rmsprop": ({}, "4"),
+}
+"""Name -> the keys that make it, and the bytes a parameter that are published for float32 weights."""
+
+
+class MatricesApart(Trainer):
+    """Upstream's trainer with the hidden matrices in the first group, embeddings and norms in the second."""
+
+    def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
+        """Return the hidden matrices."""
+        return get_decay_names(model, decay_embeddings=False)
+
+
+def main() -> None:
+    """Measure each optimizer that is installed; say of the others what they need."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    table = [["optimizer", "published", "measured", "with weight and gradient", "of matrices", "of embeddings"]]
+    raw: dict[str, Any] = {}
+    for name, (keys, published) in OPTIMIZERS.items():
+        training = {"optim": name} | keys
+        try:
+            verify_optimizer(training)
+        except ConfigError as error:
+            raw[name] = {"published": published, "reason": error.problems[0].found}
+            table.append([name, published, error.problems[0].found, "", "", ""])
+            continue
+        figures = measure(training)
+        raw[name] = {"published": published} | figures
+        total = WEIGHT_AND_GRADIENT_BYTES + figures["state_bytes"]
+        cells = [figures["state_bytes"], total, figures["matrices"], figures["embeddings"]]
+        table.append([name, published, *(f"{cell:.2f}" for cell in cells)])
+    title = f"State bytes a parameter: a {LAYERS}-layer Llama of width {WIDTH} and vocabulary {VOCABULARY}, float32"
+    write_results(options.output, title, table, raw)
+
+
+def measure(training: dict[str, Any]) -> dict[str, float]:
+    """Bytes a parameter after one step: of all, of the hidden matrices, and of embeddings and norms."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": WIDTH, "intermediate_size": 11 * WIDTH // 4, "num_attention_heads": 8}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=LAYERS, **shape))
+    optimizer = build_optimizer(model, training)
+    if hasattr(optimizer, "train"):
+        optimizer.train()  # Schedule-free optimizers have a mode of their own.
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    matrices, embeddings = (row.state_bytes or 0.0 for row in describe_groups(optimizer, model))
+    return {"state_bytes": measure_state_bytes(optimizer), "matrices": matrices, "embeddings": embeddings}
+
+
+def build_optimizer(model: LlamaForCausalLM, training: dict[str, Any]) -> torch.optim.Optimizer:
+    """Build it as a run does."""
+    is_muon = training["optim"] == "muon"
+    keys = {name: value for name, value in training.items() if not (is_muon and name == "optim")}
+    args = TrainingArguments(output_dir="build", use_cpu=True, weight_decay=0.1, **keys)
+    if is_muon:
+        return build_muon(model, args, decay_embeddings=False)
+    return MatricesApart(model=model, args=args).create_optimizer()
+
+
+if __name__ == "__main__":
+    main()

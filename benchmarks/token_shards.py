@@ -1,0 +1,167 @@
+"""Tokenising a corpus into shards against the bare tokenizer, and against ``datasets.map`` as run_clm.py uses it.
+
+python benchmarks/token_shards.py [--data FILE] [--megabytes 24] [--rounds 5] [--output build/token_shards.json]
+
+The corpus is the source code of the Python standard library, a file a document, and worked school-maths problems.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import resource
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from harness import compare, run_interleaved, spread, write_results
+from workload import DEFAULT_DATA, build_workload
+
+MAX_LENGTH = 1024
+Measure = Callable[[Path], tuple[float, int]]
+
+
+def build_corpus(data: Path, megabytes: int, folder: Path) -> Path:
+    """Write ``documents-<megabytes>.jsonl`` into ``folder``, once: so much source code, and all problems."""
+    path = folder / f"documents-{megabytes}.jsonl"
+    if not path.exists():
+        texts = itertools.chain(_take(_iterate_sources(), megabytes * 10**6), _iterate_problems(data))
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def _iterate_sources() -> Iterator[str]:
+    for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
+        if "site-packages" not in path.parts:
+            text = path.read_text(encoding="utf-8", errors="ignore")
+            if text.strip():
+                yield text
+
+
+def _iterate_problems(data: Path) -> Iterator[str]:
+    for line in data.open(encoding="utf-8"):
+        row = json.loads(line)
+        yield f"{row['question']}\n{row['answer']}"
+
+
+def _take(texts: Iterator[str], num_characters: int) -> Iterator[str]:
+    for text in texts:
+        num_characters -= len(text)
+        if num_characters < 0:
+            return
+        yield text
+
+
+def measure_bare(corpus: Path, *, with_offsets: bool) -> tuple[float, int]:
+    """Seconds of one call of the tokenizer over all documents, without ids as numbers or anything written; tokens."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(corpus.parent / "model")
+    texts = [json.loads(line)["text"] for line in corpus.open(encoding="utf-8")]
+    backend = tokenizer.backend_tokenizer
+    encode = backend.encode_batch if with_offsets else backend.encode_batch_fast
+    start = time.perf_counter()
+    encodings = encode(texts, add_special_tokens=False)
+    seconds = time.perf_counter() - start
+    return seconds, sum(map(len, encodings))
+
+
+def measure_ours(corpus: Path) -> tuple[float, int]:
+    """Seconds of ``prepare_tokens`` into an empty store, and tokens."""
+    from recipes_lib.config.loader import load_config
+    from recipes_lib.data.chat import RowEncoder  # noqa: F401 (as for the others, imports are not measured)
+    from recipes_lib.data.token_data import prepare_tokens
+    from recipes_lib.models.loading import load_tokenizer
+
+    with tempfile.TemporaryDirectory() as prepared_dir:
+        keys = {
+            "model_name_or_path": corpus.parent / "model",
+            "dataset_name": corpus,
+            "output_dir": prepared_dir,
+            "max_length": MAX_LENGTH,
+            "prepared_dir": prepared_dir,
+        }
+        config = load_config("pretrain", [f"--{name}={value}" for name, value in keys.items()])
+        tokenizer = load_tokenizer(config.model, config.tokens)
+        start = time.perf_counter()
+        tokens = prepare_tokens(config, lambda _: tokenizer)
+        return time.perf_counter() - start, tokens.train[0].num_tokens
+
+
+def measure_map(corpus: Path, num_proc: int | None) -> tuple[float, int]:
+    """Seconds of transformers' ``examples/pytorch/language-modeling/run_clm.py`` from loading to grouped rows."""
+    import datasets
+    from transformers import AutoTokenizer
+
+    def tokenize(examples: dict[str, list[str]]) -> Any:
+        return tokenizer(examples["text"])
+
+    def group_texts(examples: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+        joined = {name: list(itertools.chain(*examples[name])) for name in examples}
+        total = len(joined["input_ids"]) // MAX_LENGTH * MAX_LENGTH
+        rows = {
+            name: [values[start : start + MAX_LENGTH] for start in range(0, total, MAX_LENGTH)]
+            for name, values in joined.items()
+        }
+        rows["labels"] = rows["input_ids"].copy()
+        return rows
+
+    with tempfile.TemporaryDirectory() as cache:
+        datasets.disable_progress_bars()
+        tokenizer = AutoTokenizer.from_pretrained(corpus.parent / "model")
+        start = time.perf_counter()
+        rows = datasets.load_dataset("json", data_files=str(corpus), split="train", cache_dir=cache)
+        rows = rows.map(tokenize, batched=True, num_proc=num_proc, remove_columns=["text"])
+        rows = rows.map(group_texts, batched=True, num_proc=num_proc)
+        return time.perf_counter() - start, len(rows) * MAX_LENGTH
+
+
+VARIANTS: dict[str, Measure] = {
+    "ours": measure_ours,
+    "bare encode_batch": lambda corpus: measure_bare(corpus, with_offsets=True),
+    "bare encode_batch_fast": lambda corpus: measure_bare(corpus, with_offsets=False),
+    "datasets.map": lambda corpus: measure_map(corpus, None),
+    "datasets.map, num_proc 2": lambda corpus: measure_map(corpus, 2),
+}
+
+
+def main() -> None:
+    """Measure each variant in a process of its own, imports excluded."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, default=DEFAULT_DATA)
+    parser.add_argument("--workload", type=Path, default=Path("build/workload"))
+    parser.add_argument("--megabytes", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--measure", choices=VARIANTS)
+    options = parser.parse_args()
+    build_workload(options.data, options.workload)
+    corpus = build_corpus(options.data, options.megabytes, options.workload)
+    if options.measure:
+        seconds, num_tokens = VARIANTS[options.measure](corpus)
+        usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        figures = {
+            "seconds": seconds,
+            "tokens": num_tokens,
+            "speed": num_tokens / seconds,
+            "cpu_seconds": sum(used.ru_utime + used.ru_stime for used in usage),
+            "peak_mib": usage[0].ru_maxrss / 1024,
+        }
+        print(json.dumps(figures))
+        return
+    command = [sys.executable, __file__, "--megabytes", str(options.megabytes), "--workload", str(options.workload)]
+    results = run_interleaved({name: [*command, "--measure", name] for name in VARIANTS}, options.rounds)
+    table = [["variant", "tokens/s (min / median / max)", "seconds: this / ours", "peak MiB"]]
+    for name in VARIANTS:
+        ratio = compare(results, "seconds", "ours", name)
+        table.append([name, spread(results[name], "speed", 0), ratio, spread(results[name], "peak_mib", 0)])
+    write_results(options.output, "Token shards", table, results)
+
+
+if __name__ == "__main__":
+    main()

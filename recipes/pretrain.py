@@ -1,0 +1,79 @@
+"""Pretraining: train a language model on raw text, from random weights or from a model.
+
+accelerate launch --config_file accelerate_configs/ddp.yaml recipes/pretrain.py --config F
+python recipes/pretrain.py --config recipes/configs/gpt2-124m/pretrain.yaml --learning_rate 1e-3   # on one process
+
+`--help` lists every key, `--print-config` shows their values and where each comes from. The same command goes on where
+a stopped run left off; with a longer run it goes on from the last checkpoint that both have in common.
+"""
+
+import sys
+
+from recipes_lib.boundary import parse_or_exit, run_command
+
+if __name__ == "__main__":
+    CONFIG = parse_or_exit("pretrain", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.data.chat import RowEncoder
+from recipes_lib.data.collators import PackedCollator
+from recipes_lib.data.token_data import prepare_tokens
+from recipes_lib.models.architecture import find_model_config, start_causal_lm
+from recipes_lib.models.attention import choose_attention, prove_isolation
+from recipes_lib.models.heads import verify_loss_head
+from recipes_lib.models.loading import load_tokenizer
+from recipes_lib.planning.pretraining import count_run_tokens
+from recipes_lib.publish.export import export_model
+from recipes_lib.report.page import build_report
+from recipes_lib.training.arguments import build_training_arguments
+from recipes_lib.training.launch import read_launch
+from recipes_lib.training.observer import build_observer
+from recipes_lib.training.pretrain import PretrainTrainer
+from recipes_lib.training.pretraining_rows import build_rows
+from recipes_lib.training.run import start_run
+
+
+def main(config: RecipeConfig) -> None:
+    """Pretrain ``config.model`` on the tokens of ``config.data``; leave a model, its record and a report."""
+    launch = read_launch()
+    run = start_run(config, launch)
+    if run.finished:
+        return
+    with run.recording_its_end():
+        # Documents become tokens on disk, once; from then on it is known which rows every step will take.
+        tokenizer = load_tokenizer(config.model, config.tokens)
+        num_tokens = count_run_tokens(config, launch.world_size)
+        tokens = prepare_tokens(config, lambda _: tokenizer, local_rank=launch.local_rank, num_tokens=num_tokens)
+        rows = build_rows(config, tokens, launch.world_size)
+        run.record(data=rows.record, num_tokenized_rows=RowEncoder.num_tokenized_rows)
+        args = build_training_arguments(config, launch, has_eval=bool(rows.held_out), num_steps=rows.plan.num_steps)
+
+        # The kernel must keep documents apart unless told otherwise, and the loss head must give the model's own loss.
+        isolated = not config.pretraining.cross_document_attention
+        model_config, _ = find_model_config(config.model, tokenizer, rows.plan.max_length)
+        attention = choose_attention(config.model, model_config, args, packing=isolated)
+        model = start_causal_lm(config.model, model_config, attention.implementation, seed=args.seed)
+        collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
+        trainer = PretrainTrainer(
+            config=config,
+            schedule=rows.plan.schedule,
+            model=model,
+            args=args,
+            train_dataset=rows.train,
+            eval_dataset=rows.held_out or None,
+            data_collator=collate,
+            processing_class=tokenizer,
+            observer=build_observer(config.evaluation, rows, args, model, tokenizer, collate),
+        )
+        if isolated:
+            prove_isolation(model, attention.layout)
+        verify_loss_head(model)
+
+        trainer.train(resume_from_checkpoint=run.resume_from)
+        export_model(trainer, run.output_dir)
+    if launch.is_main:
+        build_report(run.output_dir)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(lambda: main(CONFIG)))

@@ -1,0 +1,179 @@
+"""The tokens of one source as a prepared set: found by content, or written shard by shard, and resumed when killed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import numpy as np
+
+from recipes_lib.data.rows import Row
+from recipes_lib.data.sources import raise_problems
+from recipes_lib.data.store import (
+    PreparedSet,
+    choose_staging,
+    explain_disk_errors,
+    find_set,
+    hold_lock,
+    publish_set,
+    write_json,
+)
+from recipes_lib.data.token_documents import DocumentChunk, build_hold_out, encode_documents
+from recipes_lib.data.token_shards import TokenSource, TokenWriter, is_whole
+from recipes_lib.data.token_sources import Corpus
+from recipes_lib.errors import Problem
+
+if TYPE_CHECKING:
+    from recipes_lib.data.chat import RowEncoder
+
+Side = Literal["train", "eval"]
+
+PROGRESS_FILE: Final = ".progress.json"
+
+
+def open_side(prepared: PreparedSet, side: Side, name: str) -> TokenSource:
+    """The documents of a token set that are trained on, or those held out."""
+    return TokenSource(name, prepared.path / side, **prepared.manifest[side])
+
+
+def make_token_set(
+    root: Path,
+    key: str,
+    inputs: Mapping[str, Any],
+    corpus: Corpus,
+    load_encoder: Callable[[], tuple[RowEncoder, int]],
+    on_documents: Callable[[int, int], None],
+) -> PreparedSet:
+    """Finds the token set of a corpus, or makes it; whoever is killed goes on behind the last full shard.
+
+    Args:
+        root: Folder of prepared sets.
+        key: From ``compute_key``.
+        inputs: What went into it, from ``Corpus.collect_inputs``.
+        corpus: The documents.
+        load_encoder: Gives the encoder and how many ids its tokenizer has; called only when a set has to be made.
+        on_documents: Told how many documents and tokens have been written, after each chunk.
+
+    Raises:
+        ConfigError: The tokenizer cannot be used.
+        DataError: Rows are broken, each named up to twenty; or the set cannot be written.
+    """
+    if found := find_set(root, key):
+        return found
+    with hold_lock(root, key) as is_locked:
+        if found := find_set(root, key):  # made by the process that held the lock before
+            return found
+        encoder, num_ids = load_encoder()
+        staging = choose_staging(root, key, is_kept=is_locked)
+        try:
+            with explain_disk_errors(root):
+                manifest = _write(staging, corpus, encoder, num_ids, on_documents)
+                published = publish_set(staging, root, key, {"key": key, "inputs": inputs, **manifest})
+                (published.path / PROGRESS_FILE).unlink(missing_ok=True)
+                return published
+        finally:
+            if not is_locked:
+                shutil.rmtree(staging, ignore_errors=True)
+
+
+def _write(
+    staging: Path, corpus: Corpus, encoder: RowEncoder, num_ids: int, on_documents: Callable[[int, int], None]
+) -> dict[str, Any]:
+    """Writes the shards of both sides, from where an earlier attempt got to, and returns what is in them."""
+    hold_out = build_hold_out(corpus.rows(), corpus.test_size, corpus.seed)
+    problems: list[Problem] = []
+    with _Sides(staging, num_ids, corpus.num_tokens) as sides:
+        on_documents(sides.num_rows, sides.num_tokens)
+        # What is on the disk already is read again, since rows have no other place, but not tokenised.
+        rows: Iterable[Row] = () if sides.are_enough else islice(corpus.rows(), sides.num_rows, None)
+        for chunk in encode_documents(encoder, rows, hold_out, problems):
+            if problems:
+                continue
+            sides.append(chunk)
+            on_documents(sides.num_rows, sides.num_tokens)
+            if sides.are_enough:
+                break
+        sides.save()
+        description = sides.describe()
+    if problems:
+        shutil.rmtree(staging, ignore_errors=True)  # the rows will have another key when they are mended
+        raise_problems(problems, corpus.name)
+    return description
+
+
+class _Sides:
+    """What is trained on and what is held out, written side by side up to a number of training tokens."""
+
+    def __init__(self, staging: Path, num_ids: int, budget: int | None) -> None:
+        self._staging = staging
+        self._budget = budget
+        progress = _read_progress(staging)
+        self.num_rows: int = progress.get("num_rows", 0)
+        self._train = TokenWriter(staging / "train", num_ids=num_ids, at=progress.get("train"))
+        self._eval = TokenWriter(staging / "eval", num_ids=num_ids, at=progress.get("eval"))
+        self._num_saved_shards = self._num_full_shards
+
+    def __enter__(self) -> _Sides:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._train, self._eval:
+            pass
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of both sides."""
+        return self._train.num_tokens + self._eval.num_tokens
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether there are as many training tokens as were asked for."""
+        return self._budget is not None and self._train.num_tokens >= self._budget
+
+    @property
+    def _num_full_shards(self) -> int:
+        return self._train.num_full_shards + self._eval.num_full_shards
+
+    def append(self, chunk: DocumentChunk) -> None:
+        """Writes documents up to the one that makes them enough; what they filled a shard with is kept from then on."""
+        if self._budget is not None:
+            ends = self._train.num_tokens + np.cumsum(np.where(chunk.is_held_out, 0, chunk.lengths))
+            chunk = chunk.take(np.arange(len(ends)) <= ends.searchsorted(self._budget))
+        for writer, side in (
+            (self._train, chunk.take(~chunk.is_held_out)),
+            (self._eval, chunk.take(chunk.is_held_out)),
+        ):
+            writer.append(side.input_ids, side.lengths, side.digests)
+        self.num_rows += len(chunk.lengths)
+        if self._num_full_shards > self._num_saved_shards:
+            self.save()
+
+    def save(self) -> None:
+        """Makes what was written the place from which a later attempt goes on."""
+        self._train.flush()
+        self._eval.flush()
+        new = self._staging / f"{PROGRESS_FILE}.new"
+        write_json(new, {"num_rows": self.num_rows, **self.describe()})
+        new.replace(self._staging / PROGRESS_FILE)
+        self._num_saved_shards = self._num_full_shards
+
+    def describe(self) -> dict[str, Any]:
+        """What is on each side, as JSON values."""
+        return {"train": self._train.describe(), "eval": self._eval.describe()}
+
+
+def _read_progress(staging: Path) -> dict[str, Any]:
+    """What the last ``save`` said; nothing, in an empty folder, when that is not all there."""
+    try:
+        progress: dict[str, Any] = json.loads((staging / PROGRESS_FILE).read_text())
+        if is_whole(staging / "train", progress["train"]) and is_whole(staging / "eval", progress["eval"]):
+            return progress
+    except (FileNotFoundError, ValueError):
+        pass
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    return {}

@@ -1,0 +1,169 @@
+"""The sources of a pretraining run, and what decides the tokens of each; nothing here depends on a weight."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from recipes_lib.config.schema import DataConfig, DatasetFormat, RecipeConfig, TokensConfig
+from recipes_lib.data.encoding import read_seed
+from recipes_lib.data.keys import collect_inputs
+from recipes_lib.data.rows import Row
+from recipes_lib.data.source_rows import Source
+from recipes_lib.data.sources import load_source, raise_problems, read_rows
+from recipes_lib.data.token_weights import compute_budgets, list_entries
+from recipes_lib.errors import ConfigError, DataError, Problem
+
+WITHOUT_EFFECT: Final = frozenset(
+    {
+        "audit.py",
+        "collators.py",
+        "prepare.py",
+        "preview.py",
+        "streaming.py",
+        "token_data.py",
+        "token_dataset.py",
+        "token_order.py",
+        "token_overlap.py",
+        "training_data.py",
+    }
+)
+"""Modules of this room that decide no byte of a token set, so that changing them makes no set anew."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """The documents of one source.
+
+    Attributes:
+        name: What the user called it; unlike that of any other source of the run.
+        source: Its rows.
+        format: Layout of its rows.
+        test_size: Share or number of documents to hold out, or ``None``.
+        seed: Decides which.
+        num_tokens: Reading stops at the end of the document that brings the training tokens to this; ``None``: never.
+    """
+
+    name: str
+    source: Source
+    format: DatasetFormat
+    test_size: float | int | None = None
+    seed: int = 0
+    num_tokens: int | None = None
+
+    def rows(self) -> Iterator[Row]:
+        """Read the documents from the start.
+
+        Raises:
+            DataError: Once, at the end: every row that is broken.
+        """
+        return read_rows(self.source, self.format)
+
+    def collect_inputs(self, config: RecipeConfig) -> dict[str, Any]:
+        """Everything that decides its token set, as JSON values; the key is their hash.
+
+        Raises:
+            ConfigError: The tokenizer or the chat template cannot be found.
+            DataError: A file cannot be read.
+        """
+        inputs = collect_inputs(select_options(config), {"documents": self.source.fingerprint()})
+        return {
+            **inputs,
+            "code": {name: digest for name, digest in inputs["code"].items() if name not in WITHOUT_EFFECT},
+            "format": self.format,
+            "held_out": None if self.test_size is None else [self.test_size, self.seed],
+            "num_tokens": self.num_tokens,
+        }
+
+
+def select_options(config: RecipeConfig) -> RecipeConfig:
+    """The run with only those options of its data and tokens that decide how a canonical row is tokenised."""
+    tokens = config.tokens
+    return dataclasses.replace(
+        config,
+        data=DataConfig(),
+        tokens=TokensConfig(loss_on="all", chat_template_path=tokens.chat_template_path, eos_token=tokens.eos_token),
+    )
+
+
+def load_corpora(config: RecipeConfig, num_tokens: int | None = None) -> list[Corpus]:
+    """Open the sources to train on: those of ``dataset_mixture``, or the one dataset.
+
+    Args:
+        config: The run.
+        num_tokens: Tokens that the run trains on; how far streams are read.
+
+    Raises:
+        ConfigError: One source is listed twice, or it is not known how far to read a stream.
+        DataError: A source cannot be opened.
+    """
+    entries = list_entries(config.data)
+    names = _name_entries(entries)
+    budgets = compute_budgets(config, num_tokens) if config.data.dataset_streaming else [None] * len(entries)
+    corpora: list[Corpus] = []
+    problems: list[Problem] = []
+    for entry, name, budget in zip(entries, names, budgets, strict=True):
+        try:
+            source = _load_entry(config, entry)
+        except DataError as error:
+            problems += error.problems
+            continue
+        corpus = Corpus(
+            name=name,
+            source=source,
+            format=entry.get("format", config.data.dataset_format),
+            test_size=config.data.test_split_size if config.data.dataset_test_split is None else None,
+            seed=read_seed(config),
+            num_tokens=budget,
+        )
+        corpora.append(corpus)
+    raise_problems(problems, "dataset_mixture")
+    return corpora
+
+
+def load_held_out(config: RecipeConfig) -> Corpus | None:
+    """Open the held-out source that ``dataset_test_split`` names, a path or a split of the same dataset.
+
+    Raises:
+        ConfigError: It names a split, yet the training data are a mixture.
+        DataError: It cannot be opened.
+    """
+    name = config.data.dataset_test_split
+    if name is None:
+        return None
+    if Path(name).expanduser().exists():
+        entry = {"name": name}
+    elif config.data.dataset_name is not None:
+        entry = {**list_entries(config.data)[0], "split": name}
+    else:
+        where = config.provenance.get("dataset_test_split", "dataset_test_split")
+        found = f"`{name}` is no path, and a mixture has no splits"
+        raise ConfigError(Problem(where, found, "name a held-out file, or set `test_split_size`"))
+    return Corpus(name=name, source=_load_entry(config, entry), format=config.data.dataset_format)
+
+
+def _name_entries(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The entries' names, with configuration and split where the name alone is not unique."""
+    counts = Counter(entry["name"] for entry in entries)
+    full = [":".join(filter(None, map(entry.get, ("name", "config", "revision", "split")))) for entry in entries]
+    names = [name if counts[entry["name"]] > 1 else entry["name"] for entry, name in zip(entries, full, strict=True)]
+    for name in names:
+        if names.count(name) > 1:
+            found = f"`{name}` is listed {names.count(name)} times"
+            raise ConfigError(Problem("dataset_mixture", found, "list it once, with a higher weight"))
+    return names
+
+
+def _load_entry(config: RecipeConfig, entry: Mapping[str, Any]) -> Source:
+    return load_source(
+        entry["name"],
+        config=entry.get("config"),
+        revision=entry.get("revision"),
+        split=entry.get("split", "train"),
+        streaming=config.data.dataset_streaming,
+        text_documents=config.pretraining.text_documents,
+    )

@@ -1,0 +1,1 @@
+"""What ``recipes check`` finds out about a run, stage by stage."""

@@ -1,0 +1,172 @@
+"""What ``recipes check`` looks at in a run of any stage; facts and problems are printed section by section."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+from rich.console import Console
+from rich.text import Text
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.errors import ConfigError, Problem, UserError
+
+SHARES_OF_A_RUN: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
+Say = Callable[[str], None]
+
+
+class Inspection(ABC):
+    """What is known of a run so far; a section whose ground is missing has nothing to say."""
+
+    def __init__(self, config: RecipeConfig, num_processes: int, console: Console) -> None:
+        """Look at ``config`` as ``num_processes`` data-parallel processes would run it."""
+        self.config = config
+        self.num_processes = num_processes
+        self.console = console
+        self.problems: list[Problem] = []
+        self.tokenizer: Any = None
+        self.model_config: Any = None
+        self.generation_config: Any = None
+        self.num_parameters = 0
+        self.num_steps = 0
+
+    def look_at_everything(self) -> None:
+        """Print every section."""
+        for name, look in (
+            ("configuration", self.look_at_keys),
+            ("tokenizer and model", self.look_at_model),
+            ("data", self.look_at_data),
+            ("model and data together", self.look_at_agreement),
+            ("precision and attention", self.look_at_kernels),
+            ("optimizer and trackers", self.look_at_packages),
+            ("steps and learning rate", self.look_at_steps),
+            ("disk", self.look_at_disk),
+            ("Hub", self.look_at_hub),
+        ):
+            with self.section(name) as say:
+                look(say)
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[Say]:
+        """Print a section: its facts, and as its problems what it raised."""
+        facts: list[str] = []
+        found: Sequence[Problem] = ()
+        try:
+            yield facts.append
+        except UserError as error:
+            found = error.problems
+        if not facts and not found:
+            return
+        self.problems += found
+        mark = ("✗ ", "bold red") if found else ("✓ ", "green")
+        self.console.print(Text.assemble(mark, (name, "bold")))
+        for line in facts:
+            self.console.print(Text(f"    {line}"), soft_wrap=True)
+        for problem in found:
+            self.console.print(Text("    " + str(problem).replace("\n", "\n    "), style="red"), soft_wrap=True)
+
+    def look_at_keys(self, say: Say) -> None:
+        """How many keys were given."""
+        given = sum(place not in ("default",) and "derived" not in place for place in self.config.provenance.values())
+        say(f"{self.config.path or 'flags'}: {given} keys given, {len(self.config.provenance)} in effect")
+
+    def look_at_model(self, say: Say) -> None:
+        """The tokenizer and the architecture."""
+        from recipes_lib.models.architecture import find_model_config
+        from recipes_lib.models.loading import load_tokenizer
+
+        self.tokenizer = load_tokenizer(self.config.model, self.config.tokens)
+        max_length = self.config.tokens.max_length
+        self.model_config, self.generation_config = find_model_config(self.config.model, self.tokenizer, max_length)
+        self.num_parameters = _count_parameters(self.model_config)
+        say(
+            f"{self.model_config.model_type}, {self.num_parameters / 1e6:,.1f} M parameters, "
+            f"{len(self.tokenizer):,} tokens in the vocabulary"
+        )
+
+    @abstractmethod
+    def look_at_data(self, say: Say) -> None:
+        """What is trained on and what is held out."""
+
+    @abstractmethod
+    def look_at_agreement(self, say: Say) -> None:
+        """Whether model, tokenizer and data contradict each other."""
+
+    @abstractmethod
+    def look_at_steps(self, say: Say) -> None:
+        """How many steps there are and at which rates; sets ``num_steps``."""
+
+    @property
+    @abstractmethod
+    def keeps_documents_apart(self) -> bool:
+        """Whether documents that share a row must not see each other."""
+
+    def look_at_kernels(self, say: Say) -> None:
+        """The device, the precision and the attention kernel that this machine would choose."""
+        import torch
+
+        from recipes_lib.models.attention import choose_kernel
+        from recipes_lib.training.arguments import resolve_precision
+
+        if self.model_config is None:
+            return
+        precision = resolve_precision(self.config)
+        compute_dtype = torch.bfloat16 if precision["bf16"] else torch.float16 if precision["fp16"] else torch.float32
+        device = torch.device("cpu") if precision["use_cpu"] else torch.accelerator.current_accelerator()
+        assert device is not None
+        products = str(compute_dtype).removeprefix("torch.")
+        say(f"here: {device.type}, {self.config.model.dtype} weights, {products} products")
+        attention = choose_kernel(
+            self.model_config,
+            self.config.model.attn_implementation,
+            device=device,
+            compute_dtype=compute_dtype,
+            packing=self.keeps_documents_apart,
+        )
+        say(f"attention: {attention.implementation}, documents laid out in {attention.layout}")
+
+    def look_at_packages(self, say: Say) -> None:
+        """Optional packages that the run names; they may be there where it will run, so nothing is refused here."""
+        from recipes_lib.training.optimizers import verify_optimizer
+        from recipes_lib.training.trackers import verify_trackers
+
+        for verify in (verify_optimizer, verify_trackers):
+            try:
+                verify(self.config)
+            except ConfigError as error:
+                for problem in error.problems:
+                    say(f"warning: {problem.where}: {problem.found}; {problem.remedy}")
+
+    def look_at_disk(self, say: Say) -> None:
+        """Whether the checkpoints fit."""
+        from recipes_lib.planning.disk import compute_disk, verify_disk
+
+        if self.model_config is None or not self.num_steps:
+            return
+        weight_bytes = 4 if self.config.model.dtype in ("float32", "auto") else 2
+        plan = compute_disk(self.num_parameters, weight_bytes, self.num_steps, self.config.training)
+        say(
+            f"{plan.num_checkpoints} checkpoints of {plan.checkpoint_bytes / 1e9:.2f} GB and the model: "
+            f"{plan.total_bytes / 1e9:.2f} GB of {plan.free_bytes / 1e9:.1f} GB free"
+        )
+        verify_disk(plan, self.config.training["output_dir"])
+
+    def look_at_hub(self, say: Say) -> None:
+        """Whether the model could be pushed."""
+        if not self.config.training.get("push_to_hub"):
+            return
+        from recipes_lib.publish.access import verify_write_access
+
+        say(verify_write_access(self.config.training))
+
+
+def _count_parameters(model_config: Any) -> int:
+    """Count a model's parameters without giving them memory."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config)  # type: ignore[no-untyped-call]
+    return int(model.num_parameters())

@@ -1,0 +1,108 @@
+"""A pretraining run before it starts: how many rows every step takes, at which rate, and from which mixture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.planning.batch_ramp import RowStarts, compute_row_starts
+from recipes_lib.planning.schedule import Schedule, build_schedule
+
+Phase = tuple[int, Sequence[float]]
+"""First row of a phase of the curriculum, and the weight of each source in it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PretrainingPlan:
+    """What a run will do at every step; ``check``, ``plan`` and training read the same one.
+
+    Attributes:
+        max_length: Tokens in a row.
+        rows_per_micro_step: Rows of one forward and backward pass over all processes.
+        rows_per_step: Rows of a full optimizer step.
+        row_starts: Rows trained on before each step, ``int64 (num_steps + 1,)``.
+        schedule: The learning rate of each step.
+        phases: The mixture by row.
+    """
+
+    max_length: int
+    rows_per_micro_step: int
+    rows_per_step: int
+    row_starts: RowStarts
+    schedule: Schedule
+    phases: Sequence[Phase]
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps."""
+        return len(self.row_starts) - 1
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all steps."""
+        return int(self.row_starts[-1])
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all steps."""
+        return self.num_rows * self.max_length
+
+
+def plan_pretraining(
+    config: RecipeConfig, world_size: int, *, num_windows: int | None = None, weights: Sequence[float] = (1.0,)
+) -> PretrainingPlan:
+    """Plan a run.
+
+    Args:
+        config: The run.
+        world_size: Data-parallel processes.
+        num_windows: Rows that the sources have together, for a run whose length is given in epochs.
+        weights: Share of each source where there is no curriculum.
+
+    Raises:
+        ConfigError: The schedule does not fit into the run.
+    """
+    training, pretraining, schedule = config.training, config.pretraining, config.schedule
+    max_length = config.tokens.max_length
+    assert max_length is not None
+    rows_per_micro_step = training.get("per_device_train_batch_size", 8) * world_size
+    accumulation = training.get("gradient_accumulation_steps", 1)
+    row_starts = compute_row_starts(
+        max_length=max_length,
+        rows_per_micro_step=rows_per_micro_step,
+        accumulation=accumulation,
+        ramp_tokens=schedule.batch_ramp_tokens,
+        ramp_start=schedule.batch_ramp_start,
+        **_read_length(config, num_windows, max_length),
+    )
+    curriculum = pretraining.dataset_curriculum or [{"start_tokens": 0, "weights": weights}]
+    # A phase begins with the first whole row after its tokens; one that begins after the end never does.
+    phases = [(math.ceil(phase["start_tokens"] / max_length), phase["weights"]) for phase in curriculum]
+    return PretrainingPlan(
+        max_length=max_length,
+        rows_per_micro_step=rows_per_micro_step,
+        rows_per_step=rows_per_micro_step * accumulation,
+        row_starts=row_starts,
+        schedule=build_schedule(schedule, training, row_starts, max_length),
+        phases=phases,
+    )
+
+
+def count_run_tokens(config: RecipeConfig, world_size: int) -> int | None:
+    """Return the tokens of a run whose length does not depend on its data; ``None`` for one given in epochs."""
+    if config.pretraining.max_tokens is None and config.training.get("max_steps", -1) <= 0:
+        return None
+    return plan_pretraining(config, world_size).num_tokens
+
+
+def _read_length(config: RecipeConfig, num_windows: int | None, max_length: int) -> dict[str, Any]:
+    """The length of a run as ``compute_row_starts`` takes it."""
+    if config.pretraining.max_tokens is not None:
+        return {"num_tokens": config.pretraining.max_tokens}
+    if (max_steps := config.training.get("max_steps", -1)) > 0:
+        return {"num_steps": max_steps}
+    assert num_windows is not None, "epochs are counted by the data"
+    return {"num_tokens": math.ceil(config.training.get("num_train_epochs", 1.0) * num_windows) * max_length}

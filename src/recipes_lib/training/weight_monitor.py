@@ -1,0 +1,87 @@
+"""How large the weights are and how far a step moves them: what tells a rate that is too high or too low."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+MAX_COPIED: Final = 32 * 2**20
+"""Parameters of this process whose values before a step are kept to compare: 128 MiB in float32."""
+
+
+class WeightMonitor(TrainerCallback):
+    """Adds ``parameter_norm`` and ``update_ratio`` to the figures of a logged step.
+
+    ``update_ratio`` is the norm of the last step's update over the norm of what it updated, of a sample of matrices
+    spread over the layers where the model is too large to be copied. About 1e-3 is usual; far above, the rate is too
+    high.
+
+    Source: ``tests/training/test_weight_monitor.py``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Watch the trained parameters of ``model``."""
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._sample = choose_sample([parameter.numel() for parameter in self._parameters], MAX_COPIED)
+        self._before: list[Tensor] = []
+        self._figures: dict[str, float] = {}
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Keep the sampled weights of a step that will be logged."""
+        self._before = [self._parameters[at].detach().clone() for at in self._sample] if _is_logged(args, state) else []
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Compare them with what the step made of them."""
+        if not self._before:
+            return
+        now = [self._parameters[at].detach() for at in self._sample]
+        update = torch._foreach_sub(now, self._before)
+        self._figures = {
+            "parameter_norm": _compute_norm([parameter.detach() for parameter in self._parameters]),
+            "update_ratio": _compute_norm(update) / max(_compute_norm(self._before), 1e-30),
+        }
+        self._before = []
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Hand the figures of a training step to whoever logs."""
+        if logs is not None and "loss" in logs:
+            logs.update(self._figures)
+
+
+def choose_sample(sizes: Sequence[int], budget: int) -> list[int]:
+    """Return positions of parameters, spread evenly over the model, that together hold at most ``budget`` numbers.
+
+    The smallest is taken where none fits.
+    """
+    for stride in range(1, len(sizes) + 1):
+        chosen = list(range(0, len(sizes), stride))
+        if sum(sizes[at] for at in chosen) <= budget:
+            return chosen
+    return [min(range(len(sizes)), key=sizes.__getitem__)] if sizes else []
+
+
+def _is_logged(args: TrainingArguments, state: TrainerState) -> bool:
+    step = state.global_step + 1
+    every = max(1, int(state.logging_steps))
+    return step % every == 0 or (step == 1 and args.logging_first_step)
+
+
+def _compute_norm(tensors: Sequence[Tensor]) -> float:
+    """Return the norm of all together, over all shards of sharded ones."""
+    norm = nn.utils.get_total_norm(tensors)
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)

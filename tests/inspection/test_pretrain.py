@@ -1,0 +1,76 @@
+"""``recipes check`` of a pretraining run tells what training will do, by the objects that training uses."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+from tests.training.pretraining import build_config, read_steps, run_recipe, write_documents
+
+from recipes_lib.check import check
+from recipes_lib.cli import main
+
+
+def run_check(config, num_processes=1):
+    output = io.StringIO()
+    problems = check(config, num_processes, Console(file=output, width=200, highlight=False))
+    return problems, output.getvalue()
+
+
+def test_a_sound_run_is_ready_and_its_rates_are_those_of_training(tmp_path, tiny_tokenizer_dir, monkeypatch) -> None:
+    config = build_config(tmp_path, tiny_tokenizer_dir, test_split_size=0.2, max_steps=9, warmup_steps=2)
+    problems, text = run_check(config)
+    assert not problems
+    for fact in (
+        "ready to train",
+        "llama",
+        "9 steps of 64 tokens; 576 tokens in all",
+        "held out of",
+        "2 steps of warm-up",
+    ):
+        assert fact in text
+    assert not (tmp_path / "out").exists()
+    run_recipe(config, monkeypatch)
+    rates = [step["learning_rate"] for step in read_steps(tmp_path / "out")]
+    told = text.split("learning rate at 0, 25, 50, 75, 100 %: ")[1].splitlines()[0].split(", ")
+    assert told == [f"{rates[step]:.2e}" for step in (0, 2, 4, 6, 8)]
+
+
+def test_every_problem_is_told_at_once(tmp_path, tiny_tokenizer_dir) -> None:
+    architecture = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 100}
+    write_documents(tmp_path / "documents.jsonl", 2)
+    config = build_config(tmp_path, tiny_tokenizer_dir, model_config=architecture, max_length=2048)
+    problems, text = run_check(config)
+    assert {"tokenizer_name_or_path", str(tmp_path / "documents.jsonl")} <= {problem.where for problem in problems}
+    assert f"{len(problems)} problems" in text
+
+
+def test_what_may_be_installed_elsewhere_is_a_warning(tmp_path, tiny_tokenizer_dir, monkeypatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
+    problems, text = run_check(build_config(tmp_path, tiny_tokenizer_dir, optim="adamw_torch_8bit"))
+    assert not problems
+    assert "warning: optim: adamw_torch_8bit needs the package torchao" in text
+
+
+@pytest.mark.parametrize("name", ["pretrain.yaml", "mine.yaml"])
+def test_the_name_of_the_file_tells_the_stage(tmp_path, tiny_tokenizer_dir, name, capsys) -> None:
+    documents = write_documents(tmp_path / "documents.jsonl")
+    keys = {
+        "model_config": "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_attention_heads: 4}",
+        "tokenizer_name_or_path": tiny_tokenizer_dir,
+        "dataset_name": documents,
+        "output_dir": tmp_path / "out",
+        "prepared_dir": tmp_path / "prepared",
+        "max_length": 32,
+        "max_steps": 3,
+    }
+    (tmp_path / name).write_text("".join(f"{key}: {value}\n" for key, value in keys.items()))
+    stage = [] if name == "pretrain.yaml" else ["--stage", "pretrain"]
+    assert main(["check", *stage, "--config", str(tmp_path / name)]) == 0
+    assert main(["prepare", *stage, "--config", str(tmp_path / name)]) == 0
+    assert main(["preview", *stage, "--config", str(tmp_path / name), "--rows", "1"]) == 0
+    told = capsys.readouterr().out
+    assert "already prepared" in told
+    assert "trained on" in told
+    assert main(["check", "--stage", "pretrian", "--config", str(tmp_path / name)]) == 2

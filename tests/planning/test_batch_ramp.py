@@ -1,0 +1,108 @@
+"""The rows of every step against a loop over the steps, and what a ramp must and must not depend on."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes_lib.planning.batch_ramp import compute_row_starts, count_micro_steps
+
+runs = st.fixed_dictionaries(
+    {
+        "max_length": st.integers(1, 50),
+        "rows_per_micro_step": st.integers(1, 6),
+        "accumulation": st.integers(1, 12),
+        "ramp_tokens": st.none() | st.integers(1, 20_000),
+        "ramp_start": st.sampled_from([0.01, 0.07, 0.1, 0.3, 1 / 3, 0.5, 0.99, 1.0]),
+    }
+)
+
+
+def step_by_step(num_steps, max_length, rows_per_micro_step, accumulation, ramp_tokens, ramp_start):
+    """The definition, one step after the other, in exact arithmetic."""
+    starts = [0]
+    start = Fraction(str(ramp_start))
+    for _ in range(num_steps):
+        tokens = starts[-1] * max_length
+        on_ramp = ramp_tokens is not None and tokens < ramp_tokens
+        wanted = start + (1 - start) * Fraction(tokens, ramp_tokens) if on_ramp else 1
+        starts.append(starts[-1] + math.ceil(wanted * accumulation) * rows_per_micro_step)
+    return starts
+
+
+@given(run=runs, num_steps=st.integers(0, 200))
+def test_every_step_has_the_rows_of_the_definition(run, num_steps):
+    starts = compute_row_starts(num_steps=num_steps, **run)
+    assert starts.dtype == np.int64
+    assert starts.tolist() == step_by_step(num_steps, **run)
+
+
+@given(run=runs, num_tokens=st.integers(1, 30_000))
+def test_a_run_counted_in_tokens_ends_with_the_step_that_reaches_them(run, num_tokens):
+    starts = compute_row_starts(num_tokens=num_tokens, **run)
+    num_steps = len(starts) - 1
+    assert starts.tolist() == compute_row_starts(num_steps=num_steps, **run).tolist()
+    assert starts[-2] * run["max_length"] < num_tokens <= starts[-1] * run["max_length"]
+
+
+@given(run=runs, num_steps=st.integers(0, 60), more=st.integers(0, 60))
+def test_a_longer_run_has_the_same_beginning(run, num_steps, more):
+    longer = compute_row_starts(num_steps=num_steps + more, **run)
+    assert longer[: num_steps + 1].tolist() == compute_row_starts(num_steps=num_steps, **run).tolist()
+
+
+@given(run=runs)
+def test_batches_are_whole_micro_steps_and_never_shrink(run):
+    rows = np.diff(compute_row_starts(num_steps=200, **run))
+    full = run["rows_per_micro_step"] * run["accumulation"]
+    assert (rows % run["rows_per_micro_step"] == 0).all()
+    assert (np.diff(rows) >= 0).all()
+    assert rows.min() >= run["rows_per_micro_step"]
+    assert rows.max() <= full
+    if run["ramp_tokens"] is None:
+        assert rows.tolist() == [full] * 200
+
+
+def test_a_share_is_what_is_written_not_its_nearest_float():
+    assert 0.07 * 100 > 7  # The trap.
+    assert count_micro_steps(100, 0.07) == 7
+    assert [count_micro_steps(8, share) for share in (0.001, 0.125, 0.126, 1.0)] == [1, 1, 2, 8]
+
+
+def test_a_million_steps_are_counted_at_once():
+    run = {"max_length": 4096, "rows_per_micro_step": 16, "accumulation": 64}
+    starts = compute_row_starts(num_steps=10**6, ramp_tokens=10**11, ramp_start=0.01, **run)
+    assert len(starts) == 10**6 + 1
+    assert np.diff(starts)[[0, -1]].tolist() == [16, 1024]
+
+
+def test_a_ramp_longer_than_the_run_costs_no_more_than_the_run():
+    starts = compute_row_starts(
+        max_length=1, rows_per_micro_step=1, accumulation=4, num_steps=3, ramp_tokens=10**15, ramp_start=0.1
+    )
+    assert starts.tolist() == [0, 1, 2, 3]
+
+
+def test_the_ramp_of_gpt_3():
+    """Batches of 32 thousand tokens at first, of 3.2 million after 12 billion of the 300 billion tokens."""
+    starts = compute_row_starts(
+        max_length=2048,
+        rows_per_micro_step=16,
+        accumulation=100,
+        num_tokens=300 * 10**9,
+        ramp_tokens=12 * 10**9,
+        ramp_start=0.01,
+    )
+    tokens, batches = starts * 2048, np.diff(starts) * 2048
+    assert batches[0] == 32_768
+    assert batches[-1] == 3_276_800
+    first_full = int(np.argmax(batches == batches[-1]))
+    # Rounded up, the batch is full as soon as more than 99 of the 100 micro-steps are wanted.
+    assert 12e9 * (0.99 - 0.01) / 0.99 < tokens[first_full] <= 12e9
+    # With `a` micro-steps at first and 100 at the end, a ramp in tokens takes 12e9 / (full - first) * ln(100 / a).
+    steps = {a: 12e9 / (3_276_800 - 32_768) * math.log(100 / a) for a in (1, 2)}
+    assert steps[2] < first_full < steps[1]
+    assert len(batches) - first_full == pytest.approx((300e9 - tokens[first_full]) / 3_276_800, abs=1)

@@ -1,0 +1,124 @@
+"""Sizes, operations and days against what was published."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import (
+    DeepseekV3Config,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+)
+
+from recipes_lib.errors import ConfigError
+from recipes_lib.planning.model_size import (
+    TOKENS_PER_PARAMETER,
+    ModelSize,
+    compute_hours,
+    compute_model_size,
+    compute_training_flops,
+)
+
+SMALL = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+LLAMA_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_key_value_heads": 8}
+LLAMA_405B = {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_key_value_heads": 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "total", "active"),
+    [
+        (GPT2Config(), 124_439_808, 124_439_808),
+        (LlamaConfig(), 6_738_415_616, 6_738_415_616),
+        (LlamaConfig(**LLAMA_70B, num_attention_heads=64), 68_976_648_192, 68_976_648_192),
+        (MixtralConfig(), 46_702_792_704, 12_879_925_248),
+    ],
+)
+def test_the_size_is_the_published_one(config: PretrainedConfig, total: int, active: int) -> None:
+    size = compute_model_size(config)
+
+    assert (size.total, size.active) == (total, active)
+
+
+def test_of_many_experts_few_are_active() -> None:
+    size = compute_model_size(DeepseekV3Config())  # DeepSeek-V3: 671B, of which 37B are active
+    assert (round(size.total / 1e9), round(size.active / 1e9)) == (671, 38)
+
+    shape = {**SMALL, "num_experts": 8, "moe_intermediate_size": 32, "decoder_sparse_step": 2}
+    few, all_of_them = (compute_model_size(Qwen3MoeConfig(**shape, num_experts_per_tok=n)) for n in (2, 8))
+    assert few.total == all_of_them.total == all_of_them.active
+    # One layer of three is sparse; an expert has three matrices.
+    assert few.total - few.active == 1 * (8 - 2) * 3 * 64 * 32
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_embeddings_are_both_tables_and_a_shared_one_is_counted_once(is_tied: bool) -> None:
+    size = compute_model_size(LlamaConfig(**SMALL, tie_word_embeddings=is_tied))
+    layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96 + 2 * 64
+
+    assert size.non_embedding == 3 * layer + 64
+    assert size.total == size.active == size.non_embedding + (1 if is_tied else 2) * 160 * 64
+
+
+def test_positions_that_are_looked_up_are_embeddings() -> None:
+    sizes = [compute_model_size(GPT2Config(n_positions=n, n_embd=64, n_layer=1, n_head=4)) for n in (128, 256)]
+
+    assert sizes[1].total - sizes[0].total == 128 * 64
+    assert sizes[1].non_embedding == sizes[0].non_embedding == 12 * 64 * 64 + 13 * 64 + 2 * 64
+
+
+def test_nothing_has_memory_while_it_is_counted() -> None:
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert compute_model_size(LlamaConfig(**LLAMA_405B, num_attention_heads=128, vocab_size=128_256)) == ModelSize(
+        405_853_388_800, 401_650_696_192, 405_853_388_800
+    )
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1_000_000  # kB; the weights are 1.6 TB
+
+
+@pytest.mark.parametrize(
+    "config", [LlamaConfig(**SMALL, hidden_act="unheard of"), GPT2Config(n_layer=1, n_embd=64, n_head=5)]
+)
+def test_sizes_that_contradict_each_other_are_the_users_mistake(config: PretrainedConfig) -> None:
+    with pytest.raises(ConfigError, match="cannot be built"):
+        compute_model_size(config)
+
+
+@pytest.mark.parametrize(
+    ("num_parameters", "num_tokens", "published"),
+    [
+        (174.6e9, 300e9, 3.14e23),  # GPT-3, Brown et al. 2020, table D.1
+        (70e9, 1.4e12, 5.88e23),  # Chinchilla
+        (280e9, 300e9, 5.04e23),  # Gopher
+        (405e9, 15.6e12, 3.8e25),  # Llama 3 405B, Grattafiori et al. 2024, section 3.2
+    ],
+)
+def test_six_operations_a_parameter_and_token(num_parameters: float, num_tokens: float, published: float) -> None:
+    assert compute_training_flops(num_parameters, num_tokens) == pytest.approx(published, rel=3e-3)
+
+
+@pytest.mark.parametrize(
+    ("num_parameters", "num_tokens", "num_gpus", "flops", "days"),
+    [(175e9, 300e9, 1024, 140e12, 34), (1e12, 450e9, 3072, 163e12, 84)],
+)
+def test_the_days_are_those_of_megatron(
+    num_parameters: float, num_tokens: float, num_gpus: int, flops: float, days: float
+) -> None:
+    # Narayanan et al. 2021, section 5.1: the achieved FLOP/s count a second forward pass, which MFU does not.
+    mfu = flops / 312e12 * 6 / 8
+    hours = compute_hours(compute_training_flops(num_parameters, num_tokens), num_gpus, 312e12, mfu)
+
+    assert hours / 24 == pytest.approx(days, rel=0.012)
+
+
+def test_chinchilla_is_what_the_rule_is_named_after() -> None:
+    assert TOKENS_PER_PARAMETER * 70e9 == 1.4e12

@@ -1,0 +1,55 @@
+"""The plan of a run: its length in any unit, its batch, its phases."""
+
+from __future__ import annotations
+
+import pytest
+
+from recipes_lib.config.loader import load_config
+from recipes_lib.errors import ConfigError
+from recipes_lib.planning.pretraining import count_run_tokens, plan_pretraining
+
+
+def build(**keys):
+    defaults = {
+        "model_name_or_path": "owner/model",
+        "dataset_name": "owner/dataset",
+        "output_dir": "out",
+        "max_length": 128,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+    }
+    return load_config("pretrain", [f"--{name}={value}" for name, value in (defaults | keys).items()])
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_the_length_of_a_run_is_the_same_in_every_unit(world_size) -> None:
+    batch = 2 * 4 * world_size * 128
+    by_steps = plan_pretraining(build(max_steps=10), world_size)
+    by_tokens = plan_pretraining(build(max_tokens=10 * batch), world_size)
+    by_epochs = plan_pretraining(build(num_train_epochs=2.5), world_size, num_windows=10 * batch // 128 // 5 * 2)
+    for plan in (by_steps, by_tokens, by_epochs):
+        assert (plan.num_steps, plan.num_tokens, plan.num_rows) == (10, 10 * batch, 10 * batch // 128)
+        assert (plan.rows_per_micro_step, plan.rows_per_step) == (2 * world_size, 8 * world_size)
+        assert (plan.row_starts == by_steps.row_starts).all()
+    assert count_run_tokens(build(max_steps=10), world_size) == count_run_tokens(
+        build(max_tokens=10 * batch), world_size
+    )
+    assert count_run_tokens(build(num_train_epochs=3), world_size) is None
+
+
+def test_the_last_step_is_the_first_to_reach_the_tokens() -> None:
+    assert plan_pretraining(build(max_tokens=1024), 1).num_steps == 1
+    assert plan_pretraining(build(max_tokens=1025), 1).num_steps == 2
+
+
+def test_phases_begin_with_whole_rows() -> None:
+    mixture = "--dataset_mixture=[{name: a/b}, {name: c/d}]"
+    curriculum = "--dataset_curriculum=[{start_tokens: 0, weights: [1, 0]}, {start_tokens: 129, weights: [1, 3]}]"
+    keys = ["--model_name_or_path=a/b", "--output_dir=o", "--max_length=128", "--max_steps=9", mixture, curriculum]
+    plan = plan_pretraining(load_config("pretrain", keys), 1)
+    assert plan.phases == [(0, [1.0, 0.0]), (2, [1.0, 3.0])] or plan.phases == [(0, [1, 0]), (2, [1, 3])]
+
+
+def test_a_schedule_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ConfigError, match="longer than the run"):
+        plan_pretraining(build(max_tokens=1024, warmup_tokens=1000, lr_scheduler_type="warmup_stable_decay"), 1)

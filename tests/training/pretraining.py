@@ -1,0 +1,94 @@
+"""Small pretraining runs by the recipe itself, stopped where a test wants them to stop."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+
+from recipes_lib.config.loader import load_config
+from recipes_lib.config.schema import RecipeConfig
+
+ROOT = Path(__file__).parents[2]
+WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "rivers", "carry", "sand", "towards", "sea", "every", "day")
+
+
+def write_documents(path: Path, num_documents: int = 40) -> Path:
+    """Documents of unequal lengths, some of a few words, one longer than several rows."""
+    lines = []
+    for number in range(num_documents):
+        length = 3 + (number * 37) % 50 if number != 5 else 400
+        words = [WORDS[(number * 7 + place * place) % len(WORDS)] for place in range(length)]
+        lines.append(json.dumps({"text": f"{number}: " + " ".join(words)}))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def build_config(tmp_path: Path, tokenizer_dir: Path, **keys: Any) -> RecipeConfig:
+    """A run of a random two-layer Llama over ``write_documents``, in full precision, logging every step."""
+    documents = tmp_path / "documents.jsonl"
+    if not documents.exists():
+        write_documents(documents)
+    defaults = {
+        "model_config": {
+            "model_type": "llama",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        },
+        "tokenizer_name_or_path": tokenizer_dir,
+        "dataset_name": documents,
+        "output_dir": tmp_path / "out",
+        "prepared_dir": tmp_path / "prepared",
+        "max_length": 32,
+        "max_steps": 8,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "bf16": False,
+        "use_cpu": True,
+        "num_sample_prompts": 0,
+        "save_strategy": "no",
+    }
+    given = {name: value for name, value in (defaults | keys).items() if value is not None}
+    return load_config("pretrain", [f"--{name}={_spell(value)}" for name, value in given.items()])
+
+
+def run_recipe(config: RecipeConfig, monkeypatch: pytest.MonkeyPatch, *, stop_after: int | None = None) -> None:
+    """Run ``recipes/pretrain.py`` in this process; with ``stop_after``, interrupt it after so many steps."""
+    spec = importlib.util.spec_from_file_location("pretrain_recipe", ROOT / "recipes" / "pretrain.py")
+    assert spec is not None
+    assert spec.loader is not None
+    recipe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recipe)
+
+    class Stop(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == stop_after:
+                raise KeyboardInterrupt
+
+    class Stopping(recipe.PretrainTrainer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.add_callback(Stop())
+
+    monkeypatch.setattr(recipe, "PretrainTrainer", Stopping)
+    if stop_after is None:
+        recipe.main(config)
+        return
+    with pytest.raises(KeyboardInterrupt):
+        recipe.main(config)
+
+
+def read_steps(output_dir: Path) -> list[dict[str, Any]]:
+    """The training events of a run, one a step."""
+    events = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    return [event for event in events if event["kind"] == "train"]
+
+
+def _spell(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict | list | bool) else str(value)
