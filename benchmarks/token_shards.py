@@ -23,7 +23,25 @@ from harness import compare, run_interleaved, spread, write_results
 from workload import DEFAULT_DATA, build_workload
 
 MAX_LENGTH = 1024
-Measure = Callable[[Path], tuple[float, int]]
+Figures = dict[str, float]
+
+
+class Stopwatch:
+    """Seconds since it was made: of the clock, and of all processors, finished child processes included."""
+
+    def __init__(self) -> None:
+        self._clock = time.perf_counter()
+        self._processors = self._count_processors()
+
+    def stop(self, num_tokens: int) -> Figures:
+        """Return what a measurement prints."""
+        seconds = time.perf_counter() - self._clock
+        cpu_seconds = self._count_processors() - self._processors
+        return {"seconds": seconds, "cpu_seconds": cpu_seconds, "tokens": num_tokens, "speed": num_tokens / seconds}
+
+    def _count_processors(self) -> float:
+        usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return sum(used.ru_utime + used.ru_stime for used in usage)
 
 
 def build_corpus(data: Path, megabytes: int, folder: Path) -> Path:
@@ -57,22 +75,21 @@ def _take(texts: Iterator[str], num_characters: int) -> Iterator[str]:
         yield text
 
 
-def measure_bare(corpus: Path, *, with_offsets: bool) -> tuple[float, int]:
-    """Seconds of one call of the tokenizer over all documents, without ids as numbers or anything written; tokens."""
+def measure_bare(corpus: Path, *, with_offsets: bool) -> Figures:
+    """One call of the tokenizer over all documents; nothing is taken out of it or written."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(corpus.parent / "model")
     texts = [json.loads(line)["text"] for line in corpus.open(encoding="utf-8")]
     backend = tokenizer.backend_tokenizer
     encode = backend.encode_batch if with_offsets else backend.encode_batch_fast
-    start = time.perf_counter()
+    watch = Stopwatch()
     encodings = encode(texts, add_special_tokens=False)
-    seconds = time.perf_counter() - start
-    return seconds, sum(map(len, encodings))
+    return watch.stop(sum(map(len, encodings)))
 
 
-def measure_ours(corpus: Path) -> tuple[float, int]:
-    """Seconds of ``prepare_tokens`` into an empty store, and tokens."""
+def measure_ours(corpus: Path) -> Figures:
+    """``prepare_tokens`` from the file into an empty store."""
     from recipes_lib.config.loader import load_config
     from recipes_lib.data.chat import RowEncoder  # noqa: F401 (as for the others, imports are not measured)
     from recipes_lib.data.token_data import prepare_tokens
@@ -88,13 +105,13 @@ def measure_ours(corpus: Path) -> tuple[float, int]:
         }
         config = load_config("pretrain", [f"--{name}={value}" for name, value in keys.items()])
         tokenizer = load_tokenizer(config.model, config.tokens)
-        start = time.perf_counter()
+        watch = Stopwatch()
         tokens = prepare_tokens(config, lambda _: tokenizer)
-        return time.perf_counter() - start, tokens.train[0].num_tokens
+        return watch.stop(tokens.train[0].num_tokens)
 
 
-def measure_map(corpus: Path, num_proc: int | None) -> tuple[float, int]:
-    """Seconds of transformers' ``examples/pytorch/language-modeling/run_clm.py`` from loading to grouped rows."""
+def measure_map(corpus: Path, num_proc: int | None) -> Figures:
+    """From the file to grouped rows, as transformers' ``examples/pytorch/language-modeling/run_clm.py`` does it."""
     import datasets
     from transformers import AutoTokenizer
 
@@ -114,14 +131,14 @@ def measure_map(corpus: Path, num_proc: int | None) -> tuple[float, int]:
     with tempfile.TemporaryDirectory() as cache:
         datasets.disable_progress_bars()
         tokenizer = AutoTokenizer.from_pretrained(corpus.parent / "model")
-        start = time.perf_counter()
+        watch = Stopwatch()
         rows = datasets.load_dataset("json", data_files=str(corpus), split="train", cache_dir=cache)
         rows = rows.map(tokenize, batched=True, num_proc=num_proc, remove_columns=["text"])
         rows = rows.map(group_texts, batched=True, num_proc=num_proc)
-        return time.perf_counter() - start, len(rows) * MAX_LENGTH
+        return watch.stop(len(rows) * MAX_LENGTH)
 
 
-VARIANTS: dict[str, Measure] = {
+VARIANTS: dict[str, Callable[[Path], Figures]] = {
     "ours": measure_ours,
     "bare encode_batch": lambda corpus: measure_bare(corpus, with_offsets=True),
     "bare encode_batch_fast": lambda corpus: measure_bare(corpus, with_offsets=False),
@@ -131,7 +148,7 @@ VARIANTS: dict[str, Measure] = {
 
 
 def main() -> None:
-    """Measure each variant in a process of its own, imports excluded."""
+    """Measure each variant in a process of its own, imports excluded; figures are min / median / max."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=DEFAULT_DATA)
     parser.add_argument("--workload", type=Path, default=Path("build/workload"))
@@ -143,23 +160,16 @@ def main() -> None:
     build_workload(options.data, options.workload)
     corpus = build_corpus(options.data, options.megabytes, options.workload)
     if options.measure:
-        seconds, num_tokens = VARIANTS[options.measure](corpus)
-        usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        figures = {
-            "seconds": seconds,
-            "tokens": num_tokens,
-            "speed": num_tokens / seconds,
-            "cpu_seconds": sum(used.ru_utime + used.ru_stime for used in usage),
-            "peak_mib": usage[0].ru_maxrss / 1024,
-        }
+        figures = VARIANTS[options.measure](corpus)
+        figures["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(json.dumps(figures))
         return
     command = [sys.executable, __file__, "--megabytes", str(options.megabytes), "--workload", str(options.workload)]
     results = run_interleaved({name: [*command, "--measure", name] for name in VARIANTS}, options.rounds)
-    table = [["variant", "tokens/s (min / median / max)", "seconds: this / ours", "peak MiB"]]
-    for name in VARIANTS:
-        ratio = compare(results, "seconds", "ours", name)
-        table.append([name, spread(results[name], "speed", 0), ratio, spread(results[name], "peak_mib", 0)])
+    table = [["variant", "tokens/s", "seconds: this / ours", "CPU seconds: this / ours", "peak MiB"]]
+    for name, measured in results.items():
+        ratios = [compare(results, figure, "ours", name) for figure in ("seconds", "cpu_seconds")]
+        table.append([name, spread(measured, "speed", 0), *ratios, spread(measured, "peak_mib", 0)])
     write_results(options.output, "Token shards", table, results)
 
 

@@ -104,6 +104,13 @@ def test_the_operations_are_those_of_the_papers(plan, name: str, published: str)
     assert f"{published} by 6 x parameters x tokens" in told
 
 
+def test_the_documentation_shows_what_is_told(plan) -> None:
+    page = (ROOT / "docs" / "pretraining_runs.md").read_text(encoding="utf-8")
+    command, shown = re.search(r"\$ (recipes plan [^\n]*)\n(.*?)```", page, re.DOTALL).groups()
+    _, _, _, config, *flags = command.split()
+    assert plan.file(ROOT / config, *flags).startswith(shown)
+
+
 def test_llama_3_405b_took_as_many_operations_as_its_paper_says(plan) -> None:
     architecture = TINY | {
         "vocab_size": 128_256,
@@ -138,7 +145,9 @@ def test_fp16_has_the_peak_of_fp16(plan) -> None:
     assert "'T4' in bfloat16 is not known" in plan("--gpu", "T4", code=2)
 
 
-@pytest.mark.parametrize(("num_tokens", "verdict"), [(10_000_000, "over-trained by 3."), (1_000_000, "under-trained by 2.")])
+@pytest.mark.parametrize(
+    ("num_tokens", "verdict"), [(10_000_000, "over-trained by 3."), (1_000_000, "under-trained by 2.")]
+)
 def test_tokens_are_judged_by_chinchillas_rule(plan, num_tokens: int, verdict: str) -> None:
     told = plan(max_tokens=num_tokens)
     parameters = int(re.search(r"([\d,]+) parameters", told)[1].replace(",", ""))

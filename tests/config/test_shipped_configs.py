@@ -48,7 +48,7 @@ def _where_its_files_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     (tmp_path / "data").mkdir()
     for name in ("pretrain", "pretrain_held_out", "sft", "sft_held_out"):
         (tmp_path / "data" / f"{name}.jsonl").touch()
-    for name in ("start", "pretrain"):
+    for name in ("tokenizer", "pretrain"):
         (tmp_path / name).mkdir()
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from pathlib import Path
 
 import datasets
@@ -83,16 +84,17 @@ def test_blank_files_hold_no_document(documents: TextDocuments, content: bytes) 
 def test_long_documents_are_cut_at_line_ends_and_lose_nothing(
     documents: TextDocuments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source_text, "MAX_DOCUMENT_BYTES", 20)
+    monkeypatch.setattr(source_text, "MAX_DOCUMENT_BYTES", 24)
     content = "zwölf ä\n" * 7 + "a line that is longer than a document may be\n" + "b\n" * 20
     pieces = read(content.encode(), documents)
     assert "\n".join(text.rstrip("\n") for _, text in pieces) == content.rstrip("\n")
     lines = content.splitlines()
     for number, text in pieces:
         assert lines[number - 1 : number - 1 + len(text.splitlines())] == text.splitlines()
-        assert len(text.encode()) <= 20 or text.rstrip("\n") == lines[7]
-    longest = max(len(text.encode()) for _, text in pieces[:3])
-    assert longest > 20 - len("zwölf ä\n".encode()), "no piece is shorter than it must be"
+        assert len(text.encode()) <= 24 or text.rstrip("\n") == lines[7]
+    for (_, text), (number, _) in itertools.pairwise(pieces):
+        with_next_line = text.rstrip("\n") + "\n" + lines[number - 1] + "\n"
+        assert len(with_next_line.encode()) > 24, "no piece is shorter than it must be"
 
 
 def test_a_file_is_read_no_further_than_its_document(monkeypatch: pytest.MonkeyPatch) -> None:

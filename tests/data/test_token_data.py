@@ -8,12 +8,15 @@ import json
 import os
 import threading
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from recipes_lib.data import prepare, token_data
 from recipes_lib.data.chat import RowEncoder
 from recipes_lib.data.token_data import prepare_tokens
+from recipes_lib.data.token_dataset import TokenDataset
+from recipes_lib.data.token_order import RowOrder
 from recipes_lib.errors import ConfigError, DataError
 
 
@@ -60,8 +63,28 @@ def test_each_source_holds_its_documents_and_its_name(build, load_tokenizer, tin
     assert decode(chats, tiny_tokenizer).startswith(
         "<|im_start|>user\nQuestion 0: ?<|im_end|>\n<|im_start|>assistant\n"
     )
+    assert [source.dtype for source in data.train] == ["<u2", "<u2"]
     assert not data.eval
     assert load_tokenizer.calls == 1
+
+
+def test_a_run_trains_on_every_token_of_each_source_but_its_tail_once_a_pass(build, load_tokenizer):
+    data = prepare_tokens(build(test_split_size=0.1), load_tokenizer)
+    num_windows = [source.num_tokens // 16 for source in data.train]
+    order = RowOrder(num_windows, [(0, num_windows)], seed=0)
+    dataset = TokenDataset(
+        data.train,
+        order,
+        max_length=16,
+        row_starts=np.arange(sum(num_windows) + 1),
+        rows_per_step=1,
+        rows_per_micro_step=1,
+        isolated=True,
+    )
+    rows = [dataset[index] for index in range(len(dataset))]
+    for number, (source, size) in enumerate(zip(data.train, num_windows, strict=True)):
+        read = sorted(row["input_ids"].tolist() for row in rows if row["source"] == number)
+        assert read == sorted(source.read(0, 16 * size).reshape(-1, 16).tolist())
 
 
 def test_weights_are_those_asked_for_or_by_size(build, load_tokenizer):
@@ -152,6 +175,7 @@ def test_a_source_smaller_than_a_row_is_named_with_the_remedy(build, load_tokeni
     assert problem.where == str(path)
     assert problem.found == "2 tokens to train on, and a row has max_length: 16"
     assert "lower max_length" in problem.remedy
+    assert prepare_tokens(build(max_length=2), load_tokenizer).train[0].num_tokens == 2
 
 
 def test_a_source_of_which_all_is_held_out_is_too_small(build, load_tokenizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import multiprocessing
 import os
@@ -14,10 +15,11 @@ import pytest
 
 from recipes_lib.data import store, token_documents, token_sets, token_shards
 from recipes_lib.data.chat import RowEncoder
+from recipes_lib.data.source_rows import RawRow
 from recipes_lib.data.store import find_set
 from recipes_lib.data.token_sets import make_token_set, open_side
 from recipes_lib.data.token_sources import Corpus, load_corpora
-from recipes_lib.errors import DataError
+from recipes_lib.errors import DataError, Problem
 
 KEY = "0123456789abcdef" * 4
 NUM_ROWS = 60
@@ -38,11 +40,12 @@ def make(build_config, write_rows, tiny_tokenizer):
         make.loads += 1
         return RowEncoder(tiny_tokenizer, loss_on="all"), 512
 
-    def run(root: Path, num_tokens=None, on_documents=lambda *_: None, rows=None, **options):
-        rows = rows or [{"text": f"Text {number}: " + "the baker opens " * (number % 7)} for number in range(NUM_ROWS)]
-        config = build_config(dataset_name=str(write_rows("texts.jsonl", rows)), **options)
-        (corpus,) = load_corpora(config)
-        corpus = Corpus(**{**vars(corpus), "num_tokens": num_tokens})
+    texts = [{"text": f"Text {number}: " + "the baker opens " * (number % 7)} for number in range(NUM_ROWS)]
+    path = write_rows("texts.jsonl", texts)
+
+    def run(root: Path, num_tokens=None, on_documents=lambda *_: None, path=path, **options):
+        (corpus,) = load_corpora(build_config(dataset_name=str(path), **options))
+        corpus = dataclasses.replace(corpus, num_tokens=num_tokens)
         return make_token_set(root, KEY, {}, corpus, load_encoder, on_documents)
 
     make = run
@@ -223,14 +226,57 @@ def test_a_full_disk_is_one_clear_error_and_the_next_call_goes_on(make, tmp_path
 
 
 @pytest.mark.parametrize("size", [None, 0.3, 5])
-def test_broken_documents_are_told_at_once_and_leave_nothing(make, tmp_path, size):
+def test_broken_documents_are_told_at_once_and_leave_nothing(make, write_rows, tmp_path, size):
     rows = [{"text": f"text {number}"} for number in range(40)]
     rows[3] = {"text": ""}
     rows[30] = {"text": ["not a text"]}
     with pytest.raises(DataError) as raised:
-        make(tmp_path / "root", rows=rows, test_split_size=size)
+        make(tmp_path / "root", path=write_rows("broken.jsonl", rows), test_split_size=size)
     assert [problem.where.rpartition(":")[2] for problem in raised.value.problems] == ["4", "31"]
     assert [path for path in (tmp_path / "root").iterdir() if not path.name.endswith(".lock")] == []
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """Rows over a network that breaks off once."""
+
+    breaks: list[int]
+    name = "a/stream"
+    streaming = True
+
+    def rows(self):
+        for index in range(NUM_ROWS):
+            if [index] == self.breaks:
+                self.breaks.clear()
+                raise DataError(Problem(self.name, "the connection broke off"))
+            yield RawRow(self.name, index, "row", {"text": f"text {index} of the baker"})
+
+
+def test_a_stream_that_breaks_off_costs_what_was_not_in_a_full_shard(tmp_path, tiny_tokenizer):
+    def run(root, *breaks):
+        corpus = Corpus(name="a/stream", source=Stream(list(breaks)), format="auto", num_tokens=400)
+        encoder = RowEncoder(tiny_tokenizer, loss_on="all"), 512
+        return lambda: make_token_set(root, KEY, {}, corpus, lambda: encoder, lambda *_: None)
+
+    whole, broken = run(tmp_path / "whole")(), run(tmp_path / "root", 30)
+    with pytest.raises(DataError, match="broke off"):
+        broken()
+    before = RowEncoder.num_tokenized_rows
+    assert contents(broken().path) == contents(whole.path)
+    assert RowEncoder.num_tokenized_rows - before <= NUM_ROWS - 28
+
+
+def test_a_set_that_two_processes_wrote_is_refused(make, tmp_path):
+    def intrude(documents, _):
+        if documents:
+            (shard, *_rest) = (tmp_path / "root").glob(".*.partial/train/tokens-00000.bin")
+            with shard.open("ab") as file:
+                file.write(b"theirs")
+
+    with pytest.raises(DataError, match="two processes have written the same set"):
+        make(tmp_path / "root", on_documents=intrude)
+    assert [path for path in (tmp_path / "root").iterdir() if not path.name.endswith(".lock")] == []
+    assert make(tmp_path / "root").is_new
 
 
 @pytest.mark.parametrize("rows_per_chunk", [1, 3, 100])

@@ -104,7 +104,7 @@ def test_without_documents_there_is_no_folder(tmp_path):
         writer.append(*make_documents([]))
         writer.flush()
     assert writer.describe()["num_documents"] == 0
-    assert is_whole(tmp_path / "s", writer.describe())
+    assert is_whole(tmp_path / "s", writer.describe(), exactly=True)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -141,12 +141,15 @@ def test_what_is_flushed_is_whole_and_what_lacks_a_byte_is_not(tmp_path):
         writer.flush()
         at = writer.describe()
         assert is_whole(tmp_path / "s", at)
+        assert is_whole(tmp_path / "s", at, exactly=True)
     for path in (tmp_path / "s").iterdir():
         content = path.read_bytes()
         path.write_bytes(content + b"later")
         assert is_whole(tmp_path / "s", at)
+        assert not is_whole(tmp_path / "s", at, exactly=True)
         path.write_bytes(content[:-1])
         assert not is_whole(tmp_path / "s", at)
+        assert not is_whole(tmp_path / "s", at, exactly=True)
         path.unlink()
         assert not is_whole(tmp_path / "s", at)
         path.write_bytes(content)

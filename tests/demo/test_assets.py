@@ -1,11 +1,10 @@
-"""The demo's starting point: a tokenizer that spells everything, and a small model that fits it."""
+"""The demo's starting point: a tokenizer that spells everything."""
 
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from recipes_lib.demo.assets import VOCAB_SIZE, build_tokenizer, save_start
+from recipes_lib.demo.assets import VOCAB_SIZE, build_tokenizer, save_tokenizer
 from recipes_lib.models.tokenizer_training import CHATML_TOKENS, EOS_TOKEN, PAD_TOKEN
 
 TEXTS = [f"def function_{number}(argument):\n    return argument + {number}\n" * 3 for number in range(300)]
@@ -25,18 +24,9 @@ def test_the_special_tokens_come_first_and_the_chat_template_ends_turns_with_one
     assert TOKENIZER.apply_chat_template(chat, tokenize=False) == prompt + "Ho<|im_end|>\n"
 
 
-def test_the_start_is_the_same_every_time_and_any_recipe_can_load_it(tmp_path):
-    counts = []
-    for name in ("one", "two"):
-        torch.rand(1)  # What was drawn before does not matter.
-        state = torch.get_rng_state()
-        counts.append(save_start(tmp_path / name, TEXTS, seed=3))
-        assert torch.equal(torch.get_rng_state(), state)
-    assert 100_000 < counts[0] == counts[1] < 2_000_000
-    for name in ("model.safetensors", "tokenizer.json", "config.json"):
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
+def test_the_tokenizer_is_the_same_every_time_and_any_recipe_can_load_it(tmp_path):
+    sizes = [save_tokenizer(tmp_path / name, TEXTS) for name in ("one", "two")]
+    assert (tmp_path / "one" / "tokenizer.json").read_bytes() == (tmp_path / "two" / "tokenizer.json").read_bytes()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "one")
-    assert model.config.vocab_size == len(tokenizer) <= VOCAB_SIZE
-    with torch.no_grad():
-        assert torch.isfinite(model(torch.tensor([[2, 5, 3]])).logits).all()
+    assert sizes == [len(tokenizer)] * 2
+    assert len(tokenizer) <= VOCAB_SIZE

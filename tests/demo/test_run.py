@@ -34,11 +34,12 @@ def test_the_shipped_configurations_find_what_the_demo_wrote(started, monkeypatc
     folder, _ = started
     monkeypatch.chdir(folder)
     (folder / "pretrain").mkdir()
-    for config, _ in run.STAGES.values():
-        parsed = parse_command("sft", ["--config", str(RECIPES / "configs" / "demo" / config)])
+    for stage, (config, _) in run.STAGES.items():
+        parsed = parse_command(stage, ["--config", str(RECIPES / "configs" / "demo" / config)])
         assert Path(parsed.data.dataset_name).is_file()
         assert Path(parsed.data.dataset_test_split).is_file()
-        assert Path(parsed.model.model_name_or_path).is_dir()
+        assert Path(parsed.model.model_name_or_path or parsed.model.tokenizer_name_or_path).is_dir()
+        assert (RECIPES / f"{stage}.py").is_file()
 
 
 def test_two_starts_are_byte_identical(started, tmp_path):
@@ -51,7 +52,7 @@ def test_two_starts_are_byte_identical(started, tmp_path):
 
 
 def test_what_is_shown_as_the_command_is_a_command(tmp_path):
-    command = run.build_command(tmp_path / "with a space", "x.yaml")
+    command = run.build_command(tmp_path / "with a space", "sft", "x.yaml")
     assert command[0] == "env"
     (tmp_path / "with a space").mkdir()
     (tmp_path / "with a space" / "sft.py").write_text(
@@ -63,7 +64,7 @@ def test_what_is_shown_as_the_command_is_a_command(tmp_path):
 
 def test_a_failing_stage_ends_the_demo_with_its_exit_code(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "write_start", lambda _: [])
-    (tmp_path / "sft.py").write_text("import sys; sys.exit(3)")
+    (tmp_path / "pretrain.py").write_text("import sys; sys.exit(3)")
     assert run.run_demo(tmp_path, tmp_path / "out") == 3
 
 

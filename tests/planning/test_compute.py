@@ -11,6 +11,7 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
+    MistralConfig,
     MixtralConfig,
     PretrainedConfig,
     Qwen3Config,
@@ -86,6 +87,12 @@ def test_a_sliding_layer_attends_to_no_more_than_its_window() -> None:
 
     assert compute_flops_per_token(sliding, 512) == compute_flops_per_token(full, 8)
     assert compute_flops_per_token(sliding, 4) == compute_flops_per_token(full, 4)
+
+
+def test_a_window_without_a_list_of_layers_is_that_of_all_of_them() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    windowed = compute_flops_per_token(MistralConfig(**sizes, vocab_size=100, sliding_window=16), 512)
+    assert windowed == compute_flops_per_token(MistralConfig(**sizes, vocab_size=100, sliding_window=None), 16)
 
 
 def test_seventy_billion_parameters_cost_six_operations_each_and_the_attention() -> None:

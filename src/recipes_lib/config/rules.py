@@ -63,16 +63,16 @@ def check_data(settings: Settings) -> Iterator[Problem]:
     if settings["dataset_streaming"] and not has_length:
         found = "`dataset_streaming` needs `max_steps`: a stream has no end to count epochs by"
         yield Problem(settings.where("dataset_streaming"), found, "write `max_steps: ...`")
-    size = settings["test_split_size"]
-    if settings["dataset_streaming"] and size is not None and size < 1:
-        found = "`test_split_size` is a share, and a stream has no length to take it of"
-        yield Problem(settings.where("test_split_size"), found, "write a number of rows")
     if settings["dataset_mixture"] == []:
         yield Problem(settings.where("dataset_mixture"), "`dataset_mixture` is empty", "write at least one entry")
 
 
-def check_overlong(settings: Settings) -> Iterator[Problem]:
-    """A length limit says what happens beyond it."""
+def check_rows(settings: Settings) -> Iterator[Problem]:
+    """A stream has no length to take a share of; a length limit says what happens beyond it."""
+    size = settings["test_split_size"]
+    if settings["dataset_streaming"] and size is not None and size < 1:
+        found = "`test_split_size` is a share, and a stream has no length to take it of"
+        yield Problem(settings.where("test_split_size"), found, "write a number of rows")
     if settings["overlong"] != "error" and settings["max_length"] is None and not settings.broken("max_length"):
         found = f"`overlong: {settings['overlong']}` has no effect without `max_length`"
         yield Problem(settings.where("overlong"), found, "write `max_length: ...`, or delete the line")
@@ -242,7 +242,7 @@ _RULES: Final[tuple[Rule, ...]] = (
     check_paths,
 )
 RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
-    "sft": (*_RULES, check_overlong, check_schedule_options),
+    "sft": (*_RULES, check_rows, check_schedule_options),
     "pretrain": (*_RULES, check_start, check_shape, check_precision, check_curriculum),
 }
 """The rules of each stage."""

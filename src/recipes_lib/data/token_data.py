@@ -66,7 +66,7 @@ def prepare_tokens(
         config: The run.
         load_tokenizer: Called only when something has to be tokenised.
         local_rank: Number of this process on its node; the first one prepares, the others wait for it.
-        num_tokens: Tokens that the run trains on; with ``dataset_streaming`` no more are read.
+        num_tokens: Tokens of all rows of the run; with ``dataset_streaming`` no more are read, and a row of slack.
 
     Raises:
         ConfigError: The options do not fit together, or the tokenizer is not there.

@@ -25,7 +25,7 @@ from recipes_lib.data.store import (
 from recipes_lib.data.token_documents import DocumentChunk, build_hold_out, encode_documents
 from recipes_lib.data.token_shards import TokenSource, TokenWriter, is_whole
 from recipes_lib.data.token_sources import Corpus
-from recipes_lib.errors import Problem
+from recipes_lib.errors import DataError, Problem
 
 if TYPE_CHECKING:
     from recipes_lib.data.chat import RowEncoder
@@ -99,10 +99,23 @@ def _write(
                 break
         sides.save()
         description = sides.describe()
-    if problems:
-        shutil.rmtree(staging, ignore_errors=True)  # the rows will have another key when they are mended
-        raise_problems(problems, corpus.name)
+    if problems and not corpus.source.streaming:
+        shutil.rmtree(staging, ignore_errors=True)  # mended rows have another key; a stream may only have broken off
+    raise_problems(problems, corpus.name)
+    _refuse_intruders(staging, description)
     return description
+
+
+def _refuse_intruders(staging: Path, description: Mapping[str, Any]) -> None:
+    """Some cluster file systems grant one lock on every machine; then two processes write one file.
+
+    Raises:
+        DataError: There is more in the files than was written.
+    """
+    if not all(is_whole(staging / side, description[side], exactly=True) for side in ("train", "eval")):
+        shutil.rmtree(staging, ignore_errors=True)
+        found = "two processes have written the same set: the locks of this file system end at a machine"
+        raise DataError(Problem(str(staging.parent), found, "run `recipes prepare` on one machine first"))
 
 
 class _Sides:

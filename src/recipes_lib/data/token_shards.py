@@ -78,14 +78,17 @@ class TokenSource:
         return np.array(_map_file(self.folder / _DIGESTS_FILE, "<u8")[start:stop], np.uint64)
 
 
-def is_whole(folder: Path, description: Mapping[str, Any]) -> bool:
-    """Whether a folder has every byte that ``TokenWriter.describe`` told of."""
+def is_whole(folder: Path, description: Mapping[str, Any], *, exactly: bool = False) -> bool:
+    """Whether a folder has every byte that ``TokenWriter.describe`` told of; ``exactly``: and none that it did not."""
     size, per_shard = np.dtype(description["dtype"]).itemsize, description["tokens_per_shard"]
     num_full, rest = divmod(description["num_tokens"], per_shard)
     wanted = {_shard_file(folder, number): per_shard * size for number in range(num_full)}
     wanted[_shard_file(folder, num_full)] = rest * size
     wanted |= {folder / name: 8 * description["num_documents"] for name in (_ENDS_FILE, _DIGESTS_FILE)}
-    return all(path.is_file() and path.stat().st_size >= num_bytes for path, num_bytes in wanted.items() if num_bytes)
+    found = {path: path.stat().st_size for path in wanted if path.is_file()}
+    if exactly:
+        return found == {path: num_bytes for path, num_bytes in wanted.items() if num_bytes}
+    return all(found.get(path, 0) >= num_bytes for path, num_bytes in wanted.items())
 
 
 class TokenWriter:

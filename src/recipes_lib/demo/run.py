@@ -1,4 +1,4 @@
-"""The demo from end to end: its data are made from this Python's own library, and the ordinary recipe does the rest."""
+"""The demo from end to end: its data are made from this Python's own library, and the ordinary recipes do the rest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
-from recipes_lib.demo.assets import save_start
+from recipes_lib.demo.assets import save_tokenizer
 from recipes_lib.demo.chats import QUESTIONS, build_chats
 from recipes_lib.demo.corpus import load_modules, split_texts, standard_library
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
@@ -28,10 +28,10 @@ SHOWN = {"pretrain": 2, "sft": 2 * len(QUESTIONS)}
 """How many of a stage's samples are printed."""
 SHOWN_CHARACTERS = 100
 STAGES = {
-    "pretrain": ("sft_on_texts.yaml", "pretraining on the texts"),
+    "pretrain": ("pretrain.yaml", "pretraining on the texts, from random weights"),
     "sft": ("sft_on_chats.yaml", "fine-tuning on the answers of the chats"),
 }
-"""Output folder of a stage -> its configuration, and what it does."""
+"""Name of a stage, of its script and of its output folder -> its configuration, and what it does."""
 # So small a model gains nothing from a second thread, and loses much where the cores are shared.
 ENVIRONMENT = ("HF_HUB_OFFLINE=1", "OMP_NUM_THREADS=1")
 TRY_IT = """from transformers import pipeline
@@ -43,7 +43,7 @@ def run_demo(recipes: Path, output_dir: Path) -> int:
     """Run every stage as a user would, then show what was learned; return the exit code of a stage that fails.
 
     Args:
-        recipes: Folder of ``sft.py`` and of ``configs/demo``.
+        recipes: Folder of the recipes and of ``configs/demo``.
         output_dir: Where everything is written.
 
     Raises:
@@ -58,13 +58,13 @@ def run_demo(recipes: Path, output_dir: Path) -> int:
         console.print(f"\n{number} of 4, at {time.perf_counter() - started:.0f} s: {purpose}", style="bold")
 
     console.print("From your Python's sources to a small assistant: about three minutes on one core.")
-    announce(1, "texts and chats from the standard library, a tokenizer, a random model")
+    announce(1, "texts and chats from the standard library, and a tokenizer")
     open_folder(output_dir)
     for line in write_start(output_dir):
         console.print(f"  {line}")
-    for number, (config, purpose) in enumerate(STAGES.values(), start=2):
+    for number, (stage, (config, purpose)) in enumerate(STAGES.items(), start=2):
         announce(number, purpose)
-        command = build_command(recipes, config)
+        command = build_command(recipes, stage, config)
         console.print(f"  cd {shlex.quote(str(output_dir))} && {shlex.join(command)}", style="dim")
         code = subprocess.run(command, cwd=output_dir, check=False).returncode
         if code != EXIT_DONE:
@@ -98,7 +98,7 @@ def open_folder(output_dir: Path) -> None:
 
 
 def write_start(output_dir: Path) -> Iterator[str]:
-    """Write the data and the random model, and say what was written."""
+    """Write the data and the tokenizer, and say what was written."""
     modules = load_modules(standard_library())
     texts, chats = split_texts(modules, SEED), build_chats(modules, SEED)
     files: dict[str, list[Any]] = {
@@ -111,17 +111,17 @@ def write_start(output_dir: Path) -> Iterator[str]:
         path = output_dir / "data" / f"{name}.jsonl"
         path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
         yield f"{path}: {len(rows)} rows"
-    num_weights = save_start(output_dir / "start", texts.train, SEED)
-    yield f"{output_dir / 'start'}: {num_weights} random weights"
+    num_tokens = save_tokenizer(output_dir / "tokenizer", texts.train)
+    yield f"{output_dir / 'tokenizer'}: {num_tokens} tokens"
 
 
-def build_command(recipes: Path, config: str) -> list[str]:
+def build_command(recipes: Path, stage: str, config: str) -> list[str]:
     """Return what a user would type for a stage, in the folder that its configuration speaks of."""
     return [
         "env",
         *ENVIRONMENT,
         sys.executable,
-        str(recipes / "sft.py"),
+        str(recipes / f"{stage}.py"),
         "--config",
         str(recipes / "configs/demo" / config),
     ]

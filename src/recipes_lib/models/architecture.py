@@ -105,7 +105,7 @@ def start_causal_lm(
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             model_config, attn_implementation=attn_implementation, dtype=dtype
         )
-    except (ValueError, RuntimeError, ZeroDivisionError) as error:
+    except (KeyError, ValueError, RuntimeError, ZeroDivisionError) as error:
         found = f"a {model_config.model_type} model cannot be built: {_first_line(error)}"
         raise ConfigError(Problem("model_config", found, "check the sizes against each other")) from error
     model.config.use_cache = False

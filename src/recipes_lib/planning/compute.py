@@ -77,7 +77,9 @@ def _count_attention(config: Any, sequence_length: int) -> float:
     score_dim = getattr(config, "qk_head_dim", None) or head_dim
     value_dim = getattr(config, "v_head_dim", None) or head_dim
     windowed = min(sequence_length, getattr(config, "sliding_window", None) or sequence_length)
-    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    # A window without a list of layers is that of all of them, as Mistral's.
+    kind = "sliding_attention" if getattr(config, "use_sliding_window", True) else "full_attention"
+    layer_types = getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers
     contexts = {"full_attention": sequence_length, "sliding_attention": windowed}
     num_keys: int = sum(contexts.get(layer_type, 0) for layer_type in layer_types)
     num_features: int = config.num_attention_heads * (score_dim + value_dim)

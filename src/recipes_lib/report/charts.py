@@ -33,7 +33,7 @@ MAX_SMOOTHED = 400
 SMOOTH_FROM = 30
 """Curves of fewer points are shown as they are."""
 _TICK_STEPS = [1, 2, 5, 10]
-_STYLE = {
+STYLE = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 9.5,
@@ -160,7 +160,7 @@ def _plan_charts(run: RunFiles) -> list[_Plan]:
 
 
 def _draw(plan: _Plan, folder: Path) -> Chart:
-    with mpl.rc_context({**_STYLE, "svg.hashsalt": plan.name}):
+    with mpl.rc_context({**STYLE, "svg.hashsalt": plan.name}):
         figure = Figure(figsize=(9.2, 3.1) if plan.is_wide else (4.5, 2.5), layout="constrained")
         axes = figure.add_subplot()
         for line in plan.lines:

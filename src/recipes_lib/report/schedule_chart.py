@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.report.charts import _STYLE as STYLE
 from recipes_lib.report.charts import COLOURS, PNG_BACKGROUND
+from recipes_lib.report.charts import STYLE as STYLE
 
 _TICK_STEPS = [1, 2, 5, 10]
 _UNITS = ((1e12, "trillions"), (1e9, "billions"), (1e6, "millions"), (1e3, "thousands"))

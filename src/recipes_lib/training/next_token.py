@@ -44,6 +44,7 @@ class NextTokenTrainer(Trainer):
     router_aux_loss_coef: float
     control: TrainerControl
     _last_evaluated_step = -1
+    _num_parameters: int | None = None
 
     def __init__(
         self,
@@ -148,6 +149,12 @@ class NextTokenTrainer(Trainer):
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss / self.current_gradient_accumulation_steps
         self.observer.counter.add(num_tokens, outputs.num_targets, outputs.num_correct)
         return (loss, outputs) if return_outputs else loss
+
+    def floating_point_ops(self, inputs: Batch) -> int:
+        """Return upstream's ``6 * tokens * parameters`` without walking the model at every micro-batch."""
+        if self._num_parameters is None:
+            self._num_parameters = self.model.num_parameters(exclude_embeddings=True)
+        return 6 * int(inputs["input_ids"].numel()) * self._num_parameters
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Return the global gradient norm, and stop every process before an update that would not be finite.

@@ -1,0 +1,110 @@
+"""The pretraining recipe as a user runs it: in processes of its own, to a model that any tool loads."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.training.pretraining import read_steps, write_documents
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "pretrain.py"
+TWO = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+
+
+def write_config(tmp_path, tiny_tokenizer_dir, **keys):
+    documents = tmp_path / "some documents.jsonl"
+    if not documents.exists():
+        write_documents(documents)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    keys = {
+        "model_config": {"model_type": "llama"} | sizes,
+        "tokenizer_name_or_path": str(tiny_tokenizer_dir),
+        "dataset_name": str(documents),
+        "test_split_size": 0.1,
+        "output_dir": str(tmp_path / "a run"),
+        "prepared_dir": str(tmp_path / "prepared"),
+        "max_length": 32,
+        "max_steps": 8,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "bf16": False,
+        "num_sample_prompts": 1,
+        "sample_max_new_tokens": 4,
+    } | keys
+    path = tmp_path / "pretrain.yaml"
+    path.write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in keys.items() if value is not None))
+    return path
+
+
+def run_recipe(*argv, launcher=()):
+    command = [sys.executable, *launcher, str(RECIPE), *map(str, argv)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
+
+
+def test_a_run_leaves_a_base_model_that_any_tool_loads(tmp_path, tiny_tokenizer_dir):
+    config = write_config(tmp_path, tiny_tokenizer_dir)
+    done = run_recipe("--config", config)
+    assert done.returncode == 0, done.stderr[-3000:]
+    output = tmp_path / "a run"
+    names = {path.name for path in output.iterdir()}
+    assert {"run.json", "metrics.jsonl", "samples.jsonl", "model.safetensors", "config.json", "README.md"} <= names
+    assert {"tokenizer.json", "generation_config.json", "report.html", "checkpoint-8"} <= names
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(output), AutoTokenizer.from_pretrained(output)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    ids = tokenizer("the quick", return_tensors="pt")
+    assert model.generate(**ids, max_new_tokens=3, do_sample=False).shape[1] > ids["input_ids"].shape[1]
+    steps = read_steps(output)
+    assert {"parameter_norm", "update_ratio", "mfu", "grad_norm", "num_tokens", "tokens_per_second"} <= steps[-1].keys()
+    again = run_recipe("--config", config)
+    assert again.returncode == 0
+    assert read_steps(output) == steps
+    other = run_recipe("--config", config, "--max_length", "64")
+    assert other.returncode == 2
+    assert "max_length was 32" in other.stderr
+
+
+CUTS = {"8x1": ((), 8, 1), "2x4": ((), 2, 4), "1x4 on two": (TWO, 1, 4), "4x1 on two": (TWO, 4, 1)}
+LENGTHS = {"steps": ({"max_steps": 8}, CUTS), "epochs": ({"max_steps": None, "num_train_epochs": 1.5}, list(CUTS)[::2])}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("length", LENGTHS)
+def test_how_the_batch_is_cut_changes_neither_losses_nor_rates(tmp_path, tiny_tokenizer_dir, length):
+    units, names = LENGTHS[length]
+    runs = {}
+    for name in names:
+        launcher, size, accumulation = CUTS[name]
+        keys = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
+        keys |= {"output_dir": str(tmp_path / name), "save_strategy": "no", "warmup_steps": 2, "learning_rate": 1e-3}
+        config = write_config(tmp_path, tiny_tokenizer_dir, **keys, **units)
+        done = run_recipe("--config", config, launcher=launcher)
+        assert done.returncode == 0, done.stderr[-3000:]
+        runs[name] = read_steps(tmp_path / name)
+    num_steps = len(runs["8x1"])
+    assert num_steps > 4
+    for steps in runs.values():
+        for figure in ("loss", "grad_norm"):
+            expected = [step[figure] for step in runs["8x1"]]
+            assert [step[figure] for step in steps] == pytest.approx(expected, rel=2e-5)
+        for number, step in enumerate(steps):
+            progress = (number - 2) / (num_steps - 2)
+            cosine = 0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2
+            assert step["learning_rate"] == pytest.approx(1e-3 * ((number + 1) / 2 if number < 2 else cosine))
+
+
+def test_a_wrong_key_and_a_broken_document_end_with_exit_code_two_and_the_place(tmp_path, tiny_tokenizer_dir):
+    config = write_config(tmp_path, tiny_tokenizer_dir, packing=True)
+    done = run_recipe("--config", config)
+    assert done.returncode == 2
+    assert "`packing` has no effect" in done.stderr
+    (tmp_path / "some documents.jsonl").write_text('{"text": "fine"}\n{"text": 5}\n')
+    done = run_recipe("--config", write_config(tmp_path, tiny_tokenizer_dir))
+    assert done.returncode == 2
+    assert "some documents.jsonl:2" in done.stderr
+    assert "Traceback" not in done.stderr
