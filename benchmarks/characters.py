@@ -1,6 +1,6 @@
 """A published result: the character-level GPT-2 of nanoGPT's README, by its train.py and by the recipe.
 
-4 layers, 4 heads, width 128, blocks of 64, 12 a batch, 2,000 steps, AdamW from 1e-3 to 1e-4, no dropout, on the CPU. Its
+4 layers, 4 heads, width 128, blocks of 64, 12 a batch, 2,000 steps, AdamW from 1e-3 to 1e-4, no dropout, on a CPU. The
 README reports a validation loss of 1.88. Nothing is downloaded: a checkout of nanoGPT is given by path.
 
 python benchmarks/characters.py --nanogpt PATH [--data FILE] [--rounds 3] [--steps 2000] [--output FILE]

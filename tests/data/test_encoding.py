@@ -7,11 +7,18 @@ import pytest
 
 from recipes_lib.data import encoding
 from recipes_lib.data.chat import RowEncoder
-from recipes_lib.data.encoding import build_encoder, encode_chunk, encode_mixture, find_end_tokens, name_rows
+from recipes_lib.data.encoding import (
+    build_encoder,
+    encode_chunk,
+    encode_mixture,
+    find_end_tokens,
+    name_rows,
+    split_chunks,
+)
 from recipes_lib.data.rows import EncodedRow, Row
 from recipes_lib.data.source_mixtures import load_train_data
 from recipes_lib.data.splits import compute_row_digest
-from recipes_lib.errors import DataError
+from recipes_lib.errors import DataError, Problem
 
 
 def encode(config, tokenizer):
@@ -79,3 +86,16 @@ def test_a_row_without_tokens_is_refused_by_its_place():
 def test_end_tokens_are_the_special_ones(tiny_tokenizer):
     ids = set(tiny_tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]))
     assert find_end_tokens(tiny_tokenizer) == ids
+
+
+def test_rows_before_a_broken_one_are_not_lost_with_it():
+    rows = [Row(source="data", index=number, text="x") for number in range(3)]
+
+    def read():
+        yield from rows
+        raise DataError(Problem("data row 3", "broken"))
+
+    chunks = split_chunks(read())
+    assert next(chunks) == rows
+    with pytest.raises(DataError, match="data row 3"):
+        next(chunks)

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -98,9 +97,19 @@ def find_end_tokens(tokenizer: PreTrainedTokenizerBase) -> Collection[int]:
 
 
 def split_chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Rows by ``ROWS_PER_CHUNK``, the last chunk shorter."""
-    rows = iter(rows)
-    while chunk := list(islice(rows, ROWS_PER_CHUNK)):
+    """Rows by ``ROWS_PER_CHUNK``, the last chunk shorter; an error of reading comes after the rows that were read."""
+    chunk: list[Row] = []
+    try:
+        for row in rows:
+            chunk.append(row)
+            if len(chunk) == ROWS_PER_CHUNK:
+                yield chunk
+                chunk = []
+    except DataError:
+        if chunk:
+            yield chunk
+        raise
+    if chunk:
         yield chunk
 
 
