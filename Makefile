@@ -54,11 +54,14 @@ test-slow: $(STAMP) ## the long proofs
 demo: $(STAMP) ## the whole pipeline on real text at hand, on a CPU, with a report to look at
 	@$(PYTHON) recipes/demo.py
 
-bench: $(STAMP) ## side-by-side benchmarks against TRL as installed
+bench: $(STAMP) ## side-by-side benchmarks against transformers and TRL as installed
 	@$(PYTHON) benchmarks/startup.py --output build/bench/startup.json
 	@$(PYTHON) benchmarks/preparation.py --output build/bench/preparation.json
 	@$(PYTHON) benchmarks/loss_head.py --output build/bench/loss_head.json
 	@$(PYTHON) benchmarks/training.py --output build/bench/training.json
+	@$(PYTHON) benchmarks/token_shards.py --megabytes 8 --rounds 3 --output build/bench/token_shards.json
+	@$(PYTHON) benchmarks/pretraining.py --rounds 2 --steps 24 --output build/bench/pretraining.json
+	@$(PYTHON) benchmarks/activation_checkpointing.py --output build/bench/activation_checkpointing.json
 
 docs: $(STAMP) ## write docs/configs.md, and check every link, path and command in the documentation
 	@$(PYTHON) -m recipes_lib.config.generate

@@ -153,3 +153,21 @@ def test_a_mixture_is_evaluated_source_by_source(tmp_path, tiny_tokenizer_dir, m
     text = (tmp_path / "out" / "metrics.jsonl").read_text()
     for figure in ("eval_loss", "eval_loss_prose", "eval_loss_code", "eval_bits_per_byte_code"):
         assert f'"{figure}"' in text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "muon"])
+def test_on_a_gpu_a_run_learns_and_resumes_by_documents_in_one_flat_row(
+    tmp_path, tiny_tokenizer_dir, monkeypatch, optim
+):
+    architecture = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    keys = {"use_cpu": False, "bf16": True, "optim": optim, "max_steps": 20, "learning_rate": 3e-3}
+    keys |= {"model_config": architecture | {"num_attention_heads": 4}, "save_strategy": "steps", "save_steps": 5}
+    config = build_config(tmp_path, tiny_tokenizer_dir, **keys)
+    run_recipe(config, monkeypatch, stop_after=12)
+    run_recipe(config, monkeypatch)
+    steps = read_steps(tmp_path / "out")
+    assert [step["step"] for step in steps] == list(range(1, 21))
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
+    assert steps[-1]["mfu"] is None or steps[-1]["mfu"] > 0
