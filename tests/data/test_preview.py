@@ -98,7 +98,7 @@ def test_the_command_shows_the_first_rows_and_writes_the_page(build_config, tiny
         *("--dataset_name", config.data.dataset_name),
         *("--output_dir", str(tmp_path / "out")),
     ]
-    main(argv, lambda config: tiny_tokenizer)
+    main("sft", argv, lambda config: tiny_tokenizer)
     out = "".join(capsys.readouterr().out.split())
     expected = build_preview(config, tiny_tokenizer, 2)
     assert len(expected) == 2
