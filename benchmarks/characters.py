@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DEFAULT_DATA)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--measure", choices=["ours", "nanoGPT"])
     options = parser.parse_args()
@@ -144,7 +144,7 @@ def main() -> None:
     build_corpus(options.data, folder, options.nanogpt)
     shared = ["--nanogpt", str(options.nanogpt.resolve()), "--steps", str(options.steps)]
     variants = {
-        name: [sys.executable, __file__, *shared, "--seed", str(options.seed), "--measure", name]
+        name: [sys.executable, __file__, *shared, "--seed", "{round}", "--measure", name]
         for name in ("ours", "nanoGPT")
     }
     results = run_interleaved(variants, options.rounds)

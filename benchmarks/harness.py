@@ -19,7 +19,10 @@ Measurement = dict[str, Any]
 
 
 def run_interleaved(variants: Mapping[str, Sequence[str]], rounds: int) -> dict[str, list[Measurement]]:
-    """Run every variant once a round; each command prints one JSON object on its last line of standard output."""
+    """Run every variant once a round; each command prints one JSON object on its last line of standard output.
+
+    ``{round}`` in a command stands for the number of the round, from 1.
+    """
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -29,7 +32,8 @@ def run_interleaved(variants: Mapping[str, Sequence[str]], rounds: int) -> dict[
     for number in range(rounds):
         for name, command in variants.items():
             print(f"round {number + 1}/{rounds} {name}", file=sys.stderr, flush=True)
-            done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+            numbered = [part.replace("{round}", str(number + 1)) for part in command]
+            done = subprocess.run(numbered, capture_output=True, text=True, env=environment, check=False)
             if done.returncode:
                 raise RuntimeError(f"{name} failed:\n{done.stderr[-4000:]}")
             results[name].append(json.loads(done.stdout.strip().splitlines()[-1]))

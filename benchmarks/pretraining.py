@@ -65,7 +65,9 @@ def build_meter() -> Any:
     return Meter()
 
 
-def measure_ours(folder: Path, output_dir: str, steps: int, meter: Any, bf16: bool) -> Any:
+def measure_ours(
+    folder: Path, output_dir: str, steps: int, meter: Any, *, bf16: bool, torch_compile: bool = False
+) -> Any:
     """Train with this library's trainer."""
     from transformers import AutoModelForCausalLM
 
@@ -94,6 +96,7 @@ def measure_ours(folder: Path, output_dir: str, steps: int, meter: Any, bf16: bo
         # As run_clm.py concatenates them; kept apart, documents cost less.
         "cross_document_attention": True,
         "bf16": bf16,
+        "torch_compile": torch_compile,
         "save_strategy": "no",
     }
     config = load_config("pretrain", [f"--{name}={value}" for name, value in keys.items()])
@@ -180,6 +183,7 @@ VARIANTS: dict[str, Any] = {
     "Trainer, defaults": lambda *args: measure_trainer(*args, bf16=False),
     "Trainer, bf16": lambda *args: measure_trainer(*args, bf16=True),
     "ours, fp32": lambda *args: measure_ours(*args, bf16=False),
+    "ours, torch_compile": lambda *args: measure_ours(*args, bf16=True, torch_compile=True),
 }
 
 

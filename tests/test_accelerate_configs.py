@@ -42,7 +42,7 @@ def find_unknown_keys(document: Mapping[str, Any]) -> list[str]:
 
 
 def test_every_kind_of_hardware_has_its_file() -> None:
-    assert set(NAMES) == {"cpu", "cpu_ddp", "single_gpu", "ddp", "fsdp2", "zero2", "zero3"}
+    assert set(NAMES) == {"cpu", "cpu_ddp", "single_gpu", "ddp", "fp8", "fsdp2", "zero2", "zero3"}
 
 
 @pytest.mark.parametrize("file", FILES, ids=NAMES)

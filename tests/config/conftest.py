@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipes_lib.config.loader import load_config
+from recipes_lib.config.table import STAGES
 from recipes_lib.errors import ConfigError, Problem
 
 SOUND = """\
@@ -16,7 +17,7 @@ dataset_name: owner/dataset
 output_dir: out
 learning_rate: 1e-5
 """
-SOUND_OF = {"sft": SOUND, "pretrain": SOUND.replace("learning_rate: 1e-5", "max_length: 1024")}
+SOUND_OF = dict.fromkeys(STAGES, SOUND) | {"pretrain": SOUND.replace("learning_rate: 1e-5", "max_length: 1024")}
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from trl import SFTConfig
 
 from recipes_lib.config.generate import build_documents, build_tables
 from recipes_lib.config.schema import SECTIONS
-from recipes_lib.config.stages import read_refused
+from recipes_lib.config.stages import read_defaults, read_refused
 from recipes_lib.config.table import STAGES, load_table, table_path
 
 
@@ -34,7 +34,7 @@ def test_our_fields_are_in_the_table_with_their_defaults(stage: str) -> None:
         fields = [field for field in dataclasses.fields(section) if field.name not in read_refused(stage)]
         assert [field.name for field in fields] == [key.name for key in keys.values() if key.group == group]
         for field in fields:
-            expected = None if field.default is dataclasses.MISSING else field.default
+            expected = read_defaults(stage).get(field.name, (field.default,))[0]
             assert keys[field.name].default == expected
             assert keys[field.name].owner == "recipes_lib"
 

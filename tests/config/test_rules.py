@@ -143,3 +143,46 @@ def test_an_exponential_decay_to_zero_is_refused(problems_of) -> None:
     lines = "lr_scheduler_type: warmup_stable_decay\ndecay_type: exponential\nmin_lr_ratio: 0\n"
     (problem,) = problems_of(lines, stage="pretrain")
     assert "with its first step" in problem.found
+
+
+@pytest.mark.parametrize(
+    ("stage", "lines", "told"),
+    [
+        ("lora", "use_peft: false\n", "`use_peft` is false"),
+        ("lora", "load_in_4bit: true\nload_in_8bit: true\n", "are both set"),
+        ("lora", "adapter_name_or_path: owner/adapter\nlora_r: 8\n", "`lora_r` has no effect"),
+        ("dpo", "lora_r: 8\n", "`lora_r` has no effect without an adapter"),
+        ("reward", "load_in_4bit: true\n", "`load_in_4bit` has no effect without an adapter"),
+        ("dpo", "use_peft: true\nlora_dropout: 0.1\n", "scores random"),
+        ("reward", "max_length: 64\noverlong: truncate\n", "compare parts of answers"),
+        ("dpo", "loss_type: [sigmoid, sft]\nloss_weights: [1.0]\n", "1 numbers for 2 losses"),
+        ("dpo", "simpo_gamma: 1.0\n", "belongs to `loss_type: simpo`"),
+        ("dpo", "loss_type: sigmoid\nlabel_smoothing: 0.1\n", "belongs to `loss_type: exo_pair or robust"),
+        ("dpo", "loss_type: exo_pair\n", "needs `label_smoothing`"),
+        ("dpo", "loss_type: orpo\nprecompute_ref_log_probs: true\n", "holds nothing against a reference"),
+        ("dpo", "loss_type: sigmiod\n", "`loss_type` is 'sigmiod'"),
+    ],
+)
+def test_adapters_and_preferences_are_refused_where_an_option_would_do_nothing(problems_of, stage, lines, told) -> None:
+    problems = problems_of(lines, stage=stage)
+    assert any(told in problem.found for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("stage", "lines"),
+    [
+        ("lora", "load_in_4bit: true\nlora_dropout: 0.05\n"),
+        ("reward", "label_smoothing: 0.1\nuse_peft: true\nlora_modules_to_save: [score]\n"),
+        ("dpo", "loss_type: sigmoid\n"),
+        ("dpo", "loss_type: [sigmoid, sft]\nloss_weights: [1.0, 0.2]\n"),
+        ("dpo", "loss_type: simpo\nsimpo_gamma: 1.0\nbeta: 2.5\n"),
+        ("dpo", "use_peft: true\nlora_r: 8\nload_in_8bit: true\n"),
+    ],
+)
+def test_sound_adapters_and_preferences_load(problems_of, stage, lines) -> None:
+    assert problems_of(lines, stage=stage) == []
+
+
+def test_a_single_loss_may_be_a_scalar(write) -> None:
+    path = write("model_name_or_path: o/m\ndataset_name: o/d\noutput_dir: out\nloss_type: ipo\n")
+    assert load_config("dpo", ["--config", str(path)]).training["loss_type"] == ["ipo"]

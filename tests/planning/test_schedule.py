@@ -325,7 +325,6 @@ def test_it_travels_to_another_process():
         ("cosine", {"warmup_tokens": STEPS * LENGTH * ROWS + 1}, "longer than the run"),
         ("warmup_stable_decay", {"decay_steps": STEPS + 1, "warmup_steps": 0}, "longer than the run"),
         ("warmup_stable_decay", {"decay_steps": STEPS - WARMUP + 1}, "longer than the run"),
-        ("warmup_stable_decay", {"decay_type": "exponential", "min_lr_ratio": 0.0}, "exponential decay to 0"),
     ],
 )
 def test_what_does_not_fit_in_the_run_is_refused(kind, keys, told):

@@ -28,7 +28,7 @@ from recipes_lib.config.table import STAGES, load_table, table_path
 
 _ROOT = Path(__file__).parents[3]
 _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", type(None): "null"}
-_REQUIRED = {"sft": ("model_name_or_path", "output_dir"), "pretrain": ("max_length", "output_dir")}
+_REQUIRED = {stage: ("max_length" if stage == "pretrain" else "model_name_or_path", "output_dir") for stage in STAGES}
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def _build_table(stage: str) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     refused = read_refused(stage)
     for group, section in our_schema.SECTIONS.items():
-        fields = {name: key for name, key in _read_section(section).items() if name not in refused}
+        fields = {name: key for name, key in _read_section(section, stage).items() if name not in refused}
         if fields:
             groups[group] = (section.__doc__ or "").split("\n")[0]
             keys |= {name: {"group": group} | key for name, key in fields.items()}
@@ -72,18 +72,26 @@ def _build_table(stage: str) -> dict[str, Any]:
     return {"stage": stage, "groups": groups, "required": list(_REQUIRED[stage]), "keys": keys}
 
 
-def _read_section(section: type) -> dict[str, dict[str, Any]]:
+def _read_section(section: type, stage: str) -> dict[str, dict[str, Any]]:
     hints = typing.get_type_hints(section)
     helps = _read_field_strings(section)
     return {
         field.name: {
             "owner": "recipes_lib",
             "schema": _describe_key(field.name, hints[field.name], field.metadata.get("items")),
-            "default": None if field.default is dataclasses.MISSING else field.default,
             "help": helps[field.name],
+            **_choose_default(field.name, None if field.default is dataclasses.MISSING else field.default, stage),
         }
         for field in dataclasses.fields(section)
     }
+
+
+def _choose_default(name: str, general: Any, stage: str) -> dict[str, Any]:
+    """Return the default of a key, and where the stage has its own, the general one and why."""
+    ours = read_defaults(stage).get(name)
+    return (
+        {"default": general} if ours is None else {"default": ours[0], "upstream_default": general, "reason": ours[1]}
+    )
 
 
 def _read_field_strings(section: type) -> dict[str, str]:
@@ -102,8 +110,14 @@ def _read_upstream(stage: str) -> dict[str, dict[str, Any]]:
     from transformers import TrainingArguments
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-    config = {"sft": trl.SFTConfig, "pretrain": TrainingArguments}[stage]
-    defaults, refused = read_defaults(stage), read_refused(stage)
+    config = {
+        "pretrain": TrainingArguments,
+        "sft": trl.SFTConfig,
+        "lora": trl.SFTConfig,
+        "reward": trl.RewardConfig,
+        "dpo": trl.DPOConfig,
+    }[stage]
+    refused = read_refused(stage)
     hints = typing.get_type_hints(config)
     inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
     headings = _read_headings(inspect.getdoc(TrainingArguments) or "")
@@ -113,19 +127,15 @@ def _read_upstream(stage: str) -> dict[str, dict[str, Any]]:
         name = field.name
         if name in refused:
             continue
-        default = _read_default(field)
         allowed = choices.get(name) or field.metadata.get("choices")
         keys[name] = {
             "group": headings.get(name, "Model"),
             "owner": "transformers" if name in inherited else "trl",
             "schema": _describe_key(name, hints[name], None, allowed),
-            "default": default,
             "help": " ".join([field.metadata.get("help", "").replace("%%", "%"), NOTES.get(name, "")]).strip(),
+            **_choose_default(name, _read_default(field), stage),
         }
-        keys[name]["schema"].get("enum", []).extend(ADDED_CHOICES[stage].get(name, ()))
-        if name in defaults:
-            ours, reason = defaults[name]
-            keys[name] |= {"default": ours, "upstream_default": default, "reason": reason}
+        keys[name]["schema"].get("enum", []).extend(ADDED_CHOICES.get(stage, {}).get(name, ()))
     return keys
 
 

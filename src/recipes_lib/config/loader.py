@@ -25,6 +25,8 @@ from recipes_lib.errors import ConfigError, Problem
 
 _PATH_KEYS = (
     "model_name_or_path",
+    "adapter_name_or_path",
+    "ref_model_name_or_path",
     "tokenizer_name_or_path",
     "dataset_name",
     "dataset_test_split",

@@ -73,6 +73,18 @@ BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
     "min_lr_ratio": {"minimum": 0, "maximum": 1},
     "start_tokens": {"minimum": 0},
     "warmup_tokens": {"minimum": 1},
+    # adapters
+    "lora_alpha": {"exclusiveMinimum": 0},
+    "lora_dropout": {"minimum": 0, "exclusiveMaximum": 1},
+    "lora_r": {"minimum": 1},
+    "loraplus_lr_ratio": {"minimum": 1},
+    # preferences
+    "beta": {"exclusiveMinimum": 0},
+    "center_rewards_coefficient": {"minimum": 0},
+    "discopop_tau": {"exclusiveMinimum": 0},
+    "label_smoothing": {"minimum": 0, "exclusiveMaximum": 0.5},
+    "ld_alpha": {"minimum": 0, "maximum": 1},
+    "simpo_gamma": {"minimum": 0},
 }
 """Range of each number, as JSON schema spells it; ``weight`` is that of a ``dataset_mixture`` entry, ``start_tokens``
 that of a ``dataset_curriculum`` phase."""
@@ -98,7 +110,7 @@ _FIXED_LENGTH = dropped("does nothing for packed rows", "delete the line; rows a
 _LAUNCH = undecided("is hardware, which is not in a recipe", "put it into the accelerate YAML (accelerate_configs/)")
 _EVALUATION = dropped("belongs to upstream's evaluation loop; the hooks here keep sums only", "delete the line")
 _RESUME = dropped_at((False, None), "would make a resumed run differ from an uninterrupted one", "delete the line")
-_LOSS = dropped_at((0, 0.0, None, "nll", "chunked_nll"), "is another loss than the one here", "delete the line")
+_LOSS = dropped_at((0, 0.0, None), "is another loss than the one here", "delete the line")
 _PREPARED = dropped("belongs to upstream's data preparation; rows are prepared once, by `recipes prepare`")
 _LIGER = dropped_at((False, None), "replaces the loss head, which is already computed in chunks", "delete the line")
 
@@ -139,7 +151,7 @@ REFUSED: Final[Mapping[str, Retired]] = {
     "length_column_name": _FIXED_LENGTH,
     "label_names": _PREPARED,
     # The loss is ours.
-    **each("label_smoothing_factor loss_type", _LOSS),
+    "label_smoothing_factor": _LOSS,
     **each("use_liger_kernel liger_kernel_config", _LIGER),
     "average_tokens_across_devices": dropped_at((True,), "is always on; off, results depend on the number of GPUs", ""),
     "logging_nan_inf_filter": dropped("is always off; on, it hides a loss that destroys the weights"),

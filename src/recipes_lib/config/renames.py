@@ -11,12 +11,16 @@ from typing import Final
 
 from recipes_lib.config.retired import Retired, dropped, dropped_at, each, renamed, undecided
 from recipes_lib.config.stages import read_refused
+from recipes_lib.config.table import load_table
 
 _GONE_5 = "was removed in transformers 5.0"
 _LAUNCH = undecided("is hardware, which is not in a recipe", "put it into the accelerate YAML (accelerate_configs/)")
 _PREPARED = dropped("belonged to an old data preparation", "delete the line; `recipes prepare` needs no such setting")
 _HALF = dropped(_GONE_5, "delete the line; mixed precision is `bf16: true` or `fp16: true`")
 _TPU = dropped_at((False, None), _GONE_5, "delete the line")
+_PREFERENCE = dropped_at(
+    (False, None), "was removed from TRL's DPOConfig", "delete the line; losses are named by `loss_type`"
+)
 _REMOTE_CODE = undecided("is not read", "pin the model with `model_revision`")
 _MIXTURE = "an entry of `dataset_mixture` is {name, weight, config, revision, split, format}"
 
@@ -99,6 +103,19 @@ RETIRED: Final[Mapping[str, Retired]] = {
         (False,), "changed the rows in silence", "put system messages into the rows, or into the chat template"
     ),
     **each("base_model_revision model_code_revision", _REMOTE_CODE),
+    # adapters and preferences
+    "lora_task_type": dropped("follows from the stage"),
+    "bnb_4bit_quant_storage": dropped("follows from the launch file and the precision"),
+    "lora_target_parameters": dropped_at((None,), "is not done here", "name layers with `lora_target_modules`"),
+    **each(
+        "max_prompt_length max_completion_length max_target_length",
+        dropped("was removed in TRL 0.28", "delete the line; `max_length` counts the prompt and its longer answer"),
+    ),
+    **each(
+        "generate_during_eval is_encoder_decoder reference_free rpo_alpha label_pad_token_id model_adapter_name "
+        "ref_adapter_name force_use_ref_model base_model_attribute_name",
+        _PREFERENCE,
+    ),
 }
 """Old spelling -> what became of it."""
 
@@ -128,15 +145,10 @@ def _of_stage(stage: str) -> Retired:
 _ACCELERATE = undecided("is a key of the accelerate YAML", "put it there: accelerate launch --config_file F")
 _IN_MIXTURE = undecided("is a key of a `dataset_mixture` entry", "put it inside the entry, next to its `name`")
 
-_OF_LORA = (
-    "use_peft lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters lora_modules_to_save "
-    "lora_task_type use_rslora use_dora load_in_8bit load_in_4bit bnb_4bit_quant_type use_bnb_nested_quant "
-    "bnb_4bit_quant_storage"
-)
 _OF_DPO = (
-    "beta label_smoothing loss_weights f_divergence_type f_alpha_divergence_coef discopop_tau ld_alpha use_weighting "
+    "beta loss_weights f_divergence_type f_alpha_divergence_coef discopop_tau ld_alpha use_weighting "
     "precompute_ref_log_probs precompute_ref_batch_size sync_ref_model ref_model_mixup_alpha ref_model_sync_steps "
-    "max_prompt_length max_completion_length disable_dropout"
+    "disable_dropout"
 )
 _OF_DISTILLATION = "teacher_model_name_or_path teacher_model_revision teacher_model_init_kwargs temperature"
 _OF_ACCELERATE = (
@@ -145,7 +157,6 @@ _OF_ACCELERATE = (
 )
 
 ELSEWHERE: Final[Mapping[str, Retired]] = {
-    **each(_OF_LORA, Retired("is not a key of this stage", "use the `lora` recipe", values={False: {}, None: {}})),
     **each(_OF_DPO, _of_stage("dpo")),
     **each("center_rewards_coefficient", _of_stage("reward")),
     **each(_OF_DISTILLATION, _of_stage("distill")),
@@ -158,4 +169,5 @@ ELSEWHERE: Final[Mapping[str, Retired]] = {
 @functools.cache
 def read_known(stage: str) -> Mapping[str, Retired]:
     """Return every spelling that a stage understands only to refuse it."""
-    return {**ELSEWHERE, **read_refused(stage), **RETIRED}
+    elsewhere = {key: retired for key, retired in ELSEWHERE.items() if key not in load_table(stage).keys}
+    return {**elsewhere, **read_refused(stage), **RETIRED}

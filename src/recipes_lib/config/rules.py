@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -9,6 +10,7 @@ from typing import Final
 
 from recipes_lib.config.paths import check_paths
 from recipes_lib.config.policy import SHARE_OR_COUNT
+from recipes_lib.config.schema import AdapterConfig, QuantizationConfig
 from recipes_lib.config.settings import DECISIONS, Settings, is_local
 from recipes_lib.errors import Problem
 
@@ -226,7 +228,68 @@ def check_workers(settings: Settings) -> Iterator[Problem]:
                 yield Problem(settings.where(key), found, "write `dataloader_num_workers: 1` or more")
 
 
+def check_adapter(settings: Settings) -> Iterator[Problem]:
+    """Options of an adapter need one, and weights of few bits cannot be trained themselves."""
+    if settings["use_peft"]:
+        if settings["load_in_8bit"] and settings["load_in_4bit"]:
+            found = f"`load_in_4bit` and `load_in_8bit` ({settings.where('load_in_8bit')}) are both set"
+            yield Problem(settings.where("load_in_4bit"), found, "keep one")
+        for key in ("lora_r", "lora_target_modules", "lora_modules_to_save", "init_lora_weights", "use_dora"):
+            if settings.gives("adapter_name_or_path") and settings.gives(key):
+                found = f"`{key}` has no effect: `adapter_name_or_path` brings its own"
+                yield Problem(settings.where(key), found, "keep one of the two")
+        return
+    if settings.table.stage == "lora":
+        yield Problem(
+            settings.where("use_peft"), "`use_peft` is false", "use the `sft` recipe, which trains all weights"
+        )
+        return
+    for field in (*dataclasses.fields(AdapterConfig), *dataclasses.fields(QuantizationConfig)):
+        if field.name != "use_peft" and settings[field.name] != field.default:
+            found = f"`{field.name}` has no effect without an adapter"
+            yield Problem(settings.where(field.name), found, "write `use_peft: true`, or delete the line")
+
+
+def check_pairs(settings: Settings) -> Iterator[Problem]:
+    """Answers are compared whole, and by the same network that the reference was."""
+    if settings["overlong"] in ("truncate", "split"):
+        found = f"`overlong: {settings['overlong']}` would compare parts of answers"
+        yield Problem(settings.where("overlong"), found, "write `overlong: drop`, or a larger `max_length`")
+    if settings["lora_dropout"]:
+        found = "`lora_dropout` makes the adapter's scores random, and they are compared"
+        yield Problem(settings.where("lora_dropout"), found, "write `lora_dropout: 0`")
+
+
+def check_preference(settings: Settings) -> Iterator[Problem]:
+    """Options of one loss need that loss; several losses have as many weights."""
+    losses, weights = settings["loss_type"], settings["loss_weights"]
+    if settings.broken("loss_type"):
+        return
+    if weights is not None and len(weights) != len(losses):
+        found = f"`loss_weights` has {len(weights)} numbers for {len(losses)} losses"
+        yield Problem(settings.where("loss_weights"), found, f"write {len(losses)}, in the order of `loss_type`")
+    for key, users in _LOSS_OPTIONS.items():
+        if settings.gives(key) and not set(users) & set(losses):
+            found = f"`{key}` has no effect: it belongs to `loss_type: {' or '.join(users)}`"
+            yield Problem(settings.where(key), found, "delete the line, or choose that loss")
+    if "exo_pair" in losses and not settings["label_smoothing"]:
+        found = "`loss_type: exo_pair` needs `label_smoothing` above 0: it takes its logarithm"
+        yield Problem(settings.where("loss_type"), found, "write `label_smoothing: 0.001`")
+    if set(losses) <= {"simpo", "orpo", "sft"}:
+        for key in ("ref_model_name_or_path", "ref_model_revision", "precompute_ref_log_probs"):
+            if settings.gives(key):
+                found = f"`{key}` has no effect: `loss_type: {', '.join(losses)}` holds nothing against a reference"
+                yield Problem(settings.where(key), found, "delete the line")
+
+
 Rule = Callable[[Settings], Iterator[Problem]]
+
+_LOSS_OPTIONS: Final = {
+    "simpo_gamma": ("simpo",),
+    "discopop_tau": ("discopop",),
+    "label_smoothing": ("exo_pair", "robust", "aot", "aot_unpaired"),
+}
+"""Options of DPO's losses, and the losses that read them."""
 
 _RULES: Final[tuple[Rule, ...]] = (
     check_required,
@@ -241,8 +304,12 @@ _RULES: Final[tuple[Rule, ...]] = (
     check_workers,
     check_paths,
 )
+_FINE_TUNING: Final = (*_RULES, check_rows, check_schedule_options)
 RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
-    "sft": (*_RULES, check_rows, check_schedule_options),
     "pretrain": (*_RULES, check_start, check_shape, check_precision, check_curriculum),
+    "sft": _FINE_TUNING,
+    "lora": (*_FINE_TUNING, check_adapter),
+    "reward": (*_FINE_TUNING, check_adapter, check_pairs),
+    "dpo": (*_FINE_TUNING, check_adapter, check_pairs, check_preference),
 }
 """The rules of each stage."""

@@ -164,11 +164,69 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """Low-rank adapters: a few new weights are trained and the model's own stay; TRL's and PEFT's spelling."""
+
+    use_peft: bool = False
+    """Train an adapter instead of the model's own weights."""
+    adapter_name_or_path: str | None = None
+    """Hub id or folder of an adapter to go on training, on the base that it names. Unset: a fresh one."""
+    lora_r: int = 16
+    """Rank of the adapter's matrices."""
+    lora_alpha: int = 32
+    """Scale of the adapter: its product is multiplied by ``lora_alpha / lora_r``."""
+    lora_dropout: float = 0.0
+    """Dropout before the adapter; preference stages and PPO compare log-probabilities and need 0."""
+    lora_target_modules: list[str] | None = None
+    """Layers that get an adapter, by the end of their names. Unset: ``all-linear``, every linear layer but the head."""
+    lora_modules_to_save: list[str] | None = None
+    """Modules trained whole beside the adapter and saved with it, such as ``embed_tokens`` and ``lm_head``."""
+    init_lora_weights: Literal["default", "gaussian", "pissa", "olora", "orthogonal"] = "default"
+    """How a fresh adapter begins; ``pissa`` takes the principal directions out of the model's own weights."""
+    use_rslora: bool = False
+    """Scale by ``lora_alpha / sqrt(lora_r)`` instead, which keeps high ranks learning."""
+    use_dora: bool = False
+    """Learn the length of each weight's rows apart from their direction."""
+    loraplus_lr_ratio: float | None = None
+    """LoRA+: learning rate of the B matrices over that of the A matrices; 16 in the paper."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationConfig:
+    """The frozen model under an adapter, in 8 or 4 bits by bitsandbytes."""
+
+    load_in_8bit: bool = False
+    """LLM.int8(): one byte a weight."""
+    load_in_4bit: bool = False
+    """QLoRA: half a byte a weight."""
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
+    """Levels of the 4-bit weights; NF4 suits weights, which are normally distributed."""
+    use_bnb_nested_quant: bool = True
+    """Quantise the quantisation's own constants too, which saves 0.4 bits a weight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceConfig:
+    """How pairs of answers are laid out, and what they are held against."""
+
+    shared_prompt: bool | None = None
+    """Compute the prompt once for both answers. Unset: wherever the model and the kernel allow it."""
+    ref_model_name_or_path: str | None = None
+    """Reference model, if it is not the model that training starts from."""
+    ref_model_revision: str | None = None
+    """Commit, tag or branch of a Hub reference model."""
+    simpo_gamma: float = 0.5
+    """``loss_type: simpo``: margin by which the mean log-probability of the chosen answer, times ``beta``, must win."""
+    label_smoothing: float = 0.0
+    """Share of pairs that are expected to be labelled the wrong way round."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecipeConfig:
     """One run: our sections, upstream's training keys, and where each value came from.
 
     Attributes:
-        stage: Name of the recipe, ``sft`` or ``pretrain``.
+        stage: Name of the recipe, one of ``table.STAGES``.
         path: The YAML file; ``None`` when everything came from flags.
         training: Upstream's keys (``TrainingArguments`` / ``SFTConfig`` spelling) with effective values: those the
             user gave plus our defaults where they differ from upstream's.
@@ -183,6 +241,9 @@ class RecipeConfig:
     evaluation: EvaluationConfig
     pretraining: PretrainingConfig = PretrainingConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    adapter: AdapterConfig = AdapterConfig()
+    quantization: QuantizationConfig = QuantizationConfig()
+    preference: PreferenceConfig = PreferenceConfig()
     training: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, str] = field(default_factory=dict)
 
@@ -194,5 +255,8 @@ SECTIONS: Final[dict[str, type]] = {
     "evaluation": EvaluationConfig,
     "pretraining": PretrainingConfig,
     "schedule": ScheduleConfig,
+    "adapter": AdapterConfig,
+    "quantization": QuantizationConfig,
+    "preference": PreferenceConfig,
 }
 """Our sections by the name of their field in ``RecipeConfig``; ``stages.py`` says which keys a stage leaves out."""

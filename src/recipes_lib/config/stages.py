@@ -10,13 +10,39 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from recipes_lib.config.policy import CHOICES, DEFAULTS, REFUSED
-from recipes_lib.config.retired import Retired, dropped, each, undecided
-from recipes_lib.config.schema import PretrainingConfig, ScheduleConfig
+from recipes_lib.config.retired import Retired, dropped, dropped_at, each, renamed, undecided
+from recipes_lib.config.schema import (
+    AdapterConfig,
+    PreferenceConfig,
+    PretrainingConfig,
+    QuantizationConfig,
+    ScheduleConfig,
+)
+
+_FINE_TUNING: Final[Mapping[str, tuple[Any, str]]] = {
+    "lr_scheduler_type": ("cosine", "the decay to zero that published fine-tunings use"),
+    "warmup_steps": (0.03, "Adam's second moment is unreliable in the first steps"),
+}
+_ONE_EPOCH: Final = (1.0, "a second pass over the same pairs mostly memorises them")
 
 _STAGE_DEFAULTS: Final[Mapping[str, Mapping[str, tuple[Any, str]]]] = {
-    "sft": {
-        "lr_scheduler_type": ("cosine", "the decay to zero that published fine-tunings use"),
-        "warmup_steps": (0.03, "Adam's second moment is unreliable in the first steps"),
+    "sft": _FINE_TUNING,
+    "lora": {
+        **_FINE_TUNING,
+        "learning_rate": (2e-4, "an adapter takes about ten times the rate of full fine-tuning"),
+        "use_peft": (True, "this stage trains an adapter"),
+    },
+    "reward": {
+        **_FINE_TUNING,
+        "center_rewards_coefficient": (0.01, "only differences of scores are learnt; this keeps their level near 0"),
+        "learning_rate": (1e-5, "of full fine-tuning, as published reward models; an adapter takes 1e-4"),
+        "num_train_epochs": _ONE_EPOCH,
+    },
+    "dpo": {
+        **_FINE_TUNING,
+        "num_train_epochs": _ONE_EPOCH,
+        "precompute_ref_log_probs": (True, "the reference is read once, kept beside the data, and takes no memory"),
+        "warmup_steps": (0.1, "what Zephyr and Tulu trained with"),
     },
     "pretrain": {
         "adam_beta2": (0.95, "what GPT-3, Llama, Mistral and Chinchilla trained with"),
@@ -32,22 +58,43 @@ _STAGE_DEFAULTS: Final[Mapping[str, Mapping[str, tuple[Any, str]]]] = {
 }
 
 _OF_PRETRAINING: Final = undecided("is a key of pretraining", "delete the line")
+_OF_ADAPTERS: Final = Retired("is not a key of this stage", "use the `lora` recipe", values={False: {}, None: {}})
+_OF_PAIRS: Final = undecided("is a key of the stages that learn from pairs", "use the `dpo` recipe, or delete the line")
+_OF_SAMPLES: Final = dropped("has no effect: a reward model writes no answers")
+_LOSS: Final = dropped_at((None, "nll", "chunked_nll"), "is another loss than the one here", "delete the line")
 _FULL_ROWS: Final = dropped("has no effect: documents are cut into full rows of `max_length`, and nothing is lost")
+_WHOLE_PAIRS: Final = dropped("has no effect: every token of both answers counts, and pairs share rows by themselves")
+_FIXED_REFERENCE: Final = dropped_at((False, None), "moves the reference, which is fixed here", "delete the line")
+
+
+def _each_field(retired: Retired, *sections: type) -> dict[str, Retired]:
+    return {field.name: retired for section in sections for field in dataclasses.fields(section)}
+
+
+_NO_PRETRAINING: Final[Mapping[str, Retired]] = {
+    **_each_field(_OF_PRETRAINING, PretrainingConfig, ScheduleConfig),
+    "min_lr_ratio": undecided(
+        "is a key of pretraining",
+        "write `lr_scheduler_type: cosine_with_min_lr` and `lr_scheduler_kwargs: {min_lr_rate: 0.1}`",
+    ),
+    "model_config": undecided("is a key of pretraining", "write `model_name_or_path`: fine-tuning needs a model"),
+}
+_NO_ADAPTERS: Final = _each_field(_OF_ADAPTERS, AdapterConfig, QuantizationConfig)
+_NO_PAIRS: Final = {**_each_field(_OF_PAIRS, PreferenceConfig), "loss_type": _LOSS}
+_ONLY_PAIRS: Final[Mapping[str, Retired]] = {
+    **_NO_PRETRAINING,
+    **each("packing loss_on assistant_only_loss completion_only_loss", _WHOLE_PAIRS),
+    "activation_offloading": dropped_at((False, None), "is not done here", "write `activation_checkpointing: true`"),
+    "dataset_streaming": undecided("cannot be: pairs are prepared once", "delete the line"),
+    "neftune_noise_alpha": undecided("is a key of fine-tuning", "delete the line"),
+}
 
 _LEFT_OUT: Final[Mapping[str, Mapping[str, Retired]]] = {
-    "sft": {
-        **{
-            field.name: _OF_PRETRAINING
-            for section in (PretrainingConfig, ScheduleConfig)
-            for field in dataclasses.fields(section)
-        },
-        "min_lr_ratio": undecided(
-            "is a key of pretraining",
-            "write `lr_scheduler_type: cosine_with_min_lr` and `lr_scheduler_kwargs: {min_lr_rate: 0.1}`",
-        ),
-        "model_config": undecided("is a key of pretraining", "write `model_name_or_path`: fine-tuning needs a model"),
-    },
+    "sft": {**_NO_PRETRAINING, **_NO_ADAPTERS, **_NO_PAIRS},
+    "lora": {**_NO_PRETRAINING, **_NO_PAIRS},
     "pretrain": {
+        **_NO_ADAPTERS,
+        **_NO_PAIRS,
         **each("packing overlong max_truncated_fraction packing_strategy truncation_mode", _FULL_ROWS),
         **each("loss_on assistant_only_loss completion_only_loss", dropped("has no effect: every token is trained on")),
         "lr_scheduler_kwargs": undecided(
@@ -56,14 +103,34 @@ _LEFT_OUT: Final[Mapping[str, Mapping[str, Retired]]] = {
         "neftune_noise_alpha": undecided("is a key of fine-tuning", "delete the line"),
         "train_sampling_strategy": dropped("has no effect: the order of rows follows from `seed` alone"),
     },
+    "reward": {
+        **_ONLY_PAIRS,
+        **each("num_sample_prompts sample_prompts sample_max_new_tokens metrics", _OF_SAMPLES),
+        **each(
+            "ref_model_name_or_path ref_model_revision simpo_gamma loss_type",
+            undecided("is a key of DPO", "delete the line"),
+        ),
+    },
+    "dpo": {
+        **_ONLY_PAIRS,
+        "sync_ref_model": _FIXED_REFERENCE,
+        **each("ref_model_mixup_alpha ref_model_sync_steps", dropped("moves the reference, which is fixed here")),
+        "precompute_ref_batch_size": renamed("per_device_eval_batch_size", "one number for what needs no gradient"),
+    },
 }
+
+PREFERENCE_LOSSES: Final = (
+    *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"),
+    *("apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm", "simpo", "orpo"),
+)
+"""Values of ``loss_type`` of DPO."""
 
 _STAGE_CHOICES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "pretrain": {"lr_scheduler_type": ("constant", "linear", "cosine", "warmup_stable_decay", "inverse_sqrt")},
+    "dpo": {"loss_type": PREFERENCE_LOSSES},
 }
 
 ADDED_CHOICES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
-    "sft": {},
     "pretrain": {"optim": ("muon", "adamw_bf16_stochastic")},
 }
 """Stage -> values of an upstream key that upstream has not."""

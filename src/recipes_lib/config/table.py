@@ -12,7 +12,7 @@ from typing import Any, Final
 Schema = Mapping[str, Any]
 """A fragment of JSON schema: ``type`` (always a list), ``enum``, ``items``, ``properties``, ``required``, bounds."""
 
-STAGES: Final = ("sft", "pretrain")
+STAGES: Final = ("pretrain", "sft", "lora", "reward", "dpo")
 
 _WORDS = {
     "boolean": "true or false",
@@ -36,8 +36,8 @@ class Key:
         schema: What its value may be.
         default: Effective default.
         help: What it does.
-        upstream_default: Upstream's default, where ours differs.
-        reason: Why ours differs.
+        upstream_default: Upstream's default, or that of the other stages, where this stage's differs.
+        reason: Why it differs.
     """
 
     name: str

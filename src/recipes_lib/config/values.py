@@ -28,6 +28,9 @@ _BOUNDS: Final[Mapping[str, tuple[str, Callable[[float, float], bool]]]] = {
     "exclusiveMaximum": ("below", lambda value, bound: value < bound),
 }
 
+_ONE_OR_MORE: Final = ("loss_type",)
+"""Lists of which upstream's documentation writes a single one as a scalar."""
+
 INVALID: Final = object()
 """What a value that was refused becomes; the reason is in the problems."""
 
@@ -48,8 +51,8 @@ class Reader:
         """Return the value of ``node`` as ``schema`` declares it, or ``INVALID``."""
         if not _CORE_TAG.fullmatch(node.tag):
             return self._refuse(node, f"`{name}` has the YAML tag {node.tag[:40]}", "delete the tag")
-        if isinstance(node, yaml.SequenceNode) and "array" in schema["type"]:
-            items = [self.read(f"{name}[{index}]", item, schema["items"]) for index, item in enumerate(node.value)]
+        if "array" in schema["type"] and (children := _list_items(name, node)) is not None:
+            items = [self.read(label, item, schema["items"]) for label, item in children]
             return INVALID if any(item is INVALID for item in items) else items
         if isinstance(node, yaml.MappingNode) and "object" in schema["type"]:
             if "properties" in schema:
@@ -115,6 +118,13 @@ class Reader:
     def _refuse(self, node: yaml.Node, found: str, remedy: str) -> Any:
         self.problems.append(Problem(self.locate(node), found, remedy))
         return INVALID
+
+
+def _list_items(name: str, node: yaml.Node) -> list[tuple[str, yaml.Node]] | None:
+    """Return the items of a list, each with its name; ``None`` where none is written."""
+    if isinstance(node, yaml.SequenceNode):
+        return [(f"{name}[{index}]", item) for index, item in enumerate(node.value)]
+    return [(name, node)] if name in _ONE_OR_MORE and node.value not in _NULL else None
 
 
 def plain_value(node: yaml.Node) -> Any:

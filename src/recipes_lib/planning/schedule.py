@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -171,8 +171,7 @@ def build_schedule(
         max_length: Tokens in a row.
 
     Raises:
-        ConfigError: The warm-up and the decay are longer than the run; or an exponential decay falls to 0, which it
-            would do at once.
+        ConfigError: The warm-up and the decay are longer than the run.
     """
     token_starts = row_starts * max_length
     kind = str(training.get("lr_scheduler_type", "linear"))
@@ -186,8 +185,12 @@ def build_schedule(
         full_tokens=_count_full_tokens(schedule, training, token_starts),
         token_starts=token_starts,
     )
-    if problems := list(_find_problems(built)):
-        raise ConfigError(*problems)
+    if built.warmup_tokens + built.decay_tokens > int(token_starts[-1]):
+        found = (
+            f"the warm-up and the decay are longer than the run ({built.num_steps} steps, {token_starts[-1]} tokens)"
+        )
+        remedy = "lower warmup_steps or warmup_tokens, or decay_steps; or train longer"
+        raise ConfigError(Problem("lr_scheduler_type", found, remedy))
     return built
 
 
@@ -223,15 +226,3 @@ def _count_full_tokens(schedule: ScheduleConfig, training: Mapping[str, Any], to
         return first
     accumulation = training.get("gradient_accumulation_steps", 1)
     return int(first * accumulation // count_micro_steps(accumulation, schedule.batch_ramp_start))
-
-
-def _find_problems(schedule: Schedule) -> Iterator[Problem]:
-    end = int(schedule.token_starts[-1])
-    if schedule.warmup_tokens + schedule.decay_tokens > end:
-        found = f"the warm-up and the decay are longer than the run ({schedule.num_steps} steps, {end} tokens)"
-        yield Problem(
-            "lr_scheduler_type", found, "lower warmup_steps or warmup_tokens, or decay_steps; or train longer"
-        )
-    if schedule.decay_tokens and schedule.decay_type == "exponential" and schedule.min_ratio == 0:
-        found = "an exponential decay to 0 is at 0 with its first step"
-        yield Problem("min_lr_ratio", found, "write min_lr_ratio: 0.01, or another decay_type")

@@ -11,6 +11,7 @@ from trl import SFTConfig
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.stages import ADDED_CHOICES
 from recipes_lib.hardware import supports_bf16
+from recipes_lib.training.fp8 import verify_fp8
 from recipes_lib.training.launch import Launch, verify_launch
 
 _OF_STAGE: dict[str, dict[str, Any]] = {
@@ -29,12 +30,17 @@ _ALWAYS: dict[str, Any] = {
 }
 
 
-def resolve_precision(config: RecipeConfig) -> dict[str, Any]:
-    """Return ``bf16``, ``fp16`` and ``use_cpu``: what the recipe says, and bf16 where the hardware has it."""
+def resolve_precision(config: RecipeConfig, launched: str = "no") -> dict[str, Any]:
+    """Return ``bf16``, ``fp16`` and ``use_cpu``: what the recipe says, and bf16 where the hardware has it.
+
+    Args:
+        config: The recipe.
+        launched: ``mixed_precision`` of the launch file; ``fp8`` stays what it is.
+    """
     training = config.training
     bf16 = training.get("bf16")
     if bf16 is None:
-        bf16 = not training.get("fp16") and supports_bf16()
+        bf16 = launched != "fp8" and not training.get("fp16") and supports_bf16()
     use_cpu = bool(training.get("use_cpu")) or not torch.accelerator.is_available()
     return {"bf16": bf16, "fp16": bool(training.get("fp16")), "use_cpu": use_cpu}
 
@@ -52,15 +58,18 @@ def build_training_arguments(
 
     Raises:
         ConfigError: The processes did not become the one run that was launched.
+        ConfigError: The launch file asks for fp8, which cannot be had here.
     """
-    arguments = {**config.training, **_OF_STAGE[config.stage], **_ALWAYS, **resolve_precision(config)}
+    verify_fp8(config, launch.precision)
+    precision = resolve_precision(config, launch.precision)
+    arguments = {**config.training, **_OF_STAGE[config.stage], **_ALWAYS, **precision}
     # Every parameter takes part in every loss; looking for idle ones would walk the graph once more a step.
     arguments.setdefault("ddp_find_unused_parameters", False)
     if not has_eval:
         arguments |= {"eval_strategy": "no", "eval_on_start": False, "eval_steps": None}
     if num_steps is not None:
         arguments["max_steps"] = num_steps
-    if arguments.get("optim") in ADDED_CHOICES[config.stage].get("optim", ()):
+    if arguments.get("optim") in ADDED_CHOICES.get(config.stage, {}).get("optim", ()):
         # Upstream has no such name; the trainer builds it.
         arguments["optim"] = "adamw_torch"
     args = (SFTConfig if config.stage == "sft" else TrainingArguments)(**arguments)
@@ -69,5 +78,7 @@ def build_training_arguments(
 
 
 def get_compute_dtype(args: TrainingArguments) -> torch.dtype:
-    """Return the precision of the matrix products."""
-    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    """Return the precision of the matrix products; under fp8 that of those which stay as they are."""
+    if args.bf16 or args.mixed_precision == "fp8":
+        return torch.bfloat16
+    return torch.float16 if args.fp16 else torch.float32

@@ -17,12 +17,14 @@ class Launch:
         local_rank: Index of this process on its machine.
         world_size: Number of processes.
         engine: ``FSDP``, ``DEEPSPEED`` or empty: the sharding that the launch file asked accelerate for.
+        precision: ``mixed_precision`` of the launch file: ``no``, ``bf16``, ``fp16`` or ``fp8``.
     """
 
     rank: int
     local_rank: int
     world_size: int
     engine: str
+    precision: str = "no"
 
     @property
     def is_main(self) -> bool:
@@ -42,6 +44,7 @@ def read_launch() -> Launch:
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
         engine=engine,
+        precision=os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower(),
     )
 
 

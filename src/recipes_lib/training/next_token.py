@@ -23,6 +23,7 @@ from recipes_lib.errors import DivergedError
 from recipes_lib.models.heads import add_loss_head
 from recipes_lib.training.activation_checkpointing import read_selective
 from recipes_lib.training.checkpoints import rotate, write_complete
+from recipes_lib.training.fp8 import verify_fp8_layers
 from recipes_lib.training.observer import Observer
 
 Batch = dict[str, Any]
@@ -85,6 +86,8 @@ class NextTokenTrainer(Trainer):
         # Right behind the one that decides what is due, so that the trackers behind report the figures added here.
         self.callback_handler.callbacks[1:1] = observer.callbacks
         add_loss_head(self.model)
+        if args.mixed_precision == "fp8":
+            verify_fp8_layers(self.model)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, and evaluate once more at the end unless the last step was just evaluated."""
