@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
@@ -98,3 +99,14 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
+    """Return a copy of everything that a checkpoint of the model would hold."""
+    return {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+def assert_equal_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    """Hold two models together to the bit."""
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)

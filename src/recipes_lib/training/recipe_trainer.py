@@ -1,0 +1,193 @@
+"""What every stage adds to upstream's trainer: one normaliser a step, guards, evaluation hooks, sealed checkpoints."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    Trainer,
+    TrainerControl,
+    TrainingArguments,
+)
+
+from recipes_lib.errors import DivergedError
+from recipes_lib.training.activation_checkpointing import read_selective
+from recipes_lib.training.checkpoints import rotate, write_complete
+from recipes_lib.training.fp8 import verify_fp8_layers
+from recipes_lib.training.observer import Observer
+
+Batch = dict[str, Any]
+
+
+class RecipeTrainer(Trainer):
+    """Upstream's trainer with the evaluation, the guards and the checkpoints of this library.
+
+    A stage says what its objective is a mean over (``count_terms``) and computes it (``compute_loss``): the sum over
+    the terms of an optimizer step divided by their number over all processes and micro-batches, so that how the batch
+    is cut changes nothing (``tests/training/test_next_token.py``, ``tests/distributed/test_accumulation.py``).
+    """
+
+    # Divided by the global number of terms in compute_loss; upstream must not divide by the accumulation again.
+    loss_is_scaled_for_ga = True
+    model: PreTrainedModel
+    control: TrainerControl
+    _last_evaluated_step = -1
+    _num_parameters: int | None = None
+
+    def __init__(
+        self,
+        *,
+        model: PreTrainedModel,
+        args: TrainingArguments,
+        train_dataset: Any,
+        eval_dataset: Any = None,
+        data_collator: Callable[[Sequence[Mapping[str, Any]]], Batch],
+        processing_class: PreTrainedTokenizerBase,
+        observer: Observer,
+        **options: Any,
+    ) -> None:
+        """Set upstream's trainer up over rows of tokens.
+
+        Args:
+            model: What is trained; nothing was wrapped yet.
+            args: From ``build_training_arguments``.
+            train_dataset: Rows; what ``data_collator`` takes.
+            eval_dataset: Held-out rows; the hooks decide what is done with them.
+            data_collator: Rows to the batch that ``compute_loss`` takes.
+            processing_class: The tokenizer, saved with every checkpoint.
+            observer: What watches the run.
+            **options: Further arguments of upstream's trainer.
+        """
+        self.observer = observer
+        super().__init__(
+            model=model,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            data_collator=data_collator,
+            processing_class=processing_class,
+            **options,
+        )
+        self.remove_callback(PrinterCallback)
+        # Right behind the one that decides what is due, so that the trackers behind report the figures added here.
+        self.callback_handler.callbacks[1:1] = observer.callbacks
+        if args.mixed_precision == "fp8":
+            verify_fp8_layers(self.model)
+
+    @abstractmethod
+    def count_terms(self, batch: Batch) -> torch.Tensor:
+        """Return how many terms a micro-batch adds to the objective; ``int64`` scalar."""
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train, and evaluate once more at the end unless the last step was just evaluated."""
+        options: Any = self.args.activation_checkpointing_kwargs
+        selective = read_selective(options)
+        if self.args.activation_checkpointing and selective:
+            # Upstream hands on what a YAML file can hold, which no function is.
+            self.model.activation_checkpointing_enable(**selective)
+            self.args.activation_checkpointing = False
+        try:
+            output = super().train(*args, **kwargs)
+            self._show_averaged_weights()
+            if self.observer.hooks and self._last_evaluated_step != self.state.global_step:
+                self.evaluate()
+        finally:
+            self.observer.progress.stop()
+        return output
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
+    ) -> tuple[list[Batch], torch.Tensor | None]:
+        """Take the micro-batches of one optimizer step and count their terms over all processes.
+
+        Raises:
+            DivergedError: The whole step holds none: there is nothing to learn from it.
+        """
+        batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
+        if not batches:
+            return [], None
+        num_terms = torch.stack([self.count_terms(batch) for batch in batches]).sum().to(device)
+        num_terms = self.accelerator.reduce(num_terms, reduction="sum")
+        # One synchronisation per optimizer step buys that no update is ever made from nothing.
+        if num_terms.item() == 0:
+            raise DivergedError(
+                f"step {self.state.global_step + 1} holds no token to train on; "
+                "`recipes check` shows the share of supervised tokens of every row"
+            )
+        return batches, num_terms
+
+    def floating_point_ops(self, inputs: Batch) -> int:
+        """Return upstream's ``6 * tokens * parameters`` without walking the model at every micro-batch."""
+        if self._num_parameters is None:
+            self._num_parameters = self.model.num_parameters(exclude_embeddings=True)
+        return 6 * int(inputs["input_ids"].numel()) * self._num_parameters
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Return the global gradient norm, and stop every process before an update that would not be finite.
+
+        Raises:
+            DivergedError: The norm is NaN or infinite; under fp16 the loss scaler handles that by itself.
+        """
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[no-untyped-call]
+        if not self.args.fp16 and not math.isfinite(float(norm)):
+            raise DivergedError(
+                f"the gradient of step {self.state.global_step + 1} is {float(norm)}; the weights are those of step "
+                f"{self.state.global_step}. Lower learning_rate, or look at the rows of this step"
+            )
+        return norm
+
+    def evaluate(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:
+        """Run every hook on the current weights and return their figures, each named ``eval_...``."""
+        metrics: dict[str, float] = {}
+        self._show_averaged_weights()
+        model = (
+            self.accelerator.prepare_model(self.model, evaluation_mode=True)
+            if not self.is_in_train
+            else self.model_wrapped
+        )
+        for hook in self.observer.hooks:
+            figures = hook(model, self.state.global_step)
+            metrics |= {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
+        self._last_evaluated_step = self.state.global_step
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Hand the figures to the callbacks; TRL's own additions (entropy, mean accuracy) are not computed here."""
+        Trainer.log(self, logs, start_time)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save a checkpoint, seal it, and only then delete older ones; the card is written with the final model."""
+        self._show_averaged_weights()
+        # Upstream deletes the checkpoint before this one while this one is not known to be whole.
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            Trainer._save_checkpoint(self, model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            output_dir = Path(self._get_output_dir(trial=trial))
+            checkpoint = output_dir / f"checkpoint-{self.state.global_step}"
+            write_complete(checkpoint, step=self.state.global_step, world_size=self.args.world_size)
+            rotate(output_dir, limit, self.kept_steps())
+
+    def _show_averaged_weights(self) -> None:
+        """Let a schedule-free optimizer put the weights that it stands for in place; ``training_step`` undoes it."""
+        if self.optimizer is not None and hasattr(self.optimizer, "eval"):
+            self.optimizer.eval()
+
+    def kept_steps(self) -> set[int]:
+        """Return the steps whose checkpoints are never deleted: that of the best one."""
+        best = self.state.best_model_checkpoint
+        return set() if best is None else {int(best.rpartition("-")[2])}
