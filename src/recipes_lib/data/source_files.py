@@ -11,6 +11,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Final
 
+from recipes_lib.data.file_digests import compute_digest
 from recipes_lib.data.source_json import read_json
 from recipes_lib.data.source_rows import Entry
 from recipes_lib.data.source_tables import read_csv, read_parquet
@@ -85,8 +86,7 @@ class FileSource:
             is_joined = READERS[suffix] is read_text and self.text_documents != "line"
             kind = f"{suffix} {self.text_documents}" if is_joined else suffix
             try:
-                with path.open("rb") as file:
-                    digest.update(kind.encode() + hashlib.file_digest(file, "sha256").digest())
+                digest.update(kind.encode() + compute_digest(path))
             except OSError as error:
                 raise DataError(_describe_failure(label, path, error)) from None
         return digest.hexdigest()

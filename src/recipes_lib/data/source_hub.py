@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from recipes_lib.data.file_digests import compute_digest
 from recipes_lib.data.source_rows import Entry, RawRow
 from recipes_lib.data.source_tables import drop_nulls
 from recipes_lib.errors import DataError, Problem
@@ -51,8 +52,7 @@ class SavedSource:
         digest = hashlib.sha256()
         try:
             for path in [self.folder / _STATE_FILE, *sorted(self.folder.glob("*.arrow"))]:
-                with path.open("rb") as file:
-                    digest.update(hashlib.file_digest(file, "sha256").digest())
+                digest.update(compute_digest(path))
         except OSError as error:
             raise DataError(Problem(self.name, f"cannot be read: {error.strerror}", "check its files")) from None
         return digest.hexdigest()
