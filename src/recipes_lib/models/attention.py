@@ -53,8 +53,9 @@ def choose_attention(
         ConfigError: As ``choose_kernel``.
     """
     halves = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+    is_bf16 = args.bf16 or args.mixed_precision == "fp8"
     compute_dtype = (
-        torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else halves.get(config.dtype, torch.float32)
+        torch.bfloat16 if is_bf16 else torch.float16 if args.fp16 else halves.get(config.dtype, torch.float32)
     )
     return choose_kernel(
         model_config, config.attn_implementation, device=args.device, compute_dtype=compute_dtype, packing=packing

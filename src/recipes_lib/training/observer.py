@@ -18,12 +18,13 @@ from recipes_lib.hardware import measure_matmul_flops
 from recipes_lib.planning.compute import compute_flops_per_token, peak_flops
 from recipes_lib.training.arguments import get_compute_dtype
 from recipes_lib.training.callbacks import MetricsCallback
-from recipes_lib.training.hooks.evaluation import EvaluateLoss, Rows
+from recipes_lib.training.hooks.evaluation import EvaluateLoss
 from recipes_lib.training.hooks.prompts import Example, build_prompts
 from recipes_lib.training.hooks.samples import SAMPLES_FILE, GenerateSamples
 from recipes_lib.training.hooks.user_metrics import load_metrics
 from recipes_lib.training.metrics import METRICS_FILE, MetricsWriter, StepCounter, ThroughputMeter
 from recipes_lib.training.progress import TrainingProgress, build_progress
+from recipes_lib.training.row_sharing import Rows
 
 
 class ObservedData(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, distributed, nn
@@ -13,16 +13,9 @@ from recipes_lib.errors import DataError, Problem
 from recipes_lib.training.hooks.training_state import preserve_training_state
 from recipes_lib.training.metrics import sum_over_processes
 from recipes_lib.training.progress import TrainingProgress
+from recipes_lib.training.row_sharing import Rows, count_rounds, share_rows
 
 Batch = dict[str, Any]
-
-
-class Rows(Protocol):
-    """Rows that are read by their number."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Any: ...
 
 
 class _Sums(NamedTuple):
@@ -154,8 +147,10 @@ class EvaluateLoss:
         sums = _Sums(0.0, 0, 0, 0)
         what = "evaluate" if len(self._held_out) == 1 else f"evaluate {name}"
         with preserve_training_state(model):
-            for batch, is_counted in self._progress.track(self._share(rows), what, self._num_rounds(rows)):
-                scored = self._score(model, batch)
+            shares = share_rows(len(rows), self._batch_size, self._group)
+            num_rounds = count_rounds(len(rows), self._batch_size, self._group)
+            for numbers, is_counted in self._progress.track(shares, what, num_rounds):
+                scored = self._score(model, self._collate([rows[number] for number in numbers]))
                 if is_counted:
                     sums = _Sums(*(total + value for total, value in zip(sums, scored, strict=True)))
         sums = _Sums(*sum_over_processes(sums, self._group))
@@ -171,28 +166,6 @@ class EvaluateLoss:
             num_bytes = int(self._byte_lengths[labels[labels >= 0]].sum())
         # Added up as Python numbers: exact counts, and a double for the nats on every kind of device.
         return float(scored.nll_sum), int(scored.num_targets), int(scored.num_correct), num_bytes
-
-    def _num_rounds(self, rows: Rows) -> int:
-        rows_per_round = self._batch_size * _world_size(self._group)
-        return math.ceil(len(rows) / rows_per_round)
-
-    def _share(self, rows: Rows) -> Iterator[tuple[Batch, bool]]:
-        """Yield this process's batches, and whether they count.
-
-        A process that has run out of rows repeats the first ones uncounted: where weights are sharded, the others
-        wait for it in every forward pass.
-        """
-        rank = distributed.get_rank(self._group) if distributed.is_initialized() else 0
-        num_batches = math.ceil(len(rows) / self._batch_size)
-        for index in range(rank, self._num_rounds(rows) * _world_size(self._group), _world_size(self._group)):
-            is_counted = index < num_batches
-            start = index * self._batch_size if is_counted else 0
-            stop = min(start + self._batch_size, len(rows))
-            yield self._collate([rows[at] for at in range(start, stop)]), is_counted
-
-
-def _world_size(group: distributed.ProcessGroup | None) -> int:
-    return distributed.get_world_size(group) if distributed.is_initialized() else 1
 
 
 def _exp(value: float) -> float:
