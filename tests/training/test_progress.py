@@ -135,3 +135,11 @@ def test_other_processes_show_nothing_and_still_iterate(capsys: pytest.CaptureFi
     progress.stop()
 
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("build", [PlainProgress, LiveProgress])
+def test_what_is_said_is_on_a_line_of_its_own(build):
+    stream = io.StringIO()
+    build(stream).say("step 0: loss 0.693147 [bold] policy and reference agree")
+    assert stream.getvalue() == "step 0: loss 0.693147 [bold] policy and reference agree\n"
+    SilentProgress().say("nothing")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers import TrainingArguments
-from trl import SFTConfig
+from trl import DPOConfig, RewardConfig, SFTConfig
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.stages import ADDED_CHOICES
@@ -14,9 +14,14 @@ from recipes_lib.hardware import supports_bf16
 from recipes_lib.training.fp8 import verify_fp8
 from recipes_lib.training.launch import Launch, verify_launch
 
+# Rows arrive tokenised, masked and packed; upstream must not touch them again.
+_PREPARED: Final = {"dataset_kwargs": {"skip_prepare_dataset": True}, "packing": False, "max_length": None}
+_CLASSES: Final = {"sft": SFTConfig, "lora": SFTConfig, "reward": RewardConfig, "dpo": DPOConfig}
 _OF_STAGE: dict[str, dict[str, Any]] = {
-    # Rows arrive tokenised, masked and packed; upstream must not touch them again.
-    "sft": {"dataset_kwargs": {"skip_prepare_dataset": True}, "packing": False, "max_length": None},
+    "sft": _PREPARED,
+    "lora": _PREPARED,
+    "reward": {"max_length": None},
+    "dpo": {"max_length": None},
     # The schedule is the trainer's own, and measured in tokens; so is the length of the run.
     "pretrain": {"lr_scheduler_type": "constant", "warmup_steps": 0},
 }
@@ -72,7 +77,7 @@ def build_training_arguments(
     if arguments.get("optim") in ADDED_CHOICES.get(config.stage, {}).get("optim", ()):
         # Upstream has no such name; the trainer builds it.
         arguments["optim"] = "adamw_torch"
-    args = (SFTConfig if config.stage == "sft" else TrainingArguments)(**arguments)
+    args: TrainingArguments = _CLASSES.get(config.stage, TrainingArguments)(**arguments)
     verify_launch(launch, args.world_size, args.distributed_state.distributed_type)
     return args
 

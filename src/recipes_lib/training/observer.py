@@ -19,10 +19,12 @@ from recipes_lib.planning.compute import compute_flops_per_token, peak_flops
 from recipes_lib.training.arguments import get_compute_dtype
 from recipes_lib.training.callbacks import MetricsCallback
 from recipes_lib.training.hooks.evaluation import EvaluateLoss
+from recipes_lib.training.hooks.pair_evaluation import EvaluatePairs
 from recipes_lib.training.hooks.prompts import Example, build_prompts
 from recipes_lib.training.hooks.samples import SAMPLES_FILE, GenerateSamples
 from recipes_lib.training.hooks.user_metrics import load_metrics
 from recipes_lib.training.metrics import METRICS_FILE, MetricsWriter, StepCounter, ThroughputMeter
+from recipes_lib.training.pair_batches import PairScores
 from recipes_lib.training.progress import TrainingProgress, build_progress
 from recipes_lib.training.row_sharing import Rows
 
@@ -77,6 +79,7 @@ def build_observer(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]],
+    score_pairs: Callable[[nn.Module, Any], PairScores] | None = None,
 ) -> Observer:
     """Build what watches a run: on every process, though only the main one writes and shows.
 
@@ -86,7 +89,8 @@ def build_observer(
         args: Of the trainer; the process group exists.
         model: The model that will be trained.
         tokenizer: Its tokenizer.
-        collate: Packs to a batch.
+        collate: Rows to a batch.
+        score_pairs: Scores a batch of pairs; ``None`` where rows are not pairs.
 
     Raises:
         ConfigError: A metric cannot be loaded, or no prompt has a reference that it could be scored against.
@@ -95,7 +99,18 @@ def build_observer(
     output_dir = Path(str(args.output_dir))
     progress = build_progress(is_main=is_main)
     hooks: list[EvaluationHook] = []
-    if data.held_out:
+    if score_pairs is not None:
+        hooks += [
+            EvaluatePairs(
+                rows,
+                batch_size=args.per_device_eval_batch_size,
+                collate=collate,
+                score=score_pairs,
+                progress=progress,
+            )
+            for rows in data.held_out.values()
+        ]
+    elif data.held_out:
         hooks.append(
             EvaluateLoss(
                 data.held_out,

@@ -29,6 +29,10 @@ class TrainingProgress(Protocol):
         """Show an event of ``metrics.jsonl``."""
         ...
 
+    def say(self, line: str) -> None:
+        """Tell something that is neither a figure nor an error, once."""
+        ...
+
     def track(self, items: Iterable[T], what: str, num_items: int) -> Iterator[T]:
         """Yield ``items`` and show how many of ``num_items`` are done; ``what`` names the work."""
         ...
@@ -58,7 +62,13 @@ def describe_event(event: Mapping[str, Any]) -> str:
         words.append(f"grad {event['grad_norm']:.3g}")
     if _is_number(event.get("target_tokens_per_second")):
         words.append(f"{format_count(event['target_tokens_per_second'])} target tok/s")
-    for name, label in (("mfu", "mfu"), ("eval_token_accuracy", "accuracy"), ("eval_stop_rate", "stopped")):
+    for name, label in (
+        ("mfu", "mfu"),
+        ("rewards/accuracies", "chosen wins"),
+        ("eval_rewards/accuracies", "chosen wins"),
+        ("eval_token_accuracy", "accuracy"),
+        ("eval_stop_rate", "stopped"),
+    ):
         if _is_number(event.get(name)):
             words.append(f"{label} {100 * event[name]:.0f} %")
     return "  ".join(words)
@@ -89,6 +99,9 @@ class SilentProgress:
         """Do nothing."""
 
     def show(self, event: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+    def say(self, line: str) -> None:
         """Do nothing."""
 
     def track(self, items: Iterable[T], what: str, num_items: int) -> Iterator[T]:
@@ -131,6 +144,10 @@ class PlainProgress:
         if event["kind"] == "train" and first_step < step < self._num_steps:
             words.append(f"eta {format_duration((now - began) / (step - first_step) * (self._num_steps - step))}")
         self._write("  ".join(words))
+
+    def say(self, line: str) -> None:
+        """Write the line."""
+        self._write(line)
 
     def track(self, items: Iterable[T], what: str, num_items: int) -> Iterator[T]:
         """Yield ``items``, with a line every ten seconds."""
@@ -182,6 +199,10 @@ class LiveProgress:
             self._display.update(self._training, figures=describe_event(event))
         else:
             self._console.print(f"step {event['step']}  {describe_event(event)}", highlight=False)
+
+    def say(self, line: str) -> None:
+        """Write the line above the bar."""
+        self._console.print(line, highlight=False, markup=False)
 
     def track(self, items: Iterable[T], what: str, num_items: int) -> Iterator[T]:
         """Yield ``items`` under a bar that is gone afterwards."""

@@ -1,0 +1,80 @@
+"""Direct preference optimisation: move a language model towards the better of two answers.
+
+accelerate launch --config_file accelerate_configs/ddp.yaml recipes/dpo.py --config F
+python recipes/dpo.py --config recipes/configs/llama3-8b/dpo.yaml --beta 0.05      # the same on one process
+
+`--help` lists every key, `--print-config` shows their values and where each comes from. The same command goes on where
+a stopped run left off.
+"""
+
+import sys
+from dataclasses import asdict
+
+from recipes_lib.boundary import parse_or_exit, run_command
+
+if __name__ == "__main__":
+    CONFIG = parse_or_exit("dpo", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.data.pair_data import load_pair_data
+from recipes_lib.models.heads import verify_loss_head
+from recipes_lib.models.loading import load_model_config, load_tokenizer
+from recipes_lib.publish.export import export_model
+from recipes_lib.report.page import build_report
+from recipes_lib.training.arguments import build_training_arguments
+from recipes_lib.training.dpo import DPOTrainer, prepare_reference
+from recipes_lib.training.launch import read_launch
+from recipes_lib.training.observer import build_observer
+from recipes_lib.training.pair_attention import build_pair_collator, choose_pair_attention, prove_pair_attention
+from recipes_lib.training.policy import load_policy
+from recipes_lib.training.preference import build_objective
+from recipes_lib.training.run import start_run
+
+
+def main(config: RecipeConfig) -> None:
+    """Train ``config.model`` on the pairs of ``config.data``; leave a model, its record and a report."""
+    launch = read_launch()
+    run = start_run(config, launch)
+    if run.finished:
+        return
+    with run.recording_its_end():
+        # Rows of any layout become tokens of a prompt and two answers, once, before the processes meet.
+        tokenizer = load_tokenizer(config.model, config.tokens)
+        data = load_pair_data(config, lambda _: tokenizer, local_rank=launch.local_rank)
+        run.record(data=data.record)
+        args = build_training_arguments(config, launch, has_eval=data.eval is not None)
+
+        # A prompt is computed once for both answers, where model and kernel keep the answers apart.
+        model_config, _ = load_model_config(config.model)
+        attention = choose_pair_attention(config, model_config, args, max_length=data.max_length)
+        model = load_policy(config, attention.implementation, args, launch)
+        attention = prove_pair_attention(config, attention, model)
+        collate = build_pair_collator(tokenizer, attention)
+
+        # The policy is held against what it was at the start, or against a model of its own.
+        objective = build_objective(args, config.preference)
+        reference = prepare_reference(config, objective, data, model, attention, args, launch)
+        rows = data if reference is None else reference.attach(data)
+        run.record(pairs=asdict(attention))
+        trainer = DPOTrainer(
+            model=model,
+            args=args,
+            objective=objective,
+            stored=reference,
+            is_own_reference=config.preference.ref_model_name_or_path is None,
+            train_dataset=rows.train,
+            eval_dataset=rows.eval,
+            data_collator=collate,
+            processing_class=tokenizer,
+            observer=build_observer(config.evaluation, rows, args, model, tokenizer, collate, objective.score),
+        )
+        verify_loss_head(model)
+
+        trainer.train(resume_from_checkpoint=run.resume_from)
+        export_model(trainer, run.output_dir)
+    if launch.is_main:
+        build_report(run.output_dir)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(lambda: main(CONFIG)))
