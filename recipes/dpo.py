@@ -17,6 +17,7 @@ if __name__ == "__main__":
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.pair_data import load_pair_data
+from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.heads import verify_loss_head
 from recipes_lib.models.loading import load_model_config, load_tokenizer
 from recipes_lib.publish.export import export_model
@@ -48,6 +49,7 @@ def main(config: RecipeConfig) -> None:
         model_config, _ = load_model_config(config.model)
         attention = choose_pair_attention(config, model_config, args, max_length=data.max_length)
         model = load_policy(config, attention.implementation, args, launch)
+        set_stop_tokens(model, tokenizer, data.audit.terminators)
         attention = prove_pair_attention(config, attention, model)
         collate = build_pair_collator(tokenizer, attention)
 

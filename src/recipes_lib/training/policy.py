@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.models.adapters import add_adapter
+from recipes_lib.models.adapters import TaskType, add_adapter
 from recipes_lib.models.dropout import disable_dropout
 from recipes_lib.models.loading import load_causal_lm
 from recipes_lib.models.quantization import build_quantization_config
+from recipes_lib.models.score_head import add_score_head, load_reward_model, set_pad_token
 from recipes_lib.training.arguments import get_compute_dtype
 from recipes_lib.training.launch import Launch
 
@@ -31,9 +33,45 @@ def load_policy(config: RecipeConfig, attn_implementation: str, args: TrainingAr
         ConfigError: As ``load_causal_lm``, ``build_quantization_config`` and ``add_adapter``.
     """
     quantization = build_quantization_config(config.quantization, get_compute_dtype(args), launch.engine)
-    model: Any = load_causal_lm(config.model, attn_implementation, quantization)
+    model = load_causal_lm(config.model, attn_implementation, quantization)
+    return _finish(model, config, args, "CAUSAL_LM")
+
+
+def load_scorer(
+    config: RecipeConfig,
+    attn_implementation: str,
+    args: TrainingArguments,
+    launch: Launch,
+    tokenizer: PreTrainedTokenizerBase,
+    terminators: Iterable[int],
+) -> Any:
+    """Load ``config.model`` with one score for a sequence, as it is trained.
+
+    Args:
+        config: As ``load_policy``.
+        attn_implementation: As ``load_policy``.
+        args: As ``load_policy``; its seed is also that of a fresh head.
+        launch: As ``load_policy``.
+        tokenizer: Of the model.
+        terminators: Ids of the last tokens of answers.
+
+    Returns:
+        A model with a score head on it (``add_score_head``), or a PEFT model around it.
+
+    Raises:
+        ConfigError: As ``load_reward_model``, ``set_pad_token``, ``build_quantization_config`` and ``add_adapter``.
+    """
+    quantization = build_quantization_config(config.quantization, get_compute_dtype(args), launch.engine)
+    model = load_reward_model(config.model, attn_implementation, seed=args.seed, quantization=quantization)
+    set_pad_token(model, tokenizer, terminators)
+    add_score_head(model)
+    return _finish(model, config, args, "SEQ_CLS")
+
+
+def _finish(model: PreTrainedModel, config: RecipeConfig, args: TrainingArguments, task_type: TaskType) -> Any:
+    finished: Any = model
     if config.adapter.use_peft:
-        model = add_adapter(model, config.adapter, seed=args.seed)
+        finished = add_adapter(model, config.adapter, seed=args.seed, task_type=task_type)
     if getattr(args, "disable_dropout", False):
-        disable_dropout(model)
-    return model
+        disable_dropout(finished)
+    return finished

@@ -60,8 +60,11 @@ def describe_event(event: Mapping[str, Any]) -> str:
         words.append(f"lr {event['learning_rate']:.2e}")
     if _is_number(event.get("grad_norm")):
         words.append(f"grad {event['grad_norm']:.3g}")
-    if _is_number(event.get("target_tokens_per_second")):
-        words.append(f"{format_count(event['target_tokens_per_second'])} target tok/s")
+    # A reward model has no target tokens.
+    for name, label in (("target_tokens_per_second", "target tok/s"), ("tokens_per_second", "tok/s")):
+        if _is_number(event.get(name)) and event[name] > 0:
+            words.append(f"{format_count(event[name])} {label}")
+            break
     for name, label in (
         ("mfu", "mfu"),
         ("rewards/accuracies", "chosen wins"),

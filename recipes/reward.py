@@ -1,0 +1,74 @@
+"""Reward model: learn from which of two answers was preferred how good an answer is.
+
+accelerate launch --config_file accelerate_configs/ddp.yaml recipes/reward.py --config F
+python recipes/reward.py --config recipes/configs/llama3-8b/reward.yaml --learning_rate 3e-6   # on one process
+
+`--help` lists every key, `--print-config` shows their values and where each comes from. The same command goes on where
+a stopped run left off.
+"""
+
+import sys
+from dataclasses import asdict, replace
+
+from recipes_lib.boundary import parse_or_exit, run_command
+
+if __name__ == "__main__":
+    CONFIG = parse_or_exit("reward", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.data.pair_data import load_pair_data
+from recipes_lib.models.loading import load_model_config, load_tokenizer
+from recipes_lib.publish.export import export_model
+from recipes_lib.report.page import build_report
+from recipes_lib.training.arguments import build_training_arguments
+from recipes_lib.training.launch import read_launch
+from recipes_lib.training.observer import build_observer
+from recipes_lib.training.pair_attention import build_pair_collator, choose_pair_attention, prove_pair_attention
+from recipes_lib.training.policy import load_scorer
+from recipes_lib.training.reward import RewardTrainer, build_reward_objective
+from recipes_lib.training.run import start_run
+
+
+def main(config: RecipeConfig) -> None:
+    """Train a score on top of ``config.model`` from the pairs of ``config.data``; leave the model and its report."""
+    launch = read_launch()
+    run = start_run(config, launch)
+    if run.finished:
+        return
+    with run.recording_its_end():
+        # Rows of any layout become tokens of a prompt and two answers, once, before the processes meet.
+        tokenizer = load_tokenizer(config.model, config.tokens)
+        data = load_pair_data(config, lambda _: tokenizer, local_rank=launch.local_rank)
+        run.record(data=data.record)
+        args = build_training_arguments(config, launch, has_eval=data.eval is not None)
+
+        # A prompt is computed once for both answers, where model and kernel keep the answers apart.
+        model_config, _ = load_model_config(config.model)
+        attention = choose_pair_attention(config, model_config, args, max_length=data.max_length)
+        model = load_scorer(config, attention.implementation, args, launch, tokenizer, data.audit.terminators)
+        attention = prove_pair_attention(config, attention, model)
+        run.record(pairs=asdict(attention))
+
+        # The score is read at the token that ends an answer, in training and ever after.
+        collate = build_pair_collator(tokenizer, attention)
+        objective = build_reward_objective(args, config.preference)
+        without_samples = replace(config.evaluation, num_sample_prompts=0)
+        trainer = RewardTrainer(
+            model=model,
+            args=args,
+            objective=objective,
+            train_dataset=data.train,
+            eval_dataset=data.eval,
+            data_collator=collate,
+            processing_class=tokenizer,
+            observer=build_observer(without_samples, data, args, model, tokenizer, collate, objective.score),
+        )
+
+        trainer.train(resume_from_checkpoint=run.resume_from)
+        export_model(trainer, run.output_dir)
+    if launch.is_main:
+        build_report(run.output_dir)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(lambda: main(CONFIG)))
