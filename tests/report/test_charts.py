@@ -63,6 +63,26 @@ def test_every_chart_is_drawn_as_png_and_as_svg_in_the_colours_of_the_page(tmp_p
         assert not any(colour in chart.svg for colour in COLOURS.values())
 
 
+def test_pairs_have_charts_of_their_own_and_a_reward_model_no_target_tokens(tmp_path: Path) -> None:
+    train = [
+        {
+            "step": n,
+            "loss": 0.7,
+            "target_tokens_per_second": 0.0,
+            "tokens_per_second": 9e3,
+            **{f"rewards/{name}": 0.1 * n for name in ("chosen", "rejected", "margins", "accuracies")},
+        }
+        for n in range(1, 4)
+    ]
+    charts = {chart.name: chart for chart in draw_charts(build_run(train), tmp_path)}
+
+    assert set(charts) == {"loss", "rewards", "accuracy", "throughput"}
+    assert charts["rewards"].alt == "Rewards: " + "; ".join(
+        f"{name} from 0.1 at step 1 to 0.3 at step 3" for name in ("chosen", "rejected")
+    )
+    assert "9000" in charts["throughput"].alt
+
+
 def test_the_same_run_gives_the_same_svg(tmp_path: Path) -> None:
     run = build_run([{"step": n, "loss": 1.0 / n} for n in range(1, 9)])
 

@@ -46,6 +46,7 @@ def test_a_good_run_has_no_problems() -> None:
         ({"evaluations": build_losses(3.0, "nan", 2.0)}, "held-out loss was not finite at step 10"),
         ({"evaluations": [{"step": n, "eval_stop_rate": 0.0} for n in (0, 10)]}, "No sample ended by itself"),
         ({"train": spike_at(30)}, "ten times its median at step 30"),
+        ({"train": [{"step": n, "logps/chosen_shift": -0.1 * n} for n in range(7)]}, "lost 0.60 nats a token"),
         ({"num_torn_lines": 1}, "1 line was cut short"),
         ({"num_torn_lines": 2}, "2 lines were cut short"),
     ],

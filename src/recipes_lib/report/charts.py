@@ -119,14 +119,17 @@ def _plan_charts(run: RunFiles) -> list[_Plan]:
     train = Line("training", loss, "first")
     has_bytes = bool(curve(run.evaluations, "eval_bits_per_byte"))
     per_byte = curve(run.evaluations, "eval_bits_per_byte")
-    throughput = curve(run.train, "target_tokens_per_second") or curve(run.train, "tokens_per_second")
+    targets = curve(run.train, "target_tokens_per_second")
+    has_targets = any(rate for _, rate in targets)
+    is_pairs = bool(curve(run.train, "rewards/margins"))
+    loss_unit = "a pair" if is_pairs else "nats per target token"
     return [
         _Plan(
             name="loss",
             title="Loss",
             lines=[train, Line("held-out", held_out, "second", kind="points")],
             alarms=find_non_finite_steps(run.train, "loss"),
-            unit="nats per target token",
+            unit=loss_unit,
             is_wide=True,
         ),
         _Plan(
@@ -134,8 +137,9 @@ def _plan_charts(run: RunFiles) -> list[_Plan]:
             title="Held-out loss",
             lines=[Line("", per_byte if has_bytes else held_out, "second", kind="points")],
             alarms=find_non_finite_steps(run.evaluations, "eval_loss"),
-            unit="bits per byte" if has_bytes else "nats per target token",
+            unit="bits per byte" if has_bytes else loss_unit,
         ),
+        *(_plan_pair_charts(run) if is_pairs else ()),
         _Plan(
             name="learning_rate",
             title="Learning rate",
@@ -152,9 +156,35 @@ def _plan_charts(run: RunFiles) -> list[_Plan]:
         _Plan(
             name="throughput",
             title="Throughput",
-            lines=[Line("", throughput, "first")],
-            unit="target tokens per second",
+            lines=[Line("", targets if has_targets else curve(run.train, "tokens_per_second"), "first")],
+            unit=f"{'target ' * has_targets}tokens per second",
             from_zero=True,
+        ),
+    ]
+
+
+def _plan_pair_charts(run: RunFiles) -> list[_Plan]:
+    def both(figure: str, suffix: str = "") -> list[Line]:
+        answers = (("chosen", "first"), ("rejected", "second"))
+        return [Line(name, read_curve(run.train, f"{figure}/{name}{suffix}"), colour) for name, colour in answers]
+
+    return [
+        _Plan(name="rewards", title="Rewards", lines=both("rewards"), unit="mean of the answers"),
+        _Plan(
+            name="accuracy",
+            title="The chosen answer wins",
+            lines=[
+                Line("training", read_curve(run.train, "rewards/accuracies"), "first"),
+                Line("held-out", read_curve(run.evaluations, "eval_rewards/accuracies"), "second", kind="points"),
+            ],
+            unit="share of pairs",
+            from_zero=True,
+        ),
+        _Plan(
+            name="logps",
+            title="Log-probability of the answers",
+            lines=both("logps", "_per_token"),
+            unit="nats per token",
         ),
     ]
 
@@ -206,7 +236,9 @@ def _finish(axes: Axes, plan: _Plan) -> None:
     for step in plan.alarms:
         axes.axvline(step, color=COLOURS["alarm"], linewidth=1.2, linestyle=(0, (2, 2)))
     if sum(bool(line.label and line.curve) for line in plan.lines) > 1:
-        axes.legend(frameon=False, labelcolor=COLOURS["ink"], loc="upper right", ncols=2)
+        # Beside the unit, where no curve runs.
+        place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
+        axes.legend(frameon=False, labelcolor=COLOURS["ink"], ncols=2, **place)
 
 
 def smooth(curve: Curve) -> Curve:

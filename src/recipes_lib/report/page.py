@@ -25,9 +25,15 @@ _HELD_OUT = {
     "eval_perplexity": ("Perplexity", "{:.4g}"),
     "eval_bits_per_byte": ("Bits per byte", "{:.3f}"),
     "eval_token_accuracy": ("Token accuracy", "{:.1%}"),
+    "eval_rewards/accuracies": ("Chosen answer wins", "{:.1%}"),
+    "eval_rewards/margins": ("Reward margin", "{:.3g}"),
+    "eval_logps/chosen_shift": ("Chosen answers, nats/token", "{:+.3g}"),
     "eval_stop_rate": ("Samples that stop", "{:.0%}"),
     "eval_mean_sample_tokens": ("Tokens per sample", "{:.4g}"),
     "eval_num_target_tokens": ("", ""),
+    "eval_num_pairs": ("", ""),
+    **{f"eval_rewards/{name}": ("", "") for name in ("chosen", "rejected", "accuracies_stderr")},
+    **{f"eval_logps/{name}": ("", "") for name in ("chosen", "rejected", "chosen_per_token", "rejected_per_token")},
     "eval_seconds": ("", ""),
 }
 """Evaluated figure -> its label and format; without a label it is not shown."""
@@ -96,11 +102,11 @@ def _choose_figures(run: RunFiles) -> Iterator[KeyFigure]:
     yield from _choose_held_out_figures(run.evaluations)
     if loss := read_curve(run.train, "loss"):
         yield KeyFigure("Training loss", f"{smooth(loss)[-1][1]:.4g}", f"{loss[0][1]:.4g} at step {loss[0][0]}")
-    if tokens := read_curve(run.train, "num_target_tokens"):
+    if (tokens := read_curve(run.train, "num_target_tokens")) and tokens[-1][1]:
         total = read_curve(run.train, "num_tokens")
         note = f"of {_format_count(total[-1][1])} tokens seen" if total else ""
         yield KeyFigure("Tokens trained on", _format_count(tokens[-1][1]), note)
-    if rates := sorted(value for _, value in read_curve(run.train, "target_tokens_per_second")):
+    if any(rates := sorted(value for _, value in read_curve(run.train, "target_tokens_per_second"))):
         mfu = sorted(value for _, value in read_curve(run.train, "mfu"))
         note = f"{mfu[len(mfu) // 2]:.0%} of the peak FLOPs" if mfu else "median"
         yield KeyFigure("Target tokens/s", _format_count(rates[len(rates) // 2]), note)

@@ -9,6 +9,8 @@ from recipes_lib.report.run_files import RunFiles, find_non_finite_steps, read_c
 
 OVERFIT_RISE = 0.02
 """Relative rise of the held-out loss over its best that is worth a word."""
+MAX_DROP = 0.5
+"""Nats a token that the chosen answers may lose before it is worth a word."""
 SPIKE_FACTOR = 10.0
 """A gradient norm of this many times the median is a spike."""
 
@@ -19,6 +21,7 @@ def find_problems(run: RunFiles) -> list[str]:
         *_judge_end(run),
         *_judge_non_finite(run),
         *_judge_held_out_loss(run),
+        *_judge_displacement(run),
         *_judge_stopping(run),
         *_judge_gradients(run),
         *_judge_files(run),
@@ -56,6 +59,16 @@ def _judge_held_out_loss(run: RunFiles) -> list[str]:
     return [
         f"The held-out loss was lowest at step {best_step} ({best:.4g}) and rose to {last:.4g} by step {last_step}: "
         "train for fewer epochs, or keep the earlier checkpoint."
+    ]
+
+
+def _judge_displacement(run: RunFiles) -> list[str]:
+    curve = read_curve(run.evaluations, "eval_logps/chosen_shift") or read_curve(run.train, "logps/chosen_shift")
+    if not curve or curve[-1][1] >= -MAX_DROP:
+        return []
+    return [
+        f"Chosen answers lost {-curve[-1][1]:.2f} nats a token since the start: likelihood moved to answers that "
+        "nobody wrote. Add `sft` to loss_type, use apo_zero, lower the learning rate, or drop nearly equal pairs."
     ]
 
 
