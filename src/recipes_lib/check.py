@@ -20,8 +20,11 @@ if TYPE_CHECKING:
     from recipes_lib.inspection.base import Inspection
 
 INSPECTIONS: Final = {
-    "sft": ("recipes_lib.inspection.sft", "SFTInspection"),
     "pretrain": ("recipes_lib.inspection.pretrain", "PretrainInspection"),
+    "sft": ("recipes_lib.inspection.sft", "SFTInspection"),
+    "lora": ("recipes_lib.inspection.sft", "SFTInspection"),
+    "reward": ("recipes_lib.inspection.pairs", "PairInspection"),
+    "dpo": ("recipes_lib.inspection.pairs", "PairInspection"),
 }
 """Stage -> module and class that look at its runs."""
 

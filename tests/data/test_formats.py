@@ -166,6 +166,16 @@ GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
         {"prompt": [USER], "chosen": [ANSWER], "rejected": [WRONG]},
         {"messages": [USER, ANSWER], "num_prompt_messages": 1, "rejected": [WRONG]},
     ),
+    "preference with a margin": (
+        "preference",
+        {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5", "margin": 2},
+        {"prompt": "2 + 2 =", "completion": " 4", "rejected": " 5", "margin": 2.0},
+    ),
+    "preference as chats with a margin": (
+        "preference",
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [WRONG], "margin": 0.5},
+        {"messages": [USER, ANSWER], "num_prompt_messages": 1, "rejected": [WRONG], "margin": 0.5},
+    ),
     "preference with the prompt inside": (
         "preference",
         {"chosen": [SYSTEM, USER, ANSWER], "rejected": [SYSTEM, USER, WRONG]},
@@ -231,3 +241,13 @@ def test_ambiguous_columns_are_an_error_that_names_the_key_and_the_key_decides()
 def test_a_declared_layout_that_does_not_fit_names_what_is_missing() -> None:
     with pytest.raises(DataError, match=r"`prompt_completion` layout needs `completion`; found `prompt`, `text`"):
         detect_format({"prompt": "a", "text": "b"}, "prompt_completion", where="data.jsonl:1")
+
+
+@pytest.mark.parametrize("margin", ["0.5", True, float("nan"), float("inf"), [1.0]])
+def test_a_margin_that_is_no_number_is_refused(margin: object) -> None:
+    with pytest.raises(DataError, match=r"`margin` is .*, not a finite number"):
+        convert({"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5", "margin": margin})
+
+
+def test_a_margin_that_is_null_is_none() -> None:
+    assert convert({"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5", "margin": None}).margin is None

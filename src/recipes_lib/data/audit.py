@@ -177,12 +177,18 @@ def judge(split: str, audit: SplitAudit, lengths: LengthCounts, max_lost_fractio
         lengths: From ``fit_to_length``.
         max_lost_fraction: ``max_truncated_fraction``.
     """
-    findings = [
-        _judge_targets(split, audit),
-        _judge_stops(split, audit),
-        _judge_lengths(split, lengths, max_lost_fraction),
-        _judge_duplicates(split, audit),
-    ]
+    return sort_findings(
+        [
+            _judge_targets(split, audit),
+            _judge_stops(split, audit),
+            _judge_lengths(split, lengths, max_lost_fraction),
+            _judge_duplicates(split, audit),
+        ]
+    )
+
+
+def sort_findings(findings: Sequence[Finding]) -> list[Finding]:
+    """The findings, worst first."""
     order: Sequence[Severity] = ("error", "warning", "ok")
     return sorted(findings, key=lambda finding: order.index(finding.severity))
 

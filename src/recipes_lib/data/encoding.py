@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,8 @@ ROWS_PER_CHUNK: Final = 500
 """Rows tokenised together; also the window in which a stream is shuffled and packed."""
 
 _THREADS: Final = 2
+
+Chunk = TypeVar("Chunk")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +61,18 @@ class EncodedMixture:
     def find_places(self, positions: Collection[int]) -> dict[int, str]:
         """The places of these rows as errors name them; reads the mixture again."""
         row_ids = {int(self.examples.row_ids[at]): at for at in positions}
-        places: dict[int, str] = {}
-        for row_id, row in enumerate(self.mixture.rows()):
-            if row_id in row_ids:
-                places[row_ids[row_id]] = row.where
-            if len(places) == len(row_ids):
-                break
-        return places
+        return {row_ids[row_id]: place for row_id, place in find_places(self.mixture, row_ids).items()}
+
+
+def find_places(mixture: Mixture, row_ids: Collection[int]) -> dict[int, str]:
+    """The places of rows as errors name them, by their position in the mixture, which is read again."""
+    places: dict[int, str] = {}
+    for row_id, row in enumerate(mixture.rows()):
+        if row_id in row_ids:
+            places[row_id] = row.where
+        if len(places) == len(row_ids):
+            break
+    return places
 
 
 def name_rows(mixture: Mixture) -> str:
@@ -129,7 +136,7 @@ def encode_chunk(encoder: RowEncoder, rows: Sequence[Row], first: int) -> Exampl
 def encode_mixture(
     encoder: RowEncoder, mixture: Mixture, problems: list[Problem], on_rows: Callable[[int], None]
 ) -> EncodedMixture:
-    """Tokens of all rows. While chunks are in the tokenizer, which frees the interpreter, others are read and masked.
+    """Tokens of all rows.
 
     Args:
         encoder: From ``build_encoder``.
@@ -140,28 +147,45 @@ def encode_mixture(
     parts: list[Examples] = [build_examples([], [])]
     digests: list[bytes] = []
 
-    def collect(chunk: Future[tuple[Examples, list[bytes]]]) -> None:
-        try:
-            examples, chunk_digests = chunk.result()
-        except DataError as error:
-            problems.extend(error.problems)
-            return
-        parts.append(examples)
-        digests.extend(chunk_digests)
-        on_rows(len(chunk_digests))
-
     def encode(rows: Sequence[Row], first: int) -> tuple[Examples, list[bytes]]:
         return encode_chunk(encoder, rows, first), [compute_row_digest(row) for row in rows]
 
+    for examples, chunk_digests in map_chunks(mixture, encode, problems):
+        parts.append(examples)
+        digests.extend(chunk_digests)
+        on_rows(len(chunk_digests))
+    return EncodedMixture(mixture, concatenate_examples(parts), digests)
+
+
+def map_chunks(
+    mixture: Mixture, encode: Callable[[Sequence[Row], int], Chunk], problems: list[Problem]
+) -> Iterator[Chunk]:
+    """Yields what becomes of each chunk of rows, in order, those with problems left out.
+
+    While chunks are in the tokenizer, which frees the interpreter, others are read and masked.
+
+    Args:
+        mixture: The rows.
+        encode: Takes the rows of a chunk and the number of the first; called by several threads.
+        problems: What is wrong is added here, and reading goes on.
+    """
+    pending: deque[Future[Chunk]] = deque()
+
+    def collect() -> Iterator[Chunk]:
+        try:
+            chunk = pending.popleft().result()
+        except DataError as error:
+            problems.extend(error.problems)
+        else:
+            yield chunk
+
     with ThreadPoolExecutor(_THREADS) as pool:
-        pending: deque[Future[tuple[Examples, list[bytes]]]] = deque()
         try:
             for number, rows in enumerate(split_chunks(mixture.rows())):
                 pending.append(pool.submit(encode, rows, number * ROWS_PER_CHUNK))
                 if len(pending) > _THREADS:
-                    collect(pending.popleft())
+                    yield from collect()
         except DataError as error:
             problems.extend(error.problems)
-        for chunk in pending:
-            collect(chunk)
-    return EncodedMixture(mixture, concatenate_examples(parts), digests)
+        while pending:
+            yield from collect()

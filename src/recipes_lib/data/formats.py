@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -154,6 +155,7 @@ def _read_preference(raw: Raw) -> dict[str, Any]:
             "prompt": check_text(prompt, "`prompt`"),
             "completion": check_answer(chosen, "`chosen`"),
             "rejected": check_answer(rejected, "`rejected`"),
+            **_read_margin(raw),
         }
     _check_same_kind(chosen=chosen, rejected=rejected)
     chosen_turns, rejected_turns = clean_messages(chosen, "chosen"), clean_messages(rejected, "rejected")
@@ -169,9 +171,19 @@ def _read_preference(raw: Raw) -> dict[str, Any]:
                 f"after the prompt, `{column}` does not go on with an assistant turn",
                 "let chosen and rejected differ in the answer alone",
             )
-    extras = _read_chat_extras(raw)
+    extras = {**_read_chat_extras(raw), **_read_margin(raw)}
     messages = [*turns, *chosen_turns]
     return {"messages": messages, "num_prompt_messages": len(turns), "rejected": rejected_turns, **extras}
+
+
+def _read_margin(raw: Raw) -> dict[str, Any]:
+    margin = raw.get("margin")
+    if margin is None:
+        return {}
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        found = margin if isinstance(margin, float) else describe(margin)
+        raise RowError(f"`margin` is {found}, not a finite number", "write by how much `chosen` is better")
+    return {"margin": float(margin)}
 
 
 def _split_prompt(chosen: list[Message], rejected: list[Message]) -> tuple[list[Message], list[Message], list[Message]]:
@@ -259,5 +271,5 @@ _LAYOUTS: Final[Mapping[DatasetFormat, _Layout]] = {
     "text": _Layout(("text",), (), _read_text),
     "sharegpt": _Layout(("conversations",), ("system", *_CHAT_EXTRAS), _read_sharegpt),
     "alpaca": _Layout(("instruction", "output"), ("input", "system", "history", *_CHAT_EXTRAS), _read_alpaca),
-    "preference": _Layout(("chosen", "rejected"), ("prompt", *_CHAT_EXTRAS), _read_preference),
+    "preference": _Layout(("chosen", "rejected"), ("prompt", "margin", *_CHAT_EXTRAS), _read_preference),
 }

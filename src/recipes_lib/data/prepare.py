@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -45,8 +46,16 @@ _POLL_SECONDS: Final = 0.5
 _SECONDS_TO_START: Final = 120.0
 
 
-class _Identity(NamedTuple):
-    """A run's set before it is looked for: its place, its key, what went into that, and the rows."""
+class SetIdentity(NamedTuple):
+    """A run's set before it is looked for.
+
+    Attributes:
+        root: Folder of prepared sets.
+        key: From ``compute_key`` and the inputs.
+        inputs: Everything that decides the content.
+        train: The rows to train on.
+        test: The held-out rows, if some are named.
+    """
 
     root: Path
     key: str
@@ -67,7 +76,7 @@ def prepare(config: RecipeConfig, load_tokenizer: TokenizerLoader) -> PreparedSe
         DataError: Rows are broken, too long, held out as well as trained on, or hold nothing to learn, each named up to
             twenty; or the set cannot be written.
     """
-    identity = _identify(config)
+    identity = identify_set(config)
     root, key = identity.root, identity.key
     if found := find_set(root, key):
         return found
@@ -92,7 +101,7 @@ def prepare_once(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local
     """
     if local_rank == 0:
         return prepare(config, load_tokenizer)
-    root, key, *_ = _identify(config)
+    root, key, *_ = identify_set(config)
     return wait_for_set(root, key)
 
 
@@ -117,7 +126,17 @@ def wait_for_set(root: Path, key: str) -> PreparedSet:
     return found
 
 
-def _identify(config: RecipeConfig) -> _Identity:
+def identify_set(config: RecipeConfig, **decisions: str) -> SetIdentity:
+    """Says which set a run needs, without tokenising anything.
+
+    Args:
+        config: The run.
+        decisions: What decides the content besides.
+
+    Raises:
+        ConfigError: The options do not fit together, or the tokenizer is not there.
+        DataError: The data are not there.
+    """
     if config.data.dataset_streaming:
         where = config.provenance.get("dataset_streaming", "dataset_streaming")
         raise ConfigError(Problem(where, "streamed rows are tokenised while training; there is nothing to prepare"))
@@ -125,8 +144,8 @@ def _identify(config: RecipeConfig) -> _Identity:
     train, test = load_train_data(config.data, seed=seed), load_test_data(config.data)
     fingerprints = {"train": train.fingerprint()} | ({} if test is None else {"test": test.fingerprint()})
     draws = test is None and config.data.test_split_size is not None
-    inputs = {**collect_inputs(config, fingerprints), "split_seed": seed if draws else None}
-    return _Identity(find_root(config), compute_key(inputs), inputs, train, test)
+    inputs = {**collect_inputs(config, fingerprints), "split_seed": seed if draws else None, **decisions}
+    return SetIdentity(find_root(config), compute_key(inputs), inputs, train, test)
 
 
 def find_root(config: RecipeConfig) -> Path:
@@ -139,7 +158,9 @@ def _build(
 ) -> tuple[dict[str, tuple[Examples, Bins]], dict[str, Any]]:
     """The packs of each split, and the manifest without key and inputs."""
     sides = _encode(config, tokenizer, train, test)
-    capacity = config.tokens.max_length or _derive_capacity(side.examples for side in sides.values())
+    capacity = config.tokens.max_length or derive_max_length(
+        max(int(side.examples.lengths.max()) for side in sides.values())
+    )
     if config.tokens.overlong == "error":
         _refuse_overlong(sides.values(), capacity)
     end_tokens = find_end_tokens(tokenizer)
@@ -167,16 +188,9 @@ def _encode(
     """``train`` and, if rows are held out, ``eval``; both are read to the end before anything is refused."""
     encoder = build_encoder(config, tokenizer)
     problems: list[Problem] = []
-    console = Console(stderr=True)
-    columns = SpinnerColumn(), TextColumn("{task.description}: {task.completed:,.0f} rows")
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-
-        def encode(mixture: Mixture) -> EncodedMixture:
-            task = progress.add_task(f"tokenising {name_rows(mixture)}", total=None)
-            return encode_mixture(encoder, mixture, problems, lambda rows: progress.advance(task, rows))
-
-        encoded = encode(train)
-        held_out = None if test is None else encode(test)
+    with show_progress() as watch:
+        encoded = encode_mixture(encoder, train, problems, watch(train))
+        held_out = None if test is None else encode_mixture(encoder, test, problems, watch(test))
     raise_problems(problems, name_rows(train))
     if held_out is None:
         if config.data.test_split_size is None:
@@ -191,8 +205,26 @@ def _encode(
     return {"train": encoded, "eval": held_out}
 
 
-def _derive_capacity(sides: Iterable[Examples]) -> int:
-    longest = max(int(examples.lengths.max()) for examples in sides)
+@contextmanager
+def show_progress() -> Iterator[Callable[[Mixture], Callable[[int], None]]]:
+    """Shows on a terminal how many rows are tokenised.
+
+    Yields:
+        Opens the line of a mixture; what it returns is told how many more rows are done.
+    """
+    console = Console(stderr=True)
+    columns = SpinnerColumn(), TextColumn("{task.description}: {task.completed:,.0f} rows")
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+
+        def watch(mixture: Mixture) -> Callable[[int], None]:
+            task = progress.add_task(f"tokenising {name_rows(mixture)}", total=None)
+            return lambda rows: progress.advance(task, rows)
+
+        yield watch
+
+
+def derive_max_length(longest: int) -> int:
+    """The length limit of a run that has none: the longest row, rounded up to ``LENGTH_MULTIPLE`` tokens."""
     return -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
 
 

@@ -28,6 +28,7 @@ class Row:
         completion: Plain completion.
         text: Plain text.
         rejected: The rejected answer of a preference row: messages after the prompt, or plain text.
+        margin: By how much the chosen answer of a preference row is better, where the data say so.
         template_kwargs: Extra variables of the chat template (``chat_template_kwargs`` column).
     """
 
@@ -41,6 +42,7 @@ class Row:
     completion: str | None = None
     text: str | None = None
     rejected: Sequence[Message] | str | None = None
+    margin: float | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property

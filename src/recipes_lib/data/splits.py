@@ -47,7 +47,9 @@ def compute_row_digest(row: Row) -> bytes:
     return hashlib.blake2b(_ENCODER.encode(_strip(content)).encode(), digest_size=16).digest()
 
 
-def split_rows(digests: Sequence[bytes], test_split_size: float | int, seed: int) -> Split:
+def split_rows(
+    digests: Sequence[bytes], test_split_size: float | int, seed: int, *, inseparable: str = "equal rows"
+) -> Split:
     """Hold out rows, equal ones together; which ones depends on their content and the seed, not on their order.
 
     The number held out is exact, unless only groups of equal rows are left that are larger than what is missing; then
@@ -57,6 +59,7 @@ def split_rows(digests: Sequence[bytes], test_split_size: float | int, seed: int
         digests: Digest of each row.
         test_split_size: Share of the rows below 1, number of rows from 1 on.
         seed: Decides which rows are held out.
+        inseparable: What rows with one digest are, for the error.
 
     Raises:
         ConfigError: The size is not a number above 0, or a number of rows with a fraction.
@@ -74,7 +77,7 @@ def split_rows(digests: Sequence[bytes], test_split_size: float | int, seed: int
         if len(test) == num_test:
             break
     if not test:
-        found = f"no {num_test:,} of the {len(digests):,} rows can be held out: equal rows stay together"
+        found = f"no {num_test:,} of the {len(digests):,} rows can be held out: {inseparable} stay together"
         raise DataError(Problem(f"test_split_size: {test_split_size}", found, "hold out more, or remove duplicates"))
     is_test = np.zeros(len(digests), dtype=np.bool_)
     is_test[test] = True
@@ -90,8 +93,20 @@ def find_overlap(train_digests: Sequence[bytes], eval_digests: Sequence[bytes], 
     return Overlap(len(shared), [(position, places[train_digests[position]]) for position in shared[:max_pairs]])
 
 
-def refuse_overlap(overlap: Overlap, train_where: Callable[[int], str], eval_where: Callable[[int], str]) -> None:
+def refuse_overlap(
+    overlap: Overlap,
+    train_where: Callable[[int], str],
+    eval_where: Callable[[int], str],
+    *,
+    relation: str = "are held-out rows too",
+) -> None:
     """Raise when training rows are held-out rows too, naming the first few by their places.
+
+    Args:
+        overlap: From ``find_overlap``.
+        train_where: Gives the place of a training row by its position.
+        eval_where: Gives that of a held-out row.
+        relation: What such training rows do, for the error.
 
     Raises:
         DataError: There are such rows.
@@ -100,7 +115,7 @@ def refuse_overlap(overlap: Overlap, train_where: Callable[[int], str], eval_whe
         return
     pairs = ", ".join(f"{train_where(train)} = {eval_where(held_out)}" for train, held_out in overlap.pairs)
     more = ", ..." if overlap.num_rows > len(overlap.pairs) else ""
-    found = f"{overlap.num_rows:,} training rows are held-out rows too: {pairs}{more}"
+    found = f"{overlap.num_rows:,} training rows {relation}: {pairs}{more}"
     remedy = "remove them from one side, or set `allow_eval_overlap: true`"
     raise DataError(Problem(train_where(overlap.pairs[0][0]), found, remedy))
 

@@ -50,12 +50,15 @@ class PreparedSet:
 
     @property
     def train(self) -> datasets.Dataset:
-        """Training packs ``input_ids``, ``loss_mask``, ``seq_lengths``, ``row_ids``: numpy arrays, memory-mapped."""
+        """Rows to train on as numpy arrays, memory-mapped.
+
+        Packs have ``input_ids``, ``loss_mask``, ``seq_lengths`` and ``row_ids``; for pairs see ``pair_sets``.
+        """
         return self._load("train")
 
     @property
     def eval(self) -> datasets.Dataset | None:
-        """Held-out packs, or ``None`` when nothing is held out."""
+        """Held-out rows, or ``None`` when nothing is held out."""
         return self._load("eval") if _data_file(self.path, "eval").exists() else None
 
     def _load(self, split: str) -> datasets.Dataset:
@@ -98,9 +101,7 @@ def find_set(root: Path, key: str, *, check_bytes: bool = False) -> PreparedSet 
 def write_set(
     root: Path, key: str, splits: Mapping[str, tuple[Examples, Bins]], manifest: Mapping[str, Any]
 ) -> PreparedSet:
-    """Writes a set beside its place and moves it there in one step, so that it is there whole or not at all.
-
-    Should another process have published the same key meanwhile, its set is kept.
+    """Writes a set of packs, as ``write_tables`` does.
 
     Args:
         root: Folder of prepared sets; made when missing.
@@ -111,11 +112,31 @@ def write_set(
     Raises:
         DataError: The disk is full or ``root`` cannot be written; nothing is left behind.
     """
+    tables = {split: _read_packs(examples, bins) for split, (examples, bins) in splits.items()}
+    return write_tables(root, key, tables, manifest)
+
+
+def write_tables(
+    root: Path, key: str, splits: Mapping[str, pa.RecordBatchReader], manifest: Mapping[str, Any]
+) -> PreparedSet:
+    """Writes a set beside its place and moves it there in one step, so that it is there whole or not at all.
+
+    Should another process have published the same key meanwhile, its set is kept.
+
+    Args:
+        root: Folder of prepared sets; made when missing.
+        key: From ``compute_key``.
+        splits: Rows by split name, read once.
+        manifest: JSON values.
+
+    Raises:
+        DataError: The disk is full or ``root`` cannot be written; nothing is left behind.
+    """
     staging = choose_staging(root, key, is_kept=False)
     with explain_disk_errors(root):
         try:
-            for split, (examples, bins) in splits.items():
-                _write_split(_data_file(staging, split), examples, bins)
+            for split, batches in splits.items():
+                _write_split(_data_file(staging, split), batches)
             return publish_set(staging, root, key, manifest)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
@@ -237,15 +258,23 @@ def _publish(staging: Path, target: Path, key: str) -> None:
             raise
 
 
-def _write_split(path: Path, examples: Examples, bins: Bins) -> None:
+def _write_split(path: Path, batches: pa.RecordBatchReader) -> None:
     import pyarrow as pa  # only who prepares pays for it
 
     path.parent.mkdir(parents=True)
     with path.open("wb") as file:
-        with pa.ipc.new_stream(file, _schema()) as stream:
-            for start in range(0, len(bins), _PACKS_PER_RECORD_BATCH):
-                stream.write_batch(_build_record_batch(examples, bins, start, start + _PACKS_PER_RECORD_BATCH))
+        with pa.ipc.new_stream(file, batches.schema) as stream:
+            for batch in batches:
+                stream.write_batch(batch)
         os.fsync(file.fileno())
+
+
+def _read_packs(examples: Examples, bins: Bins) -> pa.RecordBatchReader:
+    import pyarrow as pa
+
+    starts = range(0, len(bins), _PACKS_PER_RECORD_BATCH)
+    batches = (_build_record_batch(examples, bins, start, start + _PACKS_PER_RECORD_BATCH) for start in starts)
+    return pa.RecordBatchReader.from_batches(_schema(), batches)
 
 
 def _schema() -> pa.Schema:

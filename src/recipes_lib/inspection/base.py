@@ -127,6 +127,38 @@ class Inspection(ABC):
         )
         say(f"attention: {attention.implementation}, documents laid out in {attention.layout}")
 
+    def say_schedule(self, say: Say, num_rows: int | None) -> int:
+        """Say how many steps upstream's trainer will make over ``num_rows`` rows (``None`` for a stream), and at which rates.
+
+        Returns:
+            Rows of a step over all processes.
+        """
+        from recipes_lib.planning.schedule import compute_learning_rates
+        from recipes_lib.planning.steps import compute_steps
+
+        plan = compute_steps(num_rows, self.config.training, self.num_processes)
+        self.num_steps = plan.num_steps
+        say(f"{plan.num_steps:,} steps, {plan.num_epochs:.2f} epochs, {plan.num_warmup_steps:,} steps of warm-up")
+        steps = [round(share * (plan.num_steps - 1)) for share in SHARES_OF_A_RUN]
+        rates = compute_learning_rates(self.config.training, plan.num_steps, plan.num_warmup_steps, steps)
+        shown = "decided while training" if rates is None else ", ".join(f"{rate:.2e}" for rate in rates)
+        say(f"learning rate at 0, 25, 50, 75, 100 %: {shown}")
+        return plan.rows_per_step
+
+    def say_agreement(self, say: Say, max_length: int | None, terminators: Sequence[int]) -> None:
+        """Say that model and tokenizer agree, and what answers end with.
+
+        Raises:
+            ConfigError: They do not.
+        """
+        from recipes_lib.models.loading import check_agreement
+
+        problems = check_agreement(self.model_config, self.generation_config, self.tokenizer, max_length=max_length)
+        if problems:
+            raise ConfigError(*problems)
+        ends = ", ".join(repr(self.tokenizer.convert_ids_to_tokens(end)) for end in terminators)
+        say(f"vocabulary, special tokens and length agree; answers end with {ends or 'the end of text'}")
+
     def look_at_packages(self, say: Say) -> None:
         """Optional packages that the run names; they may be there where it will run, so nothing is refused here."""
         from recipes_lib.training.optimizers import verify_optimizer

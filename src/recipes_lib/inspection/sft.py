@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from recipes_lib.errors import ConfigError
-from recipes_lib.inspection.base import SHARES_OF_A_RUN, Inspection, Say
+from recipes_lib.inspection.base import Inspection, Say
 
 if TYPE_CHECKING:
     from recipes_lib.data.training_data import TrainingData
@@ -52,35 +51,15 @@ class SFTInspection(Inspection):
 
     def look_at_agreement(self, say: Say) -> None:
         """Vocabulary, special tokens, length, and what answers end with."""
-        from recipes_lib.models.loading import check_agreement
-
         if self.tokenizer is None or self.model_config is None:
             return
         max_length = self._data.max_length if self._data else self.config.tokens.max_length
-        problems = check_agreement(self.model_config, self.generation_config, self.tokenizer, max_length=max_length)
-        if problems:
-            raise ConfigError(*problems)
-        ends = (
-            ", ".join(repr(self.tokenizer.convert_ids_to_tokens(end)) for end in self._data.audit.terminators)
-            if self._data
-            else ""
-        )
-        say(f"vocabulary, special tokens and length agree; answers end with {ends or 'the end of text'}")
+        self.say_agreement(say, max_length, self._data.audit.terminators if self._data else ())
 
     def look_at_steps(self, say: Say) -> None:
         """As many steps as the Trainer will count, and its rates."""
-        from recipes_lib.planning.schedule import compute_learning_rates
-        from recipes_lib.planning.steps import compute_steps
-
         if self._data is None:
             return
-        training = self.config.training
-        plan = compute_steps(self._data.num_packs, training, self.num_processes)
-        self.num_steps = plan.num_steps
-        targets = plan.rows_per_step * self._data.audit.num_target_tokens / self._data.audit.num_packs
-        say(f"{plan.num_steps:,} steps, {plan.num_epochs:.2f} epochs, {plan.num_warmup_steps:,} steps of warm-up")
-        say(f"a step: {plan.rows_per_step} rows of up to {self._data.max_length:,} tokens, {targets:,.0f} targets")
-        steps = [round(share * (plan.num_steps - 1)) for share in SHARES_OF_A_RUN]
-        rates = compute_learning_rates(training, plan.num_steps, plan.num_warmup_steps, steps)
-        shown = "decided while training" if rates is None else ", ".join(f"{rate:.2e}" for rate in rates)
-        say(f"learning rate at 0, 25, 50, 75, 100 %: {shown}")
+        num_rows = self.say_schedule(say, self._data.num_packs)
+        targets = num_rows * self._data.audit.num_target_tokens / self._data.audit.num_packs
+        say(f"a step: {num_rows} rows of up to {self._data.max_length:,} tokens, {targets:,.0f} targets")

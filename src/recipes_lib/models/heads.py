@@ -1,9 +1,10 @@
-"""A causal language model that returns sums of its loss and never holds the logits of a whole batch."""
+"""A causal language model that returns its loss or token log-probabilities without the logits of a whole batch."""
 
 from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from transformers.utils.generic import ModelOutput
 
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.losses.next_token import TokenSums, compute_cross_entropy
+from recipes_lib.losses.token_logps import TokenLogps, compute_token_logps
 
 
 @dataclass
@@ -35,13 +37,42 @@ class LossHeadOutput(ModelOutput):
     aux_loss: Tensor | None = None
 
 
+@dataclass
+class TokenLogpsOutput(ModelOutput):
+    """What the model says of the target tokens of a batch.
+
+    Attributes:
+        logps: ``log p(target)`` in nats; ``float32 (N,)``, differentiable.
+        is_top: Whether the target is the arg-max of its logits; ``bool (N,)``.
+        log_sum_sq_probs: ``log sum_v p(v)^2``; ``float32 (N,)``, without gradient; ``None`` unless asked for.
+        entropy: Of the distribution that the target is taken from, in nats; as ``log_sum_sq_probs``.
+        aux_loss: As in ``LossHeadOutput``.
+    """
+
+    logps: Tensor | None = None
+    is_top: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
 def add_loss_head(model: PreTrainedModel) -> None:
-    """Let ``model(input_ids=..., position_ids=..., labels=..., loss_head=True)`` return a ``LossHeadOutput``.
+    """Let ``model`` return a ``LossHeadOutput`` or a ``TokenLogpsOutput`` on demand.
 
-    ``labels`` are ``int64 (B, L)``, unshifted, negative where there is no target. Without ``loss_head`` the model is
-    what it was, so generation is unchanged. A PEFT wrapper may come before or after.
+    ``model(input_ids=..., position_ids=..., labels=..., loss_head=True)`` sums the loss over a batch: ``labels`` are
+    ``int64 (B, L)``, unshifted, negative where there is no target.
 
-    The loss is computed inside the output projection's own call, so that whatever shards its weight (FSDP2, ZeRO-3)
+    ``model(input_ids=..., position_ids=..., predictors=..., targets=..., token_logps=True)`` gives the log-probability
+    of each of ``N`` tokens. ``predictors`` are ``int64 (N,)`` indices into the flattened ``(B * L)`` positions,
+    ``targets`` the ``int64 (N,)`` tokens that the hidden states there predict; several targets may share a predictor,
+    as the first tokens of two answers do. ``attention_mask`` is ``bool (B, 1, L, L)``, ``True`` where a query (third
+    axis) sees a key (fourth), every token itself among them; without it ``position_ids`` tell documents apart.
+    ``with_statistics=True`` adds what ``compute_token_logps`` has to be asked for.
+
+    Without ``loss_head`` and ``token_logps`` the model is what it was, so generation is unchanged. A PEFT wrapper may
+    come before or after.
+
+    Both are computed inside the output projection's own call, so that whatever shards its weight (FSDP2, ZeRO-3)
     gathers it, and reduces its gradient, by the same hooks as for ordinary logits.
 
     Raises:
@@ -63,8 +94,14 @@ def add_loss_head(model: PreTrainedModel) -> None:
 
     # generate() checks its arguments against the signature of the class's forward.
     @functools.wraps(type(model).forward)
-    def forward(self: PreTrainedModel, *args: Any, loss_head: bool = False, **kwargs: Any) -> Any:
-        return _compute_sums(self, *args, **kwargs) if loss_head else original_forward(self, *args, **kwargs)
+    def forward(
+        self: PreTrainedModel, *args: Any, loss_head: bool = False, token_logps: bool = False, **kwargs: Any
+    ) -> Any:
+        if loss_head:
+            return _compute_sums(self, *args, **kwargs)
+        if token_logps:
+            return _compute_logps(self, *args, **kwargs)
+        return original_forward(self, *args, **kwargs)
 
     # Modules keep an instance's forward behind their hooks and carry it along when PEFT copies them.
     vars(model)["forward"] = types.MethodType(forward, model)
@@ -119,13 +156,12 @@ def _logit_transform(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _project_or_score(
-    projection: nn.Linear, hidden: Tensor, targets: Tensor | None = None, **transform: Any
-) -> Tensor | TokenSums:
-    """The output projection's ``forward``: logits, or with ``targets`` the sums of their cross-entropy."""
-    if targets is None:
+    projection: nn.Linear, hidden: Tensor, score: Callable[..., Any] | None = None, *args: Any, **options: Any
+) -> Any:
+    """The output projection's ``forward``: logits, or what ``score`` makes of hidden states and weight."""
+    if score is None:
         return type(projection).forward(projection, hidden)
-    sums: TokenSums = compute_cross_entropy(hidden, projection.weight, targets, bias=projection.bias, **transform)
-    return sums
+    return score(hidden, projection.weight, *args, bias=projection.bias, **options)
 
 
 def _compute_sums(model: Any, *, labels: Tensor, attention_mask: Tensor | None = None, **inputs: Any) -> LossHeadOutput:
@@ -133,16 +169,65 @@ def _compute_sums(model: Any, *, labels: Tensor, attention_mask: Tensor | None =
     # stands at the end of a row, where causal attention keeps it from the documents.
     if attention_mask is not None:
         raise ValueError("the loss head takes no attention_mask: position_ids tell documents apart")
-    inputs["use_cache"] = False
+    hidden, aux_loss = _run_backbone(model, inputs)
+    sums: TokenSums = _score(model, compute_cross_entropy, hidden[:, :-1], labels[:, 1:])
+    return LossHeadOutput(sums.nll_sum, sums.num_targets, sums.num_correct, aux_loss)
+
+
+def _compute_logps(
+    model: Any,
+    *,
+    predictors: Tensor,
+    targets: Tensor,
+    attention_mask: Tensor | None = None,
+    with_statistics: bool = False,
+    **inputs: Any,
+) -> TokenLogpsOutput:
+    if attention_mask is not None:
+        inputs["attention_mask"] = _spell_mask(model, attention_mask)
+    hidden, aux_loss = _run_backbone(model, inputs)
+    chosen = hidden.flatten(0, 1)[predictors]
+    scored: TokenLogps = _score(model, compute_token_logps, chosen, targets, with_statistics=with_statistics)
+    return TokenLogpsOutput(*scored, aux_loss)
+
+
+def _spell_mask(model: Any, visible: Tensor) -> Tensor:
+    """A mask as the attention kernel reads it; the model takes one of four axes as it is, over what it would make.
+
+    Raises:
+        ValueError: The mask has another form, or the kernel or a sliding window would not be what it says.
+    """
+    config = model.config.get_text_config()
+    if visible.ndim != 4 or visible.dtype != torch.bool:
+        raise ValueError(f"attention_mask is bool (B, 1, L, L) here, not {visible.dtype} {tuple(visible.shape)}")
+    window = getattr(config, "sliding_window", None)
+    if window is not None and visible.shape[-1] > window:
+        raise ValueError(f"an attention_mask of {visible.shape[-1]} tokens would undo the sliding window of {window}")
+    if config._attn_implementation == "sdpa":
+        return visible
+    if config._attn_implementation == "eager":
+        hidden_score = torch.finfo(model.dtype).min
+        return torch.zeros_like(visible, dtype=model.dtype).masked_fill(~visible, hidden_score)
+    raise ValueError(f"{config._attn_implementation} takes no attention_mask; use sdpa or eager")
+
+
+def _run_backbone(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Last hidden states, ``(B, L, D)``, and the load-balancing loss of a model that asks for it."""
     config = model.config.get_text_config()
     has_router_loss = getattr(config, "output_router_logits", False)
+    inputs["use_cache"] = False
     if has_router_loss:
         inputs["output_router_logits"] = True
     outputs = model.base_model(**inputs)
-    sums = model.get_output_embeddings()(outputs.last_hidden_state[:, :-1], labels[:, 1:], **_logit_transform(config))
     aux_loss = None
     if has_router_loss:
         aux_loss = cast(
             Tensor, load_balancing_loss_func(outputs.router_logits, config.num_experts, config.num_experts_per_tok)
         )
-    return LossHeadOutput(sums.nll_sum, sums.num_targets, sums.num_correct, aux_loss)
+    return outputs.last_hidden_state, aux_loss
+
+
+def _score(model: Any, score: Callable[..., Any], hidden: Tensor, targets: Tensor, **options: Any) -> Any:
+    """Call ``score`` by way of the output projection, with what stands between it and the softmax."""
+    transform = _logit_transform(model.config.get_text_config())
+    return model.get_output_embeddings()(hidden, score, targets, **transform, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -28,6 +29,7 @@ from transformers import (
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.quantization import keep_differentiable
 
 
 def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedTokenizerBase:
@@ -44,7 +46,7 @@ def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedToken
     key = "tokenizer_name_or_path" if is_own else "model_name_or_path"
     name = config.tokenizer_name_or_path or str(config.model_name_or_path)
     _check_remote_code(config)
-    with _explained(key, name):
+    with explained(key, name):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             name,
             revision=config.tokenizer_revision or (None if is_own else config.model_revision),
@@ -83,7 +85,7 @@ def load_model_config(config: ModelConfig) -> tuple[PreTrainedConfig, Generation
     """
     _check_remote_code(config)
     name, options = str(config.model_name_or_path), _load_options(config)
-    with _explained("model_name_or_path", name):
+    with explained("model_name_or_path", name):
         model_config = AutoConfig.from_pretrained(name, **options)
     try:
         generation_config = GenerationConfig.from_pretrained(name, revision=config.model_revision or "main")
@@ -92,43 +94,81 @@ def load_model_config(config: ModelConfig) -> tuple[PreTrainedConfig, Generation
     return model_config, generation_config
 
 
-def load_causal_lm(config: ModelConfig, attn_implementation: str) -> PreTrainedModel:
+def load_causal_lm(
+    config: ModelConfig, attn_implementation: str, quantization: BitsAndBytesConfig | None = None
+) -> PreTrainedModel:
     """The model in training mode, every weight from the checkpoint, in the precision of the master weights.
+
+    Args:
+        config: Which model.
+        attn_implementation: As ``choose_attention`` settled it.
+        quantization: As ``build_quantization_config`` made it; linear layers but the output projection are quantised.
 
     Raises:
         ConfigError: It cannot be loaded, its weights are not safetensors, or a weight is missing, superfluous or of
             another shape than the architecture's.
     """
+    model, _ = load_pretrained(AutoModelForCausalLM, config, attn_implementation, quantization)
+    return model
+
+
+def load_pretrained(
+    auto_class: Any,
+    config: ModelConfig,
+    attn_implementation: str,
+    quantization: BitsAndBytesConfig | None = None,
+    *,
+    may_lack: Collection[str] = (),
+    may_hold: Collection[str] = (),
+    **options: Any,
+) -> tuple[PreTrainedModel, set[str]]:
+    """The model as ``load_causal_lm`` loads it, for any task, and the names of the weights that its checkpoint lacks.
+
+    Args:
+        auto_class: Of transformers, such as ``AutoModelForCausalLM``.
+        config: Which model.
+        attn_implementation: As ``choose_attention`` settled it.
+        quantization: As for ``load_causal_lm``.
+        may_lack: Weights that the checkpoint need not have; transformers initialises them.
+        may_hold: Weights for which the architecture has no place, and which are left out.
+        **options: Of the model's configuration.
+
+    Raises:
+        ConfigError: As ``load_causal_lm``.
+    """
     _check_remote_code(config)
     name = str(config.model_name_or_path)
-    with _explained("model_name_or_path", name):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+    with explained("model_name_or_path", name):
+        loaded: Any = auto_class.from_pretrained(
             name,
             dtype=config.dtype,
             attn_implementation=attn_implementation,
+            quantization_config=quantization,
             use_safetensors=True,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
             **_load_options(config),
+            **options,
         )
     model, info = loaded
-    architecture = type(model).__name__
+    architecture, missing = type(model).__name__, set(info["missing_keys"])
     mismatched = {f"{key} {tuple(found)} for {tuple(wanted)}" for key, found, wanted in info["mismatched_keys"]}
     problems = [
         Problem("model_name_or_path", f"{found} {_shorten(keys)}", f"name a complete {architecture} checkpoint")
         for found, keys in (
-            (f"the checkpoint of {name} lacks", info["missing_keys"]),
-            (f"{architecture} has no place for", info["unexpected_keys"]),
+            (f"the checkpoint of {name} lacks", missing - set(may_lack)),
+            (f"{architecture} has no place for", set(info["unexpected_keys"]) - set(may_hold)),
             (f"the checkpoint of {name} has other shapes:", mismatched),
         )
         if keys
     ]
     if problems:
         raise ConfigError(*problems)
+    keep_differentiable(model)
     # A cache switches the isolation of packed documents off; generate() has a setting of its own.
     model.config.use_cache = False
     model.train()
-    return model  # type: ignore[no-any-return]
+    return model, missing
 
 
 def check_agreement(
@@ -182,7 +222,7 @@ def _check_remote_code(config: ModelConfig) -> None:
 
 
 @contextmanager
-def _explained(key: str, name: str) -> Iterator[None]:
+def explained(key: str, name: str) -> Iterator[None]:
     """Turn what transformers and the Hub raise for ``name`` into one ``ConfigError``."""
     try:
         yield

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, Final
 
 import torch
+from peft import PeftModel
 from safetensors import SafetensorError, safe_open
 from transformers import Trainer
 
+from recipes_lib.errors import ConfigError
+from recipes_lib.models.adapters import (
+    ADAPTER_WEIGHTS,
+    compute_probe_logits,
+    find_logit_shift,
+    load_adapter,
+    load_fresh_base,
+    read_adapter_state,
+    restate_for_original_base,
+)
 from recipes_lib.publish.card import write_card
 
-INDEX = "model.safetensors.index.json"
+INDEX: Final = "model.safetensors.index.json"
+WEIGHTS: Final = "model.safetensors"
+UNVERIFIED: Final = "_unverified"
+"""Folder in the output directory that a model is saved into; uploads leave out what begins with an underscore."""
 
 
 class BrokenExportError(RuntimeError):
@@ -20,41 +36,60 @@ class BrokenExportError(RuntimeError):
 
 
 def export_model(trainer: Trainer, folder: Path) -> None:
-    """Save the model of a finished run into its output directory, open it again, and write its card.
+    """Save the model or the adapter of a finished run, open it again, and only then put it in its place.
 
     Args:
         trainer: After training; every process must call.
         folder: The output directory, with ``run.json``.
 
     Raises:
-        BrokenExportError: What was saved is not whole.
+        BrokenExportError: What was saved is not whole; it stays in the folder ``UNVERIFIED``.
     """
-    # Off while packed documents had to be kept apart; whoever loads the model wants fast generation.
-    trainer.accelerator.unwrap_model(trainer.model).config.use_cache = True
-    trainer.save_model(str(folder))
-    if not trainer.args.should_save:
-        return
-    # Upstream's pickle of its arguments; run.json holds the same as JSON.
-    (folder / "training_args.bin").unlink()
     model = trainer.accelerator.unwrap_model(trainer.model)
-    verify_export(folder, [name for name, _ in model.named_parameters()])
-    evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
-    figures = {name: value for name, value in (evaluations or [{}])[-1].items() if name.startswith("eval_")}
-    write_card(folder, json.loads((folder / "run.json").read_text(encoding="utf-8")), figures)
+    # Off while packed documents had to be kept apart; whoever loads the model wants fast generation.
+    model.config.use_cache = True
+    is_adapter = isinstance(model, PeftModel)
+    logits = compute_probe_logits(trainer.model) if is_adapter else None
+    staging = folder / UNVERIFIED
+    if trainer.args.should_save:
+        shutil.rmtree(staging, ignore_errors=True)
+    trainer.accelerator.wait_for_everyone()
+    # As an internal call, which uploads nothing.
+    trainer.save_model(str(staging), _internal_call=True)
+    if trainer.args.should_save:
+        # Upstream's pickle of its arguments; run.json holds the same as JSON.
+        (staging / "training_args.bin").unlink()
+        if logits is None:
+            verify_export(staging, [name for name, _ in model.named_parameters()])
+        else:
+            _complete_adapter(model, staging)
+            with trainer.accelerator.autocast():
+                verify_adapter_export(staging, model, logits, is_half=trainer.accelerator.mixed_precision != "no")
+        for path in staging.iterdir():
+            path.replace(folder / path.name)
+        staging.rmdir()
+    if trainer.args.push_to_hub:
+        trainer.push_to_hub(commit_message="Model save")
+        (folder / "training_args.bin").unlink(missing_ok=True)
+    if trainer.args.should_save:
+        evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+        figures = {name: value for name, value in (evaluations or [{}])[-1].items() if name.startswith("eval_")}
+        write_card(folder, json.loads((folder / "run.json").read_text(encoding="utf-8")), figures)
 
 
-def verify_export(folder: Path, expected_names: Iterable[str]) -> int:
+def verify_export(folder: Path, expected_names: Iterable[str], weights: str = WEIGHTS) -> int:
     """Open a saved model again and return its number of parameters.
 
     Args:
-        folder: Folder with ``model.safetensors`` or its shards and their index.
+        folder: Folder with ``weights``, or with the shards of a model and their index.
         expected_names: Parameters that must be there; tied ones once.
+        weights: Name of the file.
 
     Raises:
         BrokenExportError: A file or a parameter is missing, or a tensor is empty or not finite; all are named.
     """
     try:
-        files = {name: folder / file for name, file in _read_index(folder).items()}
+        files = {name: folder / file for name, file in _read_index(folder, weights).items()}
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise BrokenExportError(f"{folder} cannot be opened again: {error}") from error
     faults = [f"{name} is missing" for name in expected_names if name not in files]
@@ -70,15 +105,58 @@ def verify_export(folder: Path, expected_names: Iterable[str]) -> int:
                     faults.append(f"{name} is empty")
                 elif not torch.isfinite(tensor).all():
                     faults.append(f"{name} is not finite")
+                elif ".lora_B." in name and not tensor.any():
+                    faults.append(f"{name} is zero, as before training")
     if faults:
         raise BrokenExportError(f"{folder}: " + "; ".join(faults))
     return num_parameters
 
 
-def _read_index(folder: Path) -> dict[str, str]:
+def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor, *, is_half: bool) -> None:
+    """Open a saved adapter again on a fresh base, and compare what they say with what the trained model says.
+
+    The base is loaded once more, on the same device where it has room for it: only so a base that was changed while
+    training, or another one than is recorded, can show.
+
+    Args:
+        folder: Of the adapter.
+        model: The trained model.
+        logits: What ``compute_probe_logits`` gave for it.
+        is_half: Whether products are in sixteen bits.
+
+    Raises:
+        BrokenExportError: A tensor is missing, empty, not finite, of another shape or as before training, or the logits
+            of eight tokens differ by more than rounding explains.
+    """
+    verify_export(folder, read_adapter_state(model), ADAPTER_WEIGHTS)
+    try:
+        reopened = load_adapter(load_fresh_base(model), str(folder), task_type=_read_task(model))
+    except ConfigError as error:
+        raise BrokenExportError(f"{folder} cannot be opened again: {error}") from error
+    shift = find_logit_shift(logits, compute_probe_logits(reopened), torch.bfloat16 if is_half else reopened.dtype)
+    if shift is not None:
+        raise BrokenExportError(
+            f"{folder}: opened again, a logit differs by {shift:.2g} of the largest from what was trained"
+        )
+
+
+def _complete_adapter(model: PeftModel, folder: Path) -> None:
+    """Write what PEFT leaves out: where answers stop, and the terms of the original weights."""
+    base: Any = model.get_base_model()
+    if base.can_generate():
+        base.generation_config.save_pretrained(folder)
+    if hasattr(model, "initial_factors"):
+        restate_for_original_base(folder, model.initial_factors)
+
+
+def _read_task(model: PeftModel) -> Any:
+    return model.peft_config[model.active_adapter].task_type
+
+
+def _read_index(folder: Path, weights: str) -> dict[str, str]:
     """Map every saved tensor to its file, by the index when there are shards."""
     if (folder / INDEX).exists():
         weight_map: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
         return weight_map
-    with safe_open(folder / "model.safetensors", framework="pt") as tensors:
-        return dict.fromkeys(tensors.keys(), "model.safetensors")
+    with safe_open(folder / weights, framework="pt") as tensors:
+        return dict.fromkeys(tensors.keys(), weights)

@@ -107,6 +107,27 @@ def build_muon(model: nn.Module, args: TrainingArguments, *, decay_embeddings: b
     )
 
 
+def split_loraplus_groups(optimizer: torch.optim.Optimizer, model: nn.Module, ratio: float) -> None:
+    """Let the B matrices of low-rank adapters learn ``ratio`` times as fast, in groups of their own.
+
+    Whatever built the optimizer, what decays stays what decayed. It must not have stepped yet.
+
+    Args:
+        optimizer: As built, not yet prepared by accelerate.
+        model: The one it trains; it names the parameters.
+        ratio: ``loraplus_lr_ratio``.
+
+    Source: Hayou et al. 2024 (LoRA+), section 4; PEFT's ``create_loraplus_optimizer`` builds groups, and decides what
+    decays, anew. ``tests/training/test_optimizers_loraplus.py``.
+    """
+    is_b = {id(parameter) for name, parameter in model.named_parameters() if ".lora_B." in name}
+    for group in list(optimizer.param_groups):
+        fast = [parameter for parameter in group["params"] if id(parameter) in is_b]
+        if fast:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in is_b]
+            optimizer.add_param_group({**group, "params": fast, "lr": group["lr"] * ratio})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRow:
     """One group of an optimizer, as it is told to people.

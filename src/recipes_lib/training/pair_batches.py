@@ -12,6 +12,14 @@ from torch import Tensor, nn
 from recipes_lib.losses.preference import sum_logps
 from recipes_lib.models.shared_prompt import build_shared_prompt_mask
 
+_ROUNDING: Final = {
+    torch.float32: (3e-5, 3e-6),
+    torch.float16: (5e-3, 5e-4),
+    torch.bfloat16: (3e-2, 2e-3),
+}
+"""By how much two computations of an answer's log-probability differ, in nats: for the root of its tokens, and for each
+of them. Beside other rows other kernels run; measured, with three times as much allowed."""
+
 _INPUTS: Final = ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 Batch = Mapping[str, Any]
@@ -35,32 +43,49 @@ class PairScores:
     num_correct: Tensor | int = 0
     aux_loss: Tensor | None = None
 
-    def sums(self) -> dict[str, Tensor]:
-        """Return the sum over pairs of the loss and of every figure; add them over batches, then divide."""
-        return {name: values.detach().sum() for name, values in {"loss": self.losses, **self.figures}.items()}
+    def sums(self, num_pairs: int | None = None) -> dict[str, Tensor]:
+        """Return the sum over pairs, or over the first ``num_pairs``, of the loss and of every figure.
+
+        Add them over batches, then divide.
+        """
+        return {
+            name: values[:num_pairs].detach().sum() for name, values in {"loss": self.losses, **self.figures}.items()
+        }
 
 
 def count_pairs(batch: Batch) -> int:
-    """Return the number of pairs in a batch."""
-    return len(batch["num_completion_tokens"]) // 2
+    """Return the number of pairs in a batch that count: the first so many; those behind only fill it up."""
+    counted: int = batch.get("num_counted_pairs", len(batch["num_completion_tokens"]) // 2)
+    return counted
 
 
 def read_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
     """Return what a model takes of a batch, on the model's device: tokens, and what keeps the answers apart.
 
     Args:
-        model: Its configuration names the kernel that a mask is made for.
+        model: With a head on it that takes a ``bool`` mask and spells it for the kernel.
         batch: On any device.
     """
     device = next(model.parameters()).device
     inputs = {name: batch[name] for name in _INPUTS if name in batch}
     inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
     if "pair_ids" in batch:
-        config: Any = getattr(model, "module", model).config
-        implementation = config.get_text_config()._attn_implementation
         pair_ids, branch_ids = batch["pair_ids"].to(device), batch["branch_ids"].to(device)
-        inputs["attention_mask"] = build_shared_prompt_mask(pair_ids, branch_ids, implementation)
+        inputs["attention_mask"] = build_shared_prompt_mask(pair_ids, branch_ids, "sdpa")
     return inputs
+
+
+def compute_rounding(num_tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return by how much two computations of the same log-probability of an answer may differ, in nats; ``float32``.
+
+    Args:
+        num_tokens: Of each answer.
+        dtype: Precision of the products.
+    """
+    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        dtype = torch.float16  # TF32 has as many digits.
+    of_root, of_each = _ROUNDING[dtype]
+    return of_root * num_tokens.float().sqrt() + of_each * num_tokens
 
 
 def split_sequences(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from recipes_lib.training.metrics import sum_over_processes
+from recipes_lib.training.optimizers import split_loraplus_groups
 from recipes_lib.training.pair_batches import Batch, PairScores, count_pairs
 from recipes_lib.training.recipe_trainer import RecipeTrainer
 
@@ -18,7 +19,7 @@ from recipes_lib.training.recipe_trainer import RecipeTrainer
 class PairFigures(TrainerCallback):
     """Adds the means over all pairs since the last log to the figures of a logged step.
 
-    Source: ``tests/training/test_pair_trainer.py``.
+    Source: ``tests/training/test_pair_trainer.py``, ``tests/distributed/test_pairs.py``.
     """
 
     def __init__(self) -> None:
@@ -51,16 +52,22 @@ class PairFigures(TrainerCallback):
 
 
 class PairTrainer(RecipeTrainer):
-    """``RecipeTrainer`` whose objective is a mean over pairs."""
+    """``RecipeTrainer`` whose objective is a mean over pairs.
+
+    How the pairs of a step are cut into batches and shared by processes changes nothing, in the last step of an epoch
+    too (``tests/distributed/test_pairs.py``).
+    """
 
     router_aux_loss_coef = 0.0
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, *, loraplus_lr_ratio: float | None = None, **kwargs: Any) -> None:
         """Set the trainer up.
 
         Args:
+            loraplus_lr_ratio: Learning rate of an adapter's B matrices over that of its A matrices.
             **kwargs: As ``RecipeTrainer``; ``data_collator`` is a ``PairCollator``.
         """
+        self.loraplus_lr_ratio = loraplus_lr_ratio
         super().__init__(**kwargs)
         self.figures = PairFigures()
         # Before the one that writes, which puts down what the figures are by then.
@@ -69,6 +76,20 @@ class PairTrainer(RecipeTrainer):
     @abstractmethod
     def score_pairs(self, model: nn.Module, batch: Batch) -> PairScores:
         """Score a batch."""
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Build the optimizer by name, and give the B matrices their rate."""
+        is_new = self.optimizer is None
+        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        if is_new and self.loraplus_lr_ratio is not None:
+            split_loraplus_groups(optimizer, self.model if model is None else model, self.loraplus_lr_ratio)
+        return optimizer
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], torch.Tensor | None]:
+        """Take the micro-batches of one optimizer step and count their pairs over all processes."""
+        return super().get_batch_samples(self._mark_repeats(epoch_iterator), num_batches, device)
 
     def count_terms(self, batch: dict[str, Any]) -> torch.Tensor:
         """Return the number of pairs."""
@@ -83,11 +104,26 @@ class PairTrainer(RecipeTrainer):
     ) -> Any:
         """Return this process's share of the step's mean loss of a pair."""
         scores = self.score_pairs(model, inputs)
-        num_pairs = len(scores.losses) if num_items_in_batch is None else num_items_in_batch
+        counted = count_pairs(inputs)
+        num_pairs = counted if num_items_in_batch is None else num_items_in_batch
         # Gradients are averaged over processes, while num_pairs counts all of them.
-        loss = scores.losses.sum() * (self.accelerator.num_processes / num_pairs)
+        loss = scores.losses[:counted].sum() * (self.accelerator.num_processes / num_pairs)
         if scores.aux_loss is not None:
             loss = loss + self.router_aux_loss_coef * scores.aux_loss / self.current_gradient_accumulation_steps
-        self.figures.add(scores.sums(), len(scores.losses))
+        self.figures.add(scores.sums(counted), counted)
         self.observer.counter.add(inputs["num_tokens"], scores.num_targets, scores.num_correct)
         return (loss, scores) if return_outputs else loss
+
+    def _mark_repeats(self, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yield batches; in the last ones of an epoch ``num_counted_pairs`` tells which pairs are not repeated.
+
+        Where pairs do not go round, accelerate fills the processes' last batches up with the first pairs of the epoch,
+        so that none waits for another. They would count twice, and a step would depend on the number of processes.
+        """
+        # accelerate knows which pairs are over too, but no longer after a resumption.
+        batch_size, state = self.args.train_batch_size, self.accelerator
+        num_over = len(self.train_dataset) % (batch_size * state.num_processes)  # type: ignore[arg-type]
+        num_own = min(max(num_over - state.process_index * batch_size, 0), batch_size)
+        for batch in batches:
+            is_last = state.gradient_state.end_of_dataloader and not self.args.dataloader_drop_last
+            yield {**batch, "num_counted_pairs": num_own} if is_last and num_over else batch

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from accelerate.utils import extract_model_from_parallel
@@ -25,10 +25,17 @@ from recipes_lib.losses.preference import (
     verify_preference_options,
 )
 from recipes_lib.models.adapters import adapters_off
-from recipes_lib.training.pair_batches import Batch, PairScores, compute_answer_logps, read_inputs, split_sequences
+from recipes_lib.training.pair_batches import (
+    Batch,
+    PairScores,
+    compute_answer_logps,
+    compute_rounding,
+    read_inputs,
+    split_sequences,
+)
 
-LN2_TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 5e-3, torch.float16: 5e-3}
-"""By how much the loss of the first step may be off ln 2, by the precision of the products."""
+LN2_TOLERANCE: Final = 1e-4
+"""By how much the loss of the first step may be off ln 2 in any case."""
 
 
 @dataclass(slots=True)
@@ -44,6 +51,7 @@ class PreferenceObjective:
         options: What shapes them.
         ld_alpha: Factor on what one answer of a pair is longer than the other.
         use_weighting: Weigh each pair by how likely the policy itself would give its answers.
+        mean_held_out_tokens: Tokens of a held-out chosen answer, on average; for ``sft``.
         reference: A frozen model with a loss head; never trained, and no part of what is saved.
     """
 
@@ -52,12 +60,18 @@ class PreferenceObjective:
     options: PreferenceOptions
     ld_alpha: float | None
     use_weighting: bool
+    mean_held_out_tokens: float | None = None
     reference: nn.Module | None = None
 
     @property
     def needs_reference(self) -> bool:
         """Whether any of the losses is held against a reference."""
         return not set(self.names) <= REFERENCE_FREE
+
+    def score_held_out(self, model: nn.Module, batch: Batch) -> PairScores:
+        """Score a batch of held-out pairs, by themselves as if all were one batch; for the rest as ``score``."""
+        mean = self.mean_held_out_tokens
+        return self.score(model, batch, None if mean is None else torch.tensor(mean))
 
     def score(self, model: nn.Module, batch: Batch, mean_chosen_tokens: Tensor | None = None) -> PairScores:
         """Score a batch of pairs.
@@ -121,12 +135,15 @@ class PreferenceObjective:
         return chosen, rejected
 
 
-def build_objective(args: DPOConfig, config: PreferenceConfig) -> PreferenceObjective:
+def build_objective(
+    args: DPOConfig, config: PreferenceConfig, held_out: Mapping[str, Any] | None = None
+) -> PreferenceObjective:
     """Build the objective of a run, as yet without a reference of its own.
 
     Args:
         args: Upstream's keys, with upstream's defaults.
         config: Ours.
+        held_out: Figures of the held-out pairs, as ``PairAudit`` names them.
 
     Raises:
         ConfigError: The losses cannot be had with these options.
@@ -144,15 +161,17 @@ def build_objective(args: DPOConfig, config: PreferenceConfig) -> PreferenceObje
     except ValueError as error:
         raise ConfigError(Problem("loss_type", str(error), "see docs/dpo.md")) from None
     weights = args.loss_weights or [1.0] * len(args.loss_type)
-    return PreferenceObjective(list(args.loss_type), weights, options, args.ld_alpha, args.use_weighting)
+    mean = None if held_out is None else held_out["num_chosen_tokens"] / held_out["num_pairs"]
+    return PreferenceObjective(list(args.loss_type), weights, options, args.ld_alpha, args.use_weighting, mean)
 
 
-def verify_first_scores(objective: PreferenceObjective, scores: PairScores, dtype: torch.dtype) -> str:
+def verify_first_scores(objective: PreferenceObjective, scores: PairScores, batch: Batch, dtype: torch.dtype) -> str:
     """Hold the first step against what is known of it: the policy is its own reference, so margins are 0.
 
     Args:
         objective: Of the run.
         scores: Of the first batch, before any update.
+        batch: That batch.
         dtype: Precision of the products.
 
     Returns:
@@ -161,17 +180,21 @@ def verify_first_scores(objective: PreferenceObjective, scores: PairScores, dtyp
     Raises:
         DivergedError: A reward is not 0, or the loss of ``sigmoid`` is not ln 2: policy and reference differ.
     """
-    rewards = torch.stack([scores.figures["rewards/chosen"], scores.figures["rewards/rejected"]])
-    reward, loss = float(rewards.abs().max()), float(scores.losses.detach().mean())
-    tolerance = LN2_TOLERANCE[dtype]
+    beta, loss = objective.options.beta, float(scores.losses.detach().mean())
+    rewards = torch.stack([scores.figures["rewards/chosen"], scores.figures["rewards/rejected"]], dim=1).flatten()
+    lengths = batch["num_completion_tokens"].to(rewards.device)
+    allowed = compute_rounding(lengths, dtype)
+    # What is not a number is the largest of all.
+    worst = int((rewards.abs() / allowed).argmax())
+    shift, rounding = float(rewards[worst]) / beta, float(allowed[worst])
     is_sigmoid = list(objective.names) == ["sigmoid"] and objective.weights[0] == 1 and not objective.use_weighting
-    # A reward is off by what the log-probability of a whole answer is off, times beta: twice that moves the loss.
-    allowed = 4 * tolerance * max(1.0, objective.options.beta)
-    if reward > allowed or (is_sigmoid and abs(loss - math.log(2)) > tolerance):
+    tolerance = max(LN2_TOLERANCE, beta * float(allowed.max()))
+    if not abs(shift) <= rounding or (is_sigmoid and not abs(loss - math.log(2)) <= tolerance):
         raise DivergedError(
-            f"before the first update the largest reward is {reward:.2g} and the loss {loss:.6f}, where the policy is "
-            f"its own reference: rewards must be 0 within {allowed:.0e}"
-            + (f" and the loss ln 2 = {math.log(2):.6f} within {tolerance:.0e}" if is_sigmoid else "")
-            + ". Policy and reference are not the same model, or dropout is on"
+            f"before the first update the loss is {loss:.6f}, and an answer of {int(lengths[worst])} tokens has a "
+            f"log-probability that is off by {shift:.2g} from that of the reference, which should be the same model: "
+            f"rounding explains {rounding:.1g}"
+            + (f", and a loss of ln 2 = {math.log(2):.6f} within {tolerance:.1g}" if is_sigmoid else "")
+            + ". Policy and reference differ, or dropout is on"
         )
-    return f"step 0: loss {loss:.6f}, largest reward {reward:.1e}: policy and reference agree"
+    return f"step 0: loss {loss:.6f}, largest log-ratio {abs(shift):.1e} nats: policy and reference agree"

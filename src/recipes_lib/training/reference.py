@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +18,10 @@ from torch import Tensor, distributed, nn
 import recipes_lib.losses
 import recipes_lib.models
 from recipes_lib.data.pair_data import PairData, PairRows
-from recipes_lib.data.store import choose_staging, compute_key, explain_disk_errors, find_set, publish_set
+from recipes_lib.data.store import choose_staging, compute_key, explain_disk_errors, find_set, hold_lock, publish_set
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.training.hooks.training_state import preserve_training_state
+from recipes_lib.training.pair_batches import compute_rounding
 from recipes_lib.training.progress import TrainingProgress
 from recipes_lib.training.row_sharing import count_rounds, share_rows
 
@@ -29,6 +31,7 @@ REFERENCE_FOLDER: Final = "reference"
 NUM_CHECKED: Final = 64
 """Pairs computed again before stored numbers are trusted."""
 
+T = TypeVar("T")
 _Figures = npt.NDArray[np.float32]
 Score = Callable[[Sequence[Any]], Tensor]
 """Rows to the log-probabilities of their answers, ``float32 (2, P)``."""
@@ -57,7 +60,7 @@ class ReferencedRows:
 class StoredReference:
     """Log-probabilities of the answers of all pairs of a run under its reference.
 
-    Source: ``tests/training/test_reference.py``.
+    Source: ``tests/training/test_reference.py``, ``tests/distributed/test_reference.py``.
     """
 
     def __init__(self, key: str, rows: Mapping[str, PairRows], *, root: Path, output_dir: Path) -> None:
@@ -80,14 +83,42 @@ class StoredReference:
         """Return the same data, each pair with the numbers that it will have."""
         return replace(data, train=self.rows["train"], eval=self.rows.get("eval"))
 
+    def settle(
+        self, model: nn.Module, score: Score, *, batch_size: int, dtype: torch.dtype, progress: TrainingProgress
+    ) -> None:
+        """Read the numbers and trust them if a sample of them is what ``model`` says, or compute them; and keep them.
+
+        Every process must call.
+
+        Args:
+            model: The reference, before any step; left as it was.
+            score: Scores some rows with it.
+            batch_size: Rows at a time on each process.
+            dtype: Precision of the products, which decides by how much a number may be off.
+            progress: Told what was done.
+
+        Raises:
+            DataError: They cannot be stored.
+        """
+        is_found = self.find()
+        if is_found:
+            difference, is_found = self.compare(model, score, batch_size=batch_size, dtype=dtype)
+            verdict = "are used" if is_found else "are computed again"
+            progress.say(f"reference: stored numbers are off by {difference:.1e} nats at most; they {verdict}")
+        if not is_found:
+            self.compute(model, score, batch_size=batch_size, progress=progress)
+        if _is_main():
+            self.store()
+
     def find(self) -> bool:
-        """Read the numbers from the run's own copy or from the cache; return whether they were there."""
-        for root in (self._own, self._root):
-            if found := find_set(root, self._key):
-                for name, rows in self.rows.items():
-                    rows.logps[:] = np.load(found.path / f"{name}.npy")
-                return True
-        return False
+        """Read the numbers from the run's own copy or from the cache; return whether they were there.
+
+        The main process reads, so that all have the same, on whichever node; every process must call.
+        """
+        found = _take_from_main(self._read() if _is_main() else None)
+        for name, logps in (found or {}).items():
+            self.rows[name].logps[:] = logps
+        return found is not None
 
     def compute(self, model: nn.Module, score: Score, *, batch_size: int, progress: TrainingProgress) -> None:
         """Score every pair, on all processes together; every process must call.
@@ -110,59 +141,91 @@ class StoredReference:
                 rows.logps[:] = _sum_over_processes(logps, next(model.parameters()).device)
 
     def store(self) -> None:
-        """Write the numbers to the cache and to the run's own folder; for the main process.
+        """Write the numbers to the cache and to the run's own folder, unless they are there; for the main process.
 
         Raises:
             DataError: The disk is full.
         """
         for root in (self._root, self._own):
-            staging = choose_staging(root, self._key, is_kept=False)
-            with explain_disk_errors(root):
-                try:
-                    staging.mkdir(parents=True)
-                    for name, rows in self.rows.items():
-                        np.save(staging / f"{name}.npy", rows.logps)
-                    publish_set(staging, root, self._key, {"key": self._key})
-                finally:
-                    shutil.rmtree(staging, ignore_errors=True)
+            with hold_lock(root, self._key), explain_disk_errors(root):
+                if not self._holds(self._read_from(root)):
+                    self._write_to(root)
 
-    def find_largest_difference(self, model: nn.Module, score: Score, *, batch_size: int) -> float:
-        """Return by how much the stored numbers differ from new ones, in nats a token, over a sample of the pairs.
+    def compare(self, model: nn.Module, score: Score, *, batch_size: int, dtype: torch.dtype) -> tuple[float, bool]:
+        """Return by how much the numbers differ from new ones, in nats, and whether rounding explains all of that.
 
-        The sample is drawn by the key, so that all processes take the same.
+        A sample of the training pairs is looked at, drawn by the key, so that all processes take the same; every
+        process must call. Arguments are as for ``settle``.
         """
         rows = next(iter(self.rows.values()))
         draw = np.random.default_rng(int(self._key[:8], 16))
         numbers = np.sort(draw.permutation(len(rows))[:NUM_CHECKED])
-        largest = 0.0
+        differences, allowed = [], []
         with preserve_training_state(model):
             for start in range(0, len(numbers), batch_size):
                 some = [int(number) for number in numbers[start : start + batch_size]]
                 pairs = [rows.rows[number] for number in some]
-                lengths = np.array([[len(pair["chosen_ids"]), len(pair["rejected_ids"])] for pair in pairs])
-                differences = np.abs(score(pairs).T.float().cpu().numpy() - rows.logps[some]) / lengths
-                largest = max(largest, float(differences.max()))
-        return largest
+                lengths = torch.tensor([[len(pair["chosen_ids"]), len(pair["rejected_ids"])] for pair in pairs])
+                differences.append((score(pairs).T.float().cpu() - torch.from_numpy(rows.logps[some])).abs())
+                allowed.append(compute_rounding(lengths, dtype))
+        off, limit = torch.cat(differences), torch.cat(allowed)
+        return _take_from_main((float(off.max()), bool((off <= limit).all())))
+
+    def _read(self) -> dict[str, _Figures] | None:
+        return next((logps for root in (self._own, self._root) if (logps := self._read_from(root))), None)
+
+    def _read_from(self, root: Path) -> dict[str, _Figures] | None:
+        """The numbers of each set; ``None`` where they are not there, not whole, or not of these pairs."""
+        found = find_set(root, self._key, check_bytes=True)
+        if found is None:
+            return None
+        try:
+            logps = {name: np.load(found.path / f"{name}.npy") for name in self.rows}
+        except (OSError, ValueError):
+            return None
+        is_whole = all(logps[name].shape == rows.logps.shape for name, rows in self.rows.items())
+        return logps if is_whole else None
+
+    def _holds(self, logps: dict[str, _Figures] | None) -> bool:
+        return logps is not None and all(np.array_equal(logps[name], rows.logps) for name, rows in self.rows.items())
+
+    def _write_to(self, root: Path) -> None:
+        """Write the numbers under ``root``; others of the same key, which were not trusted, make room."""
+        staging = choose_staging(root, self._key, is_kept=False)
+        try:
+            staging.mkdir()
+            for name, rows in self.rows.items():
+                np.save(staging / f"{name}.npy", rows.logps)
+            if (distrusted := find_set(root, self._key)) is not None:
+                shutil.rmtree(distrusted.path)
+            publish_set(staging, root, self._key, {"key": self._key})
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
 
 
-def compute_reference_key(model: nn.Module, *, pairs: str, **facts: Any) -> str:
+def compute_reference_key(model: nn.Module, *, pairs: str, is_without_adapter: bool = False, **facts: Any) -> str:
     """Return the key of the reference's numbers: a hash of exactly what determines them.
 
     Args:
-        model: The reference; the weights of the main process count, adapters among them.
+        model: The reference; the weights and the architecture of the main process count.
         pairs: Key of the prepared pairs, which holds their tokens.
+        is_without_adapter: Whether the model without its adapter is the reference: a fresh adapter changes nothing yet,
+            so that the seed it was drawn by is none of the facts.
         **facts: Precision, kernel, layout, ``ld_alpha``; JSON values. The learning rate is none of them.
     """
     digest = hashlib.sha256()
     for package in (recipes_lib.losses, recipes_lib.models):
         for path in sorted(Path(package.__path__[0]).glob("*.py")):
             digest.update(path.read_bytes())
-    inputs = {"weights": _hash_weights(model), "pairs": pairs, "code": digest.hexdigest(), **facts}
-    shared = [compute_key(inputs)]
-    if distributed.is_initialized():
-        # Where loading is sparing with memory, the others have no weights yet.
-        distributed.broadcast_object_list(shared, src=0)
-    return shared[0]
+    inputs = {
+        "weights": _hash_weights(model, is_without_adapter=is_without_adapter),
+        "architecture": _read_architecture(model),
+        "pairs": pairs,
+        "code": digest.hexdigest(),
+        **facts,
+    }
+    # Where loading is sparing with memory, the others have no weights yet.
+    return _take_from_main(compute_key(inputs))
 
 
 def refuse_missing(step: int) -> None:
@@ -175,13 +238,33 @@ def refuse_missing(step: int) -> None:
     raise ConfigError(Problem(REFERENCE_FOLDER, found, "restore the folder, or start again in a new output_dir"))
 
 
-def _hash_weights(model: nn.Module) -> str:
+def _hash_weights(model: nn.Module, *, is_without_adapter: bool) -> str:
     digest = hashlib.sha256()
+    adapter = {name for name, parameter in model.named_parameters() if is_without_adapter and parameter.requires_grad}
     for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        if not tensor.is_meta:
-            digest.update(memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
+        if name not in adapter and isinstance(tensor, Tensor):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            if not tensor.is_meta:
+                digest.update(memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
     return digest.hexdigest()
+
+
+def _read_architecture(model: Any) -> dict[str, Any]:
+    """What a model's configuration says, but for where it was loaded from."""
+    read: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
+    return {name: value for name, value in read.items() if name not in ("_name_or_path", "name_or_path")}
+
+
+def _is_main() -> bool:
+    return not distributed.is_initialized() or distributed.get_rank() == 0
+
+
+def _take_from_main(value: T) -> T:
+    """The value of the main process; every process must call."""
+    shared = [value]
+    if distributed.is_initialized():
+        distributed.broadcast_object_list(shared, src=0)
+    return shared[0]
 
 
 def _sum_over_processes(values: _Figures, device: torch.device) -> _Figures:

@@ -1,0 +1,80 @@
+"""Low-rank adapters: fine-tune a model on chats, completions or text by a few new weights beside its own.
+
+accelerate launch --config_file accelerate_configs/ddp.yaml recipes/lora.py --config recipes/configs/llama3-8b/lora.yaml
+python recipes/lora.py --config recipes/configs/llama3-8b/lora_4bit.yaml --lora_r 64      # QLoRA, on one process
+
+`--help` lists every key, `--print-config` shows their values and where each comes from. The same command goes on where
+a stopped run left off. `recipes merge --adapter DIR --output DIR` makes a model of its own of the adapter and its base.
+"""
+
+import sys
+
+from recipes_lib.boundary import parse_or_exit, run_command
+
+if __name__ == "__main__":
+    CONFIG = parse_or_exit("lora", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.data.chat import RowEncoder
+from recipes_lib.data.collators import PackedCollator
+from recipes_lib.data.training_data import load_training_data
+from recipes_lib.models.adapters import describe_adapter
+from recipes_lib.models.attention import choose_attention, prove_isolation
+from recipes_lib.models.generation import set_stop_tokens
+from recipes_lib.models.heads import verify_loss_head
+from recipes_lib.models.loading import load_model_config, load_tokenizer
+from recipes_lib.publish.export import export_model
+from recipes_lib.report.page import build_report
+from recipes_lib.training.adapter_checks import AdapterChecks
+from recipes_lib.training.arguments import build_training_arguments
+from recipes_lib.training.launch import read_launch
+from recipes_lib.training.observer import build_observer
+from recipes_lib.training.policy import load_policy
+from recipes_lib.training.run import start_run
+from recipes_lib.training.sft import SFTTrainer
+
+
+def main(config: RecipeConfig) -> None:
+    """Train an adapter of ``config.model`` on the targets of ``config.data``; leave it, its record and a report."""
+    launch = read_launch()
+    run = start_run(config, launch)
+    if run.finished:
+        return
+    with run.recording_its_end():
+        # Rows of any layout become packed tokens with a loss mask, once, before the processes meet.
+        tokenizer = load_tokenizer(config.model, config.tokens)
+        data = load_training_data(config, lambda _: tokenizer, local_rank=launch.local_rank)
+        run.record(data=data.record, num_tokenized_rows=RowEncoder.num_tokenized_rows)
+        args = build_training_arguments(config, launch, has_eval=data.eval is not None)
+
+        # The model's own weights are loaded, in few bits if asked for, and frozen; the adapter begins as nothing.
+        model_config, _ = load_model_config(config.model)
+        attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing)
+        model = load_policy(config, attention.implementation, args, launch)
+        run.record(adapter=describe_adapter(model))
+        set_stop_tokens(model, tokenizer, data.audit.terminators)
+        collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
+        observer = build_observer(config.evaluation, data, args, model, tokenizer, collate)
+        trainer = SFTTrainer(
+            model=model,
+            args=args,
+            train_dataset=data.train,
+            eval_dataset=data.eval,
+            data_collator=collate,
+            processing_class=tokenizer,
+            observer=observer,
+            loraplus_lr_ratio=config.adapter.loraplus_lr_ratio,
+        )
+        # Every part of the adapter must learn, nothing else may, and packed documents stay apart.
+        trainer.add_callback(AdapterChecks(model, config.adapter, say=observer.progress.say))
+        if config.tokens.packing:
+            prove_isolation(model, attention.layout)
+        verify_loss_head(model)
+        trainer.train(resume_from_checkpoint=run.resume_from)
+        export_model(trainer, run.output_dir)
+    if launch.is_main:
+        build_report(run.output_dir)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(lambda: main(CONFIG)))

@@ -1,0 +1,392 @@
+"""Losses over pairs of answers of which one is preferred, from the log-probabilities of both; in nats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+REFERENCE_FREE: Final = frozenset({"simpo", "orpo", "sft"})
+"""Losses that read no reference log-probabilities: a run of these alone needs no reference model."""
+F_DIVERGENCES: Final = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceOptions:
+    """What shapes the losses, in upstream's spelling (``trl.DPOConfig``; ``simpo_gamma`` as ``trl``'s ``CPOConfig``).
+
+    Attributes:
+        beta: Scale of the log-ratios; IPO's tau, and the weight of ORPO's odds ratio.
+        label_smoothing: Expected share of pairs whose preference is the wrong way round.
+        f_divergence_type: One of ``F_DIVERGENCES``.
+        f_alpha_divergence_coef: Alpha of ``alpha_divergence``.
+        discopop_tau: Temperature of DiscoPOP's mixture.
+        simpo_gamma: Margin that SimPO asks for.
+    """
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    f_divergence_type: str = "reverse_kl"
+    f_alpha_divergence_coef: float = 0.5
+    discopop_tau: float = 0.05
+    simpo_gamma: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceBatch:
+    """Log-probabilities of ``P`` pairs, each a sum over a completion's tokens (``sum_logps``); ``float32 (P,)``.
+
+    Attributes:
+        chosen_logps: Of the preferred completions; differentiable.
+        rejected_logps: Of the others; differentiable.
+        num_chosen_tokens: Tokens of the preferred completions; ``(P,)``.
+        num_rejected_tokens: Tokens of the others; ``(P,)``.
+        ref_chosen_logps: ``chosen_logps`` under the reference; ``None`` if no loss needs it.
+        ref_rejected_logps: ``rejected_logps`` under the reference; ``None`` if no loss needs it.
+        chosen_nll: What ``sft`` and ``orpo`` lower: summed over all tokens, where ``ld_alpha`` left some of them out of
+            ``chosen_logps``. Default: its negative.
+        mean_chosen_tokens: Preferred tokens per pair over the whole step, for ``sft``; a scalar. Default: over these
+            pairs.
+        weights: Factor on each pair's loss, without gradient (``compute_wpo_weights``); ``(P,)``.
+    """
+
+    chosen_logps: Tensor
+    rejected_logps: Tensor
+    num_chosen_tokens: Tensor
+    num_rejected_tokens: Tensor
+    ref_chosen_logps: Tensor | None = None
+    ref_rejected_logps: Tensor | None = None
+    chosen_nll: Tensor | None = None
+    mean_chosen_tokens: Tensor | None = None
+    weights: Tensor | None = None
+
+
+def sum_logps(logps: Tensor, sequence_ids: Tensor, num_sequences: int, *, ld_alpha: float | None = None) -> Tensor:
+    """Sum of each sequence's token log-probabilities, ``(num_sequences,)``, in nats.
+
+    Args:
+        logps: ``float32 (N,)``; the tokens of a sequence in their order, sequences in any.
+        sequence_ids: Sequence of each token, ``int64 (N,)``, from 0.
+        num_sequences: A sequence without tokens sums to 0.
+        ld_alpha: Factor on the tokens of the longer completion of a pair that are beyond the length of the shorter.
+            The first half of the sequences are then the preferred completions, the second half the others.
+
+    Source: LD-DPO (Liu et al. 2024, arXiv 2409.06411, eq. 11); ``tests/losses/test_preference.py`` by hand,
+        ``tests/parity/test_preference_losses.py`` against TRL.
+    """
+    if ld_alpha is not None:
+        ones = torch.ones_like(logps)
+        lengths = sum_logps(ones, sequence_ids, num_sequences)
+        shorter = torch.minimum(*lengths.chunk(2)).repeat(2)
+        order = sequence_ids.argsort(stable=True)
+        is_beyond = torch.empty_like(sequence_ids, dtype=torch.bool)
+        starts = lengths.cumsum(0) - lengths
+        ordered_ids = sequence_ids[order]
+        ranks = torch.arange(len(logps), device=logps.device) - starts[ordered_ids]
+        is_beyond[order] = ranks >= shorter[ordered_ids]
+        logps = logps * ones.masked_fill(is_beyond, ld_alpha)
+    return logps.new_zeros(num_sequences).index_add(0, sequence_ids, logps)
+
+
+def compute_wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, sequence_ids: Tensor, num_sequences: int) -> Tensor:
+    """How likely the policy itself would give both answers of each pair, ``(num_sequences / 2,)``, without gradient.
+
+    A token counts by its probability over the probability that two draws there agree, a sequence by the geometric mean
+    of its tokens, a pair by the product.
+
+    Args:
+        logps: Of the policy, ``float32 (N,)``.
+        log_sum_sq_probs: ``log sum_v p(v)^2`` at each token, ``float32 (N,)``.
+        sequence_ids: Sequence of each token, ``int64 (N,)``; first all preferred completions, then all others.
+        num_sequences: Twice the number of pairs.
+
+    Source: WPO (Zhou et al. 2024, arXiv 2406.11827, eq. 2) with sampled alignment, as ``trl.DPOTrainer``;
+        ``tests/parity/test_preference_losses.py``.
+    """
+    aligned = logps.detach() - log_sum_sq_probs
+    num_tokens = sum_logps(torch.ones_like(aligned), sequence_ids, num_sequences)
+    means = sum_logps(aligned, sequence_ids, num_sequences) / num_tokens.clamp(min=1)
+    chosen, rejected = means.chunk(2)
+    return (chosen + rejected).exp()
+
+
+def compute_preference_losses(
+    names: Sequence[str], weights: Sequence[float], batch: PreferenceBatch, options: PreferenceOptions
+) -> Tensor:
+    """Loss of each pair, ``(P,)``: the sum of the named losses, each times its weight.
+
+    The caller normalises: the sum over the pairs of a step divided by their number over all processes and
+    micro-batches. How the step is cut then changes nothing, except for ``aot`` and ``aot_unpaired``, which compare the
+    pairs of one call with each other, and for ``sft`` without ``mean_chosen_tokens``.
+
+    Args:
+        names: Keys of ``PREFERENCE_LOSSES``.
+        weights: Of each name.
+        batch: The pairs.
+        options: What shapes the losses.
+
+    Raises:
+        ValueError: As ``verify_preference_options``, or a loss needs the reference and ``batch`` has none.
+
+    Source: each function of ``PREFERENCE_LOSSES`` names its paper; values and gradients are those of TRL's DPO trainer
+        (``tests/parity/test_preference_losses.py``).
+    """
+    verify_preference_options(names, options, use_weighting=batch.weights is not None)
+    losses = [weight * PREFERENCE_LOSSES[name](batch, options) for name, weight in zip(names, weights, strict=True)]
+    total = torch.stack(losses).sum(dim=0)
+    return total if batch.weights is None else total * batch.weights
+
+
+def verify_preference_options(names: Sequence[str], options: PreferenceOptions, *, use_weighting: bool) -> None:
+    """Refuse what upstream refuses, and what it would ignore without a word.
+
+    Args:
+        names: Losses that are added.
+        options: What shapes them.
+        use_weighting: Whether pairs are weighted by ``compute_wpo_weights``.
+
+    Raises:
+        ValueError: A loss or divergence is unknown, or these losses cannot be had with these options.
+    """
+    given, smoothing, divergence = set(names), options.label_smoothing, options.f_divergence_type
+    faults = {
+        f"loss_type is at least one of {', '.join(PREFERENCE_LOSSES)}": not given or not given <= {*PREFERENCE_LOSSES},
+        "beta must be positive": options.beta <= 0,
+        f"f_divergence_type {divergence} is none of {', '.join(F_DIVERGENCES)}": divergence not in F_DIVERGENCES,
+        f"f_divergence_type {divergence} is defined for {', '.join(sorted(_WITH_DIVERGENCE))} only": (
+            divergence != "reverse_kl" and not given <= _WITH_DIVERGENCE
+        ),
+        "label_smoothing must be in [0, 0.5)": not 0 <= smoothing < 0.5,
+        f"label_smoothing is read by {', '.join(sorted(_WITH_SMOOTHING))} only": (
+            smoothing != 0 and not given & _WITH_SMOOTHING
+        ),
+        "exo_pair needs a positive label_smoothing, such as 0.001": "exo_pair" in given and smoothing == 0,
+        "use_weighting weighs pairs, which aot and aot_unpaired take apart": (
+            use_weighting and bool(given & {"aot", "aot_unpaired"})
+        ),
+    }
+    found = [fault for fault, applies in faults.items() if applies]
+    if found:
+        raise ValueError("; ".join(found))
+
+
+@torch.no_grad()
+def compute_preference_metrics(batch: PreferenceBatch, beta: float) -> dict[str, Tensor]:
+    """Figures of each pair, ``float32 (P,)``, to be averaged over pairs: rewards as DPO reads them, log-probabilities.
+
+    A reward is ``beta`` times the log-ratio to the reference, and without a reference ``beta`` times the mean
+    log-probability of a token, as in SimPO. ``rewards/accuracies`` is 1 where the chosen reward is strictly the larger,
+    so it is 0 before the first update. ``logps/...`` are in nats per sequence, ``logps/..._per_token`` per token.
+
+    Source: ``trl.DPOTrainer``; ``tests/parity/test_preference_losses.py``.
+    """
+    means = _per_token(batch, batch.chosen_logps, batch.rejected_logps)
+    is_free = batch.ref_chosen_logps is None
+    chosen, rejected = (beta * figure for figure in (means if is_free else _log_ratios(batch)))
+    return {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": chosen - rejected,
+        "rewards/accuracies": (chosen > rejected).float(),
+        "logps/chosen": batch.chosen_logps.detach(),
+        "logps/rejected": batch.rejected_logps.detach(),
+        "logps/chosen_per_token": means[0],
+        "logps/rejected_per_token": means[1],
+    }
+
+
+def _reference(batch: PreferenceBatch) -> tuple[Tensor, Tensor]:
+    if batch.ref_chosen_logps is None or batch.ref_rejected_logps is None:
+        raise ValueError("this loss compares with a reference: ref_chosen_logps and ref_rejected_logps are missing")
+    return batch.ref_chosen_logps, batch.ref_rejected_logps
+
+
+def _log_ratios(batch: PreferenceBatch) -> tuple[Tensor, Tensor]:
+    """``log(policy / reference)`` of the chosen and the rejected completions."""
+    ref_chosen, ref_rejected = _reference(batch)
+    return batch.chosen_logps - ref_chosen, batch.rejected_logps - ref_rejected
+
+
+def _per_token(batch: PreferenceBatch, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
+    """Figures of the chosen and the rejected completions over their lengths."""
+    return chosen / batch.num_chosen_tokens.clamp(min=1), rejected / batch.num_rejected_tokens.clamp(min=1)
+
+
+def _scores(batch: PreferenceBatch, options: PreferenceOptions) -> tuple[Tensor, Tensor]:
+    """``f'(policy / reference)`` of both completions: f-DPO (Wang et al. 2023, arXiv 2309.16240)."""
+    chosen, rejected = _log_ratios(batch)
+    if options.f_divergence_type == "js_divergence":
+        return math.log(2) + logsigmoid(chosen), math.log(2) + logsigmoid(rejected)
+    # (t^(alpha - 1) - 1) / (alpha - 1): the reverse KL is the limit at 1, the forward KL the case 0.
+    alpha = {"reverse_kl": 1.0, "forward_kl": 0.0}.get(options.f_divergence_type, options.f_alpha_divergence_coef)
+    if math.isclose(alpha, 1.0, abs_tol=1e-6):
+        return chosen, rejected
+    # Beyond 80 the power is no float32 number.
+    chosen, rejected = (torch.expm1(((alpha - 1) * ratio).clamp(max=80)) / (alpha - 1) for ratio in (chosen, rejected))
+    return chosen, rejected
+
+
+def _gap(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
+    """By how much the chosen completion scores higher, times beta."""
+    chosen, rejected = _scores(batch, options)
+    return options.beta * (chosen - rejected)
+
+
+def _mean_gap(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
+    """By how much the chosen completion scores higher per token."""
+    chosen, rejected = _per_token(batch, *_scores(batch, options))
+    return chosen - rejected
+
+
+def _smoothed(gap: Tensor, options: PreferenceOptions) -> Tensor:
+    """Expected ``-log sigmoid(gap)`` if ``label_smoothing`` of the pairs are the wrong way round."""
+    return -(1 - options.label_smoothing) * logsigmoid(gap) - options.label_smoothing * logsigmoid(-gap)
+
+
+def _chosen_nll(batch: PreferenceBatch) -> Tensor:
+    return -batch.chosen_logps if batch.chosen_nll is None else batch.chosen_nll
+
+
+def _sigmoid(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
+    """DPO (Rafailov et al. 2023, arXiv 2305.18290, eq. 7)."""
+    return -logsigmoid(_gap(batch, options))
+
+
+def _sigmoid_norm(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
+    """Length-normalised DPO (Tulu 3, Lambert et al. 2024, arXiv 2411.15124)."""
+    return -logsigmoid(options.beta * _mean_gap(batch, options))
+
+
+def _hinge(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
+    """SLiC-HF's hinge on DPO's margin (Liu et al. 2023, RSO, arXiv 2309.06657)."""
+    return torch.relu(1 - _gap(batch, options))
+
+
+def _ipo(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
+    """IPO (Azar et al. 2023, arXiv 2310.12036, eq. 17), per token as its authors told TRL."""
+    return (_mean_gap(batch, options) - 1 / (2 * options.beta)).square()
+
+
+def _exo_pair(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
+    """EXO for two answers (Ji et al. 2024, arXiv 2402.00856, eq. 16): KL(policy's preference || smoothed label)."""
+    gap = _gap(batch, options)
+    chosen = gap.sigmoid() * (logsigmoid(gap) - math.log1p(-options.label_smoothing))
+    rejected = (-gap).sigmoid() * (logsigmoid(-gap) - math.log(options.label_smoothing))
+    return chosen + rejected
+
+
+def _nca_pair(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
+    """NCA for two answers (Chen et al. 2024, arXiv 2402.05369)."""
+    chosen, rejected = (options.beta * ratio for ratio in _log_ratios(batch))
+    return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
+
+
+def _robust(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
+    """Robust DPO (Chowdhury et al. 2024, arXiv 2403.00409): unbiased if ``label_smoothing`` of the pairs are wrong."""
+    gap, flipped = _gap(batch, options), options.label_smoothing
+    return (flipped * logsigmoid(-gap) - (1 - flipped) * logsigmoid(gap)) / (1 - 2 * flipped)
+
+
+def _bco_pair(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
+    """BCO without its reward shift (Jung et al. 2024, arXiv 2404.04656)."""
+    chosen, rejected = (options.beta * ratio for ratio in _log_ratios(batch))
+    return -logsigmoid(chosen) - logsigmoid(-rejected)
+
+
+def _sppo_hard(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
+    """SPPO with certain preferences (Wu et al. 2024, arXiv 2405.00675, eq. 4.7)."""
+    chosen, rejected = _log_ratios(batch)
+    return (chosen - 0.5 / options.beta).square() + (rejected + 0.5 / options.beta).square()
+
+
+def _aot(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
+    """AOT, paired (Melnyk et al. 2024, arXiv 2406.05882): by rank, the policy's margins exceed the reference's."""
+    ref_chosen, ref_rejected = _reference(batch)
+    margins, ref_margins = batch.chosen_logps - batch.rejected_logps, ref_chosen - ref_rejected
+    return _smoothed(options.beta * (margins.sort().values - ref_margins.sort().values), options)
+
+
+def _aot_unpaired(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
+    """AOT, unpaired (Melnyk et al. 2024, arXiv 2406.05882): by rank, chosen log-ratios exceed rejected ones."""
+    chosen, rejected = _log_ratios(batch)
+    return _smoothed(options.beta * (chosen.sort().values - rejected.sort().values), options)
+
+
+def _apo_zero(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
+    """APO-zero (D'Oosterlinck et al. 2024, arXiv 2408.06266, eq. 7): the chosen up, the rejected down."""
+    chosen, rejected = _log_ratios(batch)
+    return (-options.beta * chosen).sigmoid() + (options.beta * rejected).sigmoid()
+
+
+def _apo_down(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
+    """APO-down (D'Oosterlinck et al. 2024, arXiv 2408.06266, eq. 8): both down, the rejected further."""
+    chosen, rejected = _log_ratios(batch)
+    return (options.beta * chosen).sigmoid() + (options.beta * (rejected - chosen)).sigmoid()
+
+
+def _discopop(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
+    """DiscoPOP (Lu et al. 2024, arXiv 2406.08414, eq. 5): logistic where the gap is negative, exponential beyond."""
+    gap = _gap(batch, options)
+    # As one exponential: apart, its factors overflow and vanish.
+    exponential = torch.exp(logsigmoid(gap / options.discopop_tau) - gap)
+    return -logsigmoid(gap) * (-gap / options.discopop_tau).sigmoid() + exponential
+
+
+def _sft(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
+    """NLL of the chosen, in nats per mean number of their tokens: over all pairs it averages to nats per token."""
+    mean_tokens = (
+        batch.num_chosen_tokens.float().mean() if batch.mean_chosen_tokens is None else batch.mean_chosen_tokens
+    )
+    return _chosen_nll(batch) / mean_tokens
+
+
+def _simpo(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
+    """SimPO (Meng et al. 2024, arXiv 2405.14734, eq. 6)."""
+    chosen, rejected = _per_token(batch, batch.chosen_logps, batch.rejected_logps)
+    return -logsigmoid(options.beta * (chosen - rejected) - options.simpo_gamma)
+
+
+def _orpo(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
+    """ORPO (Hong et al. 2024, arXiv 2403.07691, eq. 6 and 7), every likelihood per token as in its eq. 1."""
+    nll = _chosen_nll(batch) / batch.num_chosen_tokens.clamp(min=1)
+    chosen, rejected = _per_token(batch, batch.chosen_logps, batch.rejected_logps)
+    return nll - options.beta * logsigmoid(_log_odds(chosen) - _log_odds(rejected))
+
+
+def _log_odds(logp: Tensor) -> Tensor:
+    """``log(p / (1 - p))`` from ``log p``."""
+    # At p = 1 the odds are infinite, and their gradient times the sigmoid's zero is no number.
+    logp = logp.clamp(max=-torch.finfo(logp.dtype).eps)
+    return logp - torch.log(-torch.expm1(logp))
+
+
+PREFERENCE_LOSSES: Final[Mapping[str, Callable[[PreferenceBatch, PreferenceOptions], Tensor]]] = {
+    "sigmoid": _sigmoid,
+    "hinge": _hinge,
+    "ipo": _ipo,
+    "exo_pair": _exo_pair,
+    "nca_pair": _nca_pair,
+    "robust": _robust,
+    "bco_pair": _bco_pair,
+    "sppo_hard": _sppo_hard,
+    "aot": _aot,
+    "aot_unpaired": _aot_unpaired,
+    "apo_zero": _apo_zero,
+    "apo_down": _apo_down,
+    "discopop": _discopop,
+    "sft": _sft,
+    "sigmoid_norm": _sigmoid_norm,
+    "simpo": _simpo,
+    "orpo": _orpo,
+}
+"""``loss_type`` -> loss of each pair; TRL's names, and those of the two methods that need no reference."""
+_WITH_DIVERGENCE: Final = frozenset(
+    {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
+)
+"""The others hold a term that cancels only in a difference of scores of one divergence."""
+_WITH_SMOOTHING: Final = frozenset({"exo_pair", "robust", "aot", "aot_unpaired"})

@@ -1,0 +1,153 @@
+"""Hidden states to logits and gradients back, a chunk of tokens at a time: shared by the losses over a vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = 128 * 2**20
+"""Default size of the ``float32`` logits that exist at any one time."""
+MIN_CHUNK_TOKENS = 128
+"""A smaller chunk would read the whole weight for too little arithmetic."""
+
+
+class Chunk(NamedTuple):
+    """The logits of some rows; the buffers are those of the next chunk too.
+
+    Attributes:
+        rows: Which of the hidden states.
+        inputs: Those hidden states in the dtype of matrix products, ``(n, D)``.
+        logits: ``(n, V)`` in ``float32`` at least; the consumer may overwrite them.
+        narrow: Memory of their shape in the dtype of matrix products; it may be ``logits`` itself.
+        slope: Derivative of the cap at each logit, ``(n, V)``; ``None`` without a cap.
+    """
+
+    rows: slice
+    inputs: Tensor
+    logits: Tensor
+    narrow: Tensor
+    slope: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """How hidden states become logits: ``softcap * tanh(logit_scale * (hidden @ matrix.T + bias) / softcap)``.
+
+    Attributes:
+        dtype: Of matrix products.
+        logit_scale: Factor on the logits, before the cap.
+        softcap: Bound of the logits.
+        chunk_size: Tokens whose logits exist at any one time.
+    """
+
+    dtype: torch.dtype
+    logit_scale: float
+    softcap: float | None
+    chunk_size: int
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of all that is no matrix product: ``float32`` at least."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def iterate(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None) -> Iterator[Chunk]:
+        """Yield the logits of ``hidden``, ``(N, D)``, chunk by chunk; autocast must be off.
+
+        Args:
+            hidden: In any dtype.
+            matrix: The output embedding in ``dtype``, ``(V, D)``.
+            bias: ``(V,)``, in any dtype.
+        """
+        # One buffer for all chunks: fresh memory of this size costs the operating system as much as the arithmetic.
+        shape = (min(self.chunk_size, len(hidden)), len(matrix))
+        wide_buffer = hidden.new_empty(shape, dtype=self.wide)
+        buffer = wide_buffer if self.dtype == self.wide else hidden.new_empty(shape, dtype=self.dtype)
+        for start in range(0, len(hidden), self.chunk_size):
+            rows = slice(start, start + self.chunk_size)
+            inputs = hidden[rows].to(self.dtype)
+            narrow, logits = buffer[: len(inputs)], wide_buffer[: len(inputs)]
+            torch.mm(inputs, matrix.t(), out=narrow)
+            slope = self._finish(logits.copy_(narrow), bias)
+            yield Chunk(rows, inputs, logits, narrow, slope)
+
+    def _finish(self, logits: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Apply bias, scale and cap in place; return the cap's derivative."""
+        if bias is not None:
+            logits.add_(bias)
+        if self.logit_scale != 1.0:
+            logits.mul_(self.logit_scale)
+        if self.softcap is None:
+            return None
+        logits.div_(self.softcap).tanh_()
+        slope = 1 - logits.square()
+        logits.mul_(self.softcap)
+        return slope
+
+
+def build_projection(
+    hidden: Tensor, weight: Tensor, *, logit_scale: float, softcap: float | None, chunk_size: int | None
+) -> Projection:
+    """Settle dtype and chunk size: autocast's dtype or the narrower of the operands'; ``CHUNK_BYTES`` of logits."""
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    else:
+        dtype = min(hidden.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
+    default_size = max(MIN_CHUNK_TOKENS, CHUNK_BYTES // (4 * len(weight)))
+    return Projection(dtype, logit_scale, softcap, chunk_size or default_size)
+
+
+class ProjectionGradients:
+    """Gradients of hidden states, weight and bias as sums over chunks; ``None`` for what needs none.
+
+    The sums over chunks, those of weight and bias, are kept in ``float32`` at least.
+    """
+
+    def __init__(
+        self, projection: Projection, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]
+    ) -> None:
+        """Start at zero.
+
+        Args:
+            projection: What made the logits.
+            hidden: ``(N, D)``; its gradient has its dtype from the start, for each row is in one chunk only.
+            weight: ``(V, D)``.
+            bias: ``(V,)``.
+            needed: Whether ``hidden``, ``weight`` and ``bias`` need a gradient.
+        """
+        dtypes = (hidden.dtype, projection.wide, projection.wide)
+        self._projection = projection
+        self._dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        self._hidden, self._weight, self._bias = (
+            torch.zeros_like(tensor, dtype=dtype) if tensor is not None and is_needed else None
+            for tensor, dtype, is_needed in zip((hidden, weight, bias), dtypes, needed, strict=True)
+        )
+
+    def add(self, chunk: Chunk, matrix: Tensor) -> None:
+        """Add a chunk whose ``logits`` now hold the gradient of the loss with respect to them, and overwrite them."""
+        wide, narrow, scale = chunk.logits, chunk.narrow, self._projection.logit_scale
+        wide.mul_(scale if chunk.slope is None else chunk.slope.mul_(scale))
+        narrow.copy_(wide)
+        if self._hidden is not None:
+            self._hidden[chunk.rows] = narrow @ matrix
+        if self._weight is not None:
+            self._add_to_weight(self._weight, wide, narrow, chunk.inputs)
+        if self._bias is not None:
+            self._bias += wide.sum(dim=0)
+
+    @staticmethod
+    def _add_to_weight(total: Tensor, wide: Tensor, narrow: Tensor, inputs: Tensor) -> None:
+        """Add a chunk's share, ``wide.t() @ inputs``, without rounding it to the matrix product's dtype first."""
+        if total.is_cuda and narrow.dtype != total.dtype:
+            torch.addmm(total, narrow.t(), inputs, out_dtype=total.dtype, out=total)
+        else:
+            total.addmm_(wide.t(), inputs.to(total.dtype))
+
+    def finish(self) -> tuple[Tensor | None, ...]:
+        """Return the gradients of hidden states, weight and bias in the dtypes of what they belong to."""
+        sums = zip((self._hidden, self._weight, self._bias), self._dtypes, strict=True)
+        return tuple(None if total is None else total.to(dtype) for total, dtype in sums)

@@ -1,0 +1,100 @@
+"""Which layers of a model may have which adapter."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from recipes_lib.config.schema import AdapterConfig
+from recipes_lib.errors import Problem
+
+_MADE_OF_WEIGHTS: Final = ("pissa", "olora", "orthogonal")
+"""Inits that read, or have the precision of, the weights of the layer."""
+
+
+def check_layers(model: PreTrainedModel, config: AdapterConfig) -> Iterator[Problem]:
+    """Where the layers that ``config`` names are unknown, or cannot have the adapter that it describes.
+
+    PEFT takes a wrong name in ``lora_modules_to_save`` in silence, as it does a wrong one among right ones in
+    ``lora_target_modules``.
+    """
+    modules = dict(model.named_modules())
+    embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[no-untyped-call]
+    for name in config.lora_modules_to_save or []:
+        if not find_modules(model, name):
+            yield _explain_unknown("lora_modules_to_save", name, modules)
+    for name in config.lora_target_modules or []:
+        found = find_modules(model, name)
+        others = [module for module in found.values() if not isinstance(module, nn.Linear | Conv1D)]
+        if not found:
+            linear = [path for path, module in modules.items() if isinstance(module, nn.Linear | Conv1D)]
+            yield _explain_unknown("lora_target_modules", name, linear)
+        elif any(module is embedding for module in found.values() for embedding in embeddings):
+            remedy = f"train it whole: lora_modules_to_save: [{name}]"
+            yield Problem("lora_target_modules", f"{name} is an embedding or the output projection", remedy)
+        elif others:
+            what = type(others[0]).__name__
+            yield Problem("lora_target_modules", f"{name} is a {what}, not a linear layer", "name the layers inside it")
+    yield from _check_init(model, config)
+
+
+def find_modules(model: nn.Module, name: str) -> dict[str, nn.Module]:
+    """Return the modules whose path is ``name`` or ends with it after a dot, by their paths."""
+    return {path: module for path, module in model.named_modules() if f".{path}".endswith(f".{name}")}
+
+
+def find_targets(model: PreTrainedModel, config: AdapterConfig) -> list[Any]:
+    """Return the linear layers that get an adapter."""
+    if config.lora_target_modules is not None:
+        return [module for name in config.lora_target_modules for module in find_modules(model, name).values()]
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D) and module is not head]
+
+
+def stores_transposed(model: PreTrainedModel, config: AdapterConfig) -> bool:
+    """Return whether the layers keep their weights as ``(in, out)``, which only GPT-2 and its kin do."""
+    return any(isinstance(module, Conv1D) for module in find_targets(model, config))
+
+
+def name_whole_modules(model: PreTrainedModel, config: AdapterConfig) -> tuple[list[str], bool]:
+    """Return the names of the modules that are trained whole, and whether a tie is to be kept between two of them.
+
+    Where one of two tied embeddings is named, both are: they are one.
+    """
+    named = config.lora_modules_to_save or []
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[no-untyped-call]
+    paths = [path for path, module in model.named_modules() if any(module is end for end in ends)]
+    others = [name for name in named if not find_modules(model, name).keys() & set(paths)]
+    if not model.config.get_text_config().tie_word_embeddings or len(others) == len(named):
+        return [*named], False
+    return [*others, *paths], True
+
+
+def _check_init(model: PreTrainedModel, config: AdapterConfig) -> Iterator[Problem]:
+    init, key = config.init_lora_weights, "init_lora_weights"
+    if init in _MADE_OF_WEIGHTS and getattr(model, "is_quantized", False):
+        found = f"{init} needs weights in full precision, and these are in a few bits"
+        yield Problem(key, found, "write init_lora_weights: default, or load the model in full")
+        return
+    if init == "orthogonal" and config.lora_r % 2:
+        found = f"init_lora_weights: orthogonal needs an even rank, and lora_r is {config.lora_r}"
+        yield Problem("lora_r", found, f"write {config.lora_r + 1}")
+    if init == "olora" and stores_transposed(model, config):
+        yield Problem(key, f"olora cannot read the weights of {type(model).__name__}", "write init_lora_weights: pissa")
+    if init in ("pissa", "olora"):
+        largest = min(min(layer.weight.shape) for layer in find_targets(model, config))
+        if config.lora_r > largest:
+            found = f"{init} finds at most {largest} directions in the smallest layer, and lora_r is {config.lora_r}"
+            yield Problem("lora_r", found, f"write {largest} or less")
+
+
+def _explain_unknown(key: str, name: str, modules: Iterable[str]) -> Problem:
+    last_names = sorted({last for path in modules if (last := path.rpartition(".")[2]) and not last.isdigit()})
+    near = difflib.get_close_matches(name.rpartition(".")[2], last_names, n=3)
+    remedy = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(last_names)}"
+    return Problem(key, f"the model has no module {name!r}", remedy)

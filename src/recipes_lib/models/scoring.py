@@ -1,0 +1,187 @@
+"""The one way to score answers with a reward model: in evaluation, in PPO, and for whoever loads it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from recipes_lib.config.schema import ModelConfig, TokensConfig
+from recipes_lib.errors import DataError, Problem
+from recipes_lib.models.attention import choose_kernel
+from recipes_lib.models.loading import load_model_config, load_tokenizer
+from recipes_lib.models.reward_tokens import Answer, encode_answers
+from recipes_lib.models.score_head import add_score_head, load_reward_model
+
+Overlong = Literal["error", "nan"]
+"""What becomes of an input that is longer than the model's positions: a ``DataError``, or the score NaN."""
+
+TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
+
+MAX_BATCH_TOKENS = 8192
+"""Tokens in a batch, padding counted; a longer input is a batch of its own."""
+
+
+class RewardStatistics(NamedTuple):
+    """Mean and standard deviation of the scores of reference answers, in units of the head."""
+
+    mean: float
+    std: float
+
+
+@dataclass(frozen=True, slots=True)
+class RewardModel:
+    """A reward model and its tokenizer, which scores answers.
+
+    A score does not depend on the other answers, on the tokenizer's ``padding_side`` or on the token that pads.
+    Weights must not be sharded: every process cuts its answers into batches of its own.
+
+    Attributes:
+        model: With a score head (``add_score_head``), under a PEFT wrapper or not.
+        tokenizer: Its own, with its own chat template; any other makes scores meaningless.
+    """
+
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+
+    @classmethod
+    def load(cls, name: str | Path, *, revision: str | None = None, device: str = "cpu") -> RewardModel:
+        """A saved reward model, in evaluation mode and the precision that it was saved in.
+
+        Args:
+            name: Folder or Hub id.
+            revision: Commit, tag or branch of a Hub model.
+            device: Where it runs.
+
+        Raises:
+            ConfigError: It cannot be loaded, or its checkpoint has no head.
+        """
+        config = ModelConfig(model_name_or_path=str(name), model_revision=revision, dtype="auto")
+        model_config, _ = load_model_config(config)
+        kernel = choose_kernel(
+            model_config, None, device=torch.device(device), compute_dtype=torch.float32, packing=False
+        )
+        model = load_reward_model(config, kernel.implementation, seed=None)
+        add_score_head(model)
+        return cls(model.to(device).eval(), load_tokenizer(config, TokensConfig()))  # type: ignore[arg-type]
+
+    def encode(self, answers: Sequence[Answer]) -> list[list[int]]:
+        """Token ids of each answer behind its prompt; the last one ends the answer.
+
+        Raises:
+            ConfigError: As ``encode_answers``.
+            DataError: As ``encode_answers``.
+        """
+        return encode_answers(self.tokenizer, answers)
+
+    def score(self, answers: Sequence[Answer], *, overlong: Overlong = "error") -> list[float]:
+        """Rewards of answers, in their order; in standard deviations from the mean where the model has statistics.
+
+        Raises:
+            ConfigError: As ``encode_answers``.
+            DataError: As ``encode_answers`` and ``compute_raw_scores``.
+        """
+        raw = self.compute_raw_scores(self.encode(answers), overlong=overlong)
+        config = self.model.config
+        mean, std = getattr(config, "reward_mean", 0.0), getattr(config, "reward_std", 1.0)
+        return [(score - mean) / std for score in raw]
+
+    def compute_raw_scores(self, rows: Sequence[TokenIds], *, overlong: Overlong = "error") -> list[float]:
+        """What the head says at the last token of each row, not normalised, in the order of ``rows``.
+
+        Args:
+            rows: Token ids, at least one each, as ``encode`` gives them or as pairs are prepared.
+            overlong: What becomes of a row that is longer than the model's positions.
+
+        Raises:
+            DataError: Rows are too long, and ``overlong`` is ``error``; all of them.
+        """
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+        too_long = [index for index, row in enumerate(rows) if len(row) > limit]
+        if too_long and overlong == "error":
+            found = "{} tokens are more than the {} positions of the reward model"
+            raise DataError(*(Problem(f"answer {index}", found.format(len(rows[index]), limit)) for index in too_long))
+        scores = [math.nan] * len(rows)
+        fitting = [index for index, row in enumerate(rows) if len(row) <= limit]
+        with _evaluating(self.model):
+            for batch in _cut(sorted(fitting, key=lambda index: len(rows[index])), rows):
+                for index, score in zip(batch, self._run([rows[at] for at in batch]), strict=True):
+                    scores[index] = score
+        return scores
+
+    def _run(self, rows: Sequence[TokenIds]) -> list[float]:
+        lengths = torch.tensor([len(row) for row in rows])
+        width = int(lengths.max())
+        # Padding behind a row is seen by none of its tokens, so that it needs no mask and may be any token.
+        input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
+        for at, row in enumerate(rows):
+            input_ids[at, : len(row)] = torch.as_tensor(np.asarray(row, np.int64))
+        device = next(self.model.parameters()).device
+        output = self.model(
+            input_ids=input_ids.to(device),
+            position_ids=torch.arange(width, device=device).expand(len(rows), -1),
+            last_positions=(torch.arange(len(rows)) * width + lengths - 1).to(device),
+        )
+        scores: list[float] = output.scores.tolist()
+        return scores
+
+
+def compute_reward_statistics(reward_model: RewardModel, answers: Sequence[Answer]) -> RewardStatistics:
+    """Mean and standard deviation of the scores of reference answers, before any normalisation.
+
+    Args:
+        reward_model: Whose.
+        answers: At least two; what the policy is expected to say before PPO, such as the completions of fine-tuning.
+
+    Raises:
+        ConfigError: As ``encode_answers``.
+        DataError: As ``RewardModel.score``; or all answers have the same score.
+
+    Source: Ziegler et al. 2019 (mean 0 and variance 1 over the reference's answers); ``tests/models/test_scoring.py``.
+    """
+    scores = reward_model.compute_raw_scores(reward_model.encode(answers))
+    std = statistics.pstdev(scores)
+    if std == 0:
+        found = f"all {len(scores)} reference answers have the score {scores[0]:.6g}"
+        raise DataError(Problem("reward statistics", found, "give different answers; or the model has learnt nothing"))
+    return RewardStatistics(statistics.fmean(scores), std)
+
+
+def store_reward_statistics(model: Any, computed: RewardStatistics) -> None:
+    """Write the statistics into the model's configuration, with which they are saved and by which ``score`` goes."""
+    model.config.reward_mean, model.config.reward_std = computed
+
+
+def _cut(by_length: Sequence[int], rows: Sequence[TokenIds]) -> Iterator[list[int]]:
+    """Yield rows that come after each other by length, as many as fill a batch."""
+    batch: list[int] = []
+    for index in by_length:
+        if batch and (len(batch) + 1) * len(rows[index]) > MAX_BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards every module is in the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

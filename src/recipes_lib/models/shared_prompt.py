@@ -1,0 +1,166 @@
+"""One copy of a prompt for both answers of a pair: the mask that keeps them apart, and the proof that it does."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from recipes_lib.errors import ConfigError
+from recipes_lib.models.attention import choose_kernel
+
+TAKES_A_MASK: Final = ("sdpa", "eager")
+"""Every ``attn_implementation`` that goes by whatever mask it is given."""
+
+_COUNTS_PLACES: Final = {"gpt_neo"}
+"""Models whose own masks, cut out by place and not by position, apply besides the one given."""
+
+_Answer = tuple[int, int]
+"""Number of the pair and of the branch."""
+
+_CHANGES: Final[tuple[set[_Answer], ...]] = (
+    {(0, 1), (1, 1)},
+    {(0, 2), (1, 2)},
+    {(0, 0), (0, 1), (0, 2)},
+    {(1, 0), (1, 1), (1, 2)},
+)
+"""Parts of two pairs that are changed together: either kind of answer, either pair."""
+
+
+def build_shared_prompt_mask(pair_ids: Tensor, branch_ids: Tensor, implementation: str) -> Tensor:
+    """Which token may attend to which: those before it in the prompt of its own pair and in its own answer.
+
+    Args:
+        pair_ids: ``int64 (R, L)``: the pair of each token, -1 in padding.
+        branch_ids: ``int64 (R, L)``: 0 in a prompt, which comes before its answers, 1 in the chosen answer, 2 in the
+            rejected one, -1 in padding.
+        implementation: ``sdpa`` or ``eager``.
+
+    Returns:
+        ``(R, 1, L, L)``, queries by keys, as ``attention_mask`` of the model. For ``sdpa`` ``bool``, True where a token
+        may attend. For ``eager``, which adds its mask to the scores, ``float32``: 0 where it may, the lowest number
+        where it may not. Every token attends to itself, padding to padding.
+
+    Source: transformers' ``masking_utils._preprocess_mask_arguments`` passes a mask of four dimensions on as it is;
+    ``tests/models/test_shared_prompt.py``.
+    """
+    assert implementation in TAKES_A_MASK
+    is_earlier = torch.ones(pair_ids.shape[1], pair_ids.shape[1], dtype=torch.bool, device=pair_ids.device).tril()
+    is_same_pair = pair_ids[:, :, None] == pair_ids[:, None, :]
+    is_on_the_way = (branch_ids[:, None, :] == 0) | (branch_ids[:, :, None] == branch_ids[:, None, :])
+    mask = (is_earlier & is_same_pair & is_on_the_way)[:, None]
+    if implementation == "sdpa":
+        return mask
+    return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, torch.finfo(torch.float32).min)
+
+
+def supports_shared_prompt(config: PreTrainedConfig, implementation: str, *, max_length: int) -> str | None:
+    """Why a model cannot take shared prompts, as far as its configuration tells; ``None`` if nothing speaks against it.
+
+    Args:
+        config: The model's configuration.
+        implementation: The attention kernel.
+        max_length: Tokens of the longest prompt with one answer.
+    """
+    config = config.get_text_config()
+    if implementation not in TAKES_A_MASK:
+        return f"attn_implementation: {implementation} takes no mask, only where documents begin"
+    try:
+        # What lets packed documents see each other lets answers see each other too.
+        choose_kernel(config, "eager", device=torch.device("cpu"), compute_dtype=torch.float32, packing=True)
+    except ConfigError as error:
+        return error.problems[0].found
+    if config.model_type in _COUNTS_PLACES:
+        return f"a {config.model_type} model counts places in the row, where a rejected answer is behind the chosen one"
+    # A mask of four dimensions takes the place of the model's own, and with it of the window that is in there.
+    layer_types = getattr(config, "layer_types", None)
+    has_window = not layer_types or "sliding_attention" in layer_types
+    window = getattr(config, "sliding_window", None) if has_window else None
+    if window is not None and window < max_length:
+        return f"a {config.model_type} model sees {window:,} tokens in some layers, and max_length is {max_length:,}"
+    return None
+
+
+@torch.no_grad()
+def prove_shared_prompt(model: Any) -> str | None:
+    """Why a model cannot take shared prompts, found by running it; ``None`` when it is proved that it can.
+
+    Two pairs in one row must have the hidden states that each prompt with each answer has alone, and changing an answer
+    must leave all other states as they were. A few forward passes over thirty tokens; when the weights are sharded
+    every process must call.
+
+    Args:
+        model: The model as it will be trained, for which ``supports_shared_prompt`` found nothing; mode and random
+            state are left alone.
+
+    Source: ``tests/models/test_shared_prompt.py`` shows leaks found and equality proved, per kernel and architecture.
+    """
+    pairs = [
+        [torch.arange(2, 8), torch.arange(20, 25), torch.arange(30, 37)],
+        [torch.arange(40, 44), torch.arange(50, 53), torch.arange(11, 16)],
+    ]
+    was_training = model.training
+    model.eval()
+    try:
+        together = _run_shared(model, pairs)
+        alone = {
+            (pair, branch): _run(model, torch.cat([parts[0], parts[branch]]))
+            for pair, parts in enumerate(pairs)
+            for branch in (1, 2)
+        }
+        beside_another = [_run_beside_another(model, pairs, changed) for changed in _CHANGES]
+    except (RuntimeError, TypeError, ValueError) as error:
+        return f"this model fails on a row with shared prompts: {error}"
+    finally:
+        model.train(was_training)
+    scale, eps = max(states.abs().max().item() for states in alone.values()), torch.finfo(alone[0, 1].dtype).eps
+    # As in prove_isolation: alone, other kernels and shapes may run; beside another, nothing differs but what changed.
+    for others, tolerance in ((alone, max(1e-4, 4 * eps)), *((others, 4 * eps) for others in beside_another)):
+        difference = max((together[answer] - states).abs().max().item() for answer, states in others.items())
+        if not difference <= scale * tolerance:
+            return f"an answer does not keep its hidden states beside another: one moves by {difference:.2g}"
+    return None
+
+
+def _run_shared(model: Any, pairs: Sequence[Sequence[Tensor]]) -> dict[_Answer, Tensor]:
+    """Hidden states ``(T, H)`` of each prompt with each of its answers, all in one row."""
+    parts = [part for pair in pairs for part in pair]
+    lengths = torch.tensor([len(part) for part in parts])
+    numbers = torch.arange(len(parts)).repeat_interleave(lengths)
+    positions = [
+        first + torch.arange(len(part))
+        for prompt, *answers in pairs
+        for first, part in ((0, prompt), *((len(prompt), answer) for answer in answers))
+    ]
+    device, implementation = next(model.parameters()).device, model.config.get_text_config()._attn_implementation
+    mask = build_shared_prompt_mask((numbers // 3)[None], (numbers % 3)[None], implementation).to(device)
+    states = _run(model, torch.cat(parts), position_ids=torch.cat(positions)[None].to(device), attention_mask=mask)
+    split = torch.split(states, lengths.tolist())
+    return {
+        (pair, branch): torch.cat([split[3 * pair], split[3 * pair + branch]])
+        for pair in range(len(pairs))
+        for branch in (1, 2)
+    }
+
+
+def _run_beside_another(
+    model: Any, pairs: Sequence[Sequence[Tensor]], changed: Collection[_Answer]
+) -> dict[_Answer, Tensor]:
+    """The same of the answers that may not see the parts that are ``changed``, after the change."""
+    others = [
+        [part + 9 * ((pair, branch) in changed) for branch, part in enumerate(parts)]
+        for pair, parts in enumerate(pairs)
+    ]
+    states = _run_shared(model, others)
+    return {answer: states[answer] for answer in states if not {(answer[0], 0), answer} & set(changed)}
+
+
+def _run(model: Any, ids: Tensor, **inputs: Tensor) -> Tensor:
+    """Hidden states ``(T, H)`` behind the last norm."""
+    ids = ids.to(next(model.parameters()).device) % model.config.get_text_config().vocab_size
+    outputs = model(input_ids=ids[None], use_cache=False, output_hidden_states=True, **inputs)
+    states: Tensor = outputs.hidden_states[-1][0]
+    return states

@@ -1,0 +1,310 @@
+"""What a reward model is worth, from its scores of held-out pairs: accuracy, calibration, and what else it goes by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.floating[Any]]
+Ints = npt.NDArray[np.integer[Any]]
+
+NUM_BINS: Final = 15
+"""Of equal width, for the probability that an answer is the chosen one."""
+NUM_HISTOGRAM_BINS: Final = 30
+LENGTH_BIN_EDGES: Final = (0, 1, 9, 33, 129, 513, math.inf)
+"""Tokens by which two answers differ; a bin holds its lower edge."""
+_Z: Final = 1.959964
+"""Of a two-sided interval of 95 %."""
+
+EOS_DROPPED: Final = "eos_dropped"
+
+MIN_ACCURACY: Final = 0.5
+MAX_SWAPPED_ACCURACY: Final = 0.6
+MAX_ECE: Final = 0.05
+MIN_EOS_SHARE: Final = 0.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairScores:
+    """Scores of P held-out pairs, as the head gives them: normalised ones would be calibrated to something else.
+
+    Attributes:
+        chosen: ``(P,)``.
+        rejected: ``(P,)``.
+        chosen_lengths: Tokens of the answers, ``(P,)``.
+        rejected_lengths: ``(P,)``.
+        sources: The data set of each pair.
+        prompts: What tells the pairs' prompts apart; unset, each pair has a prompt of its own.
+        swapped_chosen: Of the same answers behind another prompt, ``(P,)``; NaN where there was none, or no room.
+        swapped_rejected: As ``swapped_chosen``, behind the same prompt.
+        probes: Scores of altered chosen answers by what was done to them, each ``(P,)``; NaN where there was no room.
+
+    Raises:
+        ValueError: Lengths differ, there is no pair, or a score of an unaltered answer is not finite.
+    """
+
+    chosen: Floats
+    rejected: Floats
+    chosen_lengths: Ints
+    rejected_lengths: Ints
+    sources: Sequence[str] | None = None
+    prompts: Sequence[Hashable] | None = None
+    swapped_chosen: Floats | None = None
+    swapped_rejected: Floats | None = None
+    probes: Mapping[str, Floats] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        columns = [self.chosen, self.rejected, self.chosen_lengths, self.rejected_lengths, *self.probes.values()]
+        optional = [self.sources, self.prompts, self.swapped_chosen, self.swapped_rejected]
+        lengths = {len(column) for column in [*columns, *optional] if column is not None}
+        if lengths != {len(self.chosen)} or not len(self.chosen):
+            raise ValueError(f"columns of {sorted(lengths)} pairs; each needs one value for each of at least one pair")
+        if not (np.isfinite(self.chosen).all() and np.isfinite(self.rejected).all()):
+            raise ValueError("a score is NaN or infinite")
+
+
+def build_reward_report(scores: PairScores) -> dict[str, Any]:
+    """The figures of a reward model as JSON values, ``None`` where one is not defined.
+
+    A tie, two equal scores, counts as half a pair won: it is a coin's toss. In the probes only a lower score counts.
+
+    Source: each figure against scipy, a closed form or a hand-made number in ``tests/report/test_reward_report.py``.
+    """
+    margins = np.asarray(scores.chosen - scores.rejected, dtype=np.float64)
+    both = np.concatenate([scores.chosen, scores.rejected])
+    reliability, ece = compute_calibration(margins)
+    return {
+        "num_pairs": len(margins),
+        "num_ties": int((margins == 0).sum()),
+        **compute_accuracy(margins),
+        "by_length_difference": _group_by_length(scores, margins),
+        "by_source": _group_by_source(scores, margins),
+        "nll": float(np.logaddexp(0, -margins).mean()),
+        "brier": float((_sigmoid(-margins) ** 2).mean()),
+        "ece": ece,
+        "ece_by_chance": compute_ece_by_chance(margins),
+        "reliability": reliability,
+        "temperature": fit_temperature(margins),
+        "scores": {name: float(getattr(both, name)()) for name in ("mean", "std", "min", "max")},
+        "histogram": _count_scores(scores, both),
+        "length": _diagnose_length(scores, margins),
+        "prompt_swap": _compare_swapped(scores),
+        "probes": {name: _compare_probe(scores.chosen, altered) for name, altered in scores.probes.items()},
+    }
+
+
+def check_gates(report: Mapping[str, Any]) -> list[str]:
+    """What keeps a reward model from serving PPO, a sentence each: the figure, its bound, and what to do.
+
+    Source: the gates' bounds are those of ``docs/reward.md``.
+    """
+    low, longer_wins = report["accuracy_low"], report["length"]["longer_wins_accuracy"]
+    eos = report["probes"].get(EOS_DROPPED)
+    swapped = report["prompt_swap"]
+    failed = []
+    if not low > MIN_ACCURACY:
+        failed.append(
+            f"accuracy is {report['accuracy']:.3f}, its interval begins at {low:.3f}, and that must be above "
+            f"{MIN_ACCURACY}: train longer, on more pairs, or look at the labels; or hold more pairs out"
+        )
+    if not low > longer_wins:
+        failed.append(
+            f"the interval of the accuracy begins at {low:.3f}, and `the longer answer wins` is right in "
+            f"{longer_wins:.3f} of the pairs: add pairs whose chosen answer is the shorter one, or hold more pairs out"
+        )
+    if swapped is None:
+        failed.append("accuracy behind swapped prompts was not measured: hold out pairs with different prompts")
+    elif not swapped["accuracy"] < MAX_SWAPPED_ACCURACY:
+        failed.append(
+            f"accuracy behind swapped prompts is {swapped['accuracy']:.3f}, and must be below {MAX_SWAPPED_ACCURACY}: "
+            "answers are judged without their prompts; add pairs whose rejected answer is a good one to another prompt"
+        )
+    if not report["ece"] < MAX_ECE:
+        failed.append(
+            f"the calibration error is {report['ece']:.3f}, of which chance explains {report['ece_by_chance']:.3f}, "
+            f"and must be below {MAX_ECE}: train for fewer steps or raise label_smoothing; or hold more pairs out"
+        )
+    if eos is None or not eos["share_lower"] > MIN_EOS_SHARE:
+        share = "not measured" if eos is None else f"{eos['share_lower']:.3f}"
+        failed.append(
+            f"the share of answers whose score falls without their end token is {share}, and must be above "
+            f"{MIN_EOS_SHARE}: add pairs whose rejected answer breaks off, and see that pad_token ends no answer"
+        )
+    return failed
+
+
+def compute_accuracy(margins: Floats) -> dict[str, Any]:
+    """Share of pairs whose chosen answer has the higher score, with the ends of its 95 % interval."""
+    num_won = float((margins > 0).sum() + 0.5 * (margins == 0).sum())
+    low, high = compute_wilson_interval(num_won, len(margins))
+    return {"accuracy": num_won / len(margins), "accuracy_low": low, "accuracy_high": high}
+
+
+def compute_wilson_interval(num_won: float, num: int) -> tuple[float, float]:
+    """Ends of the 95 % interval of a share, from how many of ``num`` were won; ties are halves.
+
+    Source: Wilson 1927; ``scipy.stats.binomtest(...).proportion_ci(method="wilson")``.
+    """
+    share, z2 = num_won / num, _Z**2
+    centre = (share + z2 / (2 * num)) / (1 + z2 / num)
+    reach = _Z / (1 + z2 / num) * math.sqrt(share * (1 - share) / num + z2 / (4 * num**2))
+    return max(0.0, centre - reach), min(1.0, centre + reach)
+
+
+def compute_calibration(margins: Floats) -> tuple[list[dict[str, Any]], float]:
+    """The reliability table and its expected calibration error, in units of probability.
+
+    Each pair is seen in both orders, for the chosen answer always wins: ``sigmoid(margin)`` with a win, and
+    ``1 - sigmoid(margin)`` without. A bin of the table holds the probabilities predicted from ``from`` up to ``to``,
+    their mean, and the share of wins; the error is the mean distance of the two, weighted by the bins' numbers.
+
+    Source: Guo et al. 2017, equation 3, over the 15 equal bins that it uses.
+    """
+    predicted, bins = _bin_predictions(margins)
+    has_won = np.repeat([1.0, 0.0], len(margins))
+    table, error = [], 0.0
+    for number in np.unique(bins):
+        inside = bins == number
+        mean, won, num = float(predicted[inside].mean()), float(has_won[inside].mean()), int(inside.sum())
+        edges = {"from": float(number) / NUM_BINS, "to": float(number + 1) / NUM_BINS}
+        table.append({**edges, "num": num, "predicted": mean, "observed": won})
+        error += num / len(predicted) * abs(mean - won)
+    return table, error
+
+
+def compute_ece_by_chance(margins: Floats) -> float:
+    """The calibration error that a perfectly calibrated model with these predictions is expected to show.
+
+    The wins of a bin deviate from their predictions with the variance ``sum p (1 - p)`` over its pairs; of a normal
+    deviation the mean size is ``sqrt(2 / pi)`` of its standard one. The middle bin is its own mirror image, and never
+    deviates.
+    """
+    predicted, bins = _bin_predictions(margins)
+    variances = np.bincount(bins, weights=predicted * (1 - predicted), minlength=NUM_BINS)
+    variances[NUM_BINS // 2] = 0
+    return float(np.sqrt(2 / math.pi * variances).sum() / len(predicted))
+
+
+def fit_temperature(margins: Floats) -> float | None:
+    """The temperature by which scores must be divided for the lowest negative log-likelihood.
+
+    Above 1 the model is too sure. ``None`` where no temperature is the best: scores that order no pair wrongly are best
+    near 0, and scores whose mean margin is not positive at no finite one.
+    """
+    if margins.mean() <= 0 or margins.min() >= 0:
+        return None
+
+    def slope(sharpness: float) -> float:
+        return float((margins * _sigmoid(-margins * sharpness)).mean())
+
+    low, high = 0.0, 1.0
+    while slope(high) > 0:
+        low, high = high, 2 * high
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if slope(middle) > 0 else (low, middle)
+    return 2 / (low + high)
+
+
+def compute_correlation(first: Floats, second: Floats) -> float | None:
+    """Pearson's correlation; ``None`` where one side does not vary."""
+    first, second = first - first.mean(), second - second.mean()
+    size = math.sqrt(float(first @ first) * float(second @ second))
+    return float(first @ second) / size if size else None
+
+
+def compute_ranks(values: Floats) -> Floats:
+    """Ranks from 1, equal values sharing the mean of theirs; ``float64``."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return np.asarray((np.cumsum(counts) - (counts - 1) / 2)[inverse])
+
+
+def _sigmoid(values: Floats) -> Floats:
+    return np.asarray(np.exp(-np.logaddexp(0, -values)))
+
+
+def _bin_predictions(margins: Floats) -> tuple[Floats, Ints]:
+    """The probability that an answer is the chosen one, ``(2P,)``: chosen ones first, then rejected; and its bin."""
+    predicted = _sigmoid(np.concatenate([margins, -margins]))
+    return predicted, np.minimum(predicted * NUM_BINS, NUM_BINS - 1).astype(np.int64)
+
+
+def _group_by_length(scores: PairScores, margins: Floats) -> list[dict[str, Any]]:
+    difference = np.abs(scores.chosen_lengths - scores.rejected_lengths)
+    groups = []
+    for low, high in pairwise(LENGTH_BIN_EDGES):
+        inside = (difference >= low) & (difference < high)
+        if inside.any():
+            edges = {"from": low, "to": None if math.isinf(high) else high}
+            groups.append({**edges, "num_pairs": int(inside.sum()), **compute_accuracy(margins[inside])})
+    return groups
+
+
+def _group_by_source(scores: PairScores, margins: Floats) -> dict[str, Any]:
+    sources = np.array(scores.sources or [], dtype=np.str_)
+    return {
+        str(source): {"num_pairs": int((sources == source).sum()), **compute_accuracy(margins[sources == source])}
+        for source in np.unique(sources)
+    }
+
+
+def _count_scores(scores: PairScores, both: Floats) -> dict[str, list[float]]:
+    """How many scores lie in each of thirty equal bins."""
+    edges = np.histogram_bin_edges(both, bins=NUM_HISTOGRAM_BINS)
+    counts = {name: np.histogram(getattr(scores, name), edges)[0].tolist() for name in ("chosen", "rejected")}
+    return {"edges": edges.tolist(), **counts}
+
+
+def _diagnose_length(scores: PairScores, margins: Floats) -> dict[str, Any]:
+    """How far length explains scores: over answers, over answers to the same prompt, and over pairs.
+
+    ``slope`` is the margin that a chosen answer gains with each token by which it is longer, by least squares.
+    """
+    difference = np.asarray(scores.chosen_lengths - scores.rejected_lengths, dtype=np.float64)
+    is_shorter = difference < 0
+    both = np.concatenate([scores.chosen, scores.rejected])
+    lengths = np.concatenate([scores.chosen_lengths, scores.rejected_lengths])
+    names: dict[Hashable, int] = {}
+    prompts = range(len(margins)) if scores.prompts is None else scores.prompts
+    groups = np.tile([names.setdefault(prompt, len(names)) for prompt in prompts], 2)
+    inner_scores, inner_lengths = _subtract_means(both, groups), _subtract_means(lengths, groups)
+    centred = difference - difference.mean()
+    return {
+        "share_chosen_longer": float((difference > 0).mean()),
+        "share_chosen_shorter": float(is_shorter.mean()),
+        "longer_wins_accuracy": float((difference > 0).mean() + 0.5 * (difference == 0).mean()),
+        "accuracy_where_chosen_is_shorter": compute_accuracy(margins[is_shorter]) if is_shorter.any() else None,
+        "pearson": compute_correlation(both, lengths),
+        "spearman": compute_correlation(compute_ranks(both), compute_ranks(lengths)),
+        "pearson_within_prompts": compute_correlation(inner_scores, inner_lengths),
+        "spearman_within_prompts": compute_correlation(compute_ranks(inner_scores), compute_ranks(inner_lengths)),
+        "slope": float(centred @ margins) / float(centred @ centred) if centred.any() else None,
+    }
+
+
+def _subtract_means(values: Floats | Ints, groups: Ints) -> Floats:
+    means = np.bincount(groups, weights=values) / np.bincount(groups)
+    # What is nothing but rounding must not be given ranks.
+    return np.asarray(np.round(values - means[groups], 9))
+
+
+def _compare_swapped(scores: PairScores) -> dict[str, Any] | None:
+    if scores.swapped_chosen is None or scores.swapped_rejected is None:
+        return None
+    margins = scores.swapped_chosen - scores.swapped_rejected
+    measured = margins[~np.isnan(margins)]
+    return {"num_pairs": len(measured), **compute_accuracy(measured)} if len(measured) else None
+
+
+def _compare_probe(chosen: Floats, altered: Floats) -> dict[str, Any] | None:
+    """Share of answers whose score falls, and the mean change of the scores."""
+    change = (altered - chosen)[~np.isnan(altered)]
+    if not len(change):
+        return None
+    return {"num_answers": len(change), "share_lower": float((change < 0).mean()), "mean_change": float(change.mean())}

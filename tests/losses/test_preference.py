@@ -1,0 +1,377 @@
+"""Preference losses have their closed forms, the signs of their purpose, and one value however a step is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from recipes_lib.losses.preference import (
+    PREFERENCE_LOSSES,
+    REFERENCE_FREE,
+    PreferenceBatch,
+    PreferenceOptions,
+    compute_preference_losses,
+    compute_preference_metrics,
+    compute_wpo_weights,
+    sum_logps,
+    verify_preference_options,
+)
+
+SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")
+LN_4 = math.log(4)
+
+
+def make_batch(chosen: Any, rejected: Any, num_tokens: int = 1, **fields: Any) -> PreferenceBatch:
+    """Pairs whose log-ratios to the reference are ``chosen`` and ``rejected``."""
+    chosen, rejected = (torch.as_tensor(ratios, dtype=torch.float64).reshape(-1) for ratios in (chosen, rejected))
+    ref_chosen, ref_rejected = torch.full_like(chosen, -7.0), torch.full_like(rejected, -9.0)
+    lengths = torch.full(chosen.shape, num_tokens)
+    leaves = ((chosen + ref_chosen).requires_grad_(), (rejected + ref_rejected).requires_grad_())
+    return PreferenceBatch(*leaves, lengths, lengths, ref_chosen, ref_rejected, **fields)
+
+
+def make_pairs(num_pairs: int = 6) -> PreferenceBatch:
+    generator = torch.Generator().manual_seed(0)
+    figures = [-10 * torch.rand(num_pairs, generator=generator, dtype=torch.float64) - 1 for _ in range(4)]
+    lengths = [torch.randint(1, 9, (num_pairs,), generator=generator) for _ in range(2)]
+    leaves = [figure.requires_grad_() for figure in figures[:2]]
+    return PreferenceBatch(*leaves, *lengths, *figures[2:])
+
+
+def compute(name: str, batch: PreferenceBatch, **settings: Any) -> Tensor:
+    settings.setdefault("label_smoothing", 0.1 if name in SMOOTHED else 0.0)
+    return compute_preference_losses([name], [1.0], batch, PreferenceOptions(**settings))
+
+
+def gradients_of(losses: Tensor, batch: PreferenceBatch) -> tuple[Tensor, Tensor]:
+    return torch.autograd.grad(losses.sum(), (batch.chosen_logps, batch.rejected_logps), materialize_grads=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "ratios", "settings", "expected"),
+    [
+        ("sigmoid", (0.0, 0.0), {}, 0.693147),
+        # The same loss whether the chosen answer became more or less likely.
+        ("sigmoid", (1.0, -1.0), {}, 0.598139),
+        ("sigmoid", (-3.0, -5.0), {}, 0.598139),
+        ("ipo", (0.0, 0.0), {}, 25.0),
+        ("ipo", (1.0, -1.0), {}, 9.0),
+        ("hinge", (1.0, -1.0), {}, 0.8),
+        ("hinge", (20.0, 0.0), {}, 0.0),
+        ("exo_pair", (LN_4, 0.0), {"beta": 1.0, "label_smoothing": 0.2}, 0.0),
+        ("nca_pair", (0.0, 0.0), {}, 2 * math.log(2)),
+        ("bco_pair", (0.0, 0.0), {}, 2 * math.log(2)),
+        ("sppo_hard", (5.0, -5.0), {}, 0.0),
+        ("sppo_hard", (0.0, 0.0), {}, 50.0),
+        ("apo_zero", (0.0, 0.0), {}, 1.0),
+        ("apo_down", (0.0, 0.0), {}, 1.0),
+        ("discopop", (0.0, 0.0), {}, (math.log(2) + 1) / 2),
+        ("sft", (0.0, 0.0), {}, 7.0),
+    ],
+)
+def test_closed_forms(name: str, ratios: tuple[float, float], settings: dict[str, Any], expected: float) -> None:
+    assert compute(name, make_batch(*ratios), **settings).item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_length_normalised_losses_read_figures_per_token() -> None:
+    for name in ("ipo", "sigmoid_norm"):
+        whole, per_token = make_batch(8.0, -4.0, num_tokens=4), make_batch(2.0, -1.0, num_tokens=1)
+        torch.testing.assert_close(compute(name, whole), compute(name, per_token))
+    assert compute("sigmoid_norm", make_batch(8.0, 0.0, num_tokens=4)).item() == pytest.approx(0.598139, abs=1e-6)
+
+
+def free_batch(chosen: float, rejected: float, num_chosen: int, num_rejected: int) -> PreferenceBatch:
+    leaves = (torch.tensor([value], dtype=torch.float64, requires_grad=True) for value in (chosen, rejected))
+    return PreferenceBatch(*leaves, torch.tensor([num_chosen]), torch.tensor([num_rejected]))
+
+
+def test_simpo_is_a_margin_between_mean_log_probabilities() -> None:
+    loss = compute("simpo", free_batch(-3.0, -4.0, 3, 2), beta=2.0, simpo_gamma=0.5)
+    assert loss.item() == pytest.approx(math.log1p(math.exp(-1.5)))
+
+
+def test_orpo_is_the_mean_nll_plus_the_odds_ratio() -> None:
+    # Per token p = 1/2 and 1/5: odds of 1 and 1/4.
+    loss = compute("orpo", free_batch(3 * math.log(0.5), 2 * math.log(0.2), 3, 2), beta=0.3)
+    assert loss.item() == pytest.approx(math.log(2) + 0.3 * math.log(1.25))
+
+
+@pytest.mark.parametrize("chosen", [0.0, -1e-30, -1e-9, -1e-4, -1.0, -50.0, -800.0])
+@pytest.mark.parametrize("rejected", [0.0, -1e-9, -1.0, -800.0])
+def test_orpo_is_finite_from_certainty_to_impossibility(chosen: float, rejected: float) -> None:
+    batch = free_batch(chosen, rejected, 1, 1)
+    single = dataclasses.replace(
+        batch, **{name: getattr(batch, name).float() for name in ("chosen_logps", "rejected_logps")}
+    )
+    for pairs in (batch, single):
+        loss = compute("orpo", pairs, beta=0.3)
+        assert loss.isfinite().all()
+        assert all(gradient.isfinite().all() for gradient in gradients_of(loss, batch))
+
+
+@pytest.mark.parametrize("ratio", [-3000.0, -100.0, 100.0, 3000.0])
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+def test_losses_and_gradients_stay_finite_far_from_the_reference(name: str, ratio: float) -> None:
+    batch = make_batch([ratio, 0.0], [0.0, ratio])
+    single = dataclasses.replace(
+        batch, chosen_logps=batch.chosen_logps.float(), rejected_logps=batch.rejected_logps.float()
+    )
+    loss = compute(name, single, beta=0.5)
+    assert loss.isfinite().all()
+    assert all(gradient.isfinite().all() for gradient in gradients_of(loss, batch))
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "alpha_divergence"])
+def test_a_divergence_is_bounded_where_its_power_is_no_number(divergence: str) -> None:
+    batch = make_batch([-1000.0, 1000.0], [1000.0, -1000.0])
+    loss = compute("sigmoid", batch, f_divergence_type=divergence)
+    assert loss.isfinite().all()
+    assert all(gradient.isfinite().all() for gradient in gradients_of(loss, batch))
+
+
+@pytest.mark.parametrize(
+    ("divergence", "alpha", "chosen_score", "rejected_score"),
+    [
+        ("reverse_kl", 0.5, math.log(3), math.log(0.5)),
+        ("forward_kl", 0.5, 1 - 1 / 3, 1 - 2.0),
+        ("js_divergence", 0.5, math.log(2 * 3 / 4), math.log(2 * 0.5 / 1.5)),
+        ("alpha_divergence", 2.0, 3 - 1, 0.5 - 1),
+        ("alpha_divergence", 0.5, (3**-0.5 - 1) / -0.5, (0.5**-0.5 - 1) / -0.5),
+        ("alpha_divergence", 1.0, math.log(3), math.log(0.5)),
+    ],
+)
+def test_scores_are_the_derivative_of_the_divergence(
+    divergence: str, alpha: float, chosen_score: float, rejected_score: float
+) -> None:
+    batch = make_batch(math.log(3), math.log(0.5))
+    loss = compute("hinge", batch, beta=0.1, f_divergence_type=divergence, f_alpha_divergence_coef=alpha)
+    assert loss.item() == pytest.approx(1 - 0.1 * (chosen_score - rejected_score))
+
+
+def stationary_slope(name: str, *, share: float, gap: float, **settings: Any) -> float:
+    """Slope at ``beta * gap`` of the expected loss when ``share`` of the raters prefer the first of two answers."""
+    batch = make_batch(gap / 0.1, 0.0)
+    flipped = dataclasses.replace(
+        batch,
+        chosen_logps=batch.rejected_logps,
+        rejected_logps=batch.chosen_logps,
+        ref_chosen_logps=batch.ref_rejected_logps,
+        ref_rejected_logps=batch.ref_chosen_logps,
+    )
+    expected = share * compute(name, batch, **settings) + (1 - share) * compute(name, flipped, **settings)
+    return gradients_of(expected, batch)[0].item()
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "settings"),
+    [
+        ("sigmoid", 0.8, {}),
+        # A tenth of the labels of an 80/20 preference are wrong: the correction finds 80/20 again.
+        ("robust", 0.8 * 0.9 + 0.2 * 0.1, {"label_smoothing": 0.1}),
+        # Smoothing claims that a fifth of the unanimous labels are wrong.
+        ("aot", 1.0, {"label_smoothing": 0.2}),
+        ("aot_unpaired", 1.0, {"label_smoothing": 0.2}),
+        ("exo_pair", 1.0, {"label_smoothing": 0.2}),
+    ],
+)
+def test_a_noisy_preference_is_fitted_by_the_log_of_its_odds(name: str, share: float, settings: dict[str, Any]) -> None:
+    below, at, above = (
+        stationary_slope(name, share=share, gap=gap, **settings) for gap in (LN_4 - 0.1, LN_4, LN_4 + 0.1)
+    )
+    assert below < -1e-4
+    assert at == pytest.approx(0, abs=1e-12)
+    assert above > 1e-4
+
+
+def test_robust_over_flipped_labels_is_sigmoid_over_clean_ones() -> None:
+    clean, flipped = make_batch(3.0, 0.0), make_batch(0.0, 3.0)
+    right, wrong = (compute("robust", batch, label_smoothing=0.3) for batch in (clean, flipped))
+    torch.testing.assert_close(0.7 * right + 0.3 * wrong, compute("sigmoid", clean))
+
+
+@pytest.mark.parametrize("name", sorted(PREFERENCE_LOSSES.keys() - {"apo_down", "sft", "discopop"}))
+def test_the_chosen_answer_is_raised_and_the_rejected_lowered(name: str) -> None:
+    batch = make_batch([0.0, 0.3], [0.0, 0.2], num_tokens=3)
+    chosen, rejected = gradients_of(compute(name, batch), batch)
+    assert (chosen < 0).all()
+    assert (rejected > 0).all()
+
+
+def test_discopop_moves_apart_what_is_clearly_apart_or_clearly_wrong() -> None:
+    batch = make_batch([10.0, -10.0], [0.0, 0.0])
+    chosen, rejected = gradients_of(compute("discopop", batch), batch)
+    assert (chosen < 0).all()
+    assert (rejected > 0).all()
+
+
+def test_apo_down_lowers_both_and_sft_knows_no_rejected_answer() -> None:
+    batch = make_batch([0.0], [-20.0])
+    chosen, rejected = gradients_of(compute("apo_down", batch), batch)
+    assert chosen.item() > 0
+    assert rejected.item() > 0
+    chosen, rejected = gradients_of(compute("sft", batch), batch)
+    assert chosen.item() < 0
+    assert rejected.item() == 0
+
+
+def test_before_the_first_update_nothing_is_won_but_there_is_a_gradient() -> None:
+    batch = make_batch([0.0, 0.0], [0.0, 0.0])
+    loss = compute("sigmoid", batch)
+    torch.testing.assert_close(loss, torch.full_like(loss, math.log(2)))
+    metrics = compute_preference_metrics(batch, 0.1)
+    assert metrics["rewards/margins"].eq(0).all()
+    assert metrics["rewards/accuracies"].eq(0).all()
+    assert gradients_of(loss, batch)[0].tolist() == pytest.approx([-0.05, -0.05])
+
+
+def test_metrics_are_rewards_and_log_probabilities_of_each_pair() -> None:
+    batch = make_batch([1.0, -3.0], [-1.0, -2.0], num_tokens=2)
+    metrics = {name: figure.tolist() for name, figure in compute_preference_metrics(batch, 0.1).items()}
+    assert metrics["rewards/chosen"] == pytest.approx([0.1, -0.3])
+    assert metrics["rewards/rejected"] == pytest.approx([-0.1, -0.2])
+    assert metrics["rewards/margins"] == pytest.approx([0.2, -0.1])
+    assert metrics["rewards/accuracies"] == [1, 0]
+    assert metrics["logps/chosen"] == [-6, -10]
+    assert metrics["logps/rejected"] == [-10, -11]
+    assert metrics["logps/chosen_per_token"] == [-3, -5]
+    assert metrics["logps/rejected_per_token"] == [-5, -5.5]
+    assert not any(figure.requires_grad for figure in compute_preference_metrics(batch, 0.1).values())
+
+
+def test_without_a_reference_a_reward_is_a_mean_log_probability() -> None:
+    metrics = compute_preference_metrics(free_batch(-3.0, -4.0, 3, 2), 2.0)
+    assert metrics["rewards/chosen"].item() == pytest.approx(-2.0)
+    assert metrics["rewards/rejected"].item() == pytest.approx(-4.0)
+
+
+def part_of(batch: PreferenceBatch, pairs: slice) -> PreferenceBatch:
+    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return PreferenceBatch(**{k: v[pairs] if v is not None and v.ndim else v for k, v in fields.items()})
+
+
+@pytest.mark.parametrize("name", sorted(PREFERENCE_LOSSES.keys() - {"aot", "aot_unpaired"}))
+def test_how_a_step_is_cut_changes_nothing(name: str) -> None:
+    batch = make_pairs()
+    batch = dataclasses.replace(batch, mean_chosen_tokens=batch.num_chosen_tokens.double().mean())
+    parts = [compute(name, part_of(batch, pairs)) for pairs in (slice(0, 1), slice(1, 6), slice(6, 6))]
+    torch.testing.assert_close(torch.cat(parts), compute(name, batch))
+
+
+def test_sft_over_all_pairs_is_nats_per_token() -> None:
+    batch = make_pairs()
+    expected = -batch.chosen_logps.sum() / batch.num_chosen_tokens.sum()
+    torch.testing.assert_close(compute("sft", batch).mean(), expected, check_dtype=False)
+
+
+def test_the_nll_may_be_of_more_tokens_than_the_comparison() -> None:
+    batch = make_pairs()
+    longer = dataclasses.replace(batch, chosen_nll=-batch.chosen_logps + 2 * batch.num_chosen_tokens)
+    added = {name: (compute(name, longer) - compute(name, batch)).tolist() for name in PREFERENCE_LOSSES}
+    assert added.pop("orpo") == pytest.approx([2] * 6)
+    assert sum(added.pop("sft")) == pytest.approx(2 * 6)
+    assert set(map(tuple, added.values())) == {(0.0,) * 6}
+
+
+@pytest.mark.parametrize(
+    ("name", "moved"),
+    [("aot", ("ref_chosen_logps", "ref_rejected_logps")), ("aot_unpaired", ("chosen_logps", "ref_chosen_logps"))],
+)
+def test_aot_matches_ranks_and_not_pairs(name: str, moved: tuple[str, str]) -> None:
+    batch = make_pairs()
+    order = torch.tensor([3, 1, 0, 5, 2, 4])
+    shuffled = dataclasses.replace(batch, **{field: getattr(batch, field)[order] for field in moved})
+    torch.testing.assert_close(compute(name, shuffled), compute(name, batch))
+    assert not torch.equal(compute("sigmoid", shuffled), compute("sigmoid", batch))
+
+
+def test_losses_add_by_their_weights_and_pairs_count_by_theirs() -> None:
+    batch, factors = make_pairs(), torch.linspace(0.1, 2.0, 6, dtype=torch.float64)
+    options = PreferenceOptions(beta=0.2)
+    mixed = compute_preference_losses(["sigmoid", "sft"], [0.7, 2.0], batch, options)
+    parts = [compute_preference_losses([name], [1.0], batch, options) for name in ("sigmoid", "sft")]
+    torch.testing.assert_close(mixed, 0.7 * parts[0] + 2.0 * parts[1])
+    weighted = compute_preference_losses(["sigmoid"], [1.0], dataclasses.replace(batch, weights=factors), options)
+    torch.testing.assert_close(weighted, factors * parts[0])
+    with pytest.raises(ValueError, match="zip"):
+        compute_preference_losses(["sigmoid", "sft"], [1.0], batch, options)
+
+
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+def test_the_reference_is_needed_exactly_where_it_is_said_to_be(name: str) -> None:
+    batch = make_pairs()
+    free = dataclasses.replace(batch, ref_chosen_logps=None, ref_rejected_logps=None)
+    if name in REFERENCE_FREE:
+        torch.testing.assert_close(compute(name, free), compute(name, batch))
+    else:
+        with pytest.raises(ValueError, match="compares with a reference"):
+            compute(name, free)
+        moved = dataclasses.replace(batch, ref_rejected_logps=batch.ref_rejected_logps * 1.1 - 1)
+        assert not torch.equal(compute(name, moved), compute(name, batch))
+
+
+@pytest.mark.parametrize(
+    ("names", "settings", "use_weighting", "message"),
+    [
+        (["kto"], {}, False, "loss_type is at least one of sigmoid, hinge"),
+        ([], {}, False, "loss_type is at least one of"),
+        (["sigmoid"], {"beta": 0.0}, False, "beta must be positive"),
+        (["sigmoid"], {"f_divergence_type": "kl"}, False, "f_divergence_type kl is none of reverse_kl"),
+        (["apo_zero"], {"f_divergence_type": "forward_kl"}, False, "forward_kl is defined for discopop, exo_pair"),
+        (["simpo"], {"f_divergence_type": "js_divergence"}, False, "js_divergence is defined for"),
+        (["robust"], {"label_smoothing": 0.5}, False, r"label_smoothing must be in \[0, 0.5\)"),
+        (["robust"], {"label_smoothing": -0.1}, False, r"label_smoothing must be in \[0, 0.5\)"),
+        (["sigmoid"], {"label_smoothing": 0.1}, False, "read by aot, aot_unpaired, exo_pair, robust only"),
+        (["exo_pair"], {}, False, "exo_pair needs a positive label_smoothing"),
+        (["sigmoid", "aot"], {}, True, "which aot and aot_unpaired take apart"),
+        (["kto"], {"beta": -1.0}, False, "loss_type .*; beta must be positive"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    names: list[str], settings: dict[str, Any], use_weighting: bool, message: str
+) -> None:
+    options = PreferenceOptions(**settings)
+    with pytest.raises(ValueError, match=message):
+        verify_preference_options(names, options, use_weighting=use_weighting)
+    batch = make_pairs()
+    batch = dataclasses.replace(batch, weights=torch.ones(6)) if use_weighting else batch
+    with pytest.raises(ValueError, match=message):
+        compute_preference_losses(names, [1.0] * len(names), batch, options)
+
+
+TOKEN_LOGPS = torch.tensor([-1.0, -2.0, -4.0, -8.0, -16.0, -32.0, -64.0], dtype=torch.float64)
+# Two pairs: sequences 0 and 1 are preferred to 2 and 3; their tokens stand in no order of sequences.
+SEQUENCE_IDS = torch.tensor([2, 0, 0, 2, 3, 0, 1])
+
+
+def test_log_probabilities_are_summed_by_sequence() -> None:
+    logps = TOKEN_LOGPS.clone().requires_grad_()
+    sums = sum_logps(logps, SEQUENCE_IDS, 5)
+    assert sums.tolist() == [-38, -64, -9, -16, 0]
+    (gradient,) = torch.autograd.grad((sums * torch.arange(1.0, 6.0)).sum(), logps)
+    assert gradient.tolist() == [3, 1, 1, 3, 4, 1, 2]
+
+
+def test_tokens_beyond_the_shorter_answer_count_by_ld_alpha() -> None:
+    logps = TOKEN_LOGPS.clone().requires_grad_()
+    sums = sum_logps(logps, SEQUENCE_IDS, 4, ld_alpha=0.25)
+    assert sums.tolist() == [-6 - 0.25 * 32, -64, -9, -16]
+    (gradient,) = torch.autograd.grad(sums.sum(), logps)
+    assert gradient.tolist() == [1, 1, 1, 1, 1, 0.25, 1]
+    assert torch.equal(sum_logps(logps, SEQUENCE_IDS, 4, ld_alpha=1.0), sum_logps(logps, SEQUENCE_IDS, 4))
+    # The rejected answer is the longer one here.
+    assert sum_logps(logps, (SEQUENCE_IDS + 2) % 4, 4, ld_alpha=0.0).tolist() == [-9, -16, -6, -64]
+    assert sum_logps(logps[:0], SEQUENCE_IDS[:0], 4, ld_alpha=0.5).tolist() == [0, 0, 0, 0]
+
+
+def test_wpo_weighs_a_pair_by_the_geometric_means_of_its_aligned_probabilities() -> None:
+    logps = TOKEN_LOGPS.clone().requires_grad_()
+    log_sum_sq_probs = torch.tensor([-1.0, -1.0, -3.0, -6.0, -15.0, -31.0, -60.0], dtype=torch.float64)
+    weights = compute_wpo_weights(logps, log_sum_sq_probs, SEQUENCE_IDS, 4)
+    assert not weights.requires_grad
+    # Aligned: sequence 0 has (-1, -1, -1), 1 has (-4), 2 has (0, -2), 3 has (-1).
+    assert weights.tolist() == pytest.approx([math.exp(-1 - 1), math.exp(-4 - 1)])

@@ -1,0 +1,279 @@
+"""Token log-probabilities are those of torch, for any function of them, and never hold the logits of a batch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from recipes_lib.losses.token_logps import compute_token_logps
+
+NUM_TOKENS, WIDTH, VOCABULARY = 23, 12, 57
+OPTIONS = [{}, {"logit_scale": 0.3}, {"softcap": 2.5}, {"logit_scale": 1.7, "softcap": 1.5}]
+
+
+def make_inputs(dtype: torch.dtype = torch.float64, scale: float = 1.0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((NUM_TOKENS, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,))
+    hidden, weight, bias = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    targets = torch.randint(0, VOCABULARY, (NUM_TOKENS,), generator=generator)
+    return [(hidden * scale).to(dtype), weight.to(dtype), bias.to(dtype), targets]
+
+
+def make_leaves(dtype: torch.dtype = torch.float64, scale: float = 1.0) -> tuple[list[Tensor], Tensor]:
+    *tensors, targets = make_inputs(dtype, scale)
+    return [tensor.requires_grad_() for tensor in tensors], targets
+
+
+def dense_distribution(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> Tensor:
+    logits = functional.linear(hidden, weight, bias) * logit_scale
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    return logits.log_softmax(dim=-1)
+
+
+def dense_logps(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+    return dense_distribution(hidden, weight, bias, **options).gather(1, targets[:, None]).squeeze(1)
+
+
+def preference_loss(logps: Tensor) -> Tensor:
+    """A function of the log-probabilities whose gradient has both signs and depends on their values."""
+    chosen, rejected = logps[: len(logps) // 2].sum(), logps[len(logps) // 2 :].sum()
+    return -functional.logsigmoid(0.1 * (chosen - rejected)) + (logps.exp() ** 2).sum()
+
+
+def gradients_of(loss: Tensor, *inputs: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, inputs, retain_graph=True))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 1000, None])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_values_and_gradients_are_those_of_torch(
+    options: dict[str, float], dtype: torch.dtype, chunk_size: int | None
+) -> None:
+    inputs, targets = make_leaves(dtype)
+    hidden, weight, bias = inputs
+    ours = compute_token_logps(hidden, weight, targets, bias=bias, chunk_size=chunk_size, **options).logps
+    expected = dense_logps(hidden, weight, targets, bias, **options)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-12, "atol": 1e-12}
+    assert ours.dtype == dtype
+    torch.testing.assert_close(ours, expected, **tolerance)
+    upstream = torch.randn(NUM_TOKENS, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    for function in (preference_loss, lambda logps: (logps * upstream).sum()):
+        torch.testing.assert_close(
+            gradients_of(function(ours), *inputs), gradients_of(function(expected), *inputs), **tolerance
+        )
+
+
+@pytest.mark.parametrize(
+    "trained", [(True, True, True), (True, False, False), (False, True, False), (True, False, True)]
+)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_gradients_are_those_of_finite_differences(options: dict[str, float], trained: tuple[bool, ...]) -> None:
+    *inputs, targets = make_inputs()
+    leaves = [tensor[:9].clone().requires_grad_(is_leaf) for tensor, is_leaf in zip(inputs, trained, strict=True)]
+
+    def logps(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return compute_token_logps(hidden, weight, targets[:9] % 9, bias=bias, chunk_size=4, **options).logps
+
+    assert torch.autograd.gradcheck(logps, leaves)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("chunk_size", [1, 5, 1000])
+def test_a_frozen_weight_changes_no_gradient_and_nothing_is_projected_again(
+    options: dict[str, float], chunk_size: int
+) -> None:
+    (hidden, weight, bias), targets = make_leaves()
+    frozen = (hidden, weight.detach(), bias.detach())
+    products, gradients, values = [], [], []
+    for inputs in ((hidden, weight, bias), frozen):
+        logps = compute_token_logps(*inputs[:2], targets, bias=inputs[2], chunk_size=chunk_size, **options).logps
+        with profile() as backward:
+            gradients += gradients_of(preference_loss(logps), hidden)
+        values.append(logps.detach())
+        products.append(sum(event.name in ("aten::mm", "aten::addmm_") for event in backward.events()))
+    assert torch.equal(*values)
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-14)
+    num_chunks = math.ceil(NUM_TOKENS / chunk_size)
+    assert products == [3 * num_chunks, 0]
+
+
+def test_a_frozen_weight_costs_one_row_of_memory_a_token() -> None:
+    (hidden, weight, bias), targets = make_leaves()
+    frozen = compute_token_logps(hidden, weight.detach(), targets, bias=bias.detach()).logps
+    assert [saved.shape for saved in frozen.grad_fn.saved_tensors] == [(NUM_TOKENS, WIDTH)]
+    trained = compute_token_logps(hidden, weight, targets, bias=bias).logps
+    own_memory = [saved for saved in trained.grad_fn.saved_tensors if not any(saved is t for t in (weight, bias))]
+    assert sum(saved.numel() for saved in own_memory) == NUM_TOKENS * (WIDTH + 2)
+
+
+@pytest.mark.parametrize("with_frozen_weight", [False, True])
+def test_evaluation_is_the_projection_alone(with_frozen_weight: bool) -> None:
+    (hidden, weight, _), targets = make_leaves()
+    weight = weight.detach() if with_frozen_weight else weight
+    trained = compute_token_logps(hidden, weight, targets).logps
+    with torch.no_grad(), profile() as evaluation:
+        evaluated = compute_token_logps(hidden, weight, targets).logps
+    assert evaluated.grad_fn is None
+    assert torch.equal(evaluated, trained)
+    assert sum(event.name in ("aten::mm", "aten::addmm_") for event in evaluation.events()) == 1
+
+
+@pytest.mark.parametrize("with_frozen_weight", [False, True])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_statistics_are_those_of_the_whole_distribution(options: dict[str, float], with_frozen_weight: bool) -> None:
+    (hidden, weight, bias), targets = make_leaves()
+    if with_frozen_weight:
+        weight, bias = weight.detach(), bias.detach()
+    inputs = [tensor for tensor in (hidden, weight, bias) if tensor.requires_grad]
+    distribution = dense_distribution(hidden, weight, bias, **options)
+    targets[::3] = distribution.argmax(dim=-1)[::3]
+    plain = compute_token_logps(hidden, weight, targets, bias=bias, chunk_size=5, **options)
+    full = compute_token_logps(hidden, weight, targets, bias=bias, chunk_size=5, with_statistics=True, **options)
+    assert plain.log_sum_sq_probs is None
+    assert plain.entropy is None
+    for scored in (plain, full):
+        assert torch.equal(scored.is_top, distribution.argmax(dim=-1) == targets)
+    assert torch.equal(full.logps, plain.logps)
+    expected = dense_logps(hidden, weight, targets, bias, **options)
+    torch.testing.assert_close(
+        gradients_of(preference_loss(full.logps), *inputs), gradients_of(preference_loss(expected), *inputs)
+    )
+    assert not full.log_sum_sq_probs.requires_grad
+    assert not full.entropy.requires_grad
+    torch.testing.assert_close(full.log_sum_sq_probs, distribution.exp().square().sum(dim=-1).log().detach())
+    torch.testing.assert_close(full.entropy, -(distribution.exp() * distribution).sum(dim=-1).detach())
+
+
+def test_a_uniform_distribution_has_the_entropy_of_its_size() -> None:
+    scored = compute_token_logps(torch.zeros(2, 3), torch.ones(8, 3), torch.tensor([0, 7]), with_statistics=True)
+    expected = torch.full((2,), math.log(8))
+    torch.testing.assert_close((-scored.logps, scored.entropy, -scored.log_sum_sq_probs), (expected,) * 3)
+    assert scored.is_top.tolist() == [True, False], "only the first of equal logits is the arg-max"
+
+
+@pytest.mark.parametrize("with_frozen_weight", [False, True])
+def test_no_token_gives_differentiable_nothing(with_frozen_weight: bool) -> None:
+    (hidden, weight, bias), targets = make_leaves(torch.float32)
+    if with_frozen_weight:
+        weight, bias = weight.detach(), bias.detach()
+    scored = compute_token_logps(hidden[:0], weight, targets[:0], bias=bias, with_statistics=True)
+    assert [len(figure) for figure in scored] == [0, 0, 0, 0]
+    inputs = [tensor for tensor in (hidden, weight, bias) if tensor.requires_grad]
+    for gradient in gradients_of(scored.logps.sum(), *inputs):
+        assert gradient.eq(0).all()
+
+
+def test_a_tied_weight_gets_the_gradient_of_both_uses() -> None:
+    (_, weight, _), targets = make_leaves()
+    ids = torch.arange(NUM_TOKENS)
+    ours = preference_loss(compute_token_logps(functional.embedding(ids, weight), weight, targets, chunk_size=5).logps)
+    expected = preference_loss(dense_logps(functional.embedding(ids, weight), weight, targets))
+    torch.testing.assert_close(gradients_of(ours, weight), gradients_of(expected, weight))
+
+
+@pytest.mark.parametrize("with_frozen_weight", [False, True])
+def test_backward_may_run_again_but_is_not_differentiable(with_frozen_weight: bool) -> None:
+    (hidden, weight, _), targets = make_leaves()
+    logps = compute_token_logps(hidden, weight.detach() if with_frozen_weight else weight, targets).logps
+    assert torch.equal(*(gradients_of(preference_loss(logps), hidden)[0] for _ in range(2)))
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        torch.autograd.grad(logps.sum(), hidden, create_graph=True)
+
+
+def test_a_negative_target_is_refused() -> None:
+    hidden, weight, _, targets = make_inputs()
+    targets[3] = -100
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        compute_token_logps(hidden, weight, targets)
+
+
+@pytest.mark.parametrize("with_frozen_weight", [False, True])
+def test_huge_logits_stay_finite(with_frozen_weight: bool) -> None:
+    (hidden, weight, _), targets = make_leaves(torch.float32, scale=1e4)
+    weight = weight.detach() if with_frozen_weight else weight
+    scored = compute_token_logps(hidden, weight, targets, with_statistics=True)
+    torch.testing.assert_close(scored.logps, dense_logps(hidden, weight, targets))
+    assert gradients_of(scored.logps.sum(), hidden)[0].isfinite().all()
+    assert scored.entropy.isfinite().all()
+    assert scored.log_sum_sq_probs.isfinite().all()
+
+
+@pytest.mark.parametrize("with_frozen_weight", [False, True])
+def test_autocast_multiplies_in_bfloat16_and_adds_in_float32(with_frozen_weight: bool) -> None:
+    inputs, targets = make_leaves(torch.float32)
+    if with_frozen_weight:
+        inputs = [inputs[0], inputs[1].detach(), inputs[2].detach()]
+    hidden, weight, bias = inputs
+    leaves = [tensor for tensor in inputs if tensor.requires_grad]
+    exact = dense_logps(hidden, weight, targets, bias)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = compute_token_logps(hidden, weight, targets, bias=bias, chunk_size=5).logps
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, exact, rtol=2e-2, atol=5e-2)
+    assert not torch.equal(ours, exact)
+    # Backward runs outside of autocast, and must make the logits that forward made.
+    upstream = torch.linspace(-1, 1, NUM_TOKENS)
+    for gradient, expected in zip(
+        gradients_of((ours * upstream).sum(), *leaves), gradients_of((exact * upstream).sum(), *leaves), strict=True
+    ):
+        assert gradient.dtype == torch.float32
+        assert (gradient - expected).norm() < 1e-2 * expected.norm()
+
+
+def test_the_weight_gradient_is_not_rounded_chunk_by_chunk() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(512, WIDTH, generator=generator).bfloat16()
+    weight = torch.randn(VOCABULARY, WIDTH, generator=generator).bfloat16().requires_grad_()
+    targets = torch.randint(0, VOCABULARY, (512,), generator=generator)
+    chunked, whole = (
+        gradients_of(compute_token_logps(hidden, weight, targets, chunk_size=size).logps.sum(), weight)[0]
+        for size in (1, 512)
+    )
+    torch.testing.assert_close(chunked, whole, rtol=2**-7, atol=1e-3)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("with_frozen_weight", [False, True])
+@pytest.mark.parametrize("with_statistics", [False, True])
+def test_never_more_than_a_chunk_of_logits_exists(with_statistics: bool, with_frozen_weight: bool) -> None:
+    chunk_size, vocabulary = 8, 1000
+    hidden = torch.randn(64, 4, requires_grad=True)
+    weight = torch.randn(vocabulary, 4, requires_grad=not with_frozen_weight)
+    targets = torch.randint(0, vocabulary, (64,))
+    with LargestTensor() as largest:
+        compute_token_logps(
+            hidden, weight, targets, softcap=3.0, chunk_size=chunk_size, with_statistics=with_statistics
+        ).logps.sum().backward()
+    assert largest.numel == chunk_size * vocabulary
+    with LargestTensor() as dense:
+        dense_logps(hidden, weight, targets)
+    assert dense.numel == 64 * vocabulary, "the measurement must see the logits of a batch"

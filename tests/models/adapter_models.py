@@ -1,0 +1,72 @@
+"""Tiny models on disk, and a few steps of training, for tests of adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+INPUT_IDS = torch.arange(3, 35)[None]
+
+
+def build_model(kind: str) -> PreTrainedModel:
+    """A random ``llama``, ``tied`` (embeddings) Llama or ``gpt2``, whose logits are far from uniform."""
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        sizes = {"vocab_size": 64, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
+        model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=kind == "tied"))
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def save_model(kind: str, folder: Path) -> Path:
+    """Save one of ``build_model`` and return its folder."""
+    build_model(kind).save_pretrained(folder / kind)
+    return folder / kind
+
+
+def load_model(folder: Path, **options: Any) -> Any:
+    """Load it as a stranger does, in evaluation mode."""
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def compute_logits(model: Any) -> torch.Tensor:
+    """Logits of a few tokens, in evaluation mode."""
+    model.eval()
+    with torch.no_grad():
+        return model(input_ids=INPUT_IDS).logits.float()
+
+
+def train(model: Any, num_steps: int = 3) -> None:
+    """Take steps of SGD large enough to be seen."""
+    model.train()
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for _ in range(num_steps):
+        model(input_ids=INPUT_IDS, labels=INPUT_IDS).loss.backward()
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter -= 0.3 * parameter.grad
+                parameter.grad = None

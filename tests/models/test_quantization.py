@@ -1,0 +1,165 @@
+"""Few bits: what is quantised and what is not, what it costs, and that an adapter on it learns."""
+
+import importlib.util
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from recipes_lib.config.schema import AdapterConfig, ModelConfig, QuantizationConfig
+from recipes_lib.errors import ConfigError
+from recipes_lib.models.adapters import adapters_off, add_adapter, compute_probe_logits
+from recipes_lib.models.heads import add_loss_head, verify_loss_head
+from recipes_lib.models.loading import load_causal_lm
+from recipes_lib.models.quantization import build_quantization_config
+
+HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
+needs_bitsandbytes = pytest.mark.skipif(not HAS_BITSANDBYTES, reason="bitsandbytes is not installed")
+BITS = {
+    "nf4": QuantizationConfig(load_in_4bit=True),
+    "nf4 plain": QuantizationConfig(load_in_4bit=True, use_bnb_nested_quant=False),
+    "fp4": QuantizationConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4"),
+    "int8": QuantizationConfig(load_in_8bit=True),
+}
+
+
+def build(config, compute_dtype=torch.float32, engine=""):
+    return build_quantization_config(config, compute_dtype, engine)
+
+
+def load(model_dir, config, *, dtype="float32", **options):
+    return load_causal_lm(ModelConfig(model_name_or_path=str(model_dir), dtype=dtype), "sdpa", build(config, **options))
+
+
+def problem_of(config, engine=""):
+    with pytest.raises(ConfigError) as caught:
+        build(config, engine=engine)
+    return caught.value.problems
+
+
+def test_no_bits_asked_for_are_no_configuration():
+    assert build(QuantizationConfig()) is None
+
+
+def test_without_bitsandbytes_the_package_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (problem,) = problem_of(BITS["nf4"])
+    assert problem.where == "load_in_4bit"
+    assert "bitsandbytes" in problem.found
+    assert problem.remedy == "pip install bitsandbytes"
+
+
+@pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED"])
+def test_weights_in_eight_bits_are_not_sharded(monkeypatch, engine):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    (problem,) = problem_of(BITS["int8"], engine)
+    assert problem.where == "load_in_8bit"
+    assert engine in problem.found
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize(
+    ("engine", "compute_dtype", "stored_as"),
+    [
+        ("", torch.bfloat16, torch.uint8),
+        ("FSDP", torch.bfloat16, torch.bfloat16),
+        ("FSDP", torch.float32, torch.float32),
+        ("DEEPSPEED", torch.float16, torch.float16),
+    ],
+)
+def test_codes_are_stored_as_what_a_sharding_engine_casts_to(tiny_model_dir, engine, compute_dtype, stored_as):
+    model = load(tiny_model_dir, BITS["nf4"], compute_dtype=compute_dtype, engine=engine)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert weight.dtype == stored_as
+    # Half a byte a weight, however it is stored; casting it to where it is moved changes no bit.
+    assert weight.nbytes == 128 * 64 // 2
+    if engine:
+        assert torch.equal(weight.to(compute_dtype).view(torch.uint8), weight.view(torch.uint8))
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("name", BITS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_linear_layers_are_quantised_and_the_rest_keeps_the_dtype_of_the_run(tiny_model_dir, name, dtype):
+    model = load(tiny_model_dir, BITS[name], dtype=dtype)
+    full = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    rest = {parameter.dtype for key, parameter in model.named_parameters() if "_proj" not in key}
+    assert rest == {getattr(torch, dtype)}
+    bits = sum(parameter.nbytes for key, parameter in model.named_parameters() if "_proj" in key) * 8
+    assert bits == (8 if name == "int8" else 4) * sum(
+        parameter.numel() for key, parameter in full.named_parameters() if "_proj" in key
+    )
+    difference = (compute_probe_logits(model) - compute_probe_logits(full)).abs().max()
+    assert 0 < difference < 0.3 * compute_probe_logits(full).abs().max()
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("name", BITS)
+def test_an_adapter_on_few_bits_changes_nothing_then_learns_while_the_bits_stay(tiny_model_dir, name):
+    model = load(tiny_model_dir, BITS[name])
+    before = compute_probe_logits(model)
+    adapted = add_adapter(model, AdapterConfig(use_peft=True, lora_r=4), seed=0)
+    assert torch.equal(compute_probe_logits(adapted), before)
+    add_loss_head(adapted)
+    verify_loss_head(adapted)
+    trained = {key: parameter for key, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert {parameter.dtype for parameter in trained.values()} == {torch.float32}
+    assert all("lora_" in key for key in trained)
+    frozen = {key: p.detach().clone() for key, p in adapted.named_parameters() if not p.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
+    input_ids = torch.arange(4, 36)[None]
+    losses = []
+    for _ in range(30):
+        sums = adapted(input_ids=input_ids, labels=input_ids, loss_head=True)
+        (sums.nll_sum / sums.num_targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sums.nll_sum.item())
+    assert losses[-1] < 0.95 * losses[0]
+    now = dict(adapted.named_parameters())
+    assert all(torch.equal(now[key], tensor) for key, tensor in frozen.items())
+    with adapters_off(adapted):
+        assert torch.equal(compute_probe_logits(adapted), before)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("name", ["nf4", "nf4 plain", "fp4"])
+def test_gradients_are_those_of_the_weights_that_the_bits_stand_for_after_an_evaluation_too(tiny_model_dir, name):
+    from bitsandbytes.functional import dequantize_4bit
+
+    model = load(tiny_model_dir, BITS[name])
+    reference = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    for path, module in model.named_modules():
+        if hasattr(module.weight if hasattr(module, "weight") else None, "quant_state"):
+            codes = module.weight
+            reference.get_submodule(path).weight.data = dequantize_4bit(codes.data, codes.quant_state).float()
+    input_ids = torch.arange(4, 36)[None]
+    gradients = []
+    for base in (model, reference):
+        adapted = add_adapter(base, AdapterConfig(use_peft=True, lora_r=4), seed=0)
+        for key, parameter in adapted.named_parameters():
+            if "lora_B" in key:
+                parameter.data.fill_(0.01)
+        adapted.train()
+        compute_probe_logits(adapted)
+        adapted(input_ids=input_ids, labels=input_ids).loss.backward()
+        gradients.append({key: p.grad for key, p in adapted.named_parameters() if p.grad is not None})
+    assert len(gradients[0]) == 2 * 2 * 7
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-6)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("init", ["pissa", "olora", "orthogonal"])
+def test_an_init_that_reads_the_weights_is_refused_on_few_bits(tiny_model_dir, init):
+    # With codes stored as float32, as under FSDP, PEFT would decompose the codes themselves.
+    model = load(tiny_model_dir, BITS["nf4"], engine="FSDP")
+    with pytest.raises(ConfigError, match="full precision"):
+        add_adapter(model, AdapterConfig(use_peft=True, init_lora_weights=init), seed=0)
+
+
+@needs_bitsandbytes
+def test_dora_and_rank_stabilised_adapters_work_on_few_bits(tiny_model_dir):
+    model = load(tiny_model_dir, BITS["nf4"])
+    before = compute_probe_logits(model)
+    adapted = add_adapter(model, AdapterConfig(use_peft=True, use_dora=True, use_rslora=True), seed=0)
+    torch.testing.assert_close(compute_probe_logits(adapted), before, rtol=1e-5, atol=1e-6)

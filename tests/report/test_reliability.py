@@ -1,0 +1,94 @@
+"""The chart shows the report's own numbers, in the page's colours, and comes from JSON as well as from arrays."""
+
+from __future__ import annotations
+
+import json
+import math
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from scipy import stats
+
+from recipes_lib.report.charts import COLOURS
+from recipes_lib.report.reliability import draw_reliability
+from recipes_lib.report.reward_report import PairScores, build_reward_report
+
+
+def make_report(margins: list[float]) -> dict[str, Any]:
+    chosen, length = np.array(margins), np.full(len(margins), 5)
+    return build_reward_report(
+        PairScores(
+            chosen=chosen, rejected=np.zeros(len(margins)), chosen_lengths=length, rejected_lengths=length, probes={}
+        )
+    )
+
+
+SURE, UNSURE = math.log(9), math.log(1.5)
+"""Margins predicted to win nine times of ten, and three of five."""
+REPORT = make_report([SURE] * 7 + [-SURE] * 3 + [UNSURE] * 6 + [-UNSURE] * 4)
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """Every figure that was saved."""
+    saved: list[Figure] = []
+    save = Figure.savefig
+
+    def keep(figure: Figure, *arguments: object, **options: object) -> None:
+        saved.append(figure)
+        save(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return saved
+
+
+def test_it_is_a_chart_of_the_page_and_a_png(tmp_path: Path) -> None:
+    chart = draw_reliability(REPORT, tmp_path / "report")
+    assert (tmp_path / "report" / f"{chart.name}.png").read_bytes().startswith(b"\x89PNG")
+    assert ET.fromstring(chart.svg).tag.endswith("svg")
+    assert "var(--first)" in chart.svg
+    assert "var(--second)" in chart.svg
+    assert not any(colour in chart.svg for colour in COLOURS.values())
+    assert chart.is_wide
+
+
+def test_points_and_intervals_are_those_of_the_report(tmp_path: Path, figures: list[Figure]) -> None:
+    draw_reliability(REPORT, tmp_path)
+    diagonal, *intervals, points = figures[0].axes[0].lines
+    assert diagonal.get_xydata().tolist() == [[0.5, 0.5], [1, 1]]
+    assert points.get_xydata() == pytest.approx(np.array([[0.6, 0.6], [0.9, 0.7]]))
+    for line, num_won, at in zip(intervals, (6, 7), (0.6, 0.9), strict=True):
+        expected = stats.binomtest(num_won, 10).proportion_ci(method="wilson")
+        assert line.get_xydata() == pytest.approx(np.array([[at, expected.low], [at, expected.high]]), abs=1e-6)
+        assert figures[0].axes[0].get_ylim()[0] < expected.low
+
+
+def test_the_histogram_counts_the_scores_of_both_kinds(tmp_path: Path, figures: list[Figure]) -> None:
+    draw_reliability(REPORT, tmp_path)
+    axes = figures[0].axes[1]
+    outlines = {patch.get_label(): patch.get_data() for patch in axes.patches if patch.get_label()}
+    assert {name: data.values.tolist() for name, data in outlines.items()} == {
+        name: REPORT["histogram"][name] for name in ("chosen", "rejected")
+    }
+    assert outlines["chosen"].edges.tolist() == REPORT["histogram"]["edges"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["chosen", "rejected"]
+
+
+def test_a_report_read_again_gives_the_same_chart(tmp_path: Path) -> None:
+    again = json.loads(json.dumps(REPORT))
+    assert draw_reliability(again, tmp_path) == draw_reliability(REPORT, tmp_path)
+
+
+def test_the_alternative_text_tells_the_errors_and_the_range(tmp_path: Path) -> None:
+    # By chance ``sqrt(2 / pi) (sqrt(10 * .9 * .1) + sqrt(10 * .6 * .4)) / 20``.
+    expected = "Calibration error 0.100, of which chance explains 0.100; scores from -2.2 to 2.2"
+    assert draw_reliability(REPORT, tmp_path).alt == expected
+
+
+@pytest.mark.parametrize("margins", [[0.0], [0.01, -0.02], [1e4], [-1e4, 3.0]])
+def test_any_report_can_be_drawn(tmp_path: Path, margins: list[float]) -> None:
+    draw_reliability(make_report(margins), tmp_path)

@@ -1,0 +1,162 @@
+"""What is done to an answer is just that, no answer keeps its prompt when they are swapped, and nothing else moves."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from recipes_lib.config.schema import ModelConfig
+from recipes_lib.data.chat import RowEncoder
+from recipes_lib.data.pair_encoding import PairEncoder
+from recipes_lib.data.rows import Row
+from recipes_lib.errors import DataError
+from recipes_lib.models.score_head import add_score_head, load_reward_model
+from recipes_lib.models.scoring import RewardModel
+from recipes_lib.report.reward_probes import choose_other_prompts, score_pairs
+from recipes_lib.report.reward_report import build_reward_report
+
+PAIRS = [
+    ("Which city?", "It is Paris. It lies in France.", "No"),
+    ("How many days?", "There are seven days in a week", "Nine, I think"),
+    ("Which city?", "The capital of France is Paris!", "Rome"),
+    ("What does a baker weigh?", "Flour and water. Every morning? Yes.", "The sun"),
+]
+
+
+class Recorder:
+    """A reward model that scores a row by its place among all rows and remembers what it said."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, limit: int = 1000) -> None:
+        self.tokenizer = tokenizer
+        self.limit = limit
+        self.texts: dict[float, str] = {}
+
+    def compute_raw_scores(self, rows: Sequence[Any], *, overlong: str = "error") -> list[float]:
+        scores = []
+        for row in rows:
+            assert len(row) <= self.limit or overlong == "nan"
+            score = float(len(self.texts)) if len(row) <= self.limit else math.nan
+            self.texts[score] = self.tokenizer.decode(row)
+            scores.append(score)
+        return scores
+
+
+def encode_pairs(tokenizer: PreTrainedTokenizerFast) -> list[dict[str, Any]]:
+    rows = [
+        Row(
+            source="pairs",
+            index=index,
+            messages=[{"role": "user", "content": prompt}, {"role": "assistant", "content": chosen}],
+            num_prompt_messages=1,
+            rejected=[{"role": "assistant", "content": rejected}],
+        )
+        for index, (prompt, chosen, rejected) in enumerate(PAIRS)
+    ]
+    return [pair._asdict() for pair in PairEncoder(RowEncoder(tokenizer), tokenizer).encode(rows)]
+
+
+def spell(prompt: str, answer: str, end: str = "<|im_end|>") -> str:
+    return f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n{answer}{end}"
+
+
+def test_each_score_is_that_of_the_answer_it_is_filed_under(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    judge = Recorder(tiny_tokenizer)
+    scores = score_pairs(judge, encode_pairs(tiny_tokenizer), sources=["a", "b", "a", "b"])
+
+    def read(column: np.ndarray) -> list[str]:
+        return [judge.texts[score] for score in column]
+
+    assert read(scores.chosen) == [spell(prompt, chosen) for prompt, chosen, _ in PAIRS]
+    assert read(scores.rejected) == [spell(prompt, rejected) for prompt, _, rejected in PAIRS]
+    # Ordered by prompt, rows 0 2 1 3 get the prompts of rows 1 3 0 2.
+    others = [PAIRS[1][0], PAIRS[0][0], PAIRS[3][0], PAIRS[2][0]]
+    assert read(scores.swapped_chosen) == [spell(o, chosen) for o, (_, chosen, _) in zip(others, PAIRS, strict=True)]
+    assert read(scores.swapped_rejected) == [spell(o, answer) for o, (*_, answer) in zip(others, PAIRS, strict=True)]
+    assert scores.sources == ["a", "b", "a", "b"]
+    assert scores.prompts[0] == scores.prompts[2] != scores.prompts[1]
+
+    probes = {name: read(column) for name, column in scores.probes.items()}
+    assert probes.pop("eos_dropped") == [spell(prompt, chosen, end="") for prompt, chosen, _ in PAIRS]
+    assert probes.pop("white_space_appended") == [spell(prompt, f"{chosen}\n\n  ") for prompt, chosen, _ in PAIRS]
+    last = ["It lies in France.", "There are seven days in a week", "The capital of France is Paris!", "Yes."]
+    repeated = [spell(prompt, f"{chosen} {end}") for (prompt, chosen, _), end in zip(PAIRS, last, strict=True)]
+    assert probes.pop("sentence_repeated") == repeated
+    for (prompt, chosen, _), text, length in zip(PAIRS, probes.pop("truncated"), scores.chosen_lengths, strict=True):
+        kept = text.removeprefix(spell(prompt, "", "")).removesuffix("<|im_end|>")
+        assert chosen.startswith(kept)
+        assert len(tiny_tokenizer(kept)["input_ids"]) == (length - 1) // 2
+    assert probes == {}
+
+
+def test_lengths_are_those_of_the_answers_with_their_ends(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    scores = score_pairs(Recorder(tiny_tokenizer), encode_pairs(tiny_tokenizer))
+    for column, at in ((scores.chosen_lengths, 1), (scores.rejected_lengths, 2)):
+        assert column.tolist() == [len(tiny_tokenizer(pair[at])["input_ids"]) + 1 for pair in PAIRS]
+
+
+def test_what_gets_too_long_when_altered_is_not_measured(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    pairs = encode_pairs(tiny_tokenizer)
+    longest = max(len(pair["prompt_ids"]) + len(pair["chosen_ids"]) for pair in pairs)
+    scores = score_pairs(Recorder(tiny_tokenizer, limit=longest), pairs)
+    assert np.isnan(scores.probes["sentence_repeated"]).any()
+    assert not np.isnan(scores.probes["truncated"]).any()
+    assert build_reward_report(scores)["probes"]["sentence_repeated"]["num_answers"] < len(pairs)
+
+
+@given(st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=30))
+def test_every_row_gets_another_prompt_unless_one_is_most_of_them(prompts: list[str]) -> None:
+    others = choose_other_prompts(prompts)
+    assert others == choose_other_prompts(prompts)
+    given_away = [other for other in others if other is not None]
+    assert len(set(given_away)) == len(given_away)
+    assert all(prompts[other] != prompt for prompt, other in zip(prompts, others, strict=True) if other is not None)
+    most = max(Counter(prompts).values())
+    if 2 * most <= len(prompts):
+        assert None not in others
+    else:
+        assert others.count(None) == 2 * most - len(prompts)
+
+
+def test_different_prompts_are_turned_on_by_one() -> None:
+    assert choose_other_prompts(["x", "y", "z"]) == [1, 2, 0]
+
+
+def test_one_prompt_for_all_pairs_leaves_the_swap_unmeasured(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    pairs = encode_pairs(tiny_tokenizer)
+    report = build_reward_report(score_pairs(Recorder(tiny_tokenizer), [pairs[0], pairs[2]]))
+    assert report["prompt_swap"] is None
+
+
+@pytest.fixture
+def reward_model(tiny_model_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> RewardModel:
+    model = load_reward_model(ModelConfig(model_name_or_path=str(tiny_model_dir)), "sdpa", seed=0)
+    add_score_head(model)
+    return RewardModel(model, tiny_tokenizer)
+
+
+def test_prepared_pairs_have_the_scores_of_their_chats(
+    reward_model: RewardModel, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    scores = score_pairs(reward_model, encode_pairs(tiny_tokenizer))
+    for column, at in ((scores.chosen, 1), (scores.rejected, 2)):
+        chats = [[{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[at]}] for pair in PAIRS]
+        assert column.tolist() == pytest.approx(reward_model.score(chats), abs=1e-5)
+    assert all(np.isfinite(column).all() for column in scores.probes.values())
+
+
+def test_a_pair_beyond_the_model_s_positions_is_an_error(
+    reward_model: RewardModel, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    pairs = encode_pairs(tiny_tokenizer)
+    pairs[1]["chosen_ids"] = np.full(600, 7, np.uint32)
+    with pytest.raises(DataError, match="answer 1: "):
+        score_pairs(reward_model, pairs)

@@ -1,0 +1,331 @@
+"""Every figure of a reward model against scipy, a closed form or a number made by hand; every gate at its bound."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from scipy import stats
+
+from recipes_lib.report.reward_report import (
+    PairScores,
+    build_reward_report,
+    check_gates,
+    compute_accuracy,
+    compute_calibration,
+    compute_correlation,
+    compute_ece_by_chance,
+    compute_ranks,
+    compute_wilson_interval,
+    fit_temperature,
+)
+
+
+def make_scores(chosen: Any, rejected: Any, **columns: Any) -> PairScores:
+    chosen, rejected = np.asarray(chosen, np.float64), np.asarray(rejected, np.float64)
+    lengths = {"chosen_lengths": np.full(len(chosen), 5), "rejected_lengths": np.full(len(chosen), 5)}
+    return PairScores(chosen=chosen, rejected=rejected, **(lengths | columns))
+
+
+def sample_margins(num: int, *, sharpness: float = 1.0, seed: int = 0) -> np.ndarray:
+    """Margins of pairs whose answers win with the probability ``sigmoid(sharpness * margin)``."""
+    random = np.random.default_rng(seed)
+    margins = random.normal(0, 2, num)
+    wins = random.random(num) < 1 / (1 + np.exp(-sharpness * margins))
+    return np.where(wins, margins, -margins)
+
+
+@pytest.mark.parametrize(("num_won", "num"), [(0, 10), (10, 10), (7, 10), (52, 100), (999, 1000)])
+def test_the_interval_is_wilson_s(num_won: int, num: int) -> None:
+    expected = stats.binomtest(num_won, num).proportion_ci(method="wilson")
+    assert compute_wilson_interval(num_won, num) == pytest.approx((expected.low, expected.high), abs=1e-6)
+
+
+def test_a_tie_is_half_a_pair_won() -> None:
+    accuracy = compute_accuracy(np.array([1.0, 0.0, -1.0, 0.0, 2.0]))
+    assert accuracy["accuracy"] == 3 / 5
+    assert (accuracy["accuracy_low"], accuracy["accuracy_high"]) == compute_wilson_interval(3, 5)
+    report = build_reward_report(make_scores([1, 2, 3], [1, 1, 4]))
+    assert (report["num_pairs"], report["num_ties"], report["accuracy"]) == (3, 1, 0.5)
+
+
+def test_likelihood_and_brier_score_have_their_closed_forms() -> None:
+    report = build_reward_report(make_scores([0, 1, -2], [0, 0, 0]))
+    probabilities = [0.5, 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(2))]
+    assert report["nll"] == pytest.approx(-sum(map(math.log, probabilities)) / 3)
+    assert report["brier"] == pytest.approx(sum((1 - p) ** 2 for p in probabilities) / 3)
+    assert build_reward_report(make_scores([1], [0]))["nll"] == pytest.approx(0.313262, abs=1e-6)
+
+
+def test_margins_of_a_thousand_neither_overflow_nor_vanish() -> None:
+    report = build_reward_report(make_scores([-1000, 1000], [0, 0]))
+    assert (report["nll"], report["brier"]) == (500, 0.5)
+
+
+def test_the_calibration_error_of_one_margin_is_its_distance_from_the_share_of_wins() -> None:
+    # Predicted .85 and .15; 7 of 10 are won.
+    margins = math.log(0.85 / 0.15) * np.array([1.0] * 7 + [-1.0] * 3)
+    table, error = compute_calibration(margins)
+    assert error == pytest.approx(0.15)
+    assert [row["num"] for row in table] == [10, 10]
+    assert [row["predicted"] for row in table] == pytest.approx([0.15, 0.85])
+    assert [row["observed"] for row in table] == pytest.approx([0.3, 0.7])
+    assert [(row["from"], row["to"]) for row in table] == [(2 / 15, 3 / 15), (12 / 15, 13 / 15)]
+
+
+def test_the_calibration_error_weighs_bins_by_their_pairs() -> None:
+    # 10 of 10 won at a predicted .8, and 10 of 30 at .6.
+    margins = np.repeat([math.log(4), math.log(1.5), -math.log(1.5)], [10, 10, 20])
+    assert compute_calibration(margins)[1] == pytest.approx(0.25 * 0.2 + 0.75 * abs(0.6 - 1 / 3))
+
+
+def test_certain_and_undecided_scores_have_a_bin() -> None:
+    table, error = compute_calibration(np.array([1e4, 0.0]))
+    assert [row["num"] for row in table] == [1, 2, 1]
+    assert error == pytest.approx(0)
+
+
+def test_calibrated_scores_have_a_small_error_and_overconfident_ones_a_known_one() -> None:
+    margins = sample_margins(40_000)
+    assert compute_calibration(margins)[1] < 0.01
+    # The mean distance between what is predicted and what is so, by numerical integration over the margins.
+    size = np.linspace(-16, 16, 100_001)
+    density = stats.norm.pdf(size, 0, 2)
+    expected = np.trapezoid(density * np.abs(1 / (1 + np.exp(-3 * size)) - 1 / (1 + np.exp(-size))), size)
+    assert compute_calibration(3 * margins)[1] == pytest.approx(expected, abs=0.005)
+
+
+def test_the_error_by_chance_is_the_mean_error_of_calibrated_scores() -> None:
+    samples = [sample_margins(300, seed=seed) for seed in range(200)]
+    errors = [compute_calibration(margins)[1] for margins in samples]
+    predicted = [compute_ece_by_chance(margins) for margins in samples]
+    assert np.mean(predicted) == pytest.approx(np.mean(errors), rel=0.08)
+    assert np.mean(errors) > 0.02
+
+
+def test_the_middle_bin_is_its_own_mirror_image() -> None:
+    margins = np.full(50, 0.05)
+    assert compute_calibration(margins)[1] == pytest.approx(0)
+    assert compute_ece_by_chance(margins) == 0
+
+
+@pytest.mark.parametrize("factor", [0.25, 1.0, 3.0])
+def test_the_temperature_undoes_a_known_factor(factor: float) -> None:
+    margins = sample_margins(40_000) * factor
+    temperature = fit_temperature(margins)
+    assert temperature == pytest.approx(factor, rel=0.05)
+    likelihoods = [np.logaddexp(0, -margins / (temperature * step)).mean() for step in (0.99, 1, 1.01)]
+    assert min(likelihoods) == likelihoods[1]
+
+
+def test_the_temperature_of_two_margins_has_a_closed_form() -> None:
+    # 80 of 100 pairs are won by 1: the best margin is ln 4, so scores are divided by 1 / ln 4.
+    assert fit_temperature(np.repeat([1.0, -1.0], [80, 20])) == pytest.approx(1 / math.log(4))
+
+
+@pytest.mark.parametrize("margins", [[1.0, 2.0], [0.0, 1.0], [0.0, 0.0], [-1.0, 1.0], [-1.0, 0.5]])
+def test_where_no_temperature_is_the_best_there_is_none(margins: list[float]) -> None:
+    assert fit_temperature(np.array(margins)) is None
+
+
+@given(arrays.arrays(np.float64, st.integers(1, 40), elements=st.integers(-5, 5)))
+def test_ranks_are_scipy_s(values: np.ndarray) -> None:
+    assert compute_ranks(values).tolist() == stats.rankdata(values).tolist()
+
+
+def test_correlations_are_scipy_s_and_undefined_where_nothing_varies() -> None:
+    random = np.random.default_rng(0)
+    first = random.integers(0, 6, 50).astype(float)
+    second = first + random.integers(0, 8, 50)
+    assert compute_correlation(first, second) == pytest.approx(stats.pearsonr(first, second).statistic)
+    ranked = compute_correlation(compute_ranks(first), compute_ranks(second))
+    assert ranked == pytest.approx(stats.spearmanr(first, second).statistic)
+    assert compute_correlation(np.ones(4), np.arange(4.0)) is None
+
+
+def test_length_is_diagnosed_over_answers_prompts_and_pairs() -> None:
+    random = np.random.default_rng(1)
+    prompts = ["a", "b", "a", "c", "b", "a"]
+    level = {"a": 10.0, "b": -10.0, "c": 0.0}
+    chosen_lengths, rejected_lengths = random.integers(5, 60, (2, 6))
+    chosen, rejected = (
+        np.array([level[prompt] for prompt in prompts]) + 0.1 * lengths + random.normal(0, 0.5, 6)
+        for lengths in (chosen_lengths, rejected_lengths)
+    )
+    lengths = {"chosen_lengths": chosen_lengths, "rejected_lengths": rejected_lengths}
+    found = build_reward_report(make_scores(chosen, rejected, **lengths, prompts=prompts))["length"]
+
+    scores, sizes = np.concatenate([chosen, rejected]), np.concatenate([chosen_lengths, rejected_lengths])
+    assert found["pearson"] == pytest.approx(stats.pearsonr(scores, sizes).statistic)
+    assert found["spearman"] == pytest.approx(stats.spearmanr(scores, sizes).statistic)
+    rows = np.array(prompts * 2)
+    inner = [
+        values - np.array([values[rows == row].mean() for row in rows]) for values in (scores, sizes.astype(float))
+    ]
+    assert found["pearson_within_prompts"] == pytest.approx(stats.pearsonr(*inner).statistic)
+    assert found["spearman_within_prompts"] == pytest.approx(stats.spearmanr(*np.round(inner, 6)).statistic)
+    assert found["pearson_within_prompts"] > 0.9 > found["pearson"]
+    line = stats.linregress(chosen_lengths - rejected_lengths, chosen - rejected)
+    assert found["slope"] == pytest.approx(line.slope)
+
+
+def test_without_prompts_each_pair_is_compared_with_itself() -> None:
+    scores = make_scores([5, 1], [3, 0], chosen_lengths=np.array([30, 9]), rejected_lengths=np.array([10, 19]))
+    found = build_reward_report(scores)["length"]
+    # Scores +1, +.5, -1, -.5 and lengths +10, -5, -10, +5 around the means of their pairs.
+    assert found["pearson_within_prompts"] == pytest.approx((10 - 2.5) * 2 / math.sqrt(2.5 * 250))
+
+
+def test_the_longer_answer_s_share_and_the_pairs_it_should_lose() -> None:
+    lengths = {"chosen_lengths": np.array([9, 9, 9, 2, 5, 1]), "rejected_lengths": np.array([1, 2, 3, 4, 5, 9])}
+    found = build_reward_report(make_scores([1, 1, 1, 1, 1, 0], [0, 0, 0, 0, 0, 1], **lengths))["length"]
+    assert found["share_chosen_longer"] == 3 / 6
+    assert found["share_chosen_shorter"] == 2 / 6
+    assert found["longer_wins_accuracy"] == pytest.approx(3.5 / 6)
+    assert found["accuracy_where_chosen_is_shorter"] == compute_accuracy(np.array([1.0, -1.0]))
+
+
+def test_equal_lengths_have_no_slope_and_no_correlation() -> None:
+    found = build_reward_report(make_scores([1, 2], [0, 3]))["length"]
+    names = ["slope", "pearson", "spearman", "pearson_within_prompts", "accuracy_where_chosen_is_shorter"]
+    assert [found[name] for name in names] == [None] * 5
+    assert found["longer_wins_accuracy"] == 0.5
+
+
+def test_pairs_are_grouped_by_how_much_their_lengths_differ_and_by_source() -> None:
+    scores = make_scores(
+        [1, 1, 0, 1, 0],
+        [0, 0, 1, 0, 1],
+        chosen_lengths=np.array([5, 6, 14, 5, 1000]),
+        rejected_lengths=np.array([5, 5, 5, 13, 5]),
+        sources=["web", "web", "code", "code", "web"],
+    )
+    report = build_reward_report(scores)
+    groups = [(group["from"], group["to"], group["num_pairs"]) for group in report["by_length_difference"]]
+    assert groups == [(0, 1, 1), (1, 9, 2), (9, 33, 1), (513, None, 1)]
+    assert [group["accuracy"] for group in report["by_length_difference"]] == [1, 1, 0, 0]
+    sources = {name: (group["num_pairs"], group["accuracy"]) for name, group in report["by_source"].items()}
+    assert sources == {"code": (2, 0.5), "web": (3, pytest.approx(2 / 3))}
+
+
+def test_scores_are_summed_up_and_counted() -> None:
+    report = build_reward_report(make_scores([4, 2], [0, -2]))
+    assert report["scores"] == {"mean": 1, "std": pytest.approx(math.sqrt(5)), "min": -2, "max": 4}
+    histogram = report["histogram"]
+    assert (histogram["edges"][0], histogram["edges"][-1], len(histogram["edges"])) == (-2, 4, 31)
+    assert (sum(histogram["chosen"]), sum(histogram["rejected"])) == (2, 2)
+    assert (histogram["chosen"][-1], histogram["rejected"][0]) == (1, 1)
+
+
+def test_probes_and_swaps_count_what_was_measured() -> None:
+    nan = math.nan
+    scores = make_scores(
+        [1, 2, 3, 4],
+        [0, 0, 0, 0],
+        swapped_chosen=np.array([1, 0, nan, 2]),
+        swapped_rejected=np.array([0, 1, nan, 2]),
+        probes={"eos_dropped": np.array([0.5, 2, 4, nan]), "truncated": np.full(4, nan)},
+    )
+    report = build_reward_report(scores)
+    assert report["prompt_swap"] == {"num_pairs": 3, **compute_accuracy(np.array([1.0, -1.0, 0.0]))}
+    dropped = {"num_answers": 3, "share_lower": pytest.approx(1 / 3), "mean_change": pytest.approx(0.5 / 3)}
+    assert report["probes"] == {"eos_dropped": dropped, "truncated": None}
+
+
+def test_the_report_is_json() -> None:
+    scores = make_scores(
+        np.float32([1, 2]),
+        np.float32([0, 3]),
+        chosen_lengths=np.array([3, 900], np.int32),
+        sources=["a", "b"],
+        prompts=[b"x", b"y"],
+        swapped_chosen=np.float32([1, 2]),
+        swapped_rejected=np.float32([1, 2]),
+        probes={"eos_dropped": np.float32([0, 0])},
+    )
+    report = build_reward_report(scores)
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"chosen_lengths": np.array([1])}, r"columns of \[1, 2\] pairs"),
+        ({"sources": ["a"]}, r"columns of \[1, 2\] pairs"),
+        ({"probes": {"eos_dropped": np.zeros(3)}}, r"columns of \[2, 3\] pairs"),
+    ],
+)
+def test_columns_of_different_lengths_are_refused(columns: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_scores([1, 2], [0, 0], **columns)
+
+
+@pytest.mark.parametrize("chosen", [[math.nan, 1], [math.inf, 1]])
+def test_scores_that_are_not_finite_are_refused(chosen: list[float]) -> None:
+    with pytest.raises(ValueError, match="a score is NaN or infinite"):
+        make_scores(chosen, [0, 0])
+
+
+def test_a_report_of_no_pairs_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one pair"):
+        make_scores([], [])
+
+
+PASSING: dict[str, Any] = {
+    "accuracy": 0.75,
+    "accuracy_low": 0.71,
+    "ece": 0.04,
+    "ece_by_chance": 0.01,
+    "length": {"longer_wins_accuracy": 0.6},
+    "prompt_swap": {"accuracy": 0.55},
+    "probes": {"eos_dropped": {"share_lower": 0.9}},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"accuracy_low": 0.5, "length": {"longer_wins_accuracy": 0.4}}, ["begins at 0.500", "must be above 0.5:"]),
+        ({"length": {"longer_wins_accuracy": 0.71}}, ["begins at 0.710", "right in 0.710"]),
+        ({"prompt_swap": {"accuracy": 0.6}}, ["swapped prompts is 0.600", "must be below 0.6:"]),
+        ({"prompt_swap": None}, ["was not measured"]),
+        ({"ece": 0.05}, ["calibration error is 0.050", "chance explains 0.010", "must be below 0.05:"]),
+        ({"probes": {"eos_dropped": {"share_lower": 0.8}}}, ["end token is 0.800", "must be above 0.8:"]),
+        ({"probes": {"eos_dropped": None}}, ["end token is not measured"]),
+        ({"probes": {}}, ["end token is not measured"]),
+    ],
+)
+def test_each_gate_closes_at_its_bound_and_says_so(changes: dict[str, Any], words: list[str]) -> None:
+    assert check_gates(PASSING) == []
+    (message,) = check_gates(PASSING | changes)
+    assert all(word in message for word in words)
+    assert ": " in message
+
+
+def test_a_gate_does_not_open_for_what_is_no_number() -> None:
+    nan = math.nan
+    broken = {"accuracy_low": nan, "ece": nan, "prompt_swap": {"accuracy": nan}}
+    assert len(check_gates(PASSING | broken | {"probes": {"eos_dropped": {"share_lower": nan}}})) == 5
+
+
+def test_a_sound_reward_model_passes_and_one_that_goes_by_length_does_not() -> None:
+    random = np.random.default_rng(0)
+    margins = sample_margins(4000)
+    longer = random.integers(1, 50, 4000)
+    lengths = {"chosen_lengths": longer, "rejected_lengths": random.permutation(longer)}
+    half = np.zeros(4000)
+    chance = {"swapped_chosen": random.normal(size=4000), "swapped_rejected": half}
+    sound = make_scores(margins, half, **lengths, **chance, probes={"eos_dropped": margins - 1})
+    assert check_gates(build_reward_report(sound)) == []
+
+    difference = lengths["chosen_lengths"] - lengths["rejected_lengths"]
+    hacked = make_scores(difference, half, **lengths, swapped_chosen=difference, swapped_rejected=half)
+    failed = check_gates(build_reward_report(hacked))
+    assert any("`the longer answer wins`" in message for message in failed)
+    assert len(failed) == 4

@@ -1,0 +1,66 @@
+"""Short training runs of an adapter over ragged rows, with its checks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.training.trajectories import Recorder
+from transformers import AutoTokenizer
+
+from recipes_lib.config.loader import load_config
+from recipes_lib.config.schema import AdapterConfig
+from recipes_lib.data.collators import PackedCollator
+from recipes_lib.models.adapters import add_adapter
+from recipes_lib.models.loading import load_causal_lm
+from recipes_lib.training.adapter_checks import AdapterChecks
+from recipes_lib.training.arguments import build_training_arguments
+from recipes_lib.training.launch import read_launch
+from recipes_lib.training.metrics import StepCounter
+from recipes_lib.training.observer import Observer
+from recipes_lib.training.progress import build_progress
+from recipes_lib.training.sft import SFTTrainer
+
+TRAINING: dict[str, Any] = {
+    "bf16": False,
+    "use_cpu": True,
+    "activation_checkpointing": False,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "max_steps": 4,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 0,
+    "per_device_train_batch_size": 4,
+}
+
+
+def make_adapter_trainer(
+    model_dir: Path,
+    output_dir: Path,
+    packs: Any,
+    adapter: AdapterConfig,
+    *,
+    loraplus_lr_ratio: float | None = None,
+    quantization: Any = None,
+    **training: Any,
+) -> tuple[SFTTrainer, Recorder, list[str]]:
+    """Our trainer over ``adapter`` on the model, the steps that it records, and the lines that its checks say."""
+    keys = TRAINING | {"model_name_or_path": model_dir, "dataset_name": model_dir, "output_dir": output_dir} | training
+    config = load_config("lora", [f"--{name}={value}" for name, value in keys.items()])
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    recorder = Recorder()
+    args = build_training_arguments(config, read_launch(), has_eval=False)
+    model = add_adapter(load_causal_lm(config.model, "sdpa", quantization), adapter, seed=args.seed)
+    trainer = SFTTrainer(
+        model=model,
+        args=args,
+        train_dataset=packs,
+        data_collator=PackedCollator(pad_token_id=tokenizer.pad_token_id),
+        processing_class=tokenizer,
+        observer=Observer(StepCounter(), [], [recorder], build_progress(is_main=False)),
+        loraplus_lr_ratio=loraplus_lr_ratio,
+    )
+    lines: list[str] = []
+    trainer.add_callback(AdapterChecks(model, adapter, say=lines.append))
+    return trainer, recorder, lines
