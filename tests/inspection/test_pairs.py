@@ -1,0 +1,69 @@
+"""The inspection of a run over pairs says what will be trained on, and what would go wrong, before training."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from recipes_lib.check import check
+from recipes_lib.config.loader import load_config
+
+ROWS = [
+    {"prompt": f"What is {n} plus {n}? " * 3, "chosen": f"It is {2 * n}.", "rejected": f"Maybe {n}, who knows."}
+    for n in range(12)
+]
+
+
+@pytest.fixture
+def look(tmp_path, tiny_model_dir):
+    def look_at(stage, rows=ROWS, **keys):
+        data = tmp_path / "pairs.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        given = {
+            "model_name_or_path": tiny_model_dir,
+            "dataset_name": data,
+            "output_dir": tmp_path / "out",
+            "prepared_dir": tmp_path / "prepared",
+            "per_device_train_batch_size": 2,
+            **keys,
+        }
+        config = load_config(stage, [f"--{name}={value}" for name, value in given.items()])
+        output = io.StringIO()
+        problems = check(config, 1, Console(file=output, width=200, highlight=False))
+        return problems, output.getvalue()
+
+    return look_at
+
+
+@pytest.mark.parametrize("stage", ["reward", "dpo"])
+def test_a_sound_run_is_ready_and_its_figures_are_those_of_the_rows(look, stage):
+    problems, told = look(stage, test_split_size=2)
+    assert problems == []
+    assert "10 pairs under 10 prompts" in told
+    assert "held out: 2 pairs" in told
+    assert "5 steps, 1.00 epochs" in told
+    assert "a prompt is computed once for both answers, which saves" in told
+    assert told.endswith("ready to train\n")
+
+
+def test_prompts_that_are_not_shared_are_told_with_the_reason(look):
+    problems, told = look("dpo", shared_prompt="false")
+    assert problems == []
+    assert "a prompt is computed once for each answer: `shared_prompt` is false" in told
+
+
+def test_a_padding_token_that_ends_answers_is_found_for_a_reward_model(look):
+    problems, _ = look("reward", pad_token="<|endoftext|>")
+    assert [problem.where for problem in problems] == ["pad_token"]
+    assert "read the score before the end" in problems[0].found
+    assert look("dpo", pad_token="<|endoftext|>")[0] == []
+
+
+def test_broken_rows_are_named(look):
+    problems, told = look("dpo", rows=[*ROWS, {"prompt": "a", "chosen": "b", "rejected": "b"}])
+    assert "pairs.jsonl:13" in problems[0].where
+    assert "prefers nothing" in problems[0].remedy
+    assert "✗ data" in told
