@@ -20,10 +20,12 @@ def prepare(argv: Sequence[str]) -> None:
     stage, rest = split_stage(argv)
     if stage == "pretrain":
         from recipes_lib.data.token_prepare import main
+    elif stage in ("reward", "dpo"):
+        from recipes_lib.data.pair_prepare import main
     else:
         from recipes_lib.data.prepare import main
 
-    main(rest, _load_tokenizer)
+    main(stage, rest, _load_tokenizer)
 
 
 def preview(argv: Sequence[str]) -> None:

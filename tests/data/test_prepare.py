@@ -310,9 +310,9 @@ def test_the_command_prepares_then_says_that_nothing_is_to_do(build_config, load
         *("--prepared_dir", str(tmp_path / "prepared")),
         *("--output_dir", str(tmp_path / "out")),
     ]
-    main(argv, load_tokenizer)
+    main("sft", argv, load_tokenizer)
     first = capsys.readouterr().out
-    main(argv, load_tokenizer)
+    main("sft", argv, load_tokenizer)
     second = capsys.readouterr().out
     assert "prepared in" in first
     assert "nothing to do" in second

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 
+from recipes_lib.config.loader import load_config
 from recipes_lib.data.chat import RowEncoder
 from recipes_lib.data.packing import Examples, build_examples
 from recipes_lib.data.preview import Piece, PreviewRow, build_preview, compute_pieces, main, render_html, render_text
@@ -146,3 +148,19 @@ def test_the_page_has_every_token_with_its_id_and_mask_and_loads_nothing(tiny_to
     assert not parser.tags & {"script", "img", "link", "iframe", "b"}
     assert not re.search(r"https?://|url\(|@import", page)
     assert html.escape("gold & <b>") in page
+
+
+@pytest.mark.parametrize("stage", ["reward", "dpo"])
+def test_both_answers_of_a_pair_are_shown_behind_their_prompt(tmp_path, tiny_tokenizer, tiny_tokenizer_dir, stage):
+    data = tmp_path / "pairs.jsonl"
+    data.write_text(json.dumps({"prompt": "2 and 2?", "chosen": " 4", "rejected": " 22"}) + "\n")
+    config = load_config(
+        stage,
+        [f"--model_name_or_path={tiny_tokenizer_dir}", f"--dataset_name={data}", f"--output_dir={tmp_path / 'out'}"],
+    )
+    chosen, rejected = build_preview(config, tiny_tokenizer, 3)
+    assert [row.where.rpartition(", ")[2] for row in (chosen, rejected)] == ["chosen", "rejected"]
+    for row, answer in ((chosen, "·4"), (rejected, "·22")):
+        read = "".join(piece.text for piece in row.pieces if not piece.is_target)
+        scored = "".join(piece.text for piece in row.pieces if piece.is_target)
+        assert (read, scored) == ("2·and·2?", f"{answer}<|endoftext|>")

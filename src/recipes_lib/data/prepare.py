@@ -244,14 +244,15 @@ def _refuse_overlong(sides: Iterable[EncodedMixture], capacity: int) -> None:
     raise_problems(problems, "max_length")
 
 
-def main(argv: Sequence[str], load_tokenizer: TokenizerLoader) -> None:
+def main(stage: str, argv: Sequence[str], load_tokenizer: TokenizerLoader) -> None:
     """``recipes prepare``: prepares the set of a run and says what is in it.
 
     Args:
+        stage: Name of the recipe.
         argv: Arguments after the command, as the run's script takes them.
         load_tokenizer: As for ``prepare``.
     """
-    parsed = parse_command("sft", argv)
+    parsed = parse_command(stage, argv)
     if isinstance(parsed, str):
         sys.stdout.write(parsed)
         return

@@ -7,7 +7,7 @@ import html
 import sys
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,8 @@ from rich.text import Text
 from recipes_lib.config.loader import parse_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.encoding import TokenizerLoader, build_encoder, encode_chunk, read_seed
-from recipes_lib.data.packing import Examples
+from recipes_lib.data.packing import Examples, build_examples
+from recipes_lib.data.rows import EncodedRow
 from recipes_lib.data.source_mixtures import load_train_data
 from recipes_lib.data.token_sources import load_corpora, select_options
 
@@ -140,6 +141,8 @@ def build_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_
         ConfigError: The options do not fit together.
         DataError: The rows cannot be read, tokenised or masked.
     """
+    if config.stage in ("reward", "dpo"):
+        return _build_pair_preview(config, tokenizer, num_rows)
     if config.stage == "pretrain":
         documents = chain.from_iterable(corpus.rows() for corpus in load_corpora(config))
         rows, encoder = list(islice(documents, num_rows)), build_encoder(select_options(config), tokenizer)
@@ -150,6 +153,22 @@ def build_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_
     return [
         PreviewRow(row.where, compute_pieces(tokenizer, examples.take(np.array([at])))) for at, row in enumerate(rows)
     ]
+
+
+def _build_pair_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> list[PreviewRow]:
+    """Both answers of the first pairs, each behind the prompt."""
+    from recipes_lib.data.pair_encoding import PairEncoder  # brings transformers
+
+    data = replace(config.data, dataset_format="preference")
+    rows = list(islice(load_train_data(data, seed=read_seed(config)).rows(), num_rows))
+    pairs = PairEncoder(build_encoder(config, tokenizer), tokenizer).encode(rows)
+    preview = []
+    for row, pair in zip(rows, pairs, strict=True):
+        for name, answer in (("chosen", pair.chosen_ids), ("rejected", pair.rejected_ids)):
+            ids = np.concatenate([pair.prompt_ids, answer])
+            example = build_examples([EncodedRow(ids, np.arange(len(ids)) >= len(pair.prompt_ids))], [0])
+            preview.append(PreviewRow(f"{row.where}, {name}", compute_pieces(tokenizer, example)))
+    return preview
 
 
 def main(stage: str, argv: Sequence[str], load_tokenizer: TokenizerLoader) -> None:

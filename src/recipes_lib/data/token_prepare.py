@@ -14,14 +14,15 @@ from recipes_lib.data.encoding import TokenizerLoader
 from recipes_lib.data.token_data import TokenData, prepare_tokens
 
 
-def main(argv: Sequence[str], load_tokenizer: TokenizerLoader) -> None:
+def main(stage: str, argv: Sequence[str], load_tokenizer: TokenizerLoader) -> None:
     """Prepare the tokens of a run and say what is in them.
 
     Args:
+        stage: Name of the recipe.
         argv: Arguments after the command, as the run's script takes them.
         load_tokenizer: Called only when something has to be tokenised.
     """
-    parsed = parse_command("pretrain", argv)
+    parsed = parse_command(stage, argv)
     if isinstance(parsed, str):
         sys.stdout.write(parsed)
         return
