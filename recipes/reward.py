@@ -18,8 +18,10 @@ if __name__ == "__main__":
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.pair_data import load_pair_data
 from recipes_lib.models.loading import load_model_config, load_tokenizer
+from recipes_lib.models.scoring import RewardModel
 from recipes_lib.publish.export import export_model
 from recipes_lib.report.page import build_report
+from recipes_lib.report.reward_verdict import settle_scale, write_verdict
 from recipes_lib.training.arguments import build_training_arguments
 from recipes_lib.training.launch import read_launch
 from recipes_lib.training.observer import build_observer
@@ -65,7 +67,12 @@ def main(config: RecipeConfig) -> None:
         )
 
         trainer.train(resume_from_checkpoint=run.resume_from)
+        # Its scale travels with it; the verdict says whether it may serve.
+        reward_model = RewardModel(model, tokenizer)
+        settle_scale(reward_model, data.train)
         export_model(trainer, run.output_dir)
+        if launch.is_main:
+            run.record(failed_gates=write_verdict(reward_model, data.eval, run.output_dir))
     if launch.is_main:
         build_report(run.output_dir)
 

@@ -15,13 +15,13 @@ from scipy import stats
 
 from recipes_lib.report.charts import COLOURS
 from recipes_lib.report.reliability import draw_reliability
-from recipes_lib.report.reward_report import PairScores, build_reward_report
+from recipes_lib.report.reward_report import HeldOutScores, build_reward_report
 
 
 def make_report(margins: list[float]) -> dict[str, Any]:
     chosen, length = np.array(margins), np.full(len(margins), 5)
     return build_reward_report(
-        PairScores(
+        HeldOutScores(
             chosen=chosen, rejected=np.zeros(len(margins)), chosen_lengths=length, rejected_lengths=length, probes={}
         )
     )

@@ -21,7 +21,7 @@ from recipes_lib.data.rows import Row
 from recipes_lib.errors import DataError
 from recipes_lib.models.score_head import add_score_head, load_reward_model
 from recipes_lib.models.scoring import RewardModel
-from recipes_lib.report.reward_probes import choose_other_prompts, score_pairs
+from recipes_lib.report.reward_probes import choose_other_prompts, score_held_out
 from recipes_lib.report.reward_report import build_reward_report
 
 PAIRS = [
@@ -70,7 +70,7 @@ def spell(prompt: str, answer: str, end: str = "<|im_end|>") -> str:
 
 def test_each_score_is_that_of_the_answer_it_is_filed_under(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     judge = Recorder(tiny_tokenizer)
-    scores = score_pairs(judge, encode_pairs(tiny_tokenizer), sources=["a", "b", "a", "b"])
+    scores = score_held_out(judge, encode_pairs(tiny_tokenizer), sources=["a", "b", "a", "b"])
 
     def read(column: np.ndarray) -> list[str]:
         return [judge.texts[score] for score in column]
@@ -98,7 +98,7 @@ def test_each_score_is_that_of_the_answer_it_is_filed_under(tiny_tokenizer: PreT
 
 
 def test_lengths_are_those_of_the_answers_with_their_ends(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    scores = score_pairs(Recorder(tiny_tokenizer), encode_pairs(tiny_tokenizer))
+    scores = score_held_out(Recorder(tiny_tokenizer), encode_pairs(tiny_tokenizer))
     for column, at in ((scores.chosen_lengths, 1), (scores.rejected_lengths, 2)):
         assert column.tolist() == [len(tiny_tokenizer(pair[at])["input_ids"]) + 1 for pair in PAIRS]
 
@@ -106,7 +106,7 @@ def test_lengths_are_those_of_the_answers_with_their_ends(tiny_tokenizer: PreTra
 def test_what_gets_too_long_when_altered_is_not_measured(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     pairs = encode_pairs(tiny_tokenizer)
     longest = max(len(pair["prompt_ids"]) + len(pair["chosen_ids"]) for pair in pairs)
-    scores = score_pairs(Recorder(tiny_tokenizer, limit=longest), pairs)
+    scores = score_held_out(Recorder(tiny_tokenizer, limit=longest), pairs)
     assert np.isnan(scores.probes["sentence_repeated"]).any()
     assert not np.isnan(scores.probes["truncated"]).any()
     assert build_reward_report(scores)["probes"]["sentence_repeated"]["num_answers"] < len(pairs)
@@ -132,7 +132,7 @@ def test_different_prompts_are_turned_on_by_one() -> None:
 
 def test_one_prompt_for_all_pairs_leaves_the_swap_unmeasured(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     pairs = encode_pairs(tiny_tokenizer)
-    report = build_reward_report(score_pairs(Recorder(tiny_tokenizer), [pairs[0], pairs[2]]))
+    report = build_reward_report(score_held_out(Recorder(tiny_tokenizer), [pairs[0], pairs[2]]))
     assert report["prompt_swap"] is None
 
 
@@ -146,7 +146,7 @@ def reward_model(tiny_model_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast) 
 def test_prepared_pairs_have_the_scores_of_their_chats(
     reward_model: RewardModel, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    scores = score_pairs(reward_model, encode_pairs(tiny_tokenizer))
+    scores = score_held_out(reward_model, encode_pairs(tiny_tokenizer))
     for column, at in ((scores.chosen, 1), (scores.rejected, 2)):
         chats = [[{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[at]}] for pair in PAIRS]
         assert column.tolist() == pytest.approx(reward_model.score(chats), abs=1e-5)
@@ -159,4 +159,4 @@ def test_a_pair_beyond_the_model_s_positions_is_an_error(
     pairs = encode_pairs(tiny_tokenizer)
     pairs[1]["chosen_ids"] = np.full(600, 7, np.uint32)
     with pytest.raises(DataError, match="answer 1: "):
-        score_pairs(reward_model, pairs)
+        score_held_out(reward_model, pairs)

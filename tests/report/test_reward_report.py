@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as arrays
 from scipy import stats
 
 from recipes_lib.report.reward_report import (
-    PairScores,
+    HeldOutScores,
     build_reward_report,
     check_gates,
     compute_accuracy,
@@ -27,10 +27,10 @@ from recipes_lib.report.reward_report import (
 )
 
 
-def make_scores(chosen: Any, rejected: Any, **columns: Any) -> PairScores:
+def make_scores(chosen: Any, rejected: Any, **columns: Any) -> HeldOutScores:
     chosen, rejected = np.asarray(chosen, np.float64), np.asarray(rejected, np.float64)
     lengths = {"chosen_lengths": np.full(len(chosen), 5), "rejected_lengths": np.full(len(chosen), 5)}
-    return PairScores(chosen=chosen, rejected=rejected, **(lengths | columns))
+    return HeldOutScores(chosen=chosen, rejected=rejected, **(lengths | columns))
 
 
 def sample_margins(num: int, *, sharpness: float = 1.0, seed: int = 0) -> np.ndarray:

@@ -136,25 +136,23 @@ class RewardModel:
         return scores
 
 
-def compute_reward_statistics(reward_model: RewardModel, answers: Sequence[Answer]) -> RewardStatistics:
-    """Mean and standard deviation of the scores of reference answers, before any normalisation.
+def compute_reward_statistics(raw_scores: Sequence[float]) -> RewardStatistics:
+    """Mean and standard deviation of the scores of reference answers.
 
     Args:
-        reward_model: Whose.
-        answers: At least two; what the policy is expected to say before PPO, such as the completions of fine-tuning.
+        raw_scores: From ``compute_raw_scores``, at least two; of what the policy is expected to say before PPO, such as
+            the answers of fine-tuning.
 
     Raises:
-        ConfigError: As ``encode_answers``.
-        DataError: As ``RewardModel.score``; or all answers have the same score.
+        DataError: All answers have the same score.
 
     Source: Ziegler et al. 2019 (mean 0 and variance 1 over the reference's answers); ``tests/models/test_scoring.py``.
     """
-    scores = reward_model.compute_raw_scores(reward_model.encode(answers))
-    std = statistics.pstdev(scores)
+    std = statistics.pstdev(raw_scores)
     if std == 0:
-        found = f"all {len(scores)} reference answers have the score {scores[0]:.6g}"
+        found = f"all {len(raw_scores)} reference answers have the score {raw_scores[0]:.6g}"
         raise DataError(Problem("reward statistics", found, "give different answers; or the model has learnt nothing"))
-    return RewardStatistics(statistics.fmean(scores), std)
+    return RewardStatistics(statistics.fmean(raw_scores), std)
 
 
 def store_reward_statistics(model: Any, computed: RewardStatistics) -> None:

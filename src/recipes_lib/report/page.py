@@ -13,6 +13,8 @@ from jinja2 import Environment
 
 from recipes_lib.report.charts import draw_charts, smooth
 from recipes_lib.report.problems import find_problems
+from recipes_lib.report.reliability import draw_reliability
+from recipes_lib.report.reward_verdict import read_verdict
 from recipes_lib.report.run_files import Record, RunFiles, read_curve, read_number, read_run
 from recipes_lib.report.template import PAGE, STYLE
 
@@ -58,7 +60,9 @@ def build_report(run_dir: Path) -> Path:
         DataError: ``run_dir`` holds no run.
     """
     run = read_run(run_dir)
-    charts = draw_charts(run, run_dir / "report")
+    charts, verdict = draw_charts(run, run_dir / "report"), read_verdict(run_dir)
+    if verdict is not None:
+        charts.append(draw_reliability(verdict, run_dir / "report"))
     steps = sorted({sample["step"] for sample in run.samples})
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page = environment.from_string(PAGE).render(
@@ -66,8 +70,8 @@ def build_report(run_dir: Path) -> Path:
         style=STYLE,
         kicker=_describe_stage(run),
         lead=_describe_extent(run),
-        problems=find_problems(run),
-        figures=list(_choose_figures(run)),
+        problems=[*find_problems(run), *_list_failed_gates(verdict)],
+        figures=[*_choose_figures(run), *_choose_reward_figures(verdict)],
         charts=charts,
         samples=_pair_samples(run.samples, steps),
         samples_when=" and ".join(_name_step(step, steps).lower() for step in {*steps[:1], *steps[-1:]}),
@@ -112,6 +116,21 @@ def _choose_figures(run: RunFiles) -> Iterator[KeyFigure]:
         yield KeyFigure("Target tokens/s", _format_count(rates[len(rates) // 2]), note)
     if memory := read_curve(run.train, "memory_bytes"):
         yield KeyFigure("Peak memory", f"{max(value for _, value in memory) / 2**30:.2f} GiB", "of one process")
+
+
+def _choose_reward_figures(verdict: Mapping[str, Any] | None) -> Iterator[KeyFigure]:
+    if verdict is not None:
+        low, high = verdict["accuracy_low"], verdict["accuracy_high"]
+        yield KeyFigure("Pairs judged right", f"{verdict['accuracy']:.1%}", f"95 %: {low:.1%} to {high:.1%}")
+        longer = verdict["length"]["longer_wins_accuracy"]
+        yield KeyFigure("Calibration error", f"{verdict['ece']:.3f}", f"{verdict['ece_by_chance']:.3f} by chance")
+        yield KeyFigure("The longer answer wins", f"{longer:.1%}", "what length alone gets right")
+        may = "yes" if verdict["may_serve_ppo"] else "no"
+        yield KeyFigure("May serve PPO", may, f"{len(verdict['failed_gates'])} gates failed")
+
+
+def _list_failed_gates(verdict: Mapping[str, Any] | None) -> list[str]:
+    return [] if verdict is None else [f"Before it may serve PPO: {gate}." for gate in verdict["failed_gates"]]
 
 
 def _choose_held_out_figures(evaluations: Sequence[Record]) -> Iterator[KeyFigure]:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.models.scoring import RewardModel
-from recipes_lib.report.reward_report import EOS_DROPPED, PairScores
+from recipes_lib.report.reward_report import EOS_DROPPED, HeldOutScores
 
 TokenIds = npt.NDArray[np.int64]
 
@@ -25,9 +25,9 @@ _SENTENCE_GAP: Final = re.compile(r"(?<=[.!?])\s+")
 _WHITE_SPACE: Final = "\n\n  "
 
 
-def score_pairs(
+def score_held_out(
     reward_model: RewardModel, pairs: Sequence[Pair], *, sources: Sequence[str] | None = None
-) -> PairScores:
+) -> HeldOutScores:
     """Scores of held-out pairs and of their altered forms, eight answers a pair, in units of the head.
 
     Args:
@@ -44,7 +44,7 @@ def score_pairs(
     scores = np.array(reward_model.compute_raw_scores([*chosen, *rejected]), np.float64)
     altered = {**_swap_prompts(parts), **_alter_chosen(parts, reward_model.tokenizer)}
     measured = {name: _score_altered(reward_model, rows) for name, rows in altered.items()}
-    return PairScores(
+    return HeldOutScores(
         chosen=scores[: len(parts)],
         rejected=scores[len(parts) :],
         chosen_lengths=np.array([len(row[1]) for row in parts]),

@@ -31,7 +31,7 @@ MIN_EOS_SHARE: Final = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairScores:
+class HeldOutScores:
     """Scores of P held-out pairs, as the head gives them: normalised ones would be calibrated to something else.
 
     Attributes:
@@ -69,7 +69,7 @@ class PairScores:
             raise ValueError("a score is NaN or infinite")
 
 
-def build_reward_report(scores: PairScores) -> dict[str, Any]:
+def build_reward_report(scores: HeldOutScores) -> dict[str, Any]:
     """The figures of a reward model as JSON values, ``None`` where one is not defined.
 
     A tie, two equal scores, counts as half a pair won: it is a coin's toss. In the probes only a lower score counts.
@@ -134,7 +134,7 @@ def check_gates(report: Mapping[str, Any]) -> list[str]:
         share = "not measured" if eos is None else f"{eos['share_lower']:.3f}"
         failed.append(
             f"the share of answers whose score falls without their end token is {share}, and must be above "
-            f"{MIN_EOS_SHARE}: add pairs whose rejected answer breaks off, and see that pad_token ends no answer"
+            f"{MIN_EOS_SHARE}: let some rejected answers be chosen ones without their end; see that pad_token ends no answer"
         )
     return failed
 
@@ -235,7 +235,7 @@ def _bin_predictions(margins: Floats) -> tuple[Floats, Ints]:
     return predicted, np.minimum(predicted * NUM_BINS, NUM_BINS - 1).astype(np.int64)
 
 
-def _group_by_length(scores: PairScores, margins: Floats) -> list[dict[str, Any]]:
+def _group_by_length(scores: HeldOutScores, margins: Floats) -> list[dict[str, Any]]:
     difference = np.abs(scores.chosen_lengths - scores.rejected_lengths)
     groups = []
     for low, high in pairwise(LENGTH_BIN_EDGES):
@@ -246,7 +246,7 @@ def _group_by_length(scores: PairScores, margins: Floats) -> list[dict[str, Any]
     return groups
 
 
-def _group_by_source(scores: PairScores, margins: Floats) -> dict[str, Any]:
+def _group_by_source(scores: HeldOutScores, margins: Floats) -> dict[str, Any]:
     sources = np.array(scores.sources or [], dtype=np.str_)
     return {
         str(source): {"num_pairs": int((sources == source).sum()), **compute_accuracy(margins[sources == source])}
@@ -254,14 +254,14 @@ def _group_by_source(scores: PairScores, margins: Floats) -> dict[str, Any]:
     }
 
 
-def _count_scores(scores: PairScores, both: Floats) -> dict[str, list[float]]:
+def _count_scores(scores: HeldOutScores, both: Floats) -> dict[str, list[float]]:
     """How many scores lie in each of thirty equal bins."""
     edges = np.histogram_bin_edges(both, bins=NUM_HISTOGRAM_BINS)
     counts = {name: np.histogram(getattr(scores, name), edges)[0].tolist() for name in ("chosen", "rejected")}
     return {"edges": edges.tolist(), **counts}
 
 
-def _diagnose_length(scores: PairScores, margins: Floats) -> dict[str, Any]:
+def _diagnose_length(scores: HeldOutScores, margins: Floats) -> dict[str, Any]:
     """How far length explains scores: over answers, over answers to the same prompt, and over pairs.
 
     ``slope`` is the margin that a chosen answer gains with each token by which it is longer, by least squares.
@@ -294,7 +294,7 @@ def _subtract_means(values: Floats | Ints, groups: Ints) -> Floats:
     return np.asarray(np.round(values - means[groups], 9))
 
 
-def _compare_swapped(scores: PairScores) -> dict[str, Any] | None:
+def _compare_swapped(scores: HeldOutScores) -> dict[str, Any] | None:
     if scores.swapped_chosen is None or scores.swapped_rejected is None:
         return None
     margins = scores.swapped_chosen - scores.swapped_rejected

@@ -1,0 +1,86 @@
+"""A reward model's scale is stored with it, and its verdict is written whole and read again."""
+
+import json
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from recipes_lib.config.schema import ModelConfig
+from recipes_lib.errors import DataError
+from recipes_lib.models.score_head import add_score_head, load_reward_model
+from recipes_lib.models.scoring import RewardModel
+from recipes_lib.report import reward_verdict
+from recipes_lib.report.page import build_report
+from recipes_lib.report.reward_verdict import REWARD_FILE, read_verdict, settle_scale, write_verdict
+
+
+def make_pairs(num_pairs, seed=0):
+    generator = np.random.default_rng(seed)
+    return [
+        {
+            name: np.append(generator.integers(4, 500, generator.integers(2, 9)), 0).astype(np.uint32)
+            for name in ("prompt_ids", "chosen_ids", "rejected_ids")
+        }
+        for _ in range(num_pairs)
+    ]
+
+
+@pytest.fixture
+def reward_model(tiny_model_dir):
+    model = load_reward_model(ModelConfig(model_name_or_path=str(tiny_model_dir)), "sdpa", seed=0)
+    add_score_head(model)
+    return RewardModel(model, AutoTokenizer.from_pretrained(tiny_model_dir))
+
+
+def test_scores_of_the_reference_answers_have_mean_0_and_deviation_1_also_when_loaded_again(reward_model, tmp_path):
+    pairs = make_pairs(20)
+    settle_scale(reward_model, pairs)
+    rows = [np.concatenate([pair["prompt_ids"], pair["chosen_ids"]]).tolist() for pair in pairs]
+    reward_model.model.save_pretrained(tmp_path)
+    reward_model.tokenizer.save_pretrained(tmp_path)
+    loaded = RewardModel.load(tmp_path)
+    config = loaded.model.config
+    scores = (np.array(loaded.compute_raw_scores(rows)) - config.reward_mean) / config.reward_std
+    assert (scores.mean(), scores.std()) == pytest.approx((0, 1), abs=1e-5)
+
+
+def test_only_so_many_answers_are_the_reference(reward_model, monkeypatch):
+    monkeypatch.setattr(reward_verdict, "MAX_REFERENCE_ANSWERS", 3)
+    settle_scale(reward_model, make_pairs(3))
+    scale = reward_model.model.config.reward_mean
+    settle_scale(reward_model, make_pairs(3) + make_pairs(9, seed=1))
+    assert reward_model.model.config.reward_mean == scale
+
+
+def test_a_model_that_scores_everything_alike_is_refused(reward_model):
+    reward_model.model.score.weight.data.zero_()
+    with pytest.raises(DataError, match="have the score 0"):
+        settle_scale(reward_model, make_pairs(4))
+
+
+def test_the_verdict_is_written_shown_and_read_again(reward_model, tmp_path):
+    settle_scale(reward_model, make_pairs(12))
+    failed = write_verdict(reward_model, make_pairs(12), tmp_path)
+    verdict = read_verdict(tmp_path)
+    assert failed
+    assert verdict["failed_gates"] == failed
+    assert verdict["may_serve_ppo"] is False
+    assert verdict["num_pairs"] == 12
+    assert verdict["scale"]["mean"] == reward_model.model.config.reward_mean
+    (tmp_path / "run.json").write_text(json.dumps({"stage": "reward", "status": "done"}))
+    page = build_report(tmp_path).read_text()
+    assert "May serve PPO" in page
+    assert "Before it may serve PPO: accuracy" in page
+    assert (tmp_path / "report" / "reliability.png").exists()
+
+
+def test_without_held_out_pairs_there_is_no_verdict(reward_model, tmp_path):
+    assert write_verdict(reward_model, None, tmp_path) is None
+    assert read_verdict(tmp_path) is None
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
+def test_a_torn_verdict_is_none(tmp_path, content):
+    (tmp_path / REWARD_FILE).write_text(content)
+    assert read_verdict(tmp_path) is None
