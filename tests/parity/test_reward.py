@@ -1,0 +1,101 @@
+"""Our reward training against TRL's on the same pairs, where the options coincide: one trajectory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from tests.training.pairs import Recorder, make_pairs
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from trl import RewardConfig
+from trl import RewardTrainer as TRLTrainer
+
+from recipes_lib.config.schema import ModelConfig
+from recipes_lib.data.pair_collator import PairCollator, PairLayout
+from recipes_lib.models.score_head import add_score_head, load_reward_model
+from recipes_lib.training.metrics import StepCounter
+from recipes_lib.training.observer import Observer
+from recipes_lib.training.progress import SilentProgress
+from recipes_lib.training.reward import RewardObjective, RewardTrainer
+
+SHARED: dict[str, Any] = {
+    "learning_rate": 3e-4,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 3,
+    "max_steps": 20,
+    "seed": 3,
+    "logging_steps": 1,
+    "bf16": False,
+    "use_cpu": True,
+    "save_strategy": "no",
+    "activation_checkpointing": False,
+    "train_sampling_strategy": "sequential",
+    "max_grad_norm": 0.7,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "center_rewards_coefficient": 0.01,
+    "report_to": "none",
+}
+PAD = 1
+
+
+@pytest.fixture(scope="module")
+def start(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a head, from which both trainers start."""
+    folder = tmp_path_factory.mktemp("start")
+    model = load_reward_model(ModelConfig(model_name_or_path=str(tiny_model_dir)), "sdpa", seed=0)
+    model.config.pad_token_id = PAD
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(folder)
+    return folder
+
+
+def train_trl(start: Path, folder: Path, pairs: Dataset) -> list[dict[str, float]]:
+    rows = [pairs[number] for number in range(len(pairs))]
+    whole = {
+        f"{name}_ids": [[*row["prompt_ids"].tolist(), *row[f"{name}_ids"].tolist()] for row in rows]
+        for name in ("chosen", "rejected")
+    }
+    if "margin" in pairs.column_names:
+        whole["margin"] = [float(row["margin"]) for row in rows]
+    recorder = Recorder()
+    TRLTrainer(
+        model=AutoModelForSequenceClassification.from_pretrained(start, num_labels=1),
+        args=RewardConfig(str(folder), max_length=None, disable_tqdm=True, **SHARED),
+        train_dataset=Dataset.from_dict(whole),
+        processing_class=AutoTokenizer.from_pretrained(start),
+        callbacks=[recorder],
+    ).train()
+    return recorder.steps
+
+
+def train_ours(start: Path, folder: Path, pairs: Dataset, layout: PairLayout) -> list[dict[str, float]]:
+    model = load_reward_model(ModelConfig(model_name_or_path=str(start)), "sdpa", seed=None)
+    add_score_head(model)
+    recorder = Recorder()
+    trainer = RewardTrainer(
+        model=model,
+        args=RewardConfig(str(folder), remove_unused_columns=False, disable_tqdm=True, **SHARED),
+        objective=RewardObjective(center_coefficient=SHARED["center_rewards_coefficient"]),
+        train_dataset=pairs,
+        data_collator=PairCollator(pad_token_id=PAD, layout=layout),
+        processing_class=AutoTokenizer.from_pretrained(start),
+        observer=Observer(StepCounter(), [], [recorder], SilentProgress()),
+    )
+    trainer.train()
+    return recorder.steps
+
+
+@pytest.mark.parametrize("layout", ["shared", "separate"])
+@pytest.mark.parametrize("has_margins", [False, True])
+def test_losses_and_gradient_norms_are_trls(start, tmp_path, layout, has_margins):
+    pairs = make_pairs()
+    if has_margins:
+        pairs = pairs.add_column("margin", [0.1 * number for number in range(len(pairs))]).with_format("numpy")
+    expected = train_trl(start, tmp_path / "trl", pairs)
+    got = train_ours(start, tmp_path / "ours", pairs, layout)
+    assert len(expected) == len(got) == 20
+    for theirs, own in zip(expected, got, strict=True):
+        assert own == pytest.approx(theirs, rel=1e-5, abs=1e-7)

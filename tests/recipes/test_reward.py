@@ -1,0 +1,103 @@
+"""The reward recipe from end to end, as a user runs it, and the model that it leaves, as others load it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from recipes_lib.models.scoring import RewardModel
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "reward.py"
+
+
+def write_pairs(path: Path) -> None:
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"What is {n} plus {n}?"}],
+            "chosen": [{"role": "assistant", "content": f"It is {2 * n}."}],
+            "rejected": [{"role": "assistant", "content": f"Who knows, perhaps {n} " * (1 + n % 2)}],
+        }
+        for n in range(24)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def run(model_dir: Path, folder: Path, **keys: object) -> subprocess.CompletedProcess[str]:
+    given = {
+        "model_name_or_path": model_dir,
+        "dataset_name": folder / "pairs.jsonl",
+        "output_dir": folder / "out put",
+        "prepared_dir": folder / "prepared",
+        "test_split_size": 8,
+        "per_device_train_batch_size": 4,
+        "max_steps": 4,
+        "learning_rate": 1e-3,
+        "bf16": False,
+        "eval_steps": 2,
+        "save_steps": 2,
+        **keys,
+    }
+    command = [sys.executable, str(RECIPE), *(f"--{name}={value}" for name, value in given.items())]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model_dir, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reward")
+    write_pairs(folder / "pairs.jsonl")
+    done = run(tiny_model_dir, folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_it_leaves_a_model_a_verdict_and_a_report(folder):
+    out = folder / "out put"
+    record = json.loads((out / "run.json").read_text())
+    verdict = json.loads((out / "reward_report.json").read_text())
+    assert record["status"] == "done"
+    assert record["failed_gates"] == verdict["failed_gates"]
+    assert record["pairs"]["layout"] == "shared"
+    assert verdict["num_pairs"] == 8
+    assert "May serve PPO" in (out / "report.html").read_text()
+    assert not (out / "training_args.bin").exists()
+    events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["kind"] == "eval"] == [0, 2, 4]
+    assert all("eval_rewards/accuracies" in event for event in events if event["kind"] == "eval")
+
+
+def test_plain_transformers_reads_the_same_scores(folder):
+    out = folder / "out put"
+    reward_model = RewardModel.load(out)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    plain = AutoModelForSequenceClassification.from_pretrained(out)
+    chats = [
+        [{"role": "user", "content": "What is 2 plus 2?"}, {"role": "assistant", "content": answer}]
+        for answer in ("It is 4.", "Who knows, perhaps it is 2 or more.")
+    ]
+    rows = reward_model.encode(chats)
+    batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt")
+    with torch.no_grad():
+        raw = plain(**batch).logits[:, 0]
+    config = plain.config
+    expected = (raw - config.reward_mean) / config.reward_std
+    assert reward_model.score(chats) == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_the_same_command_again_trains_nothing(folder, tiny_model_dir):
+    before = (folder / "out put" / "model.safetensors").stat().st_mtime_ns
+    assert run(tiny_model_dir, folder).returncode == 0
+    assert (folder / "out put" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_padding_token_that_ends_answers_is_one_clear_error(tiny_model_dir, tmp_path):
+    write_pairs(tmp_path / "pairs.jsonl")
+    done = run(tiny_model_dir, tmp_path, pad_token="<|im_end|>")
+    assert done.returncode == 2
+    assert "pad_token" in done.stderr
+    assert "Traceback" not in done.stderr
