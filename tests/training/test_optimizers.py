@@ -24,7 +24,13 @@ from transformers import (
 from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS
 from transformers.training_args import OptimizerNames
 
-from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
+from recipes_lib.config.schema import (
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    RecipeConfig,
+    TokensConfig,
+)
 from recipes_lib.errors import ConfigError
 from recipes_lib.training.optimizers import (
     describe_groups,

@@ -80,7 +80,7 @@ class Inspection(ABC):
         self.tokenizer = load_tokenizer(self.config.model, self.config.tokens)
         max_length = self.config.tokens.max_length
         self.model_config, self.generation_config = find_model_config(self.config.model, self.tokenizer, max_length)
-        self.num_parameters = _count_parameters(self.model_config)
+        self.num_parameters = int(_build_on_meta(self.model_config).num_parameters())
         say(
             f"{self.model_config.model_type}, {self.num_parameters / 1e6:,.1f} M parameters, "
             f"{len(self.tokenizer):,} tokens in the vocabulary"
@@ -128,7 +128,7 @@ class Inspection(ABC):
         say(f"attention: {attention.implementation}, documents laid out in {attention.layout}")
 
     def say_schedule(self, say: Say, num_rows: int | None) -> int:
-        """Say how many steps upstream's trainer will make over ``num_rows`` rows (``None`` for a stream), and at which rates.
+        """Say how many steps upstream's trainer makes over ``num_rows`` rows (a stream: ``None``), and at which rates.
 
         Returns:
             Rows of a step over all processes.
@@ -160,9 +160,13 @@ class Inspection(ABC):
         say(f"vocabulary, special tokens and length agree; answers end with {ends or 'the end of text'}")
 
     def look_at_packages(self, say: Say) -> None:
-        """Optional packages that the run names; they may be there where it will run, so nothing is refused here."""
-        from recipes_lib.training.optimizers import verify_optimizer
+        """Parameter groups, and optional packages, which may be there where it will run: none is refused here."""
+        from recipes_lib.training.optimizers import format_group, plan_groups, verify_optimizer
         from recipes_lib.training.trackers import verify_trackers
+
+        if self.model_config is not None and not self.config.adapter.use_peft:
+            for row in plan_groups(_build_on_meta(self.model_config), self.config):
+                say(format_group(row))
 
         for verify in (verify_optimizer, verify_trackers):
             try:
@@ -194,11 +198,10 @@ class Inspection(ABC):
         say(verify_write_access(self.config.training))
 
 
-def _count_parameters(model_config: Any) -> int:
-    """Count a model's parameters without giving them memory."""
+def _build_on_meta(model_config: Any) -> Any:
+    """Build a model without giving its weights memory."""
     import torch
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config)  # type: ignore[no-untyped-call]
-    return int(model.num_parameters())
+        return AutoModelForCausalLM.from_config(model_config)  # type: ignore[no-untyped-call]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -43,6 +44,8 @@ _PACKAGES: Final[tuple[tuple[str, str, str], ...]] = (
 
 _IN_BACKWARD: Final = ("lomo", "_layerwise")
 """Ends of the values of ``optim`` that update each weight as soon as its gradient is known."""
+
+_SHOWN_PARAMETERS: Final = 6
 
 _WITHOUT_RESUME: Final = ("galore", "apollo", "grokadamw")
 """Beginnings of the values of ``optim`` whose states a checkpoint does not bring back: they are objects that it refuses
@@ -176,6 +179,40 @@ def describe_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[
                 )
             )
     return rows
+
+
+def format_group(row: GroupRow) -> str:
+    """Return a group in a line: ``AdamW: 124,318,464 numbers in 50 tensors, weight decay 0.1, rate 6.0e-04: ...``."""
+    shown = ", ".join(row.parameters[:_SHOWN_PARAMETERS])
+    rest = len(row.parameters) - _SHOWN_PARAMETERS
+    return (
+        f"{row.optimizer}: {row.num_parameters:,} numbers in {row.num_tensors} tensors, weight decay "
+        f"{row.weight_decay:g}, rate {row.learning_rate:.1e}: {shown}{f' and {rest} more' if rest > 0 else ''}"
+    )
+
+
+def plan_groups(model: nn.Module, config: RecipeConfig) -> list[GroupRow]:
+    """Return the groups that a run will have, without its optimizer; ``tests/training/test_optimizers.py`` compares.
+
+    Args:
+        model: What is trained; its weights may be on the meta device.
+        config: The run.
+    """
+    training = config.training
+    optim, rate = str(training.get("optim", "adamw_torch_fused")), float(training.get("learning_rate", 5e-5))
+    decay, decay_embeddings = float(training.get("weight_decay", 0.0)), config.pretraining.decay_embeddings
+    if optim == "muon":
+        betas = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
+        settings: Any = SimpleNamespace(**betas | dict(training) | {"learning_rate": rate, "weight_decay": decay})
+        return describe_groups(build_muon(model, settings, decay_embeddings=decay_embeddings), model)
+    names = set(get_decay_names(model, decay_embeddings=decay_embeddings))
+    trained = [(name in names, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for decays, parameter in trained if decays is kind], "weight_decay": decay * kind}
+        for kind in (True, False)
+    ]
+    optimizer = torch.optim.SGD([group for group in groups if group["params"]], lr=rate)
+    return [replace(row, optimizer=optim) for row in describe_groups(optimizer, model)]
 
 
 def measure_state_bytes(optimizer: torch.optim.Optimizer) -> float:

@@ -13,7 +13,7 @@ from transformers.trainer_utils import SaveStrategy
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.planning.schedule import Schedule
 from recipes_lib.training.next_token import NextTokenTrainer
-from recipes_lib.training.optimizers import STOCHASTIC_ADAMW, build_muon, get_decay_names
+from recipes_lib.training.optimizers import STOCHASTIC_ADAMW, build_muon
 from recipes_lib.training.stochastic_rounding import StochasticAdamW
 from recipes_lib.training.weight_monitor import WeightMonitor
 
@@ -66,10 +66,6 @@ class PretrainTrainer(NextTokenTrainer):
         """Take the rows as they come."""
         rows: Any = self.train_dataset if train_dataset is None else train_dataset
         return SequentialSampler(rows)
-
-    def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
-        """Return the parameters that ``weight_decay`` applies to."""
-        return get_decay_names(model, decay_embeddings=self.decay_embeddings)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Build the optimizer by name: upstream's, or Muon."""

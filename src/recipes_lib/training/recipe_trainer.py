@@ -15,7 +15,9 @@ from transformers import (
     PreTrainedTokenizerBase,
     PrinterCallback,
     Trainer,
+    TrainerCallback,
     TrainerControl,
+    TrainerState,
     TrainingArguments,
 )
 
@@ -24,6 +26,7 @@ from recipes_lib.training.activation_checkpointing import read_selective
 from recipes_lib.training.checkpoints import rotate, write_complete
 from recipes_lib.training.fp8 import verify_fp8_layers
 from recipes_lib.training.observer import Observer
+from recipes_lib.training.optimizers import describe_groups, format_group, get_decay_names
 
 Batch = dict[str, Any]
 
@@ -38,6 +41,7 @@ class RecipeTrainer(Trainer):
 
     # Divided by the global number of terms in compute_loss; upstream must not divide by the accumulation again.
     loss_is_scaled_for_ga = True
+    decay_embeddings = True
     model: PreTrainedModel
     control: TrainerControl
     _last_evaluated_step = -1
@@ -80,12 +84,17 @@ class RecipeTrainer(Trainer):
         self.remove_callback(PrinterCallback)
         # Right behind the one that decides what is due, so that the trackers behind report the figures added here.
         self.callback_handler.callbacks[1:1] = observer.callbacks
+        self.add_callback(_TellGroups(observer.progress.say))
         if args.mixed_precision == "fp8":
             verify_fp8_layers(self.model)
 
     @abstractmethod
     def count_terms(self, batch: Batch) -> torch.Tensor:
         """Return how many terms a micro-batch adds to the objective; ``int64`` scalar."""
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Return the parameters that ``weight_decay`` applies to."""
+        return get_decay_names(model, decay_embeddings=self.decay_embeddings)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, and evaluate once more at the end unless the last step was just evaluated."""
@@ -191,3 +200,16 @@ class RecipeTrainer(Trainer):
         """Return the steps whose checkpoints are never deleted: that of the best one."""
         best = self.state.best_model_checkpoint
         return set() if best is None else {int(best.rpartition("-")[2])}
+
+
+class _TellGroups(TrainerCallback):
+    """Says before the first step which parameters are trained by what, at which rate and decay."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        for row in describe_groups(kwargs["optimizer"], kwargs["model"]):
+            self._say(format_group(row))
