@@ -43,10 +43,8 @@ def main(config: RecipeConfig) -> None:
         data = load_pair_data(config, lambda _: tokenizer, local_rank=launch.local_rank)
         run.record(data=data.record)
         args = build_training_arguments(config, launch, has_eval=data.eval is not None)
-
         # A prompt is computed once for both answers, where model and kernel keep the answers apart.
-        model_config, _ = load_model_config(config.model)
-        attention = choose_pair_attention(config, model_config, args, max_length=data.max_length)
+        attention = choose_pair_attention(config, load_model_config(config.model)[0], args, max_length=data.max_length)
         model = load_scorer(config, attention.implementation, args, launch, tokenizer, data.audit.terminators)
         attention = prove_pair_attention(config, attention, model)
         run.record(pairs=asdict(attention))
@@ -54,18 +52,18 @@ def main(config: RecipeConfig) -> None:
         # The score is read at the token that ends an answer, in training and ever after.
         collate = build_pair_collator(tokenizer, attention)
         objective = build_reward_objective(args, config.preference)
-        without_samples = replace(config.evaluation, num_sample_prompts=0)
+        watch = replace(config.evaluation, num_sample_prompts=0)
         trainer = RewardTrainer(
             model=model,
             args=args,
             objective=objective,
+            adapter=config.adapter,
             train_dataset=data.train,
             eval_dataset=data.eval,
             data_collator=collate,
             processing_class=tokenizer,
-            observer=build_observer(without_samples, data, args, model, tokenizer, collate, objective.score),
+            observer=build_observer(watch, data, args, model, tokenizer, collate, objective.score),
         )
-
         trainer.train(resume_from_checkpoint=run.resume_from)
         # Its scale travels with it; the verdict says whether it may serve.
         reward_model = RewardModel(model, tokenizer)
