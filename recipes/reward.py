@@ -8,7 +8,7 @@ a stopped run left off.
 """
 
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from recipes_lib.boundary import parse_or_exit, run_command
 
@@ -41,18 +41,16 @@ def main(config: RecipeConfig) -> None:
         # Rows of any layout become tokens of a prompt and two answers, once, before the processes meet.
         tokenizer = load_tokenizer(config.model, config.tokens)
         data = load_pair_data(config, lambda _: tokenizer, local_rank=launch.local_rank)
-        run.record(data=data.record)
         args = build_training_arguments(config, launch, has_eval=data.eval is not None)
         # A prompt is computed once for both answers, where model and kernel keep the answers apart.
         attention = choose_pair_attention(config, load_model_config(config.model)[0], args, max_length=data.max_length)
         model = load_scorer(config, attention.implementation, args, launch, tokenizer, data.audit.terminators)
         attention = prove_pair_attention(config, attention, model)
-        run.record(pairs=asdict(attention))
+        run.record(data=data.record, pairs=asdict(attention))
 
         # The score is read at the token that ends an answer, in training and ever after.
         collate = build_pair_collator(tokenizer, attention)
         objective = build_reward_objective(args, config.preference)
-        watch = replace(config.evaluation, num_sample_prompts=0)
         trainer = RewardTrainer(
             model=model,
             args=args,
@@ -62,7 +60,7 @@ def main(config: RecipeConfig) -> None:
             eval_dataset=data.eval,
             data_collator=collate,
             processing_class=tokenizer,
-            observer=build_observer(watch, data, args, model, tokenizer, collate, objective.score),
+            observer=build_observer(config.evaluation, data, args, model, tokenizer, collate, objective.score),
         )
         trainer.train(resume_from_checkpoint=run.resume_from)
         # Its scale travels with it; the verdict says whether it may serve.

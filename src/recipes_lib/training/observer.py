@@ -120,7 +120,8 @@ def build_observer(
                 byte_lengths=count_text_bytes(tokenizer),
             )
         )
-    prompts = build_prompts(config, data.iterate_examples(), tokenizer)
+    # A reward model answers nothing.
+    prompts = build_prompts(config, data.iterate_examples(), tokenizer) if model.can_generate() else []
     metrics = load_metrics(config.metrics or [])
     if metrics and all(prompt.reference is None for prompt in prompts):
         remedy = "name held-out data, and leave sample_prompts and num_sample_prompts unset"
