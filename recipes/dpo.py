@@ -18,7 +18,6 @@ if __name__ == "__main__":
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.pair_data import load_pair_data
 from recipes_lib.models.generation import set_stop_tokens
-from recipes_lib.models.heads import verify_loss_head
 from recipes_lib.models.loading import load_model_config, load_tokenizer
 from recipes_lib.publish.export import export_model
 from recipes_lib.report.page import build_report
@@ -44,34 +43,30 @@ def main(config: RecipeConfig) -> None:
         data = load_pair_data(config, lambda _: tokenizer, local_rank=launch.local_rank)
         run.record(data=data.record)
         args = build_training_arguments(config, launch, has_eval=data.eval is not None)
-
+        objective = build_objective(args, config.preference, data.record.get("eval"))
         # A prompt is computed once for both answers, where model and kernel keep the answers apart.
-        model_config, _ = load_model_config(config.model)
-        attention = choose_pair_attention(config, model_config, args, max_length=data.max_length)
+        attention = choose_pair_attention(config, load_model_config(config.model)[0], args, max_length=data.max_length)
         model = load_policy(config, attention.implementation, args, launch)
         set_stop_tokens(model, tokenizer, data.audit.terminators)
         attention = prove_pair_attention(config, attention, model)
-        collate = build_pair_collator(tokenizer, attention)
+        run.record(pairs=asdict(attention))
 
         # The policy is held against what it was at the start, or against a model of its own.
-        objective = build_objective(args, config.preference)
-        reference = prepare_reference(config, objective, data, model, attention, args, launch)
-        rows = data if reference is None else reference.attach(data)
-        run.record(pairs=asdict(attention))
+        stored, data = prepare_reference(config, objective, data, model, attention, args, launch)
+        collate = build_pair_collator(tokenizer, attention)
         trainer = DPOTrainer(
             model=model,
             args=args,
             objective=objective,
-            stored=reference,
+            stored=stored,
             is_own_reference=config.preference.ref_model_name_or_path is None,
-            train_dataset=rows.train,
-            eval_dataset=rows.eval,
+            adapter=config.adapter,
+            train_dataset=data.train,
+            eval_dataset=data.eval,
             data_collator=collate,
             processing_class=tokenizer,
-            observer=build_observer(config.evaluation, rows, args, model, tokenizer, collate, objective.score),
+            observer=build_observer(config.evaluation, data, args, model, tokenizer, collate, objective.score_held_out),
         )
-        verify_loss_head(model)
-
         trainer.train(resume_from_checkpoint=run.resume_from)
         export_model(trainer, run.output_dir)
     if launch.is_main:

@@ -40,6 +40,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "check": {"config", "errors", "inspection"},
     "commands": {"config", "data", "models", "report"},
     "tokenizer": {"config", "data", "errors", "models"},
+    "merge": {"config", "errors", "models", "publish"},
     "plan": {"config", "errors", "models", "planning", "report"},
 }
 """Room or top-level module -> the rooms and modules it may import; the empty name is the package itself."""

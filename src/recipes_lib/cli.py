@@ -30,6 +30,7 @@ COMMANDS = {
     "prepare": Command("recipes_lib.commands:prepare", "tokenise, mask and pack once; training then tokenises nothing"),
     "tokenizer": Command("recipes_lib.tokenizer:main", "train a tokenizer on any data, and say how well it does"),
     "plan": Command("recipes_lib.plan:main", "say what a pretraining run is, costs and does, before it starts"),
+    "merge": Command("recipes_lib.merge:main", "make a model of its own of an adapter and its base"),
     "report": Command("recipes_lib.commands:report", "make report.html from an output directory"),
     "doctor": Command("recipes_lib.doctor:main", "say what this machine can do, and how to get the rest"),
 }

@@ -87,7 +87,7 @@ def test_the_calibration_error_weighs_bins_by_their_pairs() -> None:
 
 def test_certain_and_undecided_scores_have_a_bin() -> None:
     table, error = compute_calibration(np.array([1e4, 0.0]))
-    assert [row["num"] for row in table] == [1, 2, 1]
+    assert [(row["from"], row["num"]) for row in table] == [(0, 1), (7 / 15, 2), (14 / 15, 1)]
     assert error == pytest.approx(0)
 
 

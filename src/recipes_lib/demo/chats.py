@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from recipes_lib.demo.corpus import Definition, Module
 
@@ -18,8 +19,6 @@ determine display draw encode execute extract find format generate get handle in
 make match move open parse perform print process provide put raise read register remove replace report represent reset
 resolve retrieve return run search select send set show start stop store test update verify wait wrap write yield"""
 
-Chat = dict[str, list[dict[str, str]]]
-
 
 @dataclass(frozen=True, slots=True)
 class Question:
@@ -29,16 +28,32 @@ class Question:
         text: With a place for what is asked about.
         subject: What is asked about: a definition's first line, or what its documentation says.
         answer: ``None`` where the question makes no sense.
+        brief: A pattern whose group is what of an answer says it all; ``None`` where that is the whole of it.
     """
 
     text: str
     subject: Callable[[Definition], str]
     answer: Callable[[Definition], str | None]
+    brief: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """What was asked and what is right to answer."""
+
+    question: Question
+    prompt: str
+    answer: str
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """As a row of the ``messages`` layout."""
+        return {"messages": [{"role": "user", "content": self.prompt}, {"role": "assistant", "content": self.answer}]}
 
 
 @dataclass(frozen=True, slots=True)
 class Chats:
-    """``messages`` rows; no definition's name and no documentation's first sentence is asked about in both lists."""
+    """Chats apart; no definition's name and no documentation's first sentence is asked about in both lists."""
 
     train: list[Chat]
     held_out: list[Chat]
@@ -73,8 +88,7 @@ def _ask(question: Question, definitions: Iterable[Definition]) -> Iterator[Chat
         subject, answer = question.subject(definition), question.answer(definition)
         if answer is not None and subject not in asked and len(subject.encode()) <= _MAX_SUBJECT_BYTES:
             asked.add(subject)
-            prompt = question.text.format(subject)
-            yield {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
+            yield Chat(question, question.text.format(subject), answer)
 
 
 def _read_signature(definition: Definition) -> str:
@@ -142,10 +156,10 @@ def _conjugate(verb: str) -> str:
 _ACTIONS = {form: _conjugate(verb) for verb in _VERBS.split() for form in (verb, _conjugate(verb))}
 
 QUESTIONS = (
-    Question("What is `{}`?", _read_signature, _tell_kind),
-    Question("How many parameters does `{}` have?", _read_signature, _count_parameters),
-    Question("Can `{}` be called without arguments?", _read_signature, _count_required),
+    Question("What is `{}`?", _read_signature, _tell_kind, r"It is (.+)\."),
+    Question("How many parameters does `{}` have?", _read_signature, _count_parameters, r"It has (\w+)"),
+    Question("Can `{}` be called without arguments?", _read_signature, _count_required, r"(\w+)"),
     Question("Describe `{}`.", _read_signature, _describe),
-    Question('What does it do? Its documentation says: "{}"', _read_first_sentence, _tell_action),
+    Question('What does it do? Its documentation says: "{}"', _read_first_sentence, _tell_action, r"It (\w+)"),
 )
 """Kinds that even a tiny model can answer about what it never saw: their facts stand in the question, or nearly so."""

@@ -22,6 +22,7 @@ from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.adapter_layers import check_layers, name_whole_modules, stores_transposed
 from recipes_lib.models.loading import explained
+from recipes_lib.models.quantization import keep_differentiable
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
@@ -175,6 +176,8 @@ def load_fresh_base(model: PeftModel) -> PreTrainedModel:
             trust_remote_code=any(kind.__module__.startswith("transformers_modules") for kind in type(base).__mro__),
             **options,
         )
+    # The same kernel as while training.
+    keep_differentiable(fresh)
     return fresh
 
 

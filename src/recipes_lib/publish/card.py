@@ -77,7 +77,8 @@ def write_merge_card(folder: Path, record: Mapping[str, Any]) -> None:
         record: What ``merge.json`` holds.
     """
     base, adapter = Path(record["base"]).name, Path(record["adapter"]).name
-    facts = [(name, _number(value) if isinstance(value, float) else _portable(value)) for name, value in record.items()]
+    figures = {name: value for name, value in record.items() if isinstance(value, float)}
+    facts = {name: value for name, value in record.items() if name not in {*figures, "versions"}}
     lines = [
         *_front("transformers", "merged", record["base"], is_adapter=False),
         "---",
@@ -92,8 +93,14 @@ def write_merge_card(folder: Path, record: Mapping[str, Any]) -> None:
         *_CHAT,
         "```",
         "",
-        *_table(("fact", "value"), ((name, value) for name, value in facts if name != "versions")),
-        *(f"| {name} | {value} |" for name, value in (("versions", _tell_versions(record)),)),
+        "## How near it is to its adapter",
+        "",
+        *_table(("figure", "value"), ((name, f"{value:.3g}") for name, value in figures.items())),
+        "",
+        "## How it was made",
+        "",
+        *_table(("fact", "value"), ((name, _portable(value)) for name, value in facts.items())),
+        f"| versions | {_tell_versions(record)} |",
         "",
     ]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")

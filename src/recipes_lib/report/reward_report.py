@@ -134,7 +134,7 @@ def check_gates(report: Mapping[str, Any]) -> list[str]:
         share = "not measured" if eos is None else f"{eos['share_lower']:.3f}"
         failed.append(
             f"the share of answers whose score falls without their end token is {share}, and must be above "
-            f"{MIN_EOS_SHARE}: let some rejected answers be chosen ones without their end; see that pad_token ends no answer"
+            f"{MIN_EOS_SHARE}: let some rejected answers be chosen ones that break off; pad_token must end no answer"
         )
     return failed
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Sequence
+import gc
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
@@ -17,20 +17,17 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.pair_data import PairData, PairRows
 from recipes_lib.data.prepare import find_root
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.heads import add_loss_head
+from recipes_lib.models.adapters import is_taken_out_of_weights
+from recipes_lib.models.heads import add_loss_head, verify_loss_head
 from recipes_lib.models.loading import load_causal_lm
 from recipes_lib.training.arguments import get_compute_dtype
 from recipes_lib.training.launch import Launch
-from recipes_lib.training.pair_attention import PairAttention
-from recipes_lib.training.pair_batches import Batch, PairScores, compute_answer_logps
+from recipes_lib.training.pair_attention import PairAttention, prove_pair_attention
+from recipes_lib.training.pair_batches import Batch, PairScores, compute_answer_logps, count_pairs
 from recipes_lib.training.pair_trainer import PairTrainer
 from recipes_lib.training.preference import PreferenceObjective, verify_first_scores
 from recipes_lib.training.reference import StoredReference, compute_reference_key, refuse_missing
 
-logger = logging.getLogger(__name__)
-
-MAX_DIFFERENCE: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
-"""By how much a stored log-probability may differ from a new one, in nats a token, by the precision of the products."""
 MAX_DROP: Final = 0.5
 """How far the chosen answers may lose likelihood before it is told, in nats a token."""
 
@@ -61,18 +58,25 @@ class DPOTrainer(PairTrainer):
         super().__init__(**kwargs)
         self.router_aux_loss_coef = getattr(self.model.config, "router_aux_loss_coef", 0.0)
         add_loss_head(self.model)
+        verify_loss_head(self.model)
         if objective.reference is not None:
             # Its products in the policy's precision, or the two would differ before the first step.
-            objective.reference = self.accelerator.prepare_model(objective.reference, evaluation_mode=True)
+            objective.reference = self.accelerator.prepare_model(
+                objective.reference, device_placement=True, evaluation_mode=True
+            )
+            # accelerate keeps what it prepares, for checkpoints of its own.
+            self.accelerator._models.pop()
         self.add_callback(_Begin(self))
-        self.add_callback(_WatchChosen())
+        self.add_callback(_WatchChosen(self.observer.progress.say))
 
     def get_batch_samples(self, *args: Any) -> tuple[list[dict[str, Any]], torch.Tensor | None]:
         """Take the micro-batches of a step; ``sft`` is a mean over the tokens of all of them."""
         batches, num_pairs = super().get_batch_samples(*args)
         if batches and "sft" in self.objective.names:
-            tokens = torch.stack([batch["num_completion_tokens"][0::2].sum() for batch in batches]).sum()
-            total = self.accelerator.reduce(tokens.to(self.args.device), reduction="sum")
+            tokens = torch.stack(
+                [batch["num_completion_tokens"][0::2][: count_pairs(batch)].sum() for batch in batches]
+            )
+            total = self.accelerator.reduce(tokens.sum().to(self.args.device), reduction="sum")
             self._mean_chosen_tokens = total / num_pairs
         return batches, num_pairs
 
@@ -80,7 +84,7 @@ class DPOTrainer(PairTrainer):
         """Score a batch; the first one of a run must show that the policy is its own reference."""
         scores = self.objective.score(model, batch, self._mean_chosen_tokens)
         if not self._has_first_scores:
-            self.observer.progress.say(verify_first_scores(self.objective, scores, get_compute_dtype(self.args)))
+            self.observer.progress.say(verify_first_scores(self.objective, scores, batch, get_compute_dtype(self.args)))
             self._has_first_scores = True
         return scores
 
@@ -94,33 +98,28 @@ class DPOTrainer(PairTrainer):
         self._has_first_scores = self._has_first_scores or step > 0
         if self.stored is None:
             return
-        model, batch_size = self.model_wrapped, self.args.per_device_eval_batch_size
+        if step == 0:
+            self._settle(self.stored)
+        elif not self.stored.find():
+            refuse_missing(step)
+        if self.objective.reference is not None:
+            # What is stored takes no memory while training. A model with a head on it refers to itself.
+            self.objective.reference = None
+            gc.collect()
 
-        reference: nn.Module = model if self.objective.reference is None else self.objective.reference
+    def _settle(self, stored: StoredReference) -> None:
+        reference: nn.Module = self.model_wrapped if self.objective.reference is None else self.objective.reference
 
         def score(rows: Sequence[Any]) -> torch.Tensor:
             return compute_answer_logps(reference, self.data_collator(list(rows)), ld_alpha=self.objective.ld_alpha)
 
-        is_found = self.stored.find()
-        if step:
-            if not is_found:
-                refuse_missing(step)
-        else:
-            limit = MAX_DIFFERENCE[get_compute_dtype(self.args)]
-            if is_found:
-                difference = self.stored.find_largest_difference(reference, score, batch_size=batch_size)
-                is_found = difference <= limit
-                verdict = "are used" if is_found else "are computed again"
-                self.observer.progress.say(
-                    f"reference: stored numbers are off by {difference:.1e} nats a token at most; they {verdict}"
-                )
-            if not is_found:
-                progress = self.observer.progress
-                self.stored.compute(reference, score, batch_size=batch_size, progress=progress)
-                if self.args.process_index == 0:
-                    self.stored.store()
-        # What is stored takes no memory while training.
-        self.objective.reference = None
+        stored.settle(
+            reference,
+            score,
+            batch_size=self.args.per_device_eval_batch_size,
+            dtype=get_compute_dtype(self.args),
+            progress=self.observer.progress,
+        )
 
 
 class _Begin(TrainerCallback):
@@ -138,7 +137,9 @@ class _Begin(TrainerCallback):
 class _WatchChosen(TrainerCallback):
     """Tells, once, that the chosen answers are becoming much less likely."""
 
-    _is_told = False
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._is_told = False
 
     def on_log(
         self,
@@ -151,11 +152,10 @@ class _WatchChosen(TrainerCallback):
         shift = (logs or {}).get("logps/chosen_shift", 0.0)
         if shift < -MAX_DROP and not self._is_told:
             self._is_told = True
-            logger.warning(
-                "step %d: chosen answers have lost %.2f nats a token since the start, rejected ones more: likelihood "
-                "moves to answers that nobody wrote. Add `sft` to loss_type, use apo_zero, or lower learning_rate",
-                state.global_step,
-                -shift,
+            self._say(
+                f"step {state.global_step}: chosen answers have lost {-shift:.2f} nats a token since the start; "
+                "likelihood moves to answers that nobody wrote: add `sft` to loss_type, use apo_zero, or lower "
+                "learning_rate"
             )
 
 
@@ -167,10 +167,10 @@ def prepare_reference(
     attention: PairAttention,
     args: TrainingArguments,
     launch: Launch,
-) -> StoredReference | None:
+) -> tuple[StoredReference | None, PairData]:
     """Settle what the policy is held against: stored numbers, a frozen copy, or the policy without its adapter.
 
-    A reference of its own, and a frozen copy of the model, go into ``objective.reference``.
+    A model of its own, and a frozen copy of the policy, go into ``objective.reference``.
 
     Args:
         config: The run.
@@ -182,44 +182,70 @@ def prepare_reference(
         launch: How the processes were started.
 
     Returns:
-        The numbers that ``precompute_ref_log_probs`` asks for, not read or computed yet; or ``None``.
+        The numbers that ``precompute_ref_log_probs`` asks for, not read or computed yet, or ``None``; and the pairs,
+        with the numbers that they will have.
 
     Raises:
-        ConfigError: A frozen copy would be kept whole beside a sharded policy.
+        ConfigError: A frozen copy would be kept whole beside a sharded policy; or the model of
+            ``ref_model_name_or_path`` cannot be the reference of this policy.
     """
     if not objective.needs_reference:
-        return None
-    if config.preference.ref_model_name_or_path is not None:
-        objective.reference = _load_reference(config, attention)
+        return None, data
     is_stored = bool(getattr(args, "precompute_ref_log_probs", False))
-    has_fresh_adapter = config.adapter.use_peft and config.adapter.adapter_name_or_path is None
-    if not is_stored and objective.reference is None and not has_fresh_adapter:
+    # A fresh adapter changes nothing yet, unless it began with a part of the model's own weights.
+    has_base = (
+        config.adapter.use_peft
+        and config.adapter.adapter_name_or_path is None
+        and not is_taken_out_of_weights(cast(Any, model))
+    )
+    if config.preference.ref_model_name_or_path is not None:
+        objective.reference = _load_reference(config, attention, model, max_length=data.max_length)
+    elif not is_stored and not has_base:
         if launch.engine:
             where = config.provenance.get("precompute_ref_log_probs", "precompute_ref_log_probs")
             found = f"a frozen copy would be kept whole on every process beside the policy that {launch.engine} shards"
             raise ConfigError(Problem(where, found, "write `precompute_ref_log_probs: true`"))
         objective.reference = _freeze(copy.deepcopy(model))
     if not is_stored:
-        return None
+        return None, data
     rows: dict[str, PairRows] = {"train": data.train} | ({} if data.eval is None else {"eval": data.eval})
     key = compute_reference_key(
         model if objective.reference is None else objective.reference,
+        is_without_adapter=has_base and objective.reference is None,
         pairs=data.record["key"],
         dtype=str(get_compute_dtype(args)),
         attention=attention.implementation,
         layout=attention.layout,
         ld_alpha=objective.ld_alpha,
     )
-    return StoredReference(key, rows, root=find_root(config), output_dir=Path(str(args.output_dir)))
+    stored = StoredReference(key, rows, root=find_root(config), output_dir=Path(str(args.output_dir)))
+    return stored, stored.attach(data)
 
 
-def _load_reference(config: RecipeConfig, attention: PairAttention) -> PreTrainedModel:
-    chosen = replace(
-        config.model,
-        model_name_or_path=config.preference.ref_model_name_or_path,
-        model_revision=config.preference.ref_model_revision,
-    )
-    return _freeze(load_causal_lm(chosen, attention.implementation))
+def _load_reference(
+    config: RecipeConfig, attention: PairAttention, policy: PreTrainedModel, *, max_length: int
+) -> PreTrainedModel:
+    """The model of ``ref_model_name_or_path``, proved to say of a pair what it says of each answer alone.
+
+    Raises:
+        ConfigError: It cannot be loaded, has another vocabulary than the policy, or cannot take the layout.
+    """
+    name, revision = config.preference.ref_model_name_or_path, config.preference.ref_model_revision
+    where = config.provenance.get("ref_model_name_or_path", "ref_model_name_or_path")
+    try:
+        chosen = replace(config.model, model_name_or_path=name, model_revision=revision)
+        reference = load_causal_lm(chosen, attention.implementation)
+    except ConfigError as error:
+        raise ConfigError(*(replace(problem, where=where) for problem in error.problems)) from error
+    sizes = [model.config.get_text_config().vocab_size for model in (reference, policy)]
+    if sizes[0] != sizes[1]:
+        found = f"{name} has {sizes[0]:,} tokens and the policy {sizes[1]:,}: they do not read the same text"
+        raise ConfigError(Problem(where, found, "name a model with the tokenizer of the policy"))
+    settled = prove_pair_attention(config, attention, reference, max_length=max_length)
+    if (settled.layout, settled.packing) != (attention.layout, attention.packing):
+        found = f"{name} cannot take pairs laid out as the policy can: {settled.reason}"
+        raise ConfigError(Problem(where, found, "write `shared_prompt: false`, or name another model"))
+    return _freeze(reference)
 
 
 def _freeze(model: PreTrainedModel) -> PreTrainedModel:

@@ -22,7 +22,7 @@ class PairAttention:
         implementation: ``attn_implementation``.
         layout: ``shared``: one copy of a prompt for both answers; ``separate`` and ``flat``: one for each.
         packing: Whether several documents share a row.
-        reason: Why prompts are not shared; empty where they are, or where that was asked for.
+        reason: Why prompts are not shared, or pairs not packed; empty where they are, or where that was asked for.
     """
 
     implementation: str
@@ -55,33 +55,44 @@ def choose_pair_attention(
             raise _refuse(config, reason)
     try:
         choice = choose_attention(config.model, model_config, args, packing=True)
-    except ConfigError:
+    except ConfigError as error:
         choice = choose_attention(config.model, model_config, args, packing=False)
+        reason = reason or error.problems[0].found
         return PairAttention(choice.implementation, "separate", packing=False, reason=reason)
     layout: PairLayout = "flat" if choice.layout == "flat" else "separate"
     return PairAttention(choice.implementation, layout, reason=reason)
 
 
-def prove_pair_attention(config: RecipeConfig, attention: PairAttention, model: Any) -> PairAttention:
-    """Prove on the loaded model that answers and pairs do not see each other; fall back where sharing leaks.
+def prove_pair_attention(
+    config: RecipeConfig, attention: PairAttention, model: Any, *, max_length: int = 0
+) -> PairAttention:
+    """Prove on the loaded model that answers and pairs do not see each other; fall back where they do.
 
     Args:
         config: The run.
         attention: From ``choose_pair_attention``.
-        model: As it will be trained.
+        model: As it will be trained, or a reference.
+        max_length: Tokens of the longest prompt with one answer, where ``attention`` was chosen for another model.
 
     Raises:
-        ConfigError: ``shared_prompt`` is true and leaks; or packed documents see each other.
+        ConfigError: ``shared_prompt`` is true and leaks; or documents see each other, and the kernel takes no others.
     """
     if attention.layout == "shared":
-        reason = prove_shared_prompt(model)
+        reason = supports_shared_prompt(model.config, attention.implementation, max_length=max_length)
+        reason = reason or prove_shared_prompt(model)
         if reason is None:
             return attention
         if config.preference.shared_prompt:
             raise _refuse(config, reason)
         attention = replace(attention, layout="separate", reason=reason)
     if attention.packing:
-        prove_isolation(model, "flat" if attention.layout == "flat" else "rows")
+        try:
+            prove_isolation(model, "flat" if attention.layout == "flat" else "rows")
+        except ConfigError as error:
+            if attention.layout == "flat":
+                raise
+            # Alone in its row, a document has nobody to see.
+            attention = replace(attention, packing=False, reason=attention.reason or error.problems[0].found)
     return attention
 
 

@@ -159,7 +159,7 @@ def build_objective(
     try:
         verify_preference_options(args.loss_type, options, use_weighting=args.use_weighting)
     except ValueError as error:
-        raise ConfigError(Problem("loss_type", str(error), "see docs/dpo.md")) from None
+        raise ConfigError(Problem("loss_type", str(error), "choose values that go together")) from None
     weights = args.loss_weights or [1.0] * len(args.loss_type)
     mean = None if held_out is None else held_out["num_chosen_tokens"] / held_out["num_pairs"]
     return PreferenceObjective(list(args.loss_type), weights, options, args.ld_alpha, args.use_weighting, mean)

@@ -1,0 +1,188 @@
+"""``recipes merge``: make a model of its own of an adapter and its base, and measure that it says the same."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Final
+
+from recipes_lib.config.schema import ModelConfig, QuantizationConfig, TokensConfig
+from recipes_lib.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_KL: Final = 0.01
+"""Nats a token by which a merged model may differ from its adapter's; rounding to bfloat16 costs a tenth of it."""
+MAX_KL_FROM_FEW_BITS: Final = 0.2
+"""The same where the adapter has learnt on a base in few bits, and made up for what they lack."""
+MAX_TOKENS: Final = 64
+"""Tokens of a text that models are compared on; what they say of each is held in memory."""
+
+RECORD_FILE: Final = "merge.json"
+PROMPTS: Final = (
+    "What is the capital of France?",
+    "How many days are in a leap year?",
+    "Write a short poem about the first snow of winter.",
+    "Explain to a child why the sky is blue.",
+    "A train leaves at 9:40 and arrives at 13:05. How long does the journey take?",
+    "Summarise the plot of Romeo and Juliet in two sentences.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "Translate into German: The library opens at ten o'clock.",
+    "Give three reasons to learn a musical instrument.",
+    "What should I pack for a weekend of hiking in the rain?",
+    "Correct the grammar: He don't has no time to went there.",
+    "Is 91 a prime number? Explain how you know.",
+    "List the planets of the solar system from the largest to the smallest.",
+    "My neighbour plays loud music at night. How do I ask him politely to stop?",
+    "What is the difference between a virus and a bacterium?",
+    "Continue the story: The door had been locked for thirty years, until one morning",
+)
+"""What models are compared on when neither the user nor the run has anything better."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command.
+
+    Raises:
+        ConfigError: A flag is wrong, something cannot be loaded or written, or the merged model differs from the
+            adapter's by more than it may; then nothing is left behind.
+    """
+    options = _parse(argv)
+    _refuse_full_folder(options.output)
+    settings = _read_adapter(options.adapter)
+    from transformers.utils.logging import disable_progress_bar
+
+    from recipes_lib.models.loading import load_tokenizer
+    from recipes_lib.publish.card import write_merge_card
+    from recipes_lib.publish.merging import merge, plan_merge
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    base = ModelConfig(
+        model_name_or_path=options.base or settings["base_model_name_or_path"],
+        model_revision=None if options.base else settings["revision"],
+        tokenizer_name_or_path=str(options.adapter) if (options.adapter / "tokenizer.json").exists() else None,
+    )
+    tokenizer = load_tokenizer(base, TokensConfig())
+    plan = plan_merge(base, options.adapter, _read_bits(options.adapter), options.dtype)
+    texts = [tokenizer.encode(text, add_special_tokens=False)[:MAX_TOKENS] for text in _read_texts(options, tokenizer)]
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=options.output.parent, prefix=f".{options.output.name}-") as folder:
+        model = Path(folder) / options.output.name
+        record = merge(plan, tokenizer, texts, model)
+        default = MAX_KL if plan.compared_on == "full precision" else MAX_KL_FROM_FEW_BITS
+        record["max_kl"] = default if options.max_kl is None else options.max_kl
+        sys.stdout.write("".join(f"{line}\n" for line in describe(record)))
+        refuse_another_model(record)
+        (model / RECORD_FILE).write_text(json.dumps(record, indent=1), encoding="utf-8")
+        write_merge_card(model, record)
+        model.replace(options.output)
+    sys.stdout.write(f"written to {options.output}\n")
+
+
+def describe(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what was merged and how it compares, line by line."""
+    revision = f" at {record['base_revision']}" if record["base_revision"] else ""
+    precision = record["compared_on"]
+    yield f"base            {record['base']}{revision}, merged in float32, written in {record['dtype']}"
+    yield f"adapter         {record['adapter']}, trained on the base in {record['trained_on']}"
+    yield f"compared        on {record['num_tokens']} tokens of {record['num_texts']} texts, the base in {precision}"
+    yield f"mean KL         {record['mean_kl']:.2e} nats a token, at most {record['max_kl']:g}"
+    yield f"without merging {record['mean_kl_of_the_base']:.2e} nats a token, from the adapter's model to the bare base"
+    yield f"same choice     {record['same_choice']:.1%} of the tokens"
+
+
+def refuse_another_model(record: Mapping[str, Any]) -> None:
+    """Refuse a merged model that says something else than its adapter.
+
+    Raises:
+        ConfigError: The mean divergence is above its limit, or not below that of the base without any adapter.
+    """
+    mean_kl, limit, bare = record["mean_kl"], record["max_kl"], record["mean_kl_of_the_base"]
+    in_full = "write --dtype float32, which rounds nothing away"
+    if not mean_kl <= limit:
+        found = f"the merged model differs from its adapter's by {mean_kl:.2e} nats a token"
+        remedy = in_full if record["compared_on"] == "full precision" else "serve the adapter on the base in few bits"
+        raise ConfigError(Problem("--max_kl", found, f"{remedy}, or accept it: --max_kl {2 * mean_kl:.2g}"))
+    if not mean_kl < bare:
+        found = (
+            f"the merged model is no nearer to its adapter's ({mean_kl:.2e} nats a token) than the base is ({bare:.2e})"
+        )
+        remedy = "the adapter has learnt nothing" if bare == 0 else in_full
+        raise ConfigError(Problem("--adapter", found, remedy))
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="recipes merge", description=__doc__, allow_abbrev=False)
+    parser.add_argument(
+        "--adapter", type=Path, required=True, metavar="DIR", help="output directory of the adapter's run"
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to make, not there or empty")
+    parser.add_argument("--base", metavar="ID", help="Hub id or folder of the base (default: what the adapter names)")
+    precisions = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=precisions, help="precision of the merged weights (default: the base's)")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="held-out prompts to compare on, one a line")
+    parser.add_argument(
+        "--max_kl",
+        type=float,
+        metavar="NATS",
+        help=f"divergence to accept (default: {MAX_KL}; from few bits {MAX_KL_FROM_FEW_BITS})",
+    )
+    return parser.parse_args(argv)
+
+
+def _refuse_full_folder(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(Problem("--output", f"{folder} is not empty", "name another folder"))
+
+
+def _read_adapter(folder: Path) -> dict[str, Any]:
+    """PEFT's settings of the adapter."""
+    path = folder / "adapter_config.json"
+    if not path.is_file():
+        remedy = "name the output directory of a run that trained an adapter"
+        raise ConfigError(Problem("--adapter", f"{folder} holds no adapter_config.json", remedy))
+    settings: dict[str, Any] = {"revision": None, **json.loads(path.read_text(encoding="utf-8"))}
+    if settings["task_type"] != "CAUSAL_LM":
+        found = f"{folder} is an adapter for {settings['task_type']}, and only language models are merged"
+        raise ConfigError(Problem("--adapter", found, "load it on its base by PEFT"))
+    return settings
+
+
+def _read_bits(adapter: Path) -> QuantizationConfig:
+    """What the base was quantised to in the run that left the adapter; nothing where there is no record of one."""
+    path = adapter / "run.json"
+    keys = json.loads(path.read_text(encoding="utf-8"))["config"] if path.is_file() else {}
+    names = [field.name for field in dataclasses.fields(QuantizationConfig)]
+    return QuantizationConfig(**{name: keys[name] for name in names if name in keys})
+
+
+def _read_texts(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Yield the user's prompts, or else the run's last samples and our own prompts, as the model would read them."""
+    if options.prompts:
+        try:
+            lines = options.prompts.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(Problem("--prompts", f"{options.prompts} cannot be read", "name a text file")) from error
+        prompts = [line for line in lines if line.strip()]
+        if not prompts:
+            raise ConfigError(Problem("--prompts", f"{options.prompts} holds no line", "write one prompt a line"))
+        yield from (_render(prompt, tokenizer) for prompt in prompts)
+        return
+    samples = options.adapter / "samples.jsonl"
+    if samples.is_file():
+        rows = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
+        yield from {row["prompt"]: row["prompt"] + row["completion"] for row in rows}.values()
+    yield from (_render(prompt, tokenizer) for prompt in PROMPTS)
+
+
+def _render(prompt: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    if tokenizer.chat_template is None:
+        return prompt
+    chat = [{"role": "user", "content": prompt}]
+    return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))

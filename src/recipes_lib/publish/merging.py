@@ -1,0 +1,148 @@
+"""An adapter and its base become one model in full precision, which is then measured against the two."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
+
+from recipes_lib.config.schema import ModelConfig, QuantizationConfig
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.adapters import ADAPTER_WEIGHTS, adapters_off, load_adapter
+from recipes_lib.models.agreement import compare, compute_next_token_logps
+from recipes_lib.models.attention import choose_kernel
+from recipes_lib.models.loading import load_causal_lm, load_model_config
+from recipes_lib.models.quantization import build_quantization_config
+
+_PACKAGES: Final = ("torch", "transformers", "peft", "bitsandbytes", "recipes-lib")
+
+Texts = Sequence[Sequence[int]]
+"""Token ids of the texts that models are compared on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merge:
+    """What is merged, and how.
+
+    Attributes:
+        base: Of the adapter.
+        adapter: Folder of the adapter.
+        bits: What the base was quantised to while training.
+        dtype: Precision of the merged weights.
+        attn_implementation: Kernel to compare with.
+    """
+
+    base: ModelConfig
+    adapter: Path
+    bits: QuantizationConfig
+    dtype: torch.dtype
+    attn_implementation: str
+
+    @property
+    def trained_on(self) -> str:
+        """In what precision the base was while training."""
+        return "4 bits" if self.bits.load_in_4bit else "8 bits" if self.bits.load_in_8bit else "full precision"
+
+    @property
+    def compared_on(self) -> str:
+        """In what precision the base is that the adapter is compared on: that of the training, where it can be had."""
+        return self.trained_on if importlib.util.find_spec("bitsandbytes") else "full precision"
+
+
+def plan_merge(base: ModelConfig, adapter: Path, bits: QuantizationConfig, dtype: str | None) -> Merge:
+    """Settle how to merge, without loading weights.
+
+    Args:
+        base: Of the adapter.
+        adapter: Folder of the adapter.
+        bits: What the base was quantised to while training.
+        dtype: Precision of the merged weights; ``None`` for that of the base's checkpoint.
+
+    Raises:
+        ConfigError: The base cannot be found, or is not in full precision.
+    """
+    config, _ = load_model_config(base)
+    if getattr(config, "quantization_config", None):
+        found = f"{base.model_name_or_path} holds weights in few bits, into which nothing can be merged"
+        raise ConfigError(Problem("--base", found, "name the model that it was made from"))
+    kernel = choose_kernel(config, None, device=torch.device("cpu"), compute_dtype=torch.float32, packing=False)
+    precision: Any = getattr(torch, dtype) if dtype else config.dtype or torch.float32
+    return Merge(base=base, adapter=adapter, bits=bits, dtype=precision, attn_implementation=kernel.implementation)
+
+
+def merge(plan: Merge, tokenizer: PreTrainedTokenizerBase, texts: Texts, folder: Path) -> dict[str, Any]:
+    """Write the merged model into ``folder``, load it again, and return what is known of it.
+
+    The sum of base and adapter is made in ``float32`` and rounded once. The result is compared with the adapter on the
+    base that it was trained on: in few bits if it was so, and bitsandbytes is installed.
+
+    Args:
+        plan: From ``plan_merge``.
+        tokenizer: Saved with the model.
+        texts: To compare on.
+        folder: Not there yet.
+
+    Returns:
+        What ``merge.json`` holds; ``mean_kl`` is from the adapter's model to the merged one, in nats a token.
+
+    Raises:
+        ConfigError: Base or adapter cannot be loaded.
+
+    Source: ``tests/publish/test_merging.py``.
+    """
+    as_trained = _read_on_few_bits(plan, texts) if plan.compared_on != "full precision" else None
+    in_full, bare = _merge_in_float32(plan, texts, folder)
+    tokenizer.save_pretrained(folder)
+    reference = in_full if as_trained is None else as_trained
+    merged: Any = AutoModelForCausalLM.from_pretrained(folder)
+    agreement = compare(reference, compute_next_token_logps(merged.eval(), texts))
+    return {
+        "base": plan.base.model_name_or_path,
+        "base_revision": plan.base.model_revision,
+        "adapter": str(plan.adapter),
+        "adapter_sha256": hashlib.sha256((plan.adapter / ADAPTER_WEIGHTS).read_bytes()).hexdigest(),
+        "trained_on": plan.trained_on,
+        "compared_on": plan.compared_on,
+        "dtype": str(plan.dtype).removeprefix("torch."),
+        "num_texts": len(texts),
+        "num_tokens": agreement.num_tokens,
+        "mean_kl": agreement.mean_kl,
+        "same_choice": agreement.same_choice,
+        "mean_kl_of_the_base": compare(reference, bare).mean_kl,
+        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES if _is_installed(name)},
+    }
+
+
+def _merge_in_float32(plan: Merge, texts: Texts, folder: Path) -> tuple[list[Tensor], list[Tensor]]:
+    """Write the merged model; return what the model says with its adapter on and off."""
+    # A base that the user names has another name than the adapter has recorded.
+    model = load_adapter(load_causal_lm(plan.base, plan.attn_implementation), str(plan.adapter), on_any_base=True)
+    model.eval()
+    with_adapter = compute_next_token_logps(model, texts)
+    with adapters_off(model):
+        bare = compute_next_token_logps(model, texts)
+    merged = model.merge_and_unload(safe_merge=True).to(plan.dtype)
+    merged.config.use_cache = True
+    if (plan.adapter / "generation_config.json").exists():
+        merged.generation_config = GenerationConfig.from_pretrained(plan.adapter)
+    merged.save_pretrained(folder)
+    return with_adapter, bare
+
+
+def _read_on_few_bits(plan: Merge, texts: Texts) -> list[Tensor]:
+    """What the adapter says on the base that it was trained on."""
+    quantization = build_quantization_config(plan.bits, torch.float32, "")
+    base = load_causal_lm(plan.base, plan.attn_implementation, quantization)
+    return compute_next_token_logps(load_adapter(base, str(plan.adapter), on_any_base=True).eval(), texts)
+
+
+def _is_installed(name: str) -> bool:
+    return importlib.util.find_spec(name.replace("-", "_")) is not None

@@ -1,0 +1,151 @@
+"""Our preference training against TRL's on the same rows, where the options coincide: one trajectory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from tests.training.pairs import Recorder
+from transformers import AutoTokenizer
+from trl import DPOConfig
+from trl import DPOTrainer as TRLTrainer
+
+from recipes_lib.config.loader import load_config
+from recipes_lib.data.pair_data import load_pair_data
+from recipes_lib.models.loading import load_model_config
+from recipes_lib.training.arguments import build_training_arguments
+from recipes_lib.training.dpo import DPOTrainer, prepare_reference
+from recipes_lib.training.launch import read_launch
+from recipes_lib.training.metrics import StepCounter
+from recipes_lib.training.observer import Observer
+from recipes_lib.training.pair_attention import build_pair_collator, choose_pair_attention
+from recipes_lib.training.policy import load_policy
+from recipes_lib.training.preference import build_objective
+from recipes_lib.training.progress import SilentProgress
+
+# TRL scores what a template writes behind the end of an answer too; this one writes nothing there.
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SHARED: dict[str, Any] = {
+    "learning_rate": 3e-4,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 3,
+    "max_steps": 20,
+    "seed": 3,
+    "logging_steps": 1,
+    "bf16": False,
+    "use_cpu": True,
+    "save_strategy": "no",
+    "activation_checkpointing": False,
+    "train_sampling_strategy": "sequential",
+    "max_grad_norm": 0.7,
+    "beta": 0.2,
+}
+CUTS = {"accumulated": (2, 2), "at once": (4, 1)}
+LOSSES: dict[str, dict[str, Any]] = {
+    "dpo": {"loss_type": ["sigmoid"]},
+    # TRL takes the mean over tokens of a micro-batch, and ours of a step: the same where a step is one batch.
+    "rpo": {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3], "ld_alpha": 0.5},
+}
+
+
+def write_rows(layout: str, path: Path) -> None:
+    """Sixteen pairs of unequal length, either answer the longer."""
+    rows = []
+    for n in range(16):
+        prompt = f"What is {n} times {n + 3}? " * (1 + n % 3)
+        chosen, rejected = f"It is {n * (n + 3)}. " * (1 + n % 4), "Who knows? " * (1 + (n + 2) % 3) + str(n)
+        if layout == "chat":
+            turns = (("user", prompt), ("assistant", chosen), ("assistant", rejected))
+            prompt, chosen, rejected = ([{"role": role, "content": text}] for role, text in turns)
+            prompt = [{"role": "system", "content": "Be brief."}, *prompt]
+        rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def model_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("marked") / "model"
+    folder.mkdir()
+    for path in tiny_model_dir.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def train_trl(model_dir: Path, folder: Path, keys: dict[str, Any]) -> list[dict[str, float]]:
+    recorder = Recorder()
+    TRLTrainer(
+        str(model_dir),
+        args=DPOConfig(
+            output_dir=str(folder / "trl"), max_length=None, report_to="none", disable_tqdm=True, **SHARED, **keys
+        ),
+        train_dataset=datasets.load_dataset(
+            "json", data_files=str(folder / "rows.jsonl"), split="train", cache_dir=str(folder / "cache")
+        ),
+        processing_class=AutoTokenizer.from_pretrained(model_dir),
+        callbacks=[recorder],
+    ).train()
+    return recorder.steps
+
+
+def train_ours(model_dir: Path, folder: Path, output_dir: Path, **keys: Any) -> list[dict[str, float]]:
+    """Everything but the run's record and the export, as the recipe does it."""
+    keys = SHARED | {
+        "model_name_or_path": model_dir,
+        "dataset_name": folder / "rows.jsonl",
+        "output_dir": output_dir,
+        "prepared_dir": output_dir / "prepared",
+        **keys,
+    }
+    config = load_config("dpo", [f"--{name}={_spell(value)}" for name, value in keys.items()])
+    launch = read_launch()
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    data = load_pair_data(config, lambda _: tokenizer)
+    args = build_training_arguments(config, launch, has_eval=False)
+    attention = choose_pair_attention(config, load_model_config(config.model)[0], args, max_length=data.max_length)
+    assert attention.layout == ("shared" if keys["shared_prompt"] else "separate")
+    model = load_policy(config, attention.implementation, args, launch)
+    objective = build_objective(args, config.preference)
+    stored, data = prepare_reference(config, objective, data, model, attention, args, launch)
+    assert (stored is not None) == keys["precompute_ref_log_probs"]
+    recorder = Recorder()
+    DPOTrainer(
+        model=model,
+        args=args,
+        objective=objective,
+        stored=stored,
+        is_own_reference=True,
+        train_dataset=data.train,
+        data_collator=build_pair_collator(tokenizer, attention),
+        processing_class=tokenizer,
+        observer=Observer(StepCounter(), [], [recorder], SilentProgress()),
+    ).train()
+    return recorder.steps
+
+
+def _spell(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, list | bool) else str(value)
+
+
+@pytest.mark.parametrize(("layout", "loss", "cut"), [("chat", "dpo", "accumulated"), ("text", "rpo", "at once")])
+def test_the_trajectory_is_that_of_trl(layout: str, loss: str, cut: str, model_dir: Path, tmp_path: Path) -> None:
+    write_rows(layout, tmp_path / "rows.jsonl")
+    batch_size, accumulation = CUTS[cut]
+    keys = LOSSES[loss] | {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation}
+    theirs = train_trl(model_dir, tmp_path, keys)
+    assert len(theirs) == 20
+    assert theirs[0]["loss"] - theirs[-1]["loss"] > 0.1
+    for is_shared in (True, False):
+        for is_stored in (True, False):
+            names = {"shared_prompt": is_shared, "precompute_ref_log_probs": is_stored}
+            ours = train_ours(model_dir, tmp_path, tmp_path / f"{is_shared} {is_stored}", **keys, **names)
+            for step, (expected, got) in enumerate(zip(theirs, ours, strict=True), 1):
+                assert got == pytest.approx(expected, rel=1e-5), f"{names}, step {step}"

@@ -1,0 +1,93 @@
+"""Our adapters and trainer against plain PEFT under TRL's trainer on the same chats: one trajectory of twenty steps."""
+
+import json
+
+import datasets
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tests.training.adapter_runs import make_adapter_trainer
+from tests.training.trajectories import Recorder
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig
+from trl import SFTTrainer as TRLTrainer
+
+from recipes_lib.config.loader import load_config
+from recipes_lib.config.schema import AdapterConfig
+from recipes_lib.data.prepare import prepare
+
+SHARED = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 5e-3,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 2,
+    "max_steps": 20,
+    "seed": 3,
+    "logging_steps": 1,
+    "bf16": False,
+    "use_cpu": True,
+    "save_strategy": "no",
+    "activation_checkpointing": False,
+}
+ADAPTERS = {
+    "lora": ({}, {}),
+    "few layers": (
+        {"lora_target_modules": ["q_proj", "v_proj"], "init_lora_weights": "gaussian"},
+        {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": "gaussian"},
+    ),
+    "rank-stabilised dora": ({"use_rslora": True, "use_dora": True},) * 2,
+    "pissa": ({"init_lora_weights": "pissa"}, {"init_lora_weights": "pissa_niter_16"}),
+    "norms too": ({"lora_modules_to_save": ["norm"]}, {"modules_to_save": ["norm"]}),
+}
+
+
+@pytest.fixture
+def rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    texts = ({"prompt": f"{n} plus {n} is", "completion": f" {2 * n}, " * (1 + n % 4)} for n in range(24))
+    path.write_text("".join(json.dumps(row) + "\n" for row in texts))
+    return path
+
+
+def train_ours(model_dir, path, tmp_path, adapter):
+    keys = SHARED | {
+        "model_name_or_path": model_dir,
+        "dataset_name": path,
+        "output_dir": tmp_path / "ours",
+        "prepared_dir": tmp_path / "prepared",
+        "packing": False,
+    }
+    config = load_config("lora", [f"--{name}={value}" for name, value in keys.items()])
+    data = prepare(config, lambda _: AutoTokenizer.from_pretrained(model_dir))
+    trainer, recorder, _ = make_adapter_trainer(model_dir, tmp_path / "ours", data.train, adapter, **SHARED)
+    trainer.train()
+    return recorder.steps
+
+
+def train_theirs(model_dir, path, tmp_path, settings):
+    torch.manual_seed(SHARED["seed"])
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_dir), settings)
+    recorder = Recorder()
+    TRLTrainer(
+        model=model,
+        args=SFTConfig(output_dir=str(tmp_path / "trl"), max_length=512, report_to="none", disable_tqdm=True, **SHARED),
+        train_dataset=datasets.load_dataset(
+            "json", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache")
+        ),
+        processing_class=AutoTokenizer.from_pretrained(model_dir),
+        callbacks=[recorder],
+    ).train()
+    return recorder.steps
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_losses_and_gradient_norms_are_those_of_peft_and_trl(tiny_model_dir, rows, tmp_path, name):
+    ours, theirs = ADAPTERS[name]
+    shared = {"r": 8, "lora_alpha": 16, "task_type": "CAUSAL_LM", "target_modules": "all-linear"}
+    got = train_ours(tiny_model_dir, rows, tmp_path, AdapterConfig(use_peft=True, lora_r=8, lora_alpha=16, **ours))
+    expected = train_theirs(tiny_model_dir, rows, tmp_path, LoraConfig(**(shared | theirs)))
+    assert len(got) == 20
+    assert got[-1]["loss"] < got[0]["loss"] - 0.1
+    for step, (one, other) in enumerate(zip(expected, got, strict=True), 1):
+        assert other == pytest.approx(one, rel=1e-5), f"step {step}"

@@ -1,0 +1,157 @@
+"""A broken adapter is never put in its place: the base, the file and what both say together are looked at."""
+
+import json
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from tests.models.adapter_models import compute_logits
+from tests.training.adapter_runs import make_adapter_trainer
+from tests.training.trajectories import make_packs
+from transformers import AutoModelForCausalLM
+
+from recipes_lib.config.schema import AdapterConfig
+from recipes_lib.publish import export
+from recipes_lib.publish.export import BrokenExportError, export_model
+
+WEIGHTS = "adapter_model.safetensors"
+NAME = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
+
+
+@pytest.fixture
+def make_run(tiny_model_dir, tmp_path):
+    def make(adapter=None, **keys):
+        config = AdapterConfig(use_peft=True, **{"lora_r": 4, **(adapter or {})})
+        trainer, _, _ = make_adapter_trainer(tiny_model_dir, tmp_path, make_packs(), config, learning_rate=1e-2, **keys)
+        trainer.train()
+        record = {
+            "stage": "lora",
+            "config": {
+                "model_name_or_path": str(tiny_model_dir),
+                "dataset_name": "chats.jsonl",
+                "output_dir": str(tmp_path),
+                "use_peft": True,
+            },
+            "versions": {"peft": "0.21"},
+        }
+        (tmp_path / "run.json").write_text(json.dumps(record))
+        return trainer, tmp_path
+
+    return make
+
+
+def breaking(monkeypatch, change):
+    """Let ``change`` have the saved tensors before they are looked at."""
+    whole = export.verify_adapter_export
+
+    def verify(folder, *args, **options):
+        tensors = load_file(folder / WEIGHTS)
+        change(tensors)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        whole(folder, *args, **options)
+
+    monkeypatch.setattr(export, "verify_adapter_export", verify)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(
+    "adapter",
+    [{}, {"use_dora": True, "use_rslora": True}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}],
+    ids=["default", "dora", "pissa", "olora"],
+)
+def test_what_is_exported_is_what_was_trained_on_the_base_as_it_is_on_disk(make_run, tiny_model_dir, adapter, bf16):
+    trainer, folder = make_run(adapter | {"lora_modules_to_save": ["norm"]}, bf16=bf16)
+    export_model(trainer, folder)
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+    fresh = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model_dir), folder)
+    torch.testing.assert_close(compute_logits(fresh), compute_logits(model), rtol=1e-4, atol=1e-4)
+    base = compute_logits(AutoModelForCausalLM.from_pretrained(tiny_model_dir))
+    assert (base - compute_logits(model)).abs().max() > 0.1
+    names = {path.name for path in folder.iterdir()}
+    assert {WEIGHTS, "adapter_config.json", "tokenizer.json", "generation_config.json", "README.md"} <= names
+    assert not names & {"_unverified", "training_args.bin", "model.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda tensors: tensors.update({NAME: torch.empty(0)}), "up_proj.lora_B.weight is empty"),
+        (lambda tensors: tensors[NAME].fill_(float("nan")), "up_proj.lora_B.weight is not finite"),
+        (lambda tensors: tensors[NAME].zero_(), "up_proj.lora_B.weight is zero, as before training"),
+        (lambda tensors: tensors.pop(NAME), "up_proj.lora_B.weight is missing"),
+        (lambda tensors: tensors.update(extra=torch.ones(1)), "cannot be opened again"),
+        (lambda tensors: tensors.update({NAME: tensors[NAME][:, :2].clone()}), "cannot be opened again"),
+        (lambda tensors: tensors[NAME].mul_(2), "a logit differs by"),
+    ],
+    ids=["emptied", "nan", "zero", "lost", "superfluous", "misshapen", "other"],
+)
+def test_a_broken_tensor_is_named_and_nothing_is_put_in_its_place(make_run, monkeypatch, change, fault):
+    trainer, folder = make_run()
+    breaking(monkeypatch, change)
+    with pytest.raises(BrokenExportError, match=fault):
+        export_model(trainer, folder)
+    assert not (folder / WEIGHTS).exists()
+    assert not (folder / "README.md").exists()
+    assert (folder / "_unverified" / WEIGHTS).exists()
+
+
+def test_a_second_try_begins_anew(make_run, monkeypatch):
+    trainer, folder = make_run()
+    with monkeypatch.context() as patch:
+        breaking(patch, lambda tensors: tensors[NAME].zero_())
+        with pytest.raises(BrokenExportError):
+            export_model(trainer, folder)
+    export_model(trainer, folder)
+    assert (folder / WEIGHTS).exists()
+    assert not (folder / "_unverified").exists()
+
+
+def test_a_base_that_moved_while_training_is_found(make_run):
+    trainer, folder = make_run()
+    trainer.model.get_base_model().model.layers[0].mlp.down_proj.base_layer.weight.data *= 1.1
+    with pytest.raises(BrokenExportError, match="a logit differs by"):
+        export_model(trainer, folder)
+
+
+def test_another_base_than_the_one_recorded_is_found(make_run, tmp_path):
+    trainer, folder = make_run()
+    other = AutoModelForCausalLM.from_config(trainer.model.get_base_model().config)
+    other.save_pretrained(tmp_path / "other")
+    trainer.model.peft_config["default"].base_model_name_or_path = str(tmp_path / "other")
+    with pytest.raises(BrokenExportError, match="a logit differs by"):
+        export_model(trainer, folder)
+
+
+def test_nothing_is_uploaded_before_it_was_looked_at(make_run, monkeypatch):
+    trainer, folder = make_run()
+    uploads = []
+    trainer.args.push_to_hub = True
+    monkeypatch.setattr(trainer, "push_to_hub", lambda **keys: uploads.append((folder / WEIGHTS).exists()))
+    with monkeypatch.context() as patch:
+        breaking(patch, lambda tensors: tensors[NAME].zero_())
+        with pytest.raises(BrokenExportError):
+            export_model(trainer, folder)
+    assert uploads == []
+    export_model(trainer, folder)
+    assert uploads == [True]
+
+
+def test_the_card_says_what_it_is_an_adapter_of(make_run, tiny_model_dir):
+    trainer, folder = make_run()
+    trainer.model.peft_config["default"].revision = "c" * 40
+    export_model(trainer, folder)
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.library_name == "peft"
+    assert f"| commit of the base | {'c' * 40} |" in card.text
+    assert f"An adapter for {tiny_model_dir.name}, after lora on chats.jsonl" in card.text
+    assert str(tiny_model_dir.parent) not in (folder / "README.md").read_text()
+
+
+def test_the_code_in_the_card_runs(make_run, tiny_model_dir, capsys):
+    trainer, folder = make_run()
+    export_model(trainer, folder)
+    code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    exec(code.replace("path/to/this/folder", str(folder)).replace(f'"{tiny_model_dir.name}"', f'"{tiny_model_dir}"'))
+    assert capsys.readouterr().out.strip()

@@ -1,0 +1,212 @@
+"""The recipe as a user runs it: from a file of pairs to a model that answers, by every loss, whatever the input."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from tests.recipes.preferences import (
+    finish,
+    load_recipe,
+    make_rows,
+    read_events,
+    read_record,
+    run_here,
+    start,
+    write_config,
+    write_rows,
+)
+from tests.training.pairs import load_weights, perturb_model, train_adapter
+from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, BloomForCausalLM
+
+from recipes_lib.config.stages import PREFERENCE_LOSSES
+from recipes_lib.training.reference import StoredReference
+
+
+def score_as_a_stranger(folder):
+    """Log-probabilities of both answers of each row, by plain transformers; what ends an answer is the last token."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
+
+    def score(prompt, answer):
+        head = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+        text = tokenizer.apply_chat_template(prompt + answer, tokenize=False).removesuffix("\n")
+        ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+        with torch.no_grad():
+            logps = model(input_ids=ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+        return logps[len(head) - 1 :].sum().item()
+
+    return [[score(row["prompt"], row[name]) for name in ("chosen", "rejected")] for row in make_rows()]
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    return load_recipe()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch, recipe):
+    """Without what takes the time and is proved elsewhere."""
+    monkeypatch.setattr(recipe, "build_report", lambda folder: None)
+    monkeypatch.setattr("recipes_lib.training.observer.measure_matmul_flops", lambda dtype: 1e9)
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_rows(tmp_path / "pairs, größer.jsonl", make_rows())
+
+
+def test_a_run_leaves_a_model_that_a_stranger_finds_to_prefer_the_chosen_answers(
+    recipe, tmp_path, tiny_model_dir, data
+):
+    write_rows(data, make_rows()[:9])
+    held_out = write_rows(tmp_path / "held out.jsonl", make_rows()[9:])
+    keys = {"max_steps": 30, "beta": 0.5, "dataset_test_split": str(held_out), "sample_max_new_tokens": 4}
+    config = write_config(tmp_path, tiny_model_dir, data, save_strategy="steps", num_sample_prompts=1, **keys)
+    said = finish(start("--config", config))
+    assert "step 0: loss 0.693147" in said
+    output = tmp_path / "a run"
+    names = {path.name for path in output.iterdir()}
+    assert {"run.json", "metrics.jsonl", "samples.jsonl", "model.safetensors", "config.json", "README.md"} <= names
+    assert {"tokenizer.json", "chat_template.jinja", "generation_config.json", "report.html", "reference"} <= names
+    assert (output / "checkpoint-30" / "COMPLETE.json").exists()
+    assert not {path.suffix for path in output.iterdir() if path.is_file()} & {".bin", ".pt", ".pkl"}
+    record = read_record(output)
+    assert record["status"] == "done"
+    assert record["pairs"] == {"implementation": "sdpa", "layout": "shared", "packing": True, "reason": ""}
+    assert record["data"]["train"]["num_pairs"] == 9
+
+    train, evaluations = read_events(output), read_events(output, "eval")
+    assert [event["step"] for event in train] == list(range(1, 31))
+    figures = {"loss", "grad_norm", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"}
+    figures |= {"logps/chosen", "logps/rejected_per_token", "logps/chosen_shift", "num_target_tokens"}
+    assert figures <= train[0].keys()
+    assert abs(train[0]["loss"] - math.log(2)) < 1e-5
+    assert train[-1]["loss"] < 0.3
+    assert (evaluations[0]["step"], evaluations[-1]["step"]) == (0, 30)
+    assert {"eval_loss", "eval_rewards/margins", "eval_rewards/accuracies_stderr"} <= evaluations[0].keys()
+
+    trained, before = (torch.tensor(score_as_a_stranger(folder)) for folder in (output, tiny_model_dir))
+    log_ratios = trained - before
+    assert (log_ratios[:, 0] - log_ratios[:, 1] > 2).sum() >= 9
+    # What the run said of the held-out pairs at its end is what a stranger finds.
+    margins = 0.5 * (log_ratios[:, 0] - log_ratios[:, 1])
+    assert evaluations[-1]["eval_rewards/margins"] == pytest.approx(margins[9:].mean().item(), rel=1e-4)
+    assert set(json.loads((output / "generation_config.json").read_text())["eos_token_id"]) == {0, 3}
+
+    stamps = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
+    assert run_here(recipe, config) == 0
+    assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == stamps
+
+
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+def test_every_loss_trains(recipe, tmp_path, tiny_model_dir, data, monkeypatch, name):
+    needs_none = name in ("simpo", "orpo", "sft")
+    if needs_none:
+        monkeypatch.setattr(StoredReference, "compute", lambda *_, **__: pytest.fail("a reference was computed"))
+    keys = {"label_smoothing": 0.1} if name in ("exo_pair", "robust", "aot", "aot_unpaired") else {}
+    config = write_config(tmp_path, tiny_model_dir, data, loss_type=name, **keys)
+    assert run_here(recipe, config) == 0
+    events = read_events(tmp_path / "a run")
+    assert len(events) == 2
+    assert all(math.isfinite(event["loss"]) and 0 < event["grad_norm"] < math.inf for event in events)
+    assert (tmp_path / "a run" / "reference").exists() == (not needs_none)
+
+
+def test_weights_of_several_losses_act(recipe, tmp_path, tiny_model_dir, data):
+    losses = {}
+    for weights in ([1.0, 0.0], [0.0, 1.0], [0.25, 3.0]):
+        keys = {"loss_type": ["sigmoid", "sft"], "loss_weights": weights, "train_sampling_strategy": "sequential"}
+        config = write_config(tmp_path, tiny_model_dir, data, output=str(weights), max_steps=1, **keys)
+        assert run_here(recipe, config) == 0
+        losses[tuple(weights)] = read_events(tmp_path / str(weights))[0]["loss"]
+    dpo, sft, both = losses.values()
+    assert dpo == pytest.approx(math.log(2), rel=1e-6)
+    assert both == pytest.approx(0.25 * dpo + 3 * sft, rel=1e-6)
+
+
+def test_a_reference_of_its_own_is_what_the_policy_is_held_against(recipe, tmp_path, tiny_model_dir, data):
+    other = perturb_model(tiny_model_dir, tmp_path / "another model")
+    losses = []
+    for is_stored in (True, False):
+        keys = {"ref_model_name_or_path": str(other), "precompute_ref_log_probs": is_stored, "max_steps": 1}
+        config = write_config(tmp_path, tiny_model_dir, data, output=str(is_stored), **keys)
+        assert run_here(recipe, config) == 0
+        losses.append(read_events(tmp_path / str(is_stored))[0]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert abs(losses[0] - math.log(2)) > 1e-4
+
+
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_an_adapter_is_trained_and_saved_alone(recipe, tmp_path, tiny_model_dir, data, is_fresh):
+    keys = {"lora_r": 4} if is_fresh else {"adapter_name_or_path": str(train_adapter(tiny_model_dir, tmp_path / "sft"))}
+    config = write_config(tmp_path, tiny_model_dir, data, use_peft=True, test_split_size=2, **keys)
+    assert run_here(recipe, config) == 0
+    output = tmp_path / "a run"
+    names = {path.name for path in output.iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= names
+    assert "model.safetensors" not in names
+    assert all(tensor.isfinite().all() for tensor in load_weights(output).values())
+    events = read_events(output)
+    assert abs(events[0]["loss"] - math.log(2)) < 1e-5
+    assert events[1]["loss"] < events[0]["loss"]
+
+
+@pytest.fixture
+def bloom(tmp_path, tiny_model_dir):
+    """A model that counts on places and takes no positions."""
+    config = BloomConfig(vocab_size=512, hidden_size=32, n_layer=1, n_head=2, bos_token_id=None, eos_token_id=0)
+    BloomForCausalLM(config).save_pretrained(tmp_path / "bloom")
+    AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(tmp_path / "bloom")
+    return tmp_path / "bloom"
+
+
+def test_prompts_that_cannot_be_shared_are_not_and_the_record_says_why(recipe, tmp_path, bloom, data):
+    assert run_here(recipe, write_config(tmp_path, bloom, data)) == 0
+    pairs = read_record(tmp_path / "a run")["pairs"]
+    assert (pairs["layout"], pairs["packing"]) == ("separate", False)
+    assert "a bloom model takes no position_ids" in pairs["reason"]
+
+
+def test_asking_to_share_them_all_the_same_is_one_error(recipe, tmp_path, bloom, data, capsys):
+    config = write_config(tmp_path, bloom, data, shared_prompt=True)
+    assert run_here(recipe, config) == 2
+    line = next(number for number, text in enumerate(config.read_text().splitlines(), 1) if "shared_prompt" in text)
+    said = capsys.readouterr().err
+    assert said.count("cannot be shared") == 1
+    assert f"{config}:{line}: prompts cannot be shared: a bloom model" in said
+    assert "Traceback" not in said
+    assert read_record(tmp_path / "a run")["status"] == "refused"
+
+
+def test_a_first_step_that_is_not_ln_2_ends_with_exit_code_three(
+    recipe, tmp_path, tiny_model_dir, data, capsys, monkeypatch
+):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, attention_dropout=0.3)
+    model.save_pretrained(tmp_path / "dropping")
+    AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(tmp_path / "dropping")
+    monkeypatch.setattr("recipes_lib.training.policy.disable_dropout", lambda model: 0)
+    assert run_here(recipe, write_config(tmp_path, tmp_path / "dropping", data)) == 3
+    said = capsys.readouterr().err
+    assert "before the first update the loss is" in said
+    assert "Traceback" not in said
+    output = tmp_path / "a run"
+    assert read_record(output)["status"] == "diverged"
+    assert not (output / "model.safetensors").exists()
+    # The same command begins anew, and with the fault mended it ends.
+    monkeypatch.undo()
+    monkeypatch.setattr(recipe, "build_report", lambda folder: None)
+    assert run_here(recipe, write_config(tmp_path, tmp_path / "dropping", data)) == 0
+
+
+@pytest.mark.parametrize("keys", [{"bf16": True}, {"activation_checkpointing": True}, {"attn_implementation": "eager"}])
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_precision_kernel_and_checkpointing_keep_the_first_step(
+    recipe, tmp_path, tiny_model_dir, data, keys, is_stored
+):
+    config = write_config(tmp_path, tiny_model_dir, data, precompute_ref_log_probs=is_stored, **keys)
+    assert run_here(recipe, config) == 0
+    events = read_events(tmp_path / "a run")
+    assert abs(events[0]["loss"] - math.log(2)) < (1e-2 if "bf16" in keys else 1e-5)
+    assert events[1]["loss"] < events[0]["loss"]

@@ -1,0 +1,56 @@
+"""A run that is killed without warning and started again by the same command ends where it would have ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+from tests.recipes.preferences import finish, make_rows, read_events, start, write_config, write_rows
+from tests.training.pairs import load_weights
+
+
+def configure(folder, model_dir, data, **keys):
+    """Thirty pairs in steps of eight, the last of each epoch a smaller one, with a checkpoint every fifth step."""
+    folder.mkdir()
+    keys = {
+        "max_steps": 40,
+        "save_strategy": "steps",
+        "save_steps": 5,
+        "gradient_accumulation_steps": 2,
+        "loss_type": ["sigmoid", "sft"],
+        "learning_rate": 1e-4,
+    } | keys
+    return write_config(folder, model_dir, data, prepared_dir=str(folder.parent / "prepared sets"), **keys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [3, 17])
+@pytest.mark.parametrize("keys", [{}, {"use_peft": True, "lora_r": 4}], ids=["full", "adapter"])
+def test_killed_at_any_step_the_same_command_ends_with_the_very_weights(tiny_model_dir, tmp_path, keys, step):
+    data = write_rows(tmp_path / "pairs.jsonl", make_rows(34))
+    keys = keys | {"test_split_size": 4}
+    finish(start("--config", configure(tmp_path / "straight", tiny_model_dir, data, **keys)))
+
+    config = configure(tmp_path / "killed", tiny_model_dir, data, **keys)
+    killed = start("--config", config)
+    metrics = tmp_path / "killed" / "a run" / "metrics.jsonl"
+    while killed.poll() is None:
+        if metrics.exists() and f'"step": {step},' in metrics.read_text():
+            os.kill(killed.pid, signal.SIGKILL)
+            break
+    killed.communicate()
+    assert killed.returncode == -signal.SIGKILL
+    finish(start("--config", config))
+
+    straight, resumed = (tmp_path / name / "a run" for name in ("straight", "killed"))
+    expected, got = load_weights(straight), load_weights(resumed)
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    for kind, name in (("train", "loss"), ("train", "grad_norm"), ("train", "rewards/margins"), ("eval", "eval_loss")):
+        expected, got = (
+            [(event["step"], event[name]) for event in read_events(run, kind)] for run in (straight, resumed)
+        )
+        assert len(expected) > 4
+        assert expected == got, name

@@ -1,0 +1,262 @@
+"""A ragged set of pairs and short runs of preference training over it, for tests that compare trajectories."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch import distributed, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from recipes_lib.config.schema import (
+    AdapterConfig,
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    PreferenceConfig,
+    RecipeConfig,
+    TokensConfig,
+)
+from recipes_lib.config.stages import read_defaults
+from recipes_lib.data.pair_audit import PairAudit
+from recipes_lib.data.pair_data import PairData
+from recipes_lib.training.arguments import build_training_arguments
+from recipes_lib.training.dpo import DPOTrainer, prepare_reference
+from recipes_lib.training.hooks.pair_evaluation import EvaluatePairs
+from recipes_lib.training.launch import read_launch
+from recipes_lib.training.metrics import StepCounter
+from recipes_lib.training.observer import Observer
+from recipes_lib.training.pair_attention import PairAttention, build_pair_collator
+from recipes_lib.training.policy import load_policy
+from recipes_lib.training.preference import build_objective
+from recipes_lib.training.progress import SilentProgress
+
+# Every run collects garbage; what was imported is none, and takes most of the time to look at.
+gc.freeze()
+
+FIGURES = ("loss", "grad_norm", "learning_rate")
+
+
+def make_pairs(num_pairs: int = 16, *, seed: int = 0) -> Dataset:
+    """Pairs with very unequal prompts and answers, either of which may be the longer."""
+    generator = np.random.default_rng(seed)
+    columns = {"prompt_ids": (1, 20), "chosen_ids": (1, 24), "rejected_ids": (1, 24)}
+    rows = {
+        name: [generator.integers(4, 512, size=generator.integers(*bounds)) for _ in range(num_pairs)]
+        for name, bounds in columns.items()
+    }
+    return Dataset.from_dict(rows).with_format("numpy")
+
+
+def describe_pairs(pairs: Dataset, *, key: str = "pairs", eval_pairs: Dataset | None = None) -> PairData:
+    """Pairs as a recipe gets them."""
+    audit = PairAudit(**dict.fromkeys(PairAudit.__dataclass_fields__, 1) | {"length_p50": 32, "terminators": [0]})
+    record: dict[str, Any] = {"key": key}
+    if eval_pairs is not None:
+        num_tokens = sum(len(pair["chosen_ids"]) for pair in eval_pairs)
+        record["eval"] = {"num_pairs": len(eval_pairs), "num_chosen_tokens": num_tokens}
+    return PairData(train=pairs, eval=eval_pairs, max_length=64, audit=audit, findings=[], record=record)
+
+
+def train_adapter(model_dir: Path, folder: Path) -> Path:
+    """Save an adapter that moves the logits, as fine-tuning leaves it, and return its folder."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.02)
+    adapted.save_pretrained(folder)
+    return folder
+
+
+def perturb_model(model_dir: Path, folder: Path, *, std: float = 0.01) -> Path:
+    """Save a model of the same architecture and other weights, and return its folder."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    for parameter in model.parameters():
+        parameter.data += std * nn.init.normal_(parameter.data.clone())
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model_dir).save_pretrained(folder)
+    return folder
+
+
+class Recorder(TrainerCallback):
+    """Keeps everything that is logged, and the lines that are told."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, Any]] = []
+        self.lines: list[str] = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append(dict(logs))
+
+    @property
+    def steps(self) -> list[dict[str, float]]:
+        """Loss, gradient norm and learning rate of each step."""
+        return [{name: float(logs[name]) for name in FIGURES} for logs in self.logs if "loss" in logs]
+
+
+class Narrator(SilentProgress):
+    """Puts down what is told."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self._lines = lines
+
+    def say(self, line: str) -> None:
+        self._lines.append(line)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What of a run the tests vary besides upstream's keys."""
+
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    layout: str = "shared"
+    attention: str = "sdpa"
+    key: str = "pairs"
+    cache: str = "cache"
+    dtype: str = "float32"
+
+
+def build_config(model_dir: Path, output_dir: Path, setting: Setting, **training: Any) -> RecipeConfig:
+    """A recipe in full precision that logs every step; the cache lies beside ``output_dir``."""
+    defaults = {name: value for name, (value, _) in read_defaults("dpo").items()}
+    keys = {
+        "output_dir": str(output_dir),
+        "bf16": False,
+        "use_cpu": True,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "linear",
+        "warmup_steps": 0,
+        "save_strategy": "no",
+        "eval_strategy": "no",
+        "eval_on_start": False,
+        "max_steps": 4,
+        "precompute_ref_log_probs": False,
+    }
+    return RecipeConfig(
+        stage="dpo",
+        path=None,
+        data=DataConfig(dataset_name="pairs"),
+        tokens=TokensConfig(prepared_dir=str(output_dir.parent / setting.cache)),
+        model=ModelConfig(model_name_or_path=str(model_dir), dtype=setting.dtype),
+        evaluation=EvaluationConfig(),
+        adapter=setting.adapter,
+        preference=setting.preference,
+        training=defaults | keys | training,
+    )
+
+
+def make_pair_trainer(
+    model_dir: Path,
+    output_dir: Path,
+    pairs: Dataset,
+    *,
+    setting: Setting | None = None,
+    eval_pairs: Dataset | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
+    **training: Any,
+) -> tuple[DPOTrainer, Recorder]:
+    """Our trainer as the recipe builds it, but for the proofs and the reports."""
+    setting = setting or Setting()
+    output_dir.mkdir(parents=True, exist_ok=True)
+    config = build_config(model_dir, output_dir, setting, **training)
+    launch = read_launch()
+    data = describe_pairs(pairs, key=setting.key, eval_pairs=eval_pairs)
+    args = build_training_arguments(config, launch, has_eval=eval_pairs is not None)
+    model = load_policy(config, setting.attention, args, launch)
+    attention = PairAttention(setting.attention, setting.layout, packing=True)
+    objective = build_objective(args, config.preference, data.record.get("eval"))
+    stored, data = prepare_reference(config, objective, data, model, attention, args, launch)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    collate, recorder = build_pair_collator(tokenizer, attention), Recorder()
+    progress = Narrator(recorder.lines)
+    hooks = [
+        EvaluatePairs(
+            rows,
+            batch_size=args.per_device_eval_batch_size,
+            collate=collate,
+            score=objective.score_held_out,
+            progress=progress,
+        )
+        for rows in data.held_out.values()
+    ]
+    trainer = DPOTrainer(
+        model=model,
+        args=args,
+        objective=objective,
+        stored=stored,
+        is_own_reference=setting.preference.ref_model_name_or_path is None,
+        adapter=setting.adapter,
+        train_dataset=data.train,
+        eval_dataset=data.eval,
+        data_collator=collate,
+        processing_class=tokenizer,
+        observer=Observer(StepCounter(), hooks, [recorder, *callbacks], progress),
+    )
+    return trainer, recorder
+
+
+def train_pairs(model_dir: Path, output_dir: Path, pairs: Dataset, **options: Any) -> list[dict[str, float]]:
+    """Train and return what was logged of each step."""
+    trainer, recorder = make_pair_trainer(model_dir, output_dir, pairs, **options)
+    trainer.train()
+    return recorder.steps
+
+
+def with_preference(setting: Setting | None = None, **keys: Any) -> Setting:
+    """A setting with other preference keys."""
+    setting = setting or Setting()
+    return replace(setting, preference=replace(setting.preference, **keys))
+
+
+def load_weights(folder: Path) -> dict[str, Any]:
+    """Everything that an exported folder holds."""
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def run_and_describe(model_dir: Path, output_dir: Path, run: dict[str, Any]) -> dict[str, Any]:
+    """Train as ``run`` says and return what was logged and told; JSON values both.
+
+    Args:
+        model_dir: The model.
+        output_dir: Of the run; the cache lies beside it.
+        run: ``num_pairs``, ``num_eval_pairs``, ``resume_from`` (a folder under ``output_dir``) and upstream's keys.
+    """
+    keys = dict(run)
+    num_pairs, num_eval_pairs = keys.pop("num_pairs"), keys.pop("num_eval_pairs", 0)
+    resume_from = keys.pop("resume_from", None)
+    trainer, recorder = make_pair_trainer(
+        model_dir,
+        output_dir,
+        make_pairs(num_pairs),
+        eval_pairs=make_pairs(num_eval_pairs, seed=8) if num_eval_pairs else None,
+        setting=Setting(key=f"{num_pairs} and {num_eval_pairs} pairs"),
+        **keys,
+    )
+    trainer.train(resume_from_checkpoint=resume_from and str(output_dir / resume_from))
+    logs = [{name: value for name, value in log.items() if isinstance(value, int | float)} for log in recorder.logs]
+    return {"logs": logs, "lines": recorder.lines}
+
+
+def main() -> None:
+    """Train in this process (one of several), run after run, and write what happened: ``MODEL OUTPUT JSON_RUNS``."""
+    model_dir, output_dir, runs = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
+    reports = [run_and_describe(model_dir, output_dir / run.pop("name"), run) for run in runs]
+    if distributed.get_rank() == 0:
+        (output_dir / "reports.json").write_text(json.dumps(reports))
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
