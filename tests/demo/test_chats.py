@@ -17,34 +17,27 @@ def chats():
     return build_chats(load_modules(standard_library()), seed=0)
 
 
-def turns(chat):
-    return [message["content"] for message in chat["messages"]]
-
-
-def kind_of(chat):
-    return turns(chat)[0].split()[:4]
-
-
 def ask_about(source):
     module = parse_module("a_module", source.encode())
     assert not module.held_out
-    return dict(turns(chat) for chat in build_chats([module], seed=0).train)
+    return {chat.prompt: chat.answer for chat in build_chats([module], seed=0).train}
 
 
 def test_every_chat_is_a_row_of_the_chat_layout(chats):
     for number, chat in enumerate([*chats.train[:200], *chats.held_out]):
-        row_format = detect_format(chat, where="demo")
+        row_format = detect_format(chat.row, where="demo")
         assert row_format.name == "messages"
-        assert canonicalize(chat, row_format, "demo", number).messages is not None
+        messages = canonicalize(chat.row, row_format, "demo", number).messages
+        assert [message["content"] for message in messages] == [chat.prompt, chat.answer]
 
 
 def test_the_held_out_questions_are_about_what_training_never_names(chats):
     def names(side):
-        found = (re.match(r".*`(?:async def|def|class) (\w+)", turns(chat)[0]) for chat in side)
+        found = (re.match(r".*`(?:async def|def|class) (\w+)", chat.prompt) for chat in side)
         return {match[1] for match in found if match}
 
     def documentation(side):
-        return {turns(chat)[0] for chat in side if "documentation says" in turns(chat)[0]}
+        return {chat.prompt for chat in side if "documentation says" in chat.prompt}
 
     assert len(chats.held_out) == 250
     assert names(chats.held_out)
@@ -61,7 +54,7 @@ def test_a_name_or_a_sentence_that_training_has_is_not_held_out():
     assert [module.held_out for module in modules] == [False, True]
     asked = build_chats(modules, seed=0).held_out
     assert asked
-    assert all("fresh" in turns(chat)[0] or "Get it." in turns(chat)[0] for chat in asked)
+    assert all("fresh" in chat.prompt or "Get it." in chat.prompt for chat in asked)
 
 
 def test_counts_agree_with_inspect():
@@ -130,8 +123,7 @@ def test_nothing_is_longer_than_a_row_of_the_demo():
 
 
 def test_the_first_held_out_chats_show_every_kind_of_question(chats):
-    kinds = [kind_of(chat)[:3] for chat in chats.held_out[: len(QUESTIONS)]]
-    assert len({tuple(kind) for kind in kinds}) == len(QUESTIONS)
+    assert [chat.question for chat in chats.held_out[: len(QUESTIONS)]] == list(QUESTIONS)
 
 
 def test_no_module_no_chats():

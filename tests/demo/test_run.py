@@ -33,7 +33,8 @@ def console():
 def test_the_shipped_configurations_find_what_the_demo_wrote(started, monkeypatch):
     folder, _ = started
     monkeypatch.chdir(folder)
-    (folder / "pretrain").mkdir()
+    for name in ("pretrain", "sft"):
+        (folder / name).mkdir()
     for stage, (config, _) in run.STAGES.items():
         parsed = parse_command(stage, ["--config", str(RECIPES / "configs" / "demo" / config)])
         assert Path(parsed.data.dataset_name).is_file()
@@ -68,9 +69,10 @@ def test_a_failing_stage_ends_the_demo_with_its_exit_code(tmp_path, monkeypatch)
     assert run.run_demo(tmp_path, tmp_path / "out") == 3
 
 
-def write_run(folder, losses, samples):
+def write_run(folder, figures, samples=()):
     folder.mkdir()
-    lines = [{"kind": "eval", "eval_loss": loss, "eval_exact_match": match} for loss, match in losses]
+    keys = ("eval_loss", "eval_exact_match", "eval_rewards/accuracies")
+    lines = [{"kind": "eval", **dict(zip(keys, values, strict=True))} for values in figures]
     (folder / "metrics.jsonl").write_text(
         "".join(f"{json.dumps(line)}\n" for line in [*lines[:1], {"kind": "train"}, *lines[1:]])
     )
@@ -85,11 +87,17 @@ def test_it_shows_what_the_stages_wrote_and_nothing_else(tmp_path, console):
             for i in range(20)
         ]
 
-    write_run(tmp_path / "pretrain", [(7.5, 0), (6, 0), (4.25, 0)], samples("text {}", "babble", "middle", "python"))
+    steps = [(7.5, 0, 0), (6, 0, 0), (4.25, 0, 0)]
+    write_run(tmp_path / "pretrain", steps, samples("text {}", "babble", "middle", "python"))
     chat = "<|im_start|>user\nquestion {}<|im_end|>\n<|im_start|>assistant\n"
-    write_run(tmp_path / "sft", [(5, 0.1), (2, 0.5)], samples(chat, "", "an [answer]"))
+    write_run(tmp_path / "sft", [(5, 0.1, 0), (2, 0.5, 0)], samples(chat, "", "an [answer]"))
+    write_run(tmp_path / "lora", [(5, 0, 0), (2, 0.61, 0)], samples(chat, "a long answer", "Brief."))
+    write_run(tmp_path / "reward", [(0.7, 0, 0.53), (0.4, 0, 0.82)])
+    write_run(tmp_path / "dpo", [(0.69, 0.5, 0), (0.31, 0.56, 0.91)])
+    (tmp_path / "reward" / "reward_report.json").write_text('{"failed_gates": ["accuracy is low"]}')
     run.show_answers(tmp_path, console)
     run.show_figures(tmp_path, console)
+    run.show_verdict(tmp_path, console)
     run.show_places(tmp_path, console)
     shown = console.file.getvalue()
     for text in (
@@ -102,12 +110,27 @@ def test_it_shows_what_the_stages_wrote_and_nothing_else(tmp_path, console):
         "4.25",
         "10%",
         "50%",
+        "Brief.",
+        "61%",
+        "53%",
+        "82%",
+        "0.31",
+        "56%",
+        "91%",
+        "accuracy is low",
         "report.html",
     ):
         assert text in shown
     assert "middle" not in shown
     assert "<|im" not in shown
     assert "\nquestion 3\n" in shown
+
+
+def test_a_reward_model_that_fails_no_gate_is_told_so(tmp_path, console):
+    (tmp_path / "reward").mkdir()
+    (tmp_path / "reward" / "reward_report.json").write_text('{"failed_gates": []}')
+    run.show_verdict(tmp_path, console)
+    assert console.file.getvalue().strip() == "May the reward model serve PPO? Yes, it passes every gate."
 
 
 def test_the_snippet_at_the_end_runs(tiny_model_dir, tmp_path, console):

@@ -71,10 +71,20 @@ def test_codes_are_stored_as_what_a_sharding_engine_casts_to(tiny_model_dir, eng
     model = load(tiny_model_dir, BITS["nf4"], compute_dtype=compute_dtype, engine=engine)
     weight = model.model.layers[0].mlp.up_proj.weight
     assert weight.dtype == stored_as
+    assert weight.quant_state.nested
     # Half a byte a weight, however it is stored; casting it to where it is moved changes no bit.
     assert weight.nbytes == 128 * 64 // 2
     if engine:
         assert torch.equal(weight.to(compute_dtype).view(torch.uint8), weight.view(torch.uint8))
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize(
+    ("name", "kind", "is_nested"), [("nf4", "nf4", True), ("nf4 plain", "nf4", False), ("fp4", "fp4", True)]
+)
+def test_levels_and_nesting_are_those_asked_for(tiny_model_dir, name, kind, is_nested):
+    state = load(tiny_model_dir, BITS[name]).model.layers[0].mlp.up_proj.weight.quant_state
+    assert (state.quant_type, state.nested) == (kind, is_nested)
 
 
 @needs_bitsandbytes

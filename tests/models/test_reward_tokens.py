@@ -72,6 +72,14 @@ def test_plain_answers_are_those_that_are_trained_on(prompt: str, adds_bos: bool
     assert ids.count(tokenizer.bos_token_id) == (adds_bos or "<s>" in prompt)
 
 
+def test_a_key_without_a_value_is_no_key_as_in_training() -> None:
+    named = "{{ message['content'] }}{{ message.name if message.name is defined }}<|im_end|>"
+    tokenizer = build_byte_level(f"{{% for message in messages %}}{named}{{% endfor %}}", extra=CHATML_ENDS)
+    messages = [user("hi"), answer("bye", name=None)]
+    assert encode_answers(tokenizer, [messages]) == [read_trained(tokenizer, chat(*messages))]
+    assert "None" not in tokenizer.decode(encode_answers(tokenizer, [messages])[0])
+
+
 def test_a_template_s_clock_stands_where_it_stood_in_training() -> None:
     tokenizer = build_byte_level("{{ strftime_now('%d %b %Y') }}" + source("chatml"), extra=CHATML_ENDS)
     messages = [user("hi"), answer("bye")]

@@ -103,8 +103,10 @@ def test_a_second_try_begins_anew(make_run, monkeypatch):
         breaking(patch, lambda tensors: tensors[NAME].zero_())
         with pytest.raises(BrokenExportError):
             export_model(trainer, folder)
+    (folder / "_unverified" / "left over").touch()
     export_model(trainer, folder)
     assert (folder / WEIGHTS).exists()
+    assert not (folder / "left over").exists()
     assert not (folder / "_unverified").exists()
 
 

@@ -47,7 +47,7 @@ def chats(tmp_path):
     return path
 
 
-def run_lora(tmp_path, tiny_model_dir, chats, *, output="a run", code=0, **keys):
+def run_lora(tmp_path, tiny_model_dir, chats, *, output="a run", code=0, launcher=(), **keys):
     keys = {
         "model_name_or_path": tiny_model_dir,
         "dataset_name": chats,
@@ -126,6 +126,17 @@ def test_a_run_that_stopped_goes_on_to_the_very_same_adapter(tmp_path, tiny_mode
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert json.loads((stopped / "run.json").read_text())["resumed_from"] == "checkpoint-3"
+
+
+@pytest.mark.multiprocess
+def test_two_processes_leave_the_adapter_that_one_leaves(tmp_path, tiny_model_dir, chats):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    keys = {"packing": "false", "num_sample_prompts": 2, "optim": "sgd", "learning_rate": 1}
+    run_lora(tmp_path, tiny_model_dir, chats, output="one", **keys)
+    run_lora(tmp_path, tiny_model_dir, chats, output="two", launcher=launcher, per_device_train_batch_size=2, **keys)
+    one, two = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "two"))
+    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
+    assert json.loads((tmp_path / "two" / "run.json").read_text())["num_processes"] == 2
 
 
 def test_a_second_run_goes_on_with_the_adapter_of_the_first(tmp_path, tiny_model_dir, chats):

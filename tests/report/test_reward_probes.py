@@ -91,6 +91,7 @@ def test_each_score_is_that_of_the_answer_it_is_filed_under(tiny_tokenizer: PreT
     repeated = [spell(prompt, f"{chosen} {end}") for (prompt, chosen, _), end in zip(PAIRS, last, strict=True)]
     assert probes.pop("sentence_repeated") == repeated
     for (prompt, chosen, _), text, length in zip(PAIRS, probes.pop("truncated"), scores.chosen_lengths, strict=True):
+        assert text.endswith("<|im_end|>")
         kept = text.removeprefix(spell(prompt, "", "")).removesuffix("<|im_end|>")
         assert chosen.startswith(kept)
         assert len(tiny_tokenizer(kept)["input_ids"]) == (length - 1) // 2

@@ -113,6 +113,13 @@ def test_a_frozen_tensor_that_moves_stops_the_run_after_its_first_step(make_run)
     trainer.create_optimizer = create
     with pytest.raises(DivergedError, match=r"1 of 21 frozen tensors have moved: .*layers\.1\.input_layernorm"):
         trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_a_step_at_a_rate_of_zero_need_not_move_anything(make_run):
+    trainer, recorder, _ = make_run(max_steps=1, warmup_steps=0.03)
+    trainer.train()
+    assert [step["learning_rate"] for step in recorder.steps] == [0]
 
 
 def test_a_trained_tensor_that_the_optimizer_leaves_out_stops_the_run_at_its_end(make_run):

@@ -10,7 +10,7 @@ from typing import Any
 from recipes_lib.demo.chats import Chat, Question
 
 MAX_CHATS = 3000
-"""More than these stages come to see in their few steps."""
+"""About as many as these stages come to see in their few steps."""
 
 
 def shorten(chats: Iterable[Chat]) -> Iterator[Chat]:
@@ -21,7 +21,7 @@ def shorten(chats: Iterable[Chat]) -> Iterator[Chat]:
 
 
 def build_pairs(chats: Sequence[Chat]) -> Iterator[dict[str, Any]]:
-    """Yield rows of the ``preference`` layout, in the chats' order: the right answer, and a wrong one to the same prompt.
+    """Yield ``preference`` rows, in the order of the chats: a right answer and a wrong one to each prompt.
 
     Two chats that ask alike and have different answers lend each other theirs. So each answer is rejected as often as
     it is chosen, and nothing but the prompt tells which is right. What finds no partner is left out.

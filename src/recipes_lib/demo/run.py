@@ -20,18 +20,33 @@ from transformers.utils.logging import disable_progress_bar
 from recipes_lib.demo.assets import save_tokenizer
 from recipes_lib.demo.chats import QUESTIONS, build_chats
 from recipes_lib.demo.corpus import load_modules, split_texts, standard_library
+from recipes_lib.demo.lessons import MAX_CHATS, build_pairs, shorten
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
 
 SEED = 0
 DISK_BYTES = 100_000_000
-SHOWN = {"pretrain": 2, "sft": 2 * len(QUESTIONS)}
+SHOWN = {"pretrain": 2, "sft": len(QUESTIONS), "lora": 2}
 """How many of a stage's samples are printed."""
 SHOWN_CHARACTERS = 100
 STAGES = {
     "pretrain": ("pretrain.yaml", "pretraining on the texts, from random weights"),
     "sft": ("sft_on_chats.yaml", "fine-tuning on the answers of the chats"),
+    "lora": ("lora_brief.yaml", "an adapter that answers briefly where it is asked to"),
+    "reward": ("reward_on_pairs.yaml", "a reward model that tells right answers from wrong ones"),
+    "dpo": ("dpo_on_pairs.yaml", "preference optimisation, from wrong answers to right ones"),
 }
 """Name of a stage, of its script and of its output folder -> its configuration, and what it does."""
+FIGURES = (
+    ("pretrain", "loss, nats a token", "eval_loss", ".2f"),
+    ("sft", "loss, nats a token", "eval_loss", ".2f"),
+    ("sft", "answers that are right, word for word", "eval_exact_match", ".0%"),
+    ("lora", "brief answers that are right, word for word", "eval_exact_match", ".0%"),
+    ("reward", "pairs whose right answer has the higher score", "eval_rewards/accuracies", ".0%"),
+    ("dpo", "pairs whose right answer gained on the wrong one", "eval_rewards/accuracies", ".0%"),
+    ("dpo", "loss of the pairs", "eval_loss", ".2f"),
+    ("dpo", "answers that are right, word for word", "eval_exact_match", ".0%"),
+)
+"""Stage, what is measured, its name in ``metrics.jsonl``, how it is written."""
 # So small a model gains nothing from a second thread, and loses much where the cores are shared.
 ENVIRONMENT = ("HF_HUB_OFFLINE=1", "OMP_NUM_THREADS=1")
 TRY_IT = """from transformers import pipeline
@@ -53,11 +68,12 @@ def run_demo(recipes: Path, output_dir: Path) -> int:
     console = Console(highlight=False, markup=False, soft_wrap=True)
     disable_progress_bar()  # type: ignore[no-untyped-call]
     started = time.perf_counter()
+    last = len(STAGES) + 2
 
     def announce(number: int, purpose: str) -> None:
-        console.print(f"\n{number} of 4, at {time.perf_counter() - started:.0f} s: {purpose}", style="bold")
+        console.print(f"\n{number} of {last}, at {time.perf_counter() - started:.0f} s: {purpose}", style="bold")
 
-    console.print("From your Python's sources to a small assistant: two to five minutes on one core.")
+    console.print("From your Python's sources to a small assistant: three to six minutes on one core.")
     announce(1, "texts and chats from the standard library, and a tokenizer")
     open_folder(output_dir)
     for line in write_start(output_dir):
@@ -69,9 +85,10 @@ def run_demo(recipes: Path, output_dir: Path) -> int:
         code = subprocess.run(command, cwd=output_dir, check=False).returncode
         if code != EXIT_DONE:
             return code
-    announce(4, "what it learned, shown on modules that it never saw")
+    announce(last, "what it learned, shown on modules that it never saw")
     show_answers(output_dir, console)
     show_figures(output_dir, console)
+    show_verdict(output_dir, console)
     show_places(output_dir, console)
     return EXIT_DONE
 
@@ -101,11 +118,16 @@ def write_start(output_dir: Path) -> Iterator[str]:
     """Write the data and the tokenizer, and say what was written."""
     modules = load_modules(standard_library())
     texts, chats = split_texts(modules, SEED), build_chats(modules, SEED)
+    few = chats.train[:MAX_CHATS]
     files: dict[str, list[Any]] = {
         "pretrain": [{"text": text} for text in texts.train],
         "pretrain_held_out": [{"text": text} for text in texts.held_out],
-        "sft": chats.train,
-        "sft_held_out": chats.held_out,
+        "sft": [chat.row for chat in chats.train],
+        "sft_held_out": [chat.row for chat in chats.held_out],
+        "brief": [chat.row for chat in shorten(few)],
+        "brief_held_out": [chat.row for chat in shorten(chats.held_out)],
+        "pairs": list(build_pairs(few)),
+        "pairs_held_out": list(build_pairs(chats.held_out)),
     }
     for name, rows in files.items():
         path = output_dir / "data" / f"{name}.jsonl"
@@ -128,16 +150,21 @@ def build_command(recipes: Path, stage: str, config: str) -> list[str]:
 
 
 def show_figures(output_dir: Path, console: Console) -> None:
-    """Print the held-out figures of both stages, before and after."""
+    """Print what was measured on held-out modules, before and after each stage."""
     table = Table("on held-out modules", "before", "after")
-    for stage in STAGES:
+    for stage, label, key, form in FIGURES:
         evaluations = [line for line in read_lines(output_dir / stage / "metrics.jsonl") if line["kind"] == "eval"]
-        before, after = evaluations[0], evaluations[-1]
-        table.add_row(f"{stage}: loss, nats a token", f"{before['eval_loss']:.2f}", f"{after['eval_loss']:.2f}")
-    right = (f"{evaluation['eval_exact_match']:.0%}" for evaluation in (before, after))
-    table.add_row("sft: answers that are right, word for word", *right)
+        table.add_row(f"{stage}: {label}", *(format(evaluations[end][key], form) for end in (0, -1)))
     console.print()
     console.print(table)
+
+
+def show_verdict(output_dir: Path, console: Console) -> None:
+    """Print whether the reward model may serve PPO, and what is against it."""
+    failed = json.loads((output_dir / "reward" / "reward_report.json").read_text(encoding="utf-8"))["failed_gates"]
+    console.print(f"\nMay the reward model serve PPO? {'Not yet:' if failed else 'Yes, it passes every gate.'}")
+    for gate in failed:
+        console.print(f"  {gate}")
 
 
 def show_answers(output_dir: Path, console: Console) -> None:

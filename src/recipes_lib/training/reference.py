@@ -245,7 +245,7 @@ def _hash_weights(model: nn.Module, *, is_without_adapter: bool) -> str:
         if name not in adapter and isinstance(tensor, Tensor):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             if not tensor.is_meta:
-                digest.update(memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
+                digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
