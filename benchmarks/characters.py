@@ -3,7 +3,7 @@
 4 layers, 4 heads, width 128, blocks of 64, 12 a batch, 2,000 steps, AdamW from 1e-3 to 1e-4, no dropout, on a CPU. The
 README reports a validation loss of 1.88. Nothing is downloaded: a checkout of nanoGPT is given by path.
 
-python benchmarks/characters.py --nanogpt PATH [--data FILE] [--rounds 3] [--steps 2000] [--output FILE]
+python benchmarks/characters.py --nanogpt PATH [--data FILE] [--bias True] [--rounds 3] [--steps 2000]
 """
 
 from __future__ import annotations
@@ -50,22 +50,42 @@ def build_corpus(data: Path, folder: Path, nanogpt: Path) -> None:
     fast.save_pretrained(folder / "tokenizer")
 
 
-def measure_ours(folder: Path, steps: int, seed: int) -> dict[str, float]:
+MODELS: dict[str, dict[str, Any]] = {
+    "True": {
+        "model_type": "gpt2",
+        "n_layer": 4,
+        "n_head": 4,
+        "n_embd": 128,
+        "vocab_size": 66,
+        # Of nanoGPT; that of GPT-2, in the formula transformers has it in, makes a third of the step's time.
+        "activation_function": "gelu",
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+    "False": {
+        "model_type": "opt",
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "hidden_size": 128,
+        "word_embed_proj_dim": 128,
+        "ffn_dim": 4 * 128,
+        "vocab_size": 66,
+        "max_position_embeddings": BLOCK + 1,
+        "activation_function": "gelu",
+        "enable_bias": False,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+    },
+}
+"""nanoGPT's ``bias`` -> the same layers in transformers: its GPT-2 always has biases, its OPT need not."""
+
+
+def measure_ours(folder: Path, steps: int, seed: int, bias: str) -> dict[str, float]:
     """Run the recipe; the loss is that of all held-out windows, the time that of training alone."""
     with tempfile.TemporaryDirectory() as output_dir:
         keys: dict[str, Any] = {
-            "model_config": {
-                "model_type": "gpt2",
-                "n_layer": 4,
-                "n_head": 4,
-                "n_embd": 128,
-                "vocab_size": 66,
-                # Of nanoGPT; that of GPT-2, in the formula transformers has it in, makes a third of the step's time.
-                "activation_function": "gelu",
-                "resid_pdrop": 0.0,
-                "embd_pdrop": 0.0,
-                "attn_pdrop": 0.0,
-            },
+            "model_config": MODELS[bias],
             "tokenizer_name_or_path": folder / "tokenizer",
             "dataset_name": folder / "train.txt",
             "dataset_test_split": folder / "val.txt",
@@ -103,7 +123,7 @@ def measure_ours(folder: Path, steps: int, seed: int) -> dict[str, float]:
     }
 
 
-def measure_nanogpt(nanogpt: Path, steps: int, seed: int) -> dict[str, float]:
+def measure_nanogpt(nanogpt: Path, steps: int, seed: int, bias: str) -> dict[str, float]:
     """Run train.py by its README's command; steps that evaluate are left out of the time."""
     source = (nanogpt / "train.py").read_text(encoding="utf-8")
     script = nanogpt / "train_seeded.py"
@@ -111,7 +131,7 @@ def measure_nanogpt(nanogpt: Path, steps: int, seed: int) -> dict[str, float]:
     flags = (
         "--device=cpu --compile=False --eval_iters=200 --log_interval=10 --block_size=64 --batch_size=12 --n_layer=4 "
         f"--n_head=4 --n_embd=128 --max_iters={steps} --lr_decay_iters={steps} --dropout=0.0 --learning_rate=1e-3 "
-        f"--min_lr=1e-4 --beta2=0.99 --warmup_iters={min(100, steps // 10)} --eval_interval={steps} --bias=True "
+        f"--min_lr=1e-4 --beta2=0.99 --warmup_iters={min(100, steps // 10)} --eval_interval={steps} --bias={bias} "
         "--gradient_accumulation_steps=1 --dataset=shakespeare_char --out_dir=out-benchmark"
     )
     command = [sys.executable, script.name, *flags.split()]
@@ -130,19 +150,21 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DEFAULT_DATA)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--bias", choices=MODELS, default="False")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--measure", choices=["ours", "nanoGPT"])
     options = parser.parse_args()
     folder = (ROOT / "build" / "characters").resolve()
     if options.measure == "ours":
-        print(json.dumps(measure_ours(folder, options.steps, options.seed)))
+        print(json.dumps(measure_ours(folder, options.steps, options.seed, options.bias)))
     elif options.measure == "nanoGPT":
-        print(json.dumps(measure_nanogpt(options.nanogpt, options.steps, options.seed)))
+        print(json.dumps(measure_nanogpt(options.nanogpt, options.steps, options.seed, options.bias)))
     if options.measure:
         return
     build_corpus(options.data, folder, options.nanogpt)
     shared = ["--nanogpt", str(options.nanogpt.resolve()), "--steps", str(options.steps)]
+    shared += ["--bias", options.bias]
     variants = {
         name: [sys.executable, __file__, *shared, "--seed", "{round}", "--measure", name]
         for name in ("ours", "nanoGPT")
