@@ -70,7 +70,7 @@ def add_loss_head(model: PreTrainedModel) -> None:
     ``with_statistics=True`` adds what ``compute_token_logps`` has to be asked for.
 
     Without ``loss_head`` and ``token_logps`` the model is what it was, so generation is unchanged. A PEFT wrapper may
-    come before or after.
+    come before or after; before, where it trains tied embeddings whole.
 
     Both are computed inside the output projection's own call, so that whatever shards its weight (FSDP2, ZeRO-3)
     gathers it, and reduces its gradient, by the same hooks as for ordinary logits.
@@ -81,15 +81,17 @@ def add_loss_head(model: PreTrainedModel) -> None:
     Source: the model's own ``forward``; ``tests/parity/test_loss_head.py``.
     """
     model = _base_model(model)
-    projection = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    if not isinstance(projection, nn.Linear) or not projection.weight.is_floating_point():
-        raise ConfigError(
-            Problem(
-                "model_name_or_path",
-                f"{type(model).__name__} projects to the vocabulary by {type(projection).__name__}, not by nn.Linear",
-                "choose a causal language model with an lm_head that is neither quantised nor under an adapter",
+    projections = _find_projections(model)
+    for projection in projections:
+        if not isinstance(projection, nn.Linear) or not projection.weight.is_floating_point():
+            kind = type(projection).__name__
+            raise ConfigError(
+                Problem(
+                    "model_name_or_path",
+                    f"{type(model).__name__} projects to the vocabulary by {kind}, not by nn.Linear",
+                    "choose a causal language model with an lm_head that is neither quantised nor under an adapter",
+                )
             )
-        )
     original_forward = cast(types.MethodType, model.forward).__func__
 
     # generate() checks its arguments against the signature of the class's forward.
@@ -105,7 +107,8 @@ def add_loss_head(model: PreTrainedModel) -> None:
 
     # Modules keep an instance's forward behind their hooks and carry it along when PEFT copies them.
     vars(model)["forward"] = types.MethodType(forward, model)
-    vars(projection)["forward"] = types.MethodType(_project_or_score, projection)
+    for projection in projections:
+        vars(projection)["forward"] = types.MethodType(_project_or_score, projection)
 
 
 def verify_loss_head(model: Any) -> None:
@@ -139,6 +142,16 @@ def verify_loss_head(model: Any) -> None:
                 "its architecture changes the logits in a way that is not supported; choose another model",
             )
         )
+
+
+def _find_projections(model: Any) -> list[Any]:
+    """The output projection; where PEFT trains it whole, the original and each copy.
+
+    PEFT's wrapper hands every argument on, to the copy that is active or, while adapters are off, to the original.
+    """
+    projection = model.get_output_embeddings()
+    copies = getattr(projection, "modules_to_save", None)
+    return [projection] if copies is None else [projection.original_module, *copies.values()]
 
 
 def _base_model(model: Any) -> Any:
