@@ -152,8 +152,8 @@ def test_switched_off_the_model_is_its_base_to_the_bit_and_nothing_remembers(who
     for error in (None, KeyError):
         try:
             with adapters_off(adapted):
-                # Reading what the context sets: evaluation, no gradients.
                 assert not adapted.training
+                assert [parameter.requires_grad for parameter in adapted.parameters()] == flags
                 logits = adapted(input_ids=torch.arange(1, 9)[None]).logits
                 assert not logits.requires_grad
                 assert torch.equal(logits, before)

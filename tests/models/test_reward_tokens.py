@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import trl
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.data.chat_cases import CHATML_ENDS, answer, chat, plain, source, user
 from tests.data.templates.tokenizers import build_byte_level, build_metaspace
@@ -55,6 +55,7 @@ def test_every_shipped_template_ends_where_training_ends_it(name: str, more: dic
 
 
 @pytest.mark.parametrize("name", OURS)
+@settings(max_examples=25)
 @given(content=contents)
 def test_any_answer_is_the_one_that_is_trained_on(name: str, content: str) -> None:
     tokenizer = build_byte_level(source(name), extra=CHATML_ENDS)

@@ -61,11 +61,8 @@ def run_lora(tmp_path, tiny_model_dir, chats, *, output="a run", code=0, launche
         "num_sample_prompts": 0,
         "save_strategy": "no",
     } | keys
-    command = [
-        sys.executable,
-        str(ROOT / "recipes" / "lora.py"),
-        *(f"--{name}={value}" for name, value in keys.items()),
-    ]
+    flags = [f"--{name}={value}" for name, value in keys.items()]
+    command = [sys.executable, *launcher, str(ROOT / "recipes" / "lora.py"), *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
     assert done.returncode == code, done.stderr[-3000:]
     return done.stderr

@@ -11,6 +11,8 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from tests.training.pairs import (
     Setting,
+    build_config,
+    describe_pairs,
     make_pair_trainer,
     make_pairs,
     perturb_model,
@@ -23,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedModel, TrainerCallback
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import ConfigError, DivergedError
-from recipes_lib.training.dpo import DPOTrainer, prepare_reference
+from recipes_lib.training.dpo import prepare_reference
 from recipes_lib.training.launch import Launch
 from recipes_lib.training.reference import StoredReference
 
@@ -61,7 +63,6 @@ def test_before_the_first_update_the_policy_is_its_own_reference(start, tmp_path
     first = recorder.logs[0]
     assert abs(first["loss"] - math.log(2)) < 1e-6
     assert abs(first["rewards/margins"]) < 1e-5
-    assert first["rewards/accuracies"] == 0 or abs(first["rewards/margins"]) > 0  # exactly equal, or off by a rounding
     assert first["grad_norm"] > 0.01
     assert [line for line in recorder.lines if line.startswith("step 0: loss 0.693147")]
     assert trainer.objective.reference is None or not is_stored
@@ -183,8 +184,6 @@ def test_an_adapter_taken_out_of_the_weights_is_held_against_a_copy(tiny_model_d
 
 
 def test_a_frozen_copy_beside_a_sharded_policy_is_refused(tiny_model_dir, tmp_path):
-    from tests.training.pairs import build_config, describe_pairs
-
     trainer, _ = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs())
     config = build_config(tiny_model_dir, tmp_path / "run", Setting())
     sharded = Launch(rank=0, local_rank=0, world_size=2, engine="FSDP")
@@ -236,6 +235,15 @@ def test_a_live_reference_is_seen_by_the_census(tiny_model_dir, tmp_path):
     assert (census.models, census.num_bytes) == ([2], [2 * size])
 
 
+def test_workers_that_fetch_the_pairs_bring_the_numbers_of_the_reference(tiny_model_dir, tmp_path):
+    options = {"precompute_ref_log_probs": True, "max_steps": 3}
+    trajectories = [
+        train_pairs(tiny_model_dir, tmp_path / str(count), make_pairs(), dataloader_num_workers=count, **options)
+        for count in (0, 2)
+    ]
+    assert trajectories[0] == trajectories[1]
+
+
 def test_the_b_matrices_of_an_adapter_have_a_rate_of_their_own(tiny_model_dir, tmp_path):
     setting = replace(FRESH, adapter=replace(FRESH.adapter, loraplus_lr_ratio=8.0))
     trainer, _ = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs(), setting=setting)
@@ -270,7 +278,7 @@ def test_losses_without_a_reference_compute_none(tiny_model_dir, tmp_path, monke
             assert "logps/chosen_shift" not in recorder.logs[0]
 
 
-def test_the_trainer_of_a_started_run_is_that_of_upstream_but_for_what_it_says(tiny_model_dir, tmp_path):
+def test_accelerate_does_not_keep_the_reference(tiny_model_dir, tmp_path):
     trainer, _ = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs())
-    assert isinstance(trainer, DPOTrainer)
-    assert trainer.objective.reference not in trainer.accelerator._models
+    assert isinstance(trainer.objective.reference, PreTrainedModel)
+    assert trainer.accelerator._models == []

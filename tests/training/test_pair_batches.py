@@ -115,6 +115,6 @@ def test_more_may_be_off_in_half_precision_and_over_more_tokens(monkeypatch):
         assert (allowed[:-1] < allowed[1:]).all()
         assert (allowed / lengths).diff().max() < 0
     assert full[1] < 1e-3
-    # TF32 rounds as float16 does.
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    # TF32 rounds as float16 does, however it was switched on.
+    monkeypatch.setattr(torch.backends, "fp32_precision", "tf32")
     assert torch.equal(compute_rounding(lengths, torch.float32), half)

@@ -187,6 +187,18 @@ def test_rounding_is_no_tampering(tmp_path, pairs):
         assert verdict == is_trusted
 
 
+def test_numbers_that_are_trusted_are_left_where_they_are(tmp_path, pairs):
+    settle(build(tmp_path, pairs), Oracle(pairs))
+    rounded = expected_logps(100) + np.float32(1e-6)
+    reseal(tmp_path / "cache" / KEY[:16], "train.npy", rounded)
+    path = tmp_path / "cache" / KEY[:16] / "train.npy"
+    before = path.stat()
+    for run in ("run", "another"):
+        settle(build(tmp_path, pairs, run), Oracle(pairs))
+    assert path.stat().st_ino == before.st_ino
+    assert np.array_equal(np.load(tmp_path / "another" / "reference" / KEY[:16] / "train.npy"), rounded)
+
+
 KILLS = {
     "while the numbers are written": (np, "save"),
     "before they are sealed": (store, "write_json"),
@@ -199,6 +211,7 @@ def test_killed_while_writing_leaves_nothing_that_passes_for_whole(tmp_path, pai
     module, name = KILLS[moment]
     child = os.fork()
     if child == 0:
+        signal.alarm(60)  # rather than wait for ever for a lock that another thread held
         original = getattr(module, name)
 
         def die(*args, **kwargs):
@@ -209,7 +222,7 @@ def test_killed_while_writing_leaves_nothing_that_passes_for_whole(tmp_path, pai
         setattr(module, name, die)
         stored = build(tmp_path, pairs)
         stored.rows["train"].logps[:] = expected_logps(100)
-        stored.store()
+        stored.store(replaces=False)
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
@@ -291,8 +304,9 @@ def test_the_cache_is_not_found_when_anything_that_decides_differs(tiny_model_di
         "ld_alpha": (tiny_model_dir, {"ld_alpha": 0.5}),
     }
     for number, (name, (model_dir, options)) in enumerate(others.items(), 2):
-        begin(model_dir, tmp_path / f"run {name}", pairs, **options)
+        _, recorder = begin(model_dir, tmp_path / f"run {name}", pairs, **options)
         assert len(computed) == number, name
+        assert not any("stored numbers" in line for line in recorder.lines), name
     # A model of its own is found too, whatever is trained against it.
     named = with_preference(ref_model_name_or_path=str(other_model))
     begin(tiny_model_dir, tmp_path / "run named", pairs, setting=named)

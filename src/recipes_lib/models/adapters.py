@@ -193,12 +193,18 @@ def adapters_off(model: PeftModel) -> Iterator[None]:
     if is_taken_out_of_weights(model):
         raise ValueError("an adapter initialised by pissa or olora has no base that could be a reference")
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    try:
-        with _evaluating(model), model.disable_adapter():
-            yield
-    finally:
+
+    def restore_flags() -> None:
         for parameter, flag in flags:
             parameter.requires_grad_(flag)
+
+    try:
+        with _evaluating(model), model.disable_adapter():
+            # PEFT freezes the adapter meanwhile, and FSDP2 looks in its first forward pass at what is trained.
+            restore_flags()
+            yield
+    finally:
+        restore_flags()
 
 
 def is_taken_out_of_weights(model: PeftModel) -> bool:

@@ -20,9 +20,9 @@ def build_quantization_config(
 ) -> BitsAndBytesConfig | None:
     """What ``load_causal_lm`` takes to load a model in few bits; ``None`` when none are asked for.
 
-    FSDP and DeepSpeed move a weight's storage about, and cast it to the compute precision on the way, which would
+    What shards weights takes floating-point numbers, and casts them to the compute precision on the way, which would
     destroy packed 4-bit codes. So they are stored as numbers of that very precision there: the cast does nothing, and
-    all tensors of a layer are alike. Elsewhere they are bytes.
+    all tensors of a layer are alike. Elsewhere they are bytes, as which torch 2.13's FSDP2 would take them, too.
 
     What is not quantised (embeddings, norms, the output projection) keeps the ``dtype`` of the run. PEFT's
     ``prepare_model_for_kbit_training`` would make it ``float32``; but it is frozen, so no small update can be lost in

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from recipes_lib.config.schema import AdapterConfig
@@ -141,7 +142,11 @@ def verify_no_effect(model: Any, dtype: torch.dtype) -> None:
 
 
 def sample_frozen(model: nn.Module) -> dict[str, Tensor]:
-    """Return up to ``SAMPLE_SIZE`` numbers of each parameter that is not trained, of this process's shards."""
+    """Return up to ``SAMPLE_SIZE`` numbers of each frozen parameter, of this process's shards, as bytes."""
+    for module in model.modules():
+        # It leaves some weights whole after a step, in the compute precision.
+        if isinstance(module, FSDPModule):
+            module.reshard()
     return {name: _sample(parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
 
@@ -175,8 +180,9 @@ def _summarise(parameter: nn.Parameter) -> tuple[float, float]:
 
 def _sample(parameter: nn.Parameter) -> Tensor:
     values = parameter.detach()
-    local: Tensor = values.to_local() if hasattr(values, "to_local") else values
-    return local.reshape(-1)[:: max(1, local.numel() // SAMPLE_SIZE)][:SAMPLE_SIZE].clone()
+    values = (values.to_local() if hasattr(values, "to_local") else values).reshape(-1)
+    # As bytes: 4-bit codes that are stored as floating-point numbers may look like NaN.
+    return values[:: max(1, values.numel() // SAMPLE_SIZE)][:SAMPLE_SIZE].clone().view(torch.uint8)
 
 
 def _gather(values: Any) -> Tensor:

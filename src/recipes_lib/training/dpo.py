@@ -73,10 +73,8 @@ class DPOTrainer(PairTrainer):
         """Take the micro-batches of a step; ``sft`` is a mean over the tokens of all of them."""
         batches, num_pairs = super().get_batch_samples(*args)
         if batches and "sft" in self.objective.names:
-            tokens = torch.stack(
-                [batch["num_completion_tokens"][0::2][: count_pairs(batch)].sum() for batch in batches]
-            )
-            total = self.accelerator.reduce(tokens.sum().to(self.args.device), reduction="sum")
+            chosen = torch.cat([batch["num_completion_tokens"][0::2][: count_pairs(batch)] for batch in batches])
+            total = self.accelerator.reduce(chosen.sum().to(self.args.device), reduction="sum")
             self._mean_chosen_tokens = total / num_pairs
         return batches, num_pairs
 

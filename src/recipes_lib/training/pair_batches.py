@@ -82,8 +82,8 @@ def compute_rounding(num_tokens: Tensor, dtype: torch.dtype) -> Tensor:
         num_tokens: Of each answer.
         dtype: Precision of the products.
     """
-    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        dtype = torch.float16  # TF32 has as many digits.
+    if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        dtype = torch.float16  # It has as many digits.
     of_root, of_each = _ROUNDING[dtype]
     return of_root * num_tokens.float().sqrt() + of_each * num_tokens
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from accelerate.data_loader import BatchSamplerShard
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -47,7 +48,8 @@ class PairFigures(TrainerCallback):
         if logs is None or "loss" not in logs:
             return
         names = sorted(self._sums)
-        num_pairs, *sums = sum_over_processes([self._num_pairs, *(float(self._sums[name]) for name in names)])
+        own = torch.stack([self._sums[name] for name in names]).tolist() if names else []
+        num_pairs, *sums = sum_over_processes([self._num_pairs, *own])
         if num_pairs:
             logs.update({name: value / num_pairs for name, value in zip(names, sums, strict=True) if name != "loss"})
         self._num_pairs, self._sums = 0, {}
@@ -124,10 +126,13 @@ class PairTrainer(RecipeTrainer):
         Where pairs do not go round, accelerate fills the processes' last batches up with the first pairs of the epoch,
         so that none waits for another. They would count twice, and a step would depend on the number of processes.
         """
-        # accelerate knows which pairs are over too, but no longer after a resumption.
-        batch_size, state = self.args.train_batch_size, self.accelerator
-        num_over = len(self.train_dataset) % (batch_size * state.num_processes)  # type: ignore[arg-type]
-        num_own = min(max(num_over - state.process_index * batch_size, 0), batch_size)
+        # accelerate tells how many are over too, but no longer after a resumption.
+        shard: Any = getattr(self.callback_handler.train_dataloader, "batch_sampler", None)
+        num_over = 0
+        if isinstance(shard, BatchSamplerShard) and not shard.drop_last:
+            num_over = len(self.train_dataset) % (shard.batch_size * shard.num_processes)  # type: ignore[arg-type]
         for batch in batches:
-            is_last = state.gradient_state.end_of_dataloader and not self.args.dataloader_drop_last
-            yield {**batch, "num_counted_pairs": num_own} if is_last and num_over else batch
+            if num_over and self.accelerator.gradient_state.end_of_dataloader:
+                num_own = min(max(num_over - shard.process_index * shard.batch_size, 0), shard.batch_size)
+                batch = {**batch, "num_counted_pairs": num_own}
+            yield batch

@@ -108,7 +108,7 @@ class StoredReference:
         if not is_found:
             self.compute(model, score, batch_size=batch_size, progress=progress)
         if _is_main():
-            self.store()
+            self.store(replaces=not is_found)
 
     def find(self) -> bool:
         """Read the numbers from the run's own copy or from the cache; return whether they were there.
@@ -140,15 +140,19 @@ class StoredReference:
                         logps[list(numbers)] = scores.T.float().cpu().numpy()
                 rows.logps[:] = _sum_over_processes(logps, next(model.parameters()).device)
 
-    def store(self) -> None:
-        """Write the numbers to the cache and to the run's own folder, unless they are there; for the main process.
+    def store(self, *, replaces: bool) -> None:
+        """Write the numbers to the cache and to the run's own folder, where there are none; for the main process.
+
+        Args:
+            replaces: Whether others make room.
 
         Raises:
             DataError: The disk is full.
         """
         for root in (self._root, self._own):
             with hold_lock(root, self._key), explain_disk_errors(root):
-                if not self._holds(self._read_from(root)):
+                held = self._read_from(root)
+                if held is None or (replaces and not self._equals(held)):
                     self._write_to(root)
 
     def compare(self, model: nn.Module, score: Score, *, batch_size: int, dtype: torch.dtype) -> tuple[float, bool]:
@@ -186,18 +190,18 @@ class StoredReference:
         is_whole = all(logps[name].shape == rows.logps.shape for name, rows in self.rows.items())
         return logps if is_whole else None
 
-    def _holds(self, logps: dict[str, _Figures] | None) -> bool:
-        return logps is not None and all(np.array_equal(logps[name], rows.logps) for name, rows in self.rows.items())
+    def _equals(self, logps: dict[str, _Figures]) -> bool:
+        return all(np.array_equal(logps[name], rows.logps) for name, rows in self.rows.items())
 
     def _write_to(self, root: Path) -> None:
-        """Write the numbers under ``root``; others of the same key, which were not trusted, make room."""
+        """Write the numbers under ``root``; others of the same key make room."""
         staging = choose_staging(root, self._key, is_kept=False)
         try:
             staging.mkdir()
             for name, rows in self.rows.items():
                 np.save(staging / f"{name}.npy", rows.logps)
-            if (distrusted := find_set(root, self._key)) is not None:
-                shutil.rmtree(distrusted.path)
+            if (previous := find_set(root, self._key)) is not None:
+                shutil.rmtree(previous.path)
             publish_set(staging, root, self._key, {"key": self._key})
         finally:
             shutil.rmtree(staging, ignore_errors=True)
