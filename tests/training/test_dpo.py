@@ -221,6 +221,7 @@ def test_while_training_with_stored_numbers_no_reference_is_in_memory(start, tmp
     census = Census()
     options = {"setting": setting, "callbacks": [census], "precompute_ref_log_probs": True, "max_steps": 2}
     trainer, _ = make_pair_trainer(model_dir, tmp_path / "run", make_pairs(), **options)
+    assert (trainer.objective.reference is not None) == is_named  # The policy's own start needs no copy.
     trainer.train()
     size = sum(parameter.numel() * parameter.element_size() for parameter in trainer.model.parameters())
     assert census.models == [1, 1]
@@ -233,6 +234,20 @@ def test_a_live_reference_is_seen_by_the_census(tiny_model_dir, tmp_path):
     trainer.train()
     size = sum(parameter.numel() * parameter.element_size() for parameter in trainer.model.parameters())
     assert (census.models, census.num_bytes) == ([2], [2 * size])
+
+
+def test_it_is_shown_that_the_adapter_learns_and_nothing_else(tiny_model_dir, tmp_path):
+    trainer, recorder = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs(), setting=FRESH)
+    trainer.train()
+    told = [line for line in recorder.lines if line.startswith("adapter: ")]
+    assert any("changes no logit" in line for line in told)
+    assert any("all 28 trained tensors have a gradient" in line for line in told)
+    assert any("frozen tensors stand still" in line for line in told)
+    trainer, _ = make_pair_trainer(tiny_model_dir, tmp_path / "lost", make_pairs(), setting=FRESH)
+    weight = next(p for name, p in trainer.model.named_parameters() if "lora_B" in name)
+    weight.register_hook(torch.zeros_like)
+    with pytest.raises(DivergedError, match="1 of 28 trained tensors would learn nothing"):
+        trainer.train()
 
 
 def test_workers_that_fetch_the_pairs_bring_the_numbers_of_the_reference(tiny_model_dir, tmp_path):

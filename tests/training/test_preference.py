@@ -89,6 +89,23 @@ def test_the_loss_of_each_pair_is_that_of_the_paper(policy, reference, batch, ma
     torch.testing.assert_close(shift, scores.figures["rewards/chosen"], rtol=1e-4, atol=1e-5)
 
 
+def test_tokens_of_chosen_answers_are_counted_as_foreseen(policy):
+    pairs = []
+    for number in range(3):
+        ids = torch.arange(10 + number, 20 + number)[None]
+        for _ in range(7):
+            with torch.no_grad():
+                ids = torch.cat([ids, policy(input_ids=ids).logits[:, -1:].argmax(-1)], dim=1)
+        prompt, greedy = ids[0, :10].numpy(), ids[0, 10:].numpy()
+        missed = greedy.copy()
+        missed[1] = (missed[1] + 1) % 500
+        pairs.append({"prompt_ids": prompt, "chosen_ids": greedy[:2], "rejected_ids": greedy})
+        pairs.append({"prompt_ids": prompt, "chosen_ids": missed[:2], "rejected_ids": greedy})
+    objective = build_objective(build_args(loss_type=["simpo"]), PreferenceConfig())
+    scores = objective.score(policy, PairCollator(pad_token_id=1)(pairs))
+    assert (int(scores.num_targets), int(scores.num_correct)) == (12, 9)
+
+
 def test_only_the_policy_learns(policy, reference, batch):
     objective = build_objective(build_args(), PreferenceConfig())
     objective.reference = reference
