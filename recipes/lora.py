@@ -25,7 +25,6 @@ from recipes_lib.models.heads import verify_loss_head
 from recipes_lib.models.loading import load_model_config, load_tokenizer
 from recipes_lib.publish.export import export_model
 from recipes_lib.report.page import build_report
-from recipes_lib.training.adapter_checks import AdapterChecks
 from recipes_lib.training.arguments import build_training_arguments
 from recipes_lib.training.launch import read_launch
 from recipes_lib.training.observer import build_observer
@@ -63,10 +62,8 @@ def main(config: RecipeConfig) -> None:
             data_collator=collate,
             processing_class=tokenizer,
             observer=observer,
-            loraplus_lr_ratio=config.adapter.loraplus_lr_ratio,
+            adapter=config.adapter,
         )
-        # Every part of the adapter must learn, nothing else may, and packed documents stay apart.
-        trainer.add_callback(AdapterChecks(model, config.adapter, say=observer.progress.say))
         if config.tokens.packing:
             prove_isolation(model, attention.layout)
         verify_loss_head(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tests.training.pairs import Narrator
 from tests.training.trajectories import Recorder
 from transformers import AutoTokenizer
 
@@ -13,12 +14,10 @@ from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.data.collators import PackedCollator
 from recipes_lib.models.adapters import add_adapter
 from recipes_lib.models.loading import load_causal_lm
-from recipes_lib.training.adapter_checks import AdapterChecks
 from recipes_lib.training.arguments import build_training_arguments
 from recipes_lib.training.launch import read_launch
 from recipes_lib.training.metrics import StepCounter
 from recipes_lib.training.observer import Observer
-from recipes_lib.training.progress import build_progress
 from recipes_lib.training.sft import SFTTrainer
 
 TRAINING: dict[str, Any] = {
@@ -41,15 +40,14 @@ def make_adapter_trainer(
     packs: Any,
     adapter: AdapterConfig,
     *,
-    loraplus_lr_ratio: float | None = None,
     quantization: Any = None,
     **training: Any,
 ) -> tuple[SFTTrainer, Recorder, list[str]]:
-    """Our trainer over ``adapter`` on the model, the steps that it records, and the lines that its checks say."""
+    """Our trainer over ``adapter`` on the model, the steps that it records, and the lines that are told."""
     keys = TRAINING | {"model_name_or_path": model_dir, "dataset_name": model_dir, "output_dir": output_dir} | training
     config = load_config("lora", [f"--{name}={value}" for name, value in keys.items()])
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    recorder = Recorder()
+    recorder, lines = Recorder(), list[str]()
     args = build_training_arguments(config, read_launch(), has_eval=False)
     model = add_adapter(load_causal_lm(config.model, "sdpa", quantization), adapter, seed=args.seed)
     trainer = SFTTrainer(
@@ -58,9 +56,7 @@ def make_adapter_trainer(
         train_dataset=packs,
         data_collator=PackedCollator(pad_token_id=tokenizer.pad_token_id),
         processing_class=tokenizer,
-        observer=Observer(StepCounter(), [], [recorder], build_progress(is_main=False)),
-        loraplus_lr_ratio=loraplus_lr_ratio,
+        observer=Observer(StepCounter(), [], [recorder], Narrator(lines)),
+        adapter=adapter,
     )
-    lines: list[str] = []
-    trainer.add_callback(AdapterChecks(model, adapter, say=lines.append))
     return trainer, recorder, lines

@@ -53,7 +53,7 @@ def test_a_sound_run_passes_every_check_and_says_so_once(make_run, init, keys):
     expected = {"adapter: all 21 frozen tensors stand still", "adapter: all 28 trained tensors have a gradient"}
     if init not in ("pissa", "olora"):
         expected.add("adapter: it changes no logit before it is trained")
-    assert sorted(lines) == sorted(expected)
+    assert sorted(line for line in lines if line.startswith("adapter: ")) == sorted(expected)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -174,7 +174,7 @@ def test_a_resumed_run_is_checked_too_and_ends_bit_for_bit_where_the_straight_on
         assert second.steps == recorder.steps[2:]
         pairs = zip(straight.model.parameters(), resumed.model.parameters(), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)
-        assert len(lines) == 2
+        assert len([line for line in lines if line.startswith("adapter: ")]) == 2
 
 
 def test_judging_leaves_out_what_cannot_have_a_gradient_yet():

@@ -80,8 +80,7 @@ def test_the_trainer_splits_once_and_resumes_bit_for_bit(tiny_model_dir, tmp_pat
             tiny_model_dir,
             tmp_path / folder,
             make_packs(),
-            AdapterConfig(use_peft=True, lora_r=4),
-            loraplus_lr_ratio=RATIO,
+            AdapterConfig(use_peft=True, lora_r=4, loraplus_lr_ratio=RATIO),
             save_strategy="steps",
             save_steps=2,
         )

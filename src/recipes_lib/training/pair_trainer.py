@@ -11,10 +11,7 @@ from accelerate.data_loader import BatchSamplerShard
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from recipes_lib.config.schema import AdapterConfig
-from recipes_lib.training.adapter_checks import AdapterChecks
 from recipes_lib.training.metrics import sum_over_processes
-from recipes_lib.training.optimizers import split_loraplus_groups
 from recipes_lib.training.pair_batches import Batch, PairScores, count_pairs
 from recipes_lib.training.recipe_trainer import RecipeTrainer
 
@@ -64,17 +61,13 @@ class PairTrainer(RecipeTrainer):
 
     router_aux_loss_coef = 0.0
 
-    def __init__(self, *, adapter: AdapterConfig | None = None, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         """Set the trainer up.
 
         Args:
-            adapter: What ``model`` is under, if it is under one; every part of it must learn, and nothing else may.
             **kwargs: As ``RecipeTrainer``; ``data_collator`` is a ``PairCollator``.
         """
-        self.adapter = adapter or AdapterConfig()
         super().__init__(**kwargs)
-        if self.adapter.use_peft:
-            self.add_callback(AdapterChecks(self.model, self.adapter, say=self.observer.progress.say))
         self.figures = PairFigures()
         # Before the one that writes, which puts down what the figures are by then.
         self.callback_handler.callbacks.insert(1, self.figures)
@@ -82,14 +75,6 @@ class PairTrainer(RecipeTrainer):
     @abstractmethod
     def score_pairs(self, model: nn.Module, batch: Batch) -> PairScores:
         """Score a batch."""
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Build the optimizer by name, and give the B matrices their rate."""
-        is_new, ratio = self.optimizer is None, self.adapter.loraplus_lr_ratio
-        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
-        if is_new and ratio is not None:
-            split_loraplus_groups(optimizer, self.model if model is None else model, ratio)
-        return optimizer
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device

@@ -21,12 +21,19 @@ from transformers import (
     TrainingArguments,
 )
 
+from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import DivergedError
 from recipes_lib.training.activation_checkpointing import read_selective
+from recipes_lib.training.adapter_checks import AdapterChecks
 from recipes_lib.training.checkpoints import rotate, write_complete
 from recipes_lib.training.fp8 import verify_fp8_layers
 from recipes_lib.training.observer import Observer
-from recipes_lib.training.optimizers import describe_groups, format_group, get_decay_names
+from recipes_lib.training.optimizers import (
+    describe_groups,
+    format_group,
+    get_decay_names,
+    split_loraplus_groups,
+)
 
 Batch = dict[str, Any]
 
@@ -57,6 +64,7 @@ class RecipeTrainer(Trainer):
         data_collator: Callable[[Sequence[Mapping[str, Any]]], Batch],
         processing_class: PreTrainedTokenizerBase,
         observer: Observer,
+        adapter: AdapterConfig | None = None,
         **options: Any,
     ) -> None:
         """Set upstream's trainer up over rows of tokens.
@@ -69,9 +77,13 @@ class RecipeTrainer(Trainer):
             data_collator: Rows to the batch that ``compute_loss`` takes.
             processing_class: The tokenizer, saved with every checkpoint.
             observer: What watches the run.
+            adapter: What ``model`` is under, if it is under one; every part of it must learn, and nothing else may.
             **options: Further arguments of upstream's trainer.
         """
         self.observer = observer
+        self.adapter = adapter or AdapterConfig()
+        # Before upstream has touched a weight.
+        checks = [AdapterChecks(model, self.adapter, say=observer.progress.say)] if self.adapter.use_peft else []
         super().__init__(
             model=model,
             args=args,
@@ -85,6 +97,8 @@ class RecipeTrainer(Trainer):
         # Right behind the one that decides what is due, so that the trackers behind report the figures added here.
         self.callback_handler.callbacks[1:1] = observer.callbacks
         self.add_callback(_TellGroups(observer.progress.say))
+        for check in checks:
+            self.add_callback(check)
         if args.mixed_precision == "fp8":
             verify_fp8_layers(self.model)
 
@@ -95,6 +109,14 @@ class RecipeTrainer(Trainer):
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Return the parameters that ``weight_decay`` applies to."""
         return get_decay_names(model, decay_embeddings=self.decay_embeddings)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Build the optimizer by name, and give an adapter's B matrices their rate."""
+        is_new, ratio = self.optimizer is None, self.adapter.loraplus_lr_ratio
+        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        if is_new and ratio is not None:
+            split_loraplus_groups(optimizer, self.model if model is None else model, ratio)
+        return optimizer
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, and evaluate once more at the end unless the last step was just evaluated."""
