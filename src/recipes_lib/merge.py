@@ -150,7 +150,7 @@ def _read_adapter(folder: Path) -> dict[str, Any]:
     settings: dict[str, Any] = {"revision": None, **json.loads(path.read_text(encoding="utf-8"))}
     if settings["task_type"] != "CAUSAL_LM":
         found = f"{folder} is an adapter for {settings['task_type']}, and only language models are merged"
-        raise ConfigError(Problem("--adapter", found, "load it on its base by PEFT"))
+        raise ConfigError(Problem("--adapter", found, "a reward model serves as it is, an adapter on its base"))
     return settings
 
 

@@ -19,8 +19,8 @@ from recipes_lib.models.adapters import (
     describe_adapter,
     is_taken_out_of_weights,
     read_adapter_state,
-    restate_for_original_base,
 )
+from recipes_lib.models.adapters_saved import restate_for_original_base
 from recipes_lib.models.attention import prove_isolation
 from recipes_lib.models.heads import add_loss_head, verify_loss_head
 

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from recipes_lib.errors import ConfigError
 from recipes_lib.models.scoring import RewardModel
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "reward.py"
@@ -87,6 +89,25 @@ def test_plain_transformers_reads_the_same_scores(folder):
     config = plain.config
     expected = (raw - config.reward_mean) / config.reward_std
     assert reward_model.score(chats) == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_an_adapter_is_a_reward_model_too(tiny_model_dir, tmp_path):
+    write_pairs(tmp_path / "pairs.jsonl")
+    done = run(tiny_model_dir, tmp_path, use_peft=True, lora_r=4)
+    assert done.returncode == 0, done.stderr
+    out = tmp_path / "out put"
+    reward_model = RewardModel.load(out)
+    base = AutoModelForSequenceClassification.from_pretrained(tiny_model_dir, num_labels=1)
+    plain = PeftModel.from_pretrained(base, out).eval()
+    chats = [[{"role": "user", "content": "Add."}, {"role": "assistant", "content": f"It is {n}."}] for n in range(4)]
+    raw = [plain(input_ids=torch.tensor([row])).logits.item() for row in reward_model.encode(chats)]
+    scale = json.loads((out / "reward_scale.json").read_text())
+    assert scale == json.loads((out / "reward_report.json").read_text())["scale"]
+    expected = [(score - scale["mean"]) / scale["std"] for score in raw]
+    assert reward_model.score(chats) == pytest.approx(expected, abs=1e-4)
+    (out / "reward_scale.json").unlink()
+    with pytest.raises(ConfigError, match=r"holds no reward_scale\.json"):
+        RewardModel.load(out)
 
 
 def test_the_same_command_again_trains_nothing(folder, tiny_model_dir):

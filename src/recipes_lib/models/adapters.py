@@ -3,37 +3,38 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from huggingface_hub import snapshot_download
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.utils import ModulesToSaveWrapper
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.adapter_layers import check_layers, name_whole_modules, stores_transposed
+from recipes_lib.models.adapters_saved import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    TAKEN_OUT_OF_WEIGHTS,
+    TaskType,
+    check_base,
+    check_saved,
+    has_such_an_init,
+    read_commit,
+)
 from recipes_lib.models.loading import explained
 from recipes_lib.models.quantization import keep_differentiable
-
-ADAPTER_CONFIG: Final = "adapter_config.json"
-ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
-
-TaskType = Literal["CAUSAL_LM", "SEQ_CLS"]
 
 _INITS: Final = {"default": True, "pissa": "pissa_niter_16"}
 """PEFT's name of an ``init_lora_weights`` where it is another; 16 iterations find the directions that an exact
 decomposition would take hours for."""
-_TAKEN_OUT_OF_WEIGHTS: Final = ("pissa", "olora")
-"""Beginnings of the inits that leave the base without what they put into the adapter."""
 
 
 def add_adapter(
@@ -65,7 +66,7 @@ def add_adapter(
     if problems := [*check_layers(model, config)]:
         raise ConfigError(*problems)
     init, whole, tied = config.init_lora_weights, *name_whole_modules(model, config)
-    before = compute_probe_logits(model) if init in _TAKEN_OUT_OF_WEIGHTS else None
+    before = compute_probe_logits(model) if init in TAKEN_OUT_OF_WEIGHTS else None
     settings = LoraConfig(
         task_type=task_type,
         r=config.lora_r,
@@ -81,7 +82,7 @@ def add_adapter(
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        adapted = get_peft_model(model, settings, revision=_read_commit(model))
+        adapted = get_peft_model(model, settings, revision=read_commit(model))
     if tied:
         _verify_tie(adapted)
         # PEFT took the head out of the list, by which it would know, on loading, that there is a tie to make.
@@ -130,7 +131,7 @@ def load_adapter(
         is_folder = Path(name).is_dir()
         folder = Path(name if is_folder else snapshot_download(name, allow_patterns=[ADAPTER_CONFIG, ADAPTER_WEIGHTS]))
         saved = PeftConfig.from_pretrained(str(folder))
-    problems = [*_check_saved(saved, folder, task_type), *([] if on_any_base else _check_base(saved, model))]
+    problems = [*check_saved(saved, folder, task_type), *([] if on_any_base else check_base(saved, model))]
     if problems:
         raise ConfigError(*(Problem(key, f"{name} {found}", remedy) for found, remedy in problems))
     saved.lora_dropout = dropout
@@ -209,7 +210,7 @@ def adapters_off(model: PeftModel) -> Iterator[None]:
 
 def is_taken_out_of_weights(model: PeftModel) -> bool:
     """Return whether the base lacks what the adapter began with, as after ``pissa`` and ``olora``."""
-    return _has_such_an_init(model.peft_config[model.active_adapter])
+    return has_such_an_init(model.peft_config[model.active_adapter])
 
 
 def compute_probe_logits(model: Any) -> Tensor:
@@ -253,72 +254,6 @@ def describe_adapter(model: PeftModel) -> dict[str, Any]:
         "num_trained_parameters": num_trained,
         "num_parameters": num_parameters,
     }
-
-
-def restate_for_original_base(folder: Path, initial_factors: dict[str, Tensor]) -> None:
-    """Rewrite a saved adapter of ``pissa`` or ``olora`` so that it fits the weights it was taken out of.
-
-    The base lost ``s B0 A0`` and gained ``s B A``: together ``s [B, -B0] [A; A0]``, an adapter of twice the rank at the
-    same scale ``s``. Unlike PEFT's own conversion it keeps DoRA's magnitudes and the modules trained whole.
-
-    Args:
-        folder: Of the saved adapter.
-        initial_factors: ``A0`` and ``B0`` by their names in the file, as ``add_adapter`` left them on the model.
-
-    Source: PEFT's ``LoraModel.subtract_mutated_init``; ``tests/models/test_adapters.py``.
-    """
-    weights = load_file(folder / ADAPTER_WEIGHTS)
-    for name, initial in initial_factors.items():
-        parts = [weights[name], initial] if ".lora_A." in name else [weights[name], -initial]
-        weights[name] = torch.cat(parts, dim=0 if ".lora_A." in name else 1).contiguous()
-    save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    settings = LoraConfig.from_pretrained(str(folder))
-    settings.r *= 2
-    settings.lora_alpha *= 2**0.5 if settings.use_rslora else 2
-    settings.init_lora_weights = True
-    settings.save_pretrained(str(folder))
-
-
-def _check_saved(saved: PeftConfig, folder: Path, task_type: str) -> Iterator[tuple[str, str]]:
-    """What was found and what to do, where a saved adapter cannot be loaded whichever model it is for."""
-    if saved.peft_type != "LORA":
-        yield f"is a {saved.peft_type} adapter", "name a LoRA adapter"
-        return
-    if not (folder / ADAPTER_WEIGHTS).is_file():
-        yield f"has no {ADAPTER_WEIGHTS}", "pickled weights could run code: convert them where you trust them"
-    if saved.task_type != task_type:
-        yield f"was trained for {saved.task_type}, and this is {task_type}", "merge it first: `recipes merge`"
-    if saved.bias != "none":
-        yield "trains biases of the base, which stay when it is switched off", "name an adapter with bias: none"
-    if _has_such_an_init(saved):
-        found = f"fits a base that {saved.init_lora_weights} had taken it out of, and that no file holds"
-        yield found, "name the output directory of its run, not a checkpoint"
-
-
-def _check_base(saved: PeftConfig, model: PreTrainedModel) -> Iterator[tuple[str, str]]:
-    """What was found and what to do, where the base is another than the one that the adapter was trained on."""
-    wanted, given = saved.base_model_name_or_path, str(model.name_or_path)
-    if wanted is None:
-        return
-    if wanted != given and Path(wanted).resolve() != Path(given).resolve():
-        remedy = f"name that one, or write {given} into its {ADAPTER_CONFIG} if they are the same"
-        yield f"was trained on {wanted}, and the model is {given}", remedy
-        return
-    commits = [saved.revision or "", _read_commit(model) or ""]
-    if commits[0] != commits[1] and all(re.fullmatch(r"[0-9a-f]{40}", commit) for commit in commits):
-        yield (
-            f"was trained on commit {commits[0]} of {wanted}, and this is {commits[1]}",
-            f"set model_revision: {commits[0]}",
-        )
-
-
-def _has_such_an_init(settings: PeftConfig) -> bool:
-    return str(settings.init_lora_weights).startswith(_TAKEN_OUT_OF_WEIGHTS)
-
-
-def _read_commit(model: PreTrainedModel) -> str | None:
-    """The commit of the Hub repository that a model came from; ``None`` for a folder."""
-    return getattr(model.config, "_commit_hash", None)
 
 
 def _verify_tie(model: PeftModel) -> None:

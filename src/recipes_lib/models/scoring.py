@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +18,16 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
-from recipes_lib.errors import DataError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.models.adapters import load_adapter
+from recipes_lib.models.adapters_saved import find_adapter, read_base
 from recipes_lib.models.attention import choose_kernel
 from recipes_lib.models.loading import load_model_config, load_tokenizer
 from recipes_lib.models.reward_tokens import Answer, encode_answers
 from recipes_lib.models.score_head import add_score_head, load_reward_model
+
+SCALE_FILE: Final = "reward_scale.json"
+"""Statistics of a reward model that was saved as an adapter, whose folder has no configuration of the model."""
 
 Overlong = Literal["error", "nan"]
 """What becomes of an input that is longer than the model's positions: a ``DataError``, or the score NaN."""
@@ -56,7 +62,7 @@ class RewardModel:
 
     @classmethod
     def load(cls, name: str | Path, *, revision: str | None = None, device: str = "cpu") -> RewardModel:
-        """A saved reward model, in evaluation mode and the precision that it was saved in.
+        """A saved reward model, in evaluation mode and the precision that it was saved in; an adapter on its base.
 
         Args:
             name: Folder or Hub id.
@@ -64,16 +70,22 @@ class RewardModel:
             device: Where it runs.
 
         Raises:
-            ConfigError: It cannot be loaded, or its checkpoint has no head.
+            ConfigError: It cannot be loaded, its checkpoint has no head, or it is an adapter without its scale.
         """
-        config = ModelConfig(model_name_or_path=str(name), model_revision=revision, dtype="auto")
+        adapter = find_adapter(str(name), revision)
+        saved = ModelConfig(model_name_or_path=str(name), model_revision=revision, dtype="auto")
+        config = saved if adapter is None else replace(saved, **read_base(adapter)._asdict())
         model_config, _ = load_model_config(config)
         kernel = choose_kernel(
             model_config, None, device=torch.device(device), compute_dtype=torch.float32, packing=False
         )
-        model = load_reward_model(config, kernel.implementation, seed=None)
+        # The head of an adapter is in its own file, whatever its base has.
+        model: Any = load_reward_model(config, kernel.implementation, seed=None if adapter is None else 0)
         add_score_head(model)
-        return cls(model.to(device).eval(), load_tokenizer(config, TokensConfig()))  # type: ignore[arg-type]
+        if adapter is not None:
+            model = load_adapter(model, str(adapter), task_type="SEQ_CLS")
+            store_reward_statistics(model, _read_scale(adapter))
+        return cls(model.to(device).eval(), load_tokenizer(saved, TokensConfig()))
 
     def encode(self, answers: Sequence[Answer]) -> list[list[int]]:
         """Token ids of each answer behind its prompt; the last one ends the answer.
@@ -92,8 +104,7 @@ class RewardModel:
             DataError: As ``encode_answers`` and ``compute_raw_scores``.
         """
         raw = self.compute_raw_scores(self.encode(answers), overlong=overlong)
-        config = self.model.config
-        mean, std = getattr(config, "reward_mean", 0.0), getattr(config, "reward_std", 1.0)
+        mean, std = read_reward_statistics(self.model) or (0.0, 1.0)
         return [(score - mean) / std for score in raw]
 
     def compute_raw_scores(self, rows: Sequence[TokenIds], *, overlong: Overlong = "error") -> list[float]:
@@ -158,6 +169,21 @@ def compute_reward_statistics(raw_scores: Sequence[float]) -> RewardStatistics:
 def store_reward_statistics(model: Any, computed: RewardStatistics) -> None:
     """Write the statistics into the model's configuration, with which they are saved and by which ``score`` goes."""
     model.config.reward_mean, model.config.reward_std = computed
+
+
+def read_reward_statistics(model: Any) -> RewardStatistics | None:
+    """Return the statistics that ``store_reward_statistics`` left; ``None`` before."""
+    config = model.config
+    return RewardStatistics(config.reward_mean, config.reward_std) if hasattr(config, "reward_mean") else None
+
+
+def _read_scale(adapter: Path) -> RewardStatistics:
+    try:
+        return RewardStatistics(**json.loads((adapter / SCALE_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        found = f"{adapter} holds no {SCALE_FILE}, without which its scores mean nothing beside others"
+        remedy = "name the output directory of a finished run of recipes/reward.py"
+        raise ConfigError(Problem("model_name_or_path", found, remedy)) from error
 
 
 def _cut(by_length: Sequence[int], rows: Sequence[TokenIds]) -> Iterator[list[int]]:

@@ -15,14 +15,14 @@ from transformers import Trainer
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.adapters import (
-    ADAPTER_WEIGHTS,
     compute_probe_logits,
     find_logit_shift,
     load_adapter,
     load_fresh_base,
     read_adapter_state,
-    restate_for_original_base,
 )
+from recipes_lib.models.adapters_saved import ADAPTER_WEIGHTS, restate_for_original_base
+from recipes_lib.models.scoring import SCALE_FILE, read_reward_statistics
 from recipes_lib.publish.card import write_card
 
 INDEX: Final = "model.safetensors.index.json"
@@ -141,10 +141,12 @@ def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor, 
 
 
 def _complete_adapter(model: PeftModel, folder: Path) -> None:
-    """Write what PEFT leaves out: where answers stop, and the terms of the original weights."""
+    """Write what PEFT leaves out: where answers stop, the scale of scores, and the terms of the original weights."""
     base: Any = model.get_base_model()
     if base.can_generate():
         base.generation_config.save_pretrained(folder)
+    if (scale := read_reward_statistics(base)) is not None:
+        (folder / SCALE_FILE).write_text(json.dumps(scale._asdict()), encoding="utf-8")
     if hasattr(model, "initial_factors"):
         restate_for_original_base(folder, model.initial_factors)
 

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedToken
 
 from recipes_lib.config.schema import ModelConfig, QuantizationConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.adapters import ADAPTER_WEIGHTS, adapters_off, load_adapter
+from recipes_lib.models.adapters import adapters_off, load_adapter
+from recipes_lib.models.adapters_saved import ADAPTER_WEIGHTS
 from recipes_lib.models.agreement import compare, compute_next_token_logps
 from recipes_lib.models.attention import choose_kernel
 from recipes_lib.models.loading import load_causal_lm, load_model_config

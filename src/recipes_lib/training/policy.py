@@ -8,7 +8,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.models.adapters import TaskType, add_adapter
+from recipes_lib.models.adapters import add_adapter
+from recipes_lib.models.adapters_saved import TaskType
 from recipes_lib.models.dropout import disable_dropout
 from recipes_lib.models.loading import load_causal_lm
 from recipes_lib.models.quantization import build_quantization_config
