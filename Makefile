@@ -61,6 +61,8 @@ bench: $(STAMP) ## side-by-side benchmarks against transformers and TRL as insta
 	@$(PYTHON) benchmarks/training.py --output build/bench/training.json
 	@$(PYTHON) benchmarks/token_shards.py --megabytes 8 --rounds 3 --output build/bench/token_shards.json
 	@$(PYTHON) benchmarks/pretraining.py --rounds 2 --steps 24 --output build/bench/pretraining.json
+	@$(PYTHON) benchmarks/preferences.py --rounds 2 --output build/bench/preferences.json
+	@$(PYTHON) benchmarks/lora.py --rounds 2 --output build/bench/lora.json
 	@$(PYTHON) benchmarks/activation_checkpointing.py --output build/bench/activation_checkpointing.json
 
 docs: $(STAMP) ## write docs/configs.md, and check every link, path and command in the documentation

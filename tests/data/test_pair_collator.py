@@ -12,7 +12,7 @@ from recipes_lib.data.packing import pack_best_fit
 from recipes_lib.data.pair_collator import PairCollator
 
 PAD = 0
-LAYOUTS = ["shared", "separate", "flat"]
+LAYOUTS = ["shared", "shared_flat", "separate", "flat"]
 sizes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=7)
 
 
@@ -41,6 +41,10 @@ def may_see(batch: dict[str, torch.Tensor], query: int, key: int) -> bool:
     width = batch["input_ids"].shape[1]
     if query // width != key // width or key > query:
         return False
+    if "part_lengths" in batch:
+        lengths = batch["part_lengths"].flatten().tolist()
+        parts = [number for number, length in enumerate(lengths) for _ in range(length)]
+        return parts[query] // 3 == parts[key] // 3 and parts[key] % 3 in (0, parts[query] % 3)
     if "branch_ids" in batch:
         pair, branch = batch["pair_ids"].flatten().tolist(), batch["branch_ids"].flatten().tolist()
         return pair[query] == pair[key] and branch[key] in (0, branch[query])
@@ -73,10 +77,11 @@ def test_each_token_of_an_answer_is_predicted_once_from_its_own_past(sizes, layo
 def test_shapes_types_and_counts(sizes, layout):
     rows = rows_of(sizes)
     batch = collate(rows, layout)
-    documents = [sum(lengths) if layout == "shared" else lengths[0] + lengths[at] for lengths in sizes for at in (1, 2)]
-    documents = documents[::2] if layout == "shared" else documents
+    is_shared = layout.startswith("shared")
+    documents = [sum(lengths) if is_shared else lengths[0] + lengths[at] for lengths in sizes for at in (1, 2)]
+    documents = documents[::2] if is_shared else documents
     num_rows, width = batch["input_ids"].shape
-    if layout == "flat":
+    if layout.endswith("flat"):
         assert (num_rows, width) == (1, sum(documents))
     else:
         assert width == max(documents)
@@ -86,6 +91,7 @@ def test_shapes_types_and_counts(sizes, layout):
     grids = {"input_ids", "position_ids"} | ({"pair_ids", "branch_ids"} if layout == "shared" else set())
     lists = {"predictors", "targets", "sequence_ids", "last_positions", "num_completion_tokens", "num_tokens"}
     bounds = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"} if layout == "flat" else set()
+    bounds |= {"part_lengths"} if layout == "shared_flat" else set()
     assert set(batch) == grids | lists | bounds
     assert {batch[name].shape for name in grids} == {(num_rows, width)}
     assert {batch[name].dtype for name in grids | lists} == {torch.int64}
@@ -117,6 +123,7 @@ def test_the_flat_layout_tells_where_documents_begin(sizes):
     assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == np.cumsum([0, *lengths]).tolist()
     assert batch["cu_seq_lens_q"].dtype == torch.int32
     assert batch["max_length_q"] == batch["max_length_k"] == max(lengths)
+    assert collate(rows_of(sizes), "shared_flat")["part_lengths"].tolist() == [list(pair) for pair in sizes]
 
 
 @pytest.mark.parametrize("layout", ["shared", "separate"])

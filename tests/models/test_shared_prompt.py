@@ -34,7 +34,12 @@ from transformers import (
 
 from recipes_lib.data.pair_collator import PairCollator
 from recipes_lib.models import shared_prompt
-from recipes_lib.models.shared_prompt import build_shared_prompt_mask, prove_shared_prompt, supports_shared_prompt
+from recipes_lib.models.shared_prompt import (
+    build_shared_prompt_bounds,
+    build_shared_prompt_mask,
+    prove_shared_prompt,
+    supports_shared_prompt,
+)
 from recipes_lib.models.varlen import register_varlen
 
 SHAPE: dict[str, Any] = {
@@ -66,7 +71,8 @@ NARROW_CONFIGS: dict[str, PreTrainedConfig] = {
     "gemma2": Gemma2Config(**SHAPE, **NARROW),
     "gemma3": Gemma3TextConfig(**SHAPE, **NARROW),
 }
-PAIRS = [pair for pair in itertools.product(CONFIGS, ("eager", "sdpa")) if pair != ("gemma2", "sdpa")]
+CAPS_LOGITS = {("gemma2", "sdpa"), ("gemma2", "varlen")}
+PAIRS = [pair for pair in itertools.product(CONFIGS, ("eager", "sdpa", "varlen")) if pair not in CAPS_LOGITS]
 MAX_LENGTH = 25
 
 sizes = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4)
@@ -95,7 +101,13 @@ def build_inputs(batch: dict[str, Any], kernel: str) -> dict[str, Any]:
     inputs |= {name: value for name, value in batch.items() if name.startswith(("cu_seq", "max_length"))}
     if "pair_ids" in batch:
         inputs["attention_mask"] = build_shared_prompt_mask(batch["pair_ids"], batch["branch_ids"], kernel)
+    if "part_lengths" in batch:
+        inputs |= build_shared_prompt_bounds(batch["part_lengths"])
     return inputs
+
+
+def collate(rows: list[dict[str, np.ndarray]], kernel: str) -> dict[str, Any]:
+    return PairCollator(pad_token_id=0, layout="shared_flat" if kernel == "varlen" else "shared")(rows)
 
 
 def compute_scores(model: PreTrainedModel, batch: dict[str, Any], kernel: str, **changes: Any) -> Tensor:
@@ -148,11 +160,26 @@ def test_the_mask_is_the_rule_place_by_place(sizes: list[tuple[int, int, int]], 
     assert allowed.diagonal(dim1=-2, dim2=-1).all()
 
 
-@pytest.mark.parametrize(("name", "kernel"), PAIRS)
+@given(sizes)
+def test_the_keys_of_each_part_are_its_prompt_and_itself(sizes: list[tuple[int, int, int]]) -> None:
+    bounds = build_shared_prompt_bounds(torch.tensor(sizes))
+    starts, keys = bounds["cu_seq_lens_q"].tolist(), bounds["cu_seq_lens_k"].tolist()
+    places = [list(range(*ends)) for ends in itertools.pairwise(starts)]
+    found = [bounds["shared_prompt_index"][slice(*ends)].tolist() for ends in itertools.pairwise(keys)]
+    assert found == [(places[part - part % 3] if part % 3 else []) + own for part, own in enumerate(places)]
+    assert [sum(pair) for pair in sizes] == np.diff(starts[::3]).tolist()
+    assert bounds["max_length_q"] == max(map(len, places))
+    assert bounds["max_length_k"] == max(map(len, found))
+    assert bounds["cu_seq_lens_q"].dtype == bounds["cu_seq_lens_k"].dtype == torch.int32
+
+
+@pytest.mark.parametrize(("name", "kernel"), [*PAIRS, ("narrow mistral", "varlen"), ("narrow gemma3", "varlen")])
 def test_states_scores_and_gradients_are_those_of_each_answer_alone(name: str, kernel: str) -> None:
-    model, rows = make_model(CONFIGS[name], kernel), make_rows()
-    batch = PairCollator(pad_token_id=0)(rows)
-    assert batch["input_ids"].shape[1] < batch["num_tokens"], "several pairs share a row, or there are several rows"
+    config = NARROW_CONFIGS[name.removeprefix("narrow ")] if name.startswith("narrow") else CONFIGS[name]
+    model, rows = make_model(config, kernel), make_rows()
+    batch = collate(rows, kernel)
+    num_rows, width = batch["input_ids"].shape
+    assert num_rows * width > 32 or num_rows > 1, "pairs share a row, and there are several of them"
     with torch.no_grad():
         outputs = model(**build_inputs(batch, kernel), use_cache=False, output_hidden_states=True)
         states, logits = outputs.hidden_states[-1].flatten(0, 1), outputs.logits.flatten(0, 1)
@@ -219,11 +246,12 @@ def test_what_is_proved_above_can_fail(mutate: Any) -> None:
     assert (together - apart).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize(("name", "kernel"), PAIRS)
+@pytest.mark.parametrize(("name", "kernel"), [*PAIRS, ("narrow mistral", "varlen"), ("narrow gemma3", "varlen")])
 def test_a_model_is_supported_and_proved(name: str, kernel: str) -> None:
-    model = make_model(CONFIGS[name], kernel).train()
+    config = NARROW_CONFIGS[name.removeprefix("narrow ")] if name.startswith("narrow") else CONFIGS[name]
+    model = make_model(config, kernel).train()
     state = torch.get_rng_state()
-    assert supports_shared_prompt(CONFIGS[name], kernel, max_length=MAX_LENGTH) is None
+    assert supports_shared_prompt(config, kernel, max_length=MAX_LENGTH) is None
     assert prove_shared_prompt(model) is None
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)
@@ -231,7 +259,7 @@ def test_a_model_is_supported_and_proved(name: str, kernel: str) -> None:
 
 def test_a_reward_model_and_half_precision_are_proved() -> None:
     assert prove_shared_prompt(make_model(CONFIGS["llama"], "sdpa", AutoModelForSequenceClassification)) is None
-    for kernel in ("sdpa", "eager"):
+    for kernel in ("sdpa", "eager", "varlen"):
         assert prove_shared_prompt(make_model(CONFIGS["llama"], kernel).bfloat16()) is None
 
 
@@ -254,7 +282,6 @@ def test_a_window_that_no_layer_uses_is_no_obstacle() -> None:
 @pytest.mark.parametrize(
     ("config", "kernel", "reason"),
     [
-        (CONFIGS["llama"], "varlen", "attn_implementation: varlen takes no mask"),
         (CONFIGS["llama"], "flash_attention_2", "attn_implementation: flash_attention_2 takes no mask"),
         (BloomConfig(), "eager", "a bloom model takes no position_ids"),
         (MambaConfig(), "eager", "a mamba model has linear_attention layers"),
@@ -295,6 +322,39 @@ def build_mask_with(change: Any) -> Any:
 def test_a_mask_that_leaks_is_found(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     monkeypatch.setattr(shared_prompt, "build_shared_prompt_mask", build_mask_with(change))
     assert "one moves by" in str(prove_shared_prompt(make_model(CONFIGS["llama"], "sdpa")))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda bounds: {name: value for name, value in bounds.items() if name != "shared_prompt_index"},
+        lambda bounds: bounds | {"cu_seq_lens_q": bounds["cu_seq_lens_q"][::3], "shared_prompt_index": None},
+    ],
+    ids=["an answer without its prompt", "one document of a pair"],
+)
+def test_bounds_that_do_not_arrive_are_found(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    monkeypatch.setattr(
+        shared_prompt, "build_shared_prompt_bounds", lambda lengths: change(build_shared_prompt_bounds(lengths))
+    )
+    assert "one moves by" in str(prove_shared_prompt(make_model(CONFIGS["llama"], "varlen")))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["llama", "narrow mistral"])
+def test_on_cuda_bounds_give_what_a_mask_gives(name: str) -> None:
+    config = NARROW_CONFIGS["mistral"] if name.startswith("narrow") else CONFIGS[name]
+    model, rows = make_model(config, "varlen").cuda(), make_rows()
+    batch = collate(rows, "varlen")
+    inputs = build_inputs(batch, "varlen")
+    inputs = {key: value.cuda() if isinstance(value, Tensor) else value for key, value in inputs.items()}
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        logits = model(**inputs, use_cache=False).logits.flatten(0, 1).float()
+        for sequence, (ids, start) in enumerate(iterate_alone(rows)):
+            alone = model(input_ids=ids[None].cuda(), use_cache=False).logits[0, start - 1 : -1].float()
+            own = batch["predictors"][batch["sequence_ids"] == sequence]
+            torch.testing.assert_close(logits[own], alone, rtol=5e-2, atol=5e-2)
+    assert prove_shared_prompt(model.bfloat16()) is None
 
 
 def change_inputs(model: PreTrainedModel, change: Any) -> PreTrainedModel:

@@ -20,6 +20,8 @@ from transformers import (
 )
 
 from recipes_lib.errors import ConfigError
+from recipes_lib.models import attention as kernels
+from recipes_lib.models.varlen import register_varlen
 from recipes_lib.training import pair_attention
 from recipes_lib.training.pair_attention import (
     PairAttention,
@@ -98,9 +100,17 @@ def test_an_unknown_kernel_is_refused_whatever_the_layout(tmp_path):
             choose(tmp_path, LLAMA, shared_prompt=shared_prompt, kernel="nonsense")
 
 
-def test_a_kernel_for_flat_batches_takes_no_mask(tmp_path):
-    chosen = choose(tmp_path, LLAMA, kernel="varlen")
-    assert (chosen.implementation, chosen.layout) == ("varlen", "flat")
+@pytest.mark.parametrize("model_config", [LLAMA, WINDOWED], ids=lambda c: c.model_type)
+def test_a_kernel_that_goes_by_bounds_shares_prompts_in_one_row_whatever_the_window(tmp_path, model_config):
+    chosen = choose(tmp_path, model_config, kernel="varlen")
+    assert chosen == PairAttention("varlen", "shared_flat", packing=True, reason="")
+
+
+def test_a_kernel_that_takes_neither_mask_nor_parts_gets_documents(tmp_path, monkeypatch):
+    monkeypatch.setitem(kernels.FLASH_IS_INSTALLED, "flash_attention_2", lambda: True)
+    monkeypatch.setattr(kernels, "_refusal", lambda *_: None)
+    chosen = choose(tmp_path, LLAMA, kernel="flash_attention_2")
+    assert (chosen.implementation, chosen.layout) == ("flash_attention_2", "flat")
     assert "takes no mask" in chosen.reason
 
 
@@ -145,6 +155,16 @@ def test_a_leak_between_answers_alone_leaves_documents_packed(tmp_path, model, m
     monkeypatch.setattr(pair_attention, "prove_shared_prompt", lambda model: "answers see each other")
     settled = prove_pair_attention(configure(tmp_path), SHARED, model)
     assert settled == PairAttention("sdpa", "separate", packing=True, reason="answers see each other")
+
+
+def test_parts_in_one_row_that_leak_fall_back_to_documents_in_one_row(tmp_path, monkeypatch, tiny_model_dir):
+    register_varlen()
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, attn_implementation="varlen")
+    chosen = PairAttention("varlen", "shared_flat")
+    assert prove_pair_attention(configure(tmp_path), chosen, model) == chosen
+    monkeypatch.setattr(pair_attention, "prove_shared_prompt", lambda model: "answers see each other")
+    settled = prove_pair_attention(configure(tmp_path), chosen, model)
+    assert settled == PairAttention("varlen", "flat", packing=True, reason="answers see each other")
 
 
 def test_a_flat_batch_that_leaks_has_nothing_to_fall_back_to(tmp_path, model, monkeypatch):

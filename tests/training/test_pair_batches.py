@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from tests.training.pairs import make_pairs
@@ -10,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from recipes_lib.data.pair_collator import PairCollator
 from recipes_lib.models.heads import add_loss_head
+from recipes_lib.models.varlen import register_varlen
 from recipes_lib.training.pair_batches import (
     PairScores,
     compute_answer_logps,
@@ -28,6 +31,7 @@ def pairs():
 
 
 def load(model_dir, implementation):
+    register_varlen()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation=implementation)
     with torch.no_grad():
@@ -53,8 +57,9 @@ def alone(tiny_model_dir, pairs):
 
 @pytest.mark.parametrize("ld_alpha", [None, 0.0, 0.3])
 @pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("layout", ["shared", "separate"])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("implementation", "layout"), [*product(["sdpa", "eager"], ["shared", "separate"]), ("varlen", "shared_flat")]
+)
 def test_the_log_probability_of_an_answer_is_that_of_plain_transformers(
     tiny_model_dir, pairs, alone, implementation, layout, packing, ld_alpha
 ):
@@ -83,6 +88,8 @@ def test_a_model_takes_what_keeps_the_answers_apart_and_no_more(tiny_model_dir, 
     flat = read_inputs(model, PairCollator(pad_token_id=1, layout="flat")(list(pairs)))
     bounds = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
     assert flat.keys() == {"input_ids", "position_ids", *bounds}
+    parts = read_inputs(model, PairCollator(pad_token_id=1, layout="shared_flat")(list(pairs)))
+    assert parts.keys() == {"input_ids", "position_ids", "shared_prompt_index", *bounds}
 
 
 def test_all_chosen_answers_come_before_all_rejected_ones(pairs):

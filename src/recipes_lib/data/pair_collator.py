@@ -12,7 +12,7 @@ import torch
 
 from recipes_lib.data.packing import IntArray, choose_bins
 
-PairLayout = Literal["shared", "separate", "flat"]
+PairLayout = Literal["shared", "shared_flat", "separate", "flat"]
 
 PADDING: Final = -1
 """Value of ``pair_ids`` and ``branch_ids`` in padding."""
@@ -31,7 +31,8 @@ class PairCollator:
 
     In the ``shared`` layout a document is a pair, ``prompt, chosen, rejected``, and both answers stand at the positions
     right behind the prompt; only a mask keeps them apart, which the model's room builds from ``pair_ids`` and
-    ``branch_ids``. In the others a document is a prompt with one answer, kept apart by restarting positions and no
+    ``branch_ids``. ``shared_flat`` is the same in one row, for kernels that take bounds: they are made of
+    ``part_lengths``. In the others a document is a prompt with one answer, kept apart by restarting positions and no
     mask, as ``PackedCollator`` does: ``separate`` for sdpa and eager, ``flat`` in one row for kernels that take
     document boundaries.
 
@@ -42,7 +43,7 @@ class PairCollator:
     Attributes:
         pad_token_id: Id written into padding; told by length and never by id, so it may be the end token's.
         layout: How the two answers stand beside each other.
-        packing: Whether documents share rows; ``flat`` has but one row.
+        packing: Whether documents share rows; ``flat`` and ``shared_flat`` have but one row.
 
     Source: hidden states, scores and gradients are those of each answer alone, ``tests/models/test_shared_prompt.py``.
     """
@@ -64,6 +65,7 @@ class PairCollator:
             - ``input_ids`` and ``position_ids``, ``(R, L)``; positions are 0 in padding.
             - ``shared``: ``pair_ids``, number of the pair in ``rows``, and ``branch_ids``, 0 in a prompt, 1 in a chosen
               answer, 2 in a rejected one; ``(R, L)``, both -1 in padding.
+            - ``shared_flat``: ``part_lengths``, ``(P, 3)``: tokens of each prompt, chosen answer and rejected answer.
             - ``flat``: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, ``int32 (2P + 1,)``; ``max_length_q`` and
               ``max_length_k``, int.
             - ``predictors``, ``(N,)``: places in ``R * L`` that predict the answers' tokens; ``targets``, ``(N,)``:
@@ -74,13 +76,15 @@ class PairCollator:
             - ``margin``, ``ref_chosen_logp``, ``ref_rejected_logp``: ``float32 (P,)``, those that ``rows`` have.
         """
         pairs = [[np.asarray(row[name], np.int64) for name in _PARTS] for row in rows]
-        is_shared = self.layout == "shared"
+        is_shared = self.layout in ("shared", "shared_flat")
         documents = pairs if is_shared else [[prompt, answer] for prompt, *answers in pairs for answer in answers]
         lengths = np.array([sum(map(len, parts)) for parts in documents])
         starts, shape = self._place(lengths)
         batch = _fill(documents, starts, shape, self.pad_token_id)
-        if is_shared:
+        if self.layout == "shared":
             batch |= _name_branches(pairs, starts, shape)
+        elif self.layout == "shared_flat":
+            batch["part_lengths"] = np.array([[len(part) for part in parts] for parts in pairs])
         batch |= _find_predictors(pairs, starts, is_shared=is_shared)
         batch["num_tokens"] = np.array(lengths.sum())
         for name in PAIR_FIGURES:
@@ -91,7 +95,7 @@ class PairCollator:
 
     def _place(self, lengths: IntArray) -> tuple[IntArray, tuple[int, int]]:
         """Where each document begins, in the batch laid end to end, and how many rows of how many tokens there are."""
-        if self.layout == "flat":
+        if self.layout in ("flat", "shared_flat"):
             return np.cumsum(lengths) - lengths, (1, int(lengths.sum()))
         width = int(lengths.max())
         bins = choose_bins(lengths, width, packing=self.packing)

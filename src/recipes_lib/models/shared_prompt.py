@@ -1,4 +1,4 @@
-"""One copy of a prompt for both answers of a pair: the mask that keeps them apart, and the proof that it does."""
+"""One copy of a prompt for both answers of a pair: what keeps them apart, and the proof that it does."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedConfig
 
 from recipes_lib.errors import ConfigError
@@ -14,6 +15,9 @@ from recipes_lib.models.attention import choose_kernel
 
 TAKES_A_MASK: Final = ("sdpa", "eager")
 """Every ``attn_implementation`` that goes by whatever mask it is given."""
+
+TAKES_BOUNDS: Final = ("varlen",)
+"""Every one that goes by where each part of a pair begins."""
 
 _COUNTS_PLACES: Final = {"gpt_neo"}
 """Models whose own masks, cut out by place and not by position, apply besides the one given."""
@@ -57,6 +61,34 @@ def build_shared_prompt_mask(pair_ids: Tensor, branch_ids: Tensor, implementatio
     return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, torch.finfo(torch.float32).min)
 
 
+def build_shared_prompt_bounds(lengths: Tensor) -> dict[str, Tensor | int]:
+    """What a kernel that goes by bounds takes instead of a mask: each part of a pair asks, its prompt and it answer.
+
+    Args:
+        lengths: ``int64 (P, 3)``: tokens of each prompt, chosen answer and rejected answer, all of which stand behind
+            each other in one row.
+
+    Returns:
+        ``cu_seq_lens_q``, ``int32 (3P + 1,)``: where the parts begin and end in the row; ``cu_seq_lens_k``, the same in
+        their keys laid end to end; ``max_length_q`` and ``max_length_k``, int; ``shared_prompt_index``, ``int64 (K,)``:
+        the place in the row of each key.
+    """
+    parts = lengths.flatten()
+    before = torch.stack([torch.zeros_like(lengths[:, 0]), lengths[:, 0], lengths[:, 0]], dim=1).flatten()
+    keys, starts = parts + before, parts.cumsum(0) - parts
+    prompts = starts.view(-1, 3)[:, :1].expand(-1, 3).flatten()
+    places = torch.arange(int(keys.sum())) - (keys.cumsum(0) - keys).repeat_interleave(keys)
+    is_prompt = places < before.repeat_interleave(keys)
+    index = places + torch.where(is_prompt, prompts.repeat_interleave(keys), (starts - before).repeat_interleave(keys))
+    return {
+        "cu_seq_lens_q": functional.pad(parts.cumsum(0), (1, 0)).int(),
+        "cu_seq_lens_k": functional.pad(keys.cumsum(0), (1, 0)).int(),
+        "max_length_q": int(parts.max()),
+        "max_length_k": int(keys.max()),
+        "shared_prompt_index": index,
+    }
+
+
 def supports_shared_prompt(config: PreTrainedConfig, implementation: str, *, max_length: int) -> str | None:
     """Why a model cannot take shared prompts, as far as its configuration tells; ``None`` if nothing speaks against it.
 
@@ -66,13 +98,15 @@ def supports_shared_prompt(config: PreTrainedConfig, implementation: str, *, max
         max_length: Tokens of the longest prompt with one answer.
     """
     config = config.get_text_config()
-    if implementation not in TAKES_A_MASK:
+    if implementation not in (*TAKES_A_MASK, *TAKES_BOUNDS):
         return f"attn_implementation: {implementation} takes no mask, only where documents begin"
     try:
         # What lets packed documents see each other lets answers see each other too.
         choose_kernel(config, "eager", device=torch.device("cpu"), compute_dtype=torch.float32, packing=True)
     except ConfigError as error:
         return error.problems[0].found
+    if implementation in TAKES_BOUNDS:
+        return None
     if config.model_type in _COUNTS_PLACES:
         return f"a {config.model_type} model counts places in the row, where a rejected answer is behind the chosen one"
     # A mask of four dimensions takes the place of the model's own, and with it of the window that is in there.
@@ -136,8 +170,12 @@ def _run_shared(model: Any, pairs: Sequence[Sequence[Tensor]]) -> dict[_Answer, 
         for first, part in ((0, prompt), *((len(prompt), answer) for answer in answers))
     ]
     device, implementation = next(model.parameters()).device, model.config.get_text_config()._attn_implementation
-    mask = build_shared_prompt_mask((numbers // 3)[None], (numbers % 3)[None], implementation).to(device)
-    states = _run(model, torch.cat(parts), position_ids=torch.cat(positions)[None].to(device), attention_mask=mask)
+    if implementation in TAKES_BOUNDS:
+        apart = build_shared_prompt_bounds(lengths.view(-1, 3))
+    else:
+        apart = {"attention_mask": build_shared_prompt_mask((numbers // 3)[None], (numbers % 3)[None], implementation)}
+    apart = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in apart.items()}
+    states = _run(model, torch.cat(parts), position_ids=torch.cat(positions)[None].to(device), **apart)
     split = torch.split(states, lengths.tolist())
     return {
         (pair, branch): torch.cat([split[3 * pair], split[3 * pair + branch]])
@@ -158,7 +196,7 @@ def _run_beside_another(
     return {answer: states[answer] for answer in states if not {(answer[0], 0), answer} & set(changed)}
 
 
-def _run(model: Any, ids: Tensor, **inputs: Tensor) -> Tensor:
+def _run(model: Any, ids: Tensor, **inputs: Tensor | int) -> Tensor:
     """Hidden states ``(T, H)`` behind the last norm."""
     ids = ids.to(next(model.parameters()).device) % model.config.get_text_config().vocab_size
     outputs = model(input_ids=ids[None], use_cache=False, output_hidden_states=True, **inputs)

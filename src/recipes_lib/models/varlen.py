@@ -16,8 +16,10 @@ from transformers.masking_utils import sdpa_mask
 def register_varlen() -> None:
     """Make ``attn_implementation="varlen"`` known to transformers.
 
-    A batch of one row with ``cu_seq_lens_q`` and ``max_length_q`` runs document by document; on a CPU, where torch has
-    no such kernel, by one sdpa call each. Anything else (padding, generation) runs as with ``sdpa``.
+    A batch of one row with ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k`` runs document by
+    document; on a CPU, where torch has no such kernel, by one sdpa call each. With ``shared_prompt_index`` beside them
+    (``build_shared_prompt_bounds``) documents are the parts of pairs, and an answer sees its prompt before itself.
+    Anything else (padding, generation) runs as with ``sdpa``.
 
     Source: ``torch.nn.attention.varlen.varlen_attn``; ``tests/models/test_varlen.py``.
     """
@@ -57,23 +59,26 @@ def _varlen_attention(
     # Norms leave queries and keys in float32 under autocast; values come straight from a projection.
     states = (query.to(value.dtype), key.to(value.dtype), value)
     attend = _attend_on_cuda if value.is_cuda else _attend_by_document
-    return attend(states, bounds, settings), None
+    return attend(states, settings), None
 
 
 _States = tuple[Tensor, Tensor, Tensor]
 
 
-def _attend_on_cuda(states: _States, bounds: Tensor, settings: dict[str, Any]) -> Tensor:
+def _attend_on_cuda(states: _States, settings: dict[str, Any]) -> Tensor:
     query, key, value = (state[0].transpose(0, 1) for state in states)
-    longest, window = settings["max_length_q"], settings.get("sliding_window")
+    if (index := settings.get("shared_prompt_index")) is not None:
+        key, value = key[index], value[index]
+    window = settings.get("sliding_window")
+    # Where there are more keys than queries, the last of both are the same token.
     output = varlen_attn(
         query,
         key,
         value,
-        bounds,
-        bounds,
-        longest,
-        longest,
+        settings["cu_seq_lens_q"],
+        settings["cu_seq_lens_k"],
+        settings["max_length_q"],
+        settings["max_length_k"],
         scale=settings.get("scaling"),
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
@@ -82,13 +87,20 @@ def _attend_on_cuda(states: _States, bounds: Tensor, settings: dict[str, Any]) -
     return output[None]
 
 
-def _attend_by_document(states: _States, bounds: Tensor, settings: dict[str, Any]) -> Tensor:
-    lengths, window = bounds.diff().tolist(), settings.get("sliding_window")
+def _attend_by_document(states: _States, settings: dict[str, Any]) -> Tensor:
+    lengths, window = settings["cu_seq_lens_q"].diff().tolist(), settings.get("sliding_window")
+    documents = list(zip(*(torch.split(state, lengths, dim=2) for state in states), strict=True))
     outputs = []
-    for query, key, value in zip(*(torch.split(state, lengths, dim=2) for state in states), strict=True):
-        length, mask = query.shape[2], None
-        if window is not None and window < length:
-            mask = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - window)
+    for number, (query, *own) in enumerate(documents):
+        key, value = own
+        if settings.get("shared_prompt_index") is not None and number % 3:
+            _, *prompt = documents[number - number % 3]
+            key, value = (torch.cat(both, dim=2) for both in zip(prompt, own, strict=True))
+        (length, num_keys), mask = (query.shape[2], key.shape[2]), None
+        if length < num_keys or (window is not None and window < length):
+            before = num_keys - length
+            mask = torch.ones(length, num_keys, dtype=torch.bool).tril(before)
+            mask = mask if window is None else mask.triu(1 + before - window)
         outputs.append(
             functional.scaled_dot_product_attention(
                 query,

@@ -20,7 +20,7 @@ class PairAttention:
 
     Attributes:
         implementation: ``attn_implementation``.
-        layout: ``shared``: one copy of a prompt for both answers; ``separate`` and ``flat``: one for each.
+        layout: As ``PairCollator``.
         packing: Whether several documents share a row.
         reason: Why prompts are not shared, or pairs not packed; empty where they are, or where that was asked for.
     """
@@ -45,22 +45,21 @@ def choose_pair_attention(
     Raises:
         ConfigError: ``shared_prompt`` is true and cannot be; or the kernel cannot be had.
     """
-    reason = ""
-    if config.preference.shared_prompt is not False:
-        implementation = choose_attention(config.model, model_config, args, packing=False).implementation
-        reason = supports_shared_prompt(model_config, implementation, max_length=max_length) or ""
-        if not reason:
-            return PairAttention(implementation, "shared")
-        if config.preference.shared_prompt:
-            raise _refuse(config, reason)
+    obstacle, reason = "", None
     try:
         choice = choose_attention(config.model, model_config, args, packing=True)
     except ConfigError as error:
         choice = choose_attention(config.model, model_config, args, packing=False)
-        reason = reason or error.problems[0].found
-        return PairAttention(choice.implementation, "separate", packing=False, reason=reason)
-    layout: PairLayout = "flat" if choice.layout == "flat" else "separate"
-    return PairAttention(choice.implementation, layout, reason=reason)
+        obstacle = error.problems[0].found
+    is_flat = choice.layout == "flat"
+    if config.preference.shared_prompt is not False:
+        reason = supports_shared_prompt(model_config, choice.implementation, max_length=max_length)
+        if reason is None:
+            return PairAttention(choice.implementation, "shared_flat" if is_flat else "shared")
+        if config.preference.shared_prompt:
+            raise _refuse(config, reason)
+    layout: PairLayout = "flat" if is_flat and not obstacle else "separate"
+    return PairAttention(choice.implementation, layout, packing=not obstacle, reason=reason or obstacle)
 
 
 def prove_pair_attention(
@@ -77,14 +76,15 @@ def prove_pair_attention(
     Raises:
         ConfigError: ``shared_prompt`` is true and leaks; or documents see each other, and the kernel takes no others.
     """
-    if attention.layout == "shared":
+    if attention.layout.startswith("shared"):
         reason = supports_shared_prompt(model.config, attention.implementation, max_length=max_length)
         reason = reason or prove_shared_prompt(model)
         if reason is None:
             return attention
         if config.preference.shared_prompt:
             raise _refuse(config, reason)
-        attention = replace(attention, layout="separate", reason=reason)
+        is_flat = attention.layout == "shared_flat"
+        attention = replace(attention, layout="flat" if is_flat else "separate", reason=reason)
     if attention.packing:
         try:
             prove_isolation(model, "flat" if attention.layout == "flat" else "rows")

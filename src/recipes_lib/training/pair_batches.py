@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes_lib.losses.preference import sum_logps
-from recipes_lib.models.shared_prompt import build_shared_prompt_mask
+from recipes_lib.models.shared_prompt import build_shared_prompt_bounds, build_shared_prompt_mask
 
 _ROUNDING: Final = {
     torch.float32: (3e-5, 3e-6),
@@ -63,11 +63,13 @@ def read_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
     """Return what a model takes of a batch, on the model's device: tokens, and what keeps the answers apart.
 
     Args:
-        model: With a head on it that takes a ``bool`` mask and spells it for the kernel.
+        model: With a head on it that takes a ``bool`` mask and spells it for the kernel, or a kernel that takes bounds.
         batch: On any device.
     """
     device = next(model.parameters()).device
     inputs = {name: batch[name] for name in _INPUTS if name in batch}
+    if "part_lengths" in batch:
+        inputs |= build_shared_prompt_bounds(batch["part_lengths"].cpu())
     inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
     if "pair_ids" in batch:
         pair_ids, branch_ids = batch["pair_ids"].to(device), batch["branch_ids"].to(device)
