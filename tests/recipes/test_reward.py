@@ -95,6 +95,8 @@ def test_an_adapter_is_a_reward_model_too(tiny_model_dir, tmp_path):
     write_pairs(tmp_path / "pairs.jsonl")
     done = run(tiny_model_dir, tmp_path, use_peft=True, lora_r=4)
     assert done.returncode == 0, done.stderr
+    assert "LOAD REPORT" not in done.stdout + done.stderr
+    assert "Warning" not in done.stdout + done.stderr
     out = tmp_path / "out put"
     reward_model = RewardModel.load(out)
     base = AutoModelForSequenceClassification.from_pretrained(tiny_model_dir, num_labels=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +30,7 @@ from recipes_lib.models.adapters_saved import (
     has_such_an_init,
     read_commit,
 )
-from recipes_lib.models.loading import explained
+from recipes_lib.models.loading import explained, without_report
 from recipes_lib.models.quantization import keep_differentiable
 
 _INITS: Final = {"default": True, "pissa": "pissa_niter_16"}
@@ -80,7 +81,7 @@ def add_adapter(
         fan_in_fan_out=stores_transposed(model, config),
         ensure_weight_tying=tied,
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), _without_old_name():
         torch.manual_seed(seed)
         adapted = get_peft_model(model, settings, revision=read_commit(model))
     if tied:
@@ -136,7 +137,7 @@ def load_adapter(
         raise ConfigError(*(Problem(key, f"{name} {found}", remedy) for found, remedy in problems))
     saved.lora_dropout = dropout
     try:
-        with explained(key, name):
+        with explained(key, name), _without_old_name():
             adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable, config=saved)
     except (RuntimeError, KeyError) as error:
         found = f"{name} does not fit the model: {str(error).strip().splitlines()[-1].strip()}"
@@ -165,7 +166,7 @@ def load_fresh_base(model: PeftModel) -> PreTrainedModel:
     if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 1.2 * base.get_memory_footprint():
         device = torch.device("cpu")
     options = {"num_labels": base.config.num_labels} if settings.task_type == "SEQ_CLS" else {}
-    with explained("model_name_or_path", str(settings.base_model_name_or_path)):
+    with explained("model_name_or_path", str(settings.base_model_name_or_path)), without_report():
         fresh: PreTrainedModel = auto_class.from_pretrained(
             settings.base_model_name_or_path,
             revision=settings.revision,
@@ -290,6 +291,14 @@ def _widen_inputs(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...
 def _narrow_output(dtype: torch.dtype, _module: nn.Module, _inputs: Any, output: Any) -> Any:
     # Beside tensors there are the sums of the loss head, which stay as they are.
     return output.to(dtype) if isinstance(output, Tensor) else output
+
+
+@contextmanager
+def _without_old_name() -> Iterator[None]:
+    """Keep users from a warning that is none of their business; until PEFT asks by transformers' new name."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        yield
 
 
 @contextmanager

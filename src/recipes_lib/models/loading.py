@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -138,7 +139,7 @@ def load_pretrained(
     """
     _check_remote_code(config)
     name = str(config.model_name_or_path)
-    with explained("model_name_or_path", name):
+    with explained("model_name_or_path", name), without_report():
         loaded: Any = auto_class.from_pretrained(
             name,
             dtype=config.dtype,
@@ -228,6 +229,21 @@ def explained(key: str, name: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise ConfigError(Problem(key, *_explain(name, error))) from error
+
+
+@contextmanager
+def without_report() -> Iterator[None]:
+    """Keep transformers from printing which weights a checkpoint lacks: whoever loads looks at that, and refuses."""
+    logger = logging.getLogger("transformers.modeling_utils")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 def _explain(name: str, error: Exception) -> tuple[str, str]:
