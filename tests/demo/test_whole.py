@@ -1,0 +1,38 @@
+"""The demo as a user runs it: every stage learns what it is for, and the reward model may serve PPO."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DEMO = Path(__file__).parents[2] / "recipes" / "demo.py"
+
+
+def read_evaluations(run_dir: Path) -> list[dict[str, float]]:
+    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [event for event in events if event["kind"] == "eval"]
+
+
+@pytest.mark.slow
+def test_every_stage_learns_from_real_text(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(DEMO), "--output_dir", str(tmp_path / "a demo")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    runs = {name: read_evaluations(tmp_path / "a demo" / name) for name in ("pretrain", "sft", "lora", "reward", "dpo")}
+    assert runs["pretrain"][-1]["eval_loss"] < runs["pretrain"][0]["eval_loss"] - 2
+    for stage in ("sft", "lora"):
+        assert runs[stage][0]["eval_exact_match"] < 0.05
+        assert runs[stage][-1]["eval_exact_match"] > 0.5
+    assert runs["dpo"][-1]["eval_rewards/accuracies"] > 0.8
+    verdict = json.loads((tmp_path / "a demo" / "reward" / "reward_report.json").read_text(encoding="utf-8"))
+    assert verdict["failed_gates"] == []
+    assert verdict["accuracy_low"] > 0.65
+    assert "May the reward model serve PPO? Yes" in done.stdout
