@@ -15,13 +15,15 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LIBRARY = "recipes_lib"
 
-FOUNDATION = {"errors", "hardware"}
+FOUNDATION = {"errors", "hardware", "peers", "stopping"}
 STAGES = {"config", "data", "models", "losses", "planning", "training", "publish", "report"}
 MAY_IMPORT: Mapping[str, set[str]] = {
     # Leaves.
     "": set(),
     "errors": set(),
     "hardware": set(),
+    "peers": set(),
+    "stopping": {"errors", "peers"},
     "losses": set(),
     "config": {"errors"},
     # Rooms. Data and models never meet.
@@ -33,7 +35,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "report": {"config", "errors", "models"},
     "demo": {"errors", "models"},
     # Commands: each joins the rooms; none imports another.
-    "boundary": {"config", "errors"},
+    "boundary": {"config", "errors", "peers", "stopping"},
     "cli": {"", "boundary", "errors"},
     "doctor": FOUNDATION,
     "inspection": STAGES | FOUNDATION,
@@ -54,7 +56,7 @@ FENCES: Mapping[str, tuple[str, ...]] = {
 }
 """Third-party package -> path prefixes in the library that may import it."""
 
-FREE_OF_TORCH = ("errors.py", "boundary.py", "cli.py", "config/")
+FREE_OF_TORCH = ("errors.py", "boundary.py", "peers.py", "stopping.py", "cli.py", "config/")
 """What answers before torch is imported: ``--help`` and a configuration error. The generator is run by hand."""
 NEEDS_TORCH = ("config/generate.py",)
 SLOW_TO_IMPORT = {"torch", "transformers", "trl", "accelerate", "peft", "datasets", "evaluate"}

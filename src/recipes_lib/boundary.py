@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from recipes_lib.errors import EXIT_BUG, EXIT_DONE, EXIT_USER, DivergedError, Problem, UserError
+from recipes_lib import peers
+from recipes_lib.errors import (
+    EXIT_BUG,
+    EXIT_DONE,
+    EXIT_PREEMPTED,
+    EXIT_USER,
+    DivergedError,
+    LostPeerError,
+    PreemptedError,
+    Problem,
+    UserError,
+)
+from recipes_lib.stopping import STOP
 
 if TYPE_CHECKING:
     from recipes_lib.config.schema import RecipeConfig
@@ -24,7 +37,8 @@ def run_command(command: Callable[[], int | None]) -> int:
     """Run a command and return its exit code; what it raises is told on standard error.
 
     The user's mistakes are told without a traceback, each with its remedy; anything unforeseen is a bug and keeps its
-    traceback. ``SystemExit`` passes through.
+    traceback. ``SystemExit`` passes through. One process of several leaves from here if it has not done its work:
+    at the interpreter's end, collective operations would wait for processes that are gone.
 
     Args:
         command: Takes nothing; returns an exit code, or ``None`` when there is nothing to report.
@@ -33,22 +47,49 @@ def run_command(command: Callable[[], int | None]) -> int:
         One of the ``EXIT_`` codes of :mod:`recipes_lib.errors`, or ``EXIT_INTERRUPTED``.
     """
     try:
-        return command() or EXIT_DONE
-    except (UserError, DivergedError) as error:
+        code = command() or EXIT_DONE
+    except BaseException as error:
+        STOP.close()
+        code = _tell(error)
+        if code not in (EXIT_DONE, EXIT_PREEMPTED) and not isinstance(error, LostPeerError):
+            peers.record_failure(error, is_unforeseen=code == EXIT_BUG)
+    if code in (EXIT_DONE, EXIT_PREEMPTED):
+        peers.leave()
+    if code != EXIT_DONE and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _tell(error: BaseException) -> int:
+    """Say why a command ended, and return its exit code.
+
+    Raises:
+        SystemExit: That is what the command ended with.
+    """
+    if isinstance(error, PreemptedError):
+        # All processes stop for the same reason.
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"{error}\n")
+        return EXIT_PREEMPTED
+    if isinstance(error, LostPeerError):
+        sys.stderr.write(f"rank {os.environ.get('RANK', '0')} ends too: {error}\n")
+        return EXIT_BUG
+    if isinstance(error, UserError | DivergedError):
         sys.stderr.write(f"{error}\n")
         return error.exit_code
-    except KeyboardInterrupt:
+    if isinstance(error, KeyboardInterrupt):
         sys.stderr.write("interrupted\n")
         return EXIT_INTERRUPTED
-    except Exception as error:
-        if shortage := explain_shortage(error):
-            sys.stderr.write(f"{shortage}\n")
-            return EXIT_USER
-        traceback.print_exc()
-        sys.stderr.write(
-            "This is a bug in recipes-lib, not a mistake of yours: please report it with the lines above.\n"
-        )
-        return EXIT_BUG
+    if not isinstance(error, Exception):
+        raise error
+    if shortage := explain_shortage(error):
+        sys.stderr.write(f"{shortage}\n")
+        return EXIT_USER
+    traceback.print_exception(error)
+    sys.stderr.write("This is a bug in recipes-lib, not a mistake of yours: please report it with the lines above.\n")
+    return EXIT_BUG
 
 
 def explain_shortage(error: BaseException) -> Problem | None:
@@ -77,6 +118,8 @@ def explain_shortage(error: BaseException) -> Problem | None:
 def parse_or_exit(stage: str, arguments: Sequence[str]) -> RecipeConfig:
     """Return the configuration that a recipe's arguments ask for; imports nothing slow.
 
+    From then on a request to stop is one of preemption: what has to be saved is saved, and the exit code is 75.
+
     Args:
         stage: Name of the recipe, ``sft``.
         arguments: What follows the script's name.
@@ -98,4 +141,6 @@ def parse_or_exit(stage: str, arguments: Sequence[str]) -> RecipeConfig:
     code = run_command(parse)
     if not parsed:
         sys.exit(code)
+    STOP.install()
+    peers.enter()
     return parsed[0]

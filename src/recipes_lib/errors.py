@@ -9,6 +9,7 @@ EXIT_DONE = 0
 EXIT_BUG = 1
 EXIT_USER = 2
 EXIT_DIVERGED = 3
+EXIT_STALLED = 4
 EXIT_PREEMPTED = 75
 
 
@@ -52,3 +53,28 @@ class DivergedError(Exception):
     """A guard stopped training before a bad update reached the weights; exit code 3."""
 
     exit_code = EXIT_DIVERGED
+
+
+class PreemptedError(SystemExit):
+    """The run was asked to stop and has stopped; exit code 75. The same command goes on.
+
+    No ``Exception``: whoever handles errors must not take it for one and carry on.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(EXIT_PREEMPTED)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class LostPeerError(SystemExit):
+    """Another process of the run has ended, and this one cannot go on without it; exit code 1. No ``Exception`` too."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(EXIT_BUG)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message

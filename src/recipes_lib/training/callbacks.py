@@ -11,6 +11,8 @@ from recipes_lib.training.progress import TrainingProgress
 
 STATE_KEY = "recipes_lib_metrics"
 """Under which the counts travel in a checkpoint's ``trainer_state.json``."""
+EVALUATION_KEY = "recipes_lib_evaluation"
+"""Under which it tells which step was evaluated last, and whether the run stopped where an evaluation was due."""
 
 
 class MetricsCallback(TrainerCallback):
@@ -43,7 +45,8 @@ class MetricsCallback(TrainerCallback):
         counts = stored.get(STATE_KEY, {"seconds": 0.0})
         self._counter.restore(counts)
         self._meter.begin(counts["seconds"])
-        self._writer.rewind(state.global_step)
+        is_owed = stored.get(EVALUATION_KEY, {}).get("is_owed", False)
+        self._writer.rewind(state.global_step, is_evaluated=not is_owed)
         self._progress.start(state.max_steps, state.global_step)
 
     def on_step_begin(

@@ -173,30 +173,44 @@ class MetricsWriter:
             name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in event.items()
         }
-        line = json.dumps(finite, allow_nan=False) + "\n"
+        line = (json.dumps(finite, allow_nan=False) + "\n").encode()
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            os.write(descriptor, line.encode())
+            while line:
+                # A disk that is nearly full takes a part, and only the next call says why.
+                line = line[os.write(descriptor, line) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
         finally:
             os.close(descriptor)
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, *, is_evaluated: bool = True) -> None:
         """Drop what was logged after ``step``, and lines cut short by a kill: training goes on from there.
 
         At step 0 nothing is kept, not even an evaluation before the first step: it will be made again.
+
+        Args:
+            step: Optimizer steps made.
+            is_evaluated: Whether an evaluation after ``step`` stays; otherwise it will be made again.
         """
         if not self._is_main or not self._path.exists():
             return
         lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         partial = self._path.with_name(f"{self._path.name}.partial")
-        partial.write_text("".join(line for line in lines if 0 < step >= _read_step(line)), encoding="utf-8")
+        partial.write_text(
+            "".join(line for line in lines if 0 < step >= _read_step(line, is_evaluated)), encoding="utf-8"
+        )
         partial.replace(self._path)
 
 
-def _read_step(line: str) -> float:
-    """Return the step of a line; that of a line cut short lies after every checkpoint."""
+def _read_step(line: str, is_evaluated: bool) -> float:
+    """Return the step of a line; that of a line cut short lies after every checkpoint.
+
+    Where that of the checkpoint ``is_evaluated`` no more than begun, an evaluation comes half a step after its own.
+    """
     try:
-        step: int = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
+        event = json.loads(line)
+        step: float = event["step"] + (0.5 if event.get("kind") == "eval" and not is_evaluated else 0)
+    except (ValueError, KeyError, TypeError, AttributeError):
         return math.inf
     return step

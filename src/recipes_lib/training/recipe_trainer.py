@@ -20,11 +20,14 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.config.schema import AdapterConfig
-from recipes_lib.errors import DivergedError
+from recipes_lib.errors import DivergedError, PreemptedError
+from recipes_lib.stopping import STOP
 from recipes_lib.training.activation_checkpointing import read_selective
 from recipes_lib.training.adapter_checks import AdapterChecks
+from recipes_lib.training.callbacks import EVALUATION_KEY
 from recipes_lib.training.checkpoints import rotate, write_complete
 from recipes_lib.training.fp8 import verify_fp8_layers
 from recipes_lib.training.observer import Observer
@@ -34,6 +37,8 @@ from recipes_lib.training.optimizers import (
     get_decay_names,
     split_loraplus_groups,
 )
+from recipes_lib.training.preemption import LastStep, build_preemption
+from recipes_lib.training.watchdog import WATCHDOG
 
 Batch = dict[str, Any]
 
@@ -51,7 +56,8 @@ class RecipeTrainer(Trainer):
     decay_embeddings = True
     model: PreTrainedModel
     control: TrainerControl
-    _last_evaluated_step = -1
+    last_evaluated_step = -1
+    is_evaluating = False
     _num_parameters: int | None = None
 
     def __init__(
@@ -97,8 +103,9 @@ class RecipeTrainer(Trainer):
         # Right behind the one that decides what is due, so that the trackers behind report the figures added here.
         self.callback_handler.callbacks[1:1] = observer.callbacks
         self.add_callback(_TellGroups(observer.progress.say))
-        for check in checks:
-            self.add_callback(check)
+        self._last_step = LastStep(self)
+        for callback in (*checks, self._last_step):
+            self.add_callback(callback)
         if args.mixed_precision == "fp8":
             verify_fp8_layers(self.model)
 
@@ -119,20 +126,27 @@ class RecipeTrainer(Trainer):
         return optimizer
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train, and evaluate once more at the end unless the last step was just evaluated."""
+        """Train, and evaluate once more at the end unless the last step was just evaluated.
+
+        Raises:
+            PreemptedError: The run was asked to stop; a checkpoint of the last finished step is complete.
+        """
         options: Any = self.args.activation_checkpointing_kwargs
         selective = read_selective(options)
         if self.args.activation_checkpointing and selective:
             # Upstream hands on what a YAML file can hold, which no function is.
             self.model.activation_checkpointing_enable(**selective)
             self.args.activation_checkpointing = False
-        try:
-            output = super().train(*args, **kwargs)
-            self._show_averaged_weights()
-            if self.observer.hooks and self._last_evaluated_step != self.state.global_step:
-                self.evaluate()
-        finally:
-            self.observer.progress.stop()
+        with STOP.deferred(), WATCHDOG.watching(Path(str(self.args.output_dir)), is_main=self.args.process_index == 0):
+            try:
+                output = super().train(*args, **kwargs)
+                self._show_averaged_weights()
+                if self.observer.hooks and self.last_evaluated_step != self.state.global_step:
+                    self.evaluate()
+            except PreemptedError as request:
+                raise self._last_step.save(request) from None
+            finally:
+                self.observer.progress.stop()
         return output
 
     def get_batch_samples(
@@ -141,20 +155,25 @@ class RecipeTrainer(Trainer):
         """Take the micro-batches of one optimizer step and count their terms over all processes.
 
         Raises:
+            PreemptedError: A process was asked to stop; the step is not begun.
             DivergedError: The whole step holds none: there is nothing to learn from it.
         """
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         if not batches:
             return [], None
-        num_terms = torch.stack([self.count_terms(batch) for batch in batches]).sum().to(device)
-        num_terms = self.accelerator.reduce(num_terms, reduction="sum")
-        # One synchronisation per optimizer step buys that no update is ever made from nothing.
-        if num_terms.item() == 0:
+        num_terms = torch.stack([self.count_terms(batch) for batch in batches]).sum()
+        counts = torch.stack([num_terms, torch.tensor(STOP.reason is not None)]).to(device)
+        counts = self.accelerator.reduce(counts, reduction="sum")
+        # One synchronisation per optimizer step buys that all stop together and no update is ever made from nothing.
+        total, num_asked = counts.tolist()
+        if num_asked:
+            raise build_preemption()
+        if total == 0:
             raise DivergedError(
                 f"step {self.state.global_step + 1} holds no token to train on; "
                 "`recipes check` shows the share of supervised tokens of every row"
             )
-        return batches, num_terms
+        return batches, counts[0]
 
     def floating_point_ops(self, inputs: Batch) -> int:
         """Return upstream's ``6 * tokens * parameters`` without walking the model at every micro-batch."""
@@ -179,6 +198,8 @@ class RecipeTrainer(Trainer):
     def evaluate(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:
         """Run every hook on the current weights and return their figures, each named ``eval_...``."""
         metrics: dict[str, float] = {}
+        self.is_evaluating = True
+        WATCHDOG.enter("an evaluation")
         self._show_averaged_weights()
         model = (
             self.accelerator.prepare_model(self.model, evaluation_mode=True)
@@ -188,10 +209,20 @@ class RecipeTrainer(Trainer):
         for hook in self.observer.hooks:
             figures = hook(model, self.state.global_step)
             metrics |= {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
-        self._last_evaluated_step = self.state.global_step
+        self.is_evaluating, self.last_evaluated_step = False, self.state.global_step
+        stored: Any = self.state.stateful_callbacks
+        stored[EVALUATION_KEY] = {"last": self.last_evaluated_step, "is_owed": False}
+        WATCHDOG.enter("what follows an evaluation")
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def evaluate_what_is_owed(self) -> None:
+        """Make the evaluation in which the run stopped, where upstream would have made it: after a step."""
+        metrics = self._evaluate(None, None)
+        is_best = self._determine_best_metric(metrics, None)
+        if is_best and self.args.save_strategy == SaveStrategy.BEST:
+            self._save_checkpoint(self.model_wrapped, None)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Hand the figures to the callbacks; TRL's own additions (entropy, mean accuracy) are not computed here."""

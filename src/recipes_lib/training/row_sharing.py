@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from torch import distributed
 
+from recipes_lib.training.preemption import stop_if_agreed
+
 
 class Rows(Protocol):
     """Rows that are read by their number."""
@@ -27,14 +29,20 @@ def share_rows(
 ) -> Iterator[tuple[Sequence[int], bool]]:
     """Yield the numbers of the rows of this process's batches, and whether they count.
 
+    Between two batches the processes agree whether to stop: all of them take the same number.
+
     A process that has run out of rows repeats the first ones uncounted: where weights are sharded, the others wait for
     it in every forward pass.
+
+    Raises:
+        PreemptedError: A process was asked to stop while training.
 
     Source: ``tests/training/test_row_sharing.py``, ``tests/distributed/test_evaluation.py``.
     """
     rank = distributed.get_rank(group) if distributed.is_initialized() else 0
     world_size, num_batches = _world_size(group), math.ceil(num_rows / batch_size)
     for index in range(rank, count_rounds(num_rows, batch_size, group) * world_size, world_size):
+        stop_if_agreed(group)
         is_counted = index < num_batches
         start = index * batch_size if is_counted else 0
         yield range(start, min(start + batch_size, num_rows)), is_counted

@@ -9,25 +9,35 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
 from recipes_lib.config.schema import SECTIONS, RecipeConfig
 from recipes_lib.config.table import load_table
-from recipes_lib.errors import ConfigError, DivergedError, Problem, UserError
+from recipes_lib.errors import ConfigError, DivergedError, LostPeerError, PreemptedError, Problem, UserError
+from recipes_lib.peers import explain_lost_connection
+from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints import find_last_complete, supersede
 from recipes_lib.training.extension import EXTENDABLE, find_common_checkpoint
 from recipes_lib.training.launch import Launch
 from recipes_lib.training.optimizers import verify_optimizer
 from recipes_lib.training.trackers import verify_trackers
+from recipes_lib.training.watchdog import WATCHDOG
 
 RUN_FILE = "run.json"
+ENDS: Final = {
+    PreemptedError: "preempted",
+    DivergedError: "diverged",
+    KeyboardInterrupt: "interrupted",
+    UserError: "refused",
+}
+"""Status of a run that ended by an error of that kind."""
 _PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "tokenizers", "peft", "recipes-lib")
 # Keys that change how a run is watched or where it puts things, never what it computes.
 _HARMLESS = (
@@ -74,15 +84,27 @@ class Run:
 
     @contextmanager
     def recording_its_end(self) -> Iterator[None]:
-        """Record how the block ended: ``done``, ``diverged``, ``interrupted``, ``refused`` or ``failed``."""
+        """Record how the block ended: one of ``ENDS``, ``failed`` or ``done``; ``stalled`` if it never does.
+
+        Raises:
+            LostPeerError: A connection was lost because another process has ended.
+        """
+        WATCHDOG.on_stall = lambda reason: self._record_end("stalled", reason)
         try:
             yield
         except BaseException as error:
-            ends = {DivergedError: "diverged", KeyboardInterrupt: "interrupted", UserError: "refused"}
-            status = next((status for kind, status in ends.items() if isinstance(error, kind)), "failed")
-            self.record(status=status, finished=_now(), error=f"{type(error).__name__}: {error}")
-            raise
+            STOP.close()
+            lost = explain_lost_connection(error)
+            cause = LostPeerError(lost) if lost else error
+            status = next((status for kind, status in ENDS.items() if isinstance(cause, kind)), "failed")
+            self._record_end(status, f"{type(cause).__name__}: {cause}")
+            raise cause from (error if lost else error.__cause__)
         self.record(status="done", finished=_now())
+
+    def _record_end(self, status: str, reason: str) -> None:
+        """Record why the run ended; on a full disk that must not hide what is about to be told."""
+        with suppress(OSError):
+            self.record(status=status, finished=_now(), error=reason)
 
 
 def start_run(config: RecipeConfig, launch: Launch) -> Run:

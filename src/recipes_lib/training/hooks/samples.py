@@ -10,12 +10,13 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from evaluate import Metric
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteria
 
 from recipes_lib.training.hooks.prompts import Prompt
 from recipes_lib.training.hooks.training_state import preserve_training_state
 from recipes_lib.training.hooks.user_metrics import compute_metrics
 from recipes_lib.training.metrics import MetricsWriter
+from recipes_lib.training.preemption import GENERATION_STEPS, stop_if_agreed
 
 SAMPLES_FILE = "samples.jsonl"
 
@@ -62,6 +63,7 @@ def generate_samples(
     limit = getattr(unwrapped.config.get_text_config(), "max_position_embeddings", None)
     room = max_new_tokens if limit is None else max(1, min(max_new_tokens, limit - input_ids.shape[1]))
     device = next(unwrapped.parameters()).device
+    stopping = _StopTogether(room)
     generated = unwrapped.generate(
         input_ids=input_ids.to(device),
         attention_mask=attention_mask.to(device),
@@ -78,7 +80,9 @@ def generate_samples(
             pad_token_id=pad_id,
             use_cache=True,
         ),
+        stopping_criteria=[stopping],
     )
+    stopping.finish()
     answers = generated[:, input_ids.shape[1] :].tolist()
     return [_read_answer(prompt, answer, stop_ids, tokenizer) for prompt, answer in zip(prompts, answers, strict=True)]
 
@@ -134,6 +138,28 @@ class GenerateSamples:
             "mean_sample_tokens": sum(sample.num_tokens for sample in samples) / len(samples),
             **compute_metrics(self._metrics, scored),
         }
+
+
+class _StopTogether(StoppingCriteria):
+    """Ends no answer, but looks every few tokens whether the run is asked to stop.
+
+    Each process looks as often as the longest answer would take, so that none waits for one that was done earlier.
+    """
+
+    def __init__(self, max_new_tokens: int) -> None:
+        self._num_calls, self._num_left = 0, max_new_tokens // GENERATION_STEPS
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        self._num_calls += 1
+        if self._num_calls % GENERATION_STEPS == 0:
+            self._num_left -= 1
+            stop_if_agreed()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    def finish(self) -> None:
+        """Look as often as is left."""
+        for _ in range(self._num_left):
+            stop_if_agreed()
 
 
 def _collect_stop_ids(configured: int | Sequence[int] | None, eos_token_id: int | None) -> list[int]:

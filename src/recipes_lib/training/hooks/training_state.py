@@ -3,12 +3,39 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class RandomStates:
+    """The random states of Python, numpy, torch and every CUDA device at one moment."""
+
+    _python: Any
+    _numpy: Any
+    _torch: torch.Tensor
+    _cuda: Sequence[torch.Tensor]
+
+    @classmethod
+    def read(cls) -> RandomStates:
+        """Return what they are now."""
+        # The global numpy generator, because data collators and libraries draw from it.
+        numpy_state = np.random.get_state()  # noqa: NPY002
+        cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        return cls(random.getstate(), numpy_state, torch.get_rng_state(), cuda_states)
+
+    def restore(self) -> None:
+        """Make them what they were."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)  # noqa: NPY002
+        torch.set_rng_state(self._torch)
+        torch.cuda.set_rng_state_all(self._cuda)
 
 
 @contextmanager
@@ -21,10 +48,7 @@ def preserve_training_state(model: nn.Module) -> Iterator[None]:
     Source: ``tests/training/hooks/test_training_state.py``.
     """
     modes = [(module, module.training) for module in model.modules()]
-    python_state, torch_state = random.getstate(), torch.get_rng_state()
-    # The global numpy generator, because data collators and libraries draw from it.
-    numpy_state = np.random.get_state()  # noqa: NPY002
-    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    states = RandomStates.read()
     model.eval()
     try:
         with torch.no_grad():
@@ -32,7 +56,4 @@ def preserve_training_state(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
-        torch.set_rng_state(torch_state)
-        torch.cuda.set_rng_state_all(cuda_states)
+        states.restore()

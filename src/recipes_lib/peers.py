@@ -1,0 +1,101 @@
+"""The other processes of a run on this machine: who is gone, and why. Standard library only.
+
+torchrun and ``accelerate launch`` give each process a folder of its own, named by its number on the machine, and read
+from it why a process ended. There each process leaves its number too, for as long as it has not ended in order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from pathlib import Path
+from typing import Any, Final
+
+_PID_FILE: Final = "pid"
+_POLL_SECONDS: Final = 0.1
+# gloo and NCCL say so in an error of no type of its own.
+_CONNECTION_LOST: Final = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket closed",
+    "remote process exited",
+    "Failed to recv, got 0 bytes",
+)
+
+
+def enter() -> None:
+    """Tell the processes beside this one that it is there; nothing where no launcher gave a folder."""
+    if (folder := _find_folder()) is not None:
+        (folder / _PID_FILE).write_text(str(os.getpid()))
+
+
+def leave() -> None:
+    """End in order: from now on nobody misses this process."""
+    if (folder := _find_folder()) is not None:
+        (folder / _PID_FILE).unlink(missing_ok=True)
+
+
+def record_failure(error: BaseException, *, is_unforeseen: bool) -> None:
+    """Leave the reason where the launcher reads it, so that its summary names the first cause.
+
+    Args:
+        error: Why this process ends.
+        is_unforeseen: Whether the traceback belongs to the reason.
+
+    Source: torch ``ErrorHandler.record_exception``, whose format this is.
+    """
+    folder = _find_folder()
+    if folder is None:
+        return
+    words = f"{type(error).__name__}: {error}"
+    callstack = "".join(traceback.format_exception(error)) if is_unforeseen else str(error)
+    extra = {"py_callstack": callstack, "timestamp": str(int(time.time()))}
+    (folder / "error.json").write_text(json.dumps({"message": {"message": words, "extraInfo": extra}}))
+
+
+def find_lost() -> str | None:
+    """Return which process beside this one is gone without having ended in order, and why; ``None``: all are there."""
+    folder = _find_folder()
+    if folder is None:
+        return None
+    for file in sorted(folder.parent.glob(f"*/{_PID_FILE}")):
+        try:
+            os.kill(int(file.read_text()), 0)
+        except ProcessLookupError:
+            return f"process {file.parent.name} of this machine ended: {_read_reason(file.parent)}"
+        except (OSError, ValueError):  # It has just left in order, or is not ours.
+            continue
+    return None
+
+
+def explain_lost_connection(error: BaseException, seconds: float = 2.0) -> str | None:
+    """Return which process is gone if ``error`` says that a connection to one is lost; else ``None``.
+
+    Args:
+        error: What a collective operation raised.
+        seconds: How long to wait until the launcher has noticed who is gone.
+    """
+    words = str(error)
+    if not any(phrase in words for phrase in _CONNECTION_LOST):
+        return None
+    deadline = time.monotonic() + seconds
+    while (lost := find_lost()) is None and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return lost or "another process ended: its own output says why"
+
+
+def _find_folder() -> Path | None:
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(file).parent if file and Path(file).parent.is_dir() else None
+
+
+def _read_reason(folder: Path) -> str:
+    try:
+        record: dict[str, Any] = json.loads((folder / "error.json").read_text())
+        reason = str(record["message"]["message"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "it left no reason, so it was killed"
+    return reason.splitlines()[0]

@@ -1,0 +1,153 @@
+"""Being asked to stop: by a signal, by a file, because the launcher is gone. Standard library only.
+
+A handler does not stop anything. While there is nothing to save it raises ``PreemptedError`` in the main thread, which
+unwinds as Ctrl-C would. Inside ``deferred`` it only notes the request, and who works there looks at it when it suits.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Final
+
+from recipes_lib import peers
+from recipes_lib.errors import EXIT_BUG, LostPeerError, PreemptedError
+
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+SECONDS_OF_ONE_REQUEST: Final = 1.0
+"""A scheduler signals every process and a launcher forwards what it got: within this time it is the same request."""
+
+_SECONDS_TO_UNWIND: Final = 5.0
+
+
+class StopRequest:
+    """Whether this process was asked to stop, and what a signal does to it.
+
+    Attributes:
+        reason: Who asked first, such as ``SIGTERM``; ``None``: nobody has.
+    """
+
+    def __init__(self) -> None:
+        """Nobody has asked, and signals do what they did."""
+        self.reason: str | None = None
+        self._parent = os.getppid()
+        self._is_installed = self._is_deferred = self._is_closed = self._has_raised = False
+
+    def install(self) -> None:
+        """Take the stop signals over; in a thread other than the main one they stay as they are."""
+        if self._is_installed or threading.current_thread() is not threading.main_thread():
+            return
+        self._is_installed = True
+        readable, writable = os.pipe()
+        os.set_blocking(writable, False)
+        # Not by the handlers alone: Python runs them when the main thread comes back from C, which may be never.
+        signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(readable,), name="stop signals", daemon=True).start()
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._handle)
+        os.register_at_fork(after_in_child=self._leave_to_parent)
+
+    def ask(self, reason: str) -> None:
+        """Note that this process shall stop; who asked first is remembered."""
+        self.reason = self.reason or reason
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether a request is only noted."""
+        return self._is_deferred
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Only note requests in this block; one that was not heard by its end is raised there.
+
+        Raises:
+            PreemptedError: The block ended by itself, and a stop was asked for.
+        """
+        self._is_deferred = True
+        try:
+            yield
+        finally:
+            self._is_deferred = False
+        if self.reason is not None:
+            raise self._stop_here()
+
+    def close(self) -> None:
+        """Hear no further signal: this process is ending, and only a kill makes it faster."""
+        self._is_closed = True
+
+    def launcher_is_gone(self) -> bool:
+        """Whether a launcher started this process and has ended before it."""
+        is_launched = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+        return is_launched and os.getppid() != self._parent
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._is_closed or self._has_raised:
+            return
+        # A launcher ends all processes when one of them has failed; that is no request to be started again.
+        if (lost := peers.find_lost()) is not None:
+            self._has_raised = True
+            raise LostPeerError(lost)
+        self.ask(signal.Signals(number).name)
+        if not self._is_deferred:
+            raise self._stop_here()
+
+    def _stop_here(self) -> PreemptedError:
+        self._has_raised = True
+        return PreemptedError(f"{self.reason}: stopped where there was nothing to save; run the same command to go on")
+
+    def _watch(self, descriptor: int) -> None:
+        """Leave at once on a second request, and where the main thread cannot, without a process that is gone."""
+        first: float | None = None
+        while True:
+            for number in os.read(descriptor, 64):
+                if number not in STOP_SIGNALS or self._is_closed:
+                    continue
+                now = time.monotonic()
+                if first is None:
+                    first = now
+                    self._leave_without_peer()
+                elif now - first >= SECONDS_OF_ONE_REQUEST:
+                    _leave(128 + number, f"{signal.Signals(number).name} again: left at once")
+
+    def _leave_without_peer(self) -> None:
+        if (lost := peers.find_lost()) is not None:
+            threading.Timer(_SECONDS_TO_UNWIND, _leave, (EXIT_BUG, f"left because {lost}")).start()
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child, such as a data loader's worker: only the parent says when it ends.
+
+        What is sent to the whole process group would otherwise kill the workers of a process that is still saving, and
+        be heard by it once more from each of them.
+        """
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if sys.platform != "darwin":
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            threading.Thread(target=_obey_parent, daemon=True).start()
+
+
+def _obey_parent() -> None:
+    """End when SIGTERM comes from the parent, or when there is none any more."""
+    if sys.platform != "darwin":
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid not in (os.getppid(), 0):
+            pass
+        os._exit(0)
+
+
+def _leave(code: int, words: str) -> None:
+    sys.stderr.write(f"{words}\n")
+    sys.stderr.flush()
+    os._exit(code)
+
+
+STOP: Final = StopRequest()
+"""Of this process: signals are sent to processes."""

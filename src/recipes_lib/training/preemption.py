@@ -1,0 +1,128 @@
+"""Stopping together: the processes of a run agree, save the last finished step once, and leave with exit code 75."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import distributed
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import SaveStrategy
+
+from recipes_lib.errors import PreemptedError
+from recipes_lib.stopping import STOP
+from recipes_lib.training.callbacks import EVALUATION_KEY
+from recipes_lib.training.hooks.training_state import RandomStates
+from recipes_lib.training.metrics import sum_over_processes
+from recipes_lib.training.watchdog import WATCHDOG
+
+if TYPE_CHECKING:
+    from recipes_lib.training.recipe_trainer import RecipeTrainer
+
+GENERATION_STEPS: Final = 8
+"""Tokens between two looks while samples are generated."""
+
+
+def stop_if_agreed(group: distributed.ProcessGroup | None = None) -> None:
+    """Raise in every process of ``group`` if any of them was asked to stop; all of them must call it, in the same loop.
+
+    Raises:
+        PreemptedError: One was asked.
+    """
+    WATCHDOG.beat()
+    if STOP.is_deferred and sum_over_processes([STOP.reason is not None], group)[0]:
+        raise build_preemption()
+
+
+def build_preemption() -> PreemptedError:
+    """Return what is raised by all processes once they have agreed; all of them must call it."""
+    reasons: list[Any] = [STOP.reason]
+    if distributed.is_initialized():
+        reasons = [None] * distributed.get_world_size()
+        distributed.all_gather_object(reasons, STOP.reason)
+    rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
+    STOP.ask(reason)
+    return PreemptedError(reason if len(reasons) == 1 else f"{reason} on rank {rank}")
+
+
+class LastStep(TrainerCallback):
+    """Remembers what the last finished step left behind, so that it can be saved although the next one is under way.
+
+    Also tells the watchdog how the steps go, and makes an evaluation that was left when the run stopped.
+
+    Source: ``tests/training/test_preemption.py``, ``tests/recipes/test_preempted.py``.
+    """
+
+    def __init__(self, trainer: RecipeTrainer) -> None:
+        """Nothing is finished yet."""
+        self._trainer = trainer
+        self._random: RandomStates | None = None
+        self._saved_step = 0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Take the step of the checkpoint, if there is one, for the last one; it was evaluated when it was made."""
+        self._saved_step = state.global_step
+        if state.global_step > 0:
+            args.eval_on_start = False
+            self._trainer.last_evaluated_step = read_evaluation(state)["last"]
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Make the evaluation that was left, with all that upstream makes of its figures."""
+        if read_evaluation(state)["is_owed"]:
+            self._trainer.evaluate_what_is_owed()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """A step begins."""
+        WATCHDOG.enter("a step" if self._random is not None else "the first step")
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """A micro-batch is done."""
+        WATCHDOG.beat()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Keep the random states: the next rows are drawn before it is known whether they are wanted."""
+        self._random = RandomStates.read()
+        WATCHDOG.finish_step()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Know that the last step is saved."""
+        self._saved_step = state.global_step
+
+    def save(self, request: PreemptedError) -> PreemptedError:
+        """Save the last finished step unless it is, and return what tells the user; every process must call.
+
+        Args:
+            request: Raised by all processes, after an update or inside an evaluation.
+        """
+        trainer, state = self._trainer, self._trainer.state
+        if state.global_step > self._saved_step and trainer.args.save_strategy != SaveStrategy.NO:
+            assert self._random is not None
+            self._random.restore()
+            trainer.control.should_save = True
+            for callback in trainer.observer.callbacks:
+                callback.on_step_end(trainer.args, state, trainer.control)
+            stored: Any = state.stateful_callbacks
+            stored[EVALUATION_KEY] = {"last": trainer.last_evaluated_step, "is_owed": trainer.is_evaluating}
+            WATCHDOG.enter("saving")
+            trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+            trainer.control = trainer.callback_handler.on_save(trainer.args, state, trainer.control)
+        # The launcher ends the others when the first one leaves: not before the main process has sealed.
+        trainer.accelerator.wait_for_everyone()
+        STOP.close()
+        kept = f"checkpoint-{self._saved_step} is complete" if self._saved_step else "nothing was to be saved yet"
+        return PreemptedError(
+            f"{request}: stopped after step {state.global_step}; {kept}; run the same command to go on"
+        )
+
+
+def read_evaluation(state: TrainerState) -> dict[str, Any]:
+    """Return which step was evaluated ``last``, and whether the evaluation of this one ``is_owed``."""
+    stored: Any = state.stateful_callbacks
+    return {"last": -1, "is_owed": False, **stored.get(EVALUATION_KEY, {})}

@@ -1,0 +1,56 @@
+"""Runs a recipe that waits where a test wants it: ``python paused.py FOLDER PHASE CALL [RANK] RECIPE ARGUMENTS...``.
+
+At the given call of what the phase consists of, that rank touches ``FOLDER/reached`` and goes on when ``FOLDER/go`` is
+there. A test that has sent a signal in between knows what it has hit, and nobody had to guess a time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+
+WHERE = {
+    "step": ("recipes_lib.training.next_token:NextTokenTrainer", "compute_loss"),
+    "evaluation": ("recipes_lib.training.hooks.evaluation:EvaluateLoss", "_score"),
+    "generation": ("recipes_lib.training.hooks.samples:_StopTogether", "__call__"),
+    "saving": ("recipes_lib.training.recipe_trainer:RecipeTrainer", "_save_checkpoint"),
+    "preparation": ("recipes_lib.data.prepare", "_build"),
+    "reference": ("recipes_lib.training.dpo", "compute_answer_logps"),
+}
+
+
+def pause_at(folder: Path, phase: str, call: int) -> None:
+    """Let one call of a function wait."""
+    module, _, kind = WHERE[phase][0].partition(":")
+    owner, name = importlib.import_module(module), WHERE[phase][1]
+    owner = getattr(owner, kind) if kind else owner
+    function = getattr(owner, name)
+    num_calls = 0
+
+    def waiting(*args, **kwargs):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == call:
+            (folder / "reached").touch()
+            while not (folder / "go").exists():
+                time.sleep(0.01)
+        return function(*args, **kwargs)
+
+    setattr(owner, name, waiting)
+
+
+def main() -> None:
+    """Parse the arguments as the recipe's own first lines do, wait as asked, and be the recipe."""
+    folder, phase, call, rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+    sys.argv = sys.argv[5:]
+    if os.environ.get("RANK", "0") == rank:
+        pause_at(folder, phase, call)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
