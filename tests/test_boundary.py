@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 
 from recipes_lib.boundary import parse_or_exit, run_command
-from recipes_lib.errors import ConfigError, DataError, DivergedError, Problem
+from recipes_lib.errors import ConfigError, DataError, DivergedError, LostPeerError, PreemptedError, Problem
+from recipes_lib.stopping import STOP, StopRequest
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> list[StopRequest]:
+    """Whose handlers were installed: none, in the process of the tests."""
+    calls: list[StopRequest] = []
+    monkeypatch.setattr(StopRequest, "install", lambda self: calls.append(self))
+    monkeypatch.setattr(STOP, "_is_closed", False)
+    return calls
 
 
 def raising(error: BaseException):
@@ -41,6 +51,37 @@ def test_a_stopped_run_says_why_without_a_traceback(error, code, capsys: pytest.
     told = capsys.readouterr().err
     assert (str(error) or "interrupted") in told
     assert "Traceback" not in told
+
+
+def test_only_the_main_process_tells_that_the_run_was_stopped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped = raising(PreemptedError("SIGTERM: stopped after step 3; run the same command to go on"))
+    assert run_command(stopped) == 75
+    assert capsys.readouterr().err == "SIGTERM: stopped after step 3; run the same command to go on\n"
+    monkeypatch.setenv("RANK", "1")
+    assert run_command(stopped) == 75
+    assert capsys.readouterr().err == ""
+
+
+def test_who_ends_because_of_another_says_so_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(raising(LostPeerError("process 1 of this machine ended: it was killed"))) == 1
+    assert capsys.readouterr().err == "rank 0 ends too: process 1 of this machine ended: it was killed\n"
+
+
+@pytest.mark.parametrize(("error", "code"), [(DivergedError("nan"), 3), (PreemptedError("SIGTERM"), 75)])
+def test_one_of_several_processes_leaves_without_waiting_for_the_others(error, code, monkeypatch) -> None:
+    class LeftError(BaseException):
+        pass
+
+    def leave(code: int) -> None:
+        raise LeftError(code)
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("os._exit", leave)
+    with pytest.raises(LeftError, match=str(code)):
+        run_command(raising(error))
+    assert run_command(lambda: None) == 0
 
 
 def test_anything_else_is_a_bug_and_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,8 +137,11 @@ def recipe(tiny_model_dir: Path, tmp_path: Path) -> list[str]:
     ]
 
 
-def test_a_sound_recipe_is_parsed(recipe: list[str]) -> None:
+def test_a_sound_recipe_is_parsed_and_from_then_on_requests_are_heard(
+    recipe: list[str], installed: list[StopRequest]
+) -> None:
     config = parse_or_exit("sft", [*recipe, "--learning_rate", "1e-3"])
+    assert installed == [STOP]
     assert config.stage == "sft"
     assert config.training["learning_rate"] == 1e-3
 

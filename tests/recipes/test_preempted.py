@@ -50,7 +50,7 @@ def keys(tiny_model_dir, tmp_path_factory):
     }
 
 
-def start(keys, output_dir, *, pause=None, num_processes=1, **more):
+def start(keys, output_dir, *, pause=None, num_processes=1, env=None, **more):
     """Start the recipe; ``pause`` is (phase, call, rank)."""
     arguments = [f"--{name}={value}" for name, value in (keys | {"output_dir": output_dir} | more).items()]
     command = [str(ROOT / "recipes" / "sft.py"), *arguments]
@@ -58,7 +58,7 @@ def start(keys, output_dir, *, pause=None, num_processes=1, **more):
         command = [str(PAUSED), str(output_dir.parent), *map(str, pause), *command]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
     command = [sys.executable, *(launcher if num_processes > 1 else []), *command]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=env)
 
 
 def wait_for(process, file):
@@ -88,9 +88,7 @@ def read_events(output_dir):
 def read_figures(output_dir):
     """Loss and norm of every training event, loss and samples of every evaluation, in the order they were written."""
     names = ("loss", "grad_norm", "learning_rate", "num_target_tokens", "eval_loss", "eval_stop_rate")
-    return [
-        (event["kind"], event["step"], *(event.get(name) for name in names)) for event in read_events(output_dir)
-    ]
+    return [(event["kind"], event["step"], *(event.get(name) for name in names)) for event in read_events(output_dir)]
 
 
 def read_samples(output_dir):
@@ -120,6 +118,20 @@ def straight(keys, tmp_path_factory):
     return get
 
 
+def stop_at(keys, run, pause, *, number=signal.SIGTERM, again=False, **more):
+    """Start a run, signal it where it waits, and return the exit code and what it told."""
+    process = start(keys, run, pause=pause, **more)
+    wait_for(process, run.parent / "reached")
+    process.send_signal(number)
+    if again:
+        # Not a moment too early to be a request of its own: no test may guess, so it is asked until it has left.
+        while process.poll() is None:
+            time.sleep(0.2)
+            process.send_signal(number)
+    (run.parent / "go").touch()
+    return finish(process)
+
+
 PHASES = {
     # Where the run waits when it is told, and the last finished step by then.
     "step": (("step", 4, 0), 4),
@@ -142,11 +154,7 @@ def test_a_run_asked_to_stop_saves_and_goes_on_as_if_nothing_had_been(keys, stra
     pause, step = PHASES[phase]
     more = {"save_steps": 5} if phase == "saving" else {}
     run = tmp_path / "run"
-    process = start(keys, run, pause=pause, **more)
-    wait_for(process, tmp_path / "reached")
-    process.send_signal(number)
-    (tmp_path / "go").touch()
-    code, told = finish(process)
+    code, told = stop_at(keys, run, pause, number=number, **more)
 
     assert code == 75, told[-3000:]
     assert "Traceback" not in told
@@ -158,3 +166,156 @@ def test_a_run_asked_to_stop_saves_and_goes_on_as_if_nothing_had_been(keys, stra
     assert (run / f"checkpoint-{step}" / "COMPLETE.json").exists()
     assert finish(start(keys, run, **more))[0] == 0
     assert_same_run(straight(1), run)
+
+
+def test_before_there_is_anything_to_save_a_run_leaves_at_once_and_the_prepared_data_stay_whole(keys, tmp_path):
+    run = tmp_path / "run"
+    code, told = stop_at(keys | {"prepared_dir": tmp_path / "prepared"}, run, ("preparation", 1, 0))
+    assert code == 75, told[-3000:]
+    assert told.splitlines()[-1].startswith("SIGTERM: stopped where there was nothing to save; run the same command")
+    assert json.loads((run / "run.json").read_text())["status"] == "preempted"
+    assert [path for path in (tmp_path / "prepared").iterdir() if not path.name.endswith(".lock")] == []
+
+
+@pytest.mark.slow
+def test_a_second_signal_leaves_at_once_and_the_last_checkpoint_stays_whole(keys, straight, tmp_path):
+    run = tmp_path / "run"
+    more = {"save_steps": 2}
+    code, told = stop_at(keys, run, ("step", 4, 0), again=True, **more)
+    assert code == 128 + signal.SIGTERM, told[-3000:]
+    assert "SIGTERM again: left at once" in told
+    assert finish(start(keys, run, **more))[0] == 0
+    assert_same_run(straight(1), run)
+
+
+@pytest.mark.slow
+def test_a_file_asks_as_a_signal_does(keys, straight, tmp_path):
+    run = tmp_path / "run"
+    process = start(keys, run, pause=("evaluation", 9, 0))
+    wait_for(process, tmp_path / "reached")
+    (run / "STOP").touch()
+    while (run / "STOP").exists():  # The run takes it away when it has read it.
+        time.sleep(0.05)
+    (tmp_path / "go").touch()
+    code, told = finish(process)
+    assert code == 75, told[-3000:]
+    assert f"the file {run / 'STOP'}" in told.splitlines()[-1]
+    assert finish(start(keys, run))[0] == 0
+    assert_same_run(straight(1), run)
+
+
+@pytest.mark.slow
+def test_the_workers_that_read_data_outlive_a_signal_to_the_whole_group(keys, straight, tmp_path):
+    run = tmp_path / "run"
+    more = {"dataloader_num_workers": 1}
+    process = start(keys, run, pause=("step", 3, 0), **more)
+    wait_for(process, tmp_path / "reached")
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert workers
+    for pid in (process.pid, *map(int, workers)):
+        os.kill(pid, signal.SIGTERM)
+    (tmp_path / "go").touch()
+    code, told = finish(process)
+    assert code == 75, told[-3000:]
+    assert "checkpoint-3 is complete" in told
+    assert [pid for pid in workers if Path(f"/proc/{pid}").exists()] == []
+    assert finish(start(keys, run, **more))[0] == 0
+    assert_same_run(straight(1), run)
+
+
+@pytest.mark.slow
+def test_a_launcher_that_dies_stops_its_run(keys, tmp_path):
+    run = tmp_path / "run"
+    process = start(keys, run, pause=("step", 3, 0), num_processes=2)
+    wait_for(process, tmp_path / "reached")
+    process.send_signal(signal.SIGUSR1)  # By default the end of torchrun, and of nothing else.
+    assert process.wait(timeout=60) == -signal.SIGUSR1
+    (tmp_path / "go").touch()
+    told = process.communicate(timeout=400)[0]  # Its processes still hold the pipe.
+    assert "the launcher is gone" in told
+    assert json.loads((run / "run.json").read_text())["status"] == "preempted"
+    assert finish(start(keys, run, num_processes=2))[0] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("phase", "call", "rank", "step"), [("step", 4, 1, 4), ("evaluation", 4, 1, 3)])
+def test_a_signal_to_one_of_two_ranks_stops_both(keys, straight, tmp_path, phase, call, rank, step):
+    run = tmp_path / "run"
+    process = start(keys, run, pause=(phase, call, rank), num_processes=2)
+    wait_for(process, tmp_path / "reached")
+    os.kill(find_rank(process.pid, rank), signal.SIGUSR1)
+    (tmp_path / "go").touch()
+    code, told = finish(process)
+    assert code == 1, told[-3000:]  # Of the launcher, whatever its processes end with.
+    (line,) = (line for line in told.splitlines() if "same command" in line)
+    assert f"SIGUSR1 on rank {rank}: stopped after step {step}; checkpoint-{step} is complete" in line
+    assert "exitcode  : 75" in told
+    assert json.loads((run / "run.json").read_text())["status"] == "preempted"
+    assert finish(start(keys, run, num_processes=2))[0] == 0
+    assert_same_run(straight(2), run)
+
+
+@pytest.mark.multiprocess
+def test_a_killed_rank_ends_the_run_and_no_traceback_of_another_hides_it(keys, tmp_path):
+    run = tmp_path / "run"
+    process = start(keys, run, pause=("step", 2, 1), num_processes=2)
+    wait_for(process, tmp_path / "reached")
+    os.kill(find_rank(process.pid, 1), signal.SIGKILL)
+    code, told = finish(process)
+    assert code == 1
+    assert "recipe_trainer.py" not in told
+    assert "rank 0 ends too: process 1 of this machine ended: it left no reason, so it was killed" in told
+    record = json.loads((run / "run.json").read_text())
+    assert record["status"] == "failed"
+    assert "process 1" in record["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_on_one_rank_is_told_first_and_by_all(keys, tmp_path, rank):
+    (tmp_path / "scores.py").write_text(METRIC.format(rank=rank))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    run = tmp_path / "run"
+    code, told = finish(start(keys | {"metrics": "[scores:Failing]"}, run, num_processes=2, env=environment))
+    assert code == 1
+    reason = "Failing failed on 1 samples: ValueError: not on this rank"
+    assert told.index(reason) < told.index(f"rank {1 - rank} ends too: process {rank} of this machine ended: Config")
+    assert told.index("Root Cause") < told.rindex(reason)
+    assert "recipe_trainer.py" not in told
+    assert json.loads((run / "run.json").read_text())["status"] == ("refused" if rank == 0 else "failed")
+
+
+METRIC = """
+import os
+import evaluate
+from datasets import Features, Value
+
+class Failing(evaluate.Metric):
+    def _info(self):
+        features = Features({{"predictions": Value("string"), "references": Value("string")}})
+        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
+
+    def _compute(self, predictions, references):
+        if os.environ["RANK"] == "{rank}":
+            raise ValueError("not on this rank")
+        return {{"fine": 1.0}}
+"""
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_a_run_with_one_clear_error(keys, tmp_path):
+    """``metrics.jsonl`` grows on a disk of 64 KB until it is full."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = f"mount -t tmpfs -o size=64k none {disk} && exec"
+    if subprocess.run(["unshare", "-rm", "sh", "-c", f"{mount} true"], check=False).returncode:
+        pytest.skip("no disk can be mounted here")
+    more = keys | {"max_steps": 300, "save_strategy": "no", "eval_strategy": "no", "output_dir": disk / "run"}
+    recipe = [sys.executable, str(ROOT / "recipes" / "sft.py"), *(f"--{name}={value}" for name, value in more.items())]
+    command = ["unshare", "-rm", "sh", "-c", f'{mount} "$@"', "sh", *recipe]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert f"{disk / 'run' / 'metrics.jsonl'}: the disk is full" in done.stderr
+    assert "Traceback" not in done.stderr

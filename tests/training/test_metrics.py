@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +163,27 @@ def test_going_on_drops_lines_that_are_no_event(tmp_path: Path, torn: str) -> No
     MetricsWriter(path).rewind(2)
 
     assert [event["step"] for event in read_lines(path)] == [1, 2]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's disk that is always full")
+def test_a_full_disk_is_told_with_the_file(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=str(tmp_path / "metrics.jsonl")) as caught:
+        MetricsWriter(tmp_path / "metrics.jsonl").write({"step": 1})
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_what_a_nearly_full_disk_takes_in_parts_is_written_whole(tmp_path, monkeypatch):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, line: write(descriptor, line[:5]))
+    MetricsWriter(tmp_path / "metrics.jsonl").write({"step": 1, "loss": 0.5})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 0.5}
+
+
+def test_an_evaluation_that_is_made_again_is_dropped_and_its_step_is_not(tmp_path):
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    for kind, step in (("train", 1), ("eval", 1), ("train", 2), ("eval", 2)):
+        writer.write({"kind": kind, "step": step})
+    writer.rewind(2, is_evaluated=False)
+    events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(event["kind"], event["step"]) for event in events] == [("train", 1), ("eval", 1), ("train", 2)]

@@ -1,15 +1,17 @@
 """A run's directory: what is recorded, what may go on, and what is refused."""
 
+import errno
 import json
 from pathlib import Path
 
 import pytest
 
 from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
-from recipes_lib.errors import ConfigError, DivergedError
+from recipes_lib.errors import ConfigError, DivergedError, LostPeerError, PreemptedError
 from recipes_lib.training.checkpoints import write_complete
 from recipes_lib.training.launch import Launch
 from recipes_lib.training.run import fingerprint_config, flatten_config, start_run
+from recipes_lib.training.watchdog import WATCHDOG
 
 ONE = Launch(rank=0, local_rank=0, world_size=1, engine="")
 
@@ -99,6 +101,8 @@ def test_how_a_run_is_watched_may_change(tmp_path):
         (ConfigError(), "refused"),
         (KeyboardInterrupt(), "interrupted"),
         (ZeroDivisionError(), "failed"),
+        (PreemptedError("SIGTERM: stopped after step 3"), "preempted"),
+        (LostPeerError("process 1 ended"), "failed"),
     ],
 )
 def test_how_a_run_ended_is_recorded_and_the_error_goes_on(tmp_path, error, status):
@@ -136,3 +140,32 @@ def test_a_directory_that_cannot_be_created_is_one_clear_error(tmp_path):
 def test_a_torn_record_does_not_stop_a_new_run(tmp_path):
     (tmp_path / "run.json").write_text('{"status": "run')
     assert start_run(make_config(tmp_path), ONE).resume_from is None
+
+
+def test_a_lost_connection_is_told_as_what_it_is(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    run = start_run(make_config(tmp_path), ONE)
+    with pytest.raises(LostPeerError, match="another process ended"), run.recording_its_end():
+        raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:429")
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == "failed"
+
+
+def test_a_disk_that_is_full_at_the_end_does_not_hide_why_it_ended(tmp_path, monkeypatch):
+    run = start_run(make_config(tmp_path), ONE)
+
+    def refuse(self, *_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with pytest.raises(DivergedError), run.recording_its_end():
+        raise DivergedError("nan")
+    with pytest.raises(OSError, match=r"run\.json"):
+        run.record(status="done")
+
+
+def test_a_run_that_hangs_is_recorded_as_stalled(tmp_path):
+    with start_run(make_config(tmp_path), ONE).recording_its_end():
+        WATCHDOG.on_stall("rank 0: no progress in a step for 1800 seconds")
+        record = json.loads((tmp_path / "run.json").read_text())
+    assert record["status"] == "stalled"
+    assert "1800 seconds" in record["error"]

@@ -153,13 +153,21 @@ def check_curriculum(settings: Settings) -> Iterator[Problem]:
 
 
 def check_model(settings: Settings) -> Iterator[Problem]:
-    """Code from the Hub runs only at a pinned commit; fp16 needs float32 master weights."""
-    pinned = _COMMIT.fullmatch(settings["model_revision"] or "")
-    if settings["trust_remote_code"] and not pinned and not is_local(settings["model_name_or_path"]):
-        found = "`trust_remote_code` runs whatever the repository holds that day"
-        yield Problem(
-            settings.where("trust_remote_code"), found, "write `model_revision:` as a commit of 40 hex digits"
-        )
+    """Code from the Hub runs only at pinned commits; fp16 needs float32 master weights."""
+    for name, revision in (
+        ("model_name_or_path", "model_revision"),
+        ("tokenizer_name_or_path", "tokenizer_revision"),
+        ("ref_model_name_or_path", "ref_model_revision"),
+    ):
+        repository = settings[name] if name in settings.table.keys else None
+        if revision == "tokenizer_revision" and settings[revision] is not None:
+            repository = repository or settings["model_name_or_path"]
+        is_needed = settings["trust_remote_code"] and repository is not None and not is_local(repository)
+        if is_needed and not _COMMIT.fullmatch(settings[revision] or ""):
+            found = f"`trust_remote_code` runs whatever the repository {repository} holds that day"
+            yield Problem(
+                settings.where("trust_remote_code"), found, f"write `{revision}:` as a commit of 40 hex digits"
+            )
     if settings["fp16"] and settings["dtype"] in ("float16", "bfloat16"):
         found = f"`fp16` scales gradients of float32 weights, and `dtype` is {settings['dtype']}"
         yield Problem(settings.where("fp16"), found, "write `dtype: float32`, or use bf16")

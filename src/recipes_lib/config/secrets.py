@@ -10,11 +10,21 @@ from recipes_lib.errors import Problem
 
 _KEY = re.compile(r"(^|_)(token|api_?key|apikey|password|passwd|secret|credentials?|access_key)$", re.IGNORECASE)
 _VALUE = re.compile(
-    r"\bhf_[A-Za-z0-9]{20,}|\bapi_org_[A-Za-z0-9]{20,}"  # Hugging Face
+    r"\bhf_[A-Za-z0-9]{20,}|\bapi_org_[A-Za-z0-9]{20,}|\bhf_oauth_[\w.-]{20,}"  # Hugging Face
     r"|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{20,}"  # GitHub, GitLab
-    r"|\bsk-[A-Za-z0-9_-]{20,}|\bwandb_v1_\w{20,}|\bAKIA[A-Z0-9]{16}\b|\bAIza[\w-]{30,}|\bxox[abprs]-[\w-]{10,}"
+    r"|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\bAIza[\w-]{30,}|\bya29\.[\w-]{20,}"  # AWS, Google
+    r"|\bsk-[A-Za-z0-9_-]{20,}|\b[sr]k_(?:live|test)_[A-Za-z0-9]{16,}"  # OpenAI, Anthropic; Stripe
+    r"|\bwandb_v1_\w{20,}|\bnvapi-[\w-]{20,}|\bgsk_[A-Za-z0-9]{20,}|\br8_[A-Za-z0-9]{30,}|\bpypi-[\w-]{30,}"
+    r"|\bxox[abeoprs]-[\w-]{10,}|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{5,}"  # Slack; a signed JSON web token
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
     r"|://[^/\s:@]+:[^/\s:@]+@"  # user:password@host
 )
+# W&B's older keys have the shape of a commit, and AWS's secret ones that of a digest: only their names tell.
+_NAMED = re.compile(
+    r"(?:wandb|w&b|api|aws|access|secret)\w*(?:key|token)\w*['\"]?\s*[:=]\s*['\"]?[A-Za-z0-9/+]{40}\b", re.IGNORECASE
+)
+_HEX_KEY = re.compile(r"[0-9a-f]{40}")
+_HOLDS_REVISIONS = frozenset({"dataset_mixture"})
 _REMEDY = "delete it and revoke it if it was shared; secrets come from the environment (HF_TOKEN, WANDB_API_KEY)"
 
 
@@ -25,7 +35,7 @@ def is_secret_key(key: str) -> bool:
 
 def has_secret_shape(text: str) -> bool:
     """Return whether a text contains something of the shape of an access token."""
-    return _VALUE.search(text) is not None
+    return _VALUE.search(text) is not None or _NAMED.search(text) is not None
 
 
 def refuse_secret_key(where: str, key: str) -> Problem:
@@ -35,7 +45,9 @@ def refuse_secret_key(where: str, key: str) -> Problem:
 
 def refuse_secret_value(where: str, key: str, node: yaml.Node) -> Problem | None:
     """Return a problem when a text in ``node`` has the shape of an access token; the text is not repeated."""
-    if any(has_secret_shape(text) for text in _texts(node)):
+    # 40 hex digits are a commit where a revision belongs, and W&B's older keys anywhere else.
+    is_revision = key.endswith("revision") or key in _HOLDS_REVISIONS
+    if any(has_secret_shape(text) or (_HEX_KEY.fullmatch(text) and not is_revision) for text in _texts(node)):
         return Problem(where, f"the value of `{key}` looks like an access token", _REMEDY)
     return None
 

@@ -214,12 +214,16 @@ def _load_options(config: ModelConfig) -> dict[str, Any]:
 
 def _check_remote_code(config: ModelConfig) -> None:
     """Code of a Hub repository runs only as of a commit that was named, and so could be read."""
-    is_commit = re.fullmatch(r"[0-9a-f]{40}", config.model_revision or "") is not None
-    if config.trust_remote_code and not is_commit and not Path(str(config.model_name_or_path)).is_dir():
-        found = f"the code of {config.model_name_or_path} would run, in whatever version the Hub has"
-        raise ConfigError(
-            Problem("trust_remote_code", found, "set model_revision to the 40-digit commit that you have read")
-        )
+    repositories = [(config.model_name_or_path, "model_revision", config.model_revision)]
+    if config.tokenizer_name_or_path is not None or config.tokenizer_revision is not None:
+        name = config.tokenizer_name_or_path or config.model_name_or_path
+        repositories.append((name, "tokenizer_revision", config.tokenizer_revision))
+    for name, key, revision in repositories:
+        is_commit = re.fullmatch(r"[0-9a-f]{40}", revision or "") is not None
+        if config.trust_remote_code and not is_commit and not Path(str(name)).is_dir():
+            found = f"the code of {name} would run, in whatever version the Hub has"
+            remedy = f"set {key} to the 40-digit commit that you have read"
+            raise ConfigError(Problem("trust_remote_code", found, remedy))
 
 
 @contextmanager

@@ -79,8 +79,12 @@ class Run:
         if self.launch.is_main:
             path = self.output_dir / RUN_FILE
             partial = path.with_name(f"{RUN_FILE}.partial")
-            partial.write_text(json.dumps(_read_record(path) | facts, indent=1, default=str), encoding="utf-8")
-            partial.replace(path)
+            try:
+                partial.write_text(json.dumps(_read_record(path) | facts, indent=1, default=str), encoding="utf-8")
+                partial.replace(path)
+            except OSError as error:
+                partial.unlink(missing_ok=True)
+                raise OSError(error.errno, error.strerror, str(path)) from error
 
     @contextmanager
     def recording_its_end(self) -> Iterator[None]:

@@ -1,0 +1,69 @@
+"""Secrets of the environment are nowhere afterwards: not in what is told, nor in any file that a run leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SECRETS = {
+    "HF_TOKEN": "hf_" + "CanaryOfTheHub" * 3,
+    "WANDB_API_KEY": "ca9a12" * 6 + "beef",
+    "AWS_SECRET_ACCESS_KEY": "CanaryOfAmazon/+" * 2 + "CanaryEn",
+    "OPENAI_API_KEY": "sk-" + "CanaryOfOpenAI" * 3,
+    "GITHUB_TOKEN": "ghp_" + "CanaryGitHub" * 3,
+}
+
+
+def run(tmp_path, tiny_model_dir, *flags):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{n}?", "completion": f" {n}, yes."}) + "\n" for n in range(12)))
+    keys = {
+        "model_name_or_path": tiny_model_dir,
+        "dataset_name": rows,
+        "output_dir": tmp_path / "run",
+        "prepared_dir": tmp_path / "prepared",
+        "test_split_size": 2,
+        "bf16": "false",
+        "use_cpu": "true",
+        "max_steps": 2,
+        "sample_max_new_tokens": 2,
+        "report_to": "tensorboard",
+    }
+    command = [sys.executable, str(ROOT / "recipes" / "sft.py"), *(f"--{name}={value}" for name, value in keys.items())]
+    environment = os.environ | SECRETS | {"TENSORBOARD_LOGGING_DIR": str(tmp_path / "tracker")}
+    return subprocess.run([*command, *flags], capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+
+
+def find_leaks(folder: Path, *told: str) -> list[str]:
+    """Where a secret stands, in a file's name or bytes or in a text; half of one is one too."""
+    texts = [("what was told", text.encode()) for text in told]
+    texts += [(str(path), str(path).encode() + path.read_bytes()) for path in folder.rglob("*") if path.is_file()]
+    return [
+        where for where, text in texts for secret in SECRETS.values() if secret[: len(secret) // 2].encode() in text
+    ]
+
+
+@pytest.mark.parametrize("ending", ["done", "failed", "refused"])
+def test_no_secret_is_told_or_written(tiny_model_dir, tmp_path, ending):
+    flags = {
+        "done": [],
+        # Arguments that only the trainer can know to be wrong end in a traceback.
+        "failed": ['--lr_scheduler_kwargs={"nonsense": 1}'],
+        "refused": [f"--run_name={SECRETS['WANDB_API_KEY']}"],
+    }[ending]
+    done = run(tmp_path, tiny_model_dir, *flags)
+    assert done.returncode == {"done": 0, "failed": 1, "refused": 2}[ending], done.stderr[-3000:]
+    assert ("Traceback" in done.stderr) == (ending == "failed")
+    assert find_leaks(tmp_path, done.stdout, done.stderr) == []
+    assert (tmp_path / "run" / "run.json").exists() == (ending != "refused")
+    if ending == "done":
+        assert (tmp_path / "run" / "README.md").exists()
+        assert list((tmp_path / "tracker").rglob("events.*"))
+        (tmp_path / "run" / "note.txt").write_text(SECRETS["HF_TOKEN"])
+        assert len(find_leaks(tmp_path)) == 1  # What is looked for can be found.
