@@ -55,7 +55,7 @@ def run_command(command: Callable[[], int | None]) -> int:
             peers.record_failure(error, is_unforeseen=code == EXIT_BUG)
     if code in (EXIT_DONE, EXIT_PREEMPTED):
         peers.leave()
-    if code != EXIT_DONE and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if code != EXIT_DONE and peers.read_world_size() > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -70,11 +70,11 @@ def _tell(error: BaseException) -> int:
     """
     if isinstance(error, PreemptedError):
         # All processes stop for the same reason.
-        if os.environ.get("RANK", "0") == "0":
+        if peers.read_rank() == 0:
             sys.stderr.write(f"{error}\n")
         return EXIT_PREEMPTED
     if isinstance(error, LostPeerError):
-        sys.stderr.write(f"rank {os.environ.get('RANK', '0')} ends too: {error}\n")
+        sys.stderr.write(f"rank {peers.read_rank()} ends too: {error}\n")
         return EXIT_BUG
     if isinstance(error, UserError | DivergedError):
         sys.stderr.write(f"{error}\n")

@@ -26,6 +26,21 @@ _CONNECTION_LOST: Final = (
 )
 
 
+def read_rank() -> int:
+    """Return the number of this process among all, as its launcher gave it; 0 without one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def read_world_size() -> int:
+    """Return how many processes there are."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def has_launcher() -> bool:
+    """Return whether the parent of this process is torchrun or ``accelerate launch``."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+
+
 def enter() -> None:
     """Tell the processes beside this one that it is there; nothing where no launcher gave a folder."""
     if (folder := _find_folder()) is not None:

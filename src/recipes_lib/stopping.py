@@ -84,8 +84,7 @@ class StopRequest:
 
     def launcher_is_gone(self) -> bool:
         """Whether a launcher started this process and has ended before it."""
-        is_launched = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
-        return is_launched and os.getppid() != self._parent
+        return peers.has_launcher() and os.getppid() != self._parent
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._is_closed or self._has_raised:

@@ -16,6 +16,16 @@ from recipes_lib.config.loader import load_config
         ("overlong: truncate", 5, ["max_length"]),
         ("max_length: null\noverlong: drop", 6, ["max_length"]),
         ("trust_remote_code: true", 5, ["trust_remote_code"]),
+        (
+            f"trust_remote_code: true\nmodel_revision: {'a' * 40}\ntokenizer_name_or_path: org/tokens",
+            5,
+            ["trust_remote_code", "repository org/"],
+        ),
+        (
+            f"trust_remote_code: true\nmodel_revision: {'a' * 40}\ntokenizer_revision: main",
+            5,
+            ["trust_remote_code", "repository org/"],
+        ),
         ("trust_remote_code: true\nmodel_revision: main", 5, ["trust_remote_code"]),
         ("fp16: true\ndtype: float16", 5, ["dtype"]),
         ("eval_strategy: epoch\neval_steps: 10", 6, ["eval_strategy"]),

@@ -16,7 +16,27 @@ def test_no_key_takes_a_secret_and_no_message_repeats_it(problems_of, key: str, 
 
 @pytest.mark.parametrize(
     "value",
-    [CANARY, "ghp_" + "a1" * 18, "sk-" + "x" * 40, "https://user:pass@host/x", f"[ok, {CANARY}]"],
+    [
+        CANARY,
+        "ghp_" + "a1" * 18,
+        "github_pat_" + "a1_" * 10,
+        "sk-" + "x" * 40,
+        "sk-ant-api03-" + "x-9" * 10,
+        "sk_live_" + "a1" * 12,
+        "AKIA" + "ABCD2345" * 2,
+        "ASIA" + "ABCD2345" * 2,
+        "AIza" + "b2-_" * 9,
+        "ya29." + "b2-_" * 9,
+        "xoxb-123456789012-abc",
+        "nvapi-" + "b2-_" * 9,
+        "wandb_v1_" + "b2" * 12,
+        "c0ffee1234" * 4,
+        "aws_secret_access_key=" + "aB3/" * 10,
+        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl",
+        "'-----BEGIN RSA PRIVATE KEY-----'",
+        "https://user:pass@host/x",
+        f"[ok, {CANARY}]",
+    ],
 )
 def test_a_token_shaped_value_is_refused_without_being_repeated(problems_of, value: str) -> None:
     key = "sample_prompts" if value.startswith("[") else "run_name"
@@ -39,3 +59,22 @@ def test_a_stray_argument_with_a_secret_is_not_repeated(problems_of) -> None:
 
 def test_special_tokens_and_commits_are_no_secrets(problems_of) -> None:
     assert not problems_of(f"eos_token: </s>\npad_token: <pad>\nmodel_revision: {'0123456789' * 4}\n")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "sk-lora-r64",
+        "the-api-key-of-success",
+        "hf_models/llama",
+        "runs/2026-11-21_hf_sweep",
+        "gh_pages",
+        "s3://bucket/path@2",
+        "a" * 39,
+        "sha256_" + "ab12" * 16,
+        "AKIA in capitals",
+        "https://example.com:8080/path",
+    ],
+)
+def test_what_only_resembles_a_token_is_none(problems_of, value: str) -> None:
+    assert not problems_of(f"run_name: '{value}'\n")

@@ -148,6 +148,9 @@ def test_code_from_the_hub_runs_only_as_of_a_named_commit() -> None:
             where, _, remedy = problem_of(lambda load=load, config=config: load(config))
             assert where == "trust_remote_code"
             assert "40-digit commit" in remedy
+    for tokens in ({"tokenizer_name_or_path": "org/tokens"}, {"tokenizer_revision": "main"}):
+        config = config_for("org/model", trust_remote_code=True, model_revision="0" * 40, **tokens)
+        assert "tokenizer_revision" in problem_of(lambda config=config: load_tokenizer(config, TokensConfig()))[2]
     pinned = config_for("org/model", trust_remote_code=True, model_revision="0" * 40)
     assert problem_of(lambda: load_model_config(pinned))[0] == "model_name_or_path"
 

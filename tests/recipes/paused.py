@@ -19,6 +19,7 @@ WHERE = {
     "generation": ("recipes_lib.training.hooks.samples:_StopTogether", "__call__"),
     "saving": ("recipes_lib.training.recipe_trainer:RecipeTrainer", "_save_checkpoint"),
     "preparation": ("recipes_lib.data.prepare", "_build"),
+    "export": ("recipes_lib.publish.export", "verify_export"),
     "reference": ("recipes_lib.training.dpo", "compute_answer_logps"),
 }
 

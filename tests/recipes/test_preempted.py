@@ -178,6 +178,16 @@ def test_before_there_is_anything_to_save_a_run_leaves_at_once_and_the_prepared_
 
 
 @pytest.mark.slow
+def test_a_run_stopped_while_its_model_is_written_only_writes_it_again(keys, straight, tmp_path):
+    run = tmp_path / "run"
+    code, told = stop_at(keys, run, ("export", 1, 0))
+    assert code == 75, told[-3000:]
+    assert not (run / "model.safetensors").exists()
+    assert finish(start(keys, run))[0] == 0
+    assert_same_run(straight(1), run)
+
+
+@pytest.mark.slow
 def test_a_second_signal_leaves_at_once_and_the_last_checkpoint_stays_whole(keys, straight, tmp_path):
     run = tmp_path / "run"
     more = {"save_steps": 2}
@@ -226,7 +236,8 @@ def test_the_workers_that_read_data_outlive_a_signal_to_the_whole_group(keys, st
 @pytest.mark.slow
 def test_a_launcher_that_dies_stops_its_run(keys, tmp_path):
     run = tmp_path / "run"
-    process = start(keys, run, pause=("step", 3, 0), num_processes=2)
+    # So many steps that it is looked for in time.
+    process = start(keys | {"max_steps": 2000, "eval_steps": 5000}, run, pause=("step", 3, 0), num_processes=2)
     wait_for(process, tmp_path / "reached")
     process.send_signal(signal.SIGUSR1)  # By default the end of torchrun, and of nothing else.
     assert process.wait(timeout=60) == -signal.SIGUSR1
@@ -234,7 +245,6 @@ def test_a_launcher_that_dies_stops_its_run(keys, tmp_path):
     told = process.communicate(timeout=400)[0]  # Its processes still hold the pipe.
     assert "the launcher is gone" in told
     assert json.loads((run / "run.json").read_text())["status"] == "preempted"
-    assert finish(start(keys, run, num_processes=2))[0] == 0
 
 
 @pytest.mark.slow
@@ -313,7 +323,8 @@ def test_a_full_disk_ends_a_run_with_one_clear_error(keys, tmp_path):
     if subprocess.run(["unshare", "-rm", "sh", "-c", f"{mount} true"], check=False).returncode:
         pytest.skip("no disk can be mounted here")
     more = keys | {"max_steps": 300, "save_strategy": "no", "eval_strategy": "no", "output_dir": disk / "run"}
-    recipe = [sys.executable, str(ROOT / "recipes" / "sft.py"), *(f"--{name}={value}" for name, value in more.items())]
+    flags = [f"--{name}={value}" for name, value in more.items() if name not in ("eval_steps", "save_steps")]
+    recipe = [sys.executable, str(ROOT / "recipes" / "sft.py"), *flags]
     command = ["unshare", "-rm", "sh", "-c", f'{mount} "$@"', "sh", *recipe]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 2, done.stderr[-3000:]

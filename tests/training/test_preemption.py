@@ -149,3 +149,16 @@ def test_between_epochs_the_random_states_are_those_of_the_last_step(tiny_model_
     assert_equal_weights(weights_of(straight), weights_of(resumed))
     assert read_evaluation(resumed.state)["is_owed"] is False
     assert EVALUATION_KEY in stopped.state.stateful_callbacks
+
+
+def test_a_run_that_goes_on_at_its_very_end_makes_no_further_step(tiny_model_dir, tmp_path):
+    keys = {"max_steps": 5, "save_strategy": "steps", "save_steps": 100, "lr_scheduler_type": "constant"}
+    keys |= {"eval_strategy": "steps", "eval_steps": 5, "eval_on_start": True}
+    packs, hook = make_packs(), Hook()
+    straight, _ = make_trainer(tiny_model_dir, tmp_path / "run", packs, hooks=[hook], **keys)
+    straight.train()
+    resumed, recorder = make_trainer(tiny_model_dir, tmp_path / "run", packs, hooks=[hook], **keys)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-5"))
+    assert (resumed.state.global_step, recorder.steps) == (5, [])
+    assert hook.steps == [0, 5]  # Nor is it evaluated twice.
+    assert_equal_weights(weights_of(straight), weights_of(resumed))

@@ -21,7 +21,8 @@ _VALUE = re.compile(
 )
 # W&B's older keys have the shape of a commit, and AWS's secret ones that of a digest: only their names tell.
 _NAMED = re.compile(
-    r"(?:wandb|w&b|api|aws|access|secret)\w*(?:key|token)\w*['\"]?\s*[:=]\s*['\"]?[A-Za-z0-9/+]{40}\b", re.IGNORECASE
+    r"(?:wandb|w&b|api|aws|access|secret)\w*(?:key|token)\w*['\"]?\s*[:=]\s*['\"]?[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])",
+    re.IGNORECASE,
 )
 _HEX_KEY = re.compile(r"[0-9a-f]{40}")
 _HOLDS_REVISIONS = frozenset({"dataset_mixture"})

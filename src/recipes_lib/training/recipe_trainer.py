@@ -158,6 +158,10 @@ class RecipeTrainer(Trainer):
             PreemptedError: A process was asked to stop; the step is not begun.
             DivergedError: The whole step holds none: there is nothing to learn from it.
         """
+        if self.state.global_step >= self.state.max_steps:
+            # Upstream would make one more step of a run that goes on at its very end.
+            self.control.should_training_stop = True
+            return [], None
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         if not batches:
             return [], None

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from recipes_lib.errors import EXIT_STALLED
+from recipes_lib.peers import read_rank
 from recipes_lib.stopping import STOP, StopRequest
 
 STOP_FILE: Final = "STOP"
@@ -95,7 +96,7 @@ class Watchdog:
     def describe(self) -> str:
         """Return which process is silent, in what, and for how long."""
         seconds = self._clock() - self._last_sign
-        return f"rank {os.environ.get('RANK', '0')}: no progress in {self.phase} for {seconds:.0f} seconds"
+        return f"rank {read_rank()}: no progress in {self.phase} for {seconds:.0f} seconds"
 
     @contextmanager
     def watching(self, output_dir: Path, *, is_main: bool, stop: StopRequest = STOP) -> Iterator[None]:
