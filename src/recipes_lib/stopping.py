@@ -117,7 +117,9 @@ class StopRequest:
 
     def _leave_without_peer(self) -> None:
         if (lost := peers.find_lost()) is not None:
-            threading.Timer(_SECONDS_TO_UNWIND, _leave, (EXIT_BUG, f"left because {lost}")).start()
+            timer = threading.Timer(_SECONDS_TO_UNWIND, _leave, (EXIT_BUG, f"left because {lost}"))
+            timer.daemon = True
+            timer.start()
 
     def _leave_to_parent(self) -> None:
         """In a forked child, such as a data loader's worker: only the parent says when it ends.

@@ -24,7 +24,7 @@ from recipes_lib.config.loader import load_config
         (
             f"trust_remote_code: true\nmodel_revision: {'a' * 40}\ntokenizer_revision: main",
             5,
-            ["trust_remote_code", "repository org/"],
+            ["trust_remote_code", "repository"],
         ),
         ("trust_remote_code: true\nmodel_revision: main", 5, ["trust_remote_code"]),
         ("fp16: true\ndtype: float16", 5, ["dtype"]),

@@ -15,6 +15,7 @@ from pathlib import Path
 
 WHERE = {
     "step": ("recipes_lib.training.next_token:NextTokenTrainer", "compute_loss"),
+    "pairs": ("recipes_lib.training.pair_trainer:PairTrainer", "compute_loss"),
     "evaluation": ("recipes_lib.training.hooks.evaluation:EvaluateLoss", "_score"),
     "generation": ("recipes_lib.training.hooks.samples:_StopTogether", "__call__"),
     "saving": ("recipes_lib.training.recipe_trainer:RecipeTrainer", "_save_checkpoint"),

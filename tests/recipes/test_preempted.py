@@ -50,10 +50,10 @@ def keys(tiny_model_dir, tmp_path_factory):
     }
 
 
-def start(keys, output_dir, *, pause=None, num_processes=1, env=None, **more):
+def start(keys, output_dir, *, stage="sft", pause=None, num_processes=1, env=None, **more):
     """Start the recipe; ``pause`` is (phase, call, rank)."""
     arguments = [f"--{name}={value}" for name, value in (keys | {"output_dir": output_dir} | more).items()]
-    command = [str(ROOT / "recipes" / "sft.py"), *arguments]
+    command = [str(ROOT / "recipes" / f"{stage}.py"), *arguments]
     if pause is not None:
         command = [str(PAUSED), str(output_dir.parent), *map(str, pause), *command]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]

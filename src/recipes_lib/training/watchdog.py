@@ -9,13 +9,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from recipes_lib.errors import EXIT_STALLED
-from recipes_lib.peers import read_rank
+from recipes_lib.peers import read_rank, record_failure
 from recipes_lib.stopping import STOP, StopRequest
 
 STOP_FILE: Final = "STOP"
@@ -100,7 +100,7 @@ class Watchdog:
 
     @contextmanager
     def watching(self, output_dir: Path, *, is_main: bool, stop: StopRequest = STOP) -> Iterator[None]:
-        """Watch what happens in the block from a thread, which also looks for the touch-file and for the launcher.
+        """Watch what happens in the block from threads, which also look for the touch-file and for the launcher.
 
         Args:
             output_dir: Where the touch-file would be.
@@ -110,17 +110,19 @@ class Watchdog:
         self.begin()
         file, over = output_dir / STOP_FILE, threading.Event()
 
-        def watch() -> None:
-            while not over.wait(_TICK_SECONDS):
-                if is_main and file.exists():
-                    file.unlink(missing_ok=True)
-                    stop.ask(f"the file {file}")
-                if stop.launcher_is_gone():
-                    stop.ask("the launcher is gone")
-                self._act()
+        def look_for_file() -> None:
+            if file.exists():
+                stop.ask(f"the file {file}")
+                file.unlink(missing_ok=True)
 
-        thread = threading.Thread(target=watch, name="watchdog", daemon=True)
-        thread.start()
+        def look_for_launcher() -> None:
+            if stop.launcher_is_gone():
+                stop.ask("the launcher is gone")
+
+        # A thread each: the disk may be what hangs.
+        looks = [[self._act, look_for_launcher], *([[look_for_file]] if is_main else [])]
+        for some in looks:
+            threading.Thread(target=_repeat, args=(some, over), name="watchdog", daemon=True).start()
         try:
             yield
         finally:
@@ -139,9 +141,17 @@ class Watchdog:
         sys.stderr.flush()
         # The record goes to a disk that may be what hangs.
         threading.Timer(_SECONDS_TO_RECORD, os._exit, (EXIT_STALLED,)).start()
-        with suppress(Exception):
+        with suppress(OSError):
+            record_failure(TimeoutError(words), is_unforeseen=False)
             self.on_stall(words)
         os._exit(EXIT_STALLED)
+
+
+def _repeat(looks: Sequence[Callable[[], None]], over: threading.Event) -> None:
+    while not over.wait(_TICK_SECONDS):
+        for look in looks:
+            with suppress(OSError):
+                look()
 
 
 WATCHDOG: Final = Watchdog()
