@@ -27,7 +27,7 @@ class RandomStates:
         """Return what they are now."""
         # The global numpy generator, because data collators and libraries draw from it.
         numpy_state = np.random.get_state()  # noqa: NPY002
-        cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         return cls(random.getstate(), numpy_state, torch.get_rng_state(), cuda_states)
 
     def restore(self) -> None:
