@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -132,7 +133,11 @@ def test_where_nothing_shall_be_saved_nothing_is(tiny_model_dir, tmp_path):
 
 
 def test_between_epochs_the_random_states_are_those_of_the_last_step(tiny_model_dir, tmp_path):
-    """The rows of the next epoch are shuffled before it is known that nobody wants them."""
+    """The rows of the next epoch are drawn before it is known that nobody wants them; dropout would tell."""
+    shutil.copytree(tiny_model_dir, tmp_path / "model")
+    tiny_model_dir = tmp_path / "model"
+    config = json.loads((tiny_model_dir / "config.json").read_text()) | {"attention_dropout": 0.3}
+    (tiny_model_dir / "config.json").write_text(json.dumps(config))
     keys = {"max_steps": 12, "save_strategy": "steps", "save_steps": 100, "per_device_train_batch_size": 4}
     packs = make_packs()
     straight, _ = make_trainer(tiny_model_dir, tmp_path / "straight", packs, **keys)
