@@ -81,6 +81,10 @@ class StopRequest:
     def close(self) -> None:
         """Hear no further signal: this process is ending, and only a kill makes it faster."""
         self._is_closed = True
+        if self._is_installed and threading.current_thread() is threading.main_thread():
+            for number in STOP_SIGNALS:
+                # Python gives up handlers before it has ended, and what is ignored stays so.
+                signal.signal(number, signal.SIG_IGN)
 
     def launcher_is_gone(self) -> bool:
         """Whether a launcher started this process and has ended before it."""

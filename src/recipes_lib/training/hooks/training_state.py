@@ -27,7 +27,8 @@ class RandomStates:
         """Return what they are now."""
         # The global numpy generator, because data collators and libraries draw from it.
         numpy_state = np.random.get_state()  # noqa: NPY002
-        cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        cuda_states = torch.cuda.get_rng_state_all() if is_used else []
         return cls(random.getstate(), numpy_state, torch.get_rng_state(), cuda_states)
 
     def restore(self) -> None:
