@@ -65,7 +65,7 @@ def main(config: RecipeConfig) -> None:
             eval_dataset=data.eval,
             data_collator=collate,
             processing_class=tokenizer,
-            observer=build_observer(config.evaluation, data, args, model, tokenizer, collate, objective.score_held_out),
+            observer=build_observer(config, data, args, model, tokenizer, collate, objective.score_held_out),
         )
         trainer.train(resume_from_checkpoint=run.resume_from)
         export_model(trainer, run.output_dir)

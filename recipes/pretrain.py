@@ -63,7 +63,7 @@ def main(config: RecipeConfig) -> None:
             eval_dataset=rows.held_out or None,
             data_collator=collate,
             processing_class=tokenizer,
-            observer=build_observer(config.evaluation, rows, args, model, tokenizer, collate),
+            observer=build_observer(config, rows, args, model, tokenizer, collate),
         )
         if isolated:
             prove_isolation(model, attention.layout)

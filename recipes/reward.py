@@ -60,7 +60,7 @@ def main(config: RecipeConfig) -> None:
             eval_dataset=data.eval,
             data_collator=collate,
             processing_class=tokenizer,
-            observer=build_observer(config.evaluation, data, args, model, tokenizer, collate, objective.score),
+            observer=build_observer(config, data, args, model, tokenizer, collate, objective.score),
         )
         trainer.train(resume_from_checkpoint=run.resume_from)
         # Its scale travels with it; the verdict says whether it may serve.

@@ -50,7 +50,7 @@ def main(config: RecipeConfig) -> None:
         model = load_causal_lm(config.model, attention.implementation)
         set_stop_tokens(model, tokenizer, data.audit.terminators)
         collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
-        observer = build_observer(config.evaluation, data, args, model, tokenizer, collate)
+        observer = build_observer(config, data, args, model, tokenizer, collate)
         trainer = SFTTrainer(
             model=model,
             args=args,

@@ -58,7 +58,7 @@ def train(config, *, watched):
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
     collate = PackedCollator(pad_token_id=tokenizer.pad_token_id)
-    observer = build_observer(config.evaluation, data, args, model, tokenizer, collate)
+    observer = build_observer(config, data, args, model, tokenizer, collate)
     if not watched:
         observer = Observer(observer.counter, [], [], observer.progress)
     return SFTTrainer(

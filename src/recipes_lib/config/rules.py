@@ -69,6 +69,17 @@ def check_data(settings: Settings) -> Iterator[Problem]:
         yield Problem(settings.where("dataset_mixture"), "`dataset_mixture` is empty", "write at least one entry")
 
 
+def check_rollbacks(settings: Settings) -> Iterator[Problem]:
+    """Going back needs something to go back to, and rows with numbers."""
+    for key, value, why in (
+        ("save_strategy", "no", "nothing is saved that the run could go back to"),
+        ("dataset_streaming", True, "the rows of a stream have no numbers by which some could be left out"),
+    ):
+        if settings["max_rollbacks"] and settings[key] == value:
+            found = f"`max_rollbacks` has no effect: {why} ({settings.where(key)})"
+            yield Problem(settings.where("max_rollbacks"), found, "delete one of the two lines")
+
+
 def check_rows(settings: Settings) -> Iterator[Problem]:
     """A stream has no length to take a share of; a length limit says what happens beyond it."""
     size = settings["test_split_size"]
@@ -310,6 +321,7 @@ _RULES: Final[tuple[Rule, ...]] = (
     check_evaluation,
     check_best_model,
     check_workers,
+    check_rollbacks,
     check_paths,
 )
 _FINE_TUNING: Final = (*_RULES, check_rows, check_schedule_options)

@@ -222,6 +222,16 @@ class PreferenceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GuardsConfig:
+    """What is done about a spike, and how often the machine is made to prove itself; see ``docs/guards.md``."""
+
+    max_rollbacks: int = 0
+    """How often a spike sends the run back to a checkpoint and on without its rows; at 0 spikes are only told."""
+    verify_steps: int | None = None
+    """Compute every so-manieth step twice and compare the weights of all processes, bit by bit. Unset: never."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecipeConfig:
     """One run: our sections, upstream's training keys, and where each value came from.
 
@@ -244,6 +254,7 @@ class RecipeConfig:
     adapter: AdapterConfig = AdapterConfig()
     quantization: QuantizationConfig = QuantizationConfig()
     preference: PreferenceConfig = PreferenceConfig()
+    guards: GuardsConfig = GuardsConfig()
     training: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, str] = field(default_factory=dict)
 
@@ -258,5 +269,6 @@ SECTIONS: Final[dict[str, type]] = {
     "adapter": AdapterConfig,
     "quantization": QuantizationConfig,
     "preference": PreferenceConfig,
+    "guards": GuardsConfig,
 }
 """Our sections by the name of their field in ``RecipeConfig``; ``stages.py`` says which keys a stage leaves out."""

@@ -37,22 +37,24 @@ class PackedCollator:
     layout: Layout = "rows"
     pad_to_multiple_of: int = 1
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor | int]:
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Builds the batch.
 
         Args:
             rows: Each with ``input_ids (T,)``, ``loss_mask (T,)`` (True where the token is a target) and
-                ``seq_lengths``, the documents' lengths, which sum to T. Other columns are ignored.
+                ``seq_lengths``, the documents' lengths, which sum to T; maybe ``row_ids``. Other columns are ignored.
 
         Returns:
             ``input_ids``, ``labels``, ``position_ids``: ``int64 (B, L)`` with L the longest row, rounded up; the first
             token of every document and all padding are ignored in ``labels``; ``num_tokens``, a scalar: padding not
-            counted. In the ``flat`` layout ``(1, L)`` with L
+            counted; ``row_ids``, an array of numpy, so that it stays where it is: those of all rows, which the model
+            does not take. In the ``flat`` layout ``(1, L)`` with L
             the sum, rounded up, and besides ``cu_seq_lens_q`` and ``cu_seq_lens_k``, ``int32 (documents + 1,)``, and
             ``max_length_q`` and ``max_length_k``, int: the longest document; padding counts as a document.
         """
+        numbers = {"row_ids": np.concatenate([row["row_ids"] for row in rows])} if "row_ids" in rows[0] else {}
         if self.layout == "rows":
-            return dict(self._fill(rows))
+            return {**self._fill(rows), **numbers}
         joined = {
             name: np.concatenate([row[name] for row in rows]) for name in ("input_ids", "loss_mask", "seq_lengths")
         }
@@ -63,6 +65,7 @@ class PackedCollator:
         longest = int(np.diff(boundaries).max(initial=0))
         return {
             **batch,
+            **numbers,
             "cu_seq_lens_q": cu_seq_lens,
             "cu_seq_lens_k": cu_seq_lens,
             "max_length_q": longest,

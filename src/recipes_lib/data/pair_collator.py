@@ -52,12 +52,12 @@ class PairCollator:
     layout: PairLayout = "shared"
     packing: bool = True
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor | int]:
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Builds the batch of P pairs, N tokens of answers in all, in R rows of L tokens.
 
         Args:
-            rows: Each with ``prompt_ids``, ``chosen_ids``, ``rejected_ids``, at least one token each, and maybe numbers
-                of ``PAIR_FIGURES``. Other columns are ignored.
+            rows: Each with ``prompt_ids``, ``chosen_ids``, ``rejected_ids``, at least one token each, and maybe
+                ``row_id`` and numbers of ``PAIR_FIGURES``. Other columns are ignored.
 
         Returns:
             ``int64`` unless said otherwise:
@@ -73,6 +73,7 @@ class PairCollator:
               and one more for the rejected one.
             - ``last_positions``, ``(2P,)``: place of each answer's last token.
             - ``num_tokens``, a scalar: tokens in the rows, padding not counted; ``num_completion_tokens``, ``(2P,)``.
+            - ``row_ids``, of the pairs that have a ``row_id``: an array of numpy, so that it stays where it is.
             - ``margin``, ``ref_chosen_logp``, ``ref_rejected_logp``: ``float32 (P,)``, those that ``rows`` have.
         """
         pairs = [[np.asarray(row[name], np.int64) for name in _PARTS] for row in rows]
@@ -90,7 +91,9 @@ class PairCollator:
         for name in PAIR_FIGURES:
             if name in rows[0]:
                 batch[name] = np.array([row[name] for row in rows], np.float32)
-        tensors: dict[str, torch.Tensor | int] = {name: torch.from_numpy(values) for name, values in batch.items()}
+        tensors: dict[str, Any] = {name: torch.from_numpy(values) for name, values in batch.items()}
+        if "row_id" in rows[0]:
+            tensors["row_ids"] = np.array([row["row_id"] for row in rows], np.int64)
         return tensors | (_build_bounds(lengths) if self.layout == "flat" else {})
 
     def _place(self, lengths: IntArray) -> tuple[IntArray, tuple[int, int]]:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch.utils.data
 
+from recipes_lib.data.row_skips import RowSkips
 from recipes_lib.data.token_order import RowOrder
 from recipes_lib.data.token_shards import TokenSource
 
@@ -26,12 +27,14 @@ class TokenRow(TypedDict):
         loss_mask: ``bool (T,)``, True throughout.
         seq_lengths: ``int64``; lengths of what attends only to itself; they sum to T.
         source: Number of the source.
+        row_ids: ``int64 (1,)``: the row's number in the order of the run; ``(0,)`` where it only holds a place.
     """
 
     input_ids: npt.NDArray[np.uint32]
     loss_mask: npt.NDArray[np.bool_]
     seq_lengths: IntArray
     source: int
+    row_ids: IntArray
 
 
 class TokenDataset(torch.utils.data.Dataset[TokenRow]):
@@ -39,7 +42,7 @@ class TokenDataset(torch.utils.data.Dataset[TokenRow]):
 
     Row r of the run is ``order.locate(r)``, whatever the step or the process that asks for it. A step with fewer rows
     than ``rows_per_step``, while the batch grows, begins with rows of no token that hold the places of whole
-    micro-steps, on all processes alike.
+    micro-steps, on all processes alike. Of the order, ``skips`` leaves rows out.
 
     Args:
         sources: The sources, in the order of ``order``.
@@ -75,6 +78,11 @@ class TokenDataset(torch.utils.data.Dataset[TokenRow]):
         self._row_starts = row_starts
         self._rows_per_step = rows_per_step
         self._isolated = isolated
+        self.skips = RowSkips()
+
+    def find_rows(self, step: int) -> tuple[int, int]:
+        """Return the first row of step ``step``, from 0, and the first behind it."""
+        return int(self._row_starts[step]), int(self._row_starts[step + 1])
 
     def __len__(self) -> int:
         return (len(self._row_starts) - 1) * self._rows_per_step
@@ -88,13 +96,14 @@ class TokenDataset(torch.utils.data.Dataset[TokenRow]):
         ends = self._row_starts[steps + 1]
         rows = ends - self._rows_per_step + items
         is_real = rows >= self._row_starts[steps]
-        places = self._order.locate(np.where(is_real, rows, 0))
-        located = zip(is_real.tolist(), places.source.tolist(), places.window.tolist(), strict=True)
-        return [self._read(source, window) if real else _build_placeholder() for real, source, window in located]
+        numbers = self.skips.locate(np.where(is_real, rows, 0))
+        places = self._order.locate(numbers)
+        located = zip(is_real.tolist(), places.source.tolist(), places.window.tolist(), numbers.tolist(), strict=True)
+        return [self._read(*place) if real else _build_placeholder() for real, *place in located]
 
-    def _read(self, source: int, window: int) -> TokenRow:
+    def _read(self, source: int, window: int, number: int) -> TokenRow:
         start = window * self._max_length
-        return _read_row(self._sources[source], source, start, start + self._max_length, self._isolated)
+        return _read_row(self._sources[source], source, start, start + self._max_length, self._isolated, number)
 
 
 class EvalWindows(torch.utils.data.Dataset[TokenRow]):
@@ -119,15 +128,16 @@ class EvalWindows(torch.utils.data.Dataset[TokenRow]):
             raise IndexError(index)
         start = index * self._max_length
         stop = min(start + self._max_length, self._source.num_tokens)
-        return _read_row(self._source, 0, start, stop, self._isolated)
+        return _read_row(self._source, 0, start, stop, self._isolated, index)
 
 
-def _read_row(source: TokenSource, number: int, start: int, stop: int, isolated: bool) -> TokenRow:
+def _read_row(source: TokenSource, number: int, start: int, stop: int, isolated: bool, row: int) -> TokenRow:
     return {
         "input_ids": source.read(start, stop),
         "loss_mask": np.ones(stop - start, np.bool_),
         "seq_lengths": source.read_document_lengths(start, stop) if isolated else np.array([stop - start]),
         "source": number,
+        "row_ids": np.array([row]),
     }
 
 
@@ -137,4 +147,5 @@ def _build_placeholder() -> TokenRow:
         "loss_mask": np.zeros(0, np.bool_),
         "seq_lengths": np.zeros(0, np.int64),
         "source": NO_SOURCE,
+        "row_ids": np.zeros(0, np.int64),
     }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, cast
@@ -85,6 +86,16 @@ class DPOTrainer(PairTrainer):
             self.observer.progress.say(verify_first_scores(self.objective, scores, batch, get_compute_dtype(self.args)))
             self._has_first_scores = True
         return scores
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """While it lasts, what is computed does not count as training, nor as the first step."""
+        has_first_scores, self._has_first_scores = self._has_first_scores, True
+        try:
+            with super().rehearsal():
+                yield
+        finally:
+            self._has_first_scores = has_first_scores
 
     def begin(self, step: int) -> None:
         """Read the reference's numbers, or compute them; after ``step`` steps nothing is left to compute them from.

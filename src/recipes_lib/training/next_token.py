@@ -18,8 +18,6 @@ class NextTokenTrainer(RecipeTrainer):
     A stage derives from it and from the upstream trainer of its kind, in this order.
     """
 
-    router_aux_loss_coef: float
-
     def __init__(self, **kwargs: Any) -> None:
         """Put the loss head on the model and set the trainer up.
 
@@ -34,14 +32,6 @@ class NextTokenTrainer(RecipeTrainer):
         """Return the number of targets."""
         labels: torch.Tensor = batch["labels"]
         return labels.ne(IGNORE_INDEX).sum()
-
-    def training_step(
-        self, model: nn.Module, inputs: Batch, num_items_in_batch: torch.Tensor | int | None = None
-    ) -> torch.Tensor:
-        """Run forward and backward; a batch without rows, which holds a place while the batch grows, costs nothing."""
-        if inputs["input_ids"].numel() == 0:
-            return torch.zeros((), device=self.args.device)
-        return super().training_step(model, inputs, num_items_in_batch)
 
     def compute_loss(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
-from recipes_lib.config.schema import EvaluationConfig
+from recipes_lib.config.schema import GuardsConfig, RecipeConfig
 from recipes_lib.data.token_bytes import compute_token_byte_lengths
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.hardware import measure_matmul_flops
@@ -64,16 +64,18 @@ class Observer:
         hooks: What an evaluation runs, in order.
         callbacks: Upstream's callbacks.
         progress: What the terminal shows.
+        guards: What is done about spikes, and how often the machine is checked.
     """
 
     counter: StepCounter
     hooks: Sequence[EvaluationHook]
     callbacks: Sequence[TrainerCallback]
     progress: TrainingProgress
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
 
 
 def build_observer(
-    config: EvaluationConfig,
+    config: RecipeConfig,
     data: ObservedData,
     args: TrainingArguments,
     model: PreTrainedModel,
@@ -84,7 +86,7 @@ def build_observer(
     """Build what watches a run: on every process, though only the main one writes and shows.
 
     Args:
-        config: What the hooks do.
+        config: What the hooks and the guards do.
         data: Its held-out rows are scored; without them only prompts of the user's own are answered.
         args: Of the trainer; the process group exists.
         model: The model that will be trained.
@@ -121,15 +123,17 @@ def build_observer(
             )
         )
     # A reward model answers nothing.
-    prompts = build_prompts(config, data.iterate_examples(), tokenizer) if model.can_generate() else []
-    metrics = load_metrics(config.metrics or [])
+    prompts = build_prompts(config.evaluation, data.iterate_examples(), tokenizer) if model.can_generate() else []
+    metrics = load_metrics(config.evaluation.metrics or [])
     if metrics and all(prompt.reference is None for prompt in prompts):
         remedy = "name held-out data, and leave sample_prompts and num_sample_prompts unset"
         raise ConfigError(Problem("metrics", "no sample prompt has a reference to score an answer against", remedy))
     if prompts:
         samples = MetricsWriter(output_dir / SAMPLES_FILE, is_main=is_main)
         hooks.append(
-            GenerateSamples(prompts, tokenizer, samples, max_new_tokens=config.sample_max_new_tokens, metrics=metrics)
+            GenerateSamples(
+                prompts, tokenizer, samples, max_new_tokens=config.evaluation.sample_max_new_tokens, metrics=metrics
+            )
         )
     counter = StepCounter()
     meter = ThroughputMeter(
@@ -138,7 +142,7 @@ def build_observer(
         peak_flops=_sum_peak_flops(args),
     )
     writer = MetricsWriter(output_dir / METRICS_FILE, is_main=is_main)
-    return Observer(counter, hooks, [MetricsCallback(counter, meter, writer, progress)], progress)
+    return Observer(counter, hooks, [MetricsCallback(counter, meter, writer, progress)], progress, config.guards)
 
 
 def _sum_peak_flops(args: TrainingArguments) -> float | None:

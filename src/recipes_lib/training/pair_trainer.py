@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +34,12 @@ class PairFigures(TrainerCallback):
         for name, value in sums.items():
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Forget what a rollback has undone."""
+        self._num_pairs, self._sums = 0, {}
+
     def on_log(
         self,
         args: TrainingArguments,
@@ -58,8 +65,6 @@ class PairTrainer(RecipeTrainer):
     How the pairs of a step are cut into batches and shared by processes changes nothing, in the last step of an epoch
     too (``tests/distributed/test_pairs.py``).
     """
-
-    router_aux_loss_coef = 0.0
 
     def __init__(self, **kwargs: Any) -> None:
         """Set the trainer up.
@@ -104,6 +109,16 @@ class PairTrainer(RecipeTrainer):
         self.figures.add(scores.sums(counted), counted)
         self.observer.counter.add(inputs["num_tokens"], scores.num_targets, scores.num_correct)
         return (loss, scores) if return_outputs else loss
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """While it lasts, what is computed does not count as training."""
+        figures, self.figures = self.figures, PairFigures()
+        try:
+            with super().rehearsal():
+                yield
+        finally:
+            self.figures = figures
 
     def _mark_repeats(self, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yield batches; in the last ones of an epoch ``num_counted_pairs`` tells which pairs are not repeated.

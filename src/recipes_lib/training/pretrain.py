@@ -11,7 +11,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.data.token_dataset import TokenDataset
 from recipes_lib.planning.schedule import Schedule
+from recipes_lib.training.invariants import verify_initial_loss
 from recipes_lib.training.next_token import NextTokenTrainer
 from recipes_lib.training.optimizers import STOCHASTIC_ADAMW, build_muon
 from recipes_lib.training.stochastic_rounding import StochasticAdamW
@@ -45,6 +47,7 @@ class PretrainTrainer(NextTokenTrainer):
         """
         self.schedule = schedule
         self.optim = config.training.get("optim")
+        self.is_from_scratch = config.model.model_config is not None
         self.decay_embeddings = config.pretraining.decay_embeddings
         if self.optim == STOCHASTIC_ADAMW:
             args = kwargs["args"]
@@ -62,9 +65,20 @@ class PretrainTrainer(NextTokenTrainer):
         first_decay_step = self.schedule.first_decay_step
         return super().kept_steps() | (set() if first_decay_step is None else {first_decay_step})
 
+    def find_rows(self, step: int) -> tuple[int, int]:
+        """Return the first row of the run that step ``step``, from 0, takes over all processes, and the one behind."""
+        rows: TokenDataset = self.train_dataset  # type: ignore[assignment]
+        return rows.find_rows(step)
+
+    def verify_first_loss(self, loss: float) -> None:
+        """Hold the loss of random weights against what is known of it."""
+        if self.is_from_scratch:
+            self.observer.progress.say(verify_initial_loss(self.model, loss, self.guard.inputs.batches))
+
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
-        """Take the rows as they come."""
+        """Take the rows as they come, without those that a rollback leaves out."""
         rows: Any = self.train_dataset if train_dataset is None else train_dataset
+        rows.skips = self.guard.rollbacks.skips
         return SequentialSampler(rows)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.utils.data import Sampler
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -25,11 +28,15 @@ from transformers.trainer_utils import SaveStrategy
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import DivergedError, PreemptedError
 from recipes_lib.stopping import STOP
+from recipes_lib.planning.steps import compute_steps
 from recipes_lib.training.activation_checkpointing import read_selective
 from recipes_lib.training.adapter_checks import AdapterChecks
 from recipes_lib.training.callbacks import EVALUATION_KEY
 from recipes_lib.training.checkpoints import rotate, write_complete
 from recipes_lib.training.fp8 import verify_fp8_layers
+from recipes_lib.training.guards import StepInputs, separate_row_ids
+from recipes_lib.training.invariants import StartChecks
+from recipes_lib.training.metrics import StepCounter
 from recipes_lib.training.observer import Observer
 from recipes_lib.training.optimizers import (
     describe_groups,
@@ -39,6 +46,8 @@ from recipes_lib.training.optimizers import (
 )
 from recipes_lib.training.preemption import LastStep, build_preemption
 from recipes_lib.training.watchdog import WATCHDOG
+from recipes_lib.training.run_sampler import EpochRows, RunSampler
+from recipes_lib.training.step_guard import StepGuard
 
 Batch = dict[str, Any]
 
@@ -54,6 +63,7 @@ class RecipeTrainer(Trainer):
     # Divided by the global number of terms in compute_loss; upstream must not divide by the accumulation again.
     loss_is_scaled_for_ga = True
     decay_embeddings = True
+    router_aux_loss_coef = 0.0
     model: PreTrainedModel
     control: TrainerControl
     last_evaluated_step = -1
@@ -108,6 +118,10 @@ class RecipeTrainer(Trainer):
             self.add_callback(callback)
         if args.mixed_precision == "fp8":
             verify_fp8_layers(self.model)
+        self.add_callback(StartChecks(self, has_adapter=self.adapter.use_peft))
+        self.guard = StepGuard(self, observer.guards)
+        # The last, so that what it saves at the very beginning is what the first step starts from.
+        self.add_callback(self.guard)
 
     @abstractmethod
     def count_terms(self, batch: Batch) -> torch.Tensor:
@@ -125,7 +139,7 @@ class RecipeTrainer(Trainer):
             split_loraplus_groups(optimizer, self.model if model is None else model, ratio)
         return optimizer
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, and evaluate once more at the end unless the last step was just evaluated.
 
         Raises:
@@ -139,7 +153,7 @@ class RecipeTrainer(Trainer):
             self.args.activation_checkpointing = False
         with STOP.deferred(), WATCHDOG.watching(Path(str(self.args.output_dir)), is_main=self.args.process_index == 0):
             try:
-                output = super().train(*args, **kwargs)
+                output = self.guard.train(super().train, resume_from_checkpoint)
                 self._show_averaged_weights()
                 if self.observer.hooks and self.last_evaluated_step != self.state.global_step:
                     self.evaluate()
@@ -165,6 +179,7 @@ class RecipeTrainer(Trainer):
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         if not batches:
             return [], None
+        row_ids = separate_row_ids(batches)
         num_terms = torch.stack([self.count_terms(batch) for batch in batches]).sum()
         counts = torch.stack([num_terms, torch.tensor(STOP.reason is not None)]).to(device)
         counts = self.accelerator.reduce(counts, reduction="sum")
@@ -177,6 +192,7 @@ class RecipeTrainer(Trainer):
                 f"step {self.state.global_step + 1} holds no token to train on; "
                 "`recipes check` shows the share of supervised tokens of every row"
             )
+        self.guard.inputs = StepInputs(batches, row_ids, counts[0])
         return batches, counts[0]
 
     def floating_point_ops(self, inputs: Batch) -> int:
@@ -185,19 +201,82 @@ class RecipeTrainer(Trainer):
             self._num_parameters = self.model.num_parameters(exclude_embeddings=True)
         return 6 * int(inputs["input_ids"].numel()) * self._num_parameters
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Return the global gradient norm, and stop every process before an update that would not be finite.
+    def training_step(
+        self, model: nn.Module, inputs: Batch, num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """Run forward and backward; a batch without rows, which holds a place while the batch grows, costs nothing."""
+        if inputs["input_ids"].numel() == 0:
+            loss = torch.zeros((), device=self.args.device)
+        else:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        self.guard.inputs.losses.append(loss)
+        return loss
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """While it lasts, what is computed does not count as training."""
+        observer, inputs = self.observer, self.guard.inputs
+        self.observer = replace(observer, counter=StepCounter())
+        self.guard.inputs = StepInputs()
+        try:
+            yield
+        finally:
+            self.observer, self.guard.inputs = observer, inputs
+
+    def verify_first_loss(self, loss: float) -> None:
+        """Hold the loss of the very first step, before any update, against what a stage knows of it."""
+
+    def find_rows(self, step: int) -> tuple[int, int]:
+        """Return the first row of the run that step ``step``, from 0, takes over all processes, and the one behind."""
+        return self._plan_epochs().find(step)
+
+    def _plan_epochs(self) -> EpochRows:
+        rows: Any = self.train_dataset
+        plan = compute_steps(len(rows), vars(self.args), self.args.world_size)
+        return EpochRows(len(rows), plan.steps_per_epoch, plan.rows_per_step)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
+        """Take the rows in upstream's order, without those that a rollback leaves out."""
+        if not hasattr(self.train_dataset, "__len__"):
+            return super()._get_train_sampler(train_dataset)
+        epochs = self._plan_epochs()
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return RunSampler(
+            epochs.num_rows,
+            seed=None if self.args.train_sampling_strategy == "sequential" else seed,
+            skips=self.guard.rollbacks.skips,
+            read_epoch=lambda: self.state.global_step // epochs.steps_per_epoch,
+        )
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Clip the gradients by their global norm and return it; no step may be made that is not finite.
+
+        They are judged in between, since clipping by a norm that is not finite spreads it to all of them.
 
         Raises:
-            DivergedError: The norm is NaN or infinite; under fp16 the loss scaler handles that by itself.
+            DivergedError: As ``StepGuard.judge``.
         """
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[no-untyped-call]
-        if not self.args.fp16 and not math.isfinite(float(norm)):
-            raise DivergedError(
-                f"the gradient of step {self.state.global_step + 1} is {float(norm)}; the weights are those of step "
-                f"{self.state.global_step}. Lower learning_rate, or look at the rows of this step"
-            )
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled or self._has_mixed_mesh_grads(model):
+            return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
+        norm = self._measure_norm(model)
+        self.guard.judge(norm)
+        clip_grads_with_norm_(model.parameters(), self.args.max_grad_norm, norm)
         return norm
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Return the global gradient norm.
+
+        Raises:
+            DivergedError: As ``StepGuard.judge``.
+        """
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled or self._has_mixed_mesh_grads(model):
+            norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[no-untyped-call]
+            return self.guard.judge(norm)
+        return self.guard.judge(self._measure_norm(model)) if grad_norm is None else grad_norm
+
+    def _measure_norm(self, model: nn.Module) -> torch.Tensor:
+        self.accelerator.unscale_gradients()
+        return get_total_norm([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
 
     def evaluate(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:
         """Run every hook on the current weights and return their figures, each named ``eval_...``."""

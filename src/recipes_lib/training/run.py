@@ -27,6 +27,7 @@ from recipes_lib.training.checkpoints import find_last_complete, supersede
 from recipes_lib.training.extension import EXTENDABLE, find_common_checkpoint
 from recipes_lib.training.launch import Launch
 from recipes_lib.training.optimizers import verify_optimizer
+from recipes_lib.training.rollback import read_rollbacks
 from recipes_lib.training.trackers import verify_trackers
 from recipes_lib.training.watchdog import WATCHDOG
 
@@ -46,6 +47,7 @@ _HARMLESS = (
     "hub_",
     "log_",
     "logging_",
+    "max_rollbacks",
     "num_sample_prompts",
     "prepared_dir",
     "project",
@@ -55,6 +57,7 @@ _HARMLESS = (
     "sample_",
     "save_",
     "trackio_",
+    "verify_steps",
 )
 
 
@@ -103,12 +106,16 @@ class Run:
             status = next((status for kind, status in ENDS.items() if isinstance(cause, kind)), "failed")
             self._record_end(status, f"{type(cause).__name__}: {cause}")
             raise cause from (error if lost else error.__cause__)
-        self.record(status="done", finished=_now())
+        self.record(status="done", finished=_now(), **self._tell())
+
+    def _tell(self) -> dict[str, Any]:
+        """What happened on the way."""
+        return {"rollbacks": [asdict(rollback) for rollback in read_rollbacks(self.output_dir).made]}
 
     def _record_end(self, status: str, reason: str) -> None:
         """Record why the run ended; on a full disk that must not hide what is about to be told."""
         with suppress(OSError):
-            self.record(status=status, finished=_now(), error=reason)
+            self.record(status=status, finished=_now(), error=reason, **self._tell())
 
 
 def start_run(config: RecipeConfig, launch: Launch) -> Run:

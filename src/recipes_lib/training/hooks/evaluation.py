@@ -58,7 +58,8 @@ def compute_token_sums(model: nn.Module, batch: Batch) -> TokenSums:
     """Run a model with a loss head on a batch that lies on any device."""
     device = next(model.parameters()).device
     inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
-    inputs.pop("num_tokens")
+    del inputs["num_tokens"]
+    inputs.pop("row_ids", None)
     sums: TokenSums = model(**inputs, loss_head=True)
     return sums
 

@@ -1,0 +1,154 @@
+"""What is known of a step before its update, and how a run ends whose loss or gradient is not finite."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, distributed, nn
+
+from recipes_lib.errors import DivergedError
+
+DUMP_DIR: Final = "diverged"
+ROW_IDS: Final = "row_ids"
+"""Under which a collator hands the numbers of a batch's rows through; the model never sees them."""
+MAX_SKIPPED: Final = 24
+"""Updates in a row that fp16's loss scaler may skip: from its first scale, 2^16, that leaves 2^-8, at which what still
+overflows is no overflow of the scaling."""
+NUM_LARGEST: Final = 20
+"""Gradients that a dump lists by their norms, besides all that are not finite."""
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """The micro-batches of a step and their losses, on this process.
+
+    Attributes:
+        batches: As the model gets them.
+        row_ids: Numbers of the rows of each, ``int64``, as the data number them; ``None`` where they have none.
+        num_terms: Terms of the objective in the whole step, over all processes.
+        losses: This process's share of each micro-batch so far computed; they sum to the step's, times the processes.
+    """
+
+    batches: Sequence[Mapping[str, Any]] = ()
+    row_ids: Sequence[Any] = ()
+    num_terms: Tensor | None = None
+    losses: list[Tensor] = field(default_factory=list)
+
+
+def separate_row_ids(batches: Sequence[dict[str, Any]]) -> list[Any]:
+    """Take the row numbers out of batches and return them, ``None`` for a batch without."""
+    return [batch.pop(ROW_IDS, None) for batch in batches]
+
+
+def find_faults(model: nn.Module, losses: Sequence[float]) -> dict[str, Any]:
+    """Return what of a step is not finite on this process, by name, and the norms of the gradients.
+
+    Args:
+        model: With the gradients of the step, before they are clipped.
+        losses: Of the micro-batches.
+
+    Returns:
+        JSON values: ``losses``; ``bad_micro_batches``; ``gradient_norms``, those of this process's shards: all that are
+        not finite, from the output towards the input, which is the way an error spreads, and the ``NUM_LARGEST``.
+    """
+    norms = {
+        name: float(torch.linalg.vector_norm(_local(parameter.grad), dtype=torch.float32))
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    bad = [name for name in reversed(norms) if not math.isfinite(norms[name])]
+    largest = sorted(norms.keys() - set(bad), key=lambda name: -norms[name])[:NUM_LARGEST]
+    return {
+        "losses": list(losses),
+        "bad_micro_batches": [at for at, loss in enumerate(losses) if not math.isfinite(loss)],
+        "non_finite_gradients": {name: norms[name] for name in bad},
+        "largest_gradient_norms": {name: norms[name] for name in largest},
+        "num_gradients": len(norms),
+    }
+
+
+def describe_faults(faults: Sequence[Mapping[str, Any]]) -> str:
+    """Return in a clause what was not finite first: a loss and on which process, or the gradients it was found in.
+
+    Args:
+        faults: From ``find_faults``, of each process by its number.
+    """
+    bad_losses = [(rank, at) for rank, found in enumerate(faults) for at in found["bad_micro_batches"]]
+    if bad_losses:
+        rank, at = bad_losses[0]
+        more = f" and {len(bad_losses) - 1} more" if len(bad_losses) > 1 else ""
+        return f"the loss of micro-batch {at + 1} of rank {rank} is {faults[rank]['losses'][at]}{more}"
+    for rank, found in enumerate(faults):
+        names = list(found["non_finite_gradients"])
+        if names:
+            more = f" and of {len(names) - 1} more parameters" if len(names) > 1 else ""
+            return f"on rank {rank} the gradient of {names[0]} is not finite{more}, though every loss is"
+    return "the norm of the gradient is not finite, though every gradient and loss is: it is too large for float32"
+
+
+def stop_before_update(
+    model: nn.Module, inputs: StepInputs, *, step: int, output_dir: Path, rank: int, facts: Mapping[str, Any], why: str
+) -> None:
+    """Put down what the step was made of, on every process, and stop; all of them must call.
+
+    Args:
+        model: With the gradients of the step.
+        inputs: The step's.
+        step: Its number, from 1.
+        output_dir: Of the run; the dump goes into ``diverged/step-N/``.
+        rank: Of this process.
+        facts: Further JSON values: learning rate, loss, norm.
+        why: What was seen, in a clause; empty where it is the first thing that is not finite.
+
+    Raises:
+        DivergedError: Always; the same one on every process.
+    """
+    found = find_faults(model, [float(loss) for loss in inputs.losses])
+    folder = output_dir / DUMP_DIR / f"step-{step}"
+    write_dump(folder, rank, inputs, {"step": step, "rank": rank, **facts, **found})
+    faults: list[Any] = [found]
+    if distributed.is_initialized():
+        faults = [None] * distributed.get_world_size()
+        distributed.all_gather_object(faults, found)
+    raise DivergedError(
+        f"step {step} was stopped before its update: {why or describe_faults(faults)}. The weights are those of step "
+        f"{step - 1}, and the last checkpoint is whole. Look at the rows, batches and gradients of the step, which are "
+        f"in {folder} (docs/guards.md), or lower learning_rate"
+    )
+
+
+def write_dump(folder: Path, rank: int, inputs: StepInputs, facts: Mapping[str, Any]) -> None:
+    """Write ``rank-R.json`` and the tensors of the batches, ``rank-R.safetensors``, into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        f"micro_batch_{at + 1}.{name}": value.detach().cpu().contiguous().clone()
+        for at, batch in enumerate(inputs.batches)
+        for name, value in batch.items()
+        if isinstance(value, Tensor)
+    }
+    save_file(tensors, folder / f"rank-{rank}.safetensors")
+    row_ids = [None if ids is None else [int(row) for row in ids] for ids in inputs.row_ids]
+    text = json.dumps(_spell({**facts, ROW_IDS: row_ids}), indent=1, allow_nan=False)
+    (folder / f"rank-{rank}.json").write_text(text, encoding="utf-8")
+
+
+def _spell(value: Any) -> Any:
+    """JSON has no numbers for NaN and infinities: they become strings, which ``float`` reads back."""
+    if isinstance(value, Mapping):
+        return {name: _spell(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_spell(part) for part in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _local(tensor: Any) -> Tensor:
+    """This process's part of a tensor."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local

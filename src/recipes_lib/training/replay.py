@@ -1,0 +1,180 @@
+"""Whether the machine computes what it was told: a step twice, and the weights of all processes against each other."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, distributed, nn
+
+from recipes_lib.errors import DivergedError
+from recipes_lib.training.guards import StepInputs
+from recipes_lib.training.hooks.training_state import capture_random_states
+
+if TYPE_CHECKING:
+    from recipes_lib.training.recipe_trainer import RecipeTrainer
+
+_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers of as many bytes as an element of a tensor."""
+
+Figures = dict[str, int]
+
+
+def compute_checksums(tensors: Mapping[str, Tensor]) -> Figures:
+    """Return the sum of each tensor's elements, their bits read as whole numbers, modulo 2^64.
+
+    A flipped bit changes it by a power of two, whatever the number says; NaN is nothing special. A tensor of which this
+    process has a shard is summed over that.
+    """
+    if not tensors:
+        return {}
+    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors.values()]
+    sums = [part.detach().contiguous().view(_WORDS[part.element_size()]).sum(dtype=torch.int64) for part in local]
+    return dict(zip(tensors, torch.stack([part.to(sums[0].device) for part in sums]).tolist(), strict=True))
+
+
+def find_differences(checksums: Sequence[Figures]) -> dict[int, list[str]]:
+    """Return for each process that is not like the most of them the names of its tensors that differ.
+
+    Args:
+        checksums: Of the same tensors, of each process by its number. Of two processes that differ none is like the
+            most; then it is the second one that is named.
+    """
+    differing: dict[int, list[str]] = {}
+    for name in checksums[0]:
+        values = [sums[name] for sums in checksums]
+        usual = max(values, key=values.count)
+        for rank, value in enumerate(values):
+            if value != usual:
+                differing.setdefault(rank, []).append(name)
+    return differing
+
+
+class ReplayCheck:
+    """Makes the machine prove itself, every so many steps.
+
+    Before such a step the parameters and buffers that every process has are held against each other. After its forward
+    and backward passes these are made again from the same batches and random states, and must give the same loss and
+    the same gradients, bit by bit. That is only so where the computation is deterministic: on a CPU, or with
+    ``full_determinism``; elsewhere only weights are compared.
+
+    Source: ``tests/training/test_replay.py``, ``tests/distributed/test_guards.py``.
+    """
+
+    def __init__(self, trainer: RecipeTrainer, every: int | None) -> None:
+        """Check every ``every`` steps; ``None`` is never."""
+        self._trainer = trainer
+        self._every = every
+        self._restore: Callable[[], None] | None = None
+        self._is_told = False
+
+    def begin(self, step: int) -> None:
+        """Compare the weights of all processes if step ``step``, from 1, is to be checked; remember how it begins.
+
+        Raises:
+            DivergedError: A process has other weights than the others.
+        """
+        self._restore = None
+        if self._every is None or step % self._every:
+            return
+        self._compare_weights(step)
+        if self._trainer.args.device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
+            self._restore = capture_random_states()
+        elif not self._is_told:
+            self._is_told = True
+            self._trainer.observer.progress.say(
+                "verify_steps: this device may compute another sum each time, so that only weights are compared; "
+                "with full_determinism: true steps are computed twice as well"
+            )
+
+    def compare(self, inputs: StepInputs) -> None:
+        """Compute the step again, if it is to be checked; the gradients are afterwards what they were.
+
+        Args:
+            inputs: The step's, whose gradients are not yet clipped.
+
+        Raises:
+            DivergedError: The loss or a gradient is another one.
+        """
+        if self._restore is None:
+            return
+        named = self._trainer.model.named_parameters()
+        trained = {name: parameter for name, parameter in named if parameter.grad is not None}
+        gradients = {name: parameter.grad for name, parameter in trained.items()}
+        after = capture_random_states()
+        first = _read_figures(trained, inputs.losses)
+        # A gradient that was reduced or unscaled has no copy to be held against: then two replays are.
+        is_own = self._trainer.args.world_size == 1 and self._trainer.accelerator.scaler is None
+        replays = [self._replay(trained, inputs) for _ in range(1 if is_own else 2)]
+        for name, parameter in trained.items():
+            parameter.grad = gradients[name]
+        after()
+        losses = {name for name in first if name not in trained}
+        found = [name for name in first if len({figures[name] for figures in replays}) > 1]
+        found += [name for name in first if (is_own or name in losses) and replays[0][name] != first[name]]
+        step = self._trainer.state.global_step + 1
+        _stop_if_any(
+            {} if not found else {self._trainer.args.process_index: list(dict.fromkeys(found))},
+            f"step {step} was computed twice from the same weights, rows and random numbers",
+        )
+
+    def _replay(self, trained: Mapping[str, nn.Parameter], inputs: StepInputs) -> Figures:
+        trainer = self._trainer
+        model: Any = trainer.model_wrapped
+        assert self._restore is not None
+        self._restore()
+        for parameter in trained.values():
+            parameter.grad = None
+        # Of replicas each process looks at what it has computed itself, so that the one at fault has a name.
+        is_sharded = trainer.is_fsdp_enabled
+        with trainer.rehearsal(), contextlib.nullcontext() if is_sharded else trainer.accelerator.no_sync(model):
+            for batch in inputs.batches:
+                trainer.training_step(model, dict(batch), inputs.num_terms)
+            return _read_figures(trained, trainer.guard.inputs.losses)
+
+    def _compare_weights(self, step: int) -> None:
+        model: Any = self._trainer.model
+        if self._trainer.args.world_size == 1:
+            return
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        # Of what is sharded every process has another part.
+        own = compute_checksums({name: value for name, value in tensors.items() if not hasattr(value, "to_local")})
+        gathered: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(gathered, own)
+        found = find_differences(gathered)
+        if found:
+            _refuse(found, f"before step {step} the weights of all processes should be the same")
+
+
+def _read_figures(trained: Mapping[str, nn.Parameter], losses: Sequence[Tensor]) -> Figures:
+    named = {f"the loss of micro-batch {at + 1}": loss.reshape(1) for at, loss in enumerate(losses)}
+    gradients = {name: parameter.grad for name, parameter in trained.items() if parameter.grad is not None}
+    return compute_checksums({**named, **gradients})
+
+
+def _stop_if_any(own: dict[int, list[str]], premise: str) -> None:
+    """Stop all processes when any of them has found a difference; all must call."""
+    found: list[Any] = [own]
+    if distributed.is_initialized():
+        found = [None] * distributed.get_world_size()
+        distributed.all_gather_object(found, own)
+    together = {rank: names for part in found for rank, names in part.items()}
+    if together:
+        _refuse(together, premise)
+
+
+def _refuse(differing: Mapping[int, list[str]], premise: str) -> None:
+    """Raise.
+
+    Raises:
+        DivergedError: Always.
+    """
+    rank, names = next(iter(differing.items()))
+    ranks = f"rank {rank}" + (f" (and {len(differing) - 1} more)" if len(differing) > 1 else "")
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    raise DivergedError(
+        f"{premise}; {ranks} differs in {names[0]}{more}. A processor or its memory makes mistakes, or a module is not "
+        "deterministic: take that machine out, and run the same command again"
+    )

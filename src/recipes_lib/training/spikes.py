@@ -1,0 +1,97 @@
+"""When a loss or a gradient is a spike: far above what it has lately been, measured so that spikes do not hide it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+WINDOW: Final = 50
+"""Steps that a new one is held against."""
+MIN_STEPS: Final = 20
+"""Steps before the first judgement: a median deviation of fewer is too uncertain for the factor below."""
+FACTOR: Final = 6.0
+"""Standard deviations above the median, of normally distributed figures, at which one is a spike."""
+MAD_TO_STD: Final = 1.4826
+"""Standard deviation of a normal distribution over its median absolute deviation: 1 / Phi^-1(3/4)."""
+FLOOR: Final = 0.02
+"""Smallest deviation that counts, as a share of the median: a curve without noise is not judged by its last digits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spike:
+    """A figure out of the ordinary.
+
+    Attributes:
+        figure: ``loss`` or ``grad_norm``.
+        value: What it was.
+        median: Over the steps before.
+        threshold: Above which it is a spike.
+    """
+
+    figure: str
+    value: float
+    median: float
+    threshold: float
+
+    def __str__(self) -> str:
+        name = {"loss": "loss", "grad_norm": "gradient norm"}[self.figure]
+        return f"{name} {self.value:.4g}, where {self.threshold:.4g} is the limit and {self.median:.4g} the median"
+
+
+class SpikeMonitor:
+    """Holds the loss and the gradient norm of each step against the steps before.
+
+    A figure is a spike when it exceeds ``median + 6 * 1.4826 * MAD`` of the last 50 steps, where the deviation counts
+    for at least 2 % of the median. Unlike mean and variance, median and MAD are not moved by the spike itself, nor by
+    the descent that came before. Norms of gradients are judged by their logarithms: their noise multiplies.
+
+    Source: ``tests/training/test_spikes.py``.
+    """
+
+    def __init__(self) -> None:
+        """Start with no step."""
+        self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._log_norms: deque[float] = deque(maxlen=WINDOW)
+
+    def judge(self, loss: float, grad_norm: float) -> Spike | None:
+        """Return what is a spike in a step, the loss first; then count the step among those that others are held to.
+
+        Args:
+            loss: Mean of the step, finite, of any sign.
+            grad_norm: Before clipping, finite.
+        """
+        log_norm = math.log(max(grad_norm, 1e-30))
+        spike = _judge("loss", self._losses, loss, FLOOR * abs(_median(self._losses)))
+        # The logarithm of a ratio of 1.02.
+        of_norm = _judge("grad_norm", self._log_norms, log_norm, FLOOR)
+        if of_norm is not None:
+            of_norm = Spike(*(of_norm.figure, grad_norm), *map(math.exp, (of_norm.median, of_norm.threshold)))
+        self._losses.append(loss)
+        self._log_norms.append(log_norm)
+        return spike or of_norm
+
+    def export(self) -> dict[str, list[float]]:
+        """Return what the next judgement depends on, as JSON values."""
+        return {"losses": list(self._losses), "log_norms": list(self._log_norms)}
+
+    def restore(self, exported: Mapping[str, Any]) -> None:
+        """Go on from what ``export`` returned; from no step where it is empty."""
+        self._losses = deque(exported.get("losses", ()), maxlen=WINDOW)
+        self._log_norms = deque(exported.get("log_norms", ()), maxlen=WINDOW)
+
+
+def _judge(figure: str, before: Sequence[float], value: float, floor: float) -> Spike | None:
+    if len(before) < MIN_STEPS:
+        return None
+    median = _median(before)
+    deviation = MAD_TO_STD * statistics.median(abs(earlier - median) for earlier in before)
+    threshold = median + FACTOR * max(deviation, floor)
+    return Spike(figure, value, median, threshold) if value > threshold else None
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else 0.0

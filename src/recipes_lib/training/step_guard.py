@@ -1,0 +1,223 @@
+"""The judge of every step: whether its update may be made, and where the run goes on when it may not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, distributed
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations.neftune import deactivate_neftune
+from transformers.trainer_utils import SaveStrategy
+
+from recipes_lib.config.schema import GuardsConfig
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.training.checkpoints import supersede
+from recipes_lib.training.guards import MAX_SKIPPED, StepInputs, stop_before_update
+from recipes_lib.training.metrics import METRICS_FILE, MetricsWriter
+from recipes_lib.training.replay import ReplayCheck
+from recipes_lib.training.rollback import (
+    STEPS_AFTER,
+    STEPS_BEFORE,
+    Rollback,
+    Rollbacks,
+    find_step_before,
+    read_rollbacks,
+)
+from recipes_lib.training.spikes import Spike, SpikeMonitor
+
+if TYPE_CHECKING:
+    from recipes_lib.training.recipe_trainer import RecipeTrainer
+
+STATE_KEY: Final = "recipes_lib_spikes"
+"""Under which the figures that the next step is held against travel in a checkpoint's ``trainer_state.json``."""
+
+
+class _SpikedError(Exception):
+    """Leaves upstream's training loop before the update of a spike."""
+
+    def __init__(self, rollback: Rollback) -> None:
+        super().__init__(str(rollback))
+        self.rollback = rollback
+
+
+class StepGuard(TrainerCallback):
+    """Judges the loss and the gradient of every step before its update, on all processes alike.
+
+    What is not finite stops the run. A spike is told; with ``max_rollbacks`` the run goes back to a checkpoint and on
+    without the rows around it. Nothing is read from the device that the step would not wait for anyway: the loss of the
+    step is summed over the processes behind the gradients, and comes to the host together with their norm.
+
+    Source: ``tests/training/test_step_guard.py``, ``tests/distributed/test_guards.py``.
+    """
+
+    def __init__(self, trainer: RecipeTrainer, keys: GuardsConfig) -> None:
+        """Guard the steps of ``trainer``; ``keys`` say what is done besides stopping."""
+        self.inputs = StepInputs()
+        self.rollbacks = Rollbacks()
+        self._trainer = trainer
+        self._keys = keys
+        self._monitor = SpikeMonitor()
+        self._replay = ReplayCheck(trainer, keys.verify_steps)
+        self._num_skipped = 0
+        self._is_in_spike = False
+        self._output_dir = Path(str(trainer.args.output_dir))
+        self._writer = MetricsWriter(self._output_dir / METRICS_FILE, is_main=trainer.args.process_index == 0)
+
+    def train(self, train: Callable[..., Any], resume_from_checkpoint: Any) -> Any:
+        """Call upstream's ``train``, and again from a checkpoint after each spike.
+
+        Raises:
+            ConfigError: Rollbacks are asked for where weights are sharded.
+        """
+        trainer = self._trainer
+        if self._keys.max_rollbacks and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+            found = "a sharded model cannot go back inside a run"
+            raise ConfigError(Problem("max_rollbacks", found, "delete the line, or launch without FSDP and DeepSpeed"))
+        # Without a checkpoint the run begins anew, and meets its spikes again.
+        self.rollbacks = read_rollbacks(self._output_dir) if resume_from_checkpoint else Rollbacks()
+        if not resume_from_checkpoint and trainer.args.should_save:
+            Rollbacks.clear(self._output_dir)
+        while True:
+            try:
+                return train(resume_from_checkpoint=resume_from_checkpoint)
+            except _SpikedError as spiked:
+                rollback = spiked.rollback
+            resume_from_checkpoint = self._go_back(rollback)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Go on from the figures of the checkpoint; keep the very beginning to go back to."""
+        stored: Any = state.stateful_callbacks
+        self._monitor.restore(stored.get(STATE_KEY, {}))
+        self._num_skipped, self._is_in_spike = 0, False
+        # Those after the checkpoint were dropped with everything that was logged after it.
+        for rollback in self.rollbacks.made:
+            if rollback.step > state.global_step:
+                self._writer.write({"kind": "rollback", **asdict(rollback)})
+        is_saved = args.save_strategy != SaveStrategy.NO
+        if self._keys.max_rollbacks and is_saved and state.global_step == 0 and not self.rollbacks.made:
+            self._trainer._save_checkpoint(self._trainer.model_wrapped, None)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Prepare a replay if one is due."""
+        self._replay.begin(state.global_step + 1)
+
+    def judge(self, norm: Tensor | float) -> float:
+        """Return the gradient norm of a step whose update may be made; call it before the gradients are clipped.
+
+        Args:
+            norm: Of the gradients of all processes.
+
+        Raises:
+            DivergedError: A loss or the norm is not finite; under fp16 the loss scaler handles the norm by itself, but
+                not for ever. Or there was a spike after the last of ``max_rollbacks``.
+        """
+        trainer = self._trainer
+        whole: Any = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        share = torch.stack(self.inputs.losses).sum().float()
+        total = trainer.accelerator.reduce(share, reduction="mean")
+        figures: list[float] = torch.stack([total, torch.as_tensor(whole, device=total.device).float()]).tolist()
+        loss, grad_norm = figures
+        step = trainer.state.global_step + 1
+        if not math.isfinite(loss):
+            self._stop(loss, grad_norm)
+        if not math.isfinite(grad_norm):
+            self._num_skipped += 1
+            if not trainer.args.fp16:
+                self._stop(loss, grad_norm)
+            if self._num_skipped >= MAX_SKIPPED:
+                why = f"the loss scaler of fp16 has skipped {MAX_SKIPPED} updates in a row: use bf16, or fp32"
+                self._stop(loss, grad_norm, why)
+            return grad_norm
+        self._num_skipped = 0
+        if step == 1:
+            trainer.verify_first_loss(loss)
+        self._replay.compare(self.inputs)
+        spike = self._monitor.judge(loss, grad_norm)
+        if spike is not None:
+            self._answer(spike, loss, grad_norm)
+        self._is_in_spike = spike is not None
+        stored: Any = trainer.state.stateful_callbacks
+        stored[STATE_KEY] = self._monitor.export()
+        return grad_norm
+
+    def _stop(self, loss: float, grad_norm: float, why: str = "") -> None:
+        trainer = self._trainer
+        scaler: Any = trainer.accelerator.scaler
+        stop_before_update(
+            trainer.model,
+            self.inputs,
+            step=trainer.state.global_step + 1,
+            output_dir=self._output_dir,
+            rank=trainer.args.process_index,
+            facts={
+                "loss": loss,
+                "grad_norm": grad_norm,
+                "learning_rate": trainer._get_learning_rate(),
+                "loss_scale": None if scaler is None else scaler.get_scale(),
+            },
+            why=why,
+        )
+
+    def _answer(self, spike: Spike, loss: float, grad_norm: float) -> None:
+        """Tell a spike, or leave the training loop for an earlier step."""
+        step = self._trainer.state.global_step + 1
+        say = self._trainer.observer.progress.say
+        is_saved = self._trainer.args.save_strategy != SaveStrategy.NO
+        if self._keys.max_rollbacks and is_saved:
+            if len(self.rollbacks.made) >= self._keys.max_rollbacks:
+                why = f"{spike}, after {len(self.rollbacks.made)} rollbacks (max_rollbacks)"
+                self._stop(loss, grad_norm, why)
+            back_to = self._agree(find_step_before(self._output_dir, step))
+            if back_to is not None:
+                raise _SpikedError(self._plan(step, str(spike), back_to))
+        if not self._is_in_spike:
+            remedy = "no checkpoint lies far enough before it" if self._keys.max_rollbacks else "max_rollbacks is 0"
+            say(f"step {step}: {spike}; the run goes on ({remedy})")
+            self._writer.write({"kind": "spike", "step": step, "cause": str(spike)})
+
+    def _plan(self, step: int, cause: str, back_to: int) -> Rollback:
+        first = max(step - 1 - STEPS_BEFORE, 0)
+        last = min(step - 1 + STEPS_AFTER, self._trainer.state.max_steps - 1)
+        skipped = (self._trainer.find_rows(first)[0], self._trainer.find_rows(last)[1])
+        return Rollback(step, cause, back_to, skipped, steps=(first + 1, last + 1))
+
+    def _agree(self, step: int | None) -> int | None:
+        """What the main process has found in the output directory."""
+        found = [step]
+        if distributed.is_initialized():
+            distributed.broadcast_object_list(found, src=0)
+        return found[0]
+
+    def _go_back(self, rollback: Rollback) -> str:
+        """Make the record whole before anything is computed from it; return the checkpoint to go on from."""
+        trainer = self._trainer
+        checkpoint = self._output_dir / f"checkpoint-{rollback.back_to}"
+        trainer.observer.progress.say(
+            f"step {rollback.step}: {rollback.cause}; back to {checkpoint.name}, and on without the rows of steps "
+            f"{rollback.steps[0]} to {rollback.steps[1]}"
+        )
+        self.rollbacks = Rollbacks((*self.rollbacks.made, rollback))
+        trainer.accelerator.wait_for_everyone()
+        if trainer.args.should_save:
+            # In this order: killed in between, the run goes back to the same checkpoint and meets the spike again.
+            supersede(self._output_dir, after_step=rollback.back_to)
+            self.rollbacks.write(self._output_dir)
+        trainer.accelerator.wait_for_everyone()
+        if trainer.accelerator.scaler is not None:
+            # It would refuse to unscale twice without an update in between; its state is read from the checkpoint.
+            trainer.accelerator.scaler.update()
+        if trainer.neftune_noise_alpha is not None:
+            # Upstream puts its noise on once more in every call of ``train``.
+            deactivate_neftune(  # type: ignore[no-untyped-call]
+                trainer.model, trainer.neftune_hook_handle, trainer.accelerator
+            )
+        return str(checkpoint)
