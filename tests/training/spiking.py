@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from datasets import Dataset
-from torch.utils.data import SequentialSampler
 from tests.training.trajectories import Recorder, make_trainer
+from torch import distributed
+from torch.utils.data import SequentialSampler
+from transformers import TrainerCallback
 
 from recipes_lib.config.schema import GuardsConfig
+from recipes_lib.errors import DivergedError
+from recipes_lib.training.replay import compute_checksums
 from recipes_lib.training.sft import SFTTrainer
+from recipes_lib.training.spikes import Spike
 
 MAX_ROW = 8
 """Ids of ordinary rows are below 4 plus this, so that others come as a surprise."""
@@ -66,3 +73,87 @@ def read_events(output_dir: Path, kind: str) -> list[dict[str, Any]]:
     """Events of a kind in ``metrics.jsonl``."""
     lines = (output_dir / "metrics.jsonl").read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+
+class SpikeOnce:
+    """Stands in for ``SpikeMonitor.judge``: a spike at one step, until the run has gone back from it."""
+
+    def __init__(self, trainer: Any, step: int) -> None:
+        self._trainer = trainer
+        self._step = step
+
+    def __call__(self, loss: float, grad_norm: float) -> Spike | None:
+        is_due = self._trainer.state.global_step + 1 == self._step and not self._trainer.guard.rollbacks.made
+        return Spike("loss", loss, 0.0, 0.0) if is_due else None
+
+
+def run_cell(model_dir: Path, output_dir: Path, cell: dict[str, Any]) -> dict[str, Any]:
+    """Train as ``cell`` says on one of several processes and return how it ended."""
+    rank = distributed.get_rank() if distributed.is_initialized() else 0
+    keys = dict(cell)
+    fault, rows, guards = keys.pop("fault", None), keys.pop("rows", None), GuardsConfig(**keys.pop("guards", {}))
+    packs = make_spiking_packs(180, range(104, 108))
+    if rows is not None:
+        packs = packs.select(rows)
+    trainer, recorder = make_guarded(model_dir, output_dir, packs, guards=guards, **keys)
+    if fault is not None and rank == 1:
+        trainer.callback_handler.callbacks.insert(0, Fault(trainer, fault))
+    end = ""
+    try:
+        trainer.train()
+    except DivergedError as error:
+        end = str(error)
+    return {"end": end, "steps": recorder.steps, "checksums": compute_checksums(trainer.model.state_dict())}
+
+
+class Fault(TrainerCallback):
+    """Breaks something at the beginning of step 4 of this process, and only there."""
+
+    def __init__(self, trainer: Any, kind: str) -> None:
+        self._trainer = trainer
+        self._kind = kind
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Break it, before the guard looks."""
+        if state.global_step != 3:
+            return
+        model = self._trainer.model
+        if self._kind == "nan loss":
+            compute = self._trainer.compute_loss
+            self._trainer.compute_loss = lambda *args, **kwargs: compute(*args, **kwargs) + float("nan")
+        elif self._kind == "flipped bit":
+            words = model.model.layers[1].mlp.up_proj.weight.data.view(torch.int32)
+            words[3, 5] ^= 1
+        elif self._kind == "wrong product":
+            model.model.layers[0].mlp.down_proj.register_forward_hook(WrongProduct())
+
+
+class WrongProduct:
+    """A layer of which one number is off a little, the second time that it is computed."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def __call__(self, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        self._calls += 1
+        if self._calls != 2:
+            return output
+        changed = output.clone()
+        changed[0, 3, 5] *= 1 + 2**-10
+        return changed
+
+
+def main() -> None:
+    """Run cell after cell in this process, one of several: ``MODEL OUTPUT JSON_CELLS``."""
+    model_dir, output_dir, cells = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
+    reports = {name: run_cell(model_dir, output_dir / name, cell) for name, cell in cells.items()}
+    gathered: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(gathered, reports)
+    if distributed.get_rank() == 0:
+        (output_dir / "reports.json").write_text(json.dumps(gathered))
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Two processes stop together, go back together, and the one whose machine makes mistakes is named."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.training import spiking
+
+from recipes_lib.training.rollback import read_rollbacks
+
+ROOT = Path(__file__).parents[2]
+TWO = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
+ONE = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+LEFT = [row for row in range(180) if not 100 <= row < 116]
+CHECKED = {"max_steps": 6, "save_strategy": "no", "guards": {"verify_steps": 2}}
+CELLS: dict[str, dict[str, Any]] = {
+    "spike": TWO | {"guards": {"max_rollbacks": 1}},
+    "never saw it": TWO | {"rows": LEFT},
+    "sound": TWO | CHECKED,
+    "nan loss": TWO | {"fault": "nan loss", "max_steps": 6, "save_steps": 1},
+    "flipped bit": TWO | CHECKED | {"fault": "flipped bit"},
+    "wrong product": TWO | CHECKED | {"fault": "wrong product"},
+}
+
+
+@pytest.fixture(scope="module")
+def reports(tiny_model_dir, tmp_path_factory):
+    output_dir = tmp_path_factory.mktemp("guards")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += ["-m", "tests.training.spiking", str(tiny_model_dir), str(output_dir), json.dumps(CELLS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return output_dir, json.loads((output_dir / "reports.json").read_text())
+
+
+@pytest.mark.multiprocess
+def test_a_rollback_on_two_processes_is_exact_and_that_of_one(reports, tiny_model_dir, tmp_path):
+    output_dir, ranks = reports
+    for report in ranks:
+        assert report["spike"]["checksums"] == report["never saw it"]["checksums"]
+    assert ranks[0]["spike"]["steps"][-11:] == ranks[0]["never saw it"]["steps"][-11:]
+    one = spiking.run_cell(tiny_model_dir, tmp_path, ONE | {"guards": {"max_rollbacks": 1}})
+    assert read_rollbacks(tmp_path).made[0].skipped == read_rollbacks(output_dir / "spike").made[0].skipped
+    for expected, got in zip(one["steps"], ranks[0]["spike"]["steps"], strict=True):
+        assert got == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.multiprocess
+def test_a_loss_that_is_none_on_one_process_stops_both_before_the_update(reports):
+    output_dir, ranks = reports
+    ends = {report["nan loss"]["end"] for report in ranks}
+    assert len(ends) == 1
+    assert "step 4 was stopped before its update: the loss of micro-batch 1 of rank 1 is nan and 1 more" in ends.pop()
+    assert ranks[0]["nan loss"]["checksums"] == ranks[1]["nan loss"]["checksums"]
+    folder = output_dir / "nan loss" / "diverged" / "step-4"
+    facts = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [fact["bad_micro_batches"] for fact in facts] == [[], [0, 1]]
+    # Together the rows of the step, each on one process.
+    assert sorted(row for fact in facts for ids in fact["row_ids"] for row in ids) == [12, 13, 14, 15]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("cell", "words"),
+    [
+        ("flipped bit", "rank 1 differs in model.layers.1.mlp.up_proj.weight. "),
+        ("wrong product", "rank 1 differs in the loss of micro-batch 2"),
+    ],
+)
+def test_the_machine_that_makes_mistakes_is_named(reports, cell, words):
+    _, ranks = reports
+    assert [report["sound"]["end"] for report in ranks] == ["", ""]
+    for report in ranks:
+        assert "step 4" in report[cell]["end"]
+        assert words in report[cell]["end"]
+        assert len(report[cell]["steps"]) == 3
