@@ -74,7 +74,7 @@ def test_heavy_tails_of_the_loss_raise_few_alarms():
     alarms = [
         len(find_spikes(DESCENT + 0.1 * np.random.default_rng(seed).standard_t(5, len(STEPS)))) for seed in range(10)
     ]
-    # Student's t with 5 degrees of freedom exceeds six of its MAD-deviations once in 860 draws.
+    # Student's t with 5 degrees of freedom exceeds six of its MAD-deviations once in 1,500 draws.
     assert np.mean(alarms) / len(STEPS) < 2e-3
 
 

@@ -2,17 +2,22 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.training.spiking import make_guarded, make_spiking_packs, read_events, train_on_rows
+from tests.training import pretraining
+from tests.training.pairs import make_pair_trainer, make_pairs
+from tests.training.spiking import SpikeOnce, make_guarded, make_spiking_packs, read_events, train_on_rows
 from tests.training.trajectories import assert_equal_weights, make_packs, make_trainer, weights_of
 
 from recipes_lib.config.schema import GuardsConfig
+from recipes_lib.data.token_order import RowOrder
 from recipes_lib.errors import DivergedError
 from recipes_lib.training.checkpoints import find_last_complete, is_complete, supersede
 from recipes_lib.training.guards import MAX_SKIPPED
 from recipes_lib.training.rollback import Rollbacks, read_rollbacks
+from recipes_lib.training.spikes import Spike, SpikeMonitor
 from recipes_lib.training.step_guard import StepGuard
 
 TWO = GuardsConfig(max_rollbacks=2)
@@ -216,3 +221,50 @@ def test_under_fp16_a_loss_that_is_not_finite_is_no_overflow_of_the_scaling(tiny
     trainer.guard.inputs.losses.append(torch.tensor(float("inf")))
     with pytest.raises(DivergedError, match="the loss of micro-batch 1 of rank 0 is inf"):
         trainer.guard.judge(torch.tensor(float("inf")))
+
+
+def test_pairs_are_left_out_as_rows_are(tiny_model_dir, tmp_path):
+    keys = {"per_device_train_batch_size": 4, "max_steps": 7, "train_sampling_strategy": "sequential"}
+    keys |= {"save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 1}
+    pairs = make_pairs(48)
+    trainer, recorder = make_pair_trainer(tiny_model_dir, tmp_path / "run", pairs, **keys)
+    trainer.guard._keys = TWO
+    trainer.guard._monitor.judge = SpikeOnce(trainer, 4)
+    trainer.train()
+    assert read_rollbacks(tmp_path / "run").made[0].steps == (3, 6)
+    left = pairs.select([row for row in range(48) if not 8 <= row < 24])
+    reference, other = make_pair_trainer(tiny_model_dir, tmp_path / "other", left, **keys)
+    reference.train()
+    assert recorder.steps[-5:] == other.steps[-5:]
+    # The figures beside the loss too: what was summed for the spike is forgotten.
+    assert recorder.logs[-2]["rewards/margins"] == other.logs[-2]["rewards/margins"]
+    assert_equal_weights(weights_of(trainer), weights_of(reference))
+
+
+def test_rows_of_pretraining_are_left_out_of_their_order(tiny_tokenizer_dir, tmp_path, monkeypatch):
+    keys = {"max_steps": 12, "gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    judge, calls = SpikeMonitor.judge, []
+
+    def judge_once(monitor, loss, grad_norm):
+        calls.append(loss)
+        judge(monitor, loss, grad_norm)
+        return Spike("loss", loss, 0.0, 0.0) if len(calls) == 7 else None
+
+    monkeypatch.setattr(SpikeMonitor, "judge", judge_once)
+    config = pretraining.build_config(tmp_path, tiny_tokenizer_dir, **keys, max_rollbacks=1)
+    pretraining.run_recipe(config, monkeypatch)
+    (rollback,) = read_rollbacks(tmp_path / "out").made
+    assert (rollback.back_to, rollback.steps, rollback.skipped) == (5, (6, 9), (20, 36))
+    record = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert record["status"] == "done"
+    assert record["rollbacks"][0]["step"] == 7
+
+    # The same windows by a list of what is left.
+    left, locate = np.delete(np.arange(1000), range(20, 36)), RowOrder.locate
+    monkeypatch.setattr(RowOrder, "locate", lambda order, rows: locate(order, left[rows]))
+    other = pretraining.build_config(tmp_path, tiny_tokenizer_dir, **keys, output_dir=tmp_path / "other")
+    pretraining.run_recipe(other, monkeypatch)
+    steps, expected = (pretraining.read_steps(tmp_path / name) for name in ("out", "other"))
+    assert [step["loss"] for step in steps] == [step["loss"] for step in expected]
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "other"))
+    assert_equal_weights(one, two)

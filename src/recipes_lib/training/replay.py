@@ -104,34 +104,48 @@ class ReplayCheck:
         trained = {name: parameter for name, parameter in named if parameter.grad is not None}
         gradients = {name: parameter.grad for name, parameter in trained.items()}
         after = capture_random_states()
-        first = _read_figures(trained, inputs.losses)
-        # A gradient that was reduced or unscaled has no copy to be held against: then two replays are.
-        is_own = self._trainer.args.world_size == 1 and self._trainer.accelerator.scaler is None
-        replays = [self._replay(trained, inputs) for _ in range(1 if is_own else 2)]
+        # The gradients of a scaled loss are no longer what was computed.
+        is_scaled = self._trainer.accelerator.scaler is not None
+        first = self._replay(trained, inputs) if is_scaled else _read_figures(trained, inputs.losses)
+        again = self._replay(trained, inputs)
+        found = _gather([name for name in first if first[name] != again[name]])
+        if any(found):
+            self._name(found, trained, inputs)
         for name, parameter in trained.items():
             parameter.grad = gradients[name]
         after()
-        losses = {name for name in first if name not in trained}
-        found = [name for name in first if len({figures[name] for figures in replays}) > 1]
-        found += [name for name in first if (is_own or name in losses) and replays[0][name] != first[name]]
-        step = self._trainer.state.global_step + 1
-        _stop_if_any(
-            {} if not found else {self._trainer.args.process_index: list(dict.fromkeys(found))},
-            f"step {step} was computed twice from the same weights, rows and random numbers",
-        )
 
-    def _replay(self, trained: Mapping[str, nn.Parameter], inputs: StepInputs) -> Figures:
+    def _name(self, found: Sequence[Sequence[str]], trained: Mapping[str, nn.Parameter], inputs: StepInputs) -> None:
+        """Say which process it is: the one whose loss has changed, or who computes its own share in two ways.
+
+        Raises:
+            DivergedError: Always.
+        """
+        step = self._trainer.state.global_step + 1
+        premise = f"step {step} was computed twice from the same weights, rows and random numbers"
+        # Reduced gradients have changed on all of them.
+        blamed = [[name for name in names if name not in trained] for names in found]
+        if not any(blamed) and len(found) > 1:
+            one, other = (self._replay(trained, inputs, is_reduced=False) for _ in range(2))
+            blamed = _gather([name for name in one if one[name] != other[name]])
+            premise += "" if any(blamed) else ", then twice more with one result, so that any rank may be at fault"
+        if not any(blamed):
+            blamed = list(found)
+        _refuse({rank: names for rank, names in enumerate(blamed) if names}, premise)
+
+    def _replay(self, trained: Mapping[str, nn.Parameter], inputs: StepInputs, *, is_reduced: bool = True) -> Figures:
+        """Compute the step once more; on its own share alone where nothing is to be reduced."""
         trainer = self._trainer
         model: Any = trainer.model_wrapped
         assert self._restore is not None
         self._restore()
         for parameter in trained.values():
             parameter.grad = None
-        # Of replicas each process looks at what it has computed itself, so that the one at fault has a name.
-        is_sharded = trainer.is_fsdp_enabled
-        with trainer.rehearsal(), contextlib.nullcontext() if is_sharded else trainer.accelerator.no_sync(model):
-            for batch in inputs.batches:
-                trainer.training_step(model, dict(batch), inputs.num_terms)
+        with trainer.rehearsal():
+            for number, batch in enumerate(inputs.batches, start=1):
+                is_last = is_reduced and number == len(inputs.batches)
+                with contextlib.nullcontext() if is_last else trainer.accelerator.no_sync(model):
+                    trainer.training_step(model, dict(batch), inputs.num_terms)
             return _read_figures(trained, trainer.guard.inputs.losses)
 
     def _compare_weights(self, step: int) -> None:
@@ -154,15 +168,13 @@ def _read_figures(trained: Mapping[str, nn.Parameter], losses: Sequence[Tensor])
     return compute_checksums({**named, **gradients})
 
 
-def _stop_if_any(own: dict[int, list[str]], premise: str) -> None:
-    """Stop all processes when any of them has found a difference; all must call."""
+def _gather(own: list[str]) -> list[list[str]]:
+    """What each process has found; all must call."""
     found: list[Any] = [own]
     if distributed.is_initialized():
         found = [None] * distributed.get_world_size()
         distributed.all_gather_object(found, own)
-    together = {rank: names for part in found for rank, names in part.items()}
-    if together:
-        _refuse(together, premise)
+    return found
 
 
 def _refuse(differing: Mapping[int, list[str]], premise: str) -> None:
