@@ -46,6 +46,8 @@ from recipes_lib.config.loader import load_config
         ("load_best_model_at_end: true\nsave_steps: 30\neval_steps: 20", 5, ["multiple"]),
         ("load_best_model_at_end: true\nsave_steps: 30", 5, ["multiple"]),
         ("dataloader_prefetch_factor: 2", 5, ["workers"]),
+        ("max_rollbacks: 2\nsave_strategy: no", 5, ["nothing is saved"]),
+        ("max_rollbacks: 2\nmax_steps: 9\ndataset_streaming: true\nwarmup_steps: 0", 5, ["no numbers"]),
     ],
 )
 def test_what_contradicts_is_refused_at_its_line(problems_of, lines: str, line: int, words: list[str]) -> None:

@@ -89,7 +89,15 @@ def test_shapes_types_and_counts(sizes, layout):
     assert batch["num_tokens"] == sum(documents)
     assert batch["num_completion_tokens"].tolist() == [len(answer) for _, answer in sequences_of(rows)]
     grids = {"input_ids", "position_ids"} | ({"pair_ids", "branch_ids"} if layout == "shared" else set())
-    lists = {"predictors", "targets", "sequence_ids", "last_positions", "num_completion_tokens", "num_tokens"}
+    lists = {
+        "predictors",
+        "targets",
+        "sequence_ids",
+        "last_positions",
+        "num_completion_tokens",
+        "num_tokens",
+        "row_ids",
+    }
     bounds = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"} if layout == "flat" else set()
     bounds |= {"part_lengths"} if layout == "shared_flat" else set()
     assert set(batch) == grids | lists | bounds
@@ -143,9 +151,15 @@ def test_the_same_pairs_are_the_same_batch(layout):
 def test_figures_of_the_pairs_go_along_in_their_order():
     rows = rows_of([(5, 2, 3), (3, 2, 2), (9, 4, 4)])
     for number, row in enumerate(rows):
-        row |= {"margin": np.float32(number / 2), "ref_chosen_logp": -number, "ref_rejected_logp": -2.5 * number}
+        row |= {
+            "row_id": np.int64(7 - number),
+            "margin": np.float32(number / 2),
+            "ref_chosen_logp": -number,
+            "ref_rejected_logp": -2.5 * number,
+        }
     batch = collate(rows)
     assert batch["margin"].tolist() == [0, 0.5, 1]
+    assert batch["row_ids"].tolist() == [7, 6, 5]
     assert batch["ref_chosen_logp"].tolist() == [0, -1, -2]
     assert batch["ref_rejected_logp"].tolist() == [0, -2.5, -5]
     assert {batch[name].dtype for name in ("margin", "ref_chosen_logp", "ref_rejected_logp")} == {torch.float32}

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from recipes_lib.data.collators import PackedCollator
 from recipes_lib.data.masking import IGNORE_INDEX
+from recipes_lib.data.row_skips import RowSkips
 from recipes_lib.data.token_dataset import NO_SOURCE, EvalWindows, TokenDataset
 from recipes_lib.data.token_order import RowOrder
 from recipes_lib.data.token_shards import TokenSource, TokenWriter
@@ -187,3 +188,14 @@ def test_evaluation_ends(sources):
     assert len(list(windows)) == 26
     with pytest.raises(IndexError):
         windows[26]
+
+
+def test_rows_that_are_left_out_move_the_later_ones_up_and_keep_their_numbers(sources):
+    dataset, shorter = (build(sources, np.arange(0, 41, 4)) for _ in range(2))
+    shorter.skips = RowSkips(((6, 11), (20, 21)))
+    left = [row for row in range(40) if not (6 <= row < 11 or row == 20)]
+    for item, number in enumerate(left):
+        row = shorter[item]
+        assert row["row_ids"].tolist() == [number]
+        np.testing.assert_array_equal(row["input_ids"], dataset[number]["input_ids"])
+    assert dataset.find_rows(3) == (12, 16)

@@ -9,6 +9,8 @@ import pytest
 from recipes_lib.report.problems import find_problems
 from recipes_lib.report.run_files import RunFiles
 
+ROLLBACK = {"step": 27, "cause": "loss 5.2", "back_to": 25, "skipped": [50, 58], "steps": [26, 29]}
+
 
 def build_run(**changes: Any) -> RunFiles:
     fields: dict[str, Any] = {
@@ -38,6 +40,7 @@ def test_a_good_run_has_no_problems() -> None:
     ("changes", "words"),
     [
         ({"facts": {"status": "diverged"}}, "“diverged”"),
+        ({"facts": {"rollbacks": [ROLLBACK]}}, "went back to step 25 and on without the rows of steps 26 to 29"),
         ({"train": []}, "No training step"),
         ({"train": [{"step": 3, "loss": "nan"}, {"step": 4, "loss": 1.0}]}, "loss was not finite at step 3."),
         ({"train": [{"step": n, "grad_norm": "inf"} for n in range(7)]}, "at steps 0, 1, 2, 3, 4 and 2 more"),

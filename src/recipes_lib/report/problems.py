@@ -19,6 +19,7 @@ def find_problems(run: RunFiles) -> list[str]:
     """Return what is wrong or doubtful about a run, one sentence each, the gravest first; empty when nothing is."""
     return [
         *_judge_end(run),
+        *_judge_rollbacks(run),
         *_judge_non_finite(run),
         *_judge_held_out_loss(run),
         *_judge_displacement(run),
@@ -32,6 +33,14 @@ def _judge_end(run: RunFiles) -> list[str]:
     status = run.facts.get("status", "done")
     problems = [] if status == "done" else [f"The run did not finish: its status is “{status}”."]
     return problems if run.train else [*problems, "No training step was logged."]
+
+
+def _judge_rollbacks(run: RunFiles) -> list[str]:
+    return [
+        f"Step {rollback['step']} was a spike ({rollback['cause']}): the run went back to step {rollback['back_to']} "
+        f"and on without the rows of steps {rollback['steps'][0]} to {rollback['steps'][1]}."
+        for rollback in run.facts.get("rollbacks", [])
+    ]
 
 
 def _judge_non_finite(run: RunFiles) -> list[str]:

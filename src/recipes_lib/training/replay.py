@@ -115,7 +115,7 @@ class ReplayCheck:
             parameter.grad = gradients[name]
         after()
 
-    def _name(self, found: Sequence[Sequence[str]], trained: Mapping[str, nn.Parameter], inputs: StepInputs) -> None:
+    def _name(self, found: list[list[str]], trained: Mapping[str, nn.Parameter], inputs: StepInputs) -> None:
         """Say which process it is: the one whose loss has changed, or who computes its own share in two ways.
 
         Raises:
@@ -130,7 +130,7 @@ class ReplayCheck:
             blamed = _gather([name for name in one if one[name] != other[name]])
             premise += "" if any(blamed) else ", then twice more with one result, so that any rank may be at fault"
         if not any(blamed):
-            blamed = list(found)
+            blamed = found
         _refuse({rank: names for rank, names in enumerate(blamed) if names}, premise)
 
     def _replay(self, trained: Mapping[str, nn.Parameter], inputs: StepInputs, *, is_reduced: bool = True) -> Figures:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from recipes_lib.training.hooks.training_state import preserve_training_state
+from recipes_lib.training.hooks.training_state import capture_random_states, preserve_training_state
 
 
 def draw_all() -> tuple[float, float, float]:
@@ -56,6 +56,15 @@ def test_an_error_inside_restores_as_well() -> None:
 
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_was_captured_can_be_drawn_again_and_again() -> None:
+    restore = capture_random_states()
+    draws = []
+    for _ in range(3):
+        restore()
+        draws.append((random.random(), float(np.random.rand()), float(torch.rand(()))))  # noqa: NPY002
+    assert len(set(draws)) == 1
 
 
 @pytest.mark.gpu

@@ -1,0 +1,167 @@
+"""What guards and metrics add to a step: the same training with all of them, with metrics alone, and with neither.
+
+Seconds are those of the processor, so that other work on the machine counts less. Of the guarded runs it is measured
+besides how long each step was in the guards' own code.
+
+``python benchmarks/guards.py [--data FILE] [--rounds 3] [--steps 16] [--output build/guards.json]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from harness import compare, run_interleaved, spread, write_results
+from workload import DEFAULT_DATA, build_workload
+
+MAX_LENGTH = 512
+NUM_UNTIMED_STEPS = 3
+VARIANTS = ("neither", "metrics", "guards and metrics")
+
+
+def build_meter() -> Any:
+    """Return a callback that times optimizer steps, logging and guards included."""
+    from transformers import TrainerCallback
+
+    class Meter(TrainerCallback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.begins: list[float] = []
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.begins.append(time.process_time())
+
+        def report(self) -> dict[str, float]:
+            seconds = [stop - start for start, stop in zip(self.begins, self.begins[1:], strict=False)]
+            return {"seconds": statistics.median(seconds[NUM_UNTIMED_STEPS:])}
+
+    return Meter()
+
+
+def build_trainer_class(*, guarded: bool) -> Any:
+    """Return our trainer, or the same with upstream's own handling of losses and norms."""
+    from transformers import Trainer
+
+    from recipes_lib.training.sft import SFTTrainer
+
+    if guarded:
+        return SFTTrainer
+
+    class Unguarded(SFTTrainer):
+        _clip_grad_norm = Trainer._clip_grad_norm
+        _get_grad_norm = Trainer._get_grad_norm
+
+    return Unguarded
+
+
+def time_calls(owner: Any, names: tuple[str, ...], spent: list[float]) -> None:
+    """Have the time inside of some methods of ``owner`` appended to ``spent``."""
+
+    def wrap(method: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.process_time()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                spent.append(time.process_time() - start)
+
+        return timed
+
+    for name in names:
+        setattr(owner, name, wrap(getattr(owner, name)))
+
+
+def measure(name: str, folder: Path, num_steps: int) -> dict[str, float]:
+    """Train one variant in this process and return the median step and the guards' own share of it."""
+    from recipes_lib.config.loader import load_config
+    from recipes_lib.data.collators import PackedCollator
+    from recipes_lib.data.training_data import load_training_data
+    from recipes_lib.models.attention import choose_attention
+    from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
+    from recipes_lib.training.arguments import build_training_arguments
+    from recipes_lib.training.launch import read_launch
+    from recipes_lib.training.metrics import StepCounter
+    from recipes_lib.training.observer import Observer, build_observer
+    from recipes_lib.training.progress import build_progress
+
+    with tempfile.TemporaryDirectory() as output_dir:
+        keys = {
+            "model_name_or_path": folder / "model",
+            "dataset_name": folder / "chats.jsonl",
+            "output_dir": output_dir,
+            "prepared_dir": folder / "prepared",
+            "max_length": MAX_LENGTH,
+            "overlong": "truncate",
+            "per_device_train_batch_size": 2,
+            "max_steps": num_steps,
+            "save_strategy": "no",
+            "num_sample_prompts": 0,
+            "logging_steps": num_steps if name == "neither" else 1,
+        }
+        config = load_config("sft", [f"--{key}={value}" for key, value in keys.items()])
+        tokenizer = load_tokenizer(config.model, config.tokens)
+        data = load_training_data(config, lambda _: tokenizer)
+        args = build_training_arguments(config, read_launch(), has_eval=False)
+        attention = choose_attention(config.model, load_model_config(config.model)[0], args, packing=True)
+        model = load_causal_lm(config.model, attention.implementation)
+        collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
+        observer = Observer(StepCounter(), [], [], build_progress(is_main=False))
+        if name != "neither":
+            observer = build_observer(config, data, args, model, tokenizer, collate)
+        is_guarded, meter, spent = name == "guards and metrics", build_meter(), [0.0]
+        trainer = build_trainer_class(guarded=is_guarded)(
+            model=model,
+            args=args,
+            train_dataset=data.train,
+            data_collator=collate,
+            processing_class=tokenizer,
+            observer=observer,
+        )
+        trainer.add_callback(meter)
+        if is_guarded:
+            time_calls(trainer.guard, ("judge", "on_step_begin"), spent)
+        else:
+            trainer.remove_callback(trainer.guard)
+        trainer.train()
+        num_parameters = trainer.model.num_parameters()
+    seconds = meter.report()["seconds"]
+    own = sum(spent) / num_steps
+    return {"seconds": seconds, "own_percent": 100 * own / seconds, "num_parameters": num_parameters}
+
+
+def main() -> None:
+    """Measure each variant in a process of its own; the first steps are not timed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, default=DEFAULT_DATA)
+    parser.add_argument("--workload", type=Path, default=Path("build/workload"))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--measure", choices=VARIANTS)
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps(measure(options.measure, options.workload, options.steps)))
+        return
+    build_workload(options.data, options.workload)
+    command = [sys.executable, __file__, "--workload", str(options.workload), "--steps", str(options.steps)]
+    results = run_interleaved({name: [*command, "--measure", name] for name in VARIANTS}, options.rounds)
+    table = [["variant", "processor seconds a step", "this / neither", "inside the guards, % of a step"]]
+    for name in VARIANTS:
+        table.append(
+            [
+                name,
+                spread(results[name], "seconds", 3),
+                compare(results, "seconds", "neither", name),
+                spread(results[name], "own_percent", 3),
+            ]
+        )
+    write_results(options.output, "Guards", table, results)
+
+
+if __name__ == "__main__":
+    main()
