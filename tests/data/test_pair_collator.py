@@ -89,17 +89,10 @@ def test_shapes_types_and_counts(sizes, layout):
     assert batch["num_tokens"] == sum(documents)
     assert batch["num_completion_tokens"].tolist() == [len(answer) for _, answer in sequences_of(rows)]
     grids = {"input_ids", "position_ids"} | ({"pair_ids", "branch_ids"} if layout == "shared" else set())
-    lists = {
-        "predictors",
-        "targets",
-        "sequence_ids",
-        "last_positions",
-        "num_completion_tokens",
-        "num_tokens",
-        "row_ids",
-    }
+    lists = {"predictors", "targets", "sequence_ids", "last_positions", "num_completion_tokens", "num_tokens"}
     bounds = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"} if layout == "flat" else set()
     bounds |= {"part_lengths"} if layout == "shared_flat" else set()
+    assert batch.pop("row_ids").tolist() == [row["row_id"] for row in rows]
     assert set(batch) == grids | lists | bounds
     assert {batch[name].shape for name in grids} == {(num_rows, width)}
     assert {batch[name].dtype for name in grids | lists} == {torch.int64}
