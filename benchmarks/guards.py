@@ -1,7 +1,7 @@
 """What guards and metrics add to a step: the same training with all of them, with metrics alone, and with neither.
 
-Seconds are those of the processor, so that other work on the machine counts less. Of the guarded runs it is measured
-besides how long each step was in the guards' own code.
+Seconds are those of the processor, so that other work on the machine counts less. It is measured besides how long each
+step was in their own code.
 
 ``python benchmarks/guards.py [--data FILE] [--rounds 3] [--steps 16] [--output build/guards.json]``
 """
@@ -77,7 +77,7 @@ def time_calls(owner: Any, names: tuple[str, ...], spent: list[float]) -> None:
 
 
 def measure(name: str, folder: Path, num_steps: int) -> dict[str, float]:
-    """Train one variant in this process and return the median step and the guards' own share of it."""
+    """Train one variant in this process and return the median step and their own share of it."""
     from recipes_lib.config.loader import load_config
     from recipes_lib.data.collators import PackedCollator
     from recipes_lib.data.training_data import load_training_data
@@ -123,6 +123,8 @@ def measure(name: str, folder: Path, num_steps: int) -> dict[str, float]:
             observer=observer,
         )
         trainer.add_callback(meter)
+        for callback in observer.callbacks:
+            time_calls(callback, ("on_step_begin", "on_step_end", "on_log"), spent)
         if is_guarded:
             time_calls(trainer.guard, ("judge", "on_step_begin"), spent)
         else:
@@ -150,7 +152,7 @@ def main() -> None:
     build_workload(options.data, options.workload)
     command = [sys.executable, __file__, "--workload", str(options.workload), "--steps", str(options.steps)]
     results = run_interleaved({name: [*command, "--measure", name] for name in VARIANTS}, options.rounds)
-    table = [["variant", "processor seconds a step", "this / neither", "inside the guards, % of a step"]]
+    table = [["variant", "processor seconds a step", "this / neither", "inside guards and metrics, % of a step"]]
     for name in VARIANTS:
         table.append(
             [

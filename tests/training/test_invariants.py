@@ -74,7 +74,7 @@ def run_checks(trainer, num_steps, *, lose=lambda name, step: False):
     checks = StartChecks(trainer, has_adapter=False)
     trainer.observer.progress.say = lines.append
     model = trainer.model
-    checks.on_train_begin(trainer.args, trainer.state, trainer.control, model=model)
+    checks.on_epoch_begin(trainer.args, trainer.state, trainer.control, model=model)
     for step in range(1, num_steps + 1):
         for name, parameter in model.named_parameters():
             parameter.grad = None if lose(name, step) else torch.ones_like(parameter)

@@ -47,10 +47,10 @@ class StartChecks(TrainerCallback):
         self._num_trained = 0
         self._num_steps = 0
 
-    def on_train_begin(
+    def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Compute two rows together and apart."""
+        """Compute two rows together and apart, now that all who wait for the beginning of training are ready."""
         if self._is_begun:
             return
         self._is_begun = True
@@ -85,7 +85,8 @@ def verify_accumulation(trainer: RecipeTrainer) -> str:
         What was found, in a line.
 
     Raises:
-        DivergedError: They differ by more than rounding: how a batch is cut would decide what is learnt.
+        DivergedError: The loss is not finite; or they differ by more than rounding, so that how a batch is cut would
+            decide what is learnt.
     """
     rows = _choose_rows(trainer)
     if len(rows) < 2:
@@ -96,6 +97,10 @@ def verify_accumulation(trainer: RecipeTrainer) -> str:
     if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
         dtype = torch.float16  # It has as many digits.
     allowed = TOLERANCE[dtype] * max(1.0, abs(together))
+    if not math.isfinite(together):
+        raise DivergedError(
+            f"the loss of two rows is {together} before the first update: a weight is not finite, or {dtype} overflows"
+        )
     if not abs(apart - together) <= allowed:
         raise DivergedError(
             f"two rows as two micro-batches have the loss {apart:.6f}, and as one {together:.6f}: rounding explains "
