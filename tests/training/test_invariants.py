@@ -17,6 +17,7 @@ V = 4096
 
 def make_ready(model_dir, output_dir, **keys):
     trainer, _ = make_trainer(model_dir, output_dir, make_packs(), **keys)
+    trainer.state.max_steps = trainer.args.max_steps
     return trainer
 
 

@@ -51,7 +51,7 @@ class StartChecks(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Compute two rows together and apart, now that all who wait for the beginning of training are ready."""
-        if self._is_begun:
+        if self._is_begun or state.global_step >= state.max_steps:
             return
         self._is_begun = True
         self._trainer.observer.progress.say(verify_accumulation(self._trainer))

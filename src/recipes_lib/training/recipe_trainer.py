@@ -27,8 +27,8 @@ from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import DivergedError, PreemptedError
-from recipes_lib.stopping import STOP
 from recipes_lib.planning.steps import compute_steps
+from recipes_lib.stopping import STOP
 from recipes_lib.training.activation_checkpointing import read_selective
 from recipes_lib.training.adapter_checks import AdapterChecks
 from recipes_lib.training.callbacks import EVALUATION_KEY
@@ -45,9 +45,9 @@ from recipes_lib.training.optimizers import (
     split_loraplus_groups,
 )
 from recipes_lib.training.preemption import LastStep, build_preemption
-from recipes_lib.training.watchdog import WATCHDOG
 from recipes_lib.training.run_sampler import EpochRows, RunSampler
 from recipes_lib.training.step_guard import StepGuard
+from recipes_lib.training.watchdog import WATCHDOG
 
 Batch = dict[str, Any]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, distributed, nn
 
 from recipes_lib.errors import DivergedError
 from recipes_lib.training.guards import StepInputs
-from recipes_lib.training.hooks.training_state import capture_random_states
+from recipes_lib.training.hooks.training_state import RandomStates
 
 if TYPE_CHECKING:
     from recipes_lib.training.recipe_trainer import RecipeTrainer
@@ -67,7 +67,7 @@ class ReplayCheck:
         """Check every ``every`` steps; ``None`` is never."""
         self._trainer = trainer
         self._every = every
-        self._restore: Callable[[], None] | None = None
+        self._states: RandomStates | None = None
         self._is_told = False
 
     def begin(self, step: int) -> None:
@@ -76,12 +76,12 @@ class ReplayCheck:
         Raises:
             DivergedError: A process has other weights than the others.
         """
-        self._restore = None
+        self._states = None
         if self._every is None or step % self._every:
             return
         self._compare_weights(step)
         if self._trainer.args.device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
-            self._restore = capture_random_states()
+            self._states = RandomStates.read()
         elif not self._is_told:
             self._is_told = True
             self._trainer.observer.progress.say(
@@ -98,12 +98,12 @@ class ReplayCheck:
         Raises:
             DivergedError: The loss or a gradient is another one.
         """
-        if self._restore is None:
+        if self._states is None:
             return
         named = self._trainer.model.named_parameters()
         trained = {name: parameter for name, parameter in named if parameter.grad is not None}
         gradients = {name: parameter.grad for name, parameter in trained.items()}
-        after = capture_random_states()
+        after = RandomStates.read()
         # The gradients of a scaled loss are no longer what was computed.
         is_scaled = self._trainer.accelerator.scaler is not None
         first = self._replay(trained, inputs) if is_scaled else _read_figures(trained, inputs.losses)
@@ -113,7 +113,7 @@ class ReplayCheck:
             self._name(found, trained, inputs)
         for name, parameter in trained.items():
             parameter.grad = gradients[name]
-        after()
+        after.restore()
 
     def _name(self, found: list[list[str]], trained: Mapping[str, nn.Parameter], inputs: StepInputs) -> None:
         """Say which process it is: the one whose loss has changed, or who computes its own share in two ways.
@@ -137,8 +137,8 @@ class ReplayCheck:
         """Compute the step once more; on its own share alone where nothing is to be reduced."""
         trainer = self._trainer
         model: Any = trainer.model_wrapped
-        assert self._restore is not None
-        self._restore()
+        assert self._states is not None
+        self._states.restore()
         for parameter in trained.values():
             parameter.grad = None
         with trainer.rehearsal():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from recipes_lib.training.hooks.training_state import capture_random_states, preserve_training_state
+from recipes_lib.training.hooks.training_state import RandomStates, preserve_training_state
 
 
 def draw_all() -> tuple[float, float, float]:
@@ -59,10 +59,10 @@ def test_an_error_inside_restores_as_well() -> None:
 
 
 def test_what_was_captured_can_be_drawn_again_and_again() -> None:
-    restore = capture_random_states()
+    states = RandomStates.read()
     draws = []
     for _ in range(3):
-        restore()
+        states.restore()
         draws.append((random.random(), float(np.random.rand()), float(torch.rand(()))))  # noqa: NPY002
     assert len(set(draws)) == 1
 
