@@ -37,6 +37,7 @@ def main(config: RecipeConfig) -> None:
     run = start_run(config, launch)
     if run.finished:
         return
+    config = run.config  # With another number of processes, another accumulation.
     with run.recording_its_end():
         # Rows of any layout become tokens of a prompt and two answers, once, before the processes meet.
         tokenizer = load_tokenizer(config.model, config.tokens)
@@ -65,6 +66,7 @@ def main(config: RecipeConfig) -> None:
             eval_dataset=data.eval,
             data_collator=collate,
             processing_class=tokenizer,
+            checkpoints=config.checkpoints,
             observer=build_observer(config.evaluation, data, args, model, tokenizer, collate, objective.score_held_out),
         )
         trainer.train(resume_from_checkpoint=run.resume_from)

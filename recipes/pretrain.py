@@ -39,6 +39,7 @@ def main(config: RecipeConfig) -> None:
     run = start_run(config, launch)
     if run.finished:
         return
+    config = run.config  # With another number of processes, another accumulation.
     with run.recording_its_end():
         # Documents become tokens on disk, once; from then on it is known which rows every step will take.
         tokenizer = load_tokenizer(config.model, config.tokens)
@@ -63,6 +64,7 @@ def main(config: RecipeConfig) -> None:
             eval_dataset=rows.held_out or None,
             data_collator=collate,
             processing_class=tokenizer,
+            checkpoints=config.checkpoints,
             observer=build_observer(config.evaluation, rows, args, model, tokenizer, collate),
         )
         if isolated:

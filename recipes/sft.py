@@ -37,6 +37,7 @@ def main(config: RecipeConfig) -> None:
     run = start_run(config, launch)
     if run.finished:
         return
+    config = run.config  # With another number of processes, another accumulation.
     with run.recording_its_end():
         # Rows of any layout become packed tokens with a loss mask, once, before the processes meet.
         tokenizer = load_tokenizer(config.model, config.tokens)
@@ -58,6 +59,7 @@ def main(config: RecipeConfig) -> None:
             eval_dataset=data.eval,
             data_collator=collate,
             processing_class=tokenizer,
+            checkpoints=config.checkpoints,
             observer=observer,
         )
         if config.tokens.packing:

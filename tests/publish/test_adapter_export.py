@@ -13,8 +13,8 @@ from tests.training.trajectories import make_packs
 from transformers import AutoModelForCausalLM
 
 from recipes_lib.config.schema import AdapterConfig
-from recipes_lib.publish import export
 from recipes_lib.models.saved_weights import BrokenSaveError
+from recipes_lib.publish import export
 from recipes_lib.publish.export import export_model
 
 WEIGHTS = "adapter_model.safetensors"

@@ -116,6 +116,5 @@ def _read_task(model: PeftModel) -> Any:
     return model.peft_config[model.active_adapter].task_type
 
 
-
 def _find_untrained(name: str, tensor: torch.Tensor) -> str | None:
     return "is zero, as before training" if ".lora_B." in name and not tensor.any() else None
