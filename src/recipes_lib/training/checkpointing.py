@@ -205,7 +205,7 @@ class CheckpointingTrainer(Trainer):
             super()._save(output_dir, state_dict)
         elif self.args.should_save:
             folder = Path(str(output_dir))
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=True)  # Another process may have its random state there.
             state = self.model.state_dict()
             if self._decide_to_copy(state):
                 named = self.model.named_parameters(remove_duplicate=False)

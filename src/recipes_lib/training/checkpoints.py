@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -76,6 +77,8 @@ def publish(staged: Path) -> Path:
     checkpoint = output_dir / staged.name
     _move_to_trash(checkpoint)
     staged.rename(checkpoint)
+    with suppress(OSError):  # It holds others that were sealed.
+        staged.parent.rmdir()
     _fsync(output_dir)
     clear_trash(output_dir)
     return checkpoint

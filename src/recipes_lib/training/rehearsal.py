@@ -96,9 +96,9 @@ def count_bytes(*states: Any) -> int:
 def describe_rehearsal(size: int, seconds: float, plan: DiskPlan) -> str:
     """Return what a rehearsal showed, in one line: bytes of a checkpoint, seconds, and what the run will take."""
     return (
-        f"checkpoints: {format_count(size)}B each, written and opened again in {seconds:.1f} s; up to "
-        f"{plan.num_checkpoints} of them and the model take {format_count(plan.total_bytes)}B of "
-        f"{format_count(plan.free_bytes)}B free"
+        f"checkpoints: {_format_bytes(size)} each, written and opened again in {seconds:.1f} s; up to "
+        f"{plan.num_checkpoints} of them and the model take {_format_bytes(plan.total_bytes)} of "
+        f"{_format_bytes(plan.free_bytes)} free"
     )
 
 
@@ -106,3 +106,7 @@ def _compare_states(file: Path, saved: Any, live: Any) -> None:
     pairs: Iterable[tuple[torch.Tensor, torch.Tensor]] = zip(iterate_tensors(saved), iterate_tensors(live), strict=True)
     if not all(torch.equal(one, other.cpu()) for one, other in pairs):
         raise BrokenSaveError(f"{file}: a state differs from the optimizer's")
+
+
+def _format_bytes(size: int) -> str:
+    return f"{format_count(size).replace('B', 'G')}B"
