@@ -46,6 +46,9 @@ from recipes_lib.config.loader import load_config
         ("load_best_model_at_end: true\nsave_steps: 30\neval_steps: 20", 5, ["multiple"]),
         ("load_best_model_at_end: true\nsave_steps: 30", 5, ["multiple"]),
         ("dataloader_prefetch_factor: 2", 5, ["workers"]),
+        ("save_keep_steps: 100", 5, ["save_keep_steps", "multiple"]),
+        ("save_keep_steps: 100\nsave_steps: 30", 5, ["save_keep_steps", "multiple"]),
+        ("save_keep_steps: 100\nsave_strategy: no", 5, ["nothing is saved"]),
     ],
 )
 def test_what_contradicts_is_refused_at_its_line(problems_of, lines: str, line: int, words: list[str]) -> None:
@@ -64,6 +67,8 @@ def test_what_contradicts_is_refused_at_its_line(problems_of, lines: str, line: 
         "load_best_model_at_end: true",
         "load_best_model_at_end: true\nsave_steps: 40\neval_steps: 20",
         "load_best_model_at_end: true\nsave_strategy: best",
+        "save_keep_steps: 100\nsave_steps: 25",
+        "save_keep_steps: 100\nsave_strategy: epoch",
         "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr_rate: 0.1}",
         "lr_scheduler_type: warmup_stable_decay\nlr_scheduler_kwargs: {num_decay_steps: 10}",
         "dataset_mixture: null",

@@ -97,10 +97,15 @@ def _run_recipe(folder: Path, tokenizer_dir: Path, keys: dict[str, Any]) -> dict
     return {"losses": losses, "batches": batches, "accumulation": accumulations[0]}
 
 
-def cut(source: Path, target: Path, step: int) -> None:
-    """Copy a finished run as if it had been killed after the checkpoint of a step."""
+def cut(source: Path, target: Path, step: int, damaged: int) -> None:
+    """Copy a finished run as if it had been killed after a step, with a checkpoint behind it that has a wrong bit."""
     target.mkdir(parents=True)
-    shutil.copytree(source / f"checkpoint-{step}", target / f"checkpoint-{step}")
+    for number in (step, damaged):
+        shutil.copytree(source / f"checkpoint-{number}", target / f"checkpoint-{number}")
+    states = target / f"checkpoint-{damaged}" / "optimizer.pt"
+    data = bytearray(states.read_bytes())
+    data[len(data) // 2] ^= 1
+    states.write_bytes(data)
     record = json.loads((source / "run.json").read_text())
     record["config"]["output_dir"] = str(target)
     (target / "run.json").write_text(json.dumps(record | {"status": "running"}))

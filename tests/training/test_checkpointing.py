@@ -214,9 +214,9 @@ def test_the_newest_the_best_and_every_nth_stay(tiny_model_dir, tmp_path):
         tmp_path,
         make_packs(),
         hooks=[lambda model, step: {"loss": next(losses)}],
+        checkpoints=CheckpointConfig(save_keep_steps=4),
         **SAVES | keys | {"save_steps": 1, "save_total_limit": 1, "max_steps": 6, "metric_for_best_model": "loss"},
     )
-    trainer.checkpoints = CheckpointConfig(save_keep_steps=4)
     best = {}
     trainer.add_callback(Telling(2, lambda: best.update(weights_of(trainer))))
     trainer.train()
@@ -270,7 +270,7 @@ def test_a_checkpoint_from_a_stranger_runs_nothing(tiny_model_dir, tmp_path, nam
         (checkpoint / name).write_bytes(pickle.dumps(Payload(marker)))
     (checkpoint / "training_args.bin").write_bytes(pickle.dumps(Payload(marker)))
     write_complete(checkpoint, step=2, world_size=1)  # As if it had been written so.
-    with pytest.raises(pickle.UnpicklingError, match="[Ww]eights"):
+    with pytest.raises(pickle.UnpicklingError, match=r"[Ww]eights"):
         train(tiny_model_dir, tmp_path / "again", resume_from=str(checkpoint))
     assert not marker.exists()
 

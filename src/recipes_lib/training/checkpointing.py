@@ -17,7 +17,6 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import SaveStrategy
 
-from recipes_lib.config.schema import CheckpointConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.planning.disk import DiskPlan, plan_disk, verify_disk
 from recipes_lib.training.checkpoint_writer import CheckpointWriter, HostCopy
@@ -51,15 +50,14 @@ class CheckpointingTrainer(Trainer):
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
 
-    def __init__(self, *, checkpoints: CheckpointConfig | None = None, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         """Set upstream's trainer up.
 
         Args:
-            checkpoints: Which ones stay, beyond upstream's arguments.
-            **options: As upstream's trainer.
+            **options: As upstream's trainer; ``args`` may have a ``save_keep_steps``.
         """
         super().__init__(**options)
-        self.checkpoints = checkpoints or CheckpointConfig()
+        self._keep_every: int | None = getattr(self.args, "save_keep_steps", None)
         self._writer = CheckpointWriter()
         self._copy = HostCopy()
         self._copies: bool | None = None  # Known when there are states to be copied.
@@ -113,7 +111,7 @@ class CheckpointingTrainer(Trainer):
 
             def finish() -> None:
                 publish(staged)
-                rotate(output_dir, limit, keep, self.checkpoints.save_keep_steps)
+                rotate(output_dir, limit, keep, self._keep_every)
 
             self._write(staged, then=finish)
         if self.args.push_to_hub:
@@ -289,6 +287,6 @@ class CheckpointingTrainer(Trainer):
             count_bytes(self._list_trained()),
             self.state.max_steps,
             self.args.to_dict(),  # type: ignore[no-untyped-call]
-            keep_every=self.checkpoints.save_keep_steps,
+            keep_every=self._keep_every,
             num_besides=len(self.kept_steps()),
         )
