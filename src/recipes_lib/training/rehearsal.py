@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers.trainer_pt_utils import safe_globals
 
-from recipes_lib.models.adapters import ADAPTER_WEIGHTS, read_adapter_state
+from recipes_lib.models.adapters import read_adapter_state
+from recipes_lib.models.adapters_saved import ADAPTER_WEIGHTS
 from recipes_lib.models.saved_weights import (
     INDEX,
     WEIGHTS,
