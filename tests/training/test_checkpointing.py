@@ -100,6 +100,17 @@ def test_a_rehearsal_leaves_no_trace_in_the_run_or_on_the_disk(tiny_model_dir, t
     assert "opened again in" in told[0]
 
 
+@pytest.mark.parametrize("max_steps", [3, 4], ids=["inside an epoch", "at its end"])
+def test_a_run_that_is_resumed_after_its_last_step_makes_no_other(tiny_model_dir, tmp_path, max_steps):
+    keys = {"lr_scheduler_type": "constant", "save_steps": max_steps, "max_steps": max_steps}
+    straight, _, _ = train(tiny_model_dir, tmp_path, **keys)
+    checkpoint = tmp_path / f"checkpoint-{max_steps}"
+    resumed, steps, _ = train(tiny_model_dir, tmp_path / "again", resume_from=str(checkpoint), **keys)
+    assert steps == []
+    assert resumed.state.global_step == max_steps
+    assert_equal_weights(weights_of(resumed), weights_of(straight))
+
+
 def test_a_save_that_is_due_at_the_first_step_is_there(tiny_model_dir, tmp_path):
     train(tiny_model_dir, tmp_path, save_steps=1, max_steps=2)
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]

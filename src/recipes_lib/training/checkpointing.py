@@ -101,6 +101,13 @@ class CheckpointingTrainer(Trainer):
             self._rehearse(model)
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, *args, **kwargs)
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing after the last step: upstream would make one more before it looks whether there is any left."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Put a checkpoint together and have it written, opened again, sealed and named; then older ones may go."""
         self._writer.wait()
