@@ -227,8 +227,8 @@ class CheckpointingTrainer(Trainer):
             state: Any = self.optimizer.state_dict()
             if self._copies:
                 state = self._copy.take(state)
-            self._tasks.append(partial(torch.save, state, Path(output_dir) / OPTIMIZER_NAME))
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+            self._tasks.append(partial(_save_state, state, Path(output_dir) / OPTIMIZER_NAME))
+            _save_state(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _write_model(self, folder: Path, state: dict[str, Any]) -> None:
         # By the names that upstream will load into the model: by those of publication it would skip experts in
@@ -297,3 +297,9 @@ class CheckpointingTrainer(Trainer):
             keep_every=self._keep_every,
             num_besides=len(self.kept_steps()),
         )
+
+
+def _save_state(state: Any, path: Path) -> None:
+    # Given a path, torch says of a full disk no more than that something is wrong with a stream.
+    with path.open("wb") as file:
+        torch.save(state, file)
