@@ -180,7 +180,7 @@ def test_a_full_disk_ends_the_run_with_its_own_words(tiny_model_dir, tmp_path, m
         write(trainer, folder, state)
 
     monkeypatch.setattr(CheckpointingTrainer, "_write_model", write_beside_a_full_file)
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(OSError, match="No space left") as caught:
         train(tiny_model_dir, tmp_path, max_steps=100)
     assert "the disk is full" in str(explain_shortage(caught.value))
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
