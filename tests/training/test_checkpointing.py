@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.training.trajectories import assert_equal_weights, make_packs, make_trainer, weights_of
 from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM, TrainerCallback
 
@@ -254,13 +255,9 @@ def test_experts_are_resumed_and_not_skipped(tiny_model_dir, tmp_path):
     assert later_steps == steps[2:]
     assert_equal_weights(weights_of(resumed), weights_of(straight))
     loaded = MixtralForCausalLM.from_pretrained(checkpoint).state_dict()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in weights_at(checkpoint).items())
-
-
-def weights_at(checkpoint):
-    from safetensors.torch import load_file
-
-    return load_file(checkpoint / "model.safetensors")
+    assert all(
+        torch.equal(loaded[name], tensor) for name, tensor in load_file(checkpoint / "model.safetensors").items()
+    )
 
 
 class Payload:
@@ -273,8 +270,10 @@ class Payload:
         return os.mkdir, (str(self._marker),)
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
-@pytest.mark.parametrize("form", ["zip", "bare"])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("optimizer.pt", "zip"), ("optimizer.pt", "bare"), ("scheduler.pt", "zip"), ("rng_state.pth", "bare")],
+)
 def test_a_checkpoint_from_a_stranger_runs_nothing(tiny_model_dir, tmp_path, name, form):
     train(tiny_model_dir, tmp_path / "run", max_steps=2)
     checkpoint, marker = tmp_path / "run" / "checkpoint-2", tmp_path / "it ran"

@@ -89,7 +89,9 @@ def assert_survives(tiny_model_dir, output_dir, straight, number):
     assert_equal_weights(weights_of(resumed), weights_of(trainer))
     step = 0 if resume_from is None else int(resume_from.name.rpartition("-")[2])
     assert later.steps == recorder.steps[step:]
-    assert [path.name for path in output_dir.iterdir()] == ["checkpoint-3"]
+    left = sorted(path.name for path in output_dir.iterdir())
+    # Killed after the last save and before the older one was deleted, there is no other save that would delete it.
+    assert left == ["checkpoint-3"] or (step == 3 and left == ["checkpoint-2", "checkpoint-3"])
     assert find_damage(output_dir / "checkpoint-3") is None
     return step
 
