@@ -32,6 +32,7 @@ from recipes_lib.training.rehearsal import (
 )
 from recipes_lib.training.resumption import BATCH_KEYS, seed_process
 from recipes_lib.training.run import read_run_record
+from recipes_lib.training.watchdog import WATCHDOG
 
 Task = Callable[[], object]
 
@@ -86,6 +87,10 @@ class CheckpointingTrainer(Trainer):
             if (failure := self._writer.settle()) is not None:
                 self.observer.progress.say(f"the last checkpoint could not be written: {failure}")
 
+    def finish_saving(self) -> None:
+        """Wait until the checkpoint that is being written has its name; raise what went wrong with it."""
+        self._writer.wait()
+
     def kept_steps(self) -> set[int]:
         """Return the steps whose checkpoints are never deleted: that of the best one."""
         best = self.state.best_model_checkpoint
@@ -101,16 +106,9 @@ class CheckpointingTrainer(Trainer):
             self._rehearse(model)
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, *args, **kwargs)
 
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing after the last step: upstream would make one more before it looks whether there is any left."""
-        if self.state.global_step >= self.state.max_steps:
-            self.control.should_training_stop = True
-        else:
-            super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
-
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Put a checkpoint together and have it written, opened again, sealed and named; then older ones may go."""
-        self._writer.wait()
+        self.finish_saving()
         output_dir = Path(str(self.args.output_dir))
         staged = self._stage(model, STAGING)
         if self.args.should_save:
@@ -122,7 +120,7 @@ class CheckpointingTrainer(Trainer):
 
             self._write(staged, then=finish)
         if self.args.push_to_hub:
-            self._writer.wait()
+            self.finish_saving()
             self._push_from_checkpoint(str(output_dir / staged.name))
 
     def _rehearse(self, model: nn.Module) -> None:
@@ -142,7 +140,7 @@ class CheckpointingTrainer(Trainer):
         if not self.args.should_save:
             return
         self._write(staged, then=lambda: None)
-        self._writer.wait()
+        self.finish_saving()
         if self.is_replicated:
             compare_with_live(staged, self.model, self.optimizer)
         size = sum(path.stat().st_size for path in staged.rglob("*") if path.is_file())
@@ -153,6 +151,7 @@ class CheckpointingTrainer(Trainer):
 
     def _stage(self, model: nn.Module, folder: str) -> Path:
         """Have upstream write a checkpoint under another name, but for what is left in ``_tasks``."""
+        WATCHDOG.enter("saving")
         output_dir, step = Path(str(self.args.output_dir)), self.state.global_step
         staged = output_dir / folder / f"checkpoint-{step}"
         if self.args.should_save:
@@ -253,7 +252,7 @@ class CheckpointingTrainer(Trainer):
 
     def _finalize_training(self, *args: Any) -> Any:
         """Wait for the last checkpoint, which may be the best one, and let upstream delete none."""
-        self._writer.wait()
+        self.finish_saving()
         self.accelerator.wait_for_everyone()
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
