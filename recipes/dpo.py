@@ -33,26 +33,25 @@ from recipes_lib.training.run import start_run
 
 def main(config: RecipeConfig) -> None:
     """Train ``config.model`` on the pairs of ``config.data``; leave a model, its record and a report."""
-    launch = read_launch()
-    run = start_run(config, launch)
+    run = start_run(config, read_launch())
     if run.finished:
         return
+    config = run.config  # With another number of processes, another accumulation.
     with run.recording_its_end():
         # Rows of any layout become tokens of a prompt and two answers, once, before the processes meet.
         tokenizer = load_tokenizer(config.model, config.tokens)
-        data = load_pair_data(config, lambda _: tokenizer, local_rank=launch.local_rank)
-        run.record(data=data.record)
-        args = build_training_arguments(config, launch, has_eval=data.eval is not None)
+        data = load_pair_data(config, lambda _: tokenizer, local_rank=run.launch.local_rank)
+        args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
         objective = build_objective(args, config.preference, data.record.get("eval"))
         # A prompt is computed once for both answers, where model and kernel keep the answers apart.
         attention = choose_pair_attention(config, load_model_config(config.model)[0], args, max_length=data.max_length)
-        model = load_policy(config, attention.implementation, args, launch)
+        model = load_policy(config, attention.implementation, args, run.launch)
         set_stop_tokens(model, tokenizer, data.audit.terminators)
         attention = prove_pair_attention(config, attention, model)
-        run.record(pairs=asdict(attention))
+        run.record(data=data.record, pairs=asdict(attention))
 
         # The policy is held against what it was at the start, or against a model of its own.
-        stored, data = prepare_reference(config, objective, data, model, attention, args, launch)
+        stored, data = prepare_reference(config, objective, data, model, attention, args, run.launch)
         collate = build_pair_collator(tokenizer, attention)
         trainer = DPOTrainer(
             model=model,
@@ -69,7 +68,7 @@ def main(config: RecipeConfig) -> None:
         )
         trainer.train(resume_from_checkpoint=run.resume_from)
         export_model(trainer, run.output_dir)
-    if launch.is_main:
+    if run.launch.is_main:
         build_report(run.output_dir)
 
 

@@ -35,21 +35,21 @@ from recipes_lib.training.sft import SFTTrainer
 
 def main(config: RecipeConfig) -> None:
     """Train an adapter of ``config.model`` on the targets of ``config.data``; leave it, its record and a report."""
-    launch = read_launch()
-    run = start_run(config, launch)
+    run = start_run(config, read_launch())
     if run.finished:
         return
+    config = run.config  # With another number of processes, another accumulation.
     with run.recording_its_end():
         # Rows of any layout become packed tokens with a loss mask, once, before the processes meet.
         tokenizer = load_tokenizer(config.model, config.tokens)
-        data = load_training_data(config, lambda _: tokenizer, local_rank=launch.local_rank)
+        data = load_training_data(config, lambda _: tokenizer, local_rank=run.launch.local_rank)
         run.record(data=data.record, num_tokenized_rows=RowEncoder.num_tokenized_rows)
-        args = build_training_arguments(config, launch, has_eval=data.eval is not None)
+        args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
 
         # The model's own weights are loaded, in few bits if asked for, and frozen; the adapter begins as nothing.
         model_config, _ = load_model_config(config.model)
         attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing)
-        model = load_policy(config, attention.implementation, args, launch)
+        model = load_policy(config, attention.implementation, args, run.launch)
         run.record(adapter=describe_adapter(model))
         set_stop_tokens(model, tokenizer, data.audit.terminators)
         collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
@@ -69,7 +69,7 @@ def main(config: RecipeConfig) -> None:
         verify_loss_head(model)
         trainer.train(resume_from_checkpoint=run.resume_from)
         export_model(trainer, run.output_dir)
-    if launch.is_main:
+    if run.launch.is_main:
         build_report(run.output_dir)
 
 

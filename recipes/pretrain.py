@@ -35,18 +35,18 @@ from recipes_lib.training.run import start_run
 
 def main(config: RecipeConfig) -> None:
     """Pretrain ``config.model`` on the tokens of ``config.data``; leave a model, its record and a report."""
-    launch = read_launch()
-    run = start_run(config, launch)
+    run = start_run(config, read_launch())
     if run.finished:
         return
+    config = run.config  # With another number of processes, another accumulation.
     with run.recording_its_end():
         # Documents become tokens on disk, once; from then on it is known which rows every step will take.
         tokenizer = load_tokenizer(config.model, config.tokens)
-        num_tokens = count_run_tokens(config, launch.world_size)
-        tokens = prepare_tokens(config, lambda _: tokenizer, local_rank=launch.local_rank, num_tokens=num_tokens)
-        rows = build_rows(config, tokens, launch.world_size)
+        num_tokens = count_run_tokens(config, run.launch.world_size)
+        tokens = prepare_tokens(config, lambda _: tokenizer, local_rank=run.launch.local_rank, num_tokens=num_tokens)
+        rows = build_rows(config, tokens, run.launch.world_size)
         run.record(data=rows.record, num_tokenized_rows=RowEncoder.num_tokenized_rows)
-        args = build_training_arguments(config, launch, has_eval=bool(rows.held_out), num_steps=rows.plan.num_steps)
+        args = build_training_arguments(config, run.launch, has_eval=bool(rows.held_out), num_steps=rows.plan.num_steps)
 
         # The kernel must keep documents apart unless told otherwise, and the loss head must give the model's own loss.
         isolated = not config.pretraining.cross_document_attention
@@ -71,7 +71,7 @@ def main(config: RecipeConfig) -> None:
 
         trainer.train(resume_from_checkpoint=run.resume_from)
         export_model(trainer, run.output_dir)
-    if launch.is_main:
+    if run.launch.is_main:
         build_report(run.output_dir)
 
 

@@ -33,18 +33,18 @@ from recipes_lib.training.run import start_run
 
 def main(config: RecipeConfig) -> None:
     """Train a score on top of ``config.model`` from the pairs of ``config.data``; leave the model and its report."""
-    launch = read_launch()
-    run = start_run(config, launch)
+    run = start_run(config, read_launch())
     if run.finished:
         return
+    config = run.config  # With another number of processes, another accumulation.
     with run.recording_its_end():
         # Rows of any layout become tokens of a prompt and two answers, once, before the processes meet.
         tokenizer = load_tokenizer(config.model, config.tokens)
-        data = load_pair_data(config, lambda _: tokenizer, local_rank=launch.local_rank)
-        args = build_training_arguments(config, launch, has_eval=data.eval is not None)
+        data = load_pair_data(config, lambda _: tokenizer, local_rank=run.launch.local_rank)
+        args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
         # A prompt is computed once for both answers, where model and kernel keep the answers apart.
         attention = choose_pair_attention(config, load_model_config(config.model)[0], args, max_length=data.max_length)
-        model = load_scorer(config, attention.implementation, args, launch, tokenizer, data.audit.terminators)
+        model = load_scorer(config, attention.implementation, args, run.launch, tokenizer, data.audit.terminators)
         attention = prove_pair_attention(config, attention, model)
         run.record(data=data.record, pairs=asdict(attention))
 
@@ -67,9 +67,9 @@ def main(config: RecipeConfig) -> None:
         reward_model = RewardModel(model, tokenizer)
         settle_scale(reward_model, data.train)
         export_model(trainer, run.output_dir)
-        if launch.is_main:
+        if run.launch.is_main:
             run.record(failed_gates=write_verdict(reward_model, data.eval, run.output_dir))
-    if launch.is_main:
+    if run.launch.is_main:
         build_report(run.output_dir)
 
 

@@ -33,16 +33,16 @@ from recipes_lib.training.sft import SFTTrainer
 
 def main(config: RecipeConfig) -> None:
     """Fine-tune ``config.model`` on the targets of ``config.data``; leave a model, its record and a report."""
-    launch = read_launch()
-    run = start_run(config, launch)
+    run = start_run(config, read_launch())
     if run.finished:
         return
+    config = run.config  # With another number of processes, another accumulation.
     with run.recording_its_end():
         # Rows of any layout become packed tokens with a loss mask, once, before the processes meet.
         tokenizer = load_tokenizer(config.model, config.tokens)
-        data = load_training_data(config, lambda _: tokenizer, local_rank=launch.local_rank)
+        data = load_training_data(config, lambda _: tokenizer, local_rank=run.launch.local_rank)
         run.record(data=data.record, num_tokenized_rows=RowEncoder.num_tokenized_rows)
-        args = build_training_arguments(config, launch, has_eval=data.eval is not None)
+        args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
 
         # The kernel must keep packed documents apart, and the loss head must give the model's own loss.
         model_config, _ = load_model_config(config.model)
@@ -66,7 +66,7 @@ def main(config: RecipeConfig) -> None:
 
         trainer.train(resume_from_checkpoint=run.resume_from)
         export_model(trainer, run.output_dir)
-    if launch.is_main:
+    if run.launch.is_main:
         build_report(run.output_dir)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recipes_lib import hardware
-from recipes_lib.hardware import supports_bf16
+from recipes_lib.hardware import read_free_memory, supports_bf16
 
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -41,3 +41,18 @@ def test_the_measured_peak_is_the_best_product(monkeypatch) -> None:
     clock = iter([0.0, 9.0, 9.5, 9.5, 9.6, 9.6, 10.6])
     monkeypatch.setattr(hardware, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     assert hardware.measure_matmul_flops(torch.float32, size=10, repeats=3) == pytest.approx(2 * 10**3 / 0.1)
+
+
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="the operating system has no /proc/meminfo")
+def test_the_free_memory_is_some_of_the_machines() -> None:
+    total = next(int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if "MemTotal" in line)
+    assert 0 < read_free_memory() <= total * 1024
+
+
+@pytest.mark.parametrize(("limit", "left"), [("1000", [450]), ("500", [0]), ("max", []), (None, [])])
+def test_a_limit_on_the_container_counts_but_for_cached_files(tmp_path, limit, left) -> None:
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / "memory.current").write_text("600\n")
+        (tmp_path / "memory.stat").write_text("anon 550\ninactive_file 50\nactive_file 10\n")
+    assert hardware._read_container_memory(tmp_path) == left

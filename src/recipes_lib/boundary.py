@@ -30,7 +30,12 @@ EXIT_INTERRUPTED = 130
 """What a shell reports for a command ended by Ctrl-C (128 + SIGINT)."""
 
 # torch and safetensors write in C++ and Rust, whose errors carry no errno.
-_DISK_IS_FULL: Final = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter failed writing file")
+_DISK_IS_FULL: Final = (
+    "No space left on device",
+    "Disk quota exceeded",
+    "PytorchStreamWriter failed writing file",
+    "basic_ios::clear: iostream error",
+)
 
 
 def run_command(command: Callable[[], int | None]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import torch
 
@@ -33,3 +34,26 @@ def measure_matmul_flops(dtype: torch.dtype, size: int = 1024, repeats: int = 5)
         left @ right
         best = min(best, time.perf_counter() - began) if number else best
     return 2.0 * size * size * size / best
+
+
+def read_free_memory() -> int:
+    """Return the bytes of host memory that can be taken now: of the machine, or of the container if that has less.
+
+    0 where the system does not say (outside Linux).
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return 0
+    return min([free, *_read_container_memory(Path("/sys/fs/cgroup"))])
+
+
+def _read_container_memory(group: Path) -> list[int]:
+    """Return what a limit on the control group leaves, where there is one; cached files give way to whoever asks."""
+    try:
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return []
+    return [] if limit == "max" else [max(0, int(limit) - int(used) + int(stat.get("inactive_file", 0)))]

@@ -48,6 +48,9 @@ from recipes_lib.config.loader import load_config
         ("dataloader_prefetch_factor: 2", 5, ["workers"]),
         ("max_rollbacks: 2\nsave_strategy: no", 5, ["nothing is saved"]),
         ("max_rollbacks: 2\nmax_steps: 9\ndataset_streaming: true\nwarmup_steps: 0", 5, ["no numbers"]),
+        ("save_keep_steps: 100", 5, ["save_keep_steps", "multiple"]),
+        ("save_keep_steps: 100\nsave_steps: 30", 5, ["save_keep_steps", "multiple"]),
+        ("save_keep_steps: 100\nsave_strategy: no", 5, ["nothing is saved"]),
     ],
 )
 def test_what_contradicts_is_refused_at_its_line(problems_of, lines: str, line: int, words: list[str]) -> None:
@@ -66,6 +69,8 @@ def test_what_contradicts_is_refused_at_its_line(problems_of, lines: str, line: 
         "load_best_model_at_end: true",
         "load_best_model_at_end: true\nsave_steps: 40\neval_steps: 20",
         "load_best_model_at_end: true\nsave_strategy: best",
+        "save_keep_steps: 100\nsave_steps: 25",
+        "save_keep_steps: 100\nsave_strategy: epoch",
         "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr_rate: 0.1}",
         "lr_scheduler_type: warmup_stable_decay\nlr_scheduler_kwargs: {num_decay_steps: 10}",
         "dataset_mixture: null",

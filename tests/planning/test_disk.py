@@ -8,7 +8,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.planning.disk import compute_disk, verify_disk
+from recipes_lib.planning.disk import compute_disk, plan_disk, verify_disk
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "sgd"])
@@ -46,9 +46,18 @@ def test_checkpoints_are_counted_at_the_worst_moment(tmp_path, training, expecte
     assert plan.total_bytes == expected * 10_000 + 2000
 
 
-def test_weights_alone_need_no_states(tmp_path):
-    training = {"output_dir": str(tmp_path), "save_steps": 50, "save_only_model": True}
-    assert compute_disk(1000, 2, 100, training).checkpoint_bytes == 2000
+@pytest.mark.parametrize(
+    ("options", "training", "expected"),
+    [
+        ({"keep_every": 50}, {}, 5),
+        ({"keep_every": 50, "num_besides": 1}, {}, 6),
+        ({}, {"load_best_model_at_end": True}, 4),
+        ({"keep_every": 10}, {}, 10),
+    ],
+)
+def test_what_stays_for_ever_is_counted(tmp_path, options, training, expected):
+    training = {"output_dir": str(tmp_path), "save_steps": 10, "save_total_limit": 2} | training
+    assert plan_disk(1000, 10, 100, training, **options).total_bytes == expected * 1000 + 10
 
 
 def test_a_disk_that_is_too_small_is_refused_with_the_way_out(tmp_path, monkeypatch):

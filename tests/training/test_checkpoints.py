@@ -1,13 +1,21 @@
 """Only a checkpoint that is whole may be resumed."""
 
+import hashlib
 import json
 
 import pytest
 
 from recipes_lib.training.checkpoints import (
     COMPLETE,
+    REHEARSAL,
+    STAGING,
+    clear_leftovers,
+    find_damage,
     find_last_complete,
+    find_last_whole,
     is_complete,
+    publish,
+    read_complete,
     rotate,
     supersede,
     write_complete,
@@ -28,7 +36,11 @@ def test_a_sealed_checkpoint_is_complete_and_says_what_it_holds(tmp_path):
     checkpoint = make_checkpoint(tmp_path, 3)
     assert is_complete(checkpoint)
     record = json.loads((checkpoint / COMPLETE).read_text())
-    assert record == {"step": 3, "world_size": 2, "files": {"model.safetensors": 21, "nested/state.json": 2}}
+    contents = {"model.safetensors": b"weights" * 3, "nested/state.json": b"{}"}
+    files = {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in contents.items()}
+    assert record == {"step": 3, "world_size": 2, "files": files}
+    assert read_complete(checkpoint) == record
+    assert find_damage(checkpoint) is None
 
 
 @pytest.mark.parametrize("damage", ["truncate", "remove", "unsealed", "empty seal", "torn seal", "foreign seal"])
@@ -73,11 +85,76 @@ def test_the_newest_and_the_chosen_stay(tmp_path, keep_last, keep_steps, kept):
     assert steps_in(tmp_path) == sorted(f"checkpoint-{step}" for step in kept)
 
 
-def test_what_is_not_whole_takes_no_place_and_goes_when_it_is_old(tmp_path):
-    for step, sealed in ((1, True), (2, False), (3, True), (4, False)):
+def test_what_is_to_stay_for_ever_stays(tmp_path):
+    for step in (2, 4, 6, 8, 10, 12):
+        make_checkpoint(tmp_path, step)
+    rotate(tmp_path, 1, (2,), keep_every=4)
+    assert steps_in(tmp_path) == sorted(f"checkpoint-{step}" for step in (2, 4, 8, 12))
+
+
+def test_what_is_not_whole_takes_no_place_and_is_never_deleted(tmp_path):
+    for step, sealed in ((1, True), (2, False), (3, True), (4, False), (5, True)):
         make_checkpoint(tmp_path, step, sealed=sealed)
     rotate(tmp_path, 2, ())
-    assert steps_in(tmp_path) == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]
+    assert steps_in(tmp_path) == [f"checkpoint-{step}" for step in (2, 3, 4, 5)]
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: flip_a_bit(path / "model.safetensors"), "model.safetensors holds other bytes"),
+        (lambda path: (path / "model.safetensors").write_bytes(b"w"), "model.safetensors has 1 bytes and not 70"),
+        (lambda path: (path / "nested" / "state.json").unlink(), "nested/state.json cannot be read (No such file"),
+        (lambda path: (path / COMPLETE).unlink(), "it has no readable COMPLETE.json"),
+        (lambda path: (path / COMPLETE).write_text('{"files": {"a": 3}}'), "it has no readable COMPLETE.json"),
+    ],
+)
+def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(tmp_path, damage, words):
+    make_checkpoint(tmp_path, 8)
+    good, bad = make_checkpoint(tmp_path, 9), make_checkpoint(tmp_path, 10)
+    damage(bad)
+    lines = []
+    assert find_last_whole(tmp_path, lines.append) == good
+    assert len(lines) == 1
+    assert words in lines[0]
+    # It neither counts any more nor is it gone.
+    assert steps_in(tmp_path) == ["checkpoint-8", "checkpoint-9", "damaged-checkpoint-10"]
+    rotate(tmp_path, 2, ())
+    assert find_last_whole(tmp_path, lines.append) == good
+    assert steps_in(tmp_path) == ["checkpoint-8", "checkpoint-9", "damaged-checkpoint-10"]
+
+
+def test_where_nothing_is_whole_there_is_nothing_to_go_on_from(tmp_path):
+    flip_a_bit(make_checkpoint(tmp_path, 3) / "model.safetensors")
+    assert find_last_whole(tmp_path, lambda _: None) is None
+
+
+def test_a_checkpoint_takes_the_place_of_one_of_the_same_step(tmp_path):
+    make_checkpoint(tmp_path, 5)
+    staged = make_checkpoint(tmp_path / STAGING, 5, sealed=False)
+    (staged / "newer").write_text("")
+    write_complete(staged, step=5)
+    assert publish(staged) == tmp_path / "checkpoint-5"
+    assert (tmp_path / "checkpoint-5" / "newer").exists()
+    assert is_complete(tmp_path / "checkpoint-5")
+
+
+def test_what_a_dead_process_left_is_removed_and_what_it_had_sealed_is_kept(tmp_path):
+    make_checkpoint(tmp_path, 1)
+    make_checkpoint(tmp_path / STAGING, 2)
+    make_checkpoint(tmp_path / STAGING, 3, sealed=False)
+    make_checkpoint(tmp_path / REHEARSAL, 1)
+    (tmp_path / "_deleted" / "checkpoint-0").mkdir(parents=True)
+    (tmp_path / "run.json").write_text("{}")
+    clear_leftovers(tmp_path)
+    assert steps_in(tmp_path) == ["checkpoint-1", "checkpoint-2", "run.json"]
+    clear_leftovers(tmp_path / "absent")
 
 
 def test_superseded_checkpoints_are_kept_and_never_resumed(tmp_path):

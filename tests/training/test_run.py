@@ -29,11 +29,15 @@ def make_config(output_dir: Path, *, tokens=None, **training) -> RecipeConfig:
     )
 
 
-def leave_checkpoint(output_dir: Path, step: int) -> Path:
+TWO = Launch(rank=0, local_rank=0, world_size=2, engine="")
+BATCH = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+
+
+def leave_checkpoint(output_dir: Path, step: int, **facts) -> Path:
     checkpoint = output_dir / f"checkpoint-{step}"
     checkpoint.mkdir()
     (checkpoint / "model.safetensors").write_bytes(b"weights")
-    write_complete(checkpoint, step=step, world_size=1)
+    write_complete(checkpoint, **{"step": step, "world_size": 1} | facts)
     return checkpoint
 
 
@@ -57,6 +61,79 @@ def test_the_same_command_goes_on_from_the_last_complete_checkpoint(tmp_path):
     again = start_run(config, ONE)
     assert again.resume_from == checkpoint
     assert json.loads((tmp_path / "run.json").read_text())["resumed_from"] == "checkpoint-5"
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, capsys):
+    config = make_config(tmp_path)
+    start_run(config, ONE)
+    good = leave_checkpoint(tmp_path, 5)
+    (leave_checkpoint(tmp_path, 10) / "model.safetensors").write_bytes(b"weighty")
+    capsys.readouterr()
+    assert start_run(config, ONE).resume_from == good
+    told = capsys.readouterr().err
+    assert "checkpoint-10 is not whole: model.safetensors holds other bytes than were written" in told
+    assert told.count("\n") == 1
+    assert json.loads((tmp_path / "run.json").read_text())["resumed_from"] == "checkpoint-5"
+    assert start_run(config, ONE).resume_from == good
+
+
+def test_what_a_killed_save_left_is_removed_by_the_main_process_alone(tmp_path):
+    left = tmp_path / "_saving" / "checkpoint-5"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"wei")
+    start_run(make_config(tmp_path), Launch(rank=1, local_rank=1, world_size=2, engine=""))
+    assert left.exists()
+    start_run(make_config(tmp_path), ONE)
+    assert not left.parent.exists()
+
+
+def test_another_number_of_processes_keeps_the_batch_at_every_start(tmp_path, capsys):
+    config = make_config(tmp_path, **BATCH)
+    assert start_run(config, ONE).config == config
+    leave_checkpoint(tmp_path, 5, **BATCH)
+    for _ in range(2):
+        capsys.readouterr()
+        assert start_run(config, TWO).config.training["gradient_accumulation_steps"] == 2
+        assert "2 processes instead of 1: gradient_accumulation_steps is 2" in capsys.readouterr().err
+        record = json.loads((tmp_path / "run.json").read_text())
+        # What the user wrote, and what makes it the same run.
+        assert record["config"]["gradient_accumulation_steps"] == 4
+        assert record["rows_per_step"] == 8
+    # Written for two processes, the same batch is the same run, and goes back to one.
+    rewritten = make_config(tmp_path, **BATCH | {"gradient_accumulation_steps": 2})
+    assert start_run(rewritten, TWO).config == rewritten
+    assert start_run(rewritten, ONE).config.training["gradient_accumulation_steps"] == 4
+
+
+def test_a_process_that_is_late_plans_the_same_batch(tmp_path):
+    config = make_config(tmp_path, **BATCH)
+    start_run(config, ONE)
+    leave_checkpoint(tmp_path, 5, **BATCH)
+    late = Launch(rank=1, local_rank=1, world_size=2, engine="")
+    early = start_run(config, late).config
+    assert start_run(config, TWO).config == early == start_run(config, late).config
+
+
+@pytest.mark.parametrize(
+    "keys", [{"per_device_train_batch_size": 4}, {"gradient_accumulation_steps": 2}], ids=["larger", "smaller"]
+)
+def test_another_batch_is_another_configuration(tmp_path, keys):
+    start_run(make_config(tmp_path, **BATCH), ONE)
+    leave_checkpoint(tmp_path, 5, **BATCH)
+    with pytest.raises(ConfigError, match=f"{next(iter(keys))} was"):
+        start_run(make_config(tmp_path, **BATCH | keys), ONE)
+    same = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    assert start_run(make_config(tmp_path, **same), ONE).resume_from
+
+
+def test_a_batch_that_the_processes_cannot_share_is_refused_before_anything_is_written(tmp_path):
+    config = make_config(tmp_path, **BATCH)
+    start_run(config, ONE)
+    leave_checkpoint(tmp_path, 5, **BATCH)
+    before = (tmp_path / "run.json").read_text()
+    with pytest.raises(ConfigError, match="start 1, 2 or 4 processes"):
+        start_run(config, Launch(rank=0, local_rank=0, world_size=3, engine=""))
+    assert (tmp_path / "run.json").read_text() == before
 
 
 def test_a_finished_run_is_left_alone(tmp_path):
@@ -118,6 +195,11 @@ def test_only_keys_that_decide_the_outcome_change_the_fingerprint(tmp_path):
     assert fingerprint_config(base) == fingerprint_config(make_config(tmp_path, logging_steps=3))
     assert fingerprint_config(base) != fingerprint_config(make_config(tmp_path, learning_rate=3e-5))
     assert fingerprint_config(base) != fingerprint_config(make_config(tmp_path, tokens=TokensConfig(packing=False)))
+    batch = make_config(tmp_path, **BATCH)
+    assert fingerprint_config(batch) == fingerprint_config(base)
+    assert fingerprint_config(batch, 2) != fingerprint_config(base)
+    halves = make_config(tmp_path, **BATCH | {"gradient_accumulation_steps": 2})
+    assert fingerprint_config(halves, 2) == fingerprint_config(base)
 
 
 def test_the_flat_form_holds_every_section(tmp_path):

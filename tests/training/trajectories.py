@@ -13,7 +13,14 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
+from recipes_lib.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    RecipeConfig,
+    TokensConfig,
+)
 from recipes_lib.data.collators import PackedCollator
 from recipes_lib.training.arguments import build_training_arguments
 from recipes_lib.training.launch import read_launch
@@ -49,7 +56,13 @@ class Recorder(TrainerCallback):
 
 
 def make_trainer(
-    model_dir: Path, output_dir: Path, packs: Dataset, *, hooks: Sequence[EvaluationHook] = (), **training: Any
+    model_dir: Path,
+    output_dir: Path,
+    packs: Dataset,
+    *,
+    hooks: Sequence[EvaluationHook] = (),
+    checkpoints: CheckpointConfig | None = None,
+    **training: Any,
 ) -> tuple[SFTTrainer, Recorder]:
     """Our trainer, in full precision, logging every step."""
     defaults = {
@@ -71,6 +84,7 @@ def make_trainer(
         tokens=TokensConfig(),
         model=ModelConfig(model_name_or_path=str(model_dir)),
         evaluation=EvaluationConfig(),
+        checkpoints=checkpoints or CheckpointConfig(),
         training=defaults | training,
     )
     tokenizer = AutoTokenizer.from_pretrained(model_dir)

@@ -58,6 +58,7 @@ BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
     "per_device_train_batch_size": {"minimum": 1},
     "router_aux_loss_coef": {"minimum": 0},
     "sample_max_new_tokens": {"minimum": 1},
+    "save_keep_steps": {"minimum": 1},
     "save_steps": {"exclusiveMinimum": 0},
     "save_total_limit": {"minimum": 1},
     "seed": {"minimum": 0, "maximum": 2**32 - 1},

@@ -238,6 +238,19 @@ def check_best_model(settings: Settings) -> Iterator[Problem]:
             yield Problem(where, found, "write both as counts or both as shares, one a multiple of the other")
 
 
+def check_kept(settings: Settings) -> Iterator[Problem]:
+    """What is to stay for ever must be saved in the first place."""
+    keep, every = settings["save_keep_steps"], settings["save_steps"]
+    if keep is None:
+        return
+    where = settings.where("save_keep_steps")
+    if settings["save_strategy"] == "no":
+        yield Problem(where, "`save_keep_steps` has no effect: nothing is saved", "keep one of the two")
+    elif settings["save_strategy"] == "steps" and (every < 1 or keep % every):
+        found = f"`save_keep_steps` ({keep}) is not a multiple of `save_steps` ({every})"
+        yield Problem(where, found, "write both as counts, one a multiple of the other: only what is saved can stay")
+
+
 def check_workers(settings: Settings) -> Iterator[Problem]:
     """Options of data workers need workers."""
     if settings["dataloader_num_workers"] == 0:
@@ -320,6 +333,7 @@ _RULES: Final[tuple[Rule, ...]] = (
     check_schedule,
     check_evaluation,
     check_best_model,
+    check_kept,
     check_workers,
     check_rollbacks,
     check_paths,

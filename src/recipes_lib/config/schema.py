@@ -128,6 +128,14 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Which checkpoints stay, beyond what upstream's ``save_`` keys say."""
+
+    save_keep_steps: int | None = None
+    """Never delete the checkpoints at multiples of so many steps, whatever ``save_total_limit``."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PretrainingConfig:
     """How documents become rows of equal length, and in which shares and order they come."""
 
@@ -249,6 +257,7 @@ class RecipeConfig:
     tokens: TokensConfig
     model: ModelConfig
     evaluation: EvaluationConfig
+    checkpoints: CheckpointConfig = CheckpointConfig()
     pretraining: PretrainingConfig = PretrainingConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     adapter: AdapterConfig = AdapterConfig()
@@ -264,6 +273,7 @@ SECTIONS: Final[dict[str, type]] = {
     "tokens": TokensConfig,
     "model": ModelConfig,
     "evaluation": EvaluationConfig,
+    "checkpoints": CheckpointConfig,
     "pretraining": PretrainingConfig,
     "schedule": ScheduleConfig,
     "adapter": AdapterConfig,

@@ -182,7 +182,10 @@ class Inspection(ABC):
         if self.model_config is None or not self.num_steps:
             return
         weight_bytes = 4 if self.config.model.dtype in ("float32", "auto") else 2
-        plan = compute_disk(self.num_parameters, weight_bytes, self.num_steps, self.config.training)
+        keep_every = self.config.checkpoints.save_keep_steps
+        plan = compute_disk(
+            self.num_parameters, weight_bytes, self.num_steps, self.config.training, keep_every=keep_every
+        )
         say(
             f"{plan.num_checkpoints} checkpoints of {plan.checkpoint_bytes / 1e9:.2f} GB and the model: "
             f"{plan.total_bytes / 1e9:.2f} GB of {plan.free_bytes / 1e9:.1f} GB free"

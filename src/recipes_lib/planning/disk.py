@@ -44,7 +44,14 @@ class DiskPlan:
     free_bytes: int
 
 
-def compute_disk(num_parameters: int, weight_bytes: int, num_steps: int, training: Mapping[str, Any]) -> DiskPlan:
+def compute_disk(
+    num_parameters: int,
+    weight_bytes: int,
+    num_steps: int,
+    training: Mapping[str, Any],
+    *,
+    keep_every: int | None = None,
+) -> DiskPlan:
     """Count the bytes of a run's checkpoints from its number of parameters.
 
     Args:
@@ -52,16 +59,42 @@ def compute_disk(num_parameters: int, weight_bytes: int, num_steps: int, trainin
         weight_bytes: Bytes of one saved parameter.
         num_steps: Optimizer steps of the run.
         training: Upstream's training keys.
+        keep_every: ``save_keep_steps``.
     """
     weights = num_parameters * weight_bytes
-    states = 0 if training.get("save_only_model") else round(num_parameters * _count_state_bytes(training))
-    kept = training.get("save_total_limit")
-    written = _count_saves(num_steps, training)
-    num_checkpoints = written if kept is None else min(written, kept + 1)
+    states = round(num_parameters * _count_state_bytes(training))
+    return plan_disk(weights + states, weights, num_steps, training, keep_every=keep_every)
+
+
+def plan_disk(
+    checkpoint_bytes: int,
+    model_bytes: int,
+    num_steps: int,
+    training: Mapping[str, Any],
+    *,
+    keep_every: int | None = None,
+    num_besides: int = 0,
+) -> DiskPlan:
+    """Count the bytes of a run's checkpoints from those of one.
+
+    Args:
+        checkpoint_bytes: Of one checkpoint.
+        model_bytes: Of the final model.
+        num_steps: Optimizer steps of the run.
+        training: Upstream's training keys.
+        keep_every: ``save_keep_steps``.
+        num_besides: Checkpoints of certain steps that stay besides.
+    """
+    limit = training.get("save_total_limit")
+    num_checkpoints = _count_saves(num_steps, training)
+    if limit is not None:
+        num_best = 1 if training.get("metric_for_best_model") or training.get("load_best_model_at_end") else 0
+        num_forever = num_steps // keep_every if keep_every else 0
+        num_checkpoints = min(num_checkpoints, limit + 1 + num_best + num_forever + num_besides)
     return DiskPlan(
-        checkpoint_bytes=weights + states,
+        checkpoint_bytes=checkpoint_bytes,
         num_checkpoints=num_checkpoints,
-        total_bytes=(weights + states) * num_checkpoints + weights,
+        total_bytes=checkpoint_bytes * num_checkpoints + model_bytes,
         free_bytes=shutil.disk_usage(_nearest_folder(Path(training["output_dir"]))).free,
     )
 
@@ -78,7 +111,7 @@ def verify_disk(plan: DiskPlan, output_dir: str) -> None:
                 output_dir,
                 f"{plan.num_checkpoints} checkpoints of {plan.checkpoint_bytes / 1e9:.1f} GB and the model need "
                 f"{plan.total_bytes / 1e9:.1f} GB and the disk has {plan.free_bytes / 1e9:.1f} GB",
-                "lower save_total_limit, set save_only_model: true (no resume), or choose another output_dir",
+                "lower save_total_limit, or choose another output_dir",
             )
         )
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from peft import PeftModel
-from safetensors import SafetensorError, safe_open
 from transformers import Trainer
 
 from recipes_lib.errors import ConfigError
@@ -22,17 +20,12 @@ from recipes_lib.models.adapters import (
     read_adapter_state,
 )
 from recipes_lib.models.adapters_saved import ADAPTER_WEIGHTS, restate_for_original_base
+from recipes_lib.models.saved_weights import BrokenSaveError, read_published_shapes, verify_weights
 from recipes_lib.models.scoring import SCALE_FILE, read_reward_statistics
 from recipes_lib.publish.card import write_card
 
-INDEX: Final = "model.safetensors.index.json"
-WEIGHTS: Final = "model.safetensors"
 UNVERIFIED: Final = "_unverified"
 """Folder in the output directory that a model is saved into; uploads leave out what begins with an underscore."""
-
-
-class BrokenExportError(RuntimeError):
-    """What was saved is not what was trained; the folder must not be used."""
 
 
 def export_model(trainer: Trainer, folder: Path) -> None:
@@ -43,7 +36,7 @@ def export_model(trainer: Trainer, folder: Path) -> None:
         folder: The output directory, with ``run.json``.
 
     Raises:
-        BrokenExportError: What was saved is not whole; it stays in the folder ``UNVERIFIED``.
+        BrokenSaveError: What was saved is not whole; it stays in the folder ``UNVERIFIED``.
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
     # Off while packed documents had to be kept apart; whoever loads the model wants fast generation.
@@ -60,7 +53,7 @@ def export_model(trainer: Trainer, folder: Path) -> None:
         # Upstream's pickle of its arguments; run.json holds the same as JSON.
         (staging / "training_args.bin").unlink()
         if logits is None:
-            verify_export(staging, [name for name, _ in model.named_parameters()])
+            verify_weights(staging, read_published_shapes(model))
         else:
             _complete_adapter(model, staging)
             with trainer.accelerator.autocast():
@@ -77,41 +70,6 @@ def export_model(trainer: Trainer, folder: Path) -> None:
         write_card(folder, json.loads((folder / "run.json").read_text(encoding="utf-8")), figures)
 
 
-def verify_export(folder: Path, expected_names: Iterable[str], weights: str = WEIGHTS) -> int:
-    """Open a saved model again and return its number of parameters.
-
-    Args:
-        folder: Folder with ``weights``, or with the shards of a model and their index.
-        expected_names: Parameters that must be there; tied ones once.
-        weights: Name of the file.
-
-    Raises:
-        BrokenExportError: A file or a parameter is missing, or a tensor is empty or not finite; all are named.
-    """
-    try:
-        files = {name: folder / file for name, file in _read_index(folder, weights).items()}
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise BrokenExportError(f"{folder} cannot be opened again: {error}") from error
-    faults = [f"{name} is missing" for name in expected_names if name not in files]
-    present = {file for file in files.values() if file.exists()}
-    faults += [f"{file.name} is missing" for file in sorted(set(files.values()) - present)]
-    num_parameters = 0
-    for file in sorted(present):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
-                tensor = tensors.get_tensor(name)
-                num_parameters += tensor.numel()
-                if tensor.numel() == 0:
-                    faults.append(f"{name} is empty")
-                elif not torch.isfinite(tensor).all():
-                    faults.append(f"{name} is not finite")
-                elif ".lora_B." in name and not tensor.any():
-                    faults.append(f"{name} is zero, as before training")
-    if faults:
-        raise BrokenExportError(f"{folder}: " + "; ".join(faults))
-    return num_parameters
-
-
 def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor, *, is_half: bool) -> None:
     """Open a saved adapter again on a fresh base, and compare what they say with what the trained model says.
 
@@ -125,17 +83,20 @@ def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor, 
         is_half: Whether products are in sixteen bits.
 
     Raises:
-        BrokenExportError: A tensor is missing, empty, not finite, of another shape or as before training, or the logits
+        BrokenSaveError: A tensor is missing, empty, not finite, of another shape or as before training, or the logits
             of eight tokens differ by more than rounding explains.
     """
-    verify_export(folder, read_adapter_state(model), ADAPTER_WEIGHTS)
+    # What began with a part of the weights is restated with more rows than were trained.
+    is_restated = hasattr(model, "initial_factors")
+    shapes = {name: None if is_restated else tensor.shape for name, tensor in read_adapter_state(model).items()}
+    verify_weights(folder, shapes, ADAPTER_WEIGHTS, check=_find_untrained)
     try:
         reopened = load_adapter(load_fresh_base(model), str(folder), task_type=_read_task(model))
     except ConfigError as error:
-        raise BrokenExportError(f"{folder} cannot be opened again: {error}") from error
+        raise BrokenSaveError(f"{folder} cannot be opened again: {error}") from error
     shift = find_logit_shift(logits, compute_probe_logits(reopened), torch.bfloat16 if is_half else reopened.dtype)
     if shift is not None:
-        raise BrokenExportError(
+        raise BrokenSaveError(
             f"{folder}: opened again, a logit differs by {shift:.2g} of the largest from what was trained"
         )
 
@@ -155,10 +116,5 @@ def _read_task(model: PeftModel) -> Any:
     return model.peft_config[model.active_adapter].task_type
 
 
-def _read_index(folder: Path, weights: str) -> dict[str, str]:
-    """Map every saved tensor to its file, by the index when there are shards."""
-    if (folder / INDEX).exists():
-        weight_map: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        return weight_map
-    with safe_open(folder / weights, framework="pt") as tensors:
-        return dict.fromkeys(tensors.keys(), weights)
+def _find_untrained(name: str, tensor: torch.Tensor) -> str | None:
+    return "is zero, as before training" if ".lora_B." in name and not tensor.any() else None

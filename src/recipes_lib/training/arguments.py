@@ -78,6 +78,8 @@ def build_training_arguments(
         # Upstream has no such name; the trainer builds it.
         arguments["optim"] = "adamw_torch"
     args: TrainingArguments = _CLASSES.get(config.stage, TrainingArguments)(**arguments)
+    # Ours among upstream's save_ keys.
+    args.save_keep_steps = config.checkpoints.save_keep_steps  # type: ignore[attr-defined]
     verify_launch(launch, args.world_size, args.distributed_state.distributed_type)
     return args
 

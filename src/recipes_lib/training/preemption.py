@@ -110,9 +110,9 @@ class LastStep(TrainerCallback):
                 callback.on_step_end(trainer.args, state, trainer.control)
             stored: Any = state.stateful_callbacks
             stored[EVALUATION_KEY] = {"last": trainer.last_evaluated_step, "is_owed": trainer.is_evaluating}
-            WATCHDOG.enter("saving")
             trainer._save_checkpoint(trainer.model_wrapped, trial=None)
             trainer.control = trainer.callback_handler.on_save(trainer.args, state, trainer.control)
+        trainer.finish_saving()
         # The launcher ends the others when the first one leaves: not before the main process has sealed.
         trainer.accelerator.wait_for_everyone()
         STOP.close()

@@ -32,7 +32,7 @@ from recipes_lib.stopping import STOP
 from recipes_lib.training.activation_checkpointing import read_selective
 from recipes_lib.training.adapter_checks import AdapterChecks
 from recipes_lib.training.callbacks import EVALUATION_KEY
-from recipes_lib.training.checkpoints import rotate, write_complete
+from recipes_lib.training.checkpointing import CheckpointingTrainer
 from recipes_lib.training.fp8 import verify_fp8_layers
 from recipes_lib.training.guards import StepInputs, separate_row_ids
 from recipes_lib.training.invariants import StartChecks
@@ -52,7 +52,7 @@ from recipes_lib.training.watchdog import WATCHDOG
 Batch = dict[str, Any]
 
 
-class RecipeTrainer(Trainer):
+class RecipeTrainer(CheckpointingTrainer):
     """Upstream's trainer with the evaluation, the guards and the checkpoints of this library.
 
     A stage says what its objective is a mean over (``count_terms``) and computes it (``compute_loss``): the sum over
@@ -312,30 +312,14 @@ class RecipeTrainer(Trainer):
         Trainer.log(self, logs, start_time)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a checkpoint, seal it, and only then delete older ones; the card is written with the final model."""
+        """Save the weights that an optimizer stands for; the card is written with the final model."""
         self._show_averaged_weights()
-        # Upstream deletes the checkpoint before this one while this one is not known to be whole.
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
-            Trainer._save_checkpoint(self, model, trial)
-        finally:
-            self.args.save_total_limit = limit
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            output_dir = Path(self._get_output_dir(trial=trial))
-            checkpoint = output_dir / f"checkpoint-{self.state.global_step}"
-            write_complete(checkpoint, step=self.state.global_step, world_size=self.args.world_size)
-            rotate(output_dir, limit, self.kept_steps())
+        super()._save_checkpoint(model, trial)
 
     def _show_averaged_weights(self) -> None:
         """Let a schedule-free optimizer put the weights that it stands for in place; ``training_step`` undoes it."""
         if self.optimizer is not None and hasattr(self.optimizer, "eval"):
             self.optimizer.eval()
-
-    def kept_steps(self) -> set[int]:
-        """Return the steps whose checkpoints are never deleted: that of the best one."""
-        best = self.state.best_model_checkpoint
-        return set() if best is None else {int(best.rpartition("-")[2])}
 
 
 class _TellGroups(TrainerCallback):

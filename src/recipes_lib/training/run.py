@@ -8,7 +8,7 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -23,10 +23,18 @@ from recipes_lib.config.table import load_table
 from recipes_lib.errors import ConfigError, DivergedError, LostPeerError, PreemptedError, Problem, UserError
 from recipes_lib.peers import explain_lost_connection
 from recipes_lib.stopping import STOP
-from recipes_lib.training.checkpoints import find_last_complete, supersede
+from recipes_lib.training.checkpoints import (
+    clear_leftovers,
+    find_last_complete,
+    find_last_whole,
+    read_complete,
+    supersede,
+)
 from recipes_lib.training.extension import EXTENDABLE, find_common_checkpoint
 from recipes_lib.training.launch import Launch
 from recipes_lib.training.optimizers import verify_optimizer
+from recipes_lib.training.progress import build_progress
+from recipes_lib.training.resumption import BATCH_KEYS, count_rows_per_step, keep_batch, verify_checkpoint_fits
 from recipes_lib.training.rollback import read_rollbacks
 from recipes_lib.training.trackers import verify_trackers
 from recipes_lib.training.watchdog import WATCHDOG
@@ -66,12 +74,14 @@ class Run:
     """A started run.
 
     Attributes:
+        config: What to train with: as the user wrote it, but for an accumulation planned anew.
         output_dir: Where everything of the run goes.
         launch: How this process was launched.
         resume_from: The complete checkpoint that training goes on from; ``None`` at the beginning.
         finished: True when the run had already reached its end.
     """
 
+    config: RecipeConfig
     output_dir: Path
     launch: Launch
     resume_from: Path | None
@@ -82,8 +92,9 @@ class Run:
         if self.launch.is_main:
             path = self.output_dir / RUN_FILE
             partial = path.with_name(f"{RUN_FILE}.partial")
+            record = read_run_record(self.output_dir) | facts
             try:
-                partial.write_text(json.dumps(_read_record(path) | facts, indent=1, default=str), encoding="utf-8")
+                partial.write_text(json.dumps(record, indent=1, default=str), encoding="utf-8")
                 partial.replace(path)
             except OSError as error:
                 partial.unlink(missing_ok=True)
@@ -121,11 +132,15 @@ class Run:
 def start_run(config: RecipeConfig, launch: Launch) -> Run:
     """Open the output directory, refuse one of another configuration, and find the checkpoint to go on from.
 
+    With another number of processes the run goes on with the batch that it had. The main process alone reads the
+    checkpoints through; ``RecipeTrainer.train`` has every process take the one that it chose.
+
     Raises:
         ConfigError: A tracker or the optimizer is not installed.
         ConfigError: The directory cannot be written.
         ConfigError: It holds checkpoints or the model of a run whose configuration computes something else, and no
             checkpoint that both would have made; the differing keys are named.
+        ConfigError: The checkpoint cannot be loaded by these processes, or they cannot share its batch.
     """
     verify_trackers(config)
     verify_optimizer(config, launch.engine)
@@ -136,25 +151,27 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(Problem(str(output_dir), f"cannot create output_dir: {error.strerror}")) from error
-    effective = flatten_config(config)
-    previous = _read_record(output_dir / RUN_FILE)
+    effective, previous = flatten_config(config), read_run_record(output_dir)
+    if launch.is_main:
+        clear_leftovers(output_dir)
     resume_from, _ = find_last_complete(output_dir)
     finished = previous.get("status") == "done"
-    differing = _find_differences(previous.get("config", {}), effective) if resume_from or finished else []
+    differing = _find_differences(previous, effective, launch) if resume_from or finished else []
+    say = build_progress(is_main=launch.is_main).say
+    if resume_from and (differing or not finished) and not set(differing) & set(BATCH_KEYS):
+        config = _resume_batch(config, launch, resume_from, say)
     if differing:
-        resume_from = find_common_checkpoint(
-            config,
-            previous["config"],
-            differing,
-            world_size=launch.world_size,
-            world_size_before=previous.get("num_processes", 1),
-        )
+        # With the batch that it had, both are planned for the processes of now.
+        processes = {"world_size": launch.world_size, "world_size_before": launch.world_size}
+        resume_from = find_common_checkpoint(config, previous["config"], differing, **processes)
         if resume_from is None:
             raise ConfigError(*_explain_differences(output_dir, previous["config"], effective, differing))
         finished = False
         if launch.is_main:
             supersede(output_dir, after_step=int(resume_from.name.rpartition("-")[2]))
-    run = Run(output_dir, launch, resume_from, finished=finished)
+    if resume_from and launch.is_main and not finished:
+        resume_from = find_last_whole(output_dir, say)
+    run = Run(config, output_dir, launch, resume_from, finished=finished)
     if not run.finished:
         run.record(
             stage=config.stage,
@@ -164,11 +181,12 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
             command=[Path(sys.argv[0]).name, *sys.argv[1:]],
             config=effective,
             provenance=dict(config.provenance),
-            config_fingerprint=fingerprint_config(config),
+            config_fingerprint=fingerprint_config(config, launch.world_size),
             versions=_read_versions(),
             git_commit=_read_git_commit(),
             hardware=describe_hardware(),
             num_processes=launch.world_size,
+            rows_per_step=count_rows_per_step(config.training, launch.world_size),
         )
     return run
 
@@ -181,9 +199,11 @@ def flatten_config(config: RecipeConfig) -> dict[str, Any]:
     return {name: flat[name] for name in sorted(flat)}
 
 
-def fingerprint_config(config: RecipeConfig) -> str:
-    """Return 16 hex digits that change when a key that decides the outcome changes."""
-    deciding = {name: value for name, value in flatten_config(config).items() if not name.startswith(_HARMLESS)}
+def fingerprint_config(config: RecipeConfig, world_size: int = 1) -> str:
+    """Return 16 hex digits that change when a key that decides the outcome changes; of the batch, its size decides."""
+    flat = {name: value for name, value in flatten_config(config).items() if name not in BATCH_KEYS}
+    flat["rows_per_step"] = count_rows_per_step(config.training, world_size)
+    deciding = {name: value for name, value in flat.items() if not name.startswith(_HARMLESS)}
     return hashlib.sha256(json.dumps(deciding, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -198,11 +218,25 @@ def describe_hardware() -> dict[str, Any]:
     return hardware
 
 
-def _find_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def _find_differences(previous: Mapping[str, Any], now: Mapping[str, Any], launch: Launch) -> list[str]:
     """Return the keys that change what a run computes and have another value now."""
+    before = previous.get("config", {})
     plain_now = json.loads(json.dumps(now, default=str))
-    names = sorted(name for name in before.keys() | plain_now.keys() if not name.startswith(_HARMLESS))
-    return [name for name in names if before.get(name) != plain_now.get(name)]
+    names = {name for name in before.keys() | plain_now.keys() if not name.startswith(_HARMLESS)}
+    if count_rows_per_step(now, launch.world_size) == previous.get("rows_per_step"):
+        # The same batch, cut otherwise.
+        names -= set(BATCH_KEYS)
+    return sorted(name for name in names if before.get(name) != plain_now.get(name))
+
+
+def _resume_batch(config: RecipeConfig, launch: Launch, checkpoint: Path, say: Callable[[str], None]) -> RecipeConfig:
+    record = read_complete(checkpoint)
+    assert record is not None, "it was complete a moment ago"
+    verify_checkpoint_fits(record, str(checkpoint), launch)
+    config, line = keep_batch(config, launch, record)
+    if line:
+        say(line)
+    return config
 
 
 def _explain_differences(
@@ -221,9 +255,10 @@ def _explain_differences(
     ]
 
 
-def _read_record(path: Path) -> dict[str, Any]:
+def read_run_record(output_dir: Path) -> dict[str, Any]:
+    """Return what ``run.json`` says of a run; nothing when it is not there or torn."""
     try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        record: dict[str, Any] = json.loads((output_dir / RUN_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return record

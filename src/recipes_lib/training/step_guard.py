@@ -176,6 +176,8 @@ class StepGuard(TrainerCallback):
             if len(self.rollbacks.made) >= self._keys.max_rollbacks:
                 why = f"{spike}, after {len(self.rollbacks.made)} rollbacks (max_rollbacks)"
                 self._stop(loss, grad_norm, why)
+            # One that is being written may be the newest before the spike.
+            self._trainer.finish_saving()
             back_to = self._agree(find_step_before(self._output_dir, step))
             if back_to is not None:
                 raise _SpikedError(self._plan(step, str(spike), back_to))

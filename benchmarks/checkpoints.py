@@ -1,0 +1,125 @@
+"""How long training stands still for a checkpoint, against plain ``save_pretrained`` and ``torch.save``.
+
+python benchmarks/checkpoints.py [--rounds 3] [--output build/checkpoints.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from harness import compare, run_interleaved, spread, write_results
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    TrainingArguments,
+    default_data_collator,
+)
+from transformers.utils.logging import disable_progress_bar
+
+from recipes_lib.training.checkpoint_writer import HostCopy
+from recipes_lib.training.checkpointing import CheckpointingTrainer
+from recipes_lib.training.observer import Observer
+from recipes_lib.training.progress import SilentProgress
+
+SIZES = {"10 M": {"hidden_size": 320, "num_hidden_layers": 6}, "100 M": {"hidden_size": 768, "num_hidden_layers": 12}}
+VARIANTS = {
+    "ours": "ours, beside training",
+    "waiting": "ours, while training waits",
+    "plain": "save_pretrained and torch.save",
+}
+NUM_SAVES = 3
+
+
+class Timed(CheckpointingTrainer):
+    """Saves after every other step and measures for how long training stands still, and when all is on the disk."""
+
+    observer = cast(Observer, SimpleNamespace(progress=SilentProgress()))
+    is_plain = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.pauses: list[float] = []
+        self.writes: list[float] = []
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        began = time.perf_counter()
+        if self.is_plain:
+            folder = Path(str(self.args.output_dir)) / f"plain-{self.state.global_step}"
+            self.model.save_pretrained(folder)
+            torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
+        else:
+            super()._save_checkpoint(model, trial)
+        self.pauses.append(time.perf_counter() - began)
+        self._writer.wait()
+        self.writes.append(time.perf_counter() - began)
+
+
+def measure(variant: str, size: str) -> dict[str, float]:
+    """Train a few steps on a short row with a checkpoint after every other one; seconds are medians over them."""
+    torch.set_num_threads(1)
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    if variant == "waiting":
+        HostCopy.explain_refusal = lambda *_: "for comparison"  # type: ignore[method-assign]
+    width = SIZES[size]["hidden_size"]
+    config = LlamaConfig(
+        vocab_size=8192, intermediate_size=3 * width, num_attention_heads=width // 64, max_position_embeddings=64,
+        **SIZES[size],
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
+    row = {"input_ids": torch.arange(16), "labels": torch.arange(16)}
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(
+            output_dir=folder, max_steps=2 * NUM_SAVES, save_strategy="steps", save_steps=2, save_total_limit=1,
+            per_device_train_batch_size=1, use_cpu=True, report_to="none", disable_tqdm=True,
+        )  # fmt: skip
+        rows = cast(Any, [row] * 32)
+        trainer = Timed(
+            model=model, args=args, train_dataset=rows, processing_class=tokenizer, data_collator=default_data_collator
+        )
+        trainer.is_plain = variant == "plain"
+        trainer.train()
+    return {
+        "parameters": float(model.num_parameters()),
+        "pause": statistics.median(trainer.pauses),
+        "written": statistics.median(trainer.writes),
+    }
+
+
+def main() -> None:
+    """Compare the three, or measure one."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--measure", nargs=2, metavar=("VARIANT", "SIZE"))
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps(measure(*options.measure)))
+        return
+    table = [["parameters", "variant", "pause, ms", "this / ours", "on the disk after, s"]]
+    raw: dict[str, Any] = {}
+    for size in SIZES:
+        commands = {name: [sys.executable, __file__, "--measure", name, size] for name in VARIANTS}
+        raw[size] = results = run_interleaved(commands, options.rounds)
+        for name, label in VARIANTS.items():
+            milliseconds = [{"pause": 1000 * result["pause"]} for result in results[name]]
+            ratio = "1" if name == "ours" else compare(results, "pause", "ours", name)
+            row = [size, label, spread(milliseconds, "pause", 0), ratio, spread(results[name], "written")]
+            table.append(row)
+    write_results(options.output, "How long training stands still for a checkpoint", table, raw)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""What a saved model must hold, and whether it does: every file is opened again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+INDEX: Final = "model.safetensors.index.json"
+WEIGHTS: Final = "model.safetensors"
+
+Check = Callable[[str, Tensor], str | None]
+"""Takes the name of a saved tensor and the tensor; returns what is wrong with it."""
+
+
+class BrokenSaveError(RuntimeError):
+    """What was saved is not what was trained; the folder must not be used."""
+
+
+def read_shapes(model: torch.nn.Module) -> dict[str, torch.Size]:
+    """Return the shape of every parameter by its name, tied ones once; whole shapes where weights are sharded."""
+    # DeepSpeed leaves an empty tensor in the place of one that it shards.
+    return {name: getattr(tensor, "ds_shape", tensor.shape) for name, tensor in model.named_parameters()}
+
+
+def read_published_shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
+    """Return ``read_shapes`` by the names that ``save_pretrained`` gives the tensors.
+
+    They differ from the parameters' own where transformers computes several tensors as one, as in a mixture of experts.
+    """
+    empty = {name: torch.empty(shape, device="meta") for name, shape in read_shapes(model).items()}
+    return {name: tensor.shape for name, tensor in revert_weight_conversion(model, empty).items()}
+
+
+def verify_weights(
+    folder: Path, expected: Mapping[str, torch.Size | None], weights: str = WEIGHTS, *, check: Check | None = None
+) -> int:
+    """Open saved weights again and return their number of parameters.
+
+    Args:
+        folder: Folder with ``weights``, or with the shards of a model and their index.
+        expected: Shape of each tensor that must be there, ``None`` where any will do; tied ones once.
+        weights: Name of the file.
+        check: What must hold besides of each tensor.
+
+    Raises:
+        BrokenSaveError: A file or a tensor is missing, of another shape, empty or not finite; all are named.
+    """
+    try:
+        files = {name: folder / file for name, file in _read_index(folder, weights).items()}
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise BrokenSaveError(f"{folder} cannot be opened again: {error}") from error
+    faults = [f"{name} is missing" for name in expected if name not in files]
+    present = {file for file in files.values() if file.exists()}
+    faults += [f"{file.name} is missing" for file in sorted(set(files.values()) - present)]
+    num_parameters = 0
+    for file in sorted(present):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                tensor = tensors.get_tensor(name)
+                num_parameters += tensor.numel()
+                fault = _find_fault(tensor, expected.get(name)) or (check and check(name, tensor))
+                faults += [f"{name} {fault}"] if fault else []
+    if faults:
+        raise BrokenSaveError(f"{folder}: " + "; ".join(faults))
+    return num_parameters
+
+
+def _find_fault(tensor: Tensor, shape: torch.Size | None) -> str | None:
+    if tensor.numel() == 0:
+        return "is empty"
+    if shape is not None and tensor.shape != shape:
+        return f"has the shape {tuple(tensor.shape)} and not {tuple(shape)}"
+    return None if torch.isfinite(tensor).all() else "is not finite"
+
+
+def _read_index(folder: Path, weights: str) -> dict[str, str]:
+    """Map every saved tensor to its file, by the index when there are shards."""
+    if (folder / INDEX).exists():
+        weight_map: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        return weight_map
+    with safe_open(folder / weights, framework="pt") as tensors:
+        return dict.fromkeys(tensors.keys(), weights)

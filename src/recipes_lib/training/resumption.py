@@ -1,0 +1,130 @@
+"""A run that goes on with another number of processes: its batch stays what it was, or it is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import Any, Final
+
+from transformers import set_seed
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.training.checkpoints import Record
+from recipes_lib.training.launch import Launch
+
+BATCH_KEYS: Final = ("per_device_train_batch_size", "gradient_accumulation_steps")
+"""Keys whose product with the number of processes is the batch; only the product makes a run what it is."""
+
+
+def count_rows_per_step(training: Mapping[str, Any], world_size: int) -> int:
+    """Return the rows of an optimizer step over all processes and micro-batches.
+
+    Args:
+        training: Upstream's training keys; absent ones take upstream's defaults.
+        world_size: Data-parallel processes.
+    """
+    per_device: int = training.get("per_device_train_batch_size", 8)
+    accumulation: int = training.get("gradient_accumulation_steps", 1)
+    return per_device * accumulation * world_size
+
+
+def verify_checkpoint_fits(record: Record, name: str, launch: Launch) -> None:
+    """Refuse to go on from a checkpoint that upstream could not load here.
+
+    Args:
+        record: Of the checkpoint.
+        name: Of its folder.
+        launch: How the processes are started now.
+
+    Raises:
+        ConfigError: It was written under another engine, or it is DeepSpeed's and of another number of processes.
+    """
+    engine, world_size = record.get("engine", ""), record.get("world_size", launch.world_size)
+    if engine != launch.engine:
+        found = f"was written under {engine or 'no sharding engine'} and this launch is {launch.engine or 'plain'}"
+        raise ConfigError(Problem(name, found, "start with the launch file that the run was started with"))
+    if engine == "DEEPSPEED" and world_size != launch.world_size:
+        found = (
+            f"is split over {world_size} processes and this launch has {launch.world_size}: DeepSpeed reads its "
+            "optimizer states back only with the same number"
+        )
+        raise ConfigError(
+            Problem(name, found, f"start {world_size} processes, or train under DDP or FSDP, which go on with any")
+        )
+
+
+def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[RecipeConfig, str | None]:
+    """Plan the accumulation anew so that an optimizer step takes as many rows as before, and so the same rows.
+
+    Rows are dealt out in turn, one micro-batch to each process: which rows a step takes depends on their number alone,
+    as long as that is the same.
+
+    Args:
+        config: The run, with the batch as the user writes it.
+        launch: How many processes there are now.
+        record: Of the checkpoint that the run goes on from.
+
+    Returns:
+        The configuration to train with, and what is to be told of it; ``None`` when nothing changed.
+
+    Raises:
+        ConfigError: The rows of a step cannot be shared evenly, or the batch grows in steps that would change.
+
+    Source: ``tests/distributed/test_resumption.py``.
+    """
+    before = {key: record[key] for key in BATCH_KEYS if key in record}
+    rows = count_rows_per_step(before, record["world_size"])
+    if rows == count_rows_per_step(config.training, launch.world_size):
+        accumulation = config.training.get("gradient_accumulation_steps", 1)
+    else:
+        accumulation = _share_rows(config, launch, rows)
+    if config.schedule.batch_ramp_tokens is not None and accumulation != before.get("gradient_accumulation_steps", 1):
+        found = (
+            f"the batch grows by whole micro-batches of all processes, {before.get('gradient_accumulation_steps', 1)} "
+            f"a step so far and {accumulation} now"
+        )
+        remedy = "keep the product of per_device_train_batch_size and the number of processes"
+        raise ConfigError(Problem(config.provenance.get("batch_ramp_tokens", "batch_ramp_tokens"), found, remedy))
+    training = {**config.training, "gradient_accumulation_steps": accumulation}
+    if config.training.get("gradient_accumulation_steps", 1) == accumulation:
+        return config, None
+    line = (
+        f"{launch.world_size} processes instead of {record['world_size']}: gradient_accumulation_steps is "
+        f"{accumulation}, so that a step still takes {rows} rows"
+    )
+    return dataclasses.replace(config, training=training), line
+
+
+def seed_process(seed: int, step: int, rank: int) -> None:
+    """Set every random state of a process that has none stored: a function of the seed, the step and the rank."""
+    digest = hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()
+    set_seed(int.from_bytes(digest[:4], "big"))
+
+
+def _share_rows(config: RecipeConfig, launch: Launch, rows: int) -> int:
+    per_device: int = config.training.get("per_device_train_batch_size", 8)
+    accumulation, rest = divmod(rows, per_device * launch.world_size)
+    if not rest:
+        return accumulation
+    where = config.provenance.get("per_device_train_batch_size", "per_device_train_batch_size")
+    found = (
+        f"a step of this run takes {rows} rows, which {launch.world_size} processes with {per_device} rows each "
+        "cannot share evenly"
+    )
+    numbers = [number for number in range(1, rows // per_device + 1) if not rows % (per_device * number)]
+    choices = [f"start {_list_choices(numbers)} processes"] if numbers else []
+    if not rows % launch.world_size:
+        share = rows // launch.world_size
+        sizes = [size for size in range(1, share + 1) if not share % size]
+        choices.append(
+            f"write per_device_train_batch_size and gradient_accumulation_steps whose product is {share} "
+            f"(the former {_list_choices(sizes)})"
+        )
+    raise ConfigError(Problem(where, found, ", or ".join(choices)))
+
+
+def _list_choices(numbers: list[int]) -> str:
+    *others, last = [str(number) for number in numbers]
+    return f"{', '.join(others)} or {last}" if others else last

@@ -1,0 +1,72 @@
+"""One process goes on with what two began, and two with what one began: the same rows in a step, the same losses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.training import resumptions
+
+ROOT = Path(__file__).parents[2]
+STAGES = ("sft", "dpo", "pretrain")
+STEP = 3
+
+
+def rows_by_step(reports: list[dict[str, Any]], num_steps: int) -> list[list[int]]:
+    """Rows of each step over all processes; a loader reads ahead at the end of what it was asked for."""
+    steps: list[list[int]] = [[] for _ in range(num_steps)]
+    for report in reports:
+        size = report["accumulation"]
+        for number, rows in enumerate(steps):
+            rows += [row for batch in report["batches"][number * size : (number + 1) * size] for row in batch]
+    return [sorted(rows) for rows in steps]
+
+
+def assert_goes_on(straight: list[dict[str, Any]], resumed: list[dict[str, Any]], what: str) -> None:
+    num_steps = resumptions.KEYS["max_steps"]
+    rows = rows_by_step(straight, num_steps)
+    assert len(set(map(tuple, rows))) == num_steps
+    assert all(len(step) == 8 for step in rows)
+    assert rows_by_step(resumed, num_steps - STEP) == rows[STEP:], what
+    losses = {step: loss for step, loss in straight[0]["losses"].items() if int(step) > STEP}
+    assert {step: loss for step, loss in resumed[0]["losses"].items() if int(step) > STEP} == {
+        step: pytest.approx(loss, rel=1e-5) for step, loss in losses.items()
+    }, what
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("stages", [STAGES[:1], pytest.param(STAGES, marks=pytest.mark.slow)], ids=["one", "all"])
+def test_the_batch_is_kept_and_the_data_go_on_at_the_right_row(
+    stages: Sequence[str],
+    tiny_model_dir: Path,
+    tiny_tokenizer_dir: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    places = tiny_model_dir, tiny_tokenizer_dir
+    one = {stage: resumptions.run(stage, tmp_path / stage / "one", *places, 4) for stage in stages}
+    for stage in stages:
+        resumptions.cut(tmp_path / stage / "one", tmp_path / stage / "one to two", STEP, damaged=2 * STEP)
+    # The same four micro-batches as one process has are written for two, which take two each.
+    runs = [(stage, f"{stage}/one to two", 4) for stage in stages] + [(stage, f"{stage}/two", 2) for stage in stages]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += ["--module", resumptions.__name__, *map(str, places), str(tmp_path), json.dumps(runs)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-9000:]
+    assert done.stderr.count("2 processes instead of 1: gradient_accumulation_steps is 2") == len(stages)
+    # Only the main process reads the checkpoints through; the other goes where it goes.
+    assert done.stderr.count("checkpoint-6 is not whole: optimizer.pt holds other bytes") == len(stages)
+    ranks = [json.loads((tmp_path / f"reports-{rank}.json").read_text()) for rank in (0, 1)]
+    for number, stage in enumerate(stages):
+        resumed, two = ([rank[number + offset] for rank in ranks] for offset in (0, len(stages)))
+        assert_goes_on([one[stage]], resumed, f"{stage}, from one to two")
+        resumptions.cut(tmp_path / stage / "two", tmp_path / stage / "two to one", STEP, damaged=2 * STEP)
+        capfd.readouterr()
+        back = resumptions.run(stage, tmp_path / stage / "two to one", *places, 2)
+        assert "1 processes instead of 2: gradient_accumulation_steps is 4" in capfd.readouterr().err
+        assert_goes_on(two, [back], f"{stage}, from two to one")

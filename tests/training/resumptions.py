@@ -1,0 +1,127 @@
+"""Runs of three kinds of data that are resumed by another number of processes, with the rows that every step took."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tests.training import pairs, pretraining, trajectories
+from torch import distributed
+
+from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
+from recipes_lib.training.launch import read_launch
+from recipes_lib.training.run import start_run
+
+KEYS: dict[str, Any] = {
+    "max_steps": 7,
+    "save_strategy": "steps",
+    "save_steps": 3,
+    "save_total_limit": 5,
+    "per_device_train_batch_size": 2,
+    "bf16": False,
+    "use_cpu": True,
+    "logging_steps": 1,
+    "learning_rate": 1e-3,
+}
+
+
+class Watched:
+    """A collator that puts down which rows it was given, batch by batch."""
+
+    def __init__(self, collate: Any, batches: list[list[int]]) -> None:
+        self._collate, self._batches = collate, batches
+
+    def __call__(self, rows: Any) -> Any:
+        ids = [row["chosen_ids"] if "chosen_ids" in row else row["input_ids"] for row in rows]
+        self._batches.append([zlib.crc32(np.asarray(row, np.int64).tobytes()) for row in ids])
+        return self._collate(rows)
+
+
+def run(stage: str, folder: Path, model_dir: Path, tokenizer_dir: Path, accumulation: int) -> dict[str, Any]:
+    """Run, or go on with, a stage in ``folder``; return its losses by step and this process's rows by batch."""
+    keys = KEYS | {"output_dir": str(folder), "gradient_accumulation_steps": accumulation}
+    if stage == "pretrain":
+        return _run_recipe(folder, tokenizer_dir, keys)
+    config = RecipeConfig(
+        stage=stage,
+        path=None,
+        data=DataConfig(dataset_name="rows"),
+        tokens=TokensConfig(),
+        model=ModelConfig(model_name_or_path=str(model_dir)),
+        evaluation=EvaluationConfig(),
+        training=keys,
+    )
+    started = start_run(config, read_launch())
+    training = {name: value for name, value in started.config.training.items() if name != "output_dir"}
+    # Thirty-two rows are four steps, so that the run goes on into a second epoch.
+    if stage == "sft":
+        trainer, recorder = trajectories.make_trainer(model_dir, folder, trajectories.make_packs(32), **training)
+    else:
+        trainer, recorder = pairs.make_pair_trainer(model_dir, folder, pairs.make_pairs(32), **training)
+    return _train(trainer, recorder, started, training)
+
+
+def _train(trainer: Any, recorder: Any, started: Any, training: dict[str, Any]) -> dict[str, Any]:
+    batches: list[list[int]] = []
+    trainer.data_collator = Watched(trainer.data_collator, batches)
+    trainer.train(resume_from_checkpoint=started.resume_from)
+    first = 0 if started.resume_from is None else int(started.resume_from.name.rpartition("-")[2])
+    losses = {str(first + number + 1): step["loss"] for number, step in enumerate(recorder.steps)}
+    return {"losses": losses, "batches": batches, "accumulation": training["gradient_accumulation_steps"]}
+
+
+def _run_recipe(folder: Path, tokenizer_dir: Path, keys: dict[str, Any]) -> dict[str, Any]:
+    spec = importlib.util.spec_from_file_location("recipe", pretraining.ROOT / "recipes" / "pretrain.py")
+    assert spec is not None
+    assert spec.loader is not None
+    recipe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recipe)
+    batches: list[list[int]] = []
+    accumulations = []
+
+    class Watching(recipe.PretrainTrainer):
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(**kwargs | {"data_collator": Watched(kwargs["data_collator"], batches)})
+            accumulations.append(self.args.gradient_accumulation_steps)
+
+    recipe.PretrainTrainer = Watching
+    recipe.build_report = lambda _: None
+    recipe.main(pretraining.build_config(folder.parent.parent, tokenizer_dir, **keys))
+    losses = {str(event["step"]): event["loss"] for event in pretraining.read_steps(folder)}
+    return {"losses": losses, "batches": batches, "accumulation": accumulations[0]}
+
+
+def cut(source: Path, target: Path, step: int, damaged: int) -> None:
+    """Copy a finished run as if it had been killed after a step, with a checkpoint behind it that has a wrong bit."""
+    target.mkdir(parents=True)
+    for number in (step, damaged):
+        shutil.copytree(source / f"checkpoint-{number}", target / f"checkpoint-{number}")
+    states = target / f"checkpoint-{damaged}" / "optimizer.pt"
+    data = bytearray(states.read_bytes())
+    data[len(data) // 2] ^= 1
+    states.write_bytes(data)
+    record = json.loads((source / "run.json").read_text())
+    record["config"]["output_dir"] = str(target)
+    (target / "run.json").write_text(json.dumps(record | {"status": "running"}))
+
+
+def main() -> None:
+    """Run in this process (one of several): ``MODEL TOKENIZER OUTPUT JSON_OF_[STAGE, FOLDER, ACCUMULATION]``."""
+    model_dir, tokenizer_dir, output_dir = map(Path, sys.argv[1:4])
+    reports = [
+        run(stage, output_dir / folder, model_dir, tokenizer_dir, accumulation)
+        for stage, folder, accumulation in json.loads(sys.argv[4])
+    ]
+    (output_dir / f"reports-{distributed.get_rank()}.json").write_text(json.dumps(reports))
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""What may go on with another number of processes, and with which accumulation."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from recipes_lib.config.schema import (
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    RecipeConfig,
+    ScheduleConfig,
+    TokensConfig,
+)
+from recipes_lib.errors import ConfigError
+from recipes_lib.training.launch import Launch
+from recipes_lib.training.resumption import count_rows_per_step, keep_batch, seed_process, verify_checkpoint_fits
+
+
+def launch(world_size, engine=""):
+    return Launch(rank=0, local_rank=0, world_size=world_size, engine=engine)
+
+
+def config(per_device, accumulation, **sections):
+    return RecipeConfig(
+        stage="sft",
+        path=None,
+        data=DataConfig(dataset_name="rows"),
+        tokens=TokensConfig(),
+        model=ModelConfig(model_name_or_path="model"),
+        evaluation=EvaluationConfig(),
+        training={"per_device_train_batch_size": per_device, "gradient_accumulation_steps": accumulation},
+        provenance={"per_device_train_batch_size": "a.yaml:3"},
+        **sections,
+    )
+
+
+def record(world_size, per_device, accumulation, engine=""):
+    batch = {"per_device_train_batch_size": per_device, "gradient_accumulation_steps": accumulation}
+    return {"world_size": world_size, "engine": engine, **batch}
+
+
+def test_absent_keys_take_upstreams_defaults():
+    assert count_rows_per_step({}, 3) == 24
+
+
+@pytest.mark.parametrize(
+    ("before", "written", "now", "accumulation"),
+    [
+        ((1, 2, 4), (2, 4), 2, 2),
+        ((2, 2, 2), (2, 2), 1, 4),
+        ((2, 2, 2), (2, 4), 2, 2),  # The file still says what one process began with.
+        ((8, 1, 1), (1, 1), 1, 8),
+        ((3, 2, 4), (2, 4), 6, 2),
+        ((2, 2, 2), (4, 2), 1, 2),  # The user has planned it anew.
+        ((2, 4, 4), (8, 4), 4, 1),
+    ],
+)
+def test_a_step_takes_as_many_rows_as_before(before, written, now, accumulation):
+    kept, line = keep_batch(config(*written), launch(now), record(*before))
+    assert kept.training["gradient_accumulation_steps"] == accumulation
+    assert kept.training["per_device_train_batch_size"] == written[0]
+    rows = before[0] * before[1] * before[2]
+    assert count_rows_per_step(kept.training, now) == rows
+    assert (line is None) == (accumulation == written[1])
+    if line:
+        assert f"gradient_accumulation_steps is {accumulation}, so that a step still takes {rows} rows" in line
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "remedy"),
+    [
+        (3, (1, 2, 4), "start 1, 2 or 4 processes"),
+        (4, (1, 2, 6), "start 1, 2, 3 or 6 processes, or write per_device_train_batch_size and "),
+        (4, (1, 2, 6), "whose product is 3 (the former 1 or 3)"),
+    ],
+)
+def test_the_choices_are_those_that_divide(now, before, remedy):
+    with pytest.raises(ConfigError) as caught:
+        keep_batch(config(2, 4), launch(now), record(*before))
+    assert remedy in str(caught.value)
+    assert str(caught.value).startswith("a.yaml:3: a step of this run takes")
+
+
+def test_a_growing_batch_keeps_its_micro_batches():
+    ramp = {"schedule": ScheduleConfig(batch_ramp_tokens=1000)}
+    with pytest.raises(ConfigError, match="4 a step so far and 2 now"):
+        keep_batch(config(2, 4, **ramp), launch(2), record(1, 2, 4))
+    assert keep_batch(config(1, 4, **ramp), launch(2), record(1, 2, 4))[1] is None
+
+
+@pytest.mark.parametrize("engine", ["", "FSDP"])
+def test_whole_states_go_on_with_any_number_of_processes(engine):
+    verify_checkpoint_fits(record(4, 1, 1, engine), "checkpoint-3", launch(3, engine))
+
+
+@pytest.mark.parametrize(("before", "now"), [("FSDP", ""), ("", "FSDP"), ("DEEPSPEED", "FSDP")])
+def test_another_engine_is_refused(before, now):
+    with pytest.raises(ConfigError, match="was written under"):
+        verify_checkpoint_fits(record(2, 1, 1, before), "checkpoint-3", launch(2, now))
+
+
+def test_states_that_deepspeed_has_split_need_as_many_processes():
+    split = record(4, 1, 1, "DEEPSPEED")
+    verify_checkpoint_fits(split, "checkpoint-3", launch(4, "DEEPSPEED"))
+    with pytest.raises(ConfigError, match=r"split over 4 processes and this launch has 2[\s\S]*start 4 processes"):
+        verify_checkpoint_fits(split, "checkpoint-3", launch(2, "DEEPSPEED"))
+
+
+def draw():
+    # It is numpy's global state that is stored and set.
+    return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002
+
+
+def test_a_random_state_is_a_function_of_seed_step_and_rank():
+    drawn = {}
+    for key in [(0, 1, 0), (0, 1, 1), (0, 2, 0), (1, 1, 0), (0, 1, 0)]:
+        seed_process(*key)
+        found = draw()
+        assert drawn.setdefault(key, found) == found
+    assert len(set(drawn.values())) == 4
