@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import DivergedError
 from recipes_lib.models.adapters import adapters_off, compute_probe_logits, find_logit_shift, is_taken_out_of_weights
-from recipes_lib.training.arguments import get_compute_dtype
+from recipes_lib.training.arguments import get_rounding_dtype
 
 SAMPLE_SIZE: Final = 1024
 """Numbers of a frozen tensor that are kept to see whether it moves: an optimizer moves all of them or none."""
@@ -51,7 +51,7 @@ class AdapterChecks(TrainerCallback):
         """Look at the fresh adapter, and remember what must not move."""
         model = kwargs["model"]
         if self._is_fresh and state.global_step == 0 and not is_taken_out_of_weights(model):
-            verify_no_effect(model, min(model.dtype, get_compute_dtype(args), key=lambda dtype: dtype.itemsize))
+            verify_no_effect(model, get_rounding_dtype(model, args))
             self._say("adapter: it changes no logit before it is trained")
         self._frozen = sample_frozen(model)
         if getattr(args, "deepspeed_plugin", None) is not None:

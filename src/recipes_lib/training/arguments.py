@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 from trl import DPOConfig, RewardConfig, SFTConfig
 
 from recipes_lib.config.schema import RecipeConfig
@@ -89,3 +89,8 @@ def get_compute_dtype(args: TrainingArguments) -> torch.dtype:
     if args.bf16 or args.mixed_precision == "fp8":
         return torch.bfloat16
     return torch.float16 if args.fp16 else torch.float32
+
+
+def get_rounding_dtype(model: PreTrainedModel, args: TrainingArguments) -> torch.dtype:
+    """Return the coarser one of the precisions of the weights and of the products: what results are rounded to."""
+    return min(model.dtype, get_compute_dtype(args), key=lambda dtype: dtype.itemsize)

@@ -131,6 +131,8 @@ class CheckpointingTrainer(Trainer):
             BrokenSaveError: What was saved is not what is trained.
         """
         began = time.perf_counter()
+        # The very beginning may still be on its way to the disk, to be gone back to.
+        self.finish_saving()
         if self.args.should_save:
             needed = count_bytes(self._list_trained(), self.optimizer.state_dict())
             verify_disk(self._plan_disk(needed), str(self.args.output_dir))

@@ -21,7 +21,7 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.adapters import is_taken_out_of_weights
 from recipes_lib.models.heads import add_loss_head, verify_loss_head
 from recipes_lib.models.loading import load_causal_lm
-from recipes_lib.training.arguments import get_compute_dtype
+from recipes_lib.training.arguments import get_compute_dtype, get_rounding_dtype
 from recipes_lib.training.launch import Launch
 from recipes_lib.training.pair_attention import PairAttention, prove_pair_attention
 from recipes_lib.training.pair_batches import Batch, PairScores, compute_answer_logps, count_pairs
@@ -83,7 +83,8 @@ class DPOTrainer(PairTrainer):
         """Score a batch; the first one of a run must show that the policy is its own reference."""
         scores = self.objective.score(model, batch, self._mean_chosen_tokens)
         if not self._has_first_scores:
-            self.observer.progress.say(verify_first_scores(self.objective, scores, batch, get_compute_dtype(self.args)))
+            dtype = get_rounding_dtype(self.model, self.args)
+            self.observer.progress.say(verify_first_scores(self.objective, scores, batch, dtype))
             self._has_first_scores = True
         return scores
 
@@ -126,7 +127,7 @@ class DPOTrainer(PairTrainer):
             reference,
             score,
             batch_size=self.args.per_device_eval_batch_size,
-            dtype=get_compute_dtype(self.args),
+            dtype=get_rounding_dtype(self.model, self.args),
             progress=self.observer.progress,
         )
 

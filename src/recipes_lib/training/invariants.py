@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from recipes_lib.data.masking import IGNORE_INDEX
 from recipes_lib.errors import DivergedError
 from recipes_lib.training.adapter_checks import judge_gradients
-from recipes_lib.training.arguments import get_compute_dtype
+from recipes_lib.training.arguments import get_rounding_dtype
 from recipes_lib.training.hooks.training_state import preserve_training_state
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def verify_accumulation(trainer: RecipeTrainer) -> str:
         return "accumulation: not checked, since the data begin without two rows to train on"
     with trainer.rehearsal(), preserve_training_state(trainer.model_wrapped):
         apart, together = (_compute_objective(trainer, groups) for groups in ([[row] for row in rows], [rows]))
-    dtype = get_compute_dtype(trainer.args)
+    dtype = get_rounding_dtype(trainer.model, trainer.args)
     if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
         dtype = torch.float16  # It has as many digits.
     allowed = TOLERANCE[dtype] * max(1.0, abs(together))
