@@ -47,6 +47,18 @@ def test_preview_shows_rows_and_writes_them_as_a_page_that_escapes_them(argv, tm
     assert "<b>" not in page.read_text().split("<body>")[1].replace("<br>", "")
 
 
+def test_ppo_prepares_nothing_and_shows_its_prompts(argv, capsys):
+    keys = [flag for flag in argv if not flag.startswith("--prepared_dir")]
+    keys += ["--reward_funcs=[a.b:c]", "--stage=ppo"]
+    assert main(["prepare", *keys]) == 2
+    assert "nothing to prepare" in capsys.readouterr().err
+    assert main(["preview", *keys, "--rows", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "<b>0</b>?" in shown
+    assert "assistant" in shown
+    assert "0." not in shown.partition("assistant")[2]
+
+
 def test_report_names_the_page_it_wrote_and_refuses_a_folder_without_a_run(tmp_path, capsys):
     (tmp_path / "run.json").write_text(json.dumps({"stage": "sft", "status": "running", "config": {}}))
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"kind": "train", "step": 1, "loss": 2.0}) + "\n")

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 LIBRARY = "recipes_lib"
 
 FOUNDATION = {"errors", "hardware", "peers", "stopping"}
-STAGES = {"config", "data", "models", "losses", "planning", "training", "publish", "report"}
+STAGES = {"config", "data", "models", "losses", "planning", "training", "rl", "publish", "report"}
 MAY_IMPORT: Mapping[str, set[str]] = {
     # Leaves.
     "": set(),
@@ -31,6 +31,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "models": {"config", "errors", "losses"},
     "planning": {"config", "errors"},
     "training": {"config", "data", "losses", "models", "planning"} | FOUNDATION,
+    "rl": {"config", "data", "losses", "models", "planning", "training"} | FOUNDATION,
     "publish": {"config", "errors", "models"},
     "report": {"config", "errors", "models"},
     "demo": {"errors", "models"},
@@ -40,7 +41,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "doctor": FOUNDATION,
     "inspection": STAGES | FOUNDATION,
     "check": {"config", "errors", "inspection"},
-    "commands": {"config", "data", "models", "report"},
+    "commands": {"config", "data", "errors", "models", "report"},
     "tokenizer": {"config", "data", "errors", "models"},
     "merge": {"config", "errors", "models", "publish"},
     "plan": {"config", "errors", "models", "planning", "report"},

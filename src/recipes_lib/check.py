@@ -25,6 +25,7 @@ INSPECTIONS: Final = {
     "lora": ("recipes_lib.inspection.sft", "SFTInspection"),
     "reward": ("recipes_lib.inspection.pairs", "PairInspection"),
     "dpo": ("recipes_lib.inspection.pairs", "PairInspection"),
+    "ppo": ("recipes_lib.inspection.ppo", "PPOInspection"),
 }
 """Stage -> module and class that look at its runs."""
 

@@ -10,18 +10,26 @@ from typing import TYPE_CHECKING
 
 from recipes_lib.config.loader import split_stage
 from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 def prepare(argv: Sequence[str]) -> None:
-    """Prepare the data of a run, or find them prepared, in which case no tokenizer is imported."""
+    """Prepare the data of a run, or find them prepared, in which case no tokenizer is imported.
+
+    Raises:
+        ConfigError: The stage has nothing to prepare.
+    """
     stage, rest = split_stage(argv)
     if stage == "pretrain":
         from recipes_lib.data.token_prepare import main
     elif stage in ("reward", "dpo"):
         from recipes_lib.data.pair_prepare import main
+    elif stage == "ppo":
+        found = "there is nothing to prepare: prompts are tokenised when the run starts"
+        raise ConfigError(Problem("--stage", found, "look at them with `recipes check` and `recipes preview`"))
     else:
         from recipes_lib.data.prepare import main
 

@@ -17,7 +17,10 @@ dataset_name: owner/dataset
 output_dir: out
 learning_rate: 1e-5
 """
-SOUND_OF = dict.fromkeys(STAGES, SOUND) | {"pretrain": SOUND.replace("learning_rate: 1e-5", "max_length: 1024")}
+SOUND_OF = dict.fromkeys(STAGES, SOUND) | {
+    "pretrain": SOUND.replace("learning_rate: 1e-5", "max_length: 1024"),
+    "ppo": SOUND.replace("learning_rate: 1e-5", "reward_funcs: [package.module:function]"),
+}
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ CLASSES: dict[str, Any] = {
     "lora": SFTConfig,
     "reward": RewardConfig,
     "dpo": DPOConfig,
+    "ppo": TrainingArguments,
 }
 UPSTREAM = {stage: {field.name for field in dataclasses.fields(CLASSES[stage])} for stage in STAGES}
 OURS = {field.name for section in SECTIONS.values() for field in dataclasses.fields(section)}

@@ -63,6 +63,14 @@ def test_every_chart_is_drawn_as_png_and_as_svg_in_the_colours_of_the_page(tmp_p
         assert not any(colour in chart.svg for colour in COLOURS.values())
 
 
+def test_ppo_has_charts_of_its_own(tmp_path: Path) -> None:
+    figures = {"objective/score": 0.5, "objective/kl_seq": 1.0, "objective/length": 9.0, "value/explained_var": 0.3}
+    train = [{"step": n, "loss": -0.01, **figures} for n in (4, 8)]
+    charts = draw_charts(build_run(train, [{"step": 0, "eval_reward": 0.2}]), tmp_path)
+    assert [chart.name for chart in charts] == ["loss", "score", "kl", "length", "explained_variance"]
+    assert "samples" in charts[1].alt
+
+
 def test_pairs_have_charts_of_their_own_and_a_reward_model_no_target_tokens(tmp_path: Path) -> None:
     train = [
         {

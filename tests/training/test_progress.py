@@ -49,6 +49,8 @@ def test_the_stream_decides_which_display_there_is() -> None:
 def test_a_line_holds_every_figure_there_is_and_none_that_is_unknown() -> None:
     assert describe_event(TRAIN) == "loss 2.314  lr 3.00e-04  grad 0.822  12.3k target tok/s  mfu 41 %"
     assert describe_event(EVAL) == "held-out loss 2.5  bits/byte 0.91  accuracy 50 %  stopped 100 %"
+    assert describe_event({"loss": 1.0, "objective/score": 0.5, "objective/kl_seq": 2}) == "loss 1  score 0.5  kl 2"
+    assert describe_event({"eval_reward": 0.25}) == "reward 0.25"
     assert describe_event({"loss": 1.0, "mfu": None}) == "loss 1"
     assert describe_event({"loss": float("nan")}) == "loss nan"
 

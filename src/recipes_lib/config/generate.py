@@ -116,6 +116,7 @@ def _read_upstream(stage: str) -> dict[str, dict[str, Any]]:
         "lora": trl.SFTConfig,
         "reward": trl.RewardConfig,
         "dpo": trl.DPOConfig,
+        "ppo": TrainingArguments,
     }[stage]
     refused = read_refused(stage)
     hints = typing.get_type_hints(config)

@@ -27,6 +27,8 @@ _PATH_KEYS = (
     "model_name_or_path",
     "adapter_name_or_path",
     "ref_model_name_or_path",
+    "reward_model_name_or_path",
+    "critic_model_name_or_path",
     "tokenizer_name_or_path",
     "dataset_name",
     "dataset_test_split",

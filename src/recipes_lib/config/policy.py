@@ -88,6 +88,22 @@ BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
     "label_smoothing": {"minimum": 0, "exclusiveMaximum": 0.5},
     "ld_alpha": {"minimum": 0, "maximum": 1},
     "simpo_gamma": {"minimum": 0},
+    # reinforcement learning
+    "cliprange": {"exclusiveMinimum": 0},
+    "cliprange_value": {"exclusiveMinimum": 0},
+    "critic_learning_rate": {"exclusiveMinimum": 0, "maximum": 1},
+    "dual_clip": {"exclusiveMinimum": 1},
+    "gamma": {"minimum": 0, "maximum": 1},
+    "kl_coef": {"minimum": 0},
+    "kl_horizon": {"exclusiveMinimum": 0},
+    "kl_target_per_sequence": {"exclusiveMinimum": 0},
+    "lam": {"minimum": 0, "maximum": 1},
+    "missing_eos_penalty": {"minimum": 0},
+    "num_mini_batches": {"minimum": 1},
+    "num_ppo_epochs": {"minimum": 1},
+    "response_length": {"minimum": 1},
+    "target_kl": {"exclusiveMinimum": 0},
+    "temperature": {"exclusiveMinimum": 0},
 }
 """Range of each number, as JSON schema spells it; ``weight`` is that of a ``dataset_mixture`` entry, ``start_tokens``
 that of a ``dataset_curriculum`` phase."""

@@ -116,6 +116,21 @@ RETIRED: Final[Mapping[str, Retired]] = {
         "ref_adapter_name force_use_ref_model base_model_attribute_name",
         _PREFERENCE,
     ),
+    # TRL's PPO, which it removed in 1.13
+    "reward_model_path": renamed("reward_model_name_or_path", "TRL's GRPO spells it so"),
+    "local_rollout_forward_batch_size": renamed("per_device_eval_batch_size", "one number for what needs no gradient"),
+    "sft_model_path": renamed("model_name_or_path", "the policy starts from it, and the reference is its copy"),
+    "vf_coef": dropped("has no effect: the critic has an optimizer of its own", "write `critic_learning_rate`"),
+    "kl_estimator": dropped_at(
+        ("k1",), "is k1 here: as a reward, k3 and k2 have not the gradient of KL", "delete the line"
+    ),
+    **each(
+        "stop_token stop_token_id",
+        dropped("is not needed: every stop token of model, tokenizer and chat template ends an answer"),
+    ),
+    "total_episodes": undecided("counts answers", "write `num_train_epochs`, or `max_steps` in optimizer steps"),
+    "num_sample_generations": dropped("is not needed", "write `num_sample_prompts` and `eval_steps`"),
+    "ds3_gather_for_generation": dropped("is not needed: weights are not sharded in this stage"),
 }
 """Old spelling -> what became of it."""
 
@@ -150,7 +165,7 @@ _OF_DPO = (
     "precompute_ref_log_probs precompute_ref_batch_size sync_ref_model ref_model_mixup_alpha ref_model_sync_steps "
     "disable_dropout"
 )
-_OF_DISTILLATION = "teacher_model_name_or_path teacher_model_revision teacher_model_init_kwargs temperature"
+_OF_DISTILLATION = "teacher_model_name_or_path teacher_model_revision teacher_model_init_kwargs"
 _OF_ACCELERATE = (
     "mixed_precision num_processes num_machines machine_rank main_process_ip main_process_port distributed_type "
     "compute_environment deepspeed_config fsdp_version dynamo_config downcast_bf16 gpu_ids same_network rdzv_backend"

@@ -240,6 +240,61 @@ class GuardsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RewardsConfig:
+    """What answers are sampled in PPO, and what they are worth."""
+
+    response_length: int = 256
+    """Longest answer, in tokens."""
+    temperature: float = 1.0
+    """Of sampling, and of every log-probability that is compared."""
+    reward_funcs: list[str] | None = None
+    """Functions that score answers: import paths ``package.module:function``, called as TRL's GRPO calls them."""
+    reward_model_name_or_path: str | None = None
+    """Reward model that scores answers, with its own tokenizer and template; its scores are cut off at ±10."""
+    reward_model_revision: str | None = None
+    """Commit, tag or branch of a Hub reward model."""
+    reward_weights: list[float] | None = None
+    """Factor of each reward in their sum: the functions in their order, then the model. Unset: 1 each."""
+    missing_eos_penalty: float | None = 1.0
+    """Taken off the score of an answer that ran into ``response_length``; null takes off nothing."""
+    critic_model_name_or_path: str | None = None
+    """What the critic starts from. Unset: the reward model, else the policy; with ``use_peft`` an adapter beside it."""
+    critic_learning_rate: float = 1e-5
+    """Peak learning rate of the critic; its schedule is that of the policy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig:
+    """The updates of PPO; the spelling of TRL's old ``PPOConfig``."""
+
+    num_ppo_epochs: int = 2
+    """Passes over the answers of an iteration."""
+    num_mini_batches: int = 4
+    """Optimizer steps in a pass; an iteration samples as many answers as they take together."""
+    kl_coef: float = 0.05
+    """Reward taken off for each nat of KL to the model that training starts from."""
+    kl_target_per_sequence: float | None = None
+    """KL of a whole answer, in nats, that ``kl_coef`` is adapted to. Unset: ``kl_coef`` is fixed."""
+    kl_horizon: float = 10_000
+    """Answers over which ``kl_coef`` follows ``kl_target_per_sequence``."""
+    target_kl: float | None = 0.03
+    """The policy's updates of an iteration end once a minibatch is 1.5 times as far, in nats a token, from the policy
+    that answered. Unset: never."""
+    gamma: float = 1.0
+    """Discount of the rewards of later tokens."""
+    lam: float = 0.95
+    """Lambda of generalised advantage estimation; 1 for answers above some 500 tokens."""
+    cliprange: float = 0.2
+    """How far the ratio of new to old probability counts."""
+    dual_clip: float | None = None
+    """Largest loss of a token with a negative advantage, in units of that advantage; 3 is usual. Unset: no bound."""
+    cliprange_value: float | None = 0.2
+    """How far the critic's value counts from what it was; null clips nothing."""
+    whiten_rewards: bool = False
+    """Divide rewards by their standard deviation; advantages are whitened always."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecipeConfig:
     """One run: our sections, upstream's training keys, and where each value came from.
 
@@ -264,6 +319,8 @@ class RecipeConfig:
     quantization: QuantizationConfig = QuantizationConfig()
     preference: PreferenceConfig = PreferenceConfig()
     guards: GuardsConfig = GuardsConfig()
+    rewards: RewardsConfig = RewardsConfig()
+    ppo: PPOConfig = PPOConfig()
     training: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, str] = field(default_factory=dict)
 
@@ -280,5 +337,7 @@ SECTIONS: Final[dict[str, type]] = {
     "quantization": QuantizationConfig,
     "preference": PreferenceConfig,
     "guards": GuardsConfig,
+    "rewards": RewardsConfig,
+    "ppo": PPOConfig,
 }
 """Our sections by the name of their field in ``RecipeConfig``; ``stages.py`` says which keys a stage leaves out."""

@@ -13,9 +13,11 @@ from recipes_lib.config.policy import CHOICES, DEFAULTS, REFUSED
 from recipes_lib.config.retired import Retired, dropped, dropped_at, each, renamed, undecided
 from recipes_lib.config.schema import (
     AdapterConfig,
+    PPOConfig,
     PreferenceConfig,
     PretrainingConfig,
     QuantizationConfig,
+    RewardsConfig,
     ScheduleConfig,
 )
 
@@ -44,6 +46,11 @@ _STAGE_DEFAULTS: Final[Mapping[str, Mapping[str, tuple[Any, str]]]] = {
         "precompute_ref_log_probs": (True, "the reference is read once, kept beside the data, and takes no memory"),
         "warmup_steps": (0.1, "what Zephyr and Tulu trained with"),
     },
+    "ppo": {
+        "learning_rate": (1e-6, "of all weights, as OpenRLHF and verl train; an adapter takes 1e-5"),
+        "num_train_epochs": (1.0, "every prompt is answered once"),
+        "per_device_eval_batch_size": (32, "rows of what needs no gradient: answers that are sampled or scored"),
+    },
     "pretrain": {
         "adam_beta2": (0.95, "what GPT-3, Llama, Mistral and Chinchilla trained with"),
         "learning_rate": (
@@ -60,11 +67,19 @@ _STAGE_DEFAULTS: Final[Mapping[str, Mapping[str, tuple[Any, str]]]] = {
 _OF_PRETRAINING: Final = undecided("is a key of pretraining", "delete the line")
 _OF_ADAPTERS: Final = Retired("is not a key of this stage", "use the `lora` recipe", values={False: {}, None: {}})
 _OF_PAIRS: Final = undecided("is a key of the stages that learn from pairs", "use the `dpo` recipe, or delete the line")
+_OF_PPO: Final = undecided("is a key of PPO", "use the `ppo` recipe, or delete the line")
 _OF_SAMPLES: Final = dropped("has no effect: a reward model writes no answers")
 _LOSS: Final = dropped_at((None, "nll", "chunked_nll"), "is another loss than the one here", "delete the line")
 _FULL_ROWS: Final = dropped("has no effect: documents are cut into full rows of `max_length`, and nothing is lost")
 _WHOLE_PAIRS: Final = dropped("has no effect: every token of both answers counts, and pairs share rows by themselves")
 _FIXED_REFERENCE: Final = dropped_at((False, None), "moves the reference, which is fixed here", "delete the line")
+
+_NO_ANSWERS: Final = dropped("has no effect: answers are sampled, and every token of them counts")
+_FEW_PROMPTS: Final = undecided("is not a key of this stage: prompts are few", "name one dataset by `dataset_name`")
+_LAST_MODEL: Final = dropped("is not done here: the model after the last iteration is the result")
+_NOT_HERE: Final = dropped("is not read by this stage")
+_NO_LOADER: Final = dropped("has no effect: which prompts an iteration takes follows from `seed` alone")
+_NO_DDP: Final = dropped("has no effect: gradients are summed over the processes once an optimizer step")
 
 
 def _each_field(retired: Retired, *sections: type) -> dict[str, Retired]:
@@ -81,8 +96,10 @@ _NO_PRETRAINING: Final[Mapping[str, Retired]] = {
 }
 _NO_ADAPTERS: Final = _each_field(_OF_ADAPTERS, AdapterConfig, QuantizationConfig)
 _NO_PAIRS: Final = {**_each_field(_OF_PAIRS, PreferenceConfig), "loss_type": _LOSS}
+_NO_PPO: Final = _each_field(_OF_PPO, RewardsConfig, PPOConfig)
 _ONLY_PAIRS: Final[Mapping[str, Retired]] = {
     **_NO_PRETRAINING,
+    **_NO_PPO,
     **each("packing loss_on assistant_only_loss completion_only_loss", _WHOLE_PAIRS),
     "activation_offloading": dropped_at((False, None), "is not done here", "write `activation_checkpointing: true`"),
     "dataset_streaming": undecided("cannot be: pairs are prepared once", "delete the line"),
@@ -90,11 +107,12 @@ _ONLY_PAIRS: Final[Mapping[str, Retired]] = {
 }
 
 _LEFT_OUT: Final[Mapping[str, Mapping[str, Retired]]] = {
-    "sft": {**_NO_PRETRAINING, **_NO_ADAPTERS, **_NO_PAIRS},
-    "lora": {**_NO_PRETRAINING, **_NO_PAIRS},
+    "sft": {**_NO_PRETRAINING, **_NO_ADAPTERS, **_NO_PAIRS, **_NO_PPO},
+    "lora": {**_NO_PRETRAINING, **_NO_PAIRS, **_NO_PPO},
     "pretrain": {
         **_NO_ADAPTERS,
         **_NO_PAIRS,
+        **_NO_PPO,
         **each("packing overlong max_truncated_fraction packing_strategy truncation_mode", _FULL_ROWS),
         **each("loss_on assistant_only_loss completion_only_loss", dropped("has no effect: every token is trained on")),
         "lr_scheduler_kwargs": undecided(
@@ -117,6 +135,27 @@ _LEFT_OUT: Final[Mapping[str, Mapping[str, Retired]]] = {
         **each("ref_model_mixup_alpha ref_model_sync_steps", dropped("moves the reference, which is fixed here")),
         "precompute_ref_batch_size": renamed("per_device_eval_batch_size", "one number for what needs no gradient"),
     },
+    "ppo": {
+        **_NO_PRETRAINING,
+        **_NO_PAIRS,
+        **each("packing loss_on assistant_only_loss completion_only_loss", _NO_ANSWERS),
+        "max_truncated_fraction": _NO_ANSWERS,
+        **each("prepared_dir dataset_streaming dataset_mixture", _FEW_PROMPTS),
+        "metrics": dropped("has no effect: samples are scored by the rewards"),
+        "sample_max_new_tokens": dropped("has no effect: samples are as long as any answer", "set `response_length`"),
+        "sample_prompts": dropped("has no effect: the first prompts are answered, held-out ones where there are any"),
+        **each("load_best_model_at_end metric_for_best_model greater_is_better eval_delay", _LAST_MODEL),
+        **each("logging_first_step full_determinism torch_empty_cache_steps debug save_on_each_node", _NOT_HERE),
+        **each("run_name project trackio_space_id trackio_bucket_id trackio_static_space_id", _NOT_HERE),
+        **each("log_level log_level_replica log_on_each_node optim_target_modules neftune_noise_alpha", _NOT_HERE),
+        **each("torch_compile torch_compile_backend torch_compile_mode", _NOT_HERE),
+        **each("train_sampling_strategy dataloader_drop_last dataloader_num_workers dataloader_pin_memory", _NO_LOADER),
+        **each("dataloader_persistent_workers dataloader_prefetch_factor dataloader_in_order", _NO_LOADER),
+        "dataloader_multiprocessing_context": _NO_LOADER,
+        **each("ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph", _NO_DDP),
+        **each("max_rollbacks verify_steps", _NOT_HERE),
+        "fp16": dropped_at((False, None), "is not done here: it would need a loss scaler", "write `bf16: true`"),
+    },
 }
 
 PREFERENCE_LOSSES: Final = (
@@ -128,6 +167,14 @@ PREFERENCE_LOSSES: Final = (
 _STAGE_CHOICES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "pretrain": {"lr_scheduler_type": ("constant", "linear", "cosine", "warmup_stable_decay", "inverse_sqrt")},
     "dpo": {"loss_type": PREFERENCE_LOSSES},
+    "ppo": {
+        "eval_strategy": ("no", "steps"),
+        "logging_strategy": ("steps",),
+        "lr_scheduler_type": ("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr"),
+        "optim": ("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "adafactor"),
+        "report_to": ("none",),
+        "save_strategy": ("no", "steps"),
+    },
 }
 
 ADDED_CHOICES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {

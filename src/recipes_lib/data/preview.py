@@ -143,6 +143,8 @@ def build_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_
     """
     if config.stage in ("reward", "dpo"):
         return _build_pair_preview(config, tokenizer, num_rows)
+    if config.stage == "ppo":
+        return _build_prompt_preview(config, tokenizer, num_rows)
     if config.stage == "pretrain":
         documents = chain.from_iterable(corpus.rows() for corpus in load_corpora(config))
         rows, encoder = list(islice(documents, num_rows)), build_encoder(select_options(config), tokenizer)
@@ -153,6 +155,18 @@ def build_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_
     return [
         PreviewRow(row.where, compute_pieces(tokenizer, examples.take(np.array([at])))) for at, row in enumerate(rows)
     ]
+
+
+def _build_prompt_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> list[PreviewRow]:
+    """The first prompts as the policy is asked; nothing of them is trained on."""
+    from recipes_lib.data.prompts import load_prompt_data  # brings transformers
+
+    preview = []
+    for prompt in load_prompt_data(config, tokenizer).train[:num_rows]:
+        ids = np.array(prompt.input_ids, dtype=np.uint32)
+        example = build_examples([EncodedRow(ids, np.zeros(len(ids), dtype=np.bool_))], [0])
+        preview.append(PreviewRow(prompt.where, compute_pieces(tokenizer, example)))
+    return preview
 
 
 def _build_pair_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> list[PreviewRow]:

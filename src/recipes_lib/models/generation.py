@@ -1,10 +1,12 @@
-"""Which tokens end a generation: set once on the model, used by the samples and by the exported model alike."""
+"""Which tokens end a generation, set once on the model and used wherever it answers; prompts as one batch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def set_stop_tokens(
@@ -25,3 +27,34 @@ def set_stop_tokens(
     model.generation_config.eos_token_id = sorted(stops)
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     return sorted(stops)
+
+
+def build_plain_generation(stop_ids: Sequence[int], pad_id: int, max_new_tokens: int) -> GenerationConfig:
+    """What takes the likeliest token each time, whatever sampling settings and penalties the model comes with.
+
+    Args:
+        stop_ids: Tokens that end an answer; none ends it by length alone.
+        pad_id: Stands behind answers that ended before others of the batch.
+        max_new_tokens: Longest answer.
+    """
+    return GenerationConfig(  # type: ignore[no-untyped-call]
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+        temperature=1.0,
+        top_k=50,
+        top_p=1.0,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=list(stop_ids) or None,
+        pad_token_id=pad_id,
+        use_cache=True,
+    )
+
+
+def pad_left(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Prompts as ``input_ids`` and ``attention_mask``, both ``int64 (B, P)``, each ending at the right edge."""
+    longest = max(map(len, rows))
+    input_ids = torch.tensor([[pad_id] * (longest - len(row)) + list(row) for row in rows])
+    attention_mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    return input_ids, attention_mask

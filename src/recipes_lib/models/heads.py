@@ -67,7 +67,7 @@ def add_loss_head(model: PreTrainedModel) -> None:
     ``targets`` the ``int64 (N,)`` tokens that the hidden states there predict; several targets may share a predictor,
     as the first tokens of two answers do. ``attention_mask`` is ``bool (B, 1, L, L)``, ``True`` where a query (third
     axis) sees a key (fourth), every token itself among them; without it ``position_ids`` tell documents apart.
-    ``with_statistics=True`` adds what ``compute_token_logps`` has to be asked for.
+    ``with_statistics=True`` adds what ``compute_token_logps`` has to be asked for; ``temperature`` divides the logits.
 
     Without ``loss_head`` and ``token_logps`` the model is what it was, so generation is unchanged. A PEFT wrapper may
     come before or after; before, where it trains tied embeddings whole.
@@ -194,13 +194,15 @@ def _compute_logps(
     targets: Tensor,
     attention_mask: Tensor | None = None,
     with_statistics: bool = False,
+    temperature: float = 1.0,
     **inputs: Any,
 ) -> TokenLogpsOutput:
     if attention_mask is not None:
         inputs["attention_mask"] = _spell_mask(model, attention_mask)
     hidden, aux_loss = _run_backbone(model, inputs)
     chosen = hidden.flatten(0, 1)[predictors]
-    scored: TokenLogps = _score(model, compute_token_logps, chosen, targets, with_statistics=with_statistics)
+    options = {"with_statistics": with_statistics, "temperature": temperature}
+    scored: TokenLogps = _score(model, compute_token_logps, chosen, targets, **options)
     return TokenLogpsOutput(*scored, aux_loss)
 
 
@@ -240,7 +242,19 @@ def _run_backbone(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | 
     return outputs.last_hidden_state, aux_loss
 
 
-def _score(model: Any, score: Callable[..., Any], hidden: Tensor, targets: Tensor, **options: Any) -> Any:
+def _score(
+    model: Any,
+    score: Callable[..., Any],
+    hidden: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    **options: Any,
+) -> Any:
     """Call ``score`` by way of the output projection, with what stands between it and the softmax."""
-    transform = _logit_transform(model.config.get_text_config())
+    # A cap bounds the logits before the temperature divides them, so that it is divided too.
+    transform = {
+        name: None if value is None else value / temperature
+        for name, value in _logit_transform(model.config.get_text_config()).items()
+    }
     return model.get_output_embeddings()(hidden, score, targets, **transform, **options)

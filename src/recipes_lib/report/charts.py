@@ -122,7 +122,8 @@ def _plan_charts(run: RunFiles) -> list[_Plan]:
     targets = curve(run.train, "target_tokens_per_second")
     has_targets = any(rate for _, rate in targets)
     is_pairs = bool(curve(run.train, "rewards/margins"))
-    loss_unit = "a pair" if is_pairs else "nats per target token"
+    is_ppo = bool(curve(run.train, "objective/score"))
+    loss_unit = "a pair" if is_pairs else "clipped surrogate, 0 on average" if is_ppo else "nats per target token"
     return [
         _Plan(
             name="loss",
@@ -140,6 +141,7 @@ def _plan_charts(run: RunFiles) -> list[_Plan]:
             unit="bits per byte" if has_bytes else loss_unit,
         ),
         *(_plan_pair_charts(run) if is_pairs else ()),
+        *(_plan_ppo_charts(run) if is_ppo else ()),
         _Plan(
             name="learning_rate",
             title="Learning rate",
@@ -185,6 +187,26 @@ def _plan_pair_charts(run: RunFiles) -> list[_Plan]:
             title="Log-probability of the answers",
             lines=both("logps", "_per_token"),
             unit="nats per token",
+        ),
+    ]
+
+
+def _plan_ppo_charts(run: RunFiles) -> list[_Plan]:
+    def line(name: str, label: str = "") -> Line:
+        return Line(label, read_curve(run.train, name), "first")
+
+    samples = Line("samples", read_curve(run.evaluations, "eval_reward"), "second", kind="points")
+    return [
+        _Plan(name="score", title="Reward", lines=[line("objective/score", "answers"), samples], unit="of an answer"),
+        _Plan(name="kl", title="Distance from the start", lines=[line("objective/kl_seq")], unit="nats per answer"),
+        _Plan(
+            name="length", title="Length", lines=[line("objective/length")], unit="tokens per answer", from_zero=True
+        ),
+        _Plan(
+            name="explained_variance",
+            title="What the critic foresees",
+            lines=[line("value/explained_var")],
+            unit="share of the variance of returns",
         ),
     ]
 

@@ -30,6 +30,7 @@ _HELD_OUT = {
     "eval_rewards/accuracies": ("Chosen answer wins", "{:.1%}"),
     "eval_rewards/margins": ("Reward margin", "{:.3g}"),
     "eval_logps/chosen_shift": ("Chosen answers, nats/token", "{:+.3g}"),
+    "eval_reward": ("Reward of the samples", "{:.3g}"),
     "eval_stop_rate": ("Samples that stop", "{:.0%}"),
     "eval_mean_sample_tokens": ("Tokens per sample", "{:.4g}"),
     "eval_num_target_tokens": ("", ""),

@@ -22,6 +22,7 @@ _OF_STAGE: dict[str, dict[str, Any]] = {
     "lora": _PREPARED,
     "reward": {"max_length": None},
     "dpo": {"max_length": None},
+    "ppo": {},
     # The schedule is the trainer's own, and measured in tokens; so is the length of the run.
     "pretrain": {"lr_scheduler_type": "constant", "warmup_steps": 0},
 }

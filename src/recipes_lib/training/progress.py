@@ -53,7 +53,14 @@ def build_progress(*, is_main: bool, stream: TextIO | None = None) -> TrainingPr
 def describe_event(event: Mapping[str, Any]) -> str:
     """Return an event in a few words: ``loss 2.314  lr 3.0e-04  grad 0.82  12.3k target tok/s  mfu 41 %``."""
     words = []
-    for name, label in (("loss", "loss"), ("eval_loss", "held-out loss"), ("eval_bits_per_byte", "bits/byte")):
+    for name, label in (
+        ("loss", "loss"),
+        ("objective/score", "score"),
+        ("objective/kl_seq", "kl"),
+        ("eval_loss", "held-out loss"),
+        ("eval_bits_per_byte", "bits/byte"),
+        ("eval_reward", "reward"),
+    ):
         if _is_number(event.get(name)):
             words.append(f"{label} {event[name]:.4g}")
     if _is_number(event.get("learning_rate")):

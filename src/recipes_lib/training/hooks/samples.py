@@ -10,8 +10,9 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from evaluate import Metric
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteria
+from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
+from recipes_lib.models.generation import build_plain_generation, pad_left
 from recipes_lib.training.hooks.prompts import Prompt
 from recipes_lib.training.hooks.training_state import preserve_training_state
 from recipes_lib.training.hooks.user_metrics import compute_metrics
@@ -59,7 +60,7 @@ def generate_samples(
     unwrapped: Any = extract_model_from_parallel(model, keep_torch_compile=False)
     stop_ids = _collect_stop_ids(unwrapped.generation_config.eos_token_id, tokenizer.eos_token_id)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    input_ids, attention_mask = _pad_left([prompt.input_ids for prompt in prompts], pad_id)
+    input_ids, attention_mask = pad_left([prompt.input_ids for prompt in prompts], pad_id)
     limit = getattr(unwrapped.config.get_text_config(), "max_position_embeddings", None)
     room = max_new_tokens if limit is None else max(1, min(max_new_tokens, limit - input_ids.shape[1]))
     device = next(unwrapped.parameters()).device
@@ -67,19 +68,7 @@ def generate_samples(
     generated = unwrapped.generate(
         input_ids=input_ids.to(device),
         attention_mask=attention_mask.to(device),
-        generation_config=GenerationConfig(  # type: ignore[no-untyped-call]
-            do_sample=False,
-            num_beams=1,
-            repetition_penalty=1.0,
-            no_repeat_ngram_size=0,
-            temperature=1.0,
-            top_k=50,
-            top_p=1.0,
-            max_new_tokens=room,
-            eos_token_id=stop_ids or None,
-            pad_token_id=pad_id,
-            use_cache=True,
-        ),
+        generation_config=build_plain_generation(stop_ids, pad_id, room),
         stopping_criteria=[stopping],
     )
     stopping.finish()
@@ -165,13 +154,6 @@ class _StopTogether(StoppingCriteria):
 def _collect_stop_ids(configured: int | Sequence[int] | None, eos_token_id: int | None) -> list[int]:
     ids = {eos_token_id, *(configured if isinstance(configured, Sequence) else [configured])}
     return sorted(index for index in ids if index is not None)
-
-
-def _pad_left(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    longest = max(map(len, rows))
-    input_ids = torch.tensor([[pad_id] * (longest - len(row)) + list(row) for row in rows])
-    attention_mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    return input_ids, attention_mask
 
 
 def _read_answer(

@@ -1,0 +1,56 @@
+"""PPO: let a language model answer prompts, and move it towards the answers that earn more.
+
+accelerate launch --config_file accelerate_configs/ddp.yaml recipes/ppo.py --config F
+python recipes/ppo.py --config recipes/configs/llama3-8b/ppo.yaml --kl_coef 0.1      # the same on one process
+
+`--help` lists every key, `--print-config` shows their values and where each comes from. The same command goes on where
+a stopped run left off.
+"""
+
+import sys
+
+from recipes_lib.boundary import parse_or_exit, run_command
+
+if __name__ == "__main__":
+    CONFIG = parse_or_exit("ppo", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.data.prompts import load_prompt_data
+from recipes_lib.models.loading import load_tokenizer
+from recipes_lib.publish.export import export_model
+from recipes_lib.report.page import build_report
+from recipes_lib.rl.models import load_actor_critic
+from recipes_lib.rl.rewards import load_rewards
+from recipes_lib.rl.trainer import PPOTrainer, build_exporter, check_launch
+from recipes_lib.training.arguments import build_training_arguments
+from recipes_lib.training.launch import read_launch
+from recipes_lib.training.run import start_run
+
+
+def main(config: RecipeConfig) -> None:
+    """Train ``config.model`` on answers of its own to the prompts of ``config.data``."""
+    launch = read_launch()
+    check_launch(launch.engine)
+    run = start_run(config, launch)
+    if run.finished:
+        return
+    config = run.config  # With another number of processes, another accumulation.
+    with run.recording_its_end():
+        # What is asked, and what answers are worth.
+        tokenizer = load_tokenizer(config.model, config.tokens)
+        prompts = load_prompt_data(config, tokenizer)
+        run.record(data=prompts.record)
+        args = build_training_arguments(config, launch, has_eval=True)
+        rewards = load_rewards(config.rewards, device=str(args.device))
+
+        # The policy is held against what it was at the start; the critic foresees what its answers will earn.
+        models = load_actor_critic(config, args, launch, tokenizer, prompts.terminators)
+        trainer = PPOTrainer(config, args, models, rewards, prompts, tokenizer)
+        trainer.train(run.resume_from)
+        export_model(build_exporter(models, args, tokenizer), run.output_dir)
+    if launch.is_main:
+        build_report(run.output_dir)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(lambda: main(CONFIG)))

@@ -1,0 +1,62 @@
+"""What must hold between the keys of PPO."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from recipes_lib.config.settings import Settings
+from recipes_lib.errors import Problem
+
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def check_rewards(settings: Settings) -> Iterator[Problem]:
+    """There is a reward, each has one weight, and answers fit the row; nothing that is compared is random."""
+    functions, has_model = settings["reward_funcs"] or [], settings.gives("reward_model_name_or_path")
+    num_rewards = len(functions) + has_model
+    is_told = any(settings.broken(key) for key in ("reward_funcs", "reward_model_name_or_path"))
+    if not num_rewards and not is_told:
+        found = "nothing scores the answers: neither `reward_funcs` nor `reward_model_name_or_path` is set"
+        yield Problem(settings.name, found, "write `reward_funcs: [package.module:function]`, or name a reward model")
+    for function in functions:
+        if not _FUNCTION.fullmatch(function):
+            found = f"a reward function is not an import path: {function[:60]!r}"
+            yield Problem(settings.where("reward_funcs"), found, "write package.module:function")
+    weights = settings["reward_weights"]
+    if weights is not None and num_rewards and len(weights) != num_rewards:
+        found = f"`reward_weights` has {len(weights)} numbers for {num_rewards} rewards"
+        remedy = f"write {num_rewards}: the functions in their order, then the reward model"
+        yield Problem(settings.where("reward_weights"), found, remedy)
+    if settings.gives("reward_model_revision") and not has_model:
+        found = "`reward_model_revision` has no effect without `reward_model_name_or_path`"
+        yield Problem(settings.where("reward_model_revision"), found, "delete the line, or name the model")
+    length, room = settings["response_length"], settings["max_length"]
+    if room is not None and room <= length:
+        found = f"`max_length` ({room}) leaves no room for a prompt before `response_length` ({length})"
+        yield Problem(settings.where("max_length"), found, "raise it: it counts the prompt and its answer")
+    if settings["overlong"] in ("truncate", "split"):
+        found = f"`overlong: {settings['overlong']}` would ask half a question"
+        yield Problem(settings.where("overlong"), found, "write `overlong: drop`, or a larger `max_length`")
+
+
+def check_ppo(settings: Settings) -> Iterator[Problem]:
+    """Options of an adaptive price need its target, and a policy under an adapter is its own reference and critic."""
+    if settings.gives("kl_horizon") and not settings.gives("kl_target_per_sequence"):
+        found = "`kl_horizon` has no effect: `kl_coef` is fixed"
+        yield Problem(settings.where("kl_horizon"), found, "write `kl_target_per_sequence: ...`, or delete the line")
+    if not settings["use_peft"]:
+        return
+    if settings.gives("critic_model_name_or_path"):
+        found = "`critic_model_name_or_path` has no effect: the critic is an adapter on the policy's own weights"
+        yield Problem(settings.where("critic_model_name_or_path"), found, "delete the line, or train without adapters")
+    if settings["lora_dropout"]:
+        found = "`lora_dropout` makes log-probabilities random, and they are compared"
+        yield Problem(settings.where("lora_dropout"), found, "write `lora_dropout: 0`")
+    if settings["init_lora_weights"] in ("pissa", "olora"):
+        found = f"`init_lora_weights: {settings['init_lora_weights']}` leaves no base that could be the reference"
+        yield Problem(settings.where("init_lora_weights"), found, "write `init_lora_weights: default`")
+    for key in ("adapter_name_or_path", "lora_modules_to_save", "loraplus_lr_ratio"):
+        if settings.gives(key):
+            found = f"`{key}` is not done in this stage"
+            yield Problem(settings.where(key), found, "delete the line; `recipes merge` merges an adapter first")

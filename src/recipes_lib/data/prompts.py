@@ -1,0 +1,194 @@
+"""Prompts that a policy answers by itself: tokens, and the columns besides that a reward may read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from recipes_lib.config.schema import DataConfig, RecipeConfig
+from recipes_lib.data.chat import RowEncoder
+from recipes_lib.data.encoding import build_encoder, read_seed
+from recipes_lib.data.format_messages import RowError, check_text, clean_messages
+from recipes_lib.data.formats import canonicalize, detect_format
+from recipes_lib.data.rows import Message, Row
+from recipes_lib.data.source_mixtures import Mixture, load_test_data, load_train_data
+from recipes_lib.data.source_rows import RawRow
+from recipes_lib.data.sources import raise_problems
+from recipes_lib.data.splits import compute_row_digest, find_overlap, refuse_overlap, split_rows
+from recipes_lib.errors import DataError, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """What the policy is asked.
+
+    Attributes:
+        where: Its place, for errors.
+        input_ids: Its tokens, the generation prompt included; never empty.
+        content: The messages, or the plain text.
+        columns: The other columns of the row, as the dataset has them.
+    """
+
+    where: str
+    input_ids: list[int]
+    content: list[Message] | str
+    columns: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptData:
+    """The prompts of a run.
+
+    Attributes:
+        train: At least one, in the order of the data.
+        eval: Held-out prompts; may be empty.
+        terminators: Ids of the tokens that end answers, beside the tokenizer's end of text.
+        max_length: Tokens of the longest prompt together with its longest possible answer.
+        record: JSON values for ``run.json``.
+    """
+
+    train: Sequence[PromptRow]
+    eval: Sequence[PromptRow]
+    terminators: Sequence[int]
+    max_length: int
+    record: dict[str, Any]
+
+
+def load_prompt_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> PromptData:
+    """Read and tokenise the prompts of a run.
+
+    A row has a column ``prompt``, a text or messages; or it is a chat in any known layout, whose last answer is left
+    out. Texts are given to the model as they are, chats by its template.
+
+    Args:
+        config: The run; a prompt and ``response_length`` tokens fit into ``max_length``, where that is set.
+        tokenizer: Of the policy.
+
+    Raises:
+        ConfigError: As ``build_encoder`` and ``split_rows``.
+        DataError: Rows are broken, without a prompt, or too long; prompts are held out as well as trained on.
+    """
+    encoder, data = build_encoder(config, tokenizer), config.data
+    mixture = load_train_data(data)
+    rows = list(_read(mixture, data))
+    held_out_mixture = load_test_data(data)
+    held_out = [] if held_out_mixture is None else list(_read(held_out_mixture, data))
+    if data.test_split_size is not None:
+        digests = [compute_row_digest(row) for row, _ in rows]
+        split = split_rows(digests, data.test_split_size, read_seed(config), inseparable="equal prompts")
+        rows, held_out = [rows[at] for at in split.train], [rows[at] for at in split.test]
+    elif held_out and not data.allow_eval_overlap:
+        train_digests, digests = ([compute_row_digest(row) for row, _ in side] for side in (rows, held_out))
+        refuse_overlap(
+            find_overlap(train_digests, digests), _name(rows), _name(held_out), relation="ask what held-out rows ask"
+        )
+    problems: list[Problem] = []
+    train, eval_ = (list(_encode(side, encoder, config, problems)) for side in (rows, held_out))
+    raise_problems(problems, str(data.dataset_name))
+    if not train:
+        found = f"every prompt is too long for max_length: {config.tokens.max_length} with its answer"
+        raise DataError(Problem(str(data.dataset_name), found, "raise max_length"))
+    lengths = np.array([len(prompt.input_ids) for prompt in train])
+    return PromptData(
+        train=train,
+        eval=eval_,
+        terminators=_find_terminators(rows[0][0], encoder),
+        max_length=int(lengths.max()) + config.rewards.response_length,
+        record={
+            "num_prompts": len(train),
+            "num_eval_prompts": len(eval_),
+            "num_overlong": len(rows) + len(held_out) - len(train) - len(eval_),
+            "prompt_tokens_mean": float(lengths.mean()),
+            "prompt_tokens_max": int(lengths.max()),
+            "fingerprint": mixture.fingerprint(),
+        },
+    )
+
+
+def _read(mixture: Mixture, data: DataConfig) -> Iterator[tuple[Row, dict[str, Any]]]:
+    """Yield each prompt as a canonical row without an answer, and the row's other columns.
+
+    Raises:
+        DataError: Every problem, once, after the whole source is read; or there is no row.
+    """
+    problems: list[Problem] = []
+    (part,) = mixture.parts
+    is_empty = True
+    for entry in part.source.rows():
+        is_empty = False
+        if isinstance(entry, RawRow):
+            try:
+                yield _take_prompt(entry, data)
+            except DataError as error:
+                problems += error.problems
+        else:
+            problems.append(entry)
+    if is_empty:
+        problems.append(Problem(part.source.name, "no rows: it is empty", "check how it was written"))
+    raise_problems(problems, part.source.name)
+
+
+def _take_prompt(raw: RawRow, data: DataConfig) -> tuple[Row, dict[str, Any]]:
+    prompt = raw.columns.get("prompt")
+    if isinstance(prompt, str) and raw.columns.get("messages"):
+        prompt = None  # The text of a chat that is there whole.
+    others = {name: value for name, value in raw.columns.items() if name != "prompt"}
+    place: dict[str, Any] = {"source": raw.source, "index": raw.index, "index_name": raw.index_name}
+    if prompt is not None:
+        try:
+            if isinstance(prompt, str):
+                return Row(**place, prompt=check_text(prompt, "`prompt`")), others
+            messages = clean_messages(prompt, "prompt")
+        except RowError as error:
+            raise DataError(Problem(raw.where, error.found, error.remedy)) from None
+        return Row(**place, messages=messages, num_prompt_messages=len(messages)), others
+    row_format = detect_format(raw.columns, data.dataset_format, where=raw.where)
+    row = canonicalize(raw.columns, row_format, raw.source, raw.index, raw.index_name)
+    if row.messages is None:
+        found = f"the `{row_format.name}` layout has no prompt"
+        raise DataError(Problem(raw.where, found, "give rows with a `prompt` column, or chats"))
+    answers = [index for index, message in enumerate(row.messages) if message["role"] == "assistant"]
+    messages = list(row.messages[: row.num_prompt_messages or answers[-1]])
+    return dataclasses.replace(row, messages=messages, num_prompt_messages=len(messages), rejected=None), others
+
+
+def _encode(
+    rows: Sequence[tuple[Row, dict[str, Any]]], encoder: RowEncoder, config: RecipeConfig, problems: list[Problem]
+) -> Iterator[PromptRow]:
+    max_length, response_length = config.tokens.max_length, config.rewards.response_length
+    for row, columns in rows:
+        try:
+            ids = encoder.encode_prompt(row).tolist()
+        except DataError as error:
+            problems += error.problems
+            continue
+        if not ids:
+            problems.append(Problem(row.where, "the prompt is empty", "write one, or remove the row"))
+        elif max_length is not None and len(ids) + response_length > max_length:
+            if config.tokens.overlong == "error":
+                found = (
+                    f"{len(ids):,} tokens and an answer of {response_length:,} are more than max_length {max_length:,}"
+                )
+                problems.append(Problem(row.where, found, "raise max_length, or write `overlong: drop`"))
+        else:
+            content = row.prompt if row.messages is None else list(row.messages)
+            assert content is not None
+            yield PromptRow(row.where, ids, content, columns)
+
+
+def _find_terminators(row: Row, encoder: RowEncoder) -> list[int]:
+    """What ends an answer to such a prompt when it is trained on; nothing for a plain text, which ends as text does."""
+    if row.messages is None:
+        return []
+    answered = [*row.messages, {"role": "assistant", "content": "a"}]
+    (encoded,) = encoder.encode([Row(source=row.source, index=row.index, messages=answered, tools=row.tools)])
+    return [int(encoded.input_ids[np.flatnonzero(encoded.loss_mask)[-1]])]
+
+
+def _name(rows: Sequence[tuple[Row, Any]]) -> Callable[[int], str]:
+    return lambda position: rows[position][0].where

@@ -1,0 +1,84 @@
+"""What ``recipes check`` looks at in a run of PPO: prompts, rewards, and how many answers will be sampled."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from recipes_lib.inspection.base import SHARES_OF_A_RUN, Inspection, Say
+
+if TYPE_CHECKING:
+    from recipes_lib.data.prompts import PromptData
+
+
+class PPOInspection(Inspection):
+    """Prompts as the policy will be asked, every reward imported, and the critic's start."""
+
+    keeps_documents_apart = False
+
+    def __init__(self, *args: Any) -> None:
+        """Take what ``Inspection`` takes."""
+        super().__init__(*args)
+        self._data: PromptData | None = None
+
+    def look_at_data(self, say: Say) -> None:
+        """How many prompts there are and how long they are."""
+        from recipes_lib.data.prompts import load_prompt_data
+
+        if self.tokenizer is None:
+            return
+        self._data = load_prompt_data(self.config, self.tokenizer)
+        record = self._data.record
+        say(
+            f"{record['num_prompts']:,} prompts of {record['prompt_tokens_mean']:,.0f} tokens on average, "
+            f"{record['prompt_tokens_max']:,} at most; answers of up to {self.config.rewards.response_length:,}"
+        )
+        if record["num_overlong"]:
+            say(f"left out, too long: {record['num_overlong']:,}")
+        if self._data.eval:
+            say(f"held out: {len(self._data.eval):,} prompts")
+
+    def look_at_agreement(self, say: Say) -> None:
+        """Vocabulary, special tokens, length and what ends answers; then whether every reward can be loaded."""
+        if self.tokenizer is None or self.model_config is None:
+            return
+        terminators = self._data.terminators if self._data else ()
+        max_length = self._data.max_length if self._data else self.config.tokens.max_length
+        self.say_agreement(say, max_length, terminators)
+        self._look_at_rewards(say)
+
+    def _look_at_rewards(self, say: Say) -> None:
+        from recipes_lib.config.schema import ModelConfig
+        from recipes_lib.models.adapters_saved import find_adapter
+        from recipes_lib.models.loading import load_model_config
+        from recipes_lib.rl.rewards import MODEL, load_reward_functions
+
+        rewards = self.config.rewards
+        names = list(load_reward_functions(rewards.reward_funcs or []))
+        if rewards.reward_model_name_or_path is not None:
+            name, revision = rewards.reward_model_name_or_path, rewards.reward_model_revision
+            if find_adapter(name, revision) is None:
+                load_model_config(ModelConfig(model_name_or_path=name, model_revision=revision))
+            names.append(MODEL)
+        weights = rewards.reward_weights or [1.0] * len(names)
+        told = " + ".join(f"{weight:g} {name}" for weight, name in zip(weights, names, strict=True))
+        say(f"reward: {told}")
+
+    def look_at_steps(self, say: Say) -> None:
+        """Iterations, answers and optimizer steps, and the policy's rates."""
+        from recipes_lib.planning.schedule import compute_learning_rates
+        from recipes_lib.rl.schedule import compute_schedule
+
+        if self._data is None:
+            return
+        training = self.config.training
+        plan = compute_schedule(len(self._data.train), self.config.ppo, training, self.num_processes)
+        self.num_steps = plan.num_steps
+        say(
+            f"{plan.num_iterations:,} iterations of {plan.answers_per_iteration:,} answers and "
+            f"{plan.steps_per_iteration:,} steps of {plan.answers_per_step:,} answers: {plan.num_steps:,} steps, every "
+            f"prompt answered {plan.num_epochs:.3g} times"
+        )
+        steps = [round(share * (plan.num_steps - 1)) for share in SHARES_OF_A_RUN]
+        rates = compute_learning_rates(training, plan.num_steps, plan.num_warmup_steps, steps)
+        if rates is not None:
+            say(f"learning rate at 0, 25, 50, 75, 100 %: {', '.join(f'{rate:.2e}' for rate in rates)}")

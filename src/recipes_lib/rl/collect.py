@@ -1,0 +1,158 @@
+"""One iteration's answers: sampled, scored, and read by policy, reference and critic before anything is updated."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from recipes_lib.data.prompts import PromptRow
+from recipes_lib.rl.generation import Generator
+from recipes_lib.rl.models import ActorCritic
+from recipes_lib.rl.ppo_math import mask_answers
+from recipes_lib.rl.rewards import Rewards
+from recipes_lib.rl.rollout import (
+    Rollout,
+    Sequences,
+    compute_response_logps,
+    compute_response_values,
+    lay_out,
+)
+from recipes_lib.rl.schedule import Stream
+from recipes_lib.training.progress import TrainingProgress
+
+
+@dataclass(frozen=True, slots=True)
+class Collector:
+    """Collects answers on one process.
+
+    Attributes:
+        models: Policy, critic, reference.
+        generator: Samples the answers.
+        rewards: Score them.
+        tokenizer: Of the policy.
+        response_length: Longest answer.
+        temperature: Of sampling and of every log-probability.
+        batch_size: Rows that are sampled or read at once.
+        seed: With the number of an answer, decides which it is.
+        device: Of the models.
+        precision: Gives the context in which products are computed.
+        progress: What the terminal shows.
+    """
+
+    models: ActorCritic
+    generator: Generator
+    rewards: Rewards
+    tokenizer: PreTrainedTokenizerBase
+    response_length: int
+    temperature: float
+    batch_size: int
+    seed: int
+    device: torch.device
+    precision: Callable[[], Any]
+    progress: TrainingProgress
+
+    def collect(self, prompts: Sequence[PromptRow], numbers: Sequence[int]) -> tuple[Rollout, dict[str, float]]:
+        """Answer prompts and say everything of the answers that the updates need.
+
+        Args:
+            prompts: At least one.
+            numbers: The number in the run of each answer.
+
+        Returns:
+            The answers, and the seconds that sampling, scoring and reading them took.
+
+        Raises:
+            ConfigError: As ``Rewards.score``.
+        """
+        self.models.set_training(training=False)
+        began = time.perf_counter()
+        rollout = self._sample(list(prompts), numbers)
+        sampled = time.perf_counter()
+        rollout, _ = self._score(rollout)
+        scored = time.perf_counter()
+        rollout = self._read(rollout)
+        read = time.perf_counter()
+        seconds = {"generate": sampled - began, "score": scored - sampled, "old_ref_value": read - scored}
+        return rollout, {f"time/{name}": value for name, value in seconds.items()}
+
+    def answer(self, prompts: Sequence[PromptRow], numbers: Sequence[int]) -> tuple[Rollout, list[str]]:
+        """Answer prompts and score the answers; return them, and as texts without special tokens.
+
+        Args:
+            prompts: At least one.
+            numbers: As for ``collect``: the same ones show what has changed in a policy.
+        """
+        self.models.set_training(training=False)
+        return self._score(self._sample(list(prompts), numbers))
+
+    def _sample(self, prompts: list[PromptRow], numbers: Sequence[int]) -> Rollout:
+        # Prompts of like length in one batch: less padding, and answers do not depend on it.
+        order = sorted(range(len(prompts)), key=lambda row: len(prompts[row].input_ids))
+        chunks = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
+        ids = torch.zeros(len(prompts), self.response_length, dtype=torch.int64)
+        logps = torch.zeros(len(prompts), self.response_length)
+        with self.models.as_policy() as policy:
+            for rows in self.progress.track(chunks, "sampling answers", len(chunks)):
+                uniforms = [self._draw(numbers[row]) for row in rows]
+                answered = self.generator.generate(
+                    policy, [prompts[row].input_ids for row in rows], torch.from_numpy(np.stack(uniforms))
+                )
+                width = answered.response_ids.shape[1]
+                # A batch stays below the limit only when all of its answers ended: what stands behind them is masked.
+                ids[rows, :width], logps[rows, :width] = answered.response_ids, answered.engine_logps
+        mask, finished = mask_answers(ids, self.models.stop_ids)
+        none = torch.zeros(len(prompts))
+        by_token = torch.zeros_like(logps)
+        everything = Rollout(
+            prompts=prompts,
+            response_ids=torch.where(mask, ids, 0),
+            mask=mask,
+            finished=finished,
+            scores=none,
+            rewards=none[:, None],
+            engine_logps=torch.where(mask, logps, 0.0),
+            logps=by_token,
+            ref_logps=by_token,
+            values=by_token,
+        )
+        return everything.take(range(len(prompts)))
+
+    def _draw(self, number: int) -> Any:
+        return np.random.default_rng([self.seed, Stream.ANSWER, number]).random(self.response_length)
+
+    def _score(self, rollout: Rollout) -> tuple[Rollout, list[str]]:
+        answers = [ids[mask].tolist() for ids, mask in zip(rollout.response_ids, rollout.mask, strict=True)]
+        texts = [str(text) for text in self.tokenizer.batch_decode(answers, skip_special_tokens=True)]
+        scores = self.rewards.score(rollout.prompts, texts, answers)
+        parts = torch.tensor(list(scores.parts.values())).T
+        return dataclasses.replace(rollout, scores=torch.tensor(scores.total), rewards=parts), texts
+
+    def _read(self, rollout: Rollout) -> Rollout:
+        def logps(model: Any, sequences: Sequences) -> Tensor:
+            return compute_response_logps(model, sequences, temperature=self.temperature)[0]
+
+        with self.models.as_policy() as policy:
+            old = self._map(rollout, lambda sequences: logps(policy, sequences))
+        with self.models.as_reference() as reference:
+            ref = self._map(rollout, lambda sequences: logps(reference, sequences))
+        with self.models.as_critic() as critic:
+            values = self._map(rollout, lambda sequences: compute_response_values(critic, sequences))
+        return dataclasses.replace(rollout, logps=old, ref_logps=ref, values=values)
+
+    def _map(self, rollout: Rollout, compute: Callable[[Sequences], Tensor]) -> Tensor:
+        """What ``compute`` gives for every answer, ``float32 (B, T)``, without gradients."""
+        result = torch.zeros(rollout.mask.shape)
+        parts: Iterable[list[int]] = rollout.cut(self.batch_size)
+        with torch.no_grad(), self.precision():
+            for rows in parts:
+                part = compute(lay_out(rollout.take(rows), self.device))
+                result[rows, : part.shape[1]] = part.float().cpu()
+        return result

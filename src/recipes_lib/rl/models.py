@@ -1,0 +1,209 @@
+"""The models of PPO in either layout: four of their own, or two adapters on one trunk."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase, TrainingArguments
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.adapter_roles import CRITIC, AdapterCritic, role
+from recipes_lib.models.adapters_saved import find_adapter
+from recipes_lib.models.attention import choose_attention
+from recipes_lib.models.dropout import disable_dropout
+from recipes_lib.models.generation import set_stop_tokens
+from recipes_lib.models.heads import add_loss_head, verify_loss_head
+from recipes_lib.models.loading import load_model_config
+from recipes_lib.models.score_head import add_score_head, load_reward_model
+from recipes_lib.models.scoring import RewardStatistics, read_reward_statistics
+from recipes_lib.training.activation_checkpointing import read_selective
+from recipes_lib.training.launch import Launch
+from recipes_lib.training.policy import load_policy
+
+
+@dataclass(frozen=True, slots=True)
+class ActorCritic:
+    """Policy, critic and reference.
+
+    Attributes:
+        policy: A causal language model with a loss head, or a PEFT model around it.
+        critic: Gives ``ScoreOutput.scores`` at ``last_positions``.
+        own_reference: A frozen copy of the policy; ``None`` where it is the policy with its adapters off.
+        stop_ids: Every token that ends an answer, sorted.
+    """
+
+    policy: Any
+    critic: Any
+    own_reference: Any | None
+    stop_ids: list[int]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether policy, critic and reference stand on one trunk."""
+        return self.own_reference is None
+
+    @contextmanager
+    def as_policy(self) -> Iterator[Any]:
+        """Yield the policy."""
+        if not self.is_shared:
+            yield self.policy
+            return
+        with role(self.policy, "policy"):
+            yield self.policy
+
+    @contextmanager
+    def as_critic(self) -> Iterator[Any]:
+        """Yield the critic."""
+        if not self.is_shared:
+            yield self.critic
+            return
+        with role(self.policy, "critic"):
+            yield self.critic
+
+    @contextmanager
+    def as_reference(self) -> Iterator[Any]:
+        """Yield the model that training started from."""
+        if not self.is_shared:
+            yield self.own_reference
+            return
+        with role(self.policy, "reference"):
+            yield self.policy
+
+    def policy_parameters(self) -> Mapping[str, nn.Parameter]:
+        """Return what the policy's optimizer trains, by name."""
+        return {
+            name: parameter
+            for name, parameter in self.policy.named_parameters()
+            if parameter.requires_grad and f".{CRITIC}." not in name
+        }
+
+    def critic_parameters(self) -> Mapping[str, nn.Parameter]:
+        """Return what the critic's optimizer trains, by name."""
+        parameters = dict(self.critic.named_parameters())
+        if self.is_shared:
+            parameters |= {name: value for name, value in self.policy.named_parameters() if f".{CRITIC}." in name}
+        return {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+
+    def set_training(self, *, training: bool) -> None:
+        """Put policy and critic into training mode, in which activations are recomputed, or out of it."""
+        self.policy.train(training)
+        self.critic.train(training)
+
+    def drop_critic(self) -> Any:
+        """Return the policy as it is exported: without an adapter that is not its own."""
+        if self.is_shared:
+            self.policy.delete_adapter(CRITIC)
+        return self.policy
+
+
+def load_actor_critic(
+    config: RecipeConfig,
+    args: TrainingArguments,
+    launch: Launch,
+    tokenizer: PreTrainedTokenizerBase,
+    terminators: Sequence[int],
+) -> ActorCritic:
+    """Load the models of a run on this process's device, dropout off in all of them.
+
+    Args:
+        config: The run.
+        args: Precision, device and seed.
+        launch: How this process was launched.
+        tokenizer: Of the policy.
+        terminators: Ids of the tokens that end answers.
+
+    Raises:
+        ConfigError: As ``load_policy``, ``load_reward_model``, ``add_loss_head`` and ``choose_attention``; the critic
+            reads other tokens than the policy writes; or padding cannot be told from the end of an answer.
+    """
+    attention = choose_attention(config.model, load_model_config(config.model)[0], args, packing=False)
+    policy = load_policy(config, attention.implementation, args, launch)
+    stop_ids = set_stop_tokens(_base(policy), tokenizer, terminators)
+    disable_dropout(policy)
+    if not getattr(_base(policy), "is_quantized", False):  # Those were put there by their loading.
+        policy.to(args.device)
+    own_reference = None
+    if config.adapter.use_peft:
+        with torch.random.fork_rng():
+            torch.manual_seed(args.seed)
+            critic: Any = AdapterCritic(policy)
+    else:
+        own_reference = copy.deepcopy(policy).eval().requires_grad_(False)
+        critic = _load_critic(config, attention.implementation, args)
+        disable_dropout(critic)
+        critic.to(args.device)
+        _check_vocabulary(policy, critic)
+    for model in (policy, own_reference):
+        if model is not None:
+            add_loss_head(_base(model))
+    verify_loss_head(policy)
+    if args.activation_checkpointing:
+        for model in {id(policy): policy, id(critic): critic}.values():
+            if not isinstance(model, AdapterCritic):
+                _checkpoint_activations(_base(model), args)
+    return ActorCritic(policy, critic, own_reference, stop_ids)
+
+
+def _load_critic(config: RecipeConfig, implementation: str, args: TrainingArguments) -> Any:
+    """A model that gives a value for each token: a reward model's score, or 0 over a model without a head.
+
+    Raises:
+        ConfigError: As ``load_reward_model``; or it would start from an adapter.
+    """
+    rewards = config.rewards
+    named = rewards.critic_model_name_or_path or rewards.reward_model_name_or_path
+    revision = None if rewards.critic_model_name_or_path else rewards.reward_model_revision
+    source = config.model
+    if named is not None and find_adapter(named, revision) is not None:
+        found = f"the critic would start from {named}, which is an adapter, and all of its weights are trained"
+        remedy = "`recipes merge` it, or write `critic_model_name_or_path`: a reward model, or the policy"
+        raise ConfigError(Problem("critic_model_name_or_path", found, remedy))
+    if named is not None:
+        source = dataclasses.replace(source, model_name_or_path=named, model_revision=revision)
+    critic = load_reward_model(source, implementation, seed=args.seed)
+    architectures = load_model_config(source)[0].architectures or []
+    head: Any = critic.score
+    if any(name.endswith("ForSequenceClassification") for name in architectures):
+        scale = read_reward_statistics(critic)
+        if scale is not None:
+            critic.score = _rescale(head, scale)
+    else:
+        nn.init.zeros_(head.weight)
+    add_score_head(critic)
+    return critic
+
+
+def _rescale(head: nn.Linear, scale: RewardStatistics) -> nn.Linear:
+    """The head of a reward model in the units of its rewards, in which returns are counted."""
+    rescaled = nn.Linear(head.in_features, 1, dtype=head.weight.dtype, device=head.weight.device)
+    with torch.no_grad():
+        rescaled.weight.copy_(head.weight / scale.std)
+        rescaled.bias.fill_(-scale.mean / scale.std)
+    return rescaled
+
+
+def _check_vocabulary(policy: Any, critic: Any) -> None:
+    sizes = [model.config.get_text_config().vocab_size for model in (policy, critic)]
+    if sizes[0] != sizes[1]:
+        found = f"the critic has a vocabulary of {sizes[1]:,} tokens and the policy one of {sizes[0]:,}"
+        remedy = "name a critic of the policy's own family, or `critic_model_name_or_path` as the policy's model"
+        raise ConfigError(Problem("critic_model_name_or_path", found, remedy))
+
+
+def _checkpoint_activations(model: Any, args: TrainingArguments) -> None:
+    options: Any = args.activation_checkpointing_kwargs
+    model.activation_checkpointing_enable(
+        **(read_selective(options) or {"activation_checkpointing_kwargs": {"use_reentrant": False, **(options or {})}})
+    )
+
+
+def _base(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

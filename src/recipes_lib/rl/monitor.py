@@ -1,0 +1,131 @@
+"""What an iteration of PPO reports, and what must hold before its first update."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from recipes_lib.errors import DivergedError
+from recipes_lib.rl.ppo_math import (
+    MAX_IMPORTANCE_WEIGHT,
+    compute_explained_variance,
+    compute_importance_weights,
+    estimate_kl,
+)
+from recipes_lib.rl.rollout import Rollout
+
+Figures = dict[str, float]
+"""Numbers by name."""
+
+TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+"""Nats a token by which two passes of one model over the same answers may differ, in batches of other shapes."""
+_GRAM: Final = 4
+
+
+def describe_rollout(rollout: Rollout, reward_names: Collection[str], total: Tensor) -> Figures:
+    """Return what the answers of an iteration were like, before any update.
+
+    Args:
+        rollout: All answers.
+        reward_names: Of the rewards, in their order.
+        total: Sum of each answer's rewards, the price of KL and penalties taken off, ``(B,)``.
+    """
+    mask, lengths = rollout.mask, rollout.lengths.float()
+    kl = torch.where(mask, estimate_kl(rollout.logps, rollout.ref_logps), 0.0)
+    weights = compute_importance_weights(rollout.logps, rollout.engine_logps, mask, cap=MAX_IMPORTANCE_WEIGHT)
+    gap = torch.where(mask, rollout.engine_logps - rollout.logps, 0.0)
+    num_tokens = rollout.num_tokens
+    parts = dict(zip(reward_names, rollout.rewards.mean(dim=0).tolist(), strict=True))
+    prompt_lengths = [len(prompt.input_ids) for prompt in rollout.prompts]
+    longest = max(p + int(n) for p, n in zip(prompt_lengths, rollout.lengths, strict=True))
+    return {
+        "objective/score": float(rollout.scores.mean()),
+        "objective/score_std": float(rollout.scores.std(unbiased=False)),
+        **({f"objective/score/{name}": value for name, value in parts.items()} if len(parts) > 1 else {}),
+        "objective/reward_total": float(total.mean()),
+        "objective/kl_seq": float(kl.sum(dim=1).mean()),
+        "objective/kl_token": float(kl.sum()) / num_tokens,
+        "objective/finish_rate": float(rollout.finished.float().mean()),
+        "objective/length": float(lengths.mean()),
+        "objective/score_length_correlation": correlate(rollout.scores, lengths),
+        "objective/unique_4_grams": measure_variety(rollout),
+        "rollout/engine_mismatch_kl": float(gap.sum()) / num_tokens,
+        "rollout/is_weight_mean": float(weights.sum()) / num_tokens,
+        "rollout/is_weight_max": float(weights.max()),
+        "rollout/pad_fraction": 1 - (num_tokens + sum(prompt_lengths)) / (longest * len(rollout)),
+    }
+
+
+def describe_values(rollout: Rollout) -> Figures:
+    """Return how well the critic foresaw the returns of an iteration."""
+    assert rollout.returns is not None
+    return {
+        "value/explained_var": compute_explained_variance(rollout.values, rollout.returns, rollout.mask),
+        "value/mean": float(rollout.values[rollout.mask].mean()),
+        "value/return_mean": float(rollout.returns[rollout.mask].mean()),
+    }
+
+
+def average_steps(prefix: str, steps: Sequence[Figures]) -> Figures:
+    """Return the mean over an iteration's steps of each figure, and how many updates there were."""
+    names = [name for name in steps[0] if name not in ("ratio_max", "lr", "grad_norm")]
+    figures = {name: sum(step[name] for step in steps) / len(steps) for name in names}
+    norms = [step["grad_norm"] for step in steps if "grad_norm" in step]
+    if norms:
+        figures["grad_norm"] = sum(norms) / len(norms)
+    if "ratio_max" in steps[0]:
+        figures["ratio_max"] = max(step["ratio_max"] for step in steps)
+    figures |= {"lr": steps[-1]["lr"], "num_updates": float(len(norms))}
+    return {f"{prefix}/{name}": value for name, value in figures.items()}
+
+
+def verify_first_minibatch(figures: Figures, dtype: torch.dtype) -> None:
+    """Check that the policy's ratio is 1 where nothing was updated yet.
+
+    Raises:
+        DivergedError: The policy that learns is not the one whose answers were read.
+    """
+    # k3 of a small difference d is d^2 / 2.
+    shift = (2 * max(figures["approx_kl"], 0.0)) ** 0.5
+    if not shift <= TOLERANCE[dtype]:
+        raise DivergedError(
+            f"before the first update of this iteration the policy's log-probabilities differ by {shift:.2g} nats a "
+            f"token from those that it had just given; rounding explains {TOLERANCE[dtype]:g}"
+        )
+
+
+def verify_first_rollout(rollout: Rollout, dtype: torch.dtype) -> str:
+    """Check that the policy is its own reference before the first update, and return what was found, in a line.
+
+    Raises:
+        DivergedError: It is not: KL to the reference is not 0.
+    """
+    shift = float((rollout.logps - rollout.ref_logps)[rollout.mask].abs().mean())
+    if not shift <= TOLERANCE[dtype]:
+        raise DivergedError(
+            f"before the first update policy and reference differ by {shift:.2g} nats a token; rounding explains "
+            f"{TOLERANCE[dtype]:g}"
+        )
+    gap = float((rollout.logps - rollout.engine_logps)[rollout.mask].abs().mean())
+    return f"step 0: policy and reference differ by {shift:.1e} nats a token, policy and generation by {gap:.1e}"
+
+
+def correlate(first: Tensor, second: Tensor) -> float:
+    """Return the correlation of two ``(B,)``; 0 where one of them is constant."""
+    centred = [values.double() - values.double().mean() for values in (first, second)]
+    norm = float(centred[0].norm() * centred[1].norm())
+    return float(centred[0] @ centred[1]) / norm if norm > 0 else 0.0
+
+
+def measure_variety(rollout: Rollout) -> float:
+    """Return the share of an iteration's sequences of four tokens that come once; 1 where there are none."""
+    grams: dict[tuple[int, ...], int] = {}
+    for ids, length in zip(rollout.response_ids.tolist(), rollout.lengths.tolist(), strict=True):
+        for start in range(length - _GRAM + 1):
+            gram = tuple(ids[start : start + _GRAM])
+            grams[gram] = grams.get(gram, 0) + 1
+    total = sum(grams.values())
+    return sum(count == 1 for count in grams.values()) / total if total else 1.0

@@ -1,0 +1,147 @@
+"""What answers are worth: the weighted sum of the user's own functions and of a reward model."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Final, NamedTuple
+
+from recipes_lib.config.schema import RewardsConfig
+from recipes_lib.data.prompts import PromptRow
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.reward_tokens import Answer
+from recipes_lib.models.scoring import RewardModel
+
+MAX_MODEL_SCORE: Final = 10.0
+"""Bound of a reward model's score, in its standard deviations: what lies beyond is not what it was trained on."""
+MODEL: Final = "reward_model"
+"""Name of the reward model among the rewards."""
+
+RewardFunction = Callable[..., Sequence[float | None]]
+
+
+class Scores(NamedTuple):
+    """What answers are worth: the weighted sum, and each reward by its name; a number for each answer."""
+
+    total: list[float]
+    parts: dict[str, list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rewards:
+    """Scores answers.
+
+    Attributes:
+        functions: The user's functions by name. Each is called with ``prompts``, ``completions`` and
+            ``completion_ids``, and every other column of the dataset by its name, as lists; a chat's completion is a
+            list of one message. It returns a number, or ``None`` where it has nothing to say, for each.
+        model: The reward model, if there is one.
+        weights: Factor of each function in turn, then of the model.
+
+    Source: the interface of ``trl.GRPOTrainer``'s ``reward_funcs``, ``None`` among the results included.
+    """
+
+    functions: Mapping[str, RewardFunction]
+    model: RewardModel | None
+    weights: Sequence[float]
+
+    def score(self, prompts: Sequence[PromptRow], texts: Sequence[str], ids: Sequence[list[int]]) -> Scores:
+        """What answers are worth.
+
+        Args:
+            prompts: What was asked.
+            texts: The answers without special tokens.
+            ids: Their tokens, the one that ended them included.
+
+        Raises:
+            ConfigError: A function failed, or returned something else than one finite number or ``None`` each.
+            DataError: As ``RewardModel.score``.
+        """
+        parts = {name: _call(name, function, prompts, texts, ids) for name, function in self.functions.items()}
+        if self.model is not None:
+            answers = [_join(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+            scores = self.model.score(answers)
+            parts[MODEL] = [min(max(score, -MAX_MODEL_SCORE), MAX_MODEL_SCORE) for score in scores]
+        columns = zip(*parts.values(), strict=True)
+        total = [sum(w * s for w, s in zip(self.weights, column, strict=True)) for column in columns]
+        return Scores(total, parts)
+
+
+def load_rewards(config: RewardsConfig, device: str) -> Rewards:
+    """Load every reward of a run.
+
+    Raises:
+        ConfigError: Functions that cannot be imported, all of them; or the reward model cannot be loaded.
+    """
+    functions = load_reward_functions(config.reward_funcs or [])
+    model = None
+    if config.reward_model_name_or_path is not None:
+        model = RewardModel.load(config.reward_model_name_or_path, revision=config.reward_model_revision, device=device)
+    num_rewards = len(functions) + (model is not None)
+    return Rewards(functions, model, config.reward_weights or [1.0] * num_rewards)
+
+
+def load_reward_functions(paths: Sequence[str]) -> dict[str, RewardFunction]:
+    """Import reward functions ``package.module:function``; by the function's name, or its path where two share one.
+
+    Raises:
+        ConfigError: Those that cannot be imported, with the reason of each.
+    """
+    functions: dict[str, RewardFunction] = {}
+    problems = []
+    for path in paths:
+        module_name, _, name = path.partition(":")
+        try:
+            functions[path if name in functions else name] = _find_function(module_name, name)
+        except Exception as error:  # Importing runs the user's code, which may raise anything.
+            found = f"{path} cannot be imported: {type(error).__name__}: {error}"
+            problems.append(Problem("reward_funcs", found, "install it, or put its folder on PYTHONPATH"))
+    if problems:
+        raise ConfigError(*problems)
+    return functions
+
+
+def _find_function(module_name: str, name: str) -> RewardFunction:
+    found = getattr(importlib.import_module(module_name), name)
+    if not callable(found):
+        raise TypeError(f"{name} is no function")
+    function: RewardFunction = found
+    return function
+
+
+def _call(
+    name: str,
+    function: RewardFunction,
+    prompts: Sequence[PromptRow],
+    texts: Sequence[str],
+    ids: Sequence[list[int]],
+) -> list[float]:
+    is_chat = not isinstance(prompts[0].content, str)
+    completions: list[Any] = [[{"role": "assistant", "content": text}] for text in texts] if is_chat else list(texts)
+    columns = {column: [prompt.columns.get(column) for prompt in prompts] for column in prompts[0].columns}
+    try:
+        scores = function(
+            prompts=[prompt.content for prompt in prompts], completions=completions, completion_ids=list(ids), **columns
+        )
+    except Exception as error:
+        found = f"{name} failed on {len(texts)} answers: {type(error).__name__}: {error}"
+        raise ConfigError(
+            Problem("reward_funcs", found, f"it is given lists, and by name: {', '.join(columns)}")
+        ) from error
+    if not isinstance(scores, Sequence) or len(scores) != len(texts):
+        found = f"{name} returned {scores!r:.80} for {len(texts)} answers"
+        raise ConfigError(Problem("reward_funcs", found, "return a list of one number for each"))
+    for index, score in enumerate(scores):
+        if score is not None and not (isinstance(score, Real) and math.isfinite(score)):
+            found = f"{name} returned {score!r} for the answer {texts[index]!r:.80}"
+            raise ConfigError(Problem("reward_funcs", found, "return finite numbers, or None where it says nothing"))
+    return [0.0 if score is None else float(score) for score in scores]
+
+
+def _join(prompt: PromptRow, text: str) -> Answer:
+    if isinstance(prompt.content, str):
+        return prompt.content, text
+    return [*prompt.content, {"role": "assistant", "content": text}]

@@ -1,0 +1,174 @@
+"""The answers of an iteration with everything known of them, and how any part of them is laid out for a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, distributed
+
+from recipes_lib.data.prompts import PromptRow
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """``B`` answers of up to ``T`` tokens, on the CPU; every tensor is ``(B, T)`` or ``(B,)``, prompts have a list.
+
+    Attributes:
+        prompts: What was asked.
+        response_ids: Tokens of the answers, ``int64 (B, T)``; 0 behind them.
+        mask: True where a token of an answer stands, ``bool (B, T)``; at least one in each row.
+        finished: True where the answer ended by itself, ``bool (B,)``.
+        scores: Weighted rewards, before any penalty, ``float32 (B,)``.
+        rewards: Each reward by itself, ``float32 (B, R)``.
+        engine_logps: Of the engine that sampled, ``float32 (B, T)``.
+        logps: Of the policy that answered, by the training graph.
+        ref_logps: Of the reference.
+        values: Of the critic, before each token.
+        advantages: What each token did better than the critic foresaw, whitened; ``None`` until it is worked out.
+        returns: What the critic should have said; as ``advantages``.
+    """
+
+    prompts: list[PromptRow]
+    response_ids: Tensor
+    mask: Tensor
+    finished: Tensor
+    scores: Tensor
+    rewards: Tensor
+    engine_logps: Tensor
+    logps: Tensor
+    ref_logps: Tensor
+    values: Tensor
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+
+    def __len__(self) -> int:
+        """Return the number of answers."""
+        return len(self.prompts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all answers."""
+        return int(self.mask.sum())
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each answer, ``int64 (B,)``."""
+        return self.mask.sum(dim=1)
+
+    def take(self, rows: Sequence[int]) -> Self:
+        """The answers ``rows``, no wider than the longest of them."""
+        index = torch.tensor(rows)
+        width = int(self.lengths[index].max())
+        taken: dict[str, Any] = {"prompts": [self.prompts[row] for row in rows]}
+        for name, tensor in self._tensors():
+            part = tensor[index]
+            taken[name] = part[:, :width] if name in _BY_TOKEN else part
+        return dataclasses.replace(self, **taken)
+
+    def cut(self, size: int) -> Iterator[list[int]]:
+        """Yield the rows in parts of ``size``, those of like length together, the longest first."""
+        totals = [len(p.input_ids) + n for p, n in zip(self.prompts, self.lengths.tolist(), strict=True)]
+        order = sorted(range(len(self)), key=lambda row: (-totals[row], row))
+        for start in range(0, len(order), size):
+            yield order[start : start + size]
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                yield field.name, value
+
+
+_BY_TOKEN = ("response_ids", "mask", "engine_logps", "logps", "ref_logps", "values", "advantages", "returns")
+
+
+def share(rollout: Rollout, world_size: int) -> Rollout:
+    """The answers of all processes on each of them: row ``i`` is of process ``i % world_size``.
+
+    Every process must call, with as many answers as the others.
+    """
+    if world_size == 1:
+        return rollout
+    gathered: list[Any] = [None] * world_size
+    distributed.all_gather_object(gathered, rollout)
+    width = max(part.mask.shape[1] for part in gathered)
+    turns = zip(*(part.prompts for part in gathered), strict=True)
+    joined: dict[str, Any] = {"prompts": [prompt for turn in turns for prompt in turn]}
+    for name, _ in rollout._tensors():
+        parts = [getattr(part, name) for part in gathered]
+        if name in _BY_TOKEN:
+            parts = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts]
+        joined[name] = torch.stack(parts, dim=1).flatten(0, 1)
+    return dataclasses.replace(rollout, **joined)
+
+
+class Sequences(NamedTuple):
+    """Prompts with their answers as a model reads them: padded on the right alone, where nothing looks.
+
+    Attributes:
+        inputs: ``input_ids`` and ``position_ids``, ``int64 (B, L)``.
+        predictors: Index into the flattened ``(B * L)`` positions of the state before each answer's token, ``(N,)``.
+        targets: Those tokens, ``(N,)``.
+        mask: ``bool (B, T)``: where they stand in the answers.
+    """
+
+    inputs: dict[str, Tensor]
+    predictors: Tensor
+    targets: Tensor
+    mask: Tensor
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Values of the ``N`` tokens, ``(N,)``, back in ``(B, T)``, with 0 elsewhere."""
+        return torch.zeros(self.mask.shape, dtype=values.dtype, device=values.device).masked_scatter(self.mask, values)
+
+
+def lay_out(rollout: Rollout, device: torch.device) -> Sequences:
+    """Lay prompts and answers out for a forward pass: token ``t`` is predicted one place before where it stands."""
+    lengths = rollout.lengths.tolist()
+    prompts = [prompt.input_ids for prompt in rollout.prompts]
+    width = max(len(prompt) + length for prompt, length in zip(prompts, lengths, strict=True))
+    input_ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+    for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        input_ids[row, : len(prompt)] = torch.tensor(prompt)
+        input_ids[row, len(prompt) : len(prompt) + length] = rollout.response_ids[row, :length]
+    first = torch.tensor([row * width + len(prompt) - 1 for row, prompt in enumerate(prompts)])
+    predictors = (first[:, None] + torch.arange(rollout.mask.shape[1]))[rollout.mask]
+    inputs = {"input_ids": input_ids, "position_ids": torch.arange(width).expand(len(prompts), -1)}
+    return Sequences(
+        {name: tensor.to(device) for name, tensor in inputs.items()},
+        predictors.to(device),
+        rollout.response_ids[rollout.mask].to(device),
+        rollout.mask.to(device),
+    )
+
+
+def compute_response_logps(
+    policy: Any, sequences: Sequences, *, temperature: float, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of each token of the answers, ``(B, T)`` in nats, and the entropy where it was sampled from.
+
+    Args:
+        policy: A model with a loss head.
+        sequences: What it reads.
+        temperature: Divides the logits.
+        with_entropy: Compute the entropy too, ``(B, T)`` without gradient.
+    """
+    output = policy(
+        **sequences.inputs,
+        predictors=sequences.predictors,
+        targets=sequences.targets,
+        temperature=temperature,
+        with_statistics=with_entropy,
+        token_logps=True,
+    )
+    entropy = sequences.spread(output.entropy) if with_entropy else None
+    return sequences.spread(output.logps), entropy
+
+
+def compute_response_values(critic: Any, sequences: Sequences) -> Tensor:
+    """Value of the state before each token of the answers, ``float32 (B, T)``."""
+    return sequences.spread(critic(**sequences.inputs, last_positions=sequences.predictors).scores)

@@ -1,0 +1,92 @@
+"""How long a run of PPO is: iterations, the answers of each, and the optimizer steps that they take."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from recipes_lib.config.schema import PPOConfig
+from recipes_lib.planning.steps import compute_warmup_steps
+
+
+class Stream(enum.IntEnum):
+    """What random numbers are drawn for; each has a stream of its own under one seed."""
+
+    PROMPT = 1
+    ANSWER = 2
+    MINIBATCH = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PPOSchedule:
+    """Counts of a run.
+
+    Attributes:
+        num_iterations: Times that answers are sampled and learnt from.
+        answers_per_step: Answers of one optimizer step over all processes.
+        answers_per_iteration: Answers of ``num_mini_batches`` steps.
+        steps_per_iteration: Optimizer steps of the policy, and of the critic, in an iteration; those that an early stop
+            leaves out count, so that length and learning rate do not depend on it.
+        num_warmup_steps: Optimizer steps of the warm-up.
+        num_epochs: Times that every prompt is answered, fractional.
+    """
+
+    num_iterations: int
+    answers_per_step: int
+    answers_per_iteration: int
+    steps_per_iteration: int
+    num_warmup_steps: int
+    num_epochs: float
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the run."""
+        return self.num_iterations * self.steps_per_iteration
+
+    def is_due(self, every: float, iteration: int) -> bool:
+        """Return whether what happens ``every`` so many steps, or this share of them, falls into an iteration.
+
+        Args:
+            every: ``logging_steps``, ``save_steps`` or ``eval_steps``.
+            iteration: Counted from 0; it is asked after its last step.
+        """
+        period = max(1, math.ceil(every * self.num_steps)) if every < 1 else int(every)
+        before, after = iteration * self.steps_per_iteration, (iteration + 1) * self.steps_per_iteration
+        return after // period > before // period or iteration + 1 == self.num_iterations
+
+
+def compute_schedule(num_prompts: int, ppo: PPOConfig, training: Mapping[str, Any], world_size: int) -> PPOSchedule:
+    """Count the iterations and steps of a run over ``num_prompts`` prompts; a part of an iteration is a whole one."""
+    batch_size = training.get("per_device_train_batch_size", 8)
+    answers_per_step = batch_size * training.get("gradient_accumulation_steps", 1) * world_size
+    answers_per_iteration = answers_per_step * ppo.num_mini_batches
+    steps_per_iteration = ppo.num_mini_batches * ppo.num_ppo_epochs
+    max_steps = training.get("max_steps", -1)
+    if max_steps > 0:
+        num_iterations = math.ceil(max_steps / steps_per_iteration)
+    else:
+        num_iterations = math.ceil(training.get("num_train_epochs", 1.0) * num_prompts / answers_per_iteration)
+    return PPOSchedule(
+        num_iterations=num_iterations,
+        answers_per_step=answers_per_step,
+        answers_per_iteration=answers_per_iteration,
+        steps_per_iteration=steps_per_iteration,
+        num_warmup_steps=compute_warmup_steps(training.get("warmup_steps", 0), num_iterations * steps_per_iteration),
+        num_epochs=num_iterations * answers_per_iteration / num_prompts,
+    )
+
+
+def choose_prompts(num_prompts: int, first: int, count: int, seed: int) -> list[int]:
+    """The prompts of answers ``first`` to ``first + count``; every pass over them is in an order of its own."""
+    passes = range(first // num_prompts, (first + count - 1) // num_prompts + 1)
+    order = np.concatenate(
+        [np.random.default_rng([seed, Stream.PROMPT, number]).permutation(num_prompts) for number in passes]
+    )
+    start = first - passes[0] * num_prompts
+    chosen: list[int] = order[start : start + count].tolist()
+    return chosen

@@ -1,0 +1,294 @@
+"""The updates of an iteration: each learner's optimizer steps over shuffled minibatches, on any number of processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, distributed, nn
+from transformers import Trainer, TrainingArguments, get_scheduler
+
+from recipes_lib.config.schema import PPOConfig
+from recipes_lib.errors import DivergedError
+from recipes_lib.rl.models import ActorCritic
+from recipes_lib.rl.monitor import Figures, verify_first_minibatch
+from recipes_lib.rl.ppo_math import (
+    MAX_IMPORTANCE_WEIGHT,
+    compute_importance_weights,
+    compute_policy_loss,
+    compute_value_loss,
+)
+from recipes_lib.rl.rollout import Rollout, compute_response_logps, compute_response_values, lay_out
+from recipes_lib.rl.schedule import PPOSchedule, Stream
+from recipes_lib.training.optimizers import get_decay_names
+
+EARLY_STOP_FACTOR: Final = 1.5
+"""Multiple of ``target_kl`` at which the updates of an iteration end."""
+
+
+class Learner:
+    """Parameters with their own optimizer, schedule and norm.
+
+    Attributes:
+        parameters: By name.
+        optimizer: Of upstream, by ``optim``.
+        scheduler: Its learning rate, step by step.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        learning_rate: float,
+        args: TrainingArguments,
+        schedule: PPOSchedule,
+    ) -> None:
+        """Build the optimizer.
+
+        Args:
+            name: For errors.
+            model: Says which parameters decay.
+            parameters: What is trained.
+            learning_rate: At the peak.
+            args: Optimizer, decay, schedule and gradient norm.
+            schedule: Length of the run.
+        """
+        self.parameters = parameters
+        self._name = name
+        self._max_norm = args.max_grad_norm
+        decaying = set(get_decay_names(model, decay_embeddings=True))
+        groups = [
+            {"params": [p for n, p in parameters.items() if (n in decaying) is decays], "weight_decay": decay}
+            for decays, decay in ((True, args.weight_decay), (False, 0.0))
+        ]
+        schedule_options: Any = args.lr_scheduler_kwargs
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(args)
+        self.optimizer: Any = kind(groups, **{**options, "lr": learning_rate})
+        self.scheduler: Any = get_scheduler(
+            args.lr_scheduler_type,
+            self.optimizer,
+            num_warmup_steps=schedule.num_warmup_steps,
+            num_training_steps=schedule.num_steps,
+            scheduler_specific_kwargs=schedule_options,
+        )
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        return float(self.scheduler.get_last_lr()[0])
+
+    def step(self) -> float:
+        """Update from the gradients of all processes and return their norm before clipping.
+
+        Raises:
+            DivergedError: The norm is not finite; the parameters are as they were.
+        """
+        parameters = list(self.parameters.values())
+        _sum_gradients(parameters)
+        norm = float(nn.utils.clip_grad_norm_(parameters, self._max_norm or math.inf))
+        if not math.isfinite(norm):
+            raise DivergedError(
+                f"the {self._name}'s gradient is {norm}; its weights are those before. Lower its learning rate, or "
+                "look at the rewards of this iteration"
+            )
+        self.optimizer.step()
+        self.discard()
+        return norm
+
+    def discard(self) -> None:
+        """Forget the gradients, and go on with the schedule."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scheduler.step()
+
+
+@dataclass
+class Sums:
+    """Figures of optimizer steps: sums over tokens, and the largest of something; for all processes together."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    largest: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, sums: Mapping[str, Tensor], largest: Mapping[str, Tensor] | None = None) -> None:
+        """Add what a part of a step found."""
+        for name, value in sums.items():
+            self.sums[name] = self.sums.get(name, torch.zeros_like(value)) + value.detach().float()
+        for name, value in (largest or {}).items():
+            self.largest[name] = torch.maximum(self.largest.get(name, value), value).detach().float()
+
+    def read(self) -> Figures:
+        """Return the figures over all processes, every one of which must call."""
+        if distributed.is_initialized() and distributed.get_world_size() > 1:
+            for values, operation in ((self.sums, distributed.ReduceOp.SUM), (self.largest, distributed.ReduceOp.MAX)):
+                if values:
+                    joined = torch.stack(list(values.values()))
+                    distributed.all_reduce(joined, op=operation)
+                    values.update(zip(values, joined, strict=True))
+        return {name: float(value) for name, value in {**self.sums, **self.largest}.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Updater:
+    """Makes the updates of an iteration.
+
+    Every process holds all answers. Each takes its share of a minibatch, answers of like length together; gradients are
+    summed before a step, and the normaliser is the number of the whole step's tokens, so that neither processes nor
+    micro-batches nor lengths change what is learnt.
+
+    Attributes:
+        models: Policy and critic.
+        policy: The policy's learner.
+        critic: The critic's.
+        config: Of PPO.
+        temperature: Of the log-probabilities.
+        batch_size: Answers of a forward and backward pass on one process.
+        rank: Of this process.
+        world_size: Number of processes.
+        seed: Decides with the iteration which answers form a minibatch.
+        precision: Gives the context in which products are computed.
+        dtype: Of those products.
+        device: Of the models.
+    """
+
+    models: ActorCritic
+    policy: Learner
+    critic: Learner
+    config: PPOConfig
+    temperature: float
+    batch_size: int
+    rank: int
+    world_size: int
+    seed: int
+    precision: Callable[[], Any]
+    dtype: torch.dtype
+    device: torch.device
+
+    def update_policy(self, rollout: Rollout, iteration: int) -> list[Figures]:
+        """Update the policy and return the figures of each step; the last without an update if that was one too far.
+
+        Raises:
+            DivergedError: As ``Learner.step`` and ``verify_first_minibatch``.
+        """
+        steps: list[Figures] = []
+        is_over = False
+        self.models.set_training(training=True)
+        with self.models.as_policy() as policy:
+            for rows in self._minibatches(len(rollout), iteration):
+                if is_over:
+                    self.policy.discard()
+                    continue
+                batch = rollout.take(rows)
+                sums = Sums()
+                for part in self._share(batch):
+                    self._learn_policy(policy, part, batch.num_tokens, sums)
+                figures = sums.read()
+                figures = {**_per_token(figures, batch.num_tokens), "lr": self.policy.learning_rate}
+                if not steps:
+                    verify_first_minibatch(figures, self.dtype)
+                target = self.config.target_kl
+                # Summed over all processes, so that all of them stop together or none does.
+                if target is not None and figures["approx_kl"] > EARLY_STOP_FACTOR * target:
+                    is_over = True
+                    self.policy.discard()
+                else:
+                    figures["grad_norm"] = self.policy.step()
+                steps.append(figures)
+        return steps
+
+    def update_critic(self, rollout: Rollout, iteration: int) -> list[Figures]:
+        """Update the critic and return the figures of each step."""
+        steps: list[Figures] = []
+        self.models.set_training(training=True)
+        with self.models.as_critic() as critic:
+            for rows in self._minibatches(len(rollout), iteration):
+                batch = rollout.take(rows)
+                sums = Sums()
+                for part in self._share(batch):
+                    self._learn_critic(critic, part, batch.num_tokens, sums)
+                figures = {**_per_token(sums.read(), batch.num_tokens), "lr": self.critic.learning_rate}
+                steps.append({**figures, "grad_norm": self.critic.step()})
+        return steps
+
+    def _learn_policy(self, policy: Any, part: Rollout, num_tokens: int, sums: Sums) -> None:
+        assert part.advantages is not None
+        mask, old, engine = (t.to(self.device) for t in (part.mask, part.logps, part.engine_logps))
+        with self.precision():
+            sequences = lay_out(part, self.device)
+            logps, entropy = compute_response_logps(policy, sequences, temperature=self.temperature, with_entropy=True)
+        assert entropy is not None
+        result = compute_policy_loss(
+            logps,
+            old,
+            part.advantages.to(self.device),
+            mask,
+            cliprange=self.config.cliprange,
+            num_tokens=num_tokens,
+            weights=compute_importance_weights(old, engine, mask, cap=MAX_IMPORTANCE_WEIGHT),
+            dual_clip=self.config.dual_clip,
+        )
+        result.loss.backward()  # type: ignore[no-untyped-call]
+        sums.add(
+            {
+                "loss": result.loss,
+                "approx_kl": result.kl_sum,
+                "clipfrac_low": result.num_low,
+                "clipfrac_high": result.num_high,
+                "entropy": entropy.sum(),
+            },
+            {"ratio_max": 1 + result.max_ratio_shift},
+        )
+
+    def _learn_critic(self, critic: Any, part: Rollout, num_tokens: int, sums: Sums) -> None:
+        assert part.returns is not None
+        with self.precision():
+            values = compute_response_values(critic, lay_out(part, self.device))
+        result = compute_value_loss(
+            values,
+            part.values.to(self.device),
+            part.returns.to(self.device),
+            part.mask.to(self.device),
+            cliprange=self.config.cliprange_value,
+            num_tokens=num_tokens,
+        )
+        result.loss.backward()  # type: ignore[no-untyped-call]
+        sums.add({"loss": result.loss, "clipfrac": result.num_clipped})
+
+    def _minibatches(self, num_answers: int, iteration: int) -> Iterator[Sequence[int]]:
+        """Yield the answers of each optimizer step, the same on every process."""
+        for epoch in range(self.config.num_ppo_epochs):
+            order = (
+                np.random.default_rng([self.seed, Stream.MINIBATCH, iteration, epoch]).permutation(num_answers).tolist()
+            )
+            size = num_answers // self.config.num_mini_batches
+            for start in range(0, num_answers, size):
+                yield order[start : start + size]
+
+    def _share(self, batch: Rollout) -> Iterator[Rollout]:
+        """Yield this process's micro-batches: of answers sorted by length, each process takes its turn."""
+        by_length = [row for rows in batch.cut(1) for row in rows]
+        mine = by_length[self.rank :: self.world_size]
+        for start in range(0, len(mine), self.batch_size):
+            yield batch.take(mine[start : start + self.batch_size])
+
+
+def _per_token(figures: Figures, num_tokens: int) -> Figures:
+    """Figures that were counted over tokens as shares of them; a loss is one already, and a largest stays so."""
+    whole = ("loss", "ratio_max")
+    return {name: value if name in whole else value / num_tokens for name, value in figures.items()}
+
+
+def _sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return
+    handles = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        handles.append(distributed.all_reduce(parameter.grad, async_op=True))
+    for handle in handles:
+        handle.wait()

@@ -1,0 +1,108 @@
+"""Prompts of any layout as a server would be asked, and the columns that rewards read."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from recipes_lib.config.loader import load_config
+from recipes_lib.data.prompts import load_prompt_data
+from recipes_lib.errors import DataError
+
+QUESTION = [{"role": "user", "content": "What is 2 plus 2?"}]
+
+
+@pytest.fixture
+def load(tmp_path, tiny_tokenizer):
+    def load_rows(rows, **keys):
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        given = {
+            "model_name_or_path": "owner/model",
+            "dataset_name": path,
+            "output_dir": tmp_path,
+            "reward_funcs": "[a.b:c]",
+            "response_length": 10,
+            **keys,
+        }
+        config = load_config("ppo", [f"--{name}={value}" for name, value in given.items()])
+        return load_prompt_data(config, tiny_tokenizer)
+
+    return load_rows
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": QUESTION},
+        {"messages": [*QUESTION, {"role": "assistant", "content": "Four."}]},
+        {"prompt": "What is 2 plus 2?", "messages": [*QUESTION, {"role": "assistant", "content": "Four."}]},
+        {"instruction": "What is 2 plus 2?", "output": "Four."},
+        {"conversations": [{"from": "human", "value": "What is 2 plus 2?"}, {"from": "gpt", "value": "Four."}]},
+    ],
+)
+def test_a_chat_is_asked_as_a_server_asks_it(load, tiny_tokenizer, row):
+    data = load([{**row, "solution": 4}])
+    (prompt,) = data.train
+    expected = tiny_tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False)
+    assert tiny_tokenizer.decode(prompt.input_ids) == expected
+    assert prompt.content == QUESTION
+    assert prompt.columns["solution"] == 4
+    assert data.terminators == [tiny_tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    assert data.max_length == len(prompt.input_ids) + 10
+
+
+def test_a_plain_text_is_given_as_it_is(load, tiny_tokenizer):
+    data = load([{"prompt": "Once upon a time"}])
+    assert tiny_tokenizer.decode(data.train[0].input_ids) == "Once upon a time"
+    assert data.train[0].content == "Once upon a time"
+    assert data.terminators == []
+
+
+def test_prompts_are_held_out_and_never_trained_on(load):
+    rows = [{"prompt": f"Question {n % 10}"} for n in range(20)]
+    data = load(rows, test_split_size=4)
+    sides = [{prompt.content for prompt in side} for side in (data.train, data.eval)]
+    assert len(data.eval) == 4
+    assert not sides[0] & sides[1]
+    assert data.record["num_prompts"] == 16
+
+
+def test_a_held_out_prompt_that_is_trained_on_is_refused(load, tmp_path):
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps({"prompt": "Question 1"}) + "\n")
+    rows = [{"prompt": f"Question {n}"} for n in range(3)]
+    with pytest.raises(DataError, match="ask what held-out rows ask"):
+        load(rows, dataset_test_split=held_out)
+    assert len(load(rows, dataset_test_split=held_out, allow_eval_overlap=True).eval) == 1
+
+
+def test_what_is_too_long_is_an_error_or_left_out(load):
+    rows = [{"prompt": "short"}, {"prompt": "a long prompt " * 20}]
+    with pytest.raises(DataError, match=r"prompts\.jsonl:2"):
+        load(rows, max_length=24)
+    data = load(rows, max_length=24, overlong="drop")
+    assert (len(data.train), data.record["num_overlong"]) == (1, 1)
+    with pytest.raises(DataError, match="every prompt is too long"):
+        load(rows[1:], max_length=24, overlong="drop")
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": ""}, "empty"),
+        ({"prompt": [{"role": "nobody", "content": "x"}]}, "role"),
+        ({"text": "just a text"}, "no prompt"),
+        ({"prompt": 3}, "not a list"),
+    ],
+)
+def test_every_broken_row_is_named(load, row, words):
+    with pytest.raises(DataError, match=words) as caught:
+        load([{"prompt": "sound"}, row, row])
+    assert [problem.where.rpartition(":")[2] for problem in caught.value.problems] == ["2", "3"]
+
+
+def test_a_set_without_rows_is_refused(load):
+    with pytest.raises(DataError, match="no rows"):
+        load([])

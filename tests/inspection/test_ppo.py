@@ -1,0 +1,68 @@
+"""The inspection of a PPO run says what will be asked and rewarded, and what would go wrong, before training."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from recipes_lib.check import check
+from recipes_lib.config.loader import load_config
+
+ROWS = [{"prompt": [{"role": "user", "content": f"What is {n} plus {n}?"}], "answer": str(2 * n)} for n in range(12)]
+
+
+@pytest.fixture
+def look(tmp_path, tiny_model_dir):
+    def look_at(rows=ROWS, **keys):
+        data = tmp_path / "prompts.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        given = {
+            "model_name_or_path": tiny_model_dir,
+            "dataset_name": data,
+            "output_dir": tmp_path / "out",
+            "reward_funcs": "[tests.rl.keys_task:score_first_key]",
+            "per_device_train_batch_size": 2,
+            "response_length": 32,
+            **keys,
+        }
+        config = load_config("ppo", [f"--{name}={value}" for name, value in given.items()])
+        output = io.StringIO()
+        problems = check(config, 1, Console(file=output, width=200, highlight=False))
+        return problems, output.getvalue()
+
+    return look_at
+
+
+def test_a_sound_run_is_ready_and_its_figures_are_those_of_the_rows(look):
+    problems, told = look(test_split_size=2, num_train_epochs=2)
+    assert problems == []
+    assert "10 prompts of" in told
+    assert "held out: 2 prompts" in told
+    assert "answers end with '<|im_end|>'" in told
+    assert "reward: 1 score_first_key" in told
+    assert "3 iterations of 8 answers and 8 steps of 2 answers: 24 steps, every prompt answered 2.4 times" in told
+    assert told.endswith("ready to train\n")
+
+
+def test_a_reward_that_cannot_be_imported_is_found(look):
+    problems, _ = look(reward_funcs="[tests.rl.keys_task:absent, nowhere:at_all]")
+    assert [problem.where for problem in problems] == ["reward_funcs"] * 2
+    assert "absent" in problems[0].found
+    assert "nowhere" in problems[1].found
+
+
+def test_an_answer_for_which_the_model_has_no_positions_is_found(look):
+    problems, _ = look(response_length=600)
+    assert [problem.where for problem in problems] == ["max_length"]
+
+
+def test_a_prompt_that_is_too_long_is_found_or_left_out(look):
+    rows = [*ROWS, {"prompt": "a long prompt " * 40}]
+    problems, _ = look(rows, max_length=64)
+    assert [problem.where.endswith("prompts.jsonl:13") for problem in problems] == [True]
+    problems, told = look(rows, max_length=64, overlong="drop")
+    assert problems == []
+    assert "left out, too long: 1" in told

@@ -1,0 +1,145 @@
+"""The PPO recipe from end to end, as a user runs it: stopped and gone on with, in both layouts, with a reward model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "ppo.py"
+REWARDS = """
+import random
+
+def prefer_short(*, prompts, completions, completion_ids, answer, **_):
+    assert prompts[0][0]["role"] == "user" and answer[0].isdigit()
+    return [-len(ids) / 16 + 0.001 * random.random() for ids in completion_ids]
+"""
+
+
+def run(model_dir: Path, folder: Path, **keys: object) -> subprocess.CompletedProcess[str]:
+    given = {
+        "model_name_or_path": model_dir,
+        "dataset_name": folder / "prompts.jsonl",
+        "output_dir": folder / "out put",
+        "reward_funcs": "[my_rewards:prefer_short]",
+        "test_split_size": 4,
+        "per_device_train_batch_size": 4,
+        "num_mini_batches": 2,
+        "response_length": 12,
+        "max_steps": 12,
+        "learning_rate": 1e-3,
+        "bf16": False,
+        "eval_steps": 4,
+        "save_steps": 4,
+        **keys,
+    }
+    command = [sys.executable, str(RECIPE), *(f"--{name}={value}" for name, value in given.items())]
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ppo")
+    rows = [{"prompt": [{"role": "user", "content": f"{n} plus {n}?"}], "answer": str(2 * n)} for n in range(20)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "my_rewards.py").write_text(REWARDS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_model_dir, folder):
+    done = run(tiny_model_dir, folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "out put"
+
+
+def read(path: Path, kind: str) -> list[dict[str, float]]:
+    events = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [event for event in events if event["kind"] == kind]
+
+
+def test_it_leaves_a_model_its_record_and_a_report(finished):
+    record = json.loads((finished / "run.json").read_text())
+    assert record["status"] == "done"
+    assert record["stage"] == "ppo"
+    assert record["data"]["num_prompts"] == 16
+    assert [event["step"] for event in read(finished, "train")] == [4, 8, 12]
+    assert [event["step"] for event in read(finished, "eval")] == [0, 4, 8, 12]
+    assert read(finished, "train")[0]["objective/kl_seq"] == pytest.approx(0, abs=1e-6)
+    assert "After training, step 12" in (finished / "report.html").read_text()
+    model = AutoModelForCausalLM.from_pretrained(finished)
+    tokenizer = AutoTokenizer.from_pretrained(finished)
+    ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    assert set(model.generation_config.eos_token_id) == ends
+    assert not (finished / "training_args.bin").exists()
+
+
+def test_the_same_command_does_nothing_more(finished, tiny_model_dir, folder):
+    before = (finished / "metrics.jsonl").read_text()
+    assert run(tiny_model_dir, folder).returncode == 0
+    assert (finished / "metrics.jsonl").read_text() == before
+
+
+def test_a_killed_run_goes_on_to_the_same_weights(finished, tiny_model_dir, folder):
+    """The reward kills its own process in the second iteration, as a scheduler would."""
+    (folder / "deadly.py").write_text(
+        "import os, signal\nfrom my_rewards import prefer_short as _score\nfrom pathlib import Path\n"
+        "calls = [0]\n"
+        "def prefer_short(**given):\n"
+        "    calls[0] += 1\n"
+        f"    if calls[0] == 4 and not Path({str(folder / 'killed')!r}).exists():\n"
+        f"        Path({str(folder / 'killed')!r}).touch()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return _score(**given)\n"
+    )
+    keys = {"output_dir": folder / "killed run", "reward_funcs": "[deadly:prefer_short]"}
+    assert run(tiny_model_dir, folder, **keys).returncode == -signal.SIGKILL
+    done = run(tiny_model_dir, folder, **keys)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((folder / "killed run" / "run.json").read_text())["resumed_from"] == "checkpoint-4"
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(path) for path in (finished, folder / "killed run"))
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_an_adapter_is_left_without_the_critics(finished, tiny_model_dir, folder):
+    out = folder / "adapter"
+    done = run(tiny_model_dir, folder, output_dir=out, use_peft=True, max_steps=4)
+    assert done.returncode == 0, done.stderr
+    assert (out / "adapter_model.safetensors").exists()
+    assert not (out / "critic").exists()
+    adapted = AutoModelForCausalLM.from_pretrained(out)
+    assert any(parameter.any() for name, parameter in adapted.named_parameters() if "lora_B" in name)
+
+
+def test_a_reward_model_scores_and_begins_the_critic(tiny_model_dir, folder):
+    reward_model = folder / "reward model"
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_model_dir, num_labels=1)
+    model.save_pretrained(reward_model)
+    AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(reward_model)
+    keys = {"reward_model_name_or_path": reward_model, "reward_weights": "[1.0, 0.5]", "max_steps": 4}
+    done = run(tiny_model_dir, folder, output_dir=folder / "with model", **keys)
+    assert done.returncode == 0, done.stderr
+    (event,) = read(folder / "with model", "train")
+    parts = [event[f"objective/score/{name}"] for name in ("prefer_short", "reward_model")]
+    assert event["objective/score"] == pytest.approx(parts[0] + 0.5 * parts[1], abs=1e-5)
+    assert event["value/mean"] != 0
+
+
+def test_a_reward_that_fails_is_the_users_to_mend(tiny_model_dir, folder):
+    (folder / "broken.py").write_text("def score(**_):\n    raise KeyError('solution')\n")
+    done = run(tiny_model_dir, folder, output_dir=folder / "broken", reward_funcs="[broken:score]")
+    assert done.returncode == 2
+    assert "score failed on" in done.stderr
+    assert "KeyError: 'solution'" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,171 @@
+"""A task that a tiny policy learns in seconds: a prompt ends with two keys, and the reward wants one of them repeated.
+
+Run as a script under a launcher it trains as one process of several: ``keys_task.py OUTPUT_DIR FLAGS...``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from torch.distributed import barrier, destroy_process_group, is_initialized
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from recipes_lib.config.loader import load_config
+from recipes_lib.data.prompts import load_prompt_data
+from recipes_lib.models.loading import load_tokenizer
+from recipes_lib.rl.models import ActorCritic, load_actor_critic
+from recipes_lib.rl.rewards import load_rewards
+from recipes_lib.rl.trainer import PPOTrainer
+from recipes_lib.training.arguments import build_training_arguments
+from recipes_lib.training.launch import read_launch
+from recipes_lib.training.run import start_run
+
+PAD, EOS, FIRST_KEY, NUM_KEYS, FIRST_FILLER, VOCABULARY = 0, 1, 2, 8, 10, 32
+WORDS = ["<pad>", "<eos>", *(f"k{n}" for n in range(NUM_KEYS)), *(f"w{n}" for n in range(FIRST_FILLER, VOCABULARY))]
+MAX_ANSWER = 8
+
+
+def draw_prompts(count: int, seed: int) -> list[list[int]]:
+    """One to four fillers and two different keys."""
+    random = np.random.default_rng(seed)
+    prompts = []
+    for _ in range(count):
+        keys = FIRST_KEY + random.permutation(NUM_KEYS)[:2]
+        fillers = random.integers(FIRST_FILLER, VOCABULARY, random.integers(1, 5))
+        prompts.append([*fillers.tolist(), *keys.tolist()])
+    return prompts
+
+
+def score_first_key(*, prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Share of the answer that is the first of the two keys."""
+    return [_share(prompt, ids, -2) for prompt, ids in zip(prompts, completion_ids, strict=True)]
+
+
+def score_second_key(*, prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Share of the answer that is the second."""
+    return [_share(prompt, ids, -1) for prompt, ids in zip(prompts, completion_ids, strict=True)]
+
+
+def score_shuffled(*, prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """The scores of ``score_first_key``, each for another answer: nothing can be learnt from them."""
+    scores = score_first_key(prompts=prompts, completion_ids=completion_ids)
+    return np.random.default_rng(sum(map(sum, completion_ids))).permutation(scores).tolist()
+
+
+def _share(prompt: str, ids: list[int], position: int) -> float:
+    body = [index for index in ids if index != EOS]
+    return sum(WORDS[index] == prompt.split()[position] for index in body) / max(len(body), 1)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+
+
+def write_policy(folder: Path, seed: int, num_steps: int = 300) -> Path:
+    """Fine-tune a tiny Llama to answer with three to seven keys, each either with the same probability, and save it."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+        bos_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    random = np.random.default_rng(seed)
+    for step in range(num_steps):
+        rows = [
+            [*prompt, *random.choice(prompt[-2:], random.integers(3, MAX_ANSWER)).tolist(), EOS]
+            for prompt in draw_prompts(64, 1000 * seed + step)
+        ]
+        width = max(map(len, rows))
+        ids = torch.tensor([[*row, *[PAD] * (width - len(row))] for row in rows])
+        labels = torch.where(ids == PAD, -1, ids)
+        for row, answer in zip(labels, rows, strict=True):
+            row[: max(at for at, index in enumerate(answer[:6]) if index >= FIRST_FILLER) + 3] = -1
+        loss = nn.functional.cross_entropy(
+            model(input_ids=ids).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-1
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_prompts(path: Path, count: int, seed: int) -> Path:
+    texts = [" ".join(WORDS[index] for index in prompt) for prompt in draw_prompts(count, seed)]
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return path
+
+
+def build_flags(policy: Path, output_dir: Path, prompts: Path, **keys: Any) -> list[str]:
+    """Check A's settings: 64 answers an iteration, two passes of two minibatches."""
+    given = {
+        "model_name_or_path": policy,
+        "dataset_name": prompts,
+        "output_dir": output_dir,
+        "reward_funcs": "[tests.rl.keys_task:score_first_key]",
+        "response_length": MAX_ANSWER,
+        "per_device_train_batch_size": 32,
+        "per_device_eval_batch_size": 64,
+        "num_mini_batches": 2,
+        "learning_rate": 1e-3,
+        "critic_learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "adam_beta2": 0.95,
+        "kl_coef": 0.02,
+        "target_kl": "null",
+        "num_sample_prompts": 0,
+        "save_strategy": "no",
+        "bf16": False,
+        "use_cpu": True,
+        **keys,
+    }
+    return [f"--{name}={value}" for name, value in given.items()]
+
+
+def train(flags: list[str]) -> ActorCritic:
+    """Train as the recipe does, and return the models."""
+    config, launch = load_config("ppo", flags), read_launch()
+    run = start_run(config, launch)
+    config = run.config
+    tokenizer = load_tokenizer(config.model, config.tokens)
+    prompts = load_prompt_data(config, tokenizer)
+    args = build_training_arguments(config, launch, has_eval=True)
+    rewards = load_rewards(config.rewards, "cpu")
+    models_ = load_actor_critic(config, args, launch, tokenizer, prompts.terminators)
+    PPOTrainer(config, args, models_, rewards, prompts, tokenizer).train(run.resume_from)
+    return models_
+
+
+def read_metrics(output_dir: Path, kind: str = "train") -> list[dict[str, Any]]:
+    events = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    return [event for event in events if event["kind"] == kind]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    # Rewards are named by their path from the root of the repository.
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    for job in json.loads(sys.argv[1]):
+        train(job)
+    if is_initialized():
+        barrier()
+        destroy_process_group()

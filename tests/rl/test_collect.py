@@ -1,0 +1,104 @@
+"""An iteration's answers: each is its own, whoever samples it beside whom; cut at their end; scored as text."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+from tests.rl import keys_task
+
+from recipes_lib.config.loader import load_config
+from recipes_lib.data.prompts import load_prompt_data
+from recipes_lib.models.loading import load_tokenizer
+from recipes_lib.rl.collect import Collector
+from recipes_lib.rl.generation import GenerateBackend
+from recipes_lib.rl.models import load_actor_critic
+from recipes_lib.rl.rewards import Rewards
+from recipes_lib.rl.rollout import compute_response_logps, lay_out
+from recipes_lib.training.arguments import build_training_arguments
+from recipes_lib.training.launch import read_launch
+from recipes_lib.training.progress import SilentProgress
+
+SEEN: list[str] = []
+
+
+def score(*, prompts, completions, completion_ids, **_):
+    SEEN[:] = completions
+    return [float(len(ids)) for ids in completion_ids]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["own models", "adapters"])
+def collector_and_prompts(request, policy_dir, prompts_file, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("collect")
+    flags = keys_task.build_flags(policy_dir, folder, prompts_file, use_peft=request.param)
+    config, launch = load_config("ppo", flags), read_launch()
+    args = build_training_arguments(config, launch, has_eval=True)
+    tokenizer = load_tokenizer(config.model, config.tokens)
+    models = load_actor_critic(config, args, launch, tokenizer, [])
+    generator = GenerateBackend(
+        stop_ids=models.stop_ids, pad_id=0, response_length=8, temperature=1.0, precision=contextlib.nullcontext
+    )
+    collector = Collector(
+        models=models,
+        generator=generator,
+        rewards=Rewards({"score": score}, None, [1.0]),
+        tokenizer=tokenizer,
+        response_length=8,
+        temperature=1.0,
+        batch_size=64,
+        seed=0,
+        device=torch.device("cpu"),
+        precision=contextlib.nullcontext,
+        progress=SilentProgress(),
+    )
+    return collector, load_prompt_data(config, tokenizer).train
+
+
+def test_an_answer_follows_from_its_number_whatever_stands_beside_it(collector_and_prompts):
+    collector, prompts = collector_and_prompts
+    whole, _ = collector.collect(prompts[:12], range(12))
+    in_parts, _ = dataclasses.replace(collector, batch_size=5).collect(prompts[:12], range(12))
+    assert torch.equal(whole.response_ids, in_parts.response_ids)
+    odd, _ = collector.collect(prompts[1:12:2], range(1, 12, 2))
+    expected = whole.take(range(1, 12, 2))
+    assert torch.equal(odd.response_ids, expected.response_ids)
+    for name in ("logps", "ref_logps", "values", "engine_logps"):
+        torch.testing.assert_close(getattr(odd, name), getattr(expected, name), rtol=0, atol=1e-5)
+    other, _ = collector.collect(prompts[:12], range(100, 112))
+    assert not torch.equal(other.response_ids, whole.response_ids)
+
+
+def test_answers_end_with_their_first_stop_token_or_at_the_limit(collector_and_prompts):
+    collector, prompts = collector_and_prompts
+    rollout, _ = collector.collect(prompts[:32], range(32))
+    lengths = rollout.lengths.tolist()
+    assert len(set(lengths)) > 2
+    for ids, length, finished in zip(rollout.response_ids.tolist(), lengths, rollout.finished.tolist(), strict=True):
+        assert (keys_task.EOS in ids[:length]) == finished
+        assert keys_task.EOS not in ids[: length - 1]
+        assert not any(ids[length:])
+        assert finished or length == 8
+
+
+def test_what_is_scored_is_the_text_and_the_tokens_with_their_end(collector_and_prompts):
+    collector, prompts = collector_and_prompts
+    rollout, texts = collector.answer(prompts[:8], range(8))
+    assert rollout.scores.tolist() == rollout.lengths.tolist()
+    assert texts == SEEN
+    for text, ids, mask in zip(texts, rollout.response_ids, rollout.mask, strict=True):
+        words = [keys_task.WORDS[index] for index in ids[mask].tolist()]
+        assert text.split() == [word for word in words if not word.startswith("<")]
+
+
+def test_before_any_update_policy_reference_and_engine_agree(collector_and_prompts):
+    collector, prompts = collector_and_prompts
+    rollout, seconds = collector.collect(prompts[:16], range(16))
+    assert torch.equal(rollout.logps, rollout.ref_logps)
+    torch.testing.assert_close(rollout.engine_logps, rollout.logps, rtol=0, atol=1e-5)
+    assert not rollout.values.any()
+    assert seconds.keys() == {"time/generate", "time/score", "time/old_ref_value"}
+    with torch.no_grad(), collector.models.as_policy() as policy:
+        again, _ = compute_response_logps(policy, lay_out(rollout, torch.device("cpu")), temperature=1.0)
+    torch.testing.assert_close(again, rollout.logps, rtol=0, atol=1e-5)

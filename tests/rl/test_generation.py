@@ -1,0 +1,87 @@
+"""Sampling: exact, independent of the batch, and with the log-probabilities of the training graph."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from tests.rl.test_rollout import CPU, VOCABULARY, build_policy, build_rollout
+
+from recipes_lib.models.heads import add_loss_head
+from recipes_lib.rl.generation import GenerateBackend, SampleByUniforms
+from recipes_lib.rl.ppo_math import mask_answers
+from recipes_lib.rl.rollout import Rollout, compute_response_logps, lay_out
+
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
+STOPS = [3, 4, 5, 6, 7]
+
+
+def build_backend(temperature: float = 1.0) -> GenerateBackend:
+    return GenerateBackend(
+        stop_ids=STOPS, pad_id=0, response_length=9, temperature=temperature, precision=contextlib.nullcontext
+    )
+
+
+def draw(count: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(3).random((count, 9)))
+
+
+def test_samples_are_distributed_as_the_model_says():
+    """Inverting the distribution at evenly spaced numbers gives each token its share, to one part in their number."""
+    logits, count = torch.tensor([[0.0, 2.0, -1.0, -torch.inf, 1.0]]), 10_000
+    sampler = SampleByUniforms((torch.arange(count, dtype=torch.float64)[:, None] + 0.5) / count, 0.7)
+    chosen = sampler(torch.zeros(count, 1), logits.expand(count, -1)).argmax(dim=1)
+    probabilities = (logits[0] / 0.7).softmax(0)
+    shares = torch.bincount(chosen, minlength=5) / count
+    torch.testing.assert_close(shares, probabilities, rtol=0, atol=1.01 / count)
+    torch.testing.assert_close(sampler.read_logps()[:, 0], probabilities.log()[chosen])
+
+
+def test_a_token_without_probability_is_never_sampled():
+    ends = torch.tensor([[0.0], [1 - 2**-53]], dtype=torch.float64)
+    logits = torch.tensor([[-torch.inf, 1.0, 1.0, -torch.inf]]).expand(2, -1)
+    assert SampleByUniforms(ends, 1.0)(torch.zeros(2, 1), logits).argmax(dim=1).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_an_answer_does_not_depend_on_the_others_of_its_batch(kind):
+    policy, uniforms = build_policy(kind), draw(4)
+    together = build_backend().generate(policy, PROMPTS, uniforms)
+    mask, finished = mask_answers(together.response_ids, STOPS)
+    assert len(set(mask.sum(1).tolist())) > 1
+    assert finished.any()
+    for row, prompt in enumerate(PROMPTS):
+        alone = build_backend().generate(policy, [prompt], uniforms[row : row + 1])
+        length = int(mask[row].sum())
+        assert alone.response_ids[0, :length].tolist() == together.response_ids[row, :length].tolist()
+        # It ends with its own stop token; the batch ends with its last answer.
+        assert alone.response_ids.shape[1] == length
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_its_log_probabilities_are_those_of_the_training_graph(kind, temperature):
+    policy = build_policy(kind)
+    generated = build_backend(temperature).generate(policy, PROMPTS, draw(4))
+    mask, finished = mask_answers(generated.response_ids, STOPS)
+    empty = build_rollout([(len(prompt), 1) for prompt in PROMPTS])
+    for row, prompt in zip(empty.prompts, PROMPTS, strict=True):
+        row.input_ids[:] = prompt
+    nothing = torch.zeros(mask.shape)
+    rollout = Rollout(
+        empty.prompts, generated.response_ids * mask, mask, finished, empty.scores, empty.rewards, *[nothing] * 4
+    )
+    add_loss_head(policy)
+    with torch.no_grad():
+        logps, _ = compute_response_logps(policy, lay_out(rollout, CPU), temperature=temperature)
+    torch.testing.assert_close(generated.engine_logps * mask, logps, rtol=0, atol=1e-5)
+
+
+def test_a_stop_token_of_the_prompt_ends_nothing():
+    answer = build_backend().generate(
+        build_policy("llama"), [[4, 5, 4]], torch.full((1, 9), 0.999, dtype=torch.float64)
+    )
+    assert answer.response_ids.shape == (1, 9)
+    assert answer.response_ids.max() < VOCABULARY

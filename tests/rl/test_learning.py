@@ -1,0 +1,194 @@
+"""PPO learns what it is rewarded for (check A), and stops where theory says it must (check B); broken PPO does neither.
+
+Check A: the answer should be the first of a prompt's two keys, or, mirrored, the second. A constant answer scores an
+eighth, the policy before training a half; 320 answers at that level reach 0.75 with a probability below e^-30.
+
+Check B: answers of one token. The optimum is known: the reference, tilted by ``exp(reward / kl_coef)``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.rl import keys_task
+from transformers import LlamaForCausalLM
+
+from recipes_lib.rl import trainer
+from recipes_lib.rl.ppo_math import whiten
+
+BETA = 1 / math.log(4)
+ONE_TOKEN = {
+    "max_steps": 320,
+    "response_length": 1,
+    "missing_eos_penalty": "null",
+    "kl_coef": BETA,
+    "learning_rate": 5e-4,
+    "critic_learning_rate": 5e-4,
+    "cliprange_value": "null",
+    "lr_scheduler_type": "linear",
+    "per_device_train_batch_size": 64,
+    "per_device_eval_batch_size": 128,
+}
+ADAPTERS = {"use_peft": True, "learning_rate": 2e-3, "critic_learning_rate": 2e-3}
+SECOND = {"reward_funcs": "[tests.rl.keys_task:score_second_key]"}
+
+
+@pytest.fixture
+def run_a(fine_tuned, tmp_path):
+    """Mean score and finish rate of the last five of sixty iterations."""
+
+    def run(seed, **keys):
+        prompts = keys_task.write_prompts(tmp_path / "prompts.jsonl", 3840, 5)
+        out = tmp_path / "-".join(["a", *keys])
+        given = {"max_steps": 240, "seed": seed, **keys}
+        keys_task.train(keys_task.build_flags(fine_tuned(seed), out, prompts, **given))
+        last = keys_task.read_metrics(out)[-5:]
+        return [sum(event[name] for event in last) / 5 for name in ("objective/score", "objective/finish_rate")]
+
+    return run
+
+
+@pytest.fixture
+def run_b(fine_tuned, tmp_path):
+    """Distance of the policy from the optimum, of its KL from the optimum's, and the distance at the start."""
+
+    def run(seed, **keys):
+        prompts = keys_task.write_prompts(tmp_path / "prompts.jsonl", 10_240, 6)
+        flags = keys_task.build_flags(fine_tuned(seed), tmp_path / "b", prompts, **ONE_TOKEN | {"seed": seed} | keys)
+        models = keys_task.train(flags)
+        models.set_training(training=False)
+        with models.as_reference() as reference:
+            before = read_logps(reference)
+        with models.as_policy() as policy:
+            return measure_tilt(read_logps(policy), before)
+
+    return run
+
+
+def read_logps(model):
+    """What a model says of the first token of the answers to 256 prompts that it was not trained on, ``(256, V)``."""
+    with torch.no_grad():
+        rows = [
+            model(input_ids=torch.tensor([prompt])).logits[0, -1] for prompt in keys_task.draw_prompts(256, seed=999)
+        ]
+    return torch.stack(rows).double().log_softmax(-1)
+
+
+def measure_tilt(policy, reference):
+    keys = torch.tensor([prompt[-2] for prompt in keys_task.draw_prompts(256, seed=999)])[:, None]
+    reward = torch.zeros_like(reference).scatter(1, keys, 1.0)
+    optimum = (reference + reward / BETA).log_softmax(-1)
+
+    def distance(logps):
+        return 0.5 * float((logps.exp() - optimum.exp()).abs().sum(1).mean())
+
+    def kl(logps):
+        return float((logps.exp() * (logps - reference)).sum(1).mean())
+
+    return distance(policy), abs(kl(policy) - kl(optimum)), distance(reference)
+
+
+def is_optimal(distance, kl_error, start):
+    assert start > 0.25  # Standing still does not pass.
+    return distance < 0.05 and kl_error < 0.03
+
+
+def test_check_a_on_one_seed(run_a):
+    score, finished = run_a(0)
+    assert score >= 0.75
+    assert finished >= 0.95
+
+
+def test_check_b_on_one_seed_in_half_the_steps(run_b):
+    assert is_optimal(*run_b(0, max_steps=160, learning_rate=1e-3, critic_learning_rate=1e-3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+def test_check_a(run_a, seed):
+    results = [run_a(seed), run_a(seed, **SECOND)]
+    assert all(score >= 0.75 for score, _ in results)
+    assert sum(score for score, _ in results) / 2 >= 0.85
+    assert all(finished >= 0.95 for _, finished in results)
+
+
+@pytest.mark.slow
+def test_check_a_with_adapters_on_one_trunk(run_a):
+    score, finished = run_a(0, use_peft=True, learning_rate=5e-3, critic_learning_rate=5e-3, cliprange_value="null")
+    assert score >= 0.75
+    assert finished >= 0.95
+
+
+@pytest.mark.slow
+def test_check_a_fails_with_shuffled_rewards(run_a):
+    assert run_a(0, reward_funcs="[tests.rl.keys_task:score_shuffled]")[0] < 0.6
+
+
+@pytest.mark.slow
+def test_check_a_fails_with_flipped_advantages(run_a, monkeypatch):
+    monkeypatch.setattr(trainer, "whiten", lambda values, mask, **options: -whiten(values, mask, **options))
+    assert run_a(0)[0] < 0.1
+
+
+@pytest.mark.slow
+def test_check_a_fails_with_the_score_on_the_first_token(run_a, monkeypatch):
+    def misplace(scores, kl, mask, kl_coef):
+        rewards = torch.where(mask, -kl_coef * kl, 0.0)
+        rewards[:, 0] += scores
+        return rewards
+
+    monkeypatch.setattr(trainer, "compute_rewards", misplace)
+    assert run_a(0)[0] < 0.75
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_check_b(run_b, seed):
+    assert is_optimal(*run_b(seed))
+
+
+@pytest.mark.slow
+def test_check_b_with_adapters_on_one_trunk(run_b):
+    assert is_optimal(*run_b(0, **ADAPTERS))
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_check_b_on_two_processes(fine_tuned, tmp_path):
+    prompts = keys_task.write_prompts(tmp_path / "prompts.jsonl", 10_240, 6)
+    given = ONE_TOKEN | {"seed": 0, "per_device_train_batch_size": 32, "save_strategy": "steps", "save_steps": 320}
+    flags = keys_task.build_flags(fine_tuned(0), tmp_path / "b", prompts, **given)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += [keys_task.__file__, json.dumps([flags])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    policy = LlamaForCausalLM.from_pretrained(fine_tuned(0))
+    before = read_logps(policy)
+    policy.load_state_dict(load_file(tmp_path / "b" / "checkpoint-320" / "policy.safetensors"))
+    assert is_optimal(*measure_tilt(read_logps(policy), before))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [0.0, 2.0])
+def test_check_b_fails_with_another_price_of_kl(run_b, factor):
+    assert not is_optimal(*run_b(0, kl_coef=factor * BETA))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "estimate",
+    [
+        lambda logps, ref: (ref - logps).exp() - 1 + (logps - ref),
+        lambda logps, ref: ref - logps,
+    ],
+    ids=["k3", "the wrong sign"],
+)
+def test_check_b_fails_with_another_estimator_in_the_reward(run_b, monkeypatch, estimate):
+    monkeypatch.setattr(trainer, "estimate_kl", estimate)
+    assert not is_optimal(*run_b(0))

@@ -1,0 +1,88 @@
+"""The figures of an iteration against numpy, and the checks before the first update."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from tests.rl.test_rollout import build_rollout
+
+from recipes_lib.errors import DivergedError
+from recipes_lib.rl.monitor import (
+    average_steps,
+    correlate,
+    describe_rollout,
+    describe_values,
+    measure_variety,
+    verify_first_minibatch,
+    verify_first_rollout,
+)
+
+LENGTHS = [(3, 5), (7, 1), (1, 4), (4, 2)]
+
+
+def test_figures_are_means_over_answers_or_tokens_and_know_no_padding():
+    rollout, total = build_rollout(LENGTHS), torch.tensor([1.0, 2.0, 3.0, 6.0])
+    figures = describe_rollout(rollout, ["only"], total)
+    mask = rollout.mask.numpy()
+    kl = (rollout.logps - rollout.ref_logps).numpy() * mask
+    assert figures["objective/kl_seq"] == pytest.approx(kl.sum() / 4, abs=1e-6)
+    assert figures["objective/kl_token"] == pytest.approx(kl.sum() / 12, abs=1e-6)
+    assert figures["objective/length"] == 3
+    assert figures["objective/reward_total"] == 3
+    assert figures["objective/score_std"] == pytest.approx(rollout.scores.numpy().std(), abs=1e-6)
+    expected = np.corrcoef(rollout.scores.numpy(), [5, 1, 4, 2])[0, 1]
+    assert figures["objective/score_length_correlation"] == pytest.approx(expected, abs=1e-6)
+    weights = np.minimum(np.exp((rollout.logps - rollout.engine_logps).numpy()), 2)[mask]
+    assert figures["rollout/is_weight_mean"] == pytest.approx(weights.mean(), abs=1e-6)
+    assert figures["rollout/pad_fraction"] == pytest.approx(1 - 27 / 32)
+    assert "objective/score/only" not in figures
+    two = dataclasses.replace(rollout, rewards=torch.tensor([[1.0, 2.0]] * 4))
+    assert describe_rollout(two, ["one", "other"], total)["objective/score/other"] == 2
+
+
+def test_the_critics_figures():
+    rollout = build_rollout(LENGTHS)
+    foreseen = dataclasses.replace(rollout, returns=rollout.values)
+    assert describe_values(foreseen)["value/explained_var"] == 1
+    assert describe_values(foreseen)["value/return_mean"] == pytest.approx(float(rollout.values[rollout.mask].mean()))
+
+
+def test_steps_are_averaged_and_those_without_an_update_are_not_counted():
+    steps = [
+        {"loss": 1.0, "approx_kl": 0.0, "ratio_max": 1.5, "lr": 2.0, "grad_norm": 3.0},
+        {"loss": 3.0, "approx_kl": 1.0, "ratio_max": 1.2, "lr": 1.0},
+    ]
+    expected = {"loss": 2.0, "approx_kl": 0.5, "grad_norm": 3.0, "ratio_max": 1.5, "lr": 1.0, "num_updates": 1.0}
+    assert average_steps("policy", steps) == {f"policy/{name}": value for name, value in expected.items()}
+
+
+def test_a_ratio_that_is_not_1_before_any_update_stops_the_run():
+    verify_first_minibatch({"approx_kl": 1e-8}, torch.float32)
+    verify_first_minibatch({"approx_kl": 1e-4}, torch.bfloat16)
+    with pytest.raises(DivergedError, match="before the first update"):
+        verify_first_minibatch({"approx_kl": 1e-4}, torch.float32)
+    with pytest.raises(DivergedError):
+        verify_first_minibatch({"approx_kl": float("nan")}, torch.float32)
+
+
+def test_a_reference_that_is_not_the_policy_stops_the_run():
+    rollout = build_rollout(LENGTHS)
+    same = dataclasses.replace(rollout, ref_logps=rollout.logps)
+    assert "differ by 0.0e+00" in verify_first_rollout(same, torch.float32)
+    with pytest.raises(DivergedError, match="policy and reference"):
+        verify_first_rollout(rollout, torch.float32)
+
+
+def test_correlation_of_a_constant_is_0():
+    assert correlate(torch.ones(3), torch.tensor([1.0, 2.0, 3.0])) == 0
+    assert correlate(torch.tensor([1.0, 2.0]), torch.tensor([-1.0, -2.0])) == pytest.approx(-1)
+
+
+def test_variety_counts_sequences_of_four_that_come_once():
+    rollout = build_rollout([(1, 5), (1, 5), (1, 2)])
+    ids = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 4, 9], [7, 7, 0, 0, 0]])
+    assert measure_variety(dataclasses.replace(rollout, response_ids=ids)) == 0.5
+    assert measure_variety(build_rollout([(1, 3)])) == 1

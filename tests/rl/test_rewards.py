@@ -1,0 +1,100 @@
+"""Rewards: the interface of TRL's GRPO, their weighted sum, and what a broken one says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+
+from recipes_lib.config.schema import RewardsConfig
+from recipes_lib.data.prompts import PromptRow
+from recipes_lib.errors import ConfigError
+from recipes_lib.models.scoring import RewardModel
+from recipes_lib.rl.rewards import MAX_MODEL_SCORE, Rewards, load_reward_functions, load_rewards
+
+CHATS = [PromptRow("here", [1], [{"role": "user", "content": f"{n}?"}], {"solution": str(n)}) for n in range(3)]
+TEXTS = [PromptRow("here", [1], f"{n}: ", {}) for n in range(3)]
+
+
+def exact(*, prompts, completions, solution, **_):
+    """As a user of TRL writes it: chats come as lists of messages, other columns by name."""
+    assert prompts[0][0]["role"] == "user"
+    return [float(c[0]["content"] == s) for c, s in zip(completions, solution, strict=True)]
+
+
+def length(*, completion_ids, **_):
+    return [len(ids) if ids else None for ids in completion_ids]
+
+
+def whole(*, prompts, completions, **_):
+    return [len(prompt + completion) for prompt, completion in zip(prompts, completions, strict=True)]
+
+
+def test_the_score_is_the_weighted_sum():
+    rewards = Rewards({"exact": exact, "length": length}, None, [2.0, -0.5])
+    scores = rewards.score(CHATS, ["0", "x", "2"], [[5], [5, 6], []])
+    assert scores.parts == {"exact": [1.0, 0.0, 1.0], "length": [1.0, 2.0, 0.0]}
+    assert scores.total == [1.5, -1.0, 2.0]
+    assert Rewards({"whole": whole}, None, [1.0]).score(TEXTS, ["a", "", "abc"], [[1]] * 3).total == [4, 3, 6]
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda **_: 1 / 0, "division by zero"),
+        (lambda **_: [1.0], "for 3 answers"),
+        (lambda **_: [1.0, float("nan"), 1.0], "nan"),
+        (lambda **_: [1.0, "good", 1.0], "'good'"),
+        (lambda **_: 3.0, "3.0 for 3 answers"),
+    ],
+)
+def test_a_broken_function_is_named_with_what_it_returned(function, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        Rewards({"mine": function}, None, [1.0]).score(CHATS, ["a", "b", "c"], [[1]] * 3)
+    assert "mine" in str(caught.value)
+
+
+def test_functions_are_imported_by_their_path_and_all_that_cannot_be_are_told():
+    assert list(load_reward_functions([f"{__name__}:exact", "json:loads", "pickle:loads"])) == [
+        "exact",
+        "loads",
+        "pickle:loads",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        load_reward_functions([f"{__name__}:CHATS", "json:absent", "nowhere.at.all:f", "json:loads"])
+    assert len(caught.value.problems) == 3
+
+
+@pytest.fixture(scope="module")
+def reward_model_dir(tiny_tokenizer_dir, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reward_model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    config.num_labels, config.pad_token_id = 1, 1
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_tokenizer_dir).save_pretrained(folder)
+    return folder
+
+
+def test_a_reward_model_scores_by_its_own_template_and_tokenizer(reward_model_dir):
+    config = RewardsConfig(
+        reward_funcs=[f"{__name__}:length"], reward_model_name_or_path=str(reward_model_dir), reward_weights=[0.0, 3.0]
+    )
+    rewards = load_rewards(config, "cpu")
+    own = RewardModel.load(reward_model_dir)
+    texts = ["Four.", "Five.", "No"]
+    expected = own.score([[*p.content, {"role": "assistant", "content": t}] for p, t in zip(CHATS, texts, strict=True)])
+    assert rewards.score(CHATS, texts, [[1]] * 3).total == pytest.approx([3 * score for score in expected])
+    plain = own.score([(prompt.content, text) for prompt, text in zip(TEXTS, texts, strict=True)])
+    assert rewards.score(TEXTS, texts, [[1]] * 3).parts["reward_model"] == pytest.approx(plain)
+
+
+def test_a_reward_models_score_is_bounded(reward_model_dir):
+    rewards = load_rewards(RewardsConfig(reward_model_name_or_path=str(reward_model_dir)), "cpu")
+    assert rewards.model is not None
+    with torch.no_grad():
+        rewards.model.model.score.weight.mul_(1e4)
+    scores = rewards.score(CHATS, ["Four.", "Five.", "No"], [[1]] * 3).total
+    assert {abs(score) for score in scores} == {MAX_MODEL_SCORE}

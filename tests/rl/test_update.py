@@ -1,0 +1,154 @@
+"""The updates: how the batch is cut changes nothing, every minibatch is a step, and what must stop them does."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+from tests.rl import keys_task
+from tests.rl.test_rollout import build_rollout
+
+from recipes_lib.config.loader import load_config
+from recipes_lib.config.schema import PPOConfig
+from recipes_lib.errors import DivergedError
+from recipes_lib.models.loading import load_tokenizer
+from recipes_lib.rl import update
+from recipes_lib.rl.models import load_actor_critic
+from recipes_lib.rl.rollout import compute_response_logps, compute_response_values, lay_out
+from recipes_lib.rl.schedule import compute_schedule
+from recipes_lib.rl.update import Learner, Updater
+from recipes_lib.training.arguments import build_training_arguments
+from recipes_lib.training.launch import read_launch
+
+CPU = torch.device("cpu")
+LENGTHS = [(3, 5), (7, 1), (1, 4), (4, 2), (2, 8), (3, 3), (5, 6), (2, 1)]
+WHOLE = PPOConfig(num_ppo_epochs=1, num_mini_batches=1, target_kl=None)
+
+
+@pytest.fixture
+def build(policy_dir, prompts_file, tmp_path):
+    """An updater and answers as its policy and critic read them."""
+
+    def build_updater(ppo, batch_size=8, **keys):
+        config = load_config("ppo", keys_task.build_flags(policy_dir, tmp_path, prompts_file, **keys))
+        launch = read_launch()
+        args = build_training_arguments(config, launch, has_eval=True)
+        models = load_actor_critic(config, args, launch, load_tokenizer(config.model, config.tokens), [])
+        schedule = compute_schedule(8, ppo, {"max_steps": 8, "per_device_train_batch_size": 8}, 1)
+        options = {"learning_rate": 1e-3, "args": args, "schedule": schedule}
+        policy = Learner("policy", models.policy, models.policy_parameters(), **options)
+        trunk = models.policy if models.is_shared else models.critic
+        critic = Learner("critic", trunk, models.critic_parameters(), **options)
+        updater = Updater(
+            models, policy, critic, ppo, 1.0, batch_size, 0, 1, 0, contextlib.nullcontext, torch.float32, CPU
+        )
+        rollout = build_rollout(LENGTHS)
+        rollout = dataclasses.replace(rollout, response_ids=rollout.response_ids % keys_task.VOCABULARY)
+        for prompt in rollout.prompts:
+            prompt.input_ids[:] = [index % keys_task.VOCABULARY for index in prompt.input_ids]
+        with torch.no_grad():
+            with models.as_policy() as model:
+                logps, _ = compute_response_logps(model, lay_out(rollout, CPU), temperature=1.0)
+            with models.as_critic() as model:
+                values = compute_response_values(model, lay_out(rollout, CPU))
+        return updater, dataclasses.replace(rollout, logps=logps, engine_logps=logps, values=values)
+
+    return build_updater
+
+
+@pytest.mark.parametrize("keys", [{}, {"use_peft": True}])
+@pytest.mark.parametrize("batch_size", [1, 3, 4])
+def test_how_a_minibatch_is_cut_changes_no_gradient(build, monkeypatch, batch_size, keys):
+    found = []
+    for size in (8, batch_size):
+        updater, rollout = build(WHOLE, batch_size=size, **keys)
+        gradients = {}
+
+        def keep(learner, gradients=gradients):
+            gradients[learner._name] = [p.grad.clone() for p in learner.parameters.values()]
+            learner.discard()
+            return 0.0
+
+        monkeypatch.setattr(Learner, "step", keep)
+        figures = [updater.update_policy(rollout, 0)[0], updater.update_critic(rollout, 0)[0]]
+        found.append((gradients, figures))
+    for name in ("policy", "critic"):
+        for one, other in zip(found[0][0][name], found[1][0][name], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7)
+    for one, other in zip(found[0][1], found[1][1], strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
+
+
+def test_the_first_ratio_is_exactly_1_in_batches_of_the_same_shape(build, monkeypatch):
+    """Scored and learnt from as one batch, in the same order: not a digit differs."""
+    monkeypatch.setattr(update.Updater, "_share", lambda _, batch: iter([batch]))
+    monkeypatch.setattr(update.Updater, "_minibatches", lambda *_: iter([range(8)]))
+    updater, rollout = build(WHOLE)
+    (figures,) = updater.update_policy(rollout, 0)
+    assert (figures["ratio_max"], figures["approx_kl"]) == (1.0, 0.0)
+    assert figures["clipfrac_low"] == figures["clipfrac_high"] == 0
+
+
+def test_every_minibatch_of_every_epoch_is_a_step_of_both(build):
+    ppo = PPOConfig(num_ppo_epochs=2, num_mini_batches=4, target_kl=None)
+    updater, rollout = build(ppo)
+    steps = updater.update_policy(rollout, 0), updater.update_critic(rollout, 0)
+    assert [len(one) for one in steps] == [8, 8]
+    for learner in (updater.policy, updater.critic):
+        assert {int(state["step"]) for state in learner.optimizer.state.values()} == {8}
+        assert learner.scheduler.last_epoch == 8
+    assert steps[0][0]["ratio_max"] == pytest.approx(1, abs=1e-5)
+    assert steps[0][-1]["ratio_max"] > 1.001
+
+
+def test_minibatches_hold_every_answer_once_an_epoch_and_are_shuffled_anew(build):
+    ppo = PPOConfig(num_ppo_epochs=2, num_mini_batches=4)
+    updater, _ = build(ppo)
+    batches = list(updater._minibatches(8, 0))
+    epochs = [[row for batch in batches[start : start + 4] for row in batch] for start in (0, 4)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(8))] * 2
+    assert epochs[0] != epochs[1]
+    assert list(updater._minibatches(8, 0)) == batches
+    assert list(updater._minibatches(8, 1)) != batches
+
+
+def test_processes_share_a_minibatch_out(build):
+    updater, rollout = build(WHOLE, batch_size=3)
+    shares = [list(dataclasses.replace(updater, rank=rank, world_size=2)._share(rollout)) for rank in (0, 1)]
+    assert [[len(part) for part in share] for share in shares] == [[3, 1], [3, 1]]
+    asked = [id(prompt) for share in shares for part in share for prompt in part.prompts]
+    assert sorted(asked) == sorted(id(prompt) for prompt in rollout.prompts)
+
+
+def test_the_policys_updates_end_before_one_that_goes_too_far(build):
+    ppo = PPOConfig(num_ppo_epochs=4, num_mini_batches=2, target_kl=1e-6)
+    updater, rollout = build(ppo)
+    steps = updater.update_policy(rollout, 0)
+    assert 1 < len(steps) < 8
+    assert "grad_norm" not in steps[-1]
+    assert all(step["approx_kl"] <= 1.5e-6 for step in steps[:-1])
+    assert steps[-1]["approx_kl"] > 1.5e-6
+    assert {int(state["step"]) for state in updater.policy.optimizer.state.values()} == {len(steps) - 1}
+    # Length and learning rate of the run do not depend on it.
+    assert updater.policy.scheduler.last_epoch == 8
+    assert len(updater.update_critic(rollout, 0)) == 8
+
+
+def test_a_policy_that_is_not_the_one_that_answered_stops_the_run_before_an_update(build):
+    updater, rollout = build(WHOLE)
+    before = [p.clone() for p in updater.policy.parameters.values()]
+    wrong = dataclasses.replace(rollout, logps=rollout.logps - 0.1 * rollout.mask)
+    with pytest.raises(DivergedError, match="before the first update"):
+        updater.update_policy(wrong, 0)
+    assert all(torch.equal(one, p) for one, p in zip(before, updater.policy.parameters.values(), strict=True))
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_before_an_update(build):
+    updater, rollout = build(WHOLE)
+    assert rollout.returns is not None
+    before = [p.clone() for p in updater.critic.parameters.values()]
+    with pytest.raises(DivergedError, match="the critic's gradient is"):
+        updater.update_critic(dataclasses.replace(rollout, returns=rollout.returns * float("inf")), 0)
+    assert all(torch.equal(one, p) for one, p in zip(before, updater.critic.parameters.values(), strict=True))
