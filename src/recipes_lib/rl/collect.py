@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, set_seed
 
 from recipes_lib.data.prompts import PromptRow
 from recipes_lib.rl.generation import Generator
@@ -76,7 +76,7 @@ class Collector:
         began = time.perf_counter()
         rollout = self._sample(list(prompts), numbers)
         sampled = time.perf_counter()
-        rollout, _ = self._score(rollout)
+        rollout, _ = self._score(rollout, numbers[0])
         scored = time.perf_counter()
         rollout = self._read(rollout)
         read = time.perf_counter()
@@ -91,7 +91,7 @@ class Collector:
             numbers: As for ``collect``: the same ones show what has changed in a policy.
         """
         self.models.set_training(training=False)
-        return self._score(self._sample(list(prompts), numbers))
+        return self._score(self._sample(list(prompts), numbers), numbers[0])
 
     def _sample(self, prompts: list[PromptRow], numbers: Sequence[int]) -> Rollout:
         # Prompts of like length in one batch: less padding, and answers do not depend on it.
@@ -128,7 +128,10 @@ class Collector:
     def _draw(self, number: int) -> Any:
         return np.random.default_rng([self.seed, Stream.ANSWER, number]).random(self.response_length)
 
-    def _score(self, rollout: Rollout) -> tuple[Rollout, list[str]]:
+    def _score(self, rollout: Rollout, number: int) -> tuple[Rollout, list[str]]:
+        # Rewards that draw from a global generator draw what they would have drawn in a run without a stop. Seeded
+        # here, because what a library loads at its first use may draw too.
+        set_seed((self.seed + 7919 * number) % 2**32)
         answers = [ids[mask].tolist() for ids, mask in zip(rollout.response_ids, rollout.mask, strict=True)]
         texts = [str(text) for text in self.tokenizer.batch_decode(answers, skip_special_tokens=True)]
         scores = self.rewards.score(rollout.prompts, texts, answers)

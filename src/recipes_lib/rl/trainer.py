@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from transformers import IntervalStrategy, PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
+from transformers import IntervalStrategy, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
 from recipes_lib.config.schema import PPOConfig, RecipeConfig
 from recipes_lib.data.prompts import PromptData
@@ -201,7 +201,6 @@ class PPOTrainer:
 
     def _run_iteration(self, iteration: int) -> dict[str, Any]:
         began, state, schedule = time.perf_counter(), self.state, self.schedule
-        self._seed_rewards()
         rollout, seconds = self._collect(iteration)
         if iteration == 0:
             self.progress.say(verify_first_rollout(rollout, self._dtype))
@@ -255,10 +254,6 @@ class PPOTrainer:
         )
         return share(rollout, self._world_size), seconds
 
-    def _seed_rewards(self) -> None:
-        """Let rewards that draw from a global generator draw what they would have drawn in a run without a stop."""
-        set_seed((self._args.seed + 7919 * self.state.iteration + self._rank) % 2**32)
-
     def _control_kl(self, kl_per_sequence: float, num_answers: int) -> float:
         config = self._config.ppo
         controller = KLController(
@@ -292,7 +287,6 @@ class PPOTrainer:
         rows = list(self._prompts.eval or self._prompts.train)[: self._config.evaluation.num_sample_prompts]
         if not rows or self._rank != 0:
             return
-        self._seed_rewards()
         answers, texts = self._collector.answer(rows, range(len(rows)))
         for at, (row, text) in enumerate(zip(rows, texts, strict=True)):
             sample = Sample(
