@@ -34,7 +34,7 @@ def test_a_learner_goes_on_where_it_was(tmp_path):
     model, learner = build(tmp_path, 0)
     step(model, learner, 3)
     state = PPOState(iteration=2, step=3, num_answers=64, kl_coef=0.123456789012345, seconds=1.5)
-    save_state(tmp_path, state, {"policy": learner}, 1)
+    save_state(tmp_path, state, {"policy": learner}, world_size=1)
     assert find_last_complete(tmp_path)[0] == tmp_path / "checkpoint-3"
     other_model, other = build(tmp_path, 1)
     assert load_state(tmp_path / "checkpoint-3", {"policy": other}) == state
@@ -47,7 +47,7 @@ def test_a_learner_goes_on_where_it_was(tmp_path):
 
 def test_other_weights_are_refused(tmp_path):
     _, learner = build(tmp_path, 0)
-    save_state(tmp_path, PPOState(step=1), {"policy": learner}, 1)
+    save_state(tmp_path, PPOState(step=1), {"policy": learner}, world_size=1)
     other = build(tmp_path, 0)[1]
     other.parameters = {"weight": other.parameters["weight"]}
     with pytest.raises(DataError, match="does not hold the weights that the policy trains"):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -41,14 +41,15 @@ class PPOState:
     seconds: float = 0.0
 
 
-def save_state(output_dir: Path, state: PPOState, learners: Mapping[str, Learner], world_size: int) -> Path:
+def save_state(output_dir: Path, state: PPOState, learners: Mapping[str, Learner], **facts: Any) -> Path:
     """Write a checkpoint: the trained weights of each learner, its optimizer and schedule, and the counts.
 
     Args:
         output_dir: Of the run; the checkpoint has its name there when everything is in it.
         state: After an iteration.
         learners: By name; all processes hold the same, and one writes.
-        world_size: Number of processes.
+        **facts: What else ``COMPLETE.json`` holds: ``world_size`` and the batch, by which another number of processes
+            goes on with as many answers a step.
     """
     folder = output_dir / STAGING / f"checkpoint-{state.step}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -58,7 +59,7 @@ def save_state(output_dir: Path, state: PPOState, learners: Mapping[str, Learner
         states = {"optimizer": learner.optimizer.state_dict(), "scheduler": learner.scheduler.state_dict()}
         torch.save(states, folder / f"{name}_optimizer.pt")
     (folder / _STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
-    write_complete(folder, step=state.step, world_size=world_size)
+    write_complete(folder, step=state.step, **facts)
     return publish(folder)
 
 

@@ -46,6 +46,7 @@ from recipes_lib.training.checkpoints import rotate
 from recipes_lib.training.hooks.samples import SAMPLES_FILE, Sample
 from recipes_lib.training.metrics import METRICS_FILE, MetricsWriter, read_peak_memory
 from recipes_lib.training.progress import TrainingProgress, build_progress
+from recipes_lib.training.resumption import BATCH_KEYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +307,8 @@ class PPOTrainer:
 
     def _save(self) -> None:
         if self._rank == 0:
-            save_state(self._output_dir, self.state, self._learners, self._world_size)
+            batch = {key: getattr(self._args, key) for key in BATCH_KEYS}
+            save_state(self._output_dir, self.state, self._learners, world_size=self._world_size, **batch)
             kept = self._config.checkpoints.save_keep_steps
             rotate(self._output_dir, self._args.save_total_limit, (), kept)
         if self._world_size > 1:
