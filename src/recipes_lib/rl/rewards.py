@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from recipes_lib.config.schema import RewardsConfig
@@ -98,13 +100,18 @@ def load_reward_functions(paths: Sequence[str]) -> dict[str, RewardFunction]:
             functions[path if name in functions else name] = _find_function(module_name, name)
         except Exception as error:  # Importing runs the user's code, which may raise anything.
             found = f"{path} cannot be imported: {type(error).__name__}: {error}"
-            problems.append(Problem("reward_funcs", found, "install it, or put its folder on PYTHONPATH"))
+            problems.append(
+                Problem("reward_funcs", found, "run from its folder, install it, or put its folder on PYTHONPATH")
+            )
     if problems:
         raise ConfigError(*problems)
     return functions
 
 
 def _find_function(module_name: str, name: str) -> RewardFunction:
+    # Python looks beside the recipe, not where the command is given; last, so that nothing is shadowed.
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
     found = getattr(importlib.import_module(module_name), name)
     if not callable(found):
         raise TypeError(f"{name} is no function")
