@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
@@ -63,6 +65,16 @@ def test_functions_are_imported_by_their_path_and_all_that_cannot_be_are_told():
     with pytest.raises(ConfigError) as caught:
         load_reward_functions([f"{__name__}:CHATS", "json:absent", "nowhere.at.all:f", "json:loads"])
     assert len(caught.value.problems) == 3
+
+
+def test_a_function_is_found_in_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "rewards_of_mine.py").write_text(
+        "def always(*, completions, **_):\n    return [1.0] * len(completions)\n"
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    functions = load_reward_functions(["rewards_of_mine:always"])
+    assert Rewards(functions, None, [1.0]).score(TEXTS, ["a"] * 3, [[1]] * 3).total == [1, 1, 1]
 
 
 @pytest.fixture(scope="module")
