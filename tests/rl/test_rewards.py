@@ -69,7 +69,7 @@ def test_functions_are_imported_by_their_path_and_all_that_cannot_be_are_told():
 
 def test_a_function_is_found_in_the_working_directory(tmp_path, monkeypatch):
     (tmp_path / "rewards_of_mine.py").write_text(
-        "def always(*, completions, **_):\n    return [1.0] * len(completions)\n"
+        "def always(**columns):\n    return [1.0] * len(columns['completions'])\n"
     )
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
