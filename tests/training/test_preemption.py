@@ -167,3 +167,12 @@ def test_a_run_that_goes_on_at_its_very_end_makes_no_further_step(tiny_model_dir
     assert (resumed.state.global_step, recorder.steps) == (5, [])
     assert hook.steps == [0, 5]  # Nor is it evaluated twice.
     assert_equal_weights(weights_of(straight), weights_of(resumed))
+
+
+def test_asked_during_the_last_save_all_stop_together(tiny_model_dir, tmp_path):
+    keys = {"max_steps": 5, "save_strategy": "steps", "save_steps": 5}
+    trainer, recorder = make_trainer(tiny_model_dir, tmp_path / "run", make_packs(), **keys)
+    recorder.on_save = lambda *_, **__: STOP.ask("SIGTERM")
+    # In the words of those who have agreed: where everyone stops alone, nobody knows of the checkpoint.
+    with pytest.raises(PreemptedError, match="stopped after step 5; checkpoint-5 is complete"):
+        trainer.train()

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,37 @@ def test_the_flat_form_holds_every_section(tmp_path):
 def test_a_second_process_writes_nothing(tmp_path):
     start_run(make_config(tmp_path), Launch(rank=1, local_rank=1, world_size=2, engine=""))
     assert not (tmp_path / "run.json").exists()
+
+
+def test_a_directory_has_one_run_at_a_time_and_is_free_when_its_process_has_ended(tmp_path):
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(writer)
+        try:
+            start_run(make_config(tmp_path), ONE)
+            (tmp_path / "started").touch()
+            os.read(reader, 1)
+        finally:
+            os._exit(0)
+    os.close(reader)
+    while not (tmp_path / "started").exists():
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+    (tmp_path / "_saving").mkdir()
+    with pytest.raises(ConfigError, match="another process runs in it"):
+        start_run(make_config(tmp_path), ONE)
+    # Nothing that the other one is about to write was taken for a leftover.
+    assert (tmp_path / "_saving").is_dir()
+    os.close(writer)
+    os.waitpid(pid, 0)
+    start_run(make_config(tmp_path), ONE)
+
+
+def test_a_run_that_was_moved_goes_on(tmp_path):
+    start_run(make_config(tmp_path / "here"), ONE)
+    leave_checkpoint(tmp_path / "here", 5)
+    (tmp_path / "here").rename(tmp_path / "there")
+    assert start_run(make_config(tmp_path / "there"), ONE).resume_from == tmp_path / "there" / "checkpoint-5"
 
 
 def test_a_directory_that_cannot_be_created_is_one_clear_error(tmp_path):

@@ -44,7 +44,7 @@ from recipes_lib.training.optimizers import (
     get_decay_names,
     split_loraplus_groups,
 )
-from recipes_lib.training.preemption import LastStep, build_preemption
+from recipes_lib.training.preemption import LastStep, build_preemption, stop_if_agreed
 from recipes_lib.training.run_sampler import EpochRows, RunSampler
 from recipes_lib.training.step_guard import StepGuard
 from recipes_lib.training.watchdog import WATCHDOG
@@ -157,6 +157,8 @@ class RecipeTrainer(CheckpointingTrainer):
                 self._show_averaged_weights()
                 if self.observer.hooks and self.last_evaluated_step != self.state.global_step:
                     self.evaluate()
+                # Who was asked during the last save would otherwise leave alone.
+                stop_if_agreed()
             except PreemptedError as request:
                 raise self._last_step.save(request) from None
             finally:

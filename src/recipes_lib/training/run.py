@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -13,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -40,6 +42,8 @@ from recipes_lib.training.trackers import verify_trackers
 from recipes_lib.training.watchdog import WATCHDOG
 
 RUN_FILE = "run.json"
+LOCK_FILE: Final = "_lock"
+"""Held by the main process of a run for as long as it lives; uploads leave out what begins with an underscore."""
 ENDS: Final = {
     PreemptedError: "preempted",
     DivergedError: "diverged",
@@ -57,6 +61,7 @@ _HARMLESS = (
     "logging_",
     "max_rollbacks",
     "num_sample_prompts",
+    "output_dir",
     "prepared_dir",
     "project",
     "push_to_hub",
@@ -67,6 +72,10 @@ _HARMLESS = (
     "trackio_",
     "verify_steps",
 )
+
+
+_CLAIMS: Final[list[TextIO]] = []
+"""Open for as long as this process lives: closed, a file is unlocked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +147,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     Raises:
         ConfigError: A tracker or the optimizer is not installed.
         ConfigError: The directory cannot be written.
+        ConfigError: Another process runs in it.
         ConfigError: It holds checkpoints or the model of a run whose configuration computes something else, and no
             checkpoint that both would have made; the differing keys are named.
         ConfigError: The checkpoint cannot be loaded by these processes, or they cannot share its batch.
@@ -151,9 +161,10 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(Problem(str(output_dir), f"cannot create output_dir: {error.strerror}")) from error
-    effective, previous = flatten_config(config), read_run_record(output_dir)
     if launch.is_main:
+        _claim(output_dir)
         clear_leftovers(output_dir)
+    effective, previous = flatten_config(config), read_run_record(output_dir)
     resume_from, _ = find_last_complete(output_dir)
     finished = previous.get("status") == "done"
     differing = _find_differences(previous, effective, launch) if resume_from or finished else []
@@ -189,6 +200,25 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
             rows_per_step=count_rows_per_step(config.training, launch.world_size),
         )
     return run
+
+
+def _claim(output_dir: Path) -> None:
+    """Keep every other process out of a directory until this one ends, however it does; without locks nobody is.
+
+    Raises:
+        ConfigError: Another process is in it.
+    """
+    # Opened to be written, as a lock over a network wants it, and never written: a run that is done stays as it is.
+    file = (output_dir / LOCK_FILE).open("a", encoding="utf-8")
+    try:
+        # Of the process alone: what it forks, such as a data loader's worker that outlives it, does not hold it.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            return  # On a file system without locks.
+        remedy = f"wait until it has ended, stop it (`fuser {file.name}` names it), or choose another output_dir"
+        raise ConfigError(Problem(str(output_dir), "another process runs in it", remedy)) from error
+    _CLAIMS.append(file)
 
 
 def flatten_config(config: RecipeConfig) -> dict[str, Any]:
