@@ -13,7 +13,8 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install check test test-slow demo bench docs clean
+SOAK_MINUTES ?= 60
+.PHONY: help install check test test-slow soak demo bench docs clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | while IFS='|' read -r name text; do printf '  %-16s %s\n' "$$name" "$$text"; done
@@ -50,6 +51,9 @@ test: $(STAMP) ## the tests, offline, on a CPU
 
 test-slow: $(STAMP) ## the long proofs
 	@$(PYTHON) -m pytest -q -m slow
+
+soak: $(STAMP) ## faults at random moments of real runs for SOAK_MINUTES (60), until the first that costs something
+	@$(PYTHON) -m tests.faults.suite --minutes $(SOAK_MINUTES) --output build/soak
 
 demo: $(STAMP) ## the whole pipeline on real text at hand, on a CPU, with a report to look at
 	@$(PYTHON) recipes/demo.py

@@ -11,6 +11,7 @@ import os
 import runpy
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 WHERE = {
@@ -19,30 +20,41 @@ WHERE = {
     "evaluation": ("recipes_lib.training.hooks.evaluation:EvaluateLoss", "_score"),
     "generation": ("recipes_lib.training.hooks.samples:_StopTogether", "__call__"),
     "saving": ("recipes_lib.training.recipe_trainer:RecipeTrainer", "_save_checkpoint"),
+    "loading": ("recipes_lib.models.loading", "load_tokenizer"),
     "preparation": ("recipes_lib.data.prepare", "_build"),
-    "export": ("recipes_lib.publish.export", "verify_export"),
+    "export": ("recipes_lib.publish.export", "verify_weights"),
+    "adapter export": ("recipes_lib.publish.export", "verify_adapter_export"),
     "reference": ("recipes_lib.training.dpo", "compute_answer_logps"),
 }
 
 
-def pause_at(folder: Path, phase: str, call: int) -> None:
-    """Let one call of a function wait."""
+def act_at(phase: str, call: int, act: Callable[[], object]) -> None:
+    """Do something before one call of a function, counted from 1."""
     module, _, kind = WHERE[phase][0].partition(":")
     owner, name = importlib.import_module(module), WHERE[phase][1]
     owner = getattr(owner, kind) if kind else owner
     function = getattr(owner, name)
     num_calls = 0
 
-    def waiting(*args, **kwargs):
+    def acting(*args, **kwargs):
         nonlocal num_calls
         num_calls += 1
         if num_calls == call:
-            (folder / "reached").touch()
-            while not (folder / "go").exists():
-                time.sleep(0.01)
+            act()
         return function(*args, **kwargs)
 
-    setattr(owner, name, waiting)
+    setattr(owner, name, acting)
+
+
+def pause_at(folder: Path, phase: str, call: int) -> None:
+    """Let one call of a function wait."""
+
+    def wait() -> None:
+        (folder / "reached").touch()
+        while not (folder / "go").exists():
+            time.sleep(0.01)
+
+    act_at(phase, call, wait)
 
 
 def main() -> None:

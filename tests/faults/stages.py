@@ -1,0 +1,72 @@
+"""The runs that faults are injected into: each recipe on the tiny model, with evaluations, samples and checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests import tiny
+from tests.recipes.preferences import make_rows
+from tests.training.pretraining import write_documents
+
+NUM_STEPS = 12
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPE = json.dumps({"model_type": "llama"} | SIZES)
+
+COMMON = {
+    "bf16": "false",
+    "use_cpu": "true",
+    "max_steps": NUM_STEPS,
+    "save_steps": 3,
+    "save_total_limit": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 4,
+    "learning_rate": 1e-3,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+}
+SAMPLES = {"num_sample_prompts": 1, "sample_max_new_tokens": 16}
+OF_STAGE: Mapping[str, Mapping[str, Any]] = {
+    # Recipe, and what tells two runs of it apart -> its keys.
+    "sft": {"test_split_size": 6, "max_length": 96, "per_device_eval_batch_size": 2} | SAMPLES,
+    "pretrain": {"test_split_size": 0.1, "max_length": 32, "model_config": SHAPE} | SAMPLES,
+    "lora": {"test_split_size": 6, "packing": "false", "lora_r": 4} | SAMPLES,
+    "dpo": {"test_split_size": 4, "num_sample_prompts": 0, "loss_type": '["sigmoid", "sft"]'},
+    "dpo adapter": {"test_split_size": 4, "num_sample_prompts": 0, "use_peft": "true", "lora_r": 4},
+    "reward": {"test_split_size": 6},
+}
+STAGES = tuple(OF_STAGE)
+
+
+def write_inputs(folder: Path) -> None:
+    """Write model, tokenizer and data of all stages."""
+    tokenizer = tiny.build_tokenizer()
+    tiny.save_model(folder / "model", tokenizer)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    _write(folder / "chats.jsonl", (_make_chat(number) for number in range(1, 60)))
+    _write(folder / "pairs.jsonl", make_rows(34))
+    write_documents(folder / "documents.jsonl", 80)
+
+
+def make_keys(folder: Path, stage: str, num_processes: int = 1, **more: Any) -> dict[str, Any]:
+    """Return the flags of a run but for its ``output_dir``; the batch is the same on one process and on two."""
+    recipe = stage.split()[0]
+    data = {"sft": "chats", "lora": "chats", "dpo": "pairs", "reward": "pairs", "pretrain": "documents"}[recipe]
+    keys = {"dataset_name": folder / f"{data}.jsonl", "prepared_dir": folder / "prepared"}
+    if stage == "pretrain":
+        keys["tokenizer_name_or_path"] = folder / "tokenizer"
+    else:
+        keys["model_name_or_path"] = folder / "model"
+    batch = {"gradient_accumulation_steps": 2 // num_processes}
+    return keys | COMMON | OF_STAGE[stage] | batch | more
+
+
+def _make_chat(number: int) -> dict[str, Any]:
+    answer = f"{number}, yes. " * (1 + number % 7)
+    return {"messages": [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": answer}]}
+
+
+def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

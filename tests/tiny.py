@@ -1,0 +1,76 @@
+"""The tiny tokenizer and model of the tests: built from nothing in a second, the same each time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+CHATML_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIAL_TOKENS = ["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]
+CORPUS = [
+    "system\nYou are a helpful assistant.\n",
+    "user\nWhat is the capital of France?\nassistant\nThe capital of France is Paris.\n",
+    "user\nHow many days are in a week?\nassistant\nThere are seven days in a week.\n",
+    "Return the number of items in a container. Raise an error when the argument is not a container.",
+    "A function takes arguments and returns a value; a class has methods and attributes.",
+    "The quick brown fox jumps over the lazy dog, and then the dog sleeps in the sun.",
+    "Every morning the baker opens the shop, weighs flour and water, and waits until the bread has risen.",
+    "Rivers carry sand from the mountains towards the sea, where beaches form between rocky cliffs.",
+    "user\nWrite a short poem about winter.\nassistant\nSnow covers silent fields, smoke climbs above the roof.\n",
+]
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE of 512 entries that covers every byte, with a ChatML template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        min_frequency=0,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    assert tokenizer.get_vocab_size() == 512
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|endoftext|>",
+        pad_token="<|pad|>",
+        extra_special_tokens=["<|im_start|>", "<|im_end|>"],
+        model_max_length=512,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHATML_TEMPLATE
+    return fast
+
+
+def save_model(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """Write a random two-layer Llama (fp32) and the tokenizer beside it."""
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
