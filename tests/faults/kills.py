@@ -216,8 +216,11 @@ def lose_a_rank(lab: Laboratory, trial: Trial, random: Random) -> None:
 
 
 def go_on_with_one(lab: Laboratory, trial: Trial, random: Random) -> None:
-    """Killed on two processes, a run goes on with one, and the other way round: the same rows, the same losses."""
-    stage, before = lab.draw(random, "sft", "pretrain", "dpo"), random.choice([1, 2])
+    """Stopped on two processes, a run goes on with one, and the other way round: the same rows, the same losses.
+
+    But for packed rows in the smaller step that ends an epoch (``docs/checkpoints.md``).
+    """
+    stage, before = lab.draw(random, "lora", "pretrain", "dpo"), random.choice([1, 2])
     after = 3 - before
     trial.what, trial.equal = f"{stage}, {before} processes, then {after}", None
     straight = lab.straight(stage, before)
