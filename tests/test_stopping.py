@@ -85,6 +85,31 @@ def test_a_second_signal_is_heard_where_the_main_thread_never_comes_back_from_c(
     assert process.returncode == 128 + signal.SIGTERM
 
 
+HANG = (
+    "import ctypes\n"
+    "from recipes_lib import stopping\n"
+    "stopping._SECONDS_TO_LEAVE = 0.2\n"
+    "mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock\n"
+    "def hang():\n  print('ready'); lock(mutex); lock(mutex)\n"
+)
+
+
+@pytest.mark.parametrize("ending", ["hang()", "STOP.close(); hang()"])
+def test_who_hangs_on_the_way_out_is_gone_in_time(ending):
+    process = start(f"{HANG}try:\n  signal.raise_signal(signal.SIGTERM)\nfinally:\n  {ending}")
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 75
+    assert "SIGTERM: left at once, with nothing to save" in errors
+
+
+def test_with_nothing_to_save_one_signal_is_enough_where_the_main_thread_never_comes_back_from_c():
+    process = start(f"{HANG}hang()")
+    wait_for_line(process, "ready")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 75
+
+
 def test_once_closed_nothing_is_heard():
     process = start("STOP.close(); print('ready'); sys.stdin.readline(); print('done')")
     wait_for_line(process, "ready")

@@ -11,13 +11,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Final
 
 from recipes_lib import peers
-from recipes_lib.errors import EXIT_BUG, LostPeerError, PreemptedError
+from recipes_lib.errors import EXIT_BUG, EXIT_PREEMPTED, LostPeerError, PreemptedError
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -25,6 +25,10 @@ SECONDS_OF_ONE_REQUEST: Final = 1.0
 """A scheduler signals every process and a launcher forwards what it got: within this time it is the same request."""
 
 _SECONDS_TO_UNWIND: Final = 5.0
+
+_SECONDS_TO_LEAVE: Final = 10.0
+"""Within which a process that has nothing to save is gone, and again one that is ending: it may wait in C for others
+that have left."""
 
 
 class StopRequest:
@@ -110,20 +114,28 @@ class StopRequest:
         first: float | None = None
         while True:
             for number in os.read(descriptor, 64):
-                if number not in STOP_SIGNALS or self._is_closed:
+                if number not in STOP_SIGNALS:
                     continue
                 now = time.monotonic()
                 if first is None:
                     first = now
                     self._leave_without_peer()
-                elif now - first >= SECONDS_OF_ONE_REQUEST:
+                    _start_timer(_SECONDS_TO_LEAVE, self._leave_in_time)
+                elif now - first >= SECONDS_OF_ONE_REQUEST and not self._is_closed:
                     _leave(128 + number, f"{signal.Signals(number).name} again: left at once")
 
     def _leave_without_peer(self) -> None:
         if (lost := peers.find_lost()) is not None:
-            timer = threading.Timer(_SECONDS_TO_UNWIND, _leave, (EXIT_BUG, f"left because {lost}"))
-            timer.daemon = True
-            timer.start()
+            _start_timer(_SECONDS_TO_UNWIND, _leave, EXIT_BUG, f"left because {lost}")
+
+    def _leave_in_time(self, *, is_last: bool = False) -> None:
+        """Leave if the main thread has not come to it, unless there is something to save."""
+        if self._is_deferred:
+            return
+        if self._is_closed and not is_last:
+            _start_timer(_SECONDS_TO_LEAVE, lambda: self._leave_in_time(is_last=True))
+        else:
+            _leave(EXIT_PREEMPTED, f"{self.reason or 'asked to stop'}: left at once, with nothing to save")
 
     def _leave_to_parent(self) -> None:
         """In a forked child, such as a data loader's worker: only the parent says when it ends.
@@ -146,6 +158,12 @@ def _obey_parent() -> None:
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid not in (os.getppid(), 0):
             pass
         os._exit(0)
+
+
+def _start_timer(seconds: float, act: Callable[..., None], *args: object) -> None:
+    timer = threading.Timer(seconds, act, args)
+    timer.daemon = True
+    timer.start()
 
 
 def _leave(code: int, words: str) -> None:
