@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import os
 import pickle
 import resource
 from pathlib import Path
@@ -204,7 +203,7 @@ def test_a_worker_reads_the_same(tmp_path, method):
 def read_with_few_files(source: TokenSource) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Besides those that the tests before have left open in this process.
-    few = len(os.listdir("/dev/fd")) + token_shards._MAX_OPEN_FILES + 64
+    few = len(list(Path("/dev/fd").iterdir())) + token_shards._MAX_OPEN_FILES + 64
     resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
     for start in range(0, source.num_tokens, 16):
         source.read(start, start + 16)
