@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import training
 from harness import compare, run_interleaved, spread, write_results
 from training import MAX_LENGTH, SHARED, TRL_DEFAULTS, TRL_TUNED, build_meter
 from workload import DEFAULT_DATA, build_workload
@@ -74,33 +75,10 @@ def measure_ours(folder: Path, output_dir: str, meter: Any, **changes: Any) -> N
 
 def measure_trl(folder: Path, output_dir: str, meter: Any, keys: dict[str, Any]) -> None:
     """Train with PEFT's adapter under TRL's trainer on the same chats."""
-    import datasets
     from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import SFTConfig, SFTTrainer
 
-    args = SFTConfig(
-        output_dir=output_dir,
-        use_cpu=True,
-        bf16=True,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        assistant_only_loss=True,
-        **(SHARED | keys),
-    )
-    rows = datasets.load_dataset(
-        "json", data_files=str(folder / "chats.jsonl"), split="train", cache_dir=f"{output_dir}/cache"
-    )
-    trainer = SFTTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder / "model"),
-        args=args,
-        train_dataset=rows,
-        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
-        callbacks=[meter],
-        peft_config=LoraConfig(r=RANK, lora_alpha=32, task_type="CAUSAL_LM", target_modules="all-linear"),
-    )
-    trainer.train()
+    adapter = LoraConfig(r=RANK, lora_alpha=32, task_type="CAUSAL_LM", target_modules="all-linear")
+    training.measure_trl(folder, output_dir, meter, keys, peft_config=adapter)
 
 
 VARIANTS = {

@@ -115,7 +115,7 @@ def measure_ours(folder: Path, output_dir: str, meter: Any, rows_per_step: int) 
     return trainer.model
 
 
-def measure_trl(folder: Path, output_dir: str, meter: Any, keys: dict[str, Any]) -> Any:
+def measure_trl(folder: Path, output_dir: str, meter: Any, keys: dict[str, Any], peft_config: Any = None) -> Any:
     """Train with TRL's trainer on the same chats."""
     import datasets
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -140,6 +140,7 @@ def measure_trl(folder: Path, output_dir: str, meter: Any, keys: dict[str, Any])
         train_dataset=rows,
         processing_class=AutoTokenizer.from_pretrained(folder / "model"),
         callbacks=[meter],
+        peft_config=peft_config,
     )
     trainer.train()
     return trainer.model

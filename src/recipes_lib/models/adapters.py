@@ -30,6 +30,7 @@ from recipes_lib.models.adapters_saved import (
     has_such_an_init,
     read_commit,
 )
+from recipes_lib.models.evaluation import evaluating
 from recipes_lib.models.loading import explained, without_report
 from recipes_lib.models.quantization import keep_differentiable
 
@@ -201,7 +202,7 @@ def adapters_off(model: PeftModel) -> Iterator[None]:
             parameter.requires_grad_(flag)
 
     try:
-        with _evaluating(model), model.disable_adapter():
+        with evaluating(model), model.disable_adapter():
             # PEFT freezes the adapter meanwhile, and FSDP2 looks in its first forward pass at what is trained.
             restore_flags()
             yield
@@ -223,7 +224,7 @@ def compute_probe_logits(model: Any) -> Tensor:
     input_ids = torch.arange(1, 9, device=next(model.parameters()).device)[None] % config.vocab_size
     # flash-attention multiplies in half precision only.
     needs_half = "flash" in str(config._attn_implementation)
-    with _evaluating(model), torch.autocast(input_ids.device.type, torch.bfloat16, enabled=needs_half):
+    with evaluating(model), torch.autocast(input_ids.device.type, torch.bfloat16, enabled=needs_half):
         logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
     return logits.float().cpu()
 
@@ -299,16 +300,3 @@ def _without_old_name() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         yield
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards every module is in the mode it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

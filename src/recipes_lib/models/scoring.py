@@ -6,7 +6,6 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -14,7 +13,6 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
@@ -22,6 +20,7 @@ from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.models.adapters import load_adapter
 from recipes_lib.models.adapters_saved import find_adapter, read_base
 from recipes_lib.models.attention import choose_kernel
+from recipes_lib.models.evaluation import evaluating
 from recipes_lib.models.loading import load_model_config, load_tokenizer
 from recipes_lib.models.reward_tokens import Answer, encode_answers
 from recipes_lib.models.score_head import add_score_head, load_reward_model
@@ -124,7 +123,7 @@ class RewardModel:
             raise DataError(*(Problem(f"answer {index}", found.format(len(rows[index]), limit)) for index in too_long))
         scores = [math.nan] * len(rows)
         fitting = [index for index, row in enumerate(rows) if len(row) <= limit]
-        with _evaluating(self.model):
+        with evaluating(self.model):
             for batch in _cut(sorted(fitting, key=lambda index: len(rows[index])), rows):
                 for index, score in zip(batch, self._run([rows[at] for at in batch]), strict=True):
                     scores[index] = score
@@ -196,16 +195,3 @@ def _cut(by_length: Sequence[int], rows: Sequence[TokenIds]) -> Iterator[list[in
         batch.append(index)
     if batch:
         yield batch
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards every module is in the mode it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from recipes_lib.models.evaluation import evaluating
+
 
 @dataclass(frozen=True, slots=True)
 class RandomStates:
@@ -43,18 +45,13 @@ class RandomStates:
 def preserve_training_state(model: nn.Module) -> Iterator[None]:
     """Put ``model`` into evaluation without gradients; afterwards every mode and random state is what it was.
 
-    Modes are restored module by module, since a frozen part may be in evaluation mode on purpose. The random states
-    are Python's, numpy's, torch's and that of every CUDA device.
+    The random states are Python's, numpy's, torch's and that of every CUDA device.
 
     Source: ``tests/training/hooks/test_training_state.py``.
     """
-    modes = [(module, module.training) for module in model.modules()]
     states = RandomStates.read()
-    model.eval()
     try:
-        with torch.no_grad():
+        with evaluating(model):
             yield
     finally:
-        for module, mode in modes:
-            module.training = mode
         states.restore()

@@ -1,0 +1,27 @@
+"""Looking at what a model says, and leaving it in the mode that it was in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards every module is in the mode it was in.
+
+    Module by module, since a frozen part may be in evaluation mode on purpose.
+
+    Source: ``tests/models/test_evaluation.py``.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
