@@ -107,8 +107,19 @@ def test_an_adapter_is_a_reward_model_too(tiny_model_dir, tmp_path):
     assert scale == json.loads((out / "reward_report.json").read_text())["scale"]
     expected = [(score - scale["mean"]) / scale["std"] for score in raw]
     assert reward_model.score(chats) == pytest.approx(expected, abs=1e-4)
+    wrong = [
+        '{"mean": 0, "std": 0}',
+        '{"mean": NaN, "std": 1}',
+        '{"mean": 0, "std": -1}',
+        '{"mean": "a", "std": 1}',
+        "[]",
+    ]
+    for text in wrong:
+        (out / "reward_scale.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"holds no sound reward_scale\.json"):
+            RewardModel.load(out)
     (out / "reward_scale.json").unlink()
-    with pytest.raises(ConfigError, match=r"holds no reward_scale\.json"):
+    with pytest.raises(ConfigError, match=r"holds no sound reward_scale\.json"):
         RewardModel.load(out)
 
 

@@ -178,9 +178,12 @@ def read_reward_statistics(model: Any) -> RewardStatistics | None:
 
 def _read_scale(adapter: Path) -> RewardStatistics:
     try:
-        return RewardStatistics(**json.loads((adapter / SCALE_FILE).read_text(encoding="utf-8")))
+        mean, std = RewardStatistics(**json.loads((adapter / SCALE_FILE).read_text(encoding="utf-8")))
+        if not (math.isfinite(mean) and 0 < std < math.inf):
+            raise ValueError(f"mean {mean}, std {std}")
+        return RewardStatistics(mean, std)
     except (OSError, ValueError, TypeError) as error:
-        found = f"{adapter} holds no {SCALE_FILE}, without which its scores mean nothing beside others"
+        found = f"{adapter} holds no sound {SCALE_FILE}, without which its scores mean nothing beside others"
         remedy = "name the output directory of a finished run of recipes/reward.py"
         raise ConfigError(Problem("model_name_or_path", found, remedy)) from error
 
