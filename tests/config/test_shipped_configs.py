@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from recipes_lib.config.document import Entry, read_entries
 from recipes_lib.config.loader import load_config
@@ -14,6 +16,15 @@ from recipes_lib.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "recipes" / "configs").rglob("*.yaml"))
 PATHS = ("model_name_or_path", "tokenizer_name_or_path", "dataset_name", "dataset_test_split", "chat_template_path")
+
+# What is read from the Hub, and the key that says at which commit.
+PINS = {
+    "model_name_or_path": "model_revision",
+    "tokenizer_name_or_path": "tokenizer_revision",
+    "dataset_name": "dataset_revision",
+}
+# No source that could be looked at gives a commit of it.
+UNPINNED = "alignment-handbook/zephyr-7b-sft-full"
 
 
 def stage_of(path: Path) -> str:
@@ -68,6 +79,12 @@ class TestShippedConfig:
         assert str(path.relative_to(ROOT)) in head
         assert "Expect" in head
         assert "Hardware" in head
+
+    def test_what_it_reads_from_the_hub_is_pinned(self, path: Path) -> None:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        for key, revision in PINS.items():
+            if path.parent.name != "demo" and values.get(key) not in (None, UNPINNED):
+                assert re.fullmatch("[0-9a-f]{40}", str(values.get(revision))), (key, revision)
 
     def test_a_misspelt_key_is_found_at_its_line(self, path: Path, tmp_path: Path) -> None:
         for entry in entries_of(path):

@@ -161,14 +161,17 @@ def test_the_mask_is_the_rule_place_by_place(sizes: list[tuple[int, int, int]], 
 
 
 @given(sizes)
-def test_the_keys_of_each_part_are_its_prompt_and_itself(sizes: list[tuple[int, int, int]]) -> None:
+def test_the_keys_of_a_rejected_answer_are_its_prompt_and_itself(sizes: list[tuple[int, int, int]]) -> None:
     bounds = build_shared_prompt_bounds(torch.tensor(sizes))
     starts, keys = bounds["cu_seq_lens_q"].tolist(), bounds["cu_seq_lens_k"].tolist()
-    places = [list(range(*ends)) for ends in itertools.pairwise(starts)]
     found = [bounds["shared_prompt_index"][slice(*ends)].tolist() for ends in itertools.pairwise(keys)]
-    assert found == [(places[part - part % 3] if part % 3 else []) + own for part, own in enumerate(places)]
-    assert [sum(pair) for pair in sizes] == np.diff(starts[::3]).tolist()
-    assert bounds["max_length_q"] == max(map(len, places))
+    places, expected = itertools.count(), []
+    for lengths in sizes:
+        prompt, chosen, rejected = (list(itertools.islice(places, length)) for length in lengths)
+        expected += [prompt + chosen, prompt + rejected]
+    assert found == expected
+    assert np.diff(starts).tolist() == [length for prompt, *own in sizes for length in (prompt + own[0], own[1])]
+    assert bounds["max_length_q"] == max(np.diff(starts))
     assert bounds["max_length_k"] == max(map(len, found))
     assert bounds["cu_seq_lens_q"].dtype == bounds["cu_seq_lens_k"].dtype == torch.int32
 
@@ -327,8 +330,8 @@ def test_a_mask_that_leaks_is_found(monkeypatch: pytest.MonkeyPatch, change: Any
 @pytest.mark.parametrize(
     "change",
     [
-        lambda bounds: {name: value for name, value in bounds.items() if name != "shared_prompt_index"},
-        lambda bounds: bounds | {"cu_seq_lens_q": bounds["cu_seq_lens_q"][::3], "shared_prompt_index": None},
+        lambda bounds: bounds | {"cu_seq_lens_k": bounds["cu_seq_lens_q"], "shared_prompt_index": None},
+        lambda bounds: bounds | dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), bounds["cu_seq_lens_q"][::2]),
     ],
     ids=["an answer without its prompt", "one document of a pair"],
 )

@@ -62,30 +62,34 @@ def build_shared_prompt_mask(pair_ids: Tensor, branch_ids: Tensor, implementatio
 
 
 def build_shared_prompt_bounds(lengths: Tensor) -> dict[str, Tensor | int]:
-    """What a kernel that goes by bounds takes instead of a mask: each part of a pair asks, its prompt and it answer.
+    """What a kernel that goes by bounds takes instead of a mask.
+
+    A prompt with the chosen answer behind it is one part, which sees itself. The rejected answer is the other part,
+    which sees the prompt, and then itself.
 
     Args:
         lengths: ``int64 (P, 3)``: tokens of each prompt, chosen answer and rejected answer, all of which stand behind
             each other in one row.
 
     Returns:
-        ``cu_seq_lens_q``, ``int32 (3P + 1,)``: where the parts begin and end in the row; ``cu_seq_lens_k``, the same in
+        ``cu_seq_lens_q``, ``int32 (2P + 1,)``: where the parts begin and end in the row; ``cu_seq_lens_k``, the same in
         their keys laid end to end; ``max_length_q`` and ``max_length_k``, int; ``shared_prompt_index``, ``int64 (K,)``:
         the place in the row of each key.
     """
-    parts = lengths.flatten()
-    before = torch.stack([torch.zeros_like(lengths[:, 0]), lengths[:, 0], lengths[:, 0]], dim=1).flatten()
-    keys, starts = parts + before, parts.cumsum(0) - parts
-    prompts = starts.view(-1, 3)[:, :1].expand(-1, 3).flatten()
+    prompts, chosen, rejected = lengths.unbind(dim=1)
+    parts = torch.stack([prompts + chosen, rejected], dim=1).flatten()
+    keys = torch.stack([prompts + chosen, prompts + rejected], dim=1).flatten()
     places = torch.arange(int(keys.sum())) - (keys.cumsum(0) - keys).repeat_interleave(keys)
-    is_prompt = places < before.repeat_interleave(keys)
-    index = places + torch.where(is_prompt, prompts.repeat_interleave(keys), (starts - before).repeat_interleave(keys))
+    starts = (lengths.sum(dim=1).cumsum(0) - lengths.sum(dim=1)).repeat_interleave(2).repeat_interleave(keys)
+    # Between a prompt and its rejected answer stands the chosen one.
+    is_behind = places >= prompts.repeat_interleave(2).repeat_interleave(keys)
+    skipped = torch.stack([torch.zeros_like(chosen), chosen], dim=1).flatten().repeat_interleave(keys)
     return {
         "cu_seq_lens_q": functional.pad(parts.cumsum(0), (1, 0)).int(),
         "cu_seq_lens_k": functional.pad(keys.cumsum(0), (1, 0)).int(),
         "max_length_q": int(parts.max()),
         "max_length_k": int(keys.max()),
-        "shared_prompt_index": index,
+        "shared_prompt_index": starts + places + skipped * is_behind,
     }
 
 

@@ -89,16 +89,16 @@ def _attend_on_cuda(states: _States, settings: dict[str, Any]) -> Tensor:
 
 def _attend_by_document(states: _States, settings: dict[str, Any]) -> Tensor:
     lengths, window = settings["cu_seq_lens_q"].diff().tolist(), settings.get("sliding_window")
+    key_lengths = settings["cu_seq_lens_k"].diff().tolist()
     documents = list(zip(*(torch.split(state, lengths, dim=2) for state in states), strict=True))
     outputs = []
-    for number, (query, *own) in enumerate(documents):
-        key, value = own
-        if settings.get("shared_prompt_index") is not None and number % 3:
-            _, *prompt = documents[number - number % 3]
-            key, value = (torch.cat(both, dim=2) for both in zip(prompt, own, strict=True))
-        (length, num_keys), mask = (query.shape[2], key.shape[2]), None
-        if length < num_keys or (window is not None and window < length):
-            before = num_keys - length
+    for number, ((query, *own), length, num_keys) in enumerate(zip(documents, lengths, key_lengths, strict=True)):
+        (key, value), before, mask = own, num_keys - length, None
+        if before:
+            # An answer behind another: its prompt begins the document before it.
+            _, *others = documents[number - 1]
+            key, value = (torch.cat([a[:, :, :before], b], dim=2) for a, b in zip(others, own, strict=True))
+        if before or (window is not None and window < length):
             mask = torch.ones(length, num_keys, dtype=torch.bool).tril(before)
             mask = mask if window is None else mask.triu(1 + before - window)
         outputs.append(
