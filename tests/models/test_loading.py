@@ -141,20 +141,6 @@ def test_the_hub_s_refusals_are_told_apart(
     assert remedy
 
 
-def test_code_from_the_hub_runs_only_as_of_a_named_commit() -> None:
-    for revision in (None, "main", "v1.0"):
-        config = config_for("org/model", trust_remote_code=True, model_revision=revision)
-        for load in (lambda c: load_causal_lm(c, "sdpa"), lambda c: load_tokenizer(c, TokensConfig())):
-            where, _, remedy = problem_of(lambda load=load, config=config: load(config))
-            assert where == "trust_remote_code"
-            assert "40-digit commit" in remedy
-    for tokens in ({"tokenizer_name_or_path": "org/tokens"}, {"tokenizer_revision": "main"}):
-        config = config_for("org/model", trust_remote_code=True, model_revision="0" * 40, **tokens)
-        assert "tokenizer_revision" in problem_of(lambda config=config: load_tokenizer(config, TokensConfig()))[2]
-    pinned = config_for("org/model", trust_remote_code=True, model_revision="0" * 40)
-    assert problem_of(lambda: load_model_config(pinned))[0] == "model_name_or_path"
-
-
 def test_code_of_a_model_never_runs_unasked(model_dir: Path) -> None:
     (model_dir / "custom.py").write_text(f"open({str(model_dir / 'ran')!r}, 'w')")
     edit_json(model_dir / "config.json", model_type="custom", auto_map={"AutoConfig": "custom.Custom"})

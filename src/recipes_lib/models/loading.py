@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +30,7 @@ from transformers import (
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.quantization import keep_differentiable
+from recipes_lib.models.remote_code import verify_remote_code
 
 
 def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedTokenizerBase:
@@ -46,7 +46,7 @@ def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedToken
     is_own = config.tokenizer_name_or_path is not None
     key = "tokenizer_name_or_path" if is_own else "model_name_or_path"
     name = config.tokenizer_name_or_path or str(config.model_name_or_path)
-    _check_remote_code(config)
+    verify_remote_code(config)
     with explained(key, name):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             name,
@@ -84,7 +84,7 @@ def load_model_config(config: ModelConfig) -> tuple[PreTrainedConfig, Generation
     Raises:
         ConfigError: They cannot be loaded.
     """
-    _check_remote_code(config)
+    verify_remote_code(config)
     name, options = str(config.model_name_or_path), _load_options(config)
     with explained("model_name_or_path", name):
         model_config = AutoConfig.from_pretrained(name, **options)
@@ -137,7 +137,7 @@ def load_pretrained(
     Raises:
         ConfigError: As ``load_causal_lm``.
     """
-    _check_remote_code(config)
+    verify_remote_code(config)
     name = str(config.model_name_or_path)
     with explained("model_name_or_path", name), without_report():
         loaded: Any = auto_class.from_pretrained(
@@ -210,20 +210,6 @@ def check_agreement(
 
 def _load_options(config: ModelConfig) -> dict[str, Any]:
     return {"revision": config.model_revision, "trust_remote_code": config.trust_remote_code}
-
-
-def _check_remote_code(config: ModelConfig) -> None:
-    """Code of a Hub repository runs only as of a commit that was named, and so could be read."""
-    repositories = [(config.model_name_or_path, "model_revision", config.model_revision)]
-    if config.tokenizer_name_or_path is not None or config.tokenizer_revision is not None:
-        name = config.tokenizer_name_or_path or config.model_name_or_path
-        repositories.append((name, "tokenizer_revision", config.tokenizer_revision))
-    for name, key, revision in repositories:
-        is_commit = re.fullmatch(r"[0-9a-f]{40}", revision or "") is not None
-        if config.trust_remote_code and not is_commit and not Path(str(name)).is_dir():
-            found = f"the code of {name} would run, in whatever version the Hub has"
-            remedy = f"set {key} to the 40-digit commit that you have read"
-            raise ConfigError(Problem("trust_remote_code", found, remedy))
 
 
 @contextmanager

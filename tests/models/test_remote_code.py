@@ -1,0 +1,71 @@
+"""Code of others runs only where somebody could have read it before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes_lib.config.schema import ModelConfig, TokensConfig
+from recipes_lib.errors import ConfigError
+from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
+from recipes_lib.models.remote_code import verify_remote_code
+
+COMMIT = "0" * 40
+
+
+def refusal_of(config: ModelConfig, load: Any = verify_remote_code) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(config)
+    (problem,) = caught.value.problems
+    assert problem.where == "trust_remote_code"
+    return f"{problem.found}; {problem.remedy}"
+
+
+@pytest.mark.parametrize("revision", [None, "main", "v1.0", "0" * 39])
+def test_a_repository_needs_its_commit_whatever_is_loaded(revision: str | None) -> None:
+    config = ModelConfig(model_name_or_path="org/model", trust_remote_code=True, model_revision=revision)
+    loads = (load_model_config, lambda c: load_causal_lm(c, "sdpa"), lambda c: load_tokenizer(c, TokensConfig()))
+    for load in loads:
+        assert "set model_revision to the 40-digit commit" in refusal_of(config, load)
+
+
+@pytest.mark.parametrize("tokens", [{"tokenizer_name_or_path": "org/tokens"}, {"tokenizer_revision": "main"}])
+def test_a_tokenizer_of_its_own_needs_one_of_its_own(tokens: dict[str, str]) -> None:
+    config = ModelConfig(model_name_or_path="org/model", trust_remote_code=True, model_revision=COMMIT, **tokens)
+    assert "set tokenizer_revision to the 40-digit commit" in refusal_of(config)
+
+
+@pytest.mark.parametrize(
+    ("file", "auto_map"),
+    [
+        ("config.json", {"AutoConfig": "own.Config", "AutoModelForCausalLM": "other/repo--modeling.Model"}),
+        ("tokenizer_config.json", {"AutoTokenizer": ["own.Slow", "other/repo--fast.Fast"]}),
+        ("tokenizer_config.json", ["other/repo--slow.Slow", None]),
+    ],
+)
+def test_code_of_another_repository_is_refused(tmp_path: Path, file: str, auto_map: Any) -> None:
+    (tmp_path / file).write_text(json.dumps({"auto_map": auto_map}))
+    config = ModelConfig(model_name_or_path=str(tmp_path), trust_remote_code=True)
+    refusal = refusal_of(config)
+    assert f"{tmp_path} has code of another repository run, other/repo" in refusal
+    assert "drop `other/repo--`" in refusal
+
+
+@pytest.mark.parametrize("text", ['{"auto_map": {"AutoConfig": "own.Config"}}', "{}", "{", '{"auto_map": 3}'])
+def test_a_folder_s_own_code_is_not(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    verify_remote_code(ModelConfig(model_name_or_path=str(tmp_path), trust_remote_code=True))
+
+
+def test_without_code_nothing_is_looked_at() -> None:
+    verify_remote_code(ModelConfig(model_name_or_path="org/model"))
+
+
+def test_what_is_pinned_goes_on_to_be_loaded() -> None:
+    pinned = ModelConfig(model_name_or_path="org/model", trust_remote_code=True, model_revision=COMMIT)
+    with pytest.raises(ConfigError) as caught:
+        load_model_config(pinned)
+    assert caught.value.problems[0].where == "model_name_or_path"
