@@ -36,15 +36,15 @@ def main(config: RecipeConfig) -> None:
         return
     config = run.config  # With another number of processes, another accumulation.
     with run.recording_its_end():
-        # What is asked, and what answers are worth.
+        # What is asked.
         tokenizer = load_tokenizer(config.model, config.tokens)
         prompts = load_prompt_data(config, tokenizer)
         run.record(data=prompts.record)
         args = build_training_arguments(config, launch, has_eval=True)
-        rewards = load_rewards(config.rewards, device=str(args.device))
 
-        # The policy is held against what it was at the start; the critic foresees what its answers will earn.
+        # The policy is held against what it was at the start; the critic foresees what its answers are worth.
         models = load_actor_critic(config, args, launch, tokenizer, prompts.terminators)
+        rewards = load_rewards(config.rewards, device=str(args.device), shared=models.reward)
         trainer = PPOTrainer(config, args, models, rewards, prompts, tokenizer)
         trainer.train(run.resume_from)
         export_model(build_exporter(models, args, tokenizer), run.output_dir)

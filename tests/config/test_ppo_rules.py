@@ -11,7 +11,6 @@ import pytest
         ("response_length: 64\nmax_length: 64", 6, "no room for a prompt"),
         ("max_length: 1024\noverlong: truncate", 6, "half a question"),
         ("kl_horizon: 100", 5, "`kl_coef` is fixed"),
-        ("use_peft: true\ncritic_model_name_or_path: a/b", 6, "the critic is an adapter"),
         ("use_peft: true\nlora_dropout: 0.1", 6, "are compared"),
         ("use_peft: true\ninit_lora_weights: pissa", 6, "the reference"),
         ("use_peft: true\nlora_modules_to_save: [lm_head]", 6, "not done in this stage"),

@@ -1,10 +1,12 @@
 """A look at a model changes no module's mode, whatever happens in between."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
-from recipes_lib.models.evaluation import evaluating
+from recipes_lib.models.evaluation import evaluating, halved_for_flash
 
 
 def test_every_module_is_in_the_mode_it_was_in_after_an_error_too():
@@ -20,3 +22,13 @@ def test_every_module_is_in_the_mode_it_was_in_after_an_error_too():
         raise RuntimeError
     assert [module.training for module in model.modules()] == before
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), [("flash_attention_2", torch.bfloat16), ("sdpa", torch.float32)])
+def test_only_flash_attention_makes_products_half(kernel, dtype):
+    model = nn.Linear(2, 2)
+    model.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(_attn_implementation=kernel))
+    with halved_for_flash(model):
+        assert model(torch.ones(1, 2)).dtype == dtype
+    with torch.autocast("cpu", torch.bfloat16), halved_for_flash(model):
+        assert model(torch.ones(1, 2)).dtype == torch.bfloat16

@@ -6,13 +6,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import ConfigError
+from recipes_lib.models.adapters import add_adapter
+from recipes_lib.models.adapters_saved import find_shareable
+from recipes_lib.models.heads import add_loss_head
 from recipes_lib.models.scoring import RewardModel
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "reward.py"
@@ -107,6 +112,12 @@ def test_an_adapter_is_a_reward_model_too(tiny_model_dir, tmp_path):
     assert scale == json.loads((out / "reward_report.json").read_text())["scale"]
     expected = [(score - scale["mean"]) / scale["std"] for score in raw]
     assert reward_model.score(chats) == pytest.approx(expected, abs=1e-4)
+
+    policy: Any = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    folder, _ = find_shareable(str(out), None, policy.config, is_quantized=False)
+    add_loss_head(policy)
+    trunk = add_adapter(policy, AdapterConfig(use_peft=True), seed=0)
+    assert RewardModel.share(trunk, folder).score(chats) == pytest.approx(expected, abs=1e-5)
     wrong = [
         '{"mean": 0, "std": 0}',
         '{"mean": NaN, "std": 1}',

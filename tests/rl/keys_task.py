@@ -149,8 +149,8 @@ def train(flags: list[str]) -> ActorCritic:
     tokenizer = load_tokenizer(config.model, config.tokens)
     prompts = load_prompt_data(config, tokenizer)
     args = build_training_arguments(config, launch, has_eval=True)
-    rewards = load_rewards(config.rewards, "cpu")
     models_ = load_actor_critic(config, args, launch, tokenizer, prompts.terminators)
+    rewards = load_rewards(config.rewards, "cpu", models_.reward)
     PPOTrainer(config, args, models_, rewards, prompts, tokenizer).train(run.resume_from)
     return models_
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from tests.rl import keys_task
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
+from tests.rl.reward_adapters import write_reward_adapter
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 
 from recipes_lib.config.loader import load_config
-from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.adapters import add_adapter
+from recipes_lib.models.adapter_roles import REWARD
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.models.scoring import RewardModel, RewardStatistics, store_reward_statistics
 from recipes_lib.rl.models import load_actor_critic
@@ -39,6 +42,11 @@ def reward_model_dir(policy_dir, tmp_path):
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(policy_dir).save_pretrained(folder)
     return folder, model.eval()
+
+
+@pytest.fixture
+def reward_adapter_dir(policy_dir, tmp_path):
+    return write_reward_adapter(policy_dir, tmp_path / "reward adapter")
 
 
 def test_four_models_of_their_own(load):
@@ -86,13 +94,92 @@ def test_a_critic_from_a_reward_model_with_a_scale_says_its_rewards(load, reward
     assert float(value) == pytest.approx((raw - 0.7) / 2.5, abs=1e-6)
 
 
-def test_a_critic_does_not_start_from_an_adapter(load, policy_dir, tmp_path):
-    adapter = tmp_path / "adapter"
-    base = AutoModelForSequenceClassification.from_pretrained(policy_dir, num_labels=1)
-    add_adapter(base, AdapterConfig(use_peft=True), seed=0, task_type="SEQ_CLS").save_pretrained(adapter)
+def test_of_four_models_the_critic_does_not_start_from_an_adapter(load, reward_adapter_dir, policy_dir):
     with pytest.raises(ConfigError, match="which is an adapter"):
-        load(reward_model_name_or_path=adapter)
-    load(reward_model_name_or_path=adapter, critic_model_name_or_path=policy_dir)
+        load(reward_model_name_or_path=reward_adapter_dir)
+    models = load(reward_model_name_or_path=reward_adapter_dir, critic_model_name_or_path=policy_dir)
+    assert models.reward is None
+
+
+ANSWERS = [("w10 w11 k0 k1", "k0 k0"), ("w12 k3 k2", "k3 k2 k3 k2"), ("k5 k4", "k4")]
+
+
+def test_a_reward_model_that_is_an_adapter_stands_on_the_trunk(load, reward_adapter_dir, policy_dir):
+    """Its scores are those of a model of its own; of the trunk there is one."""
+    alone = RewardModel.load(reward_adapter_dir)
+    models = load(use_peft=True, lora_r=4, reward_model_name_or_path=reward_adapter_dir)
+    expected = alone.score(ANSWERS)
+    assert models.reward.score(ANSWERS) == pytest.approx(expected, abs=1e-5)
+    assert len({round(score, 2) for score in expected}) == len(ANSWERS)
+    with models.as_policy() as policy, torch.no_grad():
+        before = policy(input_ids=IDS).logits
+    for parameter in models.policy_parameters().values():
+        nn.init.normal_(parameter, std=0.1)
+    with models.as_policy() as policy, torch.no_grad():
+        assert not torch.allclose(policy(input_ids=IDS).logits, before)
+    assert models.reward.score(ANSWERS) == pytest.approx(expected, abs=1e-5)
+
+    # Counted by what is held in memory: the trunk, three adapters, two heads.
+    held = {
+        p.untyped_storage().data_ptr(): p
+        for m in (models.policy, models.critic, models.reward.model)
+        for p in m.parameters()
+    }
+    trunk = {id(p): p for p in AutoModelForCausalLM.from_pretrained(policy_dir).parameters()}
+    ranks = 4 + 2 * 3  # The policy's own; reward model and the critic that starts from it.
+    widths = sum(4 * (64 + 64) + 3 * (64 + 128) for _ in range(2))
+    assert sum(p.numel() for p in held.values()) == sum(p.numel() for p in trunk.values()) + ranks * widths + 2 * 65
+    assert not {id(p) for p in models.critic_parameters().values()} & {
+        id(p) for p in models.policy_parameters().values()
+    }
+    assert not any(f".{REWARD}." in name for name in {**models.policy_parameters(), **models.critic_parameters()})
+
+
+def test_on_one_trunk_the_critic_says_the_rewards_or_0_at_first(load, reward_adapter_dir, policy_dir):
+    alone = RewardModel.load(reward_adapter_dir)
+    (raw,) = alone.compute_raw_scores([IDS[0].tolist()])
+    adapters = {"use_peft": True, "lora_r": 4}
+    for keys in ({"reward_model_name_or_path": reward_adapter_dir}, {"critic_model_name_or_path": reward_adapter_dir}):
+        with torch.no_grad(), load(**adapters, **keys).as_critic() as critic:
+            values = critic(**INPUTS).scores
+        assert float(values[-1]) == pytest.approx((raw - 0.7) / 2.5, abs=1e-5)
+        assert values.std() > 0
+    both = {"reward_model_name_or_path": reward_adapter_dir, "critic_model_name_or_path": policy_dir}
+    with torch.no_grad(), load(**adapters, **both).as_critic() as critic:
+        assert not critic(**INPUTS).scores.any()
+
+
+def test_its_own_tokenizer_stays_its_own(load, reward_adapter_dir):
+    """Another template than the policy's: what is scored is rendered by it."""
+    tokenizer = AutoTokenizer.from_pretrained(reward_adapter_dir)
+    tokenizer.chat_template = "{% for m in messages %}{{ 'w20 ' + m['content'] + ' <eos>' }}{% endfor %}"
+    tokenizer.save_pretrained(reward_adapter_dir)
+    chat = [{"role": "user", "content": "k1 k2"}, {"role": "assistant", "content": "k2"}]
+    models = load(use_peft=True, lora_r=4, reward_model_name_or_path=reward_adapter_dir)
+    ids = [20, 3, 4, 1, 20, 4, 1]
+    assert models.reward.encode([chat]) == [ids]
+    (raw,) = RewardModel.load(reward_adapter_dir).compute_raw_scores([ids])
+    assert models.reward.score([chat]) == pytest.approx([(raw - 0.7) / 2.5], abs=1e-5)
+
+
+def test_a_reward_model_on_another_base_is_a_model_of_its_own(load, reward_adapter_dir, reward_model_dir, tmp_path):
+    folder, _ = reward_model_dir
+    assert load(use_peft=True, reward_model_name_or_path=folder).reward is None
+    settings = json.loads((reward_adapter_dir / "adapter_config.json").read_text())
+    (reward_adapter_dir / "adapter_config.json").write_text(
+        json.dumps(settings | {"base_model_name_or_path": str(tmp_path / "another")})
+    )
+    assert load(use_peft=True, reward_model_name_or_path=reward_adapter_dir).reward is None
+    with pytest.raises(ConfigError, match=r"cannot start from another model: .* was trained on .*another"):
+        load(use_peft=True, critic_model_name_or_path=reward_adapter_dir)
+    with pytest.raises(ConfigError, match="is no adapter"):
+        load(use_peft=True, critic_model_name_or_path=folder)
+
+
+def test_an_adapter_without_its_scale_is_refused(load, reward_adapter_dir):
+    (reward_adapter_dir / "reward_scale.json").unlink()
+    with pytest.raises(ConfigError, match=r"holds no sound reward_scale\.json"):
+        load(use_peft=True, reward_model_name_or_path=reward_adapter_dir)
 
 
 def test_a_critic_that_reads_other_tokens_is_refused(load, tmp_path):

@@ -1,6 +1,10 @@
 """A launch that accelerate degraded in silence must not train."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
+from accelerate import PartialState
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.training.launch import Launch, read_launch, verify_launch
@@ -34,3 +38,15 @@ def test_sharding_that_did_not_happen_is_refused(engine):
     with pytest.raises(ConfigError, match=engine):
         verify_launch(launch(world_size=2, engine=engine), num_processes=2, distributed_type="MULTI_CPU")
     verify_launch(launch(world_size=2, engine=engine), num_processes=2, distributed_type=engine)
+
+
+def test_fsdp_is_several_gpus_until_accelerate_shards(monkeypatch):
+    """The state behind upstream's arguments knows of two GPUs under an FSDP launch file, and not of FSDP."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    _, distributed_type = PartialState._prepare_backend(SimpleNamespace(), cpu=False)
+    assert distributed_type == "MULTI_GPU"
+    verify_launch(launch(world_size=2, engine="FSDP"), num_processes=2, distributed_type=distributed_type)
+    with pytest.raises(ConfigError, match="DEEPSPEED"):
+        verify_launch(launch(world_size=2, engine="DEEPSPEED"), num_processes=2, distributed_type=distributed_type)

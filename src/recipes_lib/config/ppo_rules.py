@@ -47,9 +47,6 @@ def check_ppo(settings: Settings) -> Iterator[Problem]:
         yield Problem(settings.where("kl_horizon"), found, "write `kl_target_per_sequence: ...`, or delete the line")
     if not settings["use_peft"]:
         return
-    if settings.gives("critic_model_name_or_path"):
-        found = "`critic_model_name_or_path` has no effect: the critic is an adapter on the policy's own weights"
-        yield Problem(settings.where("critic_model_name_or_path"), found, "delete the line, or train without adapters")
     if settings["lora_dropout"]:
         found = "`lora_dropout` makes log-probabilities random, and they are compared"
         yield Problem(settings.where("lora_dropout"), found, "write `lora_dropout: 0`")

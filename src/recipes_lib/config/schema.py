@@ -258,7 +258,8 @@ class RewardsConfig:
     missing_eos_penalty: float | None = 1.0
     """Taken off the score of an answer that ran into ``response_length``; null takes off nothing."""
     critic_model_name_or_path: str | None = None
-    """What the critic starts from. Unset: the reward model, else the policy; with ``use_peft`` an adapter beside it."""
+    """What the critic starts from. Unset: the reward model, else the policy with a head of 0. With ``use_peft`` it is
+    an adapter beside the policy's, and starts from a reward model saved as such an adapter, else from nothing."""
     critic_learning_rate: float = 1e-5
     """Peak learning rate of the critic; its schedule is that of the policy."""
 

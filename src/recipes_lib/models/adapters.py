@@ -11,9 +11,17 @@ from typing import Any, Final
 
 import torch
 from huggingface_hub import snapshot_download
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from peft.utils import ModulesToSaveWrapper
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
@@ -30,13 +38,14 @@ from recipes_lib.models.adapters_saved import (
     has_such_an_init,
     read_commit,
 )
-from recipes_lib.models.evaluation import evaluating
+from recipes_lib.models.evaluation import evaluating, halved_for_flash
 from recipes_lib.models.loading import explained, without_report
 from recipes_lib.models.quantization import keep_differentiable
 
 _INITS: Final = {"default": True, "pissa": "pissa_niter_16"}
 """PEFT's name of an ``init_lora_weights`` where it is another; 16 iterations find the directions that an exact
 decomposition would take hours for."""
+_SAVED_HEAD: Final = "base_model.model.score.weight"
 
 
 def add_adapter(
@@ -84,7 +93,7 @@ def add_adapter(
     )
     with torch.random.fork_rng(), _without_old_name():
         torch.manual_seed(seed)
-        adapted = get_peft_model(model, settings, revision=read_commit(model))
+        adapted = get_peft_model(model, settings, revision=read_commit(model.config))
     if tied:
         _verify_tie(adapted)
         # PEFT took the head out of the list, by which it would know, on loading, that there is a tie to make.
@@ -133,7 +142,7 @@ def load_adapter(
         is_folder = Path(name).is_dir()
         folder = Path(name if is_folder else snapshot_download(name, allow_patterns=[ADAPTER_CONFIG, ADAPTER_WEIGHTS]))
         saved = PeftConfig.from_pretrained(str(folder))
-    problems = [*check_saved(saved, folder, task_type), *([] if on_any_base else check_base(saved, model))]
+    problems = [*check_saved(saved, folder, task_type), *([] if on_any_base else check_base(saved, model.config))]
     if problems:
         raise ConfigError(*(Problem(key, f"{name} {found}", remedy) for found, remedy in problems))
     saved.lora_dropout = dropout
@@ -151,6 +160,35 @@ def load_adapter(
         found = f"{name} and its {ADAPTER_CONFIG} disagree about {len(differing)} weights, such as {min(differing)}"
         raise ConfigError(Problem(key, found, "name a complete adapter of this model"))
     return adapted
+
+
+def attach_scorer(model: PeftModel, folder: Path, name: str) -> Tensor:
+    """Put a saved adapter with a score head beside the adapters of a causal language model, frozen.
+
+    Args:
+        model: On the base that the adapter was trained on (``find_shareable``).
+        folder: Of the saved adapter.
+        name: What PEFT calls it from now on.
+
+    Returns:
+        The weight of the head, ``(1, D)``, for which a causal language model has no place.
+
+    Raises:
+        ConfigError: The weights are not those that its configuration announces, or none of them is a head.
+    """
+    weights = load_file(folder / ADAPTER_WEIGHTS)
+    head = weights.pop(_SAVED_HEAD, None)
+    saved = PeftConfig.from_pretrained(str(folder))
+    saved.task_type, saved.modules_to_save, saved.lora_dropout, saved.inference_mode = "CAUSAL_LM", None, 0.0, True
+    with _without_old_name():
+        model.add_adapter(name, saved)
+    announced = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    if head is None or announced.keys() != weights.keys():
+        differing = announced.keys() ^ weights.keys() or {_SAVED_HEAD}
+        found = f"{folder} and its {ADAPTER_CONFIG} disagree about {len(differing)} weights, such as {min(differing)}"
+        raise ConfigError(Problem("reward_model_name_or_path", found, "name a complete adapter of this model"))
+    set_peft_model_state_dict(model, weights, adapter_name=name)
+    return head
 
 
 def load_fresh_base(model: PeftModel) -> PreTrainedModel:
@@ -222,9 +260,7 @@ def compute_probe_logits(model: Any) -> Tensor:
     """
     config = model.config.get_text_config()
     input_ids = torch.arange(1, 9, device=next(model.parameters()).device)[None] % config.vocab_size
-    # flash-attention multiplies in half precision only.
-    needs_half = "flash" in str(config._attn_implementation)
-    with evaluating(model), torch.autocast(input_ids.device.type, torch.bfloat16, enabled=needs_half):
+    with evaluating(model), halved_for_flash(model):
         logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
     return logits.float().cpu()
 

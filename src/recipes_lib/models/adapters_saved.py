@@ -12,7 +12,7 @@ from huggingface_hub import snapshot_download
 from peft import LoraConfig, PeftConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.utils.hub import has_file
 
 from recipes_lib.models.loading import explained
@@ -51,6 +51,35 @@ def read_base(folder: Path) -> Base:
     """Return what an adapter was trained on, as its configuration has it."""
     settings = PeftConfig.from_pretrained(str(folder))
     return Base(str(settings.base_model_name_or_path), settings.revision)
+
+
+def find_shareable(
+    name: str, revision: str | None, base: PreTrainedConfig, *, is_quantized: bool
+) -> tuple[Path | None, str]:
+    """Whether a saved reward model can stand as one more adapter on the weights of another model.
+
+    Args:
+        name: Folder or Hub id of the reward model.
+        revision: Of a Hub model.
+        base: Configuration of the other model, as it was loaded.
+        is_quantized: Whether that is in a few bits; a reward model's scale was measured without.
+
+    Returns:
+        Its folder, or ``None``; and in words why not.
+
+    Raises:
+        ConfigError: As ``find_adapter``.
+    """
+    folder = find_adapter(name, revision)
+    if folder is None:
+        return None, f"{name} is no adapter"
+    saved = PeftConfig.from_pretrained(str(folder))
+    reasons = [found for found, _ in (*check_saved(saved, folder, "SEQ_CLS"), *check_base(saved, base))]
+    if is_quantized:
+        reasons.append("was measured on weights that are not quantised, and the policy's are")
+    if others := set(getattr(saved, "modules_to_save", None) or ()) - {"score", "classifier"}:
+        reasons.append(f"brings a whole {min(others)} of its own")
+    return (None, f"{name} {reasons[0]}") if reasons else (folder, "")
 
 
 def restate_for_original_base(folder: Path, initial_factors: dict[str, Tensor]) -> None:
@@ -93,16 +122,16 @@ def check_saved(saved: PeftConfig, folder: Path, task_type: str) -> Iterator[tup
         yield found, "name the output directory of its run, not a checkpoint"
 
 
-def check_base(saved: PeftConfig, model: PreTrainedModel) -> Iterator[tuple[str, str]]:
+def check_base(saved: PeftConfig, base: PreTrainedConfig) -> Iterator[tuple[str, str]]:
     """What was found and what to do, where the base is another than the one that the adapter was trained on."""
-    wanted, given = saved.base_model_name_or_path, str(model.name_or_path)
+    wanted, given = saved.base_model_name_or_path, str(base.name_or_path)
     if wanted is None:
         return
     if wanted != given and Path(wanted).resolve() != Path(given).resolve():
         remedy = f"name that one, or write {given} into its {ADAPTER_CONFIG} if they are the same"
         yield f"was trained on {wanted}, and the model is {given}", remedy
         return
-    commits = [saved.revision or "", read_commit(model) or ""]
+    commits = [saved.revision or "", read_commit(base) or ""]
     if commits[0] != commits[1] and all(re.fullmatch(r"[0-9a-f]{40}", commit) for commit in commits):
         yield (
             f"was trained on commit {commits[0]} of {wanted}, and this is {commits[1]}",
@@ -115,6 +144,6 @@ def has_such_an_init(settings: PeftConfig) -> bool:
     return str(settings.init_lora_weights).startswith(TAKEN_OUT_OF_WEIGHTS)
 
 
-def read_commit(model: PreTrainedModel) -> str | None:
-    """The commit of the Hub repository that a model came from; ``None`` for a folder."""
-    return getattr(model.config, "_commit_hash", None)
+def read_commit(config: PreTrainedConfig) -> str | None:
+    """The commit of the Hub repository that a model's configuration came from; ``None`` for a folder."""
+    return getattr(config, "_commit_hash", None)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,3 +26,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def halved_for_flash(model: Any) -> AbstractContextManager[Any]:
+    """Products in ``bfloat16`` where the model's kernel is flash-attention, which multiplies in half precision only."""
+    if "flash" not in str(model.config.get_text_config()._attn_implementation):
+        return nullcontext()
+    return torch.autocast(next(model.parameters()).device.type, torch.bfloat16)

@@ -17,6 +17,7 @@ from transformers.utils.generic import ModelOutput
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.losses.next_token import TokenSums, compute_cross_entropy
 from recipes_lib.losses.token_logps import TokenLogps, compute_token_logps
+from recipes_lib.models.evaluation import halved_for_flash
 
 
 @dataclass
@@ -56,8 +57,21 @@ class TokenLogpsOutput(ModelOutput):
     aux_loss: Tensor | None = None
 
 
+@dataclass
+class StatesOutput(ModelOutput):
+    """What the model knows at some positions of a batch.
+
+    Attributes:
+        states: Last hidden states, ``(N, D)``, differentiable.
+        aux_loss: As in ``LossHeadOutput``.
+    """
+
+    states: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
 def add_loss_head(model: PreTrainedModel) -> None:
-    """Let ``model`` return a ``LossHeadOutput`` or a ``TokenLogpsOutput`` on demand.
+    """Let ``model`` return a ``LossHeadOutput``, a ``TokenLogpsOutput`` or a ``StatesOutput`` on demand.
 
     ``model(input_ids=..., position_ids=..., labels=..., loss_head=True)`` sums the loss over a batch: ``labels`` are
     ``int64 (B, L)``, unshifted, negative where there is no target.
@@ -69,8 +83,11 @@ def add_loss_head(model: PreTrainedModel) -> None:
     axis) sees a key (fourth), every token itself among them; without it ``position_ids`` tell documents apart.
     ``with_statistics=True`` adds what ``compute_token_logps`` has to be asked for; ``temperature`` divides the logits.
 
-    Without ``loss_head`` and ``token_logps`` the model is what it was, so generation is unchanged. A PEFT wrapper may
-    come before or after; before, where it trains tied embeddings whole.
+    ``model(input_ids=..., position_ids=..., states_at=...)`` gives the last hidden states at ``int64 (N,)`` indices
+    into the flattened positions, for a head that is not the model's own.
+
+    Without any of them the model is what it was, so generation is unchanged. A PEFT wrapper may come before or after;
+    before, where it trains tied embeddings whole.
 
     Both are computed inside the output projection's own call, so that whatever shards its weight (FSDP2, ZeRO-3)
     gathers it, and reduces its gradient, by the same hooks as for ordinary logits.
@@ -97,12 +114,20 @@ def add_loss_head(model: PreTrainedModel) -> None:
     # generate() checks its arguments against the signature of the class's forward.
     @functools.wraps(type(model).forward)
     def forward(
-        self: PreTrainedModel, *args: Any, loss_head: bool = False, token_logps: bool = False, **kwargs: Any
+        self: PreTrainedModel,
+        *args: Any,
+        loss_head: bool = False,
+        token_logps: bool = False,
+        states_at: Tensor | None = None,
+        **kwargs: Any,
     ) -> Any:
         if loss_head:
             return _compute_sums(self, *args, **kwargs)
         if token_logps:
             return _compute_logps(self, *args, **kwargs)
+        if states_at is not None:
+            hidden, aux_loss = _run_backbone(self, kwargs)
+            return StatesOutput(hidden.flatten(0, 1)[states_at], aux_loss)
         return original_forward(self, *args, **kwargs)
 
     # Modules keep an instance's forward behind their hooks and carry it along when PEFT copies them.
@@ -124,9 +149,7 @@ def verify_loss_head(model: Any) -> None:
     input_ids = torch.arange(1, 9, device=next(model.parameters()).device)[None] % config.vocab_size
     was_training = model.training
     model.eval()
-    # flash-attention multiplies in half precision only.
-    needs_half = "flash" in str(config._attn_implementation)
-    with torch.no_grad(), torch.autocast(input_ids.device.type, torch.bfloat16, enabled=needs_half):
+    with torch.no_grad(), halved_for_flash(model):
         own = model(input_ids=input_ids, labels=input_ids, use_cache=False)
         sums = model(input_ids=input_ids, labels=input_ids, loss_head=True)
     model.train(was_training)

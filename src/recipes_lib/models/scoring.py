@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.models.adapter_roles import add_reward
 from recipes_lib.models.adapters import load_adapter
 from recipes_lib.models.adapters_saved import find_adapter, read_base
 from recipes_lib.models.attention import choose_kernel
@@ -52,7 +53,7 @@ class RewardModel:
     Weights must not be sharded: every process cuts its answers into batches of its own.
 
     Attributes:
-        model: With a score head (``add_score_head``), under a PEFT wrapper or not.
+        model: With a score head (``add_score_head``), under a PEFT wrapper or not; or an ``AdapterScorer``.
         tokenizer: Its own, with its own chat template; any other makes scores meaningless.
     """
 
@@ -83,8 +84,27 @@ class RewardModel:
         add_score_head(model)
         if adapter is not None:
             model = load_adapter(model, str(adapter), task_type="SEQ_CLS")
-            store_reward_statistics(model, _read_scale(adapter))
+            store_reward_statistics(model, read_scale(adapter))
         return cls(model.to(device).eval(), load_tokenizer(saved, TokensConfig()))
+
+    @classmethod
+    def share(cls, trunk: Any, folder: Path) -> RewardModel:
+        """A reward model that was saved as an adapter, as one more adapter of a model on the same base.
+
+        It scores as ``load`` would have it, through its own tokenizer and template, without a base of its own.
+
+        Args:
+            trunk: A PEFT model with a loss head.
+            folder: From ``find_shareable``.
+
+        Raises:
+            ConfigError: As ``attach_scorer``, or it has no scale.
+        """
+        scale = read_scale(folder)
+        scorer = add_reward(trunk, folder)
+        store_reward_statistics(scorer, scale)
+        saved = ModelConfig(model_name_or_path=str(folder), dtype="auto")
+        return cls(scorer, load_tokenizer(saved, TokensConfig()))
 
     def encode(self, answers: Sequence[Answer]) -> list[list[int]]:
         """Token ids of each answer behind its prompt; the last one ends the answer.
@@ -176,7 +196,12 @@ def read_reward_statistics(model: Any) -> RewardStatistics | None:
     return RewardStatistics(config.reward_mean, config.reward_std) if hasattr(config, "reward_mean") else None
 
 
-def _read_scale(adapter: Path) -> RewardStatistics:
+def read_scale(adapter: Path) -> RewardStatistics:
+    """Return the statistics beside a saved adapter.
+
+    Raises:
+        ConfigError: There are none, or none that are sound.
+    """
     try:
         mean, std = RewardStatistics(**json.loads((adapter / SCALE_FILE).read_text(encoding="utf-8")))
         if not (math.isfinite(mean) and 0 < std < math.inf):

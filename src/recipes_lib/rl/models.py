@@ -1,4 +1,4 @@
-"""The models of PPO in either layout: four of their own, or two adapters on one trunk."""
+"""The models of PPO in either layout: four of their own, or adapters on one trunk."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,15 +16,15 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.adapter_roles import CRITIC, AdapterCritic, role
-from recipes_lib.models.adapters_saved import find_adapter
+from recipes_lib.models.adapter_roles import CRITIC, AdapterScorer, add_critic, drop_scorers, role
+from recipes_lib.models.adapters_saved import find_adapter, find_shareable
 from recipes_lib.models.attention import choose_attention
 from recipes_lib.models.dropout import disable_dropout
 from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.heads import add_loss_head, verify_loss_head
 from recipes_lib.models.loading import load_model_config
 from recipes_lib.models.score_head import add_score_head, load_reward_model
-from recipes_lib.models.scoring import RewardStatistics, read_reward_statistics
+from recipes_lib.models.scoring import RewardModel, RewardStatistics, read_reward_statistics, read_scale
 from recipes_lib.training.activation_checkpointing import read_selective
 from recipes_lib.training.launch import Launch
 from recipes_lib.training.policy import load_policy
@@ -38,12 +39,14 @@ class ActorCritic:
         critic: Gives ``ScoreOutput.scores`` at ``last_positions``.
         own_reference: A frozen copy of the policy; ``None`` where it is the policy with its adapters off.
         stop_ids: Every token that ends an answer, sorted.
+        reward: The reward model where it stands on the policy's trunk; ``None`` where there is none, or one of its own.
     """
 
     policy: Any
     critic: Any
     own_reference: Any | None
     stop_ids: list[int]
+    reward: RewardModel | None = None
 
     @property
     def is_shared(self) -> bool:
@@ -100,7 +103,7 @@ class ActorCritic:
     def drop_critic(self) -> Any:
         """Return the policy as it is exported: without an adapter that is not its own."""
         if self.is_shared:
-            self.policy.delete_adapter(CRITIC)
+            drop_scorers(self.policy)
         return self.policy
 
 
@@ -121,8 +124,9 @@ def load_actor_critic(
         terminators: Ids of the tokens that end answers.
 
     Raises:
-        ConfigError: As ``load_policy``, ``load_reward_model``, ``add_loss_head`` and ``choose_attention``; the critic
-            reads other tokens than the policy writes; or padding cannot be told from the end of an answer.
+        ConfigError: As ``load_policy``, ``load_reward_model``, ``RewardModel.share``, ``add_loss_head`` and
+            ``choose_attention``; the critic cannot start from what was named, or reads other tokens than the policy
+            writes; or padding cannot be told from the end of an answer.
     """
     attention = choose_attention(config.model, load_model_config(config.model)[0], args, packing=False)
     policy = load_policy(config, attention.implementation, args, launch)
@@ -130,26 +134,51 @@ def load_actor_critic(
     disable_dropout(policy)
     if not getattr(_base(policy), "is_quantized", False):  # Those were put there by their loading.
         policy.to(args.device)
-    own_reference = None
+    own_reference = reward = None
+    add_loss_head(_base(policy))
     if config.adapter.use_peft:
-        with torch.random.fork_rng():
-            torch.manual_seed(args.seed)
-            critic: Any = AdapterCritic(policy)
+        critic, reward = _add_scorers(config, args, policy)
     else:
         own_reference = copy.deepcopy(policy).eval().requires_grad_(False)
         critic = _load_critic(config, attention.implementation, args)
         disable_dropout(critic)
         critic.to(args.device)
         _check_vocabulary(policy, critic)
-    for model in (policy, own_reference):
-        if model is not None:
-            add_loss_head(_base(model))
     verify_loss_head(policy)
     if args.activation_checkpointing:
         for model in {id(policy): policy, id(critic): critic}.values():
-            if not isinstance(model, AdapterCritic):
+            if not isinstance(model, AdapterScorer):
                 _checkpoint_activations(_base(model), args)
-    return ActorCritic(policy, critic, own_reference, stop_ids)
+    return ActorCritic(policy, critic, own_reference, stop_ids, reward)
+
+
+def _add_scorers(config: RecipeConfig, args: TrainingArguments, policy: Any) -> tuple[Any, RewardModel | None]:
+    """Critic and, where it was saved as an adapter of the same base, reward model on the policy's trunk.
+
+    Raises:
+        ConfigError: As ``RewardModel.share``; or the critic would start from another model than the policy's.
+    """
+    rewards, base = config.rewards, _base(policy)
+
+    def find(name: str, revision: str | None) -> tuple[Path | None, str]:
+        return find_shareable(name, revision, base.config, is_quantized=getattr(base, "is_quantized", False))
+
+    reward = start = None
+    if rewards.reward_model_name_or_path is not None:
+        start, _ = find(rewards.reward_model_name_or_path, rewards.reward_model_revision)
+        reward = None if start is None else RewardModel.share(policy, start)
+    if (named := rewards.critic_model_name_or_path) is not None:
+        start, reason = find(named, None)
+        if start is None and named != config.model.model_name_or_path:
+            found = f"the critic shares the policy's weights, and cannot start from another model: {reason}"
+            remedy = "name a reward model that is an adapter on the policy's model, or that model itself"
+            raise ConfigError(Problem("critic_model_name_or_path", found, remedy))
+    with torch.random.fork_rng():
+        torch.manual_seed(args.seed)
+        critic = add_critic(policy, start)
+    if start is not None:
+        critic.head = _rescale(critic.head, read_scale(start))
+    return critic, reward
 
 
 def _load_critic(config: RecipeConfig, implementation: str, args: TrainingArguments) -> Any:

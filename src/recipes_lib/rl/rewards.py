@@ -72,15 +72,20 @@ class Rewards:
         return Scores(total, parts)
 
 
-def load_rewards(config: RewardsConfig, device: str) -> Rewards:
+def load_rewards(config: RewardsConfig, device: str, shared: RewardModel | None = None) -> Rewards:
     """Load every reward of a run.
+
+    Args:
+        config: Which.
+        device: Where a reward model of its own runs.
+        shared: The reward model where it stands on the policy's trunk, and is loaded already.
 
     Raises:
         ConfigError: Functions that cannot be imported, all of them; or the reward model cannot be loaded.
     """
     functions = load_reward_functions(config.reward_funcs or [])
-    model = None
-    if config.reward_model_name_or_path is not None:
+    model = shared
+    if model is None and config.reward_model_name_or_path is not None:
         model = RewardModel.load(config.reward_model_name_or_path, revision=config.reward_model_revision, device=device)
     num_rewards = len(functions) + (model is not None)
     return Rewards(functions, model, config.reward_weights or [1.0] * num_rewards)

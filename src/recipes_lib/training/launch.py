@@ -54,7 +54,8 @@ def verify_launch(launch: Launch, num_processes: int, distributed_type: str) -> 
     Args:
         launch: What the launcher asked for.
         num_processes: ``accelerate``'s number of processes, after its state exists.
-        distributed_type: ``accelerate``'s ``DistributedType`` value, such as ``NO``, ``MULTI_GPU`` or ``FSDP``.
+        distributed_type: ``accelerate``'s ``DistributedType`` value, such as ``NO`` or ``MULTI_GPU``; FSDP on several
+            GPUs is ``MULTI_GPU`` still.
 
     Raises:
         ConfigError: Fewer processes work together than were started, so that each would train a copy of its own.
@@ -70,7 +71,9 @@ def verify_launch(launch: Launch, num_processes: int, distributed_type: str) -> 
                 "or start with `torchrun --nproc_per_node N`",
             )
         )
-    if launch.engine and distributed_type != launch.engine:
+    # accelerate makes FSDP of several accelerators, and of nothing else, once its Accelerator is built.
+    becomes = "FSDP" if launch.engine == "FSDP" and distributed_type not in ("NO", "MULTI_CPU") else distributed_type
+    if launch.engine and becomes != launch.engine:
         raise ConfigError(
             Problem(
                 "launch",

@@ -1,0 +1,36 @@
+"""Reward models of the keys task, of random weights: as a model of its own, and as an adapter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from recipes_lib.config.schema import AdapterConfig
+from recipes_lib.models.adapters import add_adapter
+
+
+def write_reward_model(policy_dir: Path, folder: Path) -> Path:
+    """Write a reward model without a scale, on the weights of the policy."""
+    torch.manual_seed(1)
+    model = AutoModelForSequenceClassification.from_pretrained(policy_dir, num_labels=1)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(policy_dir).save_pretrained(folder)
+    return folder
+
+
+def write_reward_adapter(policy_dir: Path, folder: Path) -> Path:
+    """Write a reward model of mean 0.7 and deviation 2.5 as an adapter of rank 3 on the policy."""
+    torch.manual_seed(1)
+    base = AutoModelForSequenceClassification.from_pretrained(policy_dir, num_labels=1)
+    model = add_adapter(base, AdapterConfig(use_peft=True, lora_r=3), seed=1, task_type="SEQ_CLS")
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(policy_dir).save_pretrained(folder)
+    (folder / "reward_scale.json").write_text(json.dumps({"mean": 0.7, "std": 2.5}))
+    return folder
