@@ -51,7 +51,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
 FENCES: Mapping[str, tuple[str, ...]] = {
     "peft": ("models/adapters.py", "models/adapters_saved.py", "publish/"),
     "datasets": ("data/source", "data/store.py", "data/streaming.py", "data/training_data.py", "training/"),
-    "trl": ("config/generate.py", "training/"),
+    "trl": ("config/generate.py", "training/", "rl/vllm_server.py"),
     "evaluate": ("training/hooks/",),
     "matplotlib": ("report/",),
 }

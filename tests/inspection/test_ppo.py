@@ -66,3 +66,11 @@ def test_a_prompt_that_is_too_long_is_found_or_left_out(look):
     problems, told = look(rows, max_length=64, overlong="drop")
     assert problems == []
     assert "left out, too long: 1" in told
+
+
+def test_an_engine_that_is_not_there_is_found_and_one_of_its_own_random_numbers_is_named(look):
+    problems, _ = look(use_vllm=True)
+    assert [(problem.where, problem.found) for problem in problems] == [("use_vllm", "vLLM is not installed")]
+    problems, told = look(use_transformers_continuous_batching=True)
+    assert problems == []
+    assert "continuous batching, not from the seed" in told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 
 import pytest
@@ -13,7 +14,7 @@ from recipes_lib.config.loader import load_config
 from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.rl.collect import Collector
-from recipes_lib.rl.generation import GenerateBackend
+from recipes_lib.rl.generation import GenerateBackend, Sampling
 from recipes_lib.rl.models import load_actor_critic
 from recipes_lib.rl.rewards import Rewards
 from recipes_lib.rl.rollout import compute_response_logps, lay_out
@@ -37,9 +38,8 @@ def collector_and_prompts(request, policy_dir, prompts_file, tmp_path_factory):
     args = build_training_arguments(config, launch, has_eval=True)
     tokenizer = load_tokenizer(config.model, config.tokens)
     models = load_actor_critic(config, args, launch, tokenizer, [])
-    generator = GenerateBackend(
-        stop_ids=models.stop_ids, pad_id=0, response_length=8, temperature=1.0, precision=contextlib.nullcontext
-    )
+    sampling = Sampling(stop_ids=models.stop_ids, pad_id=0, response_length=8, temperature=1.0)
+    generator = GenerateBackend(sampling, batch_size=64, precision=contextlib.nullcontext)
     collector = Collector(
         models=models,
         generator=generator,
@@ -59,7 +59,9 @@ def collector_and_prompts(request, policy_dir, prompts_file, tmp_path_factory):
 def test_an_answer_follows_from_its_number_whatever_stands_beside_it(collector_and_prompts):
     collector, prompts = collector_and_prompts
     whole, _ = collector.collect(prompts[:12], range(12))
-    in_parts, _ = dataclasses.replace(collector, batch_size=5).collect(prompts[:12], range(12))
+    generator = copy.copy(collector.generator)
+    generator.batch_size = 5
+    in_parts, _ = dataclasses.replace(collector, batch_size=5, generator=generator).collect(prompts[:12], range(12))
     assert torch.equal(whole.response_ids, in_parts.response_ids)
     odd, _ = collector.collect(prompts[1:12:2], range(1, 12, 2))
     expected = whole.take(range(1, 12, 2))
@@ -98,7 +100,34 @@ def test_before_any_update_policy_reference_and_engine_agree(collector_and_promp
     assert torch.equal(rollout.logps, rollout.ref_logps)
     torch.testing.assert_close(rollout.engine_logps, rollout.logps, rtol=0, atol=1e-5)
     assert not rollout.values.any()
-    assert seconds.keys() == {"time/generate", "time/score", "time/old_ref_value"}
+    assert seconds.keys() == {"time/sync", "time/generate", "time/score", "time/old_ref_value"}
     with torch.no_grad(), collector.models.as_policy() as policy:
         again, _ = compute_response_logps(policy, lay_out(rollout, torch.device("cpu")), temperature=1.0)
     torch.testing.assert_close(again, rollout.logps, rtol=0, atol=1e-5)
+
+
+class Engine:
+    """Answers by ``generate``, and keeps what it was asked."""
+
+    follows_seed, batch_size = True, None
+
+    def __init__(self, generator):
+        self.generator, self.calls = generator, []
+
+    def load(self, policy):
+        self.calls.append("load")
+
+    def generate(self, policy, prompts, uniforms):
+        self.calls.append(len(prompts))
+        return self.generator.generate(policy, prompts, uniforms)
+
+
+def test_an_engine_has_the_weights_before_it_is_asked_all_at_once(collector_and_prompts):
+    collector, prompts = collector_and_prompts
+    engine = Engine(collector.generator)
+    watched = dataclasses.replace(collector, batch_size=5, generator=engine)
+    rollout, _ = watched.collect(prompts[:12], range(12))
+    watched.answer(prompts[:3], range(3))
+    assert engine.calls == ["load", 12, "load", 3]
+    expected, _ = collector.collect(prompts[:12], range(12))
+    assert torch.equal(rollout.response_ids, expected.response_ids)

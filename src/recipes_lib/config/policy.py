@@ -104,6 +104,8 @@ BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
     "response_length": {"minimum": 1},
     "target_kl": {"exclusiveMinimum": 0},
     "temperature": {"exclusiveMinimum": 0},
+    "vllm_group_port": {"minimum": 1, "maximum": 65535},
+    "vllm_server_timeout": {"minimum": 0},
 }
 """Range of each number, as JSON schema spells it; ``weight`` is that of a ``dataset_mixture`` entry, ``start_tokens``
 that of a ``dataset_curriculum`` phase."""

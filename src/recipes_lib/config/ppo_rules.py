@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
 
+from recipes_lib.config.schema import EngineConfig
 from recipes_lib.config.settings import Settings
 from recipes_lib.errors import Problem
 
@@ -57,3 +59,23 @@ def check_ppo(settings: Settings) -> Iterator[Problem]:
         if settings.gives(key):
             found = f"`{key}` is not done in this stage"
             yield Problem(settings.where(key), found, "delete the line; `recipes merge` merges an adapter first")
+
+
+def check_engine(settings: Settings) -> Iterator[Problem]:
+    """One engine samples, its settings are of use, and it can read the policy."""
+    engines = {"use_vllm": "vllm_", "use_transformers_continuous_batching": "transformers_continuous_batching_"}
+    if all(settings[name] for name in engines):
+        found = "`use_vllm` and `use_transformers_continuous_batching` both ask for an engine"
+        yield Problem(settings.where("use_vllm"), found, "delete one of the lines")
+    for name, prefix in engines.items():
+        for key in (field.name for field in dataclasses.fields(EngineConfig) if field.name.startswith(prefix)):
+            if settings.gives(key) and not settings[name]:
+                found = f"`{key}` has no effect without `{name}: true`"
+                yield Problem(settings.where(key), found, "write that line too, or delete this one")
+    if settings["use_transformers_continuous_batching"] and settings["attn_implementation"] == "varlen":
+        found = "`attn_implementation: varlen` is not known to transformers' continuous batching"
+        yield Problem(settings.where("attn_implementation"), found, "write sdpa, or flash_attention_2")
+    if settings["use_vllm"] and (settings["load_in_4bit"] or settings["load_in_8bit"]):
+        found = "`use_vllm` would merge the adapter into weights of few bits"
+        remedy = "train the adapter on full weights, or write `use_transformers_continuous_batching: true` instead"
+        yield Problem(settings.where("use_vllm"), found, remedy)

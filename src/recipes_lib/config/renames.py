@@ -158,6 +158,7 @@ def _of_stage(stage: str) -> Retired:
 
 
 _ACCELERATE = undecided("is a key of the accelerate YAML", "put it there: accelerate launch --config_file F")
+_IN_URL = undecided("is part of `vllm_server_base_url`", "write `vllm_server_base_url: http://HOST:PORT`")
 _IN_MIXTURE = undecided("is a key of a `dataset_mixture` entry", "put it inside the entry, next to its `name`")
 
 _OF_DPO = (
@@ -177,6 +178,8 @@ ELSEWHERE: Final[Mapping[str, Retired]] = {
     **each(_OF_DISTILLATION, _of_stage("distill")),
     **each(_OF_ACCELERATE, _ACCELERATE),
     **each("weight split revision format", _IN_MIXTURE),
+    **each("vllm_server_host vllm_server_port", _IN_URL),
+    "vllm_mode": dropped_at(("server",), "is `server` here", "start `vllm serve` on GPUs of its own (docs/ppo.md)"),
 }
 """Keys of another stage, another file or another level of the file."""
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from recipes_lib.config.paths import check_paths
 from recipes_lib.config.policy import SHARE_OR_COUNT
-from recipes_lib.config.ppo_rules import check_ppo, check_rewards
+from recipes_lib.config.ppo_rules import check_engine, check_ppo, check_rewards
 from recipes_lib.config.schema import AdapterConfig, QuantizationConfig
 from recipes_lib.config.settings import DECISIONS, Settings, is_local
 from recipes_lib.errors import Problem
@@ -346,6 +346,6 @@ RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
     "lora": (*_FINE_TUNING, check_adapter),
     "reward": (*_FINE_TUNING, check_adapter, check_pairs),
     "dpo": (*_FINE_TUNING, check_adapter, check_pairs, check_preference),
-    "ppo": (*_FINE_TUNING, check_adapter, check_rewards, check_ppo),
+    "ppo": (*_FINE_TUNING, check_adapter, check_rewards, check_engine, check_ppo),
 }
 """The rules of each stage."""

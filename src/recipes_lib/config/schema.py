@@ -265,6 +265,24 @@ class RewardsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What samples the answers of PPO, if not ``generate``; the spelling of TRL's ``GRPOConfig``."""
+
+    use_transformers_continuous_batching: bool = False
+    """Sample by transformers' continuous batching: an answer that ended makes room for the next. For GPUs."""
+    transformers_continuous_batching_config: dict[str, Any] | None = None
+    """Settings of transformers' ``ContinuousBatchingConfig``, such as ``{max_memory_percent: 0.5}``."""
+    use_vllm: bool = False
+    """Sample by a vLLM server, which is started apart and gets the policy's weights every iteration."""
+    vllm_server_base_url: str = "http://localhost:8000"
+    """Where that server listens."""
+    vllm_server_timeout: float = 240.0
+    """Seconds to wait for it at the start."""
+    vllm_group_port: int = 51216
+    """Port over which the weights go to it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PPOConfig:
     """The updates of PPO; the spelling of TRL's old ``PPOConfig``."""
 
@@ -321,6 +339,7 @@ class RecipeConfig:
     preference: PreferenceConfig = PreferenceConfig()
     guards: GuardsConfig = GuardsConfig()
     rewards: RewardsConfig = RewardsConfig()
+    engine: EngineConfig = EngineConfig()
     ppo: PPOConfig = PPOConfig()
     training: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, str] = field(default_factory=dict)
@@ -339,6 +358,7 @@ SECTIONS: Final[dict[str, type]] = {
     "preference": PreferenceConfig,
     "guards": GuardsConfig,
     "rewards": RewardsConfig,
+    "engine": EngineConfig,
     "ppo": PPOConfig,
 }
 """Our sections by the name of their field in ``RecipeConfig``; ``stages.py`` says which keys a stage leaves out."""

@@ -13,6 +13,7 @@ from recipes_lib.config.policy import CHOICES, DEFAULTS, REFUSED
 from recipes_lib.config.retired import Retired, dropped, dropped_at, each, renamed, undecided
 from recipes_lib.config.schema import (
     AdapterConfig,
+    EngineConfig,
     PPOConfig,
     PreferenceConfig,
     PretrainingConfig,
@@ -96,7 +97,7 @@ _NO_PRETRAINING: Final[Mapping[str, Retired]] = {
 }
 _NO_ADAPTERS: Final = _each_field(_OF_ADAPTERS, AdapterConfig, QuantizationConfig)
 _NO_PAIRS: Final = {**_each_field(_OF_PAIRS, PreferenceConfig), "loss_type": _LOSS}
-_NO_PPO: Final = _each_field(_OF_PPO, RewardsConfig, PPOConfig)
+_NO_PPO: Final = _each_field(_OF_PPO, RewardsConfig, EngineConfig, PPOConfig)
 _ONLY_PAIRS: Final[Mapping[str, Retired]] = {
     **_NO_PRETRAINING,
     **_NO_PPO,

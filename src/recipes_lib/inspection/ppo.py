@@ -45,6 +45,16 @@ class PPOInspection(Inspection):
         max_length = self._data.max_length if self._data else self.config.tokens.max_length
         self.say_agreement(say, max_length, terminators)
         self._look_at_rewards(say)
+        self._look_at_engine(say)
+
+    def _look_at_engine(self, say: Say) -> None:
+        if self.config.engine.use_vllm:
+            from recipes_lib.rl.vllm_server import check_vllm
+
+            check_vllm()
+            say(f"answers are sampled by vLLM at {self.config.engine.vllm_server_base_url}, not from the seed")
+        elif self.config.engine.use_transformers_continuous_batching:
+            say("answers are sampled by transformers' continuous batching, not from the seed")
 
     def _look_at_rewards(self, say: Say) -> None:
         from recipes_lib.config.schema import ModelConfig

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from recipes_lib.data.prompts import PromptRow
@@ -40,7 +40,7 @@ class Collector:
         tokenizer: Of the policy.
         response_length: Longest answer.
         temperature: Of sampling and of every log-probability.
-        batch_size: Rows that are sampled or read at once.
+        batch_size: Rows that are read at once.
         seed: With the number of an answer, decides which it is.
         device: Of the models.
         precision: Gives the context in which products are computed.
@@ -67,12 +67,17 @@ class Collector:
             numbers: The number in the run of each answer.
 
         Returns:
-            The answers, and the seconds that sampling, scoring and reading them took.
+            The answers, and the seconds that handing the weights on, sampling, scoring and reading took.
 
         Raises:
             ConfigError: As ``Rewards.score``.
         """
         self.models.set_training(training=False)
+        loading = time.perf_counter()
+        self._load()
+        if distributed.is_initialized():
+            # An engine that serves all processes has the weights when the one that sends them has sent them.
+            distributed.barrier()
         began = time.perf_counter()
         rollout = self._sample(list(prompts), numbers)
         sampled = time.perf_counter()
@@ -80,7 +85,12 @@ class Collector:
         scored = time.perf_counter()
         rollout = self._read(rollout)
         read = time.perf_counter()
-        seconds = {"generate": sampled - began, "score": scored - sampled, "old_ref_value": read - scored}
+        seconds = {
+            "sync": began - loading,
+            "generate": sampled - began,
+            "score": scored - sampled,
+            "old_ref_value": read - scored,
+        }
         return rollout, {f"time/{name}": value for name, value in seconds.items()}
 
     def answer(self, prompts: Sequence[PromptRow], numbers: Sequence[int]) -> tuple[Rollout, list[str]]:
@@ -91,12 +101,18 @@ class Collector:
             numbers: As for ``collect``: the same ones show what has changed in a policy.
         """
         self.models.set_training(training=False)
+        self._load()
         return self._score(self._sample(list(prompts), numbers), numbers[0])
+
+    def _load(self) -> None:
+        with self.models.as_policy() as policy:
+            self.generator.load(policy)
 
     def _sample(self, prompts: list[PromptRow], numbers: Sequence[int]) -> Rollout:
         # Prompts of like length in one batch: less padding, and answers do not depend on it.
         order = sorted(range(len(prompts)), key=lambda row: len(prompts[row].input_ids))
-        chunks = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
+        size = self.generator.batch_size or len(order)
+        chunks = [order[start : start + size] for start in range(0, len(order), size)]
         ids = torch.zeros(len(prompts), self.response_length, dtype=torch.int64)
         logps = torch.zeros(len(prompts), self.response_length)
         with self.models.as_policy() as policy:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,14 +27,48 @@ class Generated:
     engine_logps: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How answers are sampled, whatever samples them.
+
+    Attributes:
+        stop_ids: Tokens that end an answer.
+        pad_id: Fills prompts on the left and answers on the right; never told from a token by its id.
+        response_length: Longest answer.
+        temperature: Divides the logits.
+        beat: Called whenever there is progress: with ``generate`` at each token, with an engine at each step or part.
+    """
+
+    stop_ids: Sequence[int]
+    pad_id: int
+    response_length: int
+    temperature: float
+    beat: Callable[[], None] = lambda: None
+
+
 class Generator(Protocol):
-    """Samples answers. Which answer a prompt gets depends on its own uniforms alone, not on the others beside it."""
+    """Samples answers.
+
+    Attributes:
+        name: For the log.
+        follows_seed: Which answer a prompt gets depends on its own uniforms alone: not on the others beside it, not on
+            the number of processes, not on whether the run was stopped. Where it is False, uniforms are at most a seed.
+        batch_size: Prompts that it is given at once; ``None`` gives it all, for it fills batches of its own.
+    """
+
+    name: str
+    follows_seed: bool
+    batch_size: int | None
+
+    def load(self, policy: Any) -> None:
+        """Take over the policy's weights as they are now; every process calls that answers next."""
+        ...
 
     def generate(self, policy: Any, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> Generated:
         """Answer every prompt once.
 
         Args:
-            policy: A causal language model in evaluation mode.
+            policy: A causal language model in evaluation mode, with the weights that were loaded.
             prompts: Token ids.
             uniforms: Numbers of ``[0, 1)``, ``float64 (B, response_length)``: one for each token of an answer.
         """
@@ -48,28 +82,30 @@ class GenerateBackend:
     ``tests/rl/test_generation.py``.
     """
 
-    def __init__(
-        self, *, stop_ids: Sequence[int], pad_id: int, response_length: int, temperature: float, precision: Any
-    ) -> None:
+    name = "generate"
+    follows_seed = True
+
+    def __init__(self, sampling: Sampling, *, batch_size: int, precision: Any) -> None:
         """Prepare to answer.
 
         Args:
-            stop_ids: Tokens that end an answer.
-            pad_id: Fills prompts on the left and answers on the right; never told from a token by its id.
-            response_length: Longest answer.
-            temperature: Of sampling.
+            sampling: How.
+            batch_size: Prompts of a batch.
             precision: Gives the context in which products are computed.
         """
-        self._config = build_plain_generation(stop_ids, pad_id, response_length)
-        self._pad_id = pad_id
-        self._temperature = temperature
+        self.batch_size: int | None = batch_size
+        self._sampling = sampling
+        self._config = build_plain_generation(sampling.stop_ids, sampling.pad_id, sampling.response_length)
         self._precision: Any = precision
+
+    def load(self, policy: Any) -> None:
+        """Do nothing: it is the policy itself that answers."""
 
     def generate(self, policy: Any, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> Generated:
         """Answer every prompt once, as one left-padded batch that ends with its last answer."""
-        input_ids, attention_mask = pad_left(prompts, self._pad_id)
+        input_ids, attention_mask = pad_left(prompts, self._sampling.pad_id)
         device = next(policy.parameters()).device
-        sampler = SampleByUniforms(uniforms.to(device), self._temperature)
+        sampler = SampleByUniforms(uniforms.to(device), self._sampling.temperature, self._sampling.beat)
         context: AbstractContextManager[Any] = self._precision()
         with torch.no_grad(), context:
             sequences = policy.generate(
@@ -88,14 +124,16 @@ class SampleByUniforms(LogitsProcessor):
     whole answer are ever held.
     """
 
-    def __init__(self, uniforms: Tensor, temperature: float) -> None:
-        """Sample at ``uniforms``, ``float64 (B, T)``."""
+    def __init__(self, uniforms: Tensor, temperature: float, beat: Callable[[], None] = lambda: None) -> None:
+        """Sample at ``uniforms``, ``float64 (B, T)``; ``beat`` is called at each token."""
         self._uniforms = uniforms
         self._temperature = temperature
+        self._beat = beat
         self._logps: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Leave each row its sampled token alone."""
+        self._beat()
         logps = (scores.float() / self._temperature).log_softmax(dim=-1)
         # In double precision: at the end of a large vocabulary single steps are too coarse for rare tokens.
         cumulative = logps.double().exp().cumsum(dim=-1)
@@ -107,3 +145,24 @@ class SampleByUniforms(LogitsProcessor):
     def read_logps(self) -> Tensor:
         """Log-probabilities of the sampled tokens, ``float32 (B, T)``."""
         return torch.stack(self._logps, dim=1)
+
+
+def join_answers(answers: Sequence[tuple[Sequence[int], Sequence[float]]], sampling: Sampling) -> Generated:
+    """Answers that an engine returned one by one, tokens and log-probabilities of each, as one batch.
+
+    Raises:
+        RuntimeError: An answer was cut short: it neither ends with a stop token nor has the full length.
+    """
+    stops = set(sampling.stop_ids)
+    width = max(len(ids) for ids, _ in answers)
+    response_ids = torch.full((len(answers), width), sampling.pad_id)
+    engine_logps = torch.zeros(len(answers), width)
+    for row, (ids, logps) in enumerate(answers):
+        if len(ids) < sampling.response_length and not (ids and ids[-1] in stops):
+            # What stands behind it would be taken for the answer.
+            raise RuntimeError(
+                f"the engine ended an answer after {len(ids)} of {sampling.response_length} tokens without a stop token"
+            )
+        response_ids[row, : len(ids)] = torch.tensor(ids)
+        engine_logps[row, : len(ids)] = torch.tensor(logps)
+    return Generated(response_ids, engine_logps)

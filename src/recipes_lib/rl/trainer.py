@@ -20,7 +20,8 @@ from recipes_lib.config.schema import PPOConfig, RecipeConfig
 from recipes_lib.data.prompts import PromptData
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.rl.collect import Collector
-from recipes_lib.rl.generation import GenerateBackend
+from recipes_lib.rl.engines import build_generator, verify_engine
+from recipes_lib.rl.generation import Sampling
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import (
     average_steps,
@@ -47,6 +48,7 @@ from recipes_lib.training.hooks.samples import SAMPLES_FILE, Sample
 from recipes_lib.training.metrics import METRICS_FILE, MetricsWriter, read_peak_memory
 from recipes_lib.training.progress import TrainingProgress, build_progress
 from recipes_lib.training.resumption import BATCH_KEYS
+from recipes_lib.training.watchdog import WATCHDOG
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,7 @@ class PPOTrainer:
         self._dtype = get_compute_dtype(args)
         self.schedule: PPOSchedule = compute_schedule(len(prompts.train), config.ppo, config.training, self._world_size)
         self.state = PPOState(kl_coef=config.ppo.kl_coef)
+        self._first_iteration = 0
         self.progress: TrainingProgress = build_progress(is_main=self._rank == 0)
         self._output_dir = Path(str(args.output_dir))
         self._metrics = MetricsWriter(self._output_dir / METRICS_FILE, is_main=self._rank == 0)
@@ -150,12 +153,21 @@ class PPOTrainer:
     def _build_collector(self) -> Collector:
         config = self._config.rewards
         pad_id = self._tokenizer.pad_token_id
-        generator = GenerateBackend(
+        sampling = Sampling(
             stop_ids=self._models.stop_ids,
             pad_id=0 if pad_id is None else pad_id,
             response_length=config.response_length,
             temperature=config.temperature,
+            beat=WATCHDOG.beat,
+        )
+        generator = build_generator(
+            self._config.engine,
+            sampling,
+            batch_size=self._args.per_device_eval_batch_size,
             precision=self._precision,
+            dtype=self._dtype,
+            device=self._args.device,
+            is_main=self._rank == 0,
         )
         return Collector(
             models=self._models,
@@ -180,6 +192,7 @@ class PPOTrainer:
         """
         if resume_from is not None:
             self.state = load_state(resume_from, self._learners)
+        self._first_iteration = self.state.iteration
         self._metrics.rewind(self.state.step)
         # Those of the checkpoint's own step were answered before it was saved.
         self._samples.rewind(self.state.step)
@@ -205,6 +218,8 @@ class PPOTrainer:
         rollout, seconds = self._collect(iteration)
         if iteration == 0:
             self.progress.say(verify_first_rollout(rollout, self._dtype))
+        if iteration == self._first_iteration:
+            self.progress.say(verify_engine(rollout, self._collector.generator, self._dtype))
         price = state.kl_coef
         targets = compute_targets(rollout, self._config.ppo, self._config.rewards.missing_eos_penalty or 0.0, price)
         rollout = dataclasses.replace(rollout, advantages=targets.advantages, returns=targets.returns)

@@ -1,0 +1,58 @@
+"""A model's weights under the names of its checkpoint, those of an adapter added: what another program loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_BASE = ".base_layer."
+
+
+def describe_weights(model: Any) -> list[tuple[str, str, list[int]]]:
+    """Name, dtype (``bfloat16``) and shape of what ``iterate_weights`` yields, in its order."""
+    return [
+        (name.replace(_BASE, "."), str(parameter.dtype).removeprefix("torch."), list(parameter.shape))
+        for name, parameter in _base_parameters(model)
+    ]
+
+
+@torch.no_grad()
+def iterate_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight once, under the name that it has without an adapter; the adapter that is on is added to it.
+
+    One layer at a time has its adapter added, and afterwards the very bits that it had before: PEFT's ``unmerge``
+    subtracts, which would leave a rounding in the weights that a reference shares.
+
+    Args:
+        model: A model, or a PEFT model of low rank around it.
+
+    Source: ``trl.generation.VLLMGeneration``; ``tests/models/test_merged_weights.py``.
+    """
+    layers = dict(_unwrap(model).named_modules())
+    for name, parameter in _base_parameters(model):
+        owner, is_adapted, rest = name.partition(_BASE)
+        if not is_adapted or rest != "weight":
+            yield name.replace(_BASE, "."), parameter.detach()
+            continue
+        layer = layers[owner]
+        before = parameter.detach().clone()
+        layer.merge()
+        merged = parameter.detach().clone()
+        layer.unmerge()
+        parameter.copy_(before)
+        yield f"{owner}.{rest}", merged
+
+
+def _base_parameters(model: Any) -> Iterator[tuple[str, Any]]:
+    base = _unwrap(model)
+    adapted = tuple(f"{name}." for name, module in base.named_modules() if hasattr(module, "base_layer"))
+    for name, parameter in base.named_parameters():
+        if _BASE in name or not name.startswith(adapted):
+            yield name, parameter
+
+
+def _unwrap(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
