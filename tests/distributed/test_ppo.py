@@ -1,4 +1,4 @@
-"""Two processes of uneven answers train as one does, in either layout, and stop an epoch together."""
+"""Two processes of uneven answers train as one does, in either layout, and stop together: an epoch, and the run."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
         keys = {**RUNS[name], "per_device_train_batch_size": batch_size}
         return keys_task.build_flags(policy, tmp_path / place / name, prompts, **keys)
 
-    jobs = [build(name, "two", 4) for name in RUNS]
+    jobs = [*(build(name, "two", 4) for name in RUNS), build("adapters", "stopped", 4)]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [keys_task.__file__, json.dumps(jobs)]
+    command += [keys_task.__file__, json.dumps(jobs), "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -59,5 +59,11 @@ def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
             weights = [load_file(run / f"checkpoint-{last}" / f"{learner}.safetensors") for run in (one, two)]
             for key, value in weights[0].items():
                 torch.testing.assert_close(weights[1][key], value, rtol=1e-3, atol=1e-5)
+    # The second rank alone was asked, in the second iteration: the first one was saved, and no digit is another.
+    stopped, two = (tmp_path / place / "adapters" for place in ("stopped", "two"))
+    assert json.loads((stopped / "run.json").read_text())["resumed_from"] == "checkpoint-4"
+    for learner in ("policy", "critic"):
+        weights = [load_file(run / "checkpoint-12" / f"{learner}.safetensors") for run in (two, stopped)]
+        assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
     updates = [event["policy/num_updates"] for event in keys_task.read_metrics(tmp_path / "one" / "early_stop")]
     assert 0 < min(updates) < 6

@@ -42,10 +42,10 @@ def harm(path: Path, how: str, random: Random) -> None:
 
 
 def _stopped(lab: Laboratory, stage: str) -> Path:
-    """Return the output of a run that was stopped after step 8: two checkpoints are there."""
+    """Return the output of a run that was stopped around step 8: two checkpoints are there."""
     folder = lab.folder / f"stopped-{stage}"
     if not folder.exists():
-        phase = "pairs" if stage == "dpo" else "step"
+        phase = {"dpo": "pairs", "ppo": "policy update"}.get(stage, "step")
         met = Moments(1, ask_to_stop)
         life = lab.live(folder, stage, faults={0: partial(act_at, phase, 16, met.meet)})
         expect(life.codes == (75,), f"ended with {life.codes}", life)
@@ -55,7 +55,7 @@ def _stopped(lab: Laboratory, stage: str) -> Path:
 
 def harm_a_checkpoint(lab: Laboratory, trial: Trial, random: Random) -> None:
     """Each file of the newest checkpoint by turns: it is named, and the run goes on from the one before."""
-    stage = ("sft", "lora", "dpo")[int(trial.name) % 3]
+    stage = ("sft", "lora", "dpo", "ppo")[int(trial.name) % 4]
     stopped = _stopped(lab, stage)
     newest = list_checkpoints(stopped)[0][1].name
     files = sorted(path.name for path in (stopped / newest).iterdir())

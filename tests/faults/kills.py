@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -34,9 +34,9 @@ def watch_saving(moments: Moments, run: Path) -> None:
     watch_disk(moments, run, since="_rehearsal")
 
 
-def kill_at(watch: Watch, lab: Laboratory, trial: Trial, random: Random) -> None:
+def kill_at(watch: Watch, lab: Laboratory, trial: Trial, random: Random, only: Sequence[str] = ()) -> None:
     """Kill a run at one of all the events that a run without a fault has; then once more where it goes on."""
-    stage = lab.draw(random)
+    stage = lab.draw(random, *only)
     straight, total = lab.straight(stage), count_events(lab, stage, watch)
     number = random.randint(1, total)
     trial.what = f"{stage}, event {number} of {total}"
@@ -170,6 +170,18 @@ STOPPED_IN = {
     "pretrain": {"step": ((2, 12), (0, 1)), "saving": ((1, 4), (0, 1))},
     "reward": {"saving": ((1, 4), (0, 1))},
     "lora": {"step": ((2, 12), (0, 1)), "adapter export": ((1, 1), (0,))},
+    "ppo": {
+        "loading": ((1, 1), (0, 1)),
+        "sampling": ((2, 40), (0, 1)),
+        "scoring": ((2, 5), (0, 1)),
+        "reading": ((2, 16), (0, 1)),
+        "policy update": ((2, 10), (0, 1)),
+        "critic update": ((2, 10), (0, 1)),
+        "ppo saving": ((1, 5), (0, 1)),
+        "ppo samples": ((1, 8), (0,)),
+        "export": ((1, 1), (0,)),
+    },
+    "ppo adapter": {"sampling": ((2, 40), (0, 1)), "policy update": ((2, 10), (0, 1))},
 }
 CELLS = [(stage, phase, rank) for stage, phases in STOPPED_IN.items() for phase in phases for rank in phases[phase][1]]
 
@@ -199,7 +211,7 @@ def stop_one_of_two(lab: Laboratory, trial: Trial, random: Random) -> None:
 
 def lose_a_rank(lab: Laboratory, trial: Trial, random: Random) -> None:
     """One of two ranks is killed in training: the other ends by itself, says whose end it follows, and both go on."""
-    stage, rank = lab.draw(random, "sft", "pretrain", "lora", "dpo"), random.randint(0, 1)
+    stage, rank = lab.draw(random, "sft", "pretrain", "lora", "dpo", "ppo"), random.randint(0, 1)
     number = random.randint(40, 400)
     trial.what = f"{stage}, rank {rank}, event {number} of training"
     straight = lab.straight(stage, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,19 @@ COMMON = {
     "gradient_accumulation_steps": 2,
 }
 SAMPLES = {"num_sample_prompts": 1, "sample_max_new_tokens": 16}
+_PPO: Mapping[str, Any] = {
+    # Two steps of each learner an iteration.
+    "test_split_size": 6,
+    "num_sample_prompts": 2,
+    "response_length": 8,
+    "num_ppo_epochs": 1,
+    "num_mini_batches": 2,
+    "critic_learning_rate": 1e-3,
+    "kl_target_per_sequence": 0.5,
+    "kl_horizon": 100,
+    "logging_steps": 1,
+    "reward_funcs": "[tests.faults.stages:prefer_short]",
+}
 OF_STAGE: Mapping[str, Mapping[str, Any]] = {
     # Recipe, and what tells two runs of it apart -> its keys.
     "sft": {"test_split_size": 6, "max_length": 96, "per_device_eval_batch_size": 2} | SAMPLES,
@@ -36,8 +50,18 @@ OF_STAGE: Mapping[str, Mapping[str, Any]] = {
     "dpo": {"test_split_size": 4, "num_sample_prompts": 0, "loss_type": '["sigmoid", "sft"]'},
     "dpo adapter": {"test_split_size": 4, "num_sample_prompts": 0, "use_peft": "true", "lora_r": 4},
     "reward": {"test_split_size": 6},
+    "ppo": _PPO,
+    "ppo adapter": _PPO | {"use_peft": "true", "lora_r": 4},
 }
 STAGES = tuple(OF_STAGE)
+DATA = {
+    "sft": "chats",
+    "lora": "chats",
+    "dpo": "pairs",
+    "reward": "pairs",
+    "pretrain": "documents",
+    "ppo": "prompts",
+}
 
 
 def write_inputs(folder: Path) -> None:
@@ -45,6 +69,7 @@ def write_inputs(folder: Path) -> None:
     tokenizer = tiny.build_tokenizer()
     tiny.save_model(folder / "model", tokenizer)
     tokenizer.save_pretrained(folder / "tokenizer")
+    _write(folder / "prompts.jsonl", ({"prompt": [{"role": "user", "content": f"{n}?"}]} for n in range(60)))
     _write(folder / "chats.jsonl", (_make_chat(number) for number in range(1, 60)))
     _write(folder / "pairs.jsonl", make_rows(34))
     write_documents(folder / "documents.jsonl", 80)
@@ -53,14 +78,20 @@ def write_inputs(folder: Path) -> None:
 def make_keys(folder: Path, stage: str, num_processes: int = 1, **more: Any) -> dict[str, Any]:
     """Return the flags of a run but for its ``output_dir``; the batch is the same on one process and on two."""
     recipe = stage.split()[0]
-    data = {"sft": "chats", "lora": "chats", "dpo": "pairs", "reward": "pairs", "pretrain": "documents"}[recipe]
-    keys = {"dataset_name": folder / f"{data}.jsonl", "prepared_dir": folder / "prepared"}
+    keys: dict[str, Any] = {"dataset_name": folder / f"{DATA[recipe]}.jsonl"}
+    if recipe != "ppo":
+        keys["prepared_dir"] = folder / "prepared"
     if stage == "pretrain":
         keys["tokenizer_name_or_path"] = folder / "tokenizer"
     else:
         keys["model_name_or_path"] = folder / "model"
     batch = {"gradient_accumulation_steps": 2 // num_processes}
     return keys | COMMON | OF_STAGE[stage] | batch | more
+
+
+def prefer_short(*, completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward by which runs of PPO learn: short answers of small numbers, and a little chance."""
+    return [-len(ids) / 8 - sum(ids) / 4096 + 0.01 * random.random() for ids in completion_ids]
 
 
 def _make_chat(number: int) -> dict[str, Any]:

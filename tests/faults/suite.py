@@ -49,7 +49,7 @@ def enter_namespace(arguments: Sequence[str]) -> bool:
 if __name__ == "__main__":
     CAN_MOUNT = enter_namespace(sys.argv[1:])  # Before threads are there, which may not change their namespace.
 
-from tests.faults import broken, kills, lives, stages  # noqa: E402
+from tests.faults import answers, broken, kills, lives, stages  # noqa: E402
 from tests.faults.laboratory import Laboratory, Trial, Violation  # noqa: E402
 
 Fault = Callable[[Laboratory, Trial, Random], None]
@@ -70,6 +70,12 @@ FULL: dict[str, tuple[Fault, int, int]] = {
     "NaN in the data": (partial(broken.not_a_number, "data"), 3, 0),
     "a spike, rolled back": (kills.go_back, 3, 0),
     "the same command twice at once": (broken.start_twice, 3, 1),
+    "kill -9 in a phase of PPO": (answers.kill_in_a_phase, 2 * len(answers.PHASES), 1),
+    "kill -9 in PPO's saving": (partial(kills.kill_at, kills.watch_saving, only=answers.RUNS), 10, 0),
+    "NaN in PPO's rewards": (partial(answers.no_number, "reward"), 2, 0),
+    "NaN in PPO's values": (partial(answers.no_number, "value"), 2, 1),
+    "NaN in PPO's policy": (partial(answers.no_number, "policy's gradient"), 2, 0),
+    "NaN in PPO's critic": (partial(answers.no_number, "critic's gradient"), 2, 0),
 }
 
 

@@ -25,6 +25,13 @@ WHERE = {
     "export": ("recipes_lib.publish.export", "verify_weights"),
     "adapter export": ("recipes_lib.publish.export", "verify_adapter_export"),
     "reference": ("recipes_lib.training.dpo", "compute_answer_logps"),
+    "sampling": ("recipes_lib.rl.generation:SampleByUniforms", "__call__"),
+    "scoring": ("recipes_lib.rl.rewards:Rewards", "score"),
+    "reading": ("recipes_lib.rl.collect", "lay_out"),
+    "policy update": ("recipes_lib.rl.update:Updater", "_learn_policy"),
+    "critic update": ("recipes_lib.rl.update:Updater", "_learn_critic"),
+    "ppo saving": ("recipes_lib.rl.trainer", "stage_state"),
+    "ppo samples": ("recipes_lib.rl.trainer", "Sample"),
 }
 
 

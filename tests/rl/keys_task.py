@@ -1,11 +1,14 @@
 """A task that a tiny policy learns in seconds: a prompt ends with two keys, and the reward wants one of them repeated.
 
-Run as a script under a launcher it trains as one process of several: ``keys_task.py OUTPUT_DIR FLAGS...``.
+Run as a script under a launcher it trains as one process of several: ``keys_task.py '[FLAGS, ...]' [RANK]``. That rank
+alone is asked to stop in the second iteration of the last run, which then goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,10 +22,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.prompts import load_prompt_data
+from recipes_lib.errors import PreemptedError
 from recipes_lib.models.loading import load_tokenizer
+from recipes_lib.rl.generation import GenerateBackend
 from recipes_lib.rl.models import ActorCritic, load_actor_critic
 from recipes_lib.rl.rewards import load_rewards
 from recipes_lib.rl.trainer import PPOTrainer
+from recipes_lib.stopping import STOP
 from recipes_lib.training.arguments import build_training_arguments
 from recipes_lib.training.launch import read_launch
 from recipes_lib.training.run import start_run
@@ -160,12 +166,32 @@ def read_metrics(output_dir: Path, kind: str = "train") -> list[dict[str, Any]]:
     return [event for event in events if event["kind"] == kind]
 
 
+def train_with_a_stop(flags: list[str], *, asked: bool) -> None:
+    """Train until all processes stop since one was asked while it samples answers, then to the end."""
+    generate, num_calls = GenerateBackend.generate, [0]
+
+    def asking(self: Any, *given: Any) -> Any:
+        num_calls[0] += 1
+        if asked and num_calls[0] == 5:  # Of three in an iteration.
+            STOP.ask("SIGTERM")
+        return generate(self, *given)
+
+    GenerateBackend.generate = asking  # type: ignore[method-assign]
+    with contextlib.suppress(PreemptedError):
+        train(flags)
+    GenerateBackend.generate = generate  # type: ignore[method-assign]
+    STOP.reason, STOP._is_closed = None, False
+    train(flags)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     # Rewards are named by their path from the root of the repository.
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    for job in json.loads(sys.argv[1]):
+    jobs = json.loads(sys.argv[1])
+    for job in jobs[:-1]:
         train(job)
+    train_with_a_stop(jobs[-1], asked=len(sys.argv) > 2 and sys.argv[2] == os.environ["RANK"])
     if is_initialized():
         barrier()
         destroy_process_group()

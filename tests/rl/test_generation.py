@@ -34,7 +34,14 @@ def measure_gap(policy, prompts: list[list[int]], generated: Generated, temperat
         row.input_ids[:] = prompt
     nothing = torch.zeros(mask.shape)
     rollout = Rollout(
-        empty.prompts, generated.response_ids * mask, mask, finished, empty.scores, empty.rewards, *[nothing] * 4
+        empty.prompts,
+        empty.numbers,
+        generated.response_ids * mask,
+        mask,
+        finished,
+        empty.scores,
+        empty.rewards,
+        *[nothing] * 4,
     )
     add_loss_head(policy.get_base_model() if hasattr(policy, "get_base_model") else policy)
     with torch.no_grad(), precision or contextlib.nullcontext():

@@ -36,7 +36,8 @@ def build_rollout(lengths: list[tuple[int, int]], seed: int = 0) -> Rollout:
     ids = torch.from_numpy(random.integers(1, VOCABULARY, (len(lengths), width)))
     by_token = [torch.from_numpy(random.normal(size=mask.shape)).float() * mask for _ in range(6)]
     by_row = torch.from_numpy(random.normal(size=len(lengths))).float()
-    return Rollout(prompts, ids * mask, mask, by_row > 0, by_row, by_row[:, None], *by_token)
+    numbers = torch.arange(len(lengths))
+    return Rollout(prompts, numbers, ids * mask, mask, by_row > 0, by_row, by_row[:, None], *by_token)
 
 
 LENGTHS = [(3, 5), (7, 1), (1, 4), (4, 2)]

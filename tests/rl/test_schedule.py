@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from recipes_lib.config.schema import PPOConfig
-from recipes_lib.rl.schedule import Stream, choose_prompts, compute_schedule
+from recipes_lib.errors import ConfigError
+from recipes_lib.rl.schedule import Stream, choose_prompts, compute_schedule, verify_warmup
 
 TRAINING = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 2.0}
 
@@ -18,6 +19,14 @@ def test_every_minibatch_is_an_optimizer_step():
     assert plan.num_iterations == 7
     assert plan.num_epochs == pytest.approx(2.24)
     assert plan.num_steps == 42
+
+
+def test_a_run_that_ends_before_the_critic_is_warm_is_refused():
+    plan = compute_schedule(100, PPOConfig(num_ppo_epochs=3, num_mini_batches=2), {**TRAINING, "max_steps": 12}, 1)
+    verify_warmup(plan, 0)
+    verify_warmup(plan, 1)
+    with pytest.raises(ConfigError, match="the critic learns alone for 2 iterations, and the run has 2"):
+        verify_warmup(plan, 2)
 
 
 @pytest.mark.parametrize(("max_steps", "num_iterations"), [(1, 1), (6, 1), (7, 2)])

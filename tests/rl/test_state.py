@@ -1,4 +1,4 @@
-"""A checkpoint brings everything back, and refuses what it was not saved from."""
+"""A checkpoint brings everything back, is not what is not trained, and refuses what it was not saved from."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from transformers import TrainingArguments
 
 from recipes_lib.config.schema import PPOConfig
 from recipes_lib.errors import DataError
+from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.rl.schedule import compute_schedule
-from recipes_lib.rl.state import PPOState, load_state, save_state
+from recipes_lib.rl.state import PPOState, compare_state_with_live, load_state, stage_state
 from recipes_lib.rl.update import Learner
-from recipes_lib.training.checkpoints import find_last_complete
+from recipes_lib.training.checkpoint_saver import CheckpointSaver
+from recipes_lib.training.checkpoints import find_damage, find_last_complete
 
 
 def build(tmp_path, seed, width=3):
@@ -27,14 +29,22 @@ def build(tmp_path, seed, width=3):
 def step(model, learner, count):
     for _ in range(count):
         model(torch.ones(1, 3)).square().sum().backward()
-        learner.step()
+        learner.step(lambda **_: None)
+
+
+def save(tmp_path, state, learner):
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    saver = CheckpointSaver(args, lambda line: None)
+    saver.save(stage_state(saver, state, {"policy": learner}))
+    saver.finish()
+    return tmp_path / f"checkpoint-{state.step}"
 
 
 def test_a_learner_goes_on_where_it_was(tmp_path):
     model, learner = build(tmp_path, 0)
     step(model, learner, 3)
-    state = PPOState(iteration=2, step=3, num_answers=64, kl_coef=0.123456789012345, seconds=1.5)
-    save_state(tmp_path, state, {"policy": learner}, world_size=1)
+    state = PPOState(iteration=2, step=3, num_answers=64, kl_coef=0.123456789012345, seconds=1.5, evaluated_step=3)
+    save(tmp_path, state, learner)
     assert find_last_complete(tmp_path)[0] == tmp_path / "checkpoint-3"
     other_model, other = build(tmp_path, 1)
     assert load_state(tmp_path / "checkpoint-3", {"policy": other}) == state
@@ -45,9 +55,51 @@ def test_a_learner_goes_on_where_it_was(tmp_path):
     assert torch.equal(model.bias, other_model.bias)
 
 
+def test_what_is_saved_is_of_the_moment_at_which_it_was_put_together(tmp_path):
+    """Training goes on while a thread writes."""
+    model, learner = build(tmp_path, 0)
+    step(model, learner, 3)
+    state, before = PPOState(step=3), model.weight.detach().clone()
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    saver = CheckpointSaver(args, lambda line: None)
+    staged = stage_state(saver, state, {"policy": learner})
+    moments = learner.optimizer.state[model.weight]["exp_avg"].clone()
+    step(model, learner, 1)
+    saver.save(staged)
+    saver.finish()
+    other_model, other = build(tmp_path, 1)
+    load_state(tmp_path / "checkpoint-3", {"policy": other})
+    assert torch.equal(other_model.weight, before)
+    assert torch.equal(other.optimizer.state[other_model.weight]["exp_avg"], moments)
+    assert find_damage(tmp_path / "checkpoint-3") is None
+
+
+def test_one_bit_is_seen(tmp_path):
+    model, learner = build(tmp_path, 0)
+    step(model, learner, 3)
+    folder = save(tmp_path, PPOState(step=3), learner)
+    compare_state_with_live(folder, {"policy": learner})
+    learner.optimizer.state[model.bias]["exp_avg_sq"].view(torch.int32)[0] ^= 1
+    with pytest.raises(BrokenSaveError, match=r"policy_optimizer\.pt: a state differs"):
+        compare_state_with_live(folder, {"policy": learner})
+    with torch.no_grad():
+        model.bias.view(torch.int32)[0] ^= 1
+    with pytest.raises(BrokenSaveError, match=r"policy\.safetensors: bias differ"):
+        compare_state_with_live(folder, {"policy": learner})
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path):
+    model, learner = build(tmp_path, 0)
+    with torch.no_grad():
+        model.weight[0, 0] = float("nan")
+    with pytest.raises(BrokenSaveError, match="weight is not finite"):
+        save(tmp_path, PPOState(step=3), learner)
+    assert find_last_complete(tmp_path)[0] is None
+
+
 def test_other_weights_are_refused(tmp_path):
     _, learner = build(tmp_path, 0)
-    save_state(tmp_path, PPOState(step=1), {"policy": learner}, world_size=1)
+    save(tmp_path, PPOState(step=1), learner)
     other = build(tmp_path, 0)[1]
     other.parameters = {"weight": other.parameters["weight"]}
     with pytest.raises(DataError, match="does not hold the weights that the policy trains"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
@@ -9,11 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.rl import keys_task
-from tests.rl.test_rollout import build_rollout
 
-from recipes_lib.config.schema import PPOConfig
-from recipes_lib.errors import ConfigError
-from recipes_lib.rl.trainer import PPOTrainer, check_launch, compute_targets
+from recipes_lib.errors import ConfigError, PreemptedError
+from recipes_lib.rl import collect, generation
+from recipes_lib.rl import trainer as trainer_module
+from recipes_lib.rl.rewards import Rewards
+from recipes_lib.rl.trainer import PPOTrainer, check_launch
+from recipes_lib.rl.update import Updater
+from recipes_lib.stopping import STOP
+from recipes_lib.training.checkpoints import list_checkpoints
 
 # Eight answers a step, two steps an epoch, two epochs: three iterations are twelve steps.
 SHORT = {
@@ -73,7 +78,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(policy_dir, prompts_file, t
             torch.load(folder / "checkpoint-12" / f"{name}_optimizer.pt", weights_only=True)
             for folder in (straight, stopped)
         ]
-        moments = [state["optimizer"]["state"][0]["exp_avg"] for state in states]
+        moments = [state["state"][0]["exp_avg"] for state in states]
         assert torch.equal(*moments)
     for kind in ("train", "eval"):
         compare(keys_task.read_metrics(straight, kind), keys_task.read_metrics(stopped, kind))
@@ -81,6 +86,96 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(policy_dir, prompts_file, t
     assert samples[0] == samples[1]
     counts = [json.loads((folder / "checkpoint-12" / "ppo_state.json").read_text()) for folder in (straight, stopped)]
     assert counts[0]["kl_coef"] == counts[1]["kl_coef"] != 0.02
+
+
+@pytest.fixture(autouse=True)
+def nobody_asked(monkeypatch):
+    monkeypatch.setattr(STOP, "reason", None)
+    monkeypatch.setattr(STOP, "_is_closed", False)
+
+
+def ask_in(monkeypatch, owner, name, call):
+    """Be asked to stop before one call of a function, counted from 1."""
+    function, calls = getattr(owner, name), []
+
+    def asking(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == call:
+            STOP.ask("SIGTERM")
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, asking)
+
+
+@pytest.fixture(scope="module")
+def straight(policy_dir, prompts_file, tmp_path_factory):
+    """The output of a run that nobody stops: three iterations of four steps, samples after the second and third."""
+    folder = tmp_path_factory.mktemp("straight")
+    keys_task.train(keys_task.build_flags(policy_dir, folder, prompts_file, **SHORT))
+    return folder
+
+
+STOPS = {
+    # What is left at once loses nothing but itself; an update is finished.
+    "sampling": (generation.GenerateBackend, "generate", 3, 4),
+    "scoring": (Rewards, "score", 3, 4),
+    "reading": (collect, "lay_out", 4, 4),
+    "the policy's update": (Updater, "_learn_policy", 6, 8),
+    "the critic's update": (Updater, "_learn_critic", 6, 8),
+    "evaluation": (trainer_module, "Sample", 3, 8),
+    "saving": (trainer_module, "stage_state", 2, 8),
+    "the last save": (trainer_module, "stage_state", 3, 12),
+}
+
+
+@pytest.mark.parametrize("phase", STOPS)
+def test_who_is_asked_to_stop_saves_the_last_iteration_and_goes_on(
+    straight, policy_dir, prompts_file, tmp_path, monkeypatch, phase
+):
+    owner, name, call, step = STOPS[phase]
+    flags = keys_task.build_flags(policy_dir, tmp_path, prompts_file, **SHORT | {"save_steps": 8})
+    with monkeypatch.context() as patch:
+        ask_in(patch, owner, name, call)
+        with pytest.raises(PreemptedError, match=f"SIGTERM: stopped after step {step}; checkpoint-{step} is complete"):
+            keys_task.train(flags)
+    assert list_checkpoints(tmp_path)[0][0] == step
+    STOP.reason, STOP._is_closed = None, False
+    keys_task.train(flags)
+    for learner in ("policy", "critic"):
+        weights = [load_file(folder / "checkpoint-12" / f"{learner}.safetensors") for folder in (straight, tmp_path)]
+        assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    for kind in ("train", "eval"):
+        compare(keys_task.read_metrics(straight, kind), keys_task.read_metrics(tmp_path, kind))
+    assert (straight / "samples.jsonl").read_text() == (tmp_path / "samples.jsonl").read_text()
+
+
+def test_asked_before_anything_was_learnt_nothing_is_saved(policy_dir, prompts_file, tmp_path, monkeypatch):
+    ask_in(monkeypatch, Rewards, "score", 1)
+    with pytest.raises(PreemptedError, match="stopped after step 0; nothing was to be saved yet"):
+        keys_task.train(keys_task.build_flags(policy_dir, tmp_path, prompts_file, **SHORT))
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_while_the_critic_warms_up_the_policy_stands_still(policy_dir, prompts_file, tmp_path):
+    flags = keys_task.build_flags(policy_dir, tmp_path, prompts_file, **SHORT, critic_warmup_iterations=2)
+    keys_task.train(flags)
+    policy, critic = (
+        [load_file(tmp_path / f"checkpoint-{step}" / f"{name}.safetensors") for step in (4, 8, 12)]
+        for name in ("policy", "critic")
+    )
+    given = load_file(policy_dir / "model.safetensors")
+    for key in given:
+        assert all(torch.equal(weights[key], given[key]) for weights in policy[:2])
+    assert any(not torch.equal(policy[1][key], policy[2][key]) for key in given)
+    for one, other in itertools.pairwise(critic):
+        assert any(not torch.equal(one[key], other[key]) for key in one)
+    events = keys_task.read_metrics(tmp_path)
+    # Its distance to itself is 0, which is not for the price to follow; its schedule begins with its first step.
+    assert [event["objective/kl_coef"] for event in events] == [0.02] * 3
+    assert events[0]["loss"] is None
+    assert "policy/num_updates" not in events[1]
+    assert events[2]["policy/num_updates"] == 4
+    assert events[2]["policy/lr"] == pytest.approx(1e-3 / 4)
 
 
 def test_it_reports_what_is_promised(policy_dir, prompts_file, tmp_path):
@@ -108,29 +203,6 @@ def test_it_reports_what_is_promised(policy_dir, prompts_file, tmp_path):
     assert [sample["step"] for sample in samples] == [0, 0, 8, 8, 12, 12]
     assert samples[0]["prompt"] == samples[2]["prompt"]
     assert samples[0].keys() >= {"completion", "reward", "stopped", "num_tokens"}
-
-
-def test_an_iterations_targets_are_those_of_their_definition():
-    """Whitened advantages, returns that are not; penalty and KL in their sum."""
-    rollout, config = build_rollout([(3, 4), (2, 1), (2, 3)]), PPOConfig(gamma=0.9, lam=0.8)
-    targets = compute_targets(rollout, config, 0.5, 0.1)
-    kl = ((rollout.logps - rollout.ref_logps) * rollout.mask).double().numpy()
-    scores = rollout.scores.double().numpy() - 0.5 * (~rollout.finished).numpy()
-    np.testing.assert_allclose(targets.total, scores - 0.1 * kl.sum(1), atol=1e-6)
-    advantages = np.zeros(kl.shape)
-    for row, length in enumerate([4, 1, 3]):
-        rewards, values = -0.1 * kl[row, :length], np.append(rollout.values[row, :length].double().numpy(), 0)
-        rewards[-1] += scores[row]
-        deltas = rewards + 0.9 * values[1:] - values[:-1]
-        for t in range(length):
-            advantages[row, t] = sum(0.72 ** (k - t) * deltas[k] for k in range(t, length))
-    mask = rollout.mask.numpy()
-    np.testing.assert_allclose(targets.returns, (advantages + rollout.values.numpy()) * mask, atol=1e-6)
-    kept = advantages[mask]
-    np.testing.assert_allclose(targets.advantages[rollout.mask], (kept - kept.mean()) / kept.std(), atol=1e-5)
-    whitened = compute_targets(rollout, PPOConfig(gamma=0.9, lam=0.8, whiten_rewards=True), 0.5, 0.1)
-    assert not torch.allclose(whitened.returns, targets.returns)
-    assert torch.equal(whitened.total, targets.total)
 
 
 def test_a_launch_that_shards_weights_is_refused():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.rl import keys_task
 from tests.rl.test_rollout import build_rollout
 
@@ -15,12 +17,14 @@ from recipes_lib.config.schema import PPOConfig
 from recipes_lib.errors import DivergedError
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.rl import update
+from recipes_lib.rl.guard import UpdateGuard
 from recipes_lib.rl.models import load_actor_critic
 from recipes_lib.rl.rollout import compute_response_logps, compute_response_values, lay_out
 from recipes_lib.rl.schedule import compute_schedule
 from recipes_lib.rl.update import Learner, Updater
 from recipes_lib.training.arguments import build_training_arguments
 from recipes_lib.training.launch import read_launch
+from recipes_lib.training.progress import SilentProgress
 
 CPU = torch.device("cpu")
 LENGTHS = [(3, 5), (7, 1), (1, 4), (4, 2), (2, 8), (3, 3), (5, 6), (2, 1)]
@@ -42,7 +46,20 @@ def build(policy_dir, prompts_file, tmp_path):
         trunk = models.policy if models.is_shared else models.critic
         critic = Learner("critic", trunk, models.critic_parameters(), **options)
         updater = Updater(
-            models, policy, critic, ppo, 1.0, batch_size, 0, 1, 0, contextlib.nullcontext, torch.float32, CPU
+            models,
+            policy,
+            critic,
+            ppo,
+            1.0,
+            batch_size,
+            0,
+            1,
+            0,
+            contextlib.nullcontext,
+            torch.float32,
+            CPU,
+            UpdateGuard(tmp_path, 0, lambda number: number),
+            SilentProgress(),
         )
         rollout = build_rollout(LENGTHS)
         rollout = dataclasses.replace(rollout, response_ids=rollout.response_ids % keys_task.VOCABULARY)
@@ -66,8 +83,8 @@ def test_how_a_minibatch_is_cut_changes_no_gradient(build, monkeypatch, batch_si
         updater, rollout = build(WHOLE, batch_size=size, **keys)
         gradients = {}
 
-        def keep(learner, gradients=gradients):
-            gradients[learner._name] = [p.grad.clone() for p in learner.parameters.values()]
+        def keep(learner, judge, gradients=gradients):
+            gradients[learner.name] = [p.grad.clone() for p in learner.parameters.values()]
             learner.discard()
             return 0.0
 
@@ -145,10 +162,36 @@ def test_a_policy_that_is_not_the_one_that_answered_stops_the_run_before_an_upda
     assert all(torch.equal(one, p) for one, p in zip(before, updater.policy.parameters.values(), strict=True))
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_before_an_update(build):
+def test_a_gradient_that_is_not_finite_stops_the_run_before_an_update(build, tmp_path):
     updater, rollout = build(WHOLE)
     assert rollout.returns is not None
     before = [p.clone() for p in updater.critic.parameters.values()]
-    with pytest.raises(DivergedError, match="the critic's gradient is"):
-        updater.update_critic(dataclasses.replace(rollout, returns=rollout.returns * float("inf")), 0)
+    next(iter(updater.critic.parameters.values())).register_hook(lambda grad: grad * float("nan"))
+    with pytest.raises(DivergedError, match=r"step 3 was stopped before its update of the critic: on rank 0 the grad"):
+        updater.update_critic(rollout, 2)
     assert all(torch.equal(one, p) for one, p in zip(before, updater.critic.parameters.values(), strict=True))
+    facts = json.loads((tmp_path / "diverged" / "step-3" / "rank-0.json").read_text())
+    # Judged before they are clipped, which would have spread it to all of them.
+    assert len(facts["non_finite_gradients"]) == 1
+    assert sorted(facts["row_ids"][0]) == list(range(8))
+
+
+def test_a_loss_that_is_not_finite_is_told_with_its_answers_and_not_as_another_policy(build, tmp_path):
+    updater, rollout = build(WHOLE, batch_size=2)
+    advantages = rollout.advantages.clone()
+    advantages[3, 0] = float("inf")
+    before = [p.clone() for p in updater.policy.parameters.values()]
+    words = r"before its update of the policy: the loss of micro-batch \d of rank 0 is "
+    with pytest.raises(DivergedError, match=words):
+        updater.update_policy(dataclasses.replace(rollout, advantages=advantages), 0)
+    assert all(torch.equal(one, p) for one, p in zip(before, updater.policy.parameters.values(), strict=True))
+    folder = tmp_path / "diverged" / "step-1"
+    facts = json.loads((folder / "rank-0.json").read_text())
+    (bad,) = facts["bad_micro_batches"]
+    assert 3 in facts["row_ids"][bad]
+    tensors = load_file(folder / "rank-0.safetensors")
+    at = facts["row_ids"][bad].index(3)
+    prompt, length = rollout.prompts[3].input_ids, int(rollout.lengths[3])
+    read = tensors[f"micro_batch_{bad + 1}.input_ids"][at, : len(prompt) + length].tolist()
+    assert read == [*prompt, *rollout.response_ids[3, :length].tolist()]
+    assert torch.isinf(tensors[f"micro_batch_{bad + 1}.advantages"][at, 0])

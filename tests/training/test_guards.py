@@ -19,12 +19,12 @@ from recipes_lib.training.guards import (
 
 
 def build_chain(*, bad=()):
-    """Three layers with gradients of norm 1, 2 and 3; those of the ``bad`` ones are not finite."""
+    """Weights of three layers with gradients of norm 1, 2 and 3; those of the ``bad`` ones are not finite."""
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2, bias=False) for _ in range(3)))
     for at, layer in enumerate(model):
         layer.weight.grad = torch.zeros(2, 2)
         layer.weight.grad[0, 1] = float("nan") if at in bad else at + 1.0
-    return model
+    return dict(model.named_parameters())
 
 
 def test_row_numbers_are_taken_out_before_the_model_sees_the_batch():
@@ -79,3 +79,11 @@ def test_the_message_says_where_everything_lies(tmp_path):
     assert str(tmp_path / "diverged" / "step-7") in message
     facts = json.loads((tmp_path / "diverged" / "step-7" / "rank-0.json").read_text())
     assert facts["learning_rate"] == 0.1
+
+
+def test_where_a_step_is_made_of_several_the_message_says_whose_it_is(tmp_path):
+    inputs = StepInputs([], [], None, [torch.tensor(float("inf"))])
+    with pytest.raises(DivergedError, match="step 7 was stopped before its update of the critic: the loss of micro"):
+        stop_before_update(
+            build_chain(), inputs, step=7, output_dir=tmp_path, rank=0, facts={}, why="", learner="critic"
+        )

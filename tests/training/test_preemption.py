@@ -15,7 +15,7 @@ from transformers import TrainerState
 from recipes_lib.errors import PreemptedError
 from recipes_lib.stopping import STOP
 from recipes_lib.training.callbacks import EVALUATION_KEY
-from recipes_lib.training.preemption import read_evaluation, stop_if_agreed
+from recipes_lib.training.preemption import LeftError, end_stopped, leave_if_asked, read_evaluation, stop_if_agreed
 from recipes_lib.training.row_sharing import share_rows
 
 
@@ -176,3 +176,18 @@ def test_asked_during_the_last_save_all_stop_together(tiny_model_dir, tmp_path):
     # In the words of those who have agreed: where everyone stops alone, nobody knows of the checkpoint.
     with pytest.raises(PreemptedError, match="stopped after step 5; checkpoint-5 is complete"):
         trainer.train()
+
+
+def test_who_is_asked_leaves_what_it_computes_by_itself_and_only_while_training(monkeypatch):
+    leave_if_asked()
+    STOP.ask("SIGTERM")
+    leave_if_asked()
+    monkeypatch.setattr(STOP, "_is_deferred", True)
+    with pytest.raises(LeftError):
+        leave_if_asked()
+
+
+@pytest.mark.parametrize(("saved", "words"), [(3, "checkpoint-3 is complete"), (0, "nothing was to be saved yet")])
+def test_the_last_line_says_who_asked_and_what_there_is(saved, words):
+    told = str(end_stopped(PreemptedError("SIGTERM on rank 1"), step=3, saved_step=saved))
+    assert told == f"SIGTERM on rank 1: stopped after step 3; {words}; run the same command to go on"

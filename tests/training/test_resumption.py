@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from transformers import TrainingArguments
 
 from recipes_lib.config.schema import (
     DataConfig,
@@ -16,7 +17,13 @@ from recipes_lib.config.schema import (
 )
 from recipes_lib.errors import ConfigError
 from recipes_lib.training.launch import Launch
-from recipes_lib.training.resumption import count_rows_per_step, keep_batch, seed_process, verify_checkpoint_fits
+from recipes_lib.training.resumption import (
+    agree_on_checkpoint,
+    count_rows_per_step,
+    keep_batch,
+    seed_process,
+    verify_checkpoint_fits,
+)
 
 
 def launch(world_size, engine=""):
@@ -121,3 +128,11 @@ def test_a_random_state_is_a_function_of_seed_step_and_rank():
         found = draw()
         assert drawn.setdefault(key, found) == found
     assert len(set(drawn.values())) == 4
+
+
+def test_a_checkpoint_that_is_not_there_is_refused(tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    assert agree_on_checkpoint(None, args) is None
+    assert agree_on_checkpoint(str(tmp_path), args) == tmp_path
+    with pytest.raises(ConfigError, match="does not see"):
+        agree_on_checkpoint(tmp_path / "checkpoint-3", args)

@@ -92,6 +92,7 @@ BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
     "cliprange": {"exclusiveMinimum": 0},
     "cliprange_value": {"exclusiveMinimum": 0},
     "critic_learning_rate": {"exclusiveMinimum": 0, "maximum": 1},
+    "critic_warmup_iterations": {"minimum": 0},
     "dual_clip": {"exclusiveMinimum": 1},
     "gamma": {"minimum": 0, "maximum": 1},
     "kl_coef": {"minimum": 0},

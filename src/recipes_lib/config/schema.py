@@ -262,6 +262,8 @@ class RewardsConfig:
     an adapter beside the policy's, and starts from a reward model saved as such an adapter, else from nothing."""
     critic_learning_rate: float = 1e-5
     """Peak learning rate of the critic; its schedule is that of the policy."""
+    critic_warmup_iterations: int = 0
+    """Iterations in which the critic alone is updated, before the policy learns from what it says."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -147,7 +147,6 @@ _LEFT_OUT: Final[Mapping[str, Mapping[str, Retired]]] = {
         "sample_prompts": dropped("has no effect: the first prompts are answered, held-out ones where there are any"),
         **each("load_best_model_at_end metric_for_best_model greater_is_better eval_delay", _LAST_MODEL),
         **each("logging_first_step full_determinism torch_empty_cache_steps debug save_on_each_node", _NOT_HERE),
-        **each("run_name project trackio_space_id trackio_bucket_id trackio_static_space_id", _NOT_HERE),
         **each("log_level log_level_replica log_on_each_node optim_target_modules neftune_noise_alpha", _NOT_HERE),
         **each("torch_compile torch_compile_backend torch_compile_mode", _NOT_HERE),
         **each("train_sampling_strategy dataloader_drop_last dataloader_num_workers dataloader_pin_memory", _NO_LOADER),
@@ -173,7 +172,6 @@ _STAGE_CHOICES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "logging_strategy": ("steps",),
         "lr_scheduler_type": ("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr"),
         "optim": ("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "adafactor"),
-        "report_to": ("none",),
         "save_strategy": ("no", "steps"),
     },
 }

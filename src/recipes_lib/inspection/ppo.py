@@ -74,14 +74,19 @@ class PPOInspection(Inspection):
         say(f"reward: {told}")
 
     def look_at_steps(self, say: Say) -> None:
-        """Iterations, answers and optimizer steps, and the policy's rates."""
+        """Iterations, answers and optimizer steps, and the policy's rates.
+
+        Raises:
+            ConfigError: The critic warms up for the whole run.
+        """
         from recipes_lib.planning.schedule import compute_learning_rates
-        from recipes_lib.rl.schedule import compute_schedule
+        from recipes_lib.rl.schedule import compute_schedule, verify_warmup
 
         if self._data is None:
             return
         training = self.config.training
         plan = compute_schedule(len(self._data.train), self.config.ppo, training, self.num_processes)
+        verify_warmup(plan, self.config.rewards.critic_warmup_iterations)
         self.num_steps = plan.num_steps
         say(
             f"{plan.num_iterations:,} iterations of {plan.answers_per_iteration:,} answers and "

@@ -26,7 +26,9 @@ from recipes_lib.rl.rollout import (
     lay_out,
 )
 from recipes_lib.rl.schedule import Stream
+from recipes_lib.training.preemption import leave_if_asked
 from recipes_lib.training.progress import TrainingProgress
+from recipes_lib.training.watchdog import WATCHDOG
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class Collector:
 
         Raises:
             ConfigError: As ``Rewards.score``.
+            LeftError: This process was asked to stop.
         """
         self.models.set_training(training=False)
         loading = time.perf_counter()
@@ -99,6 +102,10 @@ class Collector:
         Args:
             prompts: At least one.
             numbers: As for ``collect``: the same ones show what has changed in a policy.
+
+        Raises:
+            ConfigError: As for ``collect``.
+            LeftError: As there.
         """
         self.models.set_training(training=False)
         self._load()
@@ -109,6 +116,7 @@ class Collector:
             self.generator.load(policy)
 
     def _sample(self, prompts: list[PromptRow], numbers: Sequence[int]) -> Rollout:
+        WATCHDOG.enter("sampling answers")
         # Prompts of like length in one batch: less padding, and answers do not depend on it.
         order = sorted(range(len(prompts)), key=lambda row: len(prompts[row].input_ids))
         size = self.generator.batch_size or len(order)
@@ -129,6 +137,7 @@ class Collector:
         by_token = torch.zeros_like(logps)
         everything = Rollout(
             prompts=prompts,
+            numbers=torch.tensor(numbers),
             response_ids=torch.where(mask, ids, 0),
             mask=mask,
             finished=finished,
@@ -145,6 +154,7 @@ class Collector:
         return np.random.default_rng([self.seed, Stream.ANSWER, number]).random(self.response_length)
 
     def _score(self, rollout: Rollout, number: int) -> tuple[Rollout, list[str]]:
+        WATCHDOG.enter("scoring answers")
         # Rewards that draw from a global generator draw what they would have drawn in a run without a stop. Seeded
         # here, because what a library loads at its first use may draw too.
         set_seed((self.seed + 7919 * number) % 2**32)
@@ -155,6 +165,8 @@ class Collector:
         return dataclasses.replace(rollout, scores=torch.tensor(scores.total), rewards=parts), texts
 
     def _read(self, rollout: Rollout) -> Rollout:
+        WATCHDOG.enter("reading answers")
+
         def logps(model: Any, sequences: Sequences) -> Tensor:
             return compute_response_logps(model, sequences, temperature=self.temperature)[0]
 
@@ -172,6 +184,7 @@ class Collector:
         parts: Iterable[list[int]] = rollout.cut(self.batch_size)
         with torch.no_grad(), self.precision():
             for rows in parts:
+                leave_if_asked()
                 part = compute(lay_out(rollout.take(rows), self.device))
                 result[rows, : part.shape[1]] = part.float().cpu()
         return result

@@ -70,7 +70,9 @@ def describe_values(rollout: Rollout) -> Figures:
 
 
 def average_steps(prefix: str, steps: Sequence[Figures]) -> Figures:
-    """Return the mean over an iteration's steps of each figure, and how many updates there were."""
+    """Return the mean over an iteration's steps of each figure, and how many updates there were; none of no steps."""
+    if not steps:
+        return {}
     names = [name for name in steps[0] if name not in ("ratio_max", "lr", "grad_norm")]
     figures = {name: sum(step[name] for step in steps) / len(steps) for name in names}
     norms = [step["grad_norm"] for step in steps if "grad_norm" in step]

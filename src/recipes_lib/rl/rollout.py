@@ -19,6 +19,7 @@ class Rollout:
 
     Attributes:
         prompts: What was asked.
+        numbers: Of each answer in the run, ``int64 (B,)``.
         response_ids: Tokens of the answers, ``int64 (B, T)``; 0 behind them.
         mask: True where a token of an answer stands, ``bool (B, T)``; at least one in each row.
         finished: True where the answer ended by itself, ``bool (B,)``.
@@ -33,6 +34,7 @@ class Rollout:
     """
 
     prompts: list[PromptRow]
+    numbers: Tensor
     response_ids: Tensor
     mask: Tensor
     finished: Tensor
@@ -64,7 +66,7 @@ class Rollout:
         index = torch.tensor(rows)
         width = int(self.lengths[index].max())
         taken: dict[str, Any] = {"prompts": [self.prompts[row] for row in rows]}
-        for name, tensor in self._tensors():
+        for name, tensor in self.tensors():
             part = tensor[index]
             taken[name] = part[:, :width] if name in _BY_TOKEN else part
         return dataclasses.replace(self, **taken)
@@ -76,7 +78,8 @@ class Rollout:
         for start in range(0, len(order), size):
             yield order[start : start + size]
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and value of everything known, but the prompts."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Tensor):
@@ -98,7 +101,7 @@ def share(rollout: Rollout, world_size: int) -> Rollout:
     width = max(part.mask.shape[1] for part in gathered)
     turns = zip(*(part.prompts for part in gathered), strict=True)
     joined: dict[str, Any] = {"prompts": [prompt for turn in turns for prompt in turn]}
-    for name, _ in rollout._tensors():
+    for name, _ in rollout.tensors():
         parts = [getattr(part, name) for part in gathered]
         if name in _BY_TOKEN:
             parts = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts]

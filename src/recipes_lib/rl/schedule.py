@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from recipes_lib.config.schema import PPOConfig
+from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.planning.steps import compute_warmup_steps
 
 
@@ -79,6 +80,22 @@ def compute_schedule(num_prompts: int, ppo: PPOConfig, training: Mapping[str, An
         num_warmup_steps=compute_warmup_steps(training.get("warmup_steps", 0), num_iterations * steps_per_iteration),
         num_epochs=num_iterations * answers_per_iteration / num_prompts,
     )
+
+
+def verify_warmup(schedule: PPOSchedule, num_iterations: int) -> None:
+    """Refuse a run in which the policy would never learn.
+
+    Args:
+        schedule: Of the run.
+        num_iterations: ``critic_warmup_iterations``, in which the critic learns alone.
+
+    Raises:
+        ConfigError: The run is no longer than that.
+    """
+    if schedule.num_iterations <= num_iterations > 0:
+        found = f"the critic learns alone for {num_iterations} iterations, and the run has {schedule.num_iterations}"
+        remedy = "lower it, or raise max_steps or num_train_epochs"
+        raise ConfigError(Problem("critic_warmup_iterations", found, remedy))
 
 
 def choose_prompts(num_prompts: int, first: int, count: int, seed: int) -> list[int]:

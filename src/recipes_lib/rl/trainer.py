@@ -8,20 +8,22 @@ import dataclasses
 import functools
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from accelerate import PartialState
 from transformers import IntervalStrategy, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers.trainer_utils import SaveStrategy
 
-from recipes_lib.config.schema import PPOConfig, RecipeConfig
+from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import PromptData
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, PreemptedError, Problem
 from recipes_lib.rl.collect import Collector
 from recipes_lib.rl.engines import build_generator, verify_engine
 from recipes_lib.rl.generation import Sampling
+from recipes_lib.rl.guard import UpdateGuard
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import (
     average_steps,
@@ -29,60 +31,22 @@ from recipes_lib.rl.monitor import (
     describe_values,
     verify_first_rollout,
 )
-from recipes_lib.rl.ppo_math import (
-    KLController,
-    compute_advantages,
-    compute_rewards,
-    estimate_kl,
-    penalise_missing_end,
-    whiten,
-)
+from recipes_lib.rl.ppo_math import KLController
 from recipes_lib.rl.rewards import Rewards
 from recipes_lib.rl.rollout import Rollout, share
-from recipes_lib.rl.schedule import PPOSchedule, choose_prompts, compute_schedule
-from recipes_lib.rl.state import PPOState, load_state, save_state
+from recipes_lib.rl.run_log import RunLog
+from recipes_lib.rl.schedule import PPOSchedule, choose_prompts, compute_schedule, verify_warmup
+from recipes_lib.rl.state import PPOState, compare_state_with_live, load_state, stage_state
+from recipes_lib.rl.targets import compute_targets
 from recipes_lib.rl.update import Learner, Updater
+from recipes_lib.stopping import STOP
 from recipes_lib.training.arguments import get_compute_dtype
-from recipes_lib.training.checkpoints import rotate
-from recipes_lib.training.hooks.samples import SAMPLES_FILE, Sample
-from recipes_lib.training.metrics import METRICS_FILE, MetricsWriter, read_peak_memory
-from recipes_lib.training.progress import TrainingProgress, build_progress
-from recipes_lib.training.resumption import BATCH_KEYS
+from recipes_lib.training.checkpoint_saver import CheckpointSaver
+from recipes_lib.training.hooks.samples import Sample
+from recipes_lib.training.preemption import LeftError, end_stopped, leave_if_asked, stop_if_agreed
+from recipes_lib.training.rehearsal import count_bytes
+from recipes_lib.training.resumption import agree_on_checkpoint
 from recipes_lib.training.watchdog import WATCHDOG
-
-
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """What an iteration learns from.
-
-    Attributes:
-        advantages: Whitened, ``(B, T)``.
-        returns: What the critic should have said, ``(B, T)``.
-        total: Sum of each answer's rewards, ``(B,)``.
-    """
-
-    advantages: Tensor
-    returns: Tensor
-    total: Tensor
-
-
-def compute_targets(rollout: Rollout, config: PPOConfig, penalty: float, kl_coef: float) -> Targets:
-    """Work out advantages and returns of all answers of an iteration.
-
-    Args:
-        rollout: All answers, of all processes.
-        config: Discounts, and whether rewards are whitened.
-        penalty: Taken off the score of an answer that ran into the limit.
-        kl_coef: Price of a nat of KL.
-    """
-    mask = rollout.mask
-    scores = penalise_missing_end(rollout.scores, rollout.finished, penalty)
-    rewards = compute_rewards(scores, estimate_kl(rollout.logps, rollout.ref_logps), mask, kl_coef)
-    total = rewards.sum(dim=1)
-    if config.whiten_rewards:
-        rewards = whiten(rewards, mask, shift_mean=False)
-    advantages, returns = compute_advantages(rewards, rollout.values, mask, gamma=config.gamma, lam=config.lam)
-    return Targets(whiten(advantages, mask), returns, total)
 
 
 class PPOTrainer:
@@ -95,7 +59,6 @@ class PPOTrainer:
     Attributes:
         schedule: Length of the run.
         state: Where it stands.
-        progress: What the terminal shows.
     """
 
     def __init__(
@@ -116,6 +79,9 @@ class PPOTrainer:
             rewards: What answers are worth.
             prompts: What is asked.
             tokenizer: Of the policy.
+
+        Raises:
+            ConfigError: As ``verify_warmup``.
         """
         self._config, self._args, self._models = config, args, models
         self._rewards, self._prompts, self._tokenizer = rewards, prompts, tokenizer
@@ -123,13 +89,18 @@ class PPOTrainer:
         self._dtype = get_compute_dtype(args)
         self.schedule: PPOSchedule = compute_schedule(len(prompts.train), config.ppo, config.training, self._world_size)
         self.state = PPOState(kl_coef=config.ppo.kl_coef)
-        self._first_iteration = 0
-        self.progress: TrainingProgress = build_progress(is_main=self._rank == 0)
+        self._log = RunLog(args, models.policy, tokenizer, num_prompts=len(prompts.train))
+        self._saved_step, self._first_iteration = 0, 0
         self._output_dir = Path(str(args.output_dir))
-        self._metrics = MetricsWriter(self._output_dir / METRICS_FILE, is_main=self._rank == 0)
-        self._samples = MetricsWriter(self._output_dir / SAMPLES_FILE, is_main=self._rank == 0)
+        self._saver = CheckpointSaver(args, self._log.progress.say)
+        self._guard = UpdateGuard(self._output_dir, self._rank, self._find_prompt)
         build = functools.partial(Learner, args=args, schedule=self.schedule)
-        policy = build("policy", models.policy, models.policy_parameters(), learning_rate=args.learning_rate)
+        verify_warmup(self.schedule, config.rewards.critic_warmup_iterations)
+        num_idle = config.rewards.critic_warmup_iterations * self.schedule.steps_per_iteration
+        policy_rate = args.learning_rate
+        policy = build(
+            "policy", models.policy, models.policy_parameters(), learning_rate=policy_rate, num_idle=num_idle
+        )
         trunk = models.policy if models.is_shared else models.critic
         critic_rate = config.rewards.critic_learning_rate
         critic = build("critic", trunk, models.critic_parameters(), learning_rate=critic_rate)
@@ -148,6 +119,8 @@ class PPOTrainer:
             precision=self._precision,
             dtype=self._dtype,
             device=args.device,
+            guard=self._guard,
+            progress=self._log.progress,
         )
 
     def _build_collector(self) -> Collector:
@@ -158,7 +131,7 @@ class PPOTrainer:
             pad_id=0 if pad_id is None else pad_id,
             response_length=config.response_length,
             temperature=config.temperature,
-            beat=WATCHDOG.beat,
+            beat=leave_if_asked,
         )
         generator = build_generator(
             self._config.engine,
@@ -180,72 +153,108 @@ class PPOTrainer:
             seed=self._args.seed,
             device=self._args.device,
             precision=self._precision,
-            progress=self.progress,
+            progress=self._log.progress,
         )
 
     def train(self, resume_from: Path | None) -> None:
         """Train to the end, from the beginning or from a checkpoint; every process must call.
 
         Raises:
-            ConfigError: A reward failed.
-            DivergedError: A gradient is not finite, or policy and reference are not the same before the first update.
+            ConfigError: A reward failed; the disk cannot hold what will be kept; or as ``agree_on_checkpoint``.
+            DivergedError: As ``UpdateGuard``, or policy and reference are not the same before the first update.
+            PreemptedError: The run was asked to stop; a checkpoint of the last finished iteration is complete.
         """
+        with STOP.deferred(), WATCHDOG.watching(self._output_dir, is_main=self._rank == 0):
+            try:
+                self._begin(agree_on_checkpoint(resume_from, self._args))
+                for iteration in range(self.state.iteration, self.schedule.num_iterations):
+                    # Nothing has changed since the last iteration: what stops here or in sampling loses no update.
+                    stop_if_agreed()
+                    self._saver.raise_failure()
+                    self._run_iteration(iteration)
+                self._finish_saving()
+                # Who was asked during the last save would otherwise leave alone.
+                stop_if_agreed()
+            except PreemptedError as request:
+                raise self._save_stopped(request) from None
+            finally:
+                self._saver.settle()
+                self._log.progress.stop()
+        self._log.end()
+
+    def _begin(self, resume_from: Path | None) -> None:
+        """Go on from a checkpoint, with the evaluation that was left there; or begin with one."""
+        args = self._args
         if resume_from is not None:
             self.state = load_state(resume_from, self._learners)
+            self._saved_step = self.state.step
         self._first_iteration = self.state.iteration
-        self._metrics.rewind(self.state.step)
-        # Those of the checkpoint's own step were answered before it was saved.
-        self._samples.rewind(self.state.step)
-        schedule, args = self.schedule, self._args
-        self.progress.start(schedule.num_steps, self.state.step)
-        try:
-            if resume_from is None and args.eval_on_start:
-                self._answer_samples()
-            for iteration in range(self.state.iteration, schedule.num_iterations):
-                figures = self._run_iteration(iteration)
-                self.progress.advance(self.state.step)
-                if iteration == 0 or schedule.is_due(args.logging_steps, iteration):
-                    self._log("train", figures)
-                if args.eval_strategy != "no" and schedule.is_due(args.eval_steps or 1, iteration):
-                    self._answer_samples()
-                if args.save_strategy != "no" and schedule.is_due(args.save_steps, iteration):
-                    self._save()
-        finally:
-            self.progress.stop()
+        is_begun = self.state.iteration > 0
+        is_evaluated = self.state.evaluated_step == self.state.step
+        is_due = self._evaluates(self.state.iteration - 1) if is_begun else args.eval_on_start
+        self._log.begin(self.state, self.schedule.num_steps, is_evaluated=is_evaluated)
+        if is_due and not is_evaluated:
+            self._evaluate()
 
-    def _run_iteration(self, iteration: int) -> dict[str, Any]:
+    def _run_iteration(self, iteration: int) -> None:
+        """Learn from one iteration's answers, and do what is due behind it."""
+        schedule, args = self.schedule, self._args
+        figures = self._learn(iteration)
+        self._log.progress.advance(self.state.step)
+        WATCHDOG.enter("what is between two steps")
+        is_saved = args.save_strategy != SaveStrategy.NO
+        if iteration == 0 and is_saved:
+            self._rehearse()
+        if iteration == 0 or schedule.is_due(args.logging_steps, iteration):
+            self._log.write("train", self.state, figures)
+        if self._evaluates(iteration):
+            self._evaluate()
+        if is_saved and schedule.is_due(args.save_steps, iteration):
+            self._save()
+
+    def _evaluates(self, iteration: int) -> bool:
+        """Whether samples are due after an iteration."""
+        is_on = self._args.eval_strategy != IntervalStrategy.NO
+        return is_on and self.schedule.is_due(self._args.eval_steps or 1, iteration)
+
+    def _learn(self, iteration: int) -> dict[str, Any]:
+        """Collect answers, update policy and critic, and return the figures of all that."""
         began, state, schedule = time.perf_counter(), self.state, self.schedule
         rollout, seconds = self._collect(iteration)
+        self._guard.judge_answers(rollout, step=state.step + 1)
         if iteration == 0:
-            self.progress.say(verify_first_rollout(rollout, self._dtype))
+            self._log.progress.say(verify_first_rollout(rollout, self._dtype))
         if iteration == self._first_iteration:
-            self.progress.say(verify_engine(rollout, self._collector.generator, self._dtype))
+            self._log.progress.say(verify_engine(rollout, self._collector.generator, self._dtype))
         price = state.kl_coef
         targets = compute_targets(rollout, self._config.ppo, self._config.rewards.missing_eos_penalty or 0.0, price)
         rollout = dataclasses.replace(rollout, advantages=targets.advantages, returns=targets.returns)
         figures = describe_rollout(rollout, self._reward_names(), targets.total) | describe_values(rollout)
 
         updating = time.perf_counter()
-        policy_steps = self._updater.update_policy(rollout, iteration)
+        is_warm = iteration >= self._config.rewards.critic_warmup_iterations
+        policy_steps = self._updater.update_policy(rollout, iteration) if is_warm else []
         updated = time.perf_counter()
         critic_steps = self._updater.update_critic(rollout, iteration)
         ended = time.perf_counter()
 
-        controller = self._control_kl(figures["objective/kl_seq"], len(rollout))
+        # While the policy stands still, its distance says nothing of the price.
+        next_price = self._control_kl(figures["objective/kl_seq"], len(rollout)) if is_warm else price
         num_tokens = rollout.num_tokens + sum(len(prompt.input_ids) for prompt in rollout.prompts)
-        self.state = PPOState(
+        self.state = dataclasses.replace(
+            state,
             iteration=iteration + 1,
             step=(iteration + 1) * schedule.steps_per_iteration,
             num_answers=state.num_answers + len(rollout),
-            kl_coef=controller,
+            kl_coef=next_price,
             num_tokens=state.num_tokens + num_tokens,
             num_target_tokens=state.num_target_tokens + rollout.num_tokens,
             seconds=state.seconds + ended - began,
         )
         policy = average_steps("policy", policy_steps)
         return {
-            "loss": policy["policy/loss"],
-            "learning_rate": policy["policy/lr"],
+            "loss": policy.get("policy/loss"),
+            "learning_rate": policy.get("policy/lr"),
             "grad_norm": policy.get("policy/grad_norm"),
             **figures,
             "objective/kl_coef": price,
@@ -265,10 +274,19 @@ class PPOTrainer:
         first = iteration * count
         chosen = choose_prompts(num_prompts, first, count, self._args.seed)
         mine = range(self._rank, count, self._world_size)
-        rollout, seconds = self._collector.collect(
-            [self._prompts.train[chosen[row]] for row in mine], [first + row for row in mine]
-        )
+        asked, numbers = [self._prompts.train[chosen[row]] for row in mine], [first + row for row in mine]
+        collected = None
+        with suppress(LeftError):
+            collected = self._collector.collect(asked, numbers)
+        # Who was asked to stop is here at once, and the others when they have their answers.
+        stop_if_agreed()
+        assert collected is not None, "who leaves has been asked, and then all stop"
+        rollout, seconds = collected
         return share(rollout, self._world_size), seconds
+
+    def _find_prompt(self, number: int) -> int:
+        """The place of an answer's prompt among those that are trained on."""
+        return choose_prompts(len(self._prompts.train), number, 1, self._args.seed)[0]
 
     def _control_kl(self, kl_per_sequence: float, num_answers: int) -> float:
         config = self._config.ppo
@@ -278,22 +296,12 @@ class PPOTrainer:
         controller.update(kl_per_sequence, num_answers)
         return controller.kl_coef
 
-    def _log(self, kind: str, figures: dict[str, Any]) -> None:
-        state = self.state
-        event = {
-            "kind": kind,
-            "step": state.step,
-            "iteration": state.iteration,
-            "epoch": state.num_answers / len(self._prompts.train),
-            **figures,
-            "num_answers": state.num_answers,
-            "num_tokens": state.num_tokens,
-            "num_target_tokens": state.num_target_tokens,
-            "memory_bytes": read_peak_memory(),
-            "seconds": state.seconds,
-        }
-        self._metrics.write(event)
-        self.progress.show(event)
+    def _evaluate(self) -> None:
+        """Answer the samples, unless this process is asked to stop: then they are answered when the run goes on."""
+        WATCHDOG.enter("an evaluation")
+        with suppress(LeftError):
+            self._answer_samples()
+            self.state.evaluated_step = self.state.step
 
     def _answer_samples(self) -> None:
         """Answer a few fixed prompts, held-out ones where there are any, and write what the answers are worth.
@@ -312,22 +320,42 @@ class PPOTrainer:
                 stopped=bool(answers.finished[at]),
                 num_tokens=int(answers.lengths[at]),
             )
-            self._samples.write({"step": self.state.step, **asdict(sample), "reward": float(answers.scores[at])})
+            self._log.write_sample(self.state, sample, float(answers.scores[at]))
         figures = {
             "eval_reward": float(answers.scores.mean()),
             "eval_stop_rate": float(answers.finished.float().mean()),
             "eval_mean_sample_tokens": float(answers.lengths.float().mean()),
         }
-        self._log("eval", figures)
+        self._log.write("eval", self.state, figures)
 
     def _save(self) -> None:
-        if self._rank == 0:
-            batch = {key: getattr(self._args, key) for key in BATCH_KEYS}
-            save_state(self._output_dir, self.state, self._learners, world_size=self._world_size, **batch)
-            kept = self._config.checkpoints.save_keep_steps
-            rotate(self._output_dir, self._args.save_total_limit, (), kept)
-        if self._world_size > 1:
-            distributed.barrier()
+        staged = stage_state(self._saver, self.state, self._learners)
+        if self._args.should_save:
+            self._saver.save(staged)
+        self._saved_step = self.state.step
+
+    def _rehearse(self) -> None:
+        learners = self._learners
+        weights = [learner.parameters for learner in learners.values()]
+        self._saver.rehearse(
+            functools.partial(stage_state, self._saver, self.state, learners),
+            functools.partial(compare_state_with_live, learners=learners),
+            lambda: count_bytes(*weights, *(learner.optimizer.state_dict() for learner in learners.values())),
+            num_steps=self.schedule.num_steps,
+            model_bytes=count_bytes(weights[0]),
+        )
+
+    def _finish_saving(self) -> None:
+        """Wait until the last checkpoint has its name: the launcher ends the others when the first one leaves."""
+        self._saver.finish()
+        PartialState().wait_for_everyone()
+
+    def _save_stopped(self, request: PreemptedError) -> PreemptedError:
+        """Save the last finished iteration unless it is, and return what tells the user; every process must call."""
+        if self.state.step > self._saved_step and self._args.save_strategy != SaveStrategy.NO:
+            self._save()
+        self._finish_saving()
+        return end_stopped(request, step=self.state.step, saved_step=self._saved_step)
 
     def _precision(self) -> Any:
         device = self._args.device.type

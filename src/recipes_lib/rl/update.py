@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import Trainer, TrainingArguments, get_scheduler
 
 from recipes_lib.config.schema import PPOConfig
-from recipes_lib.errors import DivergedError
+from recipes_lib.rl.guard import UpdateGuard
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import Figures, verify_first_minibatch
 from recipes_lib.rl.ppo_math import (
@@ -25,6 +27,8 @@ from recipes_lib.rl.ppo_math import (
 from recipes_lib.rl.rollout import Rollout, compute_response_logps, compute_response_values, lay_out
 from recipes_lib.rl.schedule import PPOSchedule, Stream
 from recipes_lib.training.optimizers import get_decay_names
+from recipes_lib.training.progress import TrainingProgress
+from recipes_lib.training.watchdog import WATCHDOG
 
 EARLY_STOP_FACTOR: Final = 1.5
 """Multiple of ``target_kl`` at which the updates of an iteration end."""
@@ -34,6 +38,7 @@ class Learner:
     """Parameters with their own optimizer, schedule and norm.
 
     Attributes:
+        name: ``policy`` or ``critic``.
         parameters: By name.
         optimizer: Of upstream, by ``optim``.
         scheduler: Its learning rate, step by step.
@@ -48,6 +53,7 @@ class Learner:
         learning_rate: float,
         args: TrainingArguments,
         schedule: PPOSchedule,
+        num_idle: int = 0,
     ) -> None:
         """Build the optimizer.
 
@@ -58,9 +64,10 @@ class Learner:
             learning_rate: At the peak.
             args: Optimizer, decay, schedule and gradient norm.
             schedule: Length of the run.
+            num_idle: Steps of the run before its first one.
         """
+        self.name = name
         self.parameters = parameters
-        self._name = name
         self._max_norm = args.max_grad_norm
         decaying = set(get_decay_names(model, decay_embeddings=True))
         groups = [
@@ -74,7 +81,7 @@ class Learner:
             args.lr_scheduler_type,
             self.optimizer,
             num_warmup_steps=schedule.num_warmup_steps,
-            num_training_steps=schedule.num_steps,
+            num_training_steps=schedule.num_steps - num_idle,
             scheduler_specific_kwargs=schedule_options,
         )
 
@@ -83,20 +90,19 @@ class Learner:
         """Of the next step."""
         return float(self.scheduler.get_last_lr()[0])
 
-    def step(self) -> float:
+    def step(self, judge: Callable[..., None]) -> float:
         """Update from the gradients of all processes and return their norm before clipping.
 
-        Raises:
-            DivergedError: The norm is not finite; the parameters are as they were.
+        Args:
+            judge: Given the ``norm``, raises where no update may be made; the parameters are then as they were.
         """
         parameters = list(self.parameters.values())
         _sum_gradients(parameters)
-        norm = float(nn.utils.clip_grad_norm_(parameters, self._max_norm or math.inf))
-        if not math.isfinite(norm):
-            raise DivergedError(
-                f"the {self._name}'s gradient is {norm}; its weights are those before. Lower its learning rate, or "
-                "look at the rewards of this iteration"
-            )
+        total = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        norm = float(total)
+        # In between, since clipping by a norm that is not finite spreads it to all gradients.
+        judge(norm=norm)
+        clip_grads_with_norm_(parameters, self._max_norm or math.inf, total)
         self.optimizer.step()
         self.discard()
         return norm
@@ -153,6 +159,8 @@ class Updater:
         precision: Gives the context in which products are computed.
         dtype: Of those products.
         device: Of the models.
+        guard: Judges every step.
+        progress: What the terminal shows.
     """
 
     models: ActorCritic
@@ -167,54 +175,77 @@ class Updater:
     precision: Callable[[], Any]
     dtype: torch.dtype
     device: torch.device
+    guard: UpdateGuard
+    progress: TrainingProgress
 
     def update_policy(self, rollout: Rollout, iteration: int) -> list[Figures]:
         """Update the policy and return the figures of each step; the last without an update if that was one too far.
 
         Raises:
-            DivergedError: As ``Learner.step`` and ``verify_first_minibatch``.
+            DivergedError: As ``UpdateGuard.judge`` and ``verify_first_minibatch``.
         """
         steps: list[Figures] = []
         is_over = False
         self.models.set_training(training=True)
         with self.models.as_policy() as policy:
-            for rows in self._minibatches(len(rollout), iteration):
+            for step, rows in self._steps(len(rollout), iteration, "updating the policy"):
                 if is_over:
                     self.policy.discard()
                     continue
                 batch = rollout.take(rows)
-                sums = Sums()
-                for part in self._share(batch):
-                    self._learn_policy(policy, part, batch.num_tokens, sums)
-                figures = sums.read()
-                figures = {**_per_token(figures, batch.num_tokens), "lr": self.policy.learning_rate}
-                if not steps:
+                sums, parts = Sums(), list(self._share(batch))
+                losses = [self._learn_policy(policy, part, batch.num_tokens, sums) for part in parts]
+                figures = {**_per_token(sums.read(), batch.num_tokens), "lr": self.policy.learning_rate}
+                is_finite = math.isfinite(figures["loss"])
+                if not steps and is_finite:
                     verify_first_minibatch(figures, self.dtype)
                 target = self.config.target_kl
                 # Summed over all processes, so that all of them stop together or none does.
-                if target is not None and figures["approx_kl"] > EARLY_STOP_FACTOR * target:
+                if is_finite and target is not None and figures["approx_kl"] > EARLY_STOP_FACTOR * target:
                     is_over = True
                     self.policy.discard()
                 else:
-                    figures["grad_norm"] = self.policy.step()
+                    judge = self._build_judge(self.policy, parts, losses, step, figures)
+                    figures["grad_norm"] = self.policy.step(judge)
                 steps.append(figures)
+                WATCHDOG.finish_step()
         return steps
 
     def update_critic(self, rollout: Rollout, iteration: int) -> list[Figures]:
-        """Update the critic and return the figures of each step."""
+        """Update the critic and return the figures of each step.
+
+        Raises:
+            DivergedError: As ``UpdateGuard.judge``.
+        """
         steps: list[Figures] = []
         self.models.set_training(training=True)
         with self.models.as_critic() as critic:
-            for rows in self._minibatches(len(rollout), iteration):
+            for step, rows in self._steps(len(rollout), iteration, "updating the critic"):
                 batch = rollout.take(rows)
-                sums = Sums()
-                for part in self._share(batch):
-                    self._learn_critic(critic, part, batch.num_tokens, sums)
+                sums, parts = Sums(), list(self._share(batch))
+                losses = [self._learn_critic(critic, part, batch.num_tokens, sums) for part in parts]
                 figures = {**_per_token(sums.read(), batch.num_tokens), "lr": self.critic.learning_rate}
-                steps.append({**figures, "grad_norm": self.critic.step()})
+                judge = self._build_judge(self.critic, parts, losses, step, figures)
+                steps.append({**figures, "grad_norm": self.critic.step(judge)})
+                WATCHDOG.finish_step()
         return steps
 
-    def _learn_policy(self, policy: Any, part: Rollout, num_tokens: int, sums: Sums) -> None:
+    def _build_judge(
+        self, learner: Learner, parts: list[Rollout], losses: list[Tensor], step: int, figures: Figures
+    ) -> Callable[..., None]:
+        return partial(
+            self.guard.judge,
+            learner.name,
+            learner.parameters,
+            parts,
+            losses,
+            step=step,
+            loss=figures["loss"],
+            learning_rate=figures["lr"],
+        )
+
+    def _learn_policy(self, policy: Any, part: Rollout, num_tokens: int, sums: Sums) -> Tensor:
+        WATCHDOG.beat()
         assert part.advantages is not None
         mask, old, engine = (t.to(self.device) for t in (part.mask, part.logps, part.engine_logps))
         with self.precision():
@@ -242,8 +273,10 @@ class Updater:
             },
             {"ratio_max": 1 + result.max_ratio_shift},
         )
+        return result.loss.detach()
 
-    def _learn_critic(self, critic: Any, part: Rollout, num_tokens: int, sums: Sums) -> None:
+    def _learn_critic(self, critic: Any, part: Rollout, num_tokens: int, sums: Sums) -> Tensor:
+        WATCHDOG.beat()
         assert part.returns is not None
         with self.precision():
             values = compute_response_values(critic, lay_out(part, self.device))
@@ -257,9 +290,17 @@ class Updater:
         )
         result.loss.backward()  # type: ignore[no-untyped-call]
         sums.add({"loss": result.loss, "clipfrac": result.num_clipped})
+        return result.loss.detach()
+
+    def _steps(self, num_answers: int, iteration: int, what: str) -> Iterator[tuple[int, Sequence[int]]]:
+        """Yield the number of each optimizer step of the run, from 1, and its answers, the same on every process."""
+        num_steps = self.config.num_ppo_epochs * self.config.num_mini_batches
+        drawn = self.progress.track(self._minibatches(num_answers, iteration), what, num_steps)
+        for step, rows in enumerate(drawn, start=iteration * num_steps + 1):
+            WATCHDOG.enter("a step")
+            yield step, rows
 
     def _minibatches(self, num_answers: int, iteration: int) -> Iterator[Sequence[int]]:
-        """Yield the answers of each optimizer step, the same on every process."""
         for epoch in range(self.config.num_ppo_epochs):
             order = (
                 np.random.default_rng([self.seed, Stream.MINIBATCH, iteration, epoch]).permutation(num_answers).tolist()

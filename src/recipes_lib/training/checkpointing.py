@@ -3,42 +3,32 @@
 from __future__ import annotations
 
 import copy
-import shutil
-import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import SaveStrategy
 
-from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.planning.disk import DiskPlan, plan_disk, verify_disk
-from recipes_lib.training.checkpoint_writer import CheckpointWriter, HostCopy
-from recipes_lib.training.checkpoints import REHEARSAL, STAGING, publish, rotate, write_complete
+from recipes_lib.training.checkpoint_saver import CheckpointSaver, Staged, Task, write_state
+from recipes_lib.training.checkpoints import STAGING
 from recipes_lib.training.observer import Observer
 from recipes_lib.training.rehearsal import (
     compare_with_live,
     count_bytes,
-    describe_rehearsal,
     is_adapter,
     read_expected,
     verify_saved,
 )
-from recipes_lib.training.resumption import BATCH_KEYS, seed_process
-from recipes_lib.training.run import read_run_record
-from recipes_lib.training.watchdog import WATCHDOG
-
-Task = Callable[[], object]
+from recipes_lib.training.resumption import agree_on_checkpoint, seed_process
 
 
 class CheckpointingTrainer(Trainer):
-    """Upstream's trainer with checkpoints that are whole or not there, and that training does not wait for.
+    """Upstream's trainer with the checkpoints of ``CheckpointSaver``.
 
     Upstream writes every small file. Weights and optimizer states, where each process holds all of them, are copied to
     host memory and written by a thread; sharded ones are written by upstream while training waits
@@ -58,10 +48,8 @@ class CheckpointingTrainer(Trainer):
             **options: As upstream's trainer; ``args`` may have a ``save_keep_steps``.
         """
         super().__init__(**options)
-        self._keep_every: int | None = getattr(self.args, "save_keep_steps", None)
-        self._writer = CheckpointWriter()
-        self._copy = HostCopy()
-        self._copies: bool | None = None  # Known when there are states to be copied.
+        engine = "FSDP" if self.is_fsdp_enabled else "DEEPSPEED" if self.is_deepspeed_enabled else ""
+        self._saver = CheckpointSaver(self.args, self._tell, engine=engine)
         self._is_rehearsed = False
         self._staging: Path | None = None  # Only while a checkpoint is put together.
         self._tasks: list[Task] = []
@@ -79,17 +67,15 @@ class CheckpointingTrainer(Trainer):
         Raises:
             ConfigError: A process cannot see that checkpoint, or has planned another batch.
         """
-        agreed = self._agree(resume_from_checkpoint)
+        agreed = agree_on_checkpoint(resume_from_checkpoint, self.args)
         try:
-            return super().train(agreed, *args, **kwargs)
+            return super().train(None if agreed is None else str(agreed), *args, **kwargs)
         finally:
-            # Only after another error is one left here.
-            if (failure := self._writer.settle()) is not None:
-                self.observer.progress.say(f"the last checkpoint could not be written: {failure}")
+            self._saver.settle()
 
     def finish_saving(self) -> None:
         """Wait until the checkpoint that is being written has its name; raise what went wrong with it."""
-        self._writer.wait()
+        self._saver.finish()
 
     def kept_steps(self) -> set[int]:
         """Return the steps whose checkpoints are never deleted: that of the best one."""
@@ -100,65 +86,52 @@ class CheckpointingTrainer(Trainer):
         self, tr_loss: torch.Tensor, grad_norm: Any, model: nn.Module, *args: Any, **kwargs: Any
     ) -> None:
         """Stop a run whose last checkpoint could not be written; rehearse the first one when its states exist."""
-        self._writer.raise_failure()
+        self._saver.raise_failure()
         if self.state.global_step == 1 and self.args.save_strategy != SaveStrategy.NO and not self._is_rehearsed:
             self._is_rehearsed = True
             self._rehearse(model)
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, *args, **kwargs)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Put a checkpoint together and have it written, opened again, sealed and named; then older ones may go."""
-        self.finish_saving()
-        output_dir = Path(str(self.args.output_dir))
+        """Put a checkpoint together and have it saved."""
         staged = self._stage(model, STAGING)
         if self.args.should_save:
-            limit, keep = self.args.save_total_limit, self.kept_steps()
-
-            def finish() -> None:
-                publish(staged)
-                rotate(output_dir, limit, keep, self._keep_every)
-
-            self._write(staged, then=finish)
+            self._saver.save(staged, keep=self.kept_steps())
         if self.args.push_to_hub:
             self.finish_saving()
-            self._push_from_checkpoint(str(output_dir / staged.name))
+            self._push_from_checkpoint(str(Path(str(self.args.output_dir)) / staged.folder.name))
 
     def _rehearse(self, model: nn.Module) -> None:
-        """Do all that saving takes once, hold the result against the live model, and leave nothing behind.
+        """Do all that saving takes once.
 
         Raises:
-            ConfigError: The disk cannot hold what the run will keep.
-            BrokenSaveError: What was saved is not what is trained.
+            ConfigError: As ``CheckpointSaver.rehearse``.
+            BrokenSaveError: As there.
         """
-        began = time.perf_counter()
-        # The very beginning may still be on its way to the disk, to be gone back to.
-        self.finish_saving()
-        if self.args.should_save:
-            needed = count_bytes(self._list_trained(), self.optimizer.state_dict())
-            verify_disk(self._plan_disk(needed), str(self.args.output_dir))
-        stored = copy.deepcopy(self.state.stateful_callbacks)
-        staged = self._stage(model, REHEARSAL)
-        self.state.stateful_callbacks = stored
-        if not self.args.should_save:
-            return
-        self._write(staged, then=lambda: None)
-        self.finish_saving()
-        if self.is_replicated:
-            compare_with_live(staged, self.model, self.optimizer)
-        size = sum(path.stat().st_size for path in staged.rglob("*") if path.is_file())
-        shutil.rmtree(staged.parent)
-        plan = self._plan_disk(size)
-        self.observer.progress.say(describe_rehearsal(size, time.perf_counter() - began, plan))
-        verify_disk(plan, str(self.args.output_dir))
 
-    def _stage(self, model: nn.Module, folder: str) -> Path:
+        def stage(folder: str) -> Staged:
+            stored = copy.deepcopy(self.state.stateful_callbacks)
+            staged = self._stage(model, folder)
+            self.state.stateful_callbacks = stored
+            return staged
+
+        def compare(checkpoint: Path) -> None:
+            if self.is_replicated:
+                compare_with_live(checkpoint, self.model, self.optimizer)
+
+        self._saver.rehearse(
+            stage,
+            compare,
+            lambda: count_bytes(self._list_trained(), self.optimizer.state_dict()),
+            num_steps=self.state.max_steps,
+            model_bytes=count_bytes(self._list_trained()),
+            num_besides=len(self.kept_steps()),
+        )
+
+    def _stage(self, model: nn.Module, folder: str) -> Staged:
         """Have upstream write a checkpoint under another name, but for what is left in ``_tasks``."""
-        WATCHDOG.enter("saving")
         output_dir, step = Path(str(self.args.output_dir)), self.state.global_step
-        staged = output_dir / folder / f"checkpoint-{step}"
-        if self.args.should_save:
-            shutil.rmtree(staged.parent, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
+        staged = self._saver.open(step, folder)
         before = self.args.save_total_limit, self.args.push_to_hub
         # Upstream would delete and upload while this one is not known to be whole.
         self.args.save_total_limit, self.args.push_to_hub = None, False
@@ -176,34 +149,15 @@ class CheckpointingTrainer(Trainer):
             self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
         # The random states of all processes are there.
         self.accelerator.wait_for_everyone()
-        return staged
+        tasks, self._tasks = self._tasks, []
+        expected = read_expected(self.model, is_replicated=self.is_replicated) if self.args.should_save else {}
 
-    def _write(self, staged: Path, then: Task) -> None:
-        """Write what is left of a checkpoint, open it again and seal it: beside training where there is a copy."""
-        tasks, expected = self._tasks, read_expected(self.model, is_replicated=self.is_replicated)
-        record = read_run_record(Path(str(self.args.output_dir)))
-        facts = {
-            "step": self.state.global_step,
-            "world_size": self.args.world_size,
-            **{key: getattr(self.args, key) for key in BATCH_KEYS},
-            "engine": "FSDP" if self.is_fsdp_enabled else "DEEPSPEED" if self.is_deepspeed_enabled else "",
-            **{key: record.get(key) for key in ("config_fingerprint", "versions")},
-        }
-
-        def job() -> None:
-            for task in tasks:
-                task()
+        def verify() -> None:
             # A pickle, which nothing reads; run.json says more.
             (staged / "training_args.bin").unlink(missing_ok=True)
             verify_saved(staged, expected, is_replicated=self.is_replicated)
-            write_complete(staged, **facts)
-            then()
 
-        self._tasks = []
-        if self._copies:
-            self._writer.submit(job)
-        else:
-            job()
+        return Staged(staged, step, tasks, verify)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Leave the weights to the thread while a checkpoint is put together; otherwise do as upstream."""
@@ -212,11 +166,13 @@ class CheckpointingTrainer(Trainer):
         elif self.args.should_save:
             folder = Path(str(output_dir))
             folder.mkdir(parents=True, exist_ok=True)  # Another process may have its random state there.
-            state = self.model.state_dict()
-            if self._decide_to_copy(state):
-                named = self.model.named_parameters(remove_duplicate=False)
-                frozen = [name for name, tensor in named if not tensor.requires_grad]
-                state = self._copy.take(state, unchanging=frozen)
+            if self._own_tokenizer is None:
+                # A tokenizer cannot be written by one thread while another pads with it.
+                self._own_tokenizer = copy.deepcopy(self.processing_class)
+            named = self.model.named_parameters(remove_duplicate=False)
+            frozen = [name for name, tensor in named if not tensor.requires_grad]
+            self._saver.decide_to_copy(lambda: (self._list_trained(), self.optimizer.state_dict()))
+            state = self._saver.take(self.model.state_dict(), unchanging=frozen)
             self._tasks.append(partial(self._write_model, folder, state))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -225,29 +181,16 @@ class CheckpointingTrainer(Trainer):
             super()._save_optimizer_and_scheduler(output_dir)
         elif self.args.should_save:
             assert self.lr_scheduler is not None
-            state: Any = self.optimizer.state_dict()
-            if self._copies:
-                state = self._copy.take(state)
-            self._tasks.append(partial(_save_state, state, Path(output_dir) / OPTIMIZER_NAME))
-            _save_state(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+            state = self._saver.take(self.optimizer.state_dict())
+            self._tasks.append(partial(write_state, state, Path(output_dir) / OPTIMIZER_NAME))
+            write_state(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
-    def _write_model(self, folder: Path, state: dict[str, Any]) -> None:
+    def _write_model(self, folder: Path, state: Mapping[str, Any]) -> None:
         # By the names that upstream will load into the model: by those of publication it would skip experts in
         # silence. Whether embeddings were resized would be asked of the Hub.
         options: Any = {"save_embedding_layers": False} if is_adapter(self.model) else {"save_original_format": False}
-        self.model.save_pretrained(folder, state_dict=state, **options)
-        # A tokenizer cannot be written by one thread while another pads with it.
+        self.model.save_pretrained(folder, state_dict=dict(state), **options)
         self._own_tokenizer.save_pretrained(folder)
-
-    def _decide_to_copy(self, state: dict[str, Any]) -> bool:
-        """Decide with the first checkpoint whether there is memory for a copy, and tell if there is not."""
-        if self._copies is None:
-            self._own_tokenizer = copy.deepcopy(self.processing_class)
-            refusal = self._copy.explain_refusal(self._list_trained(), self.optimizer.state_dict())
-            self._copies = refusal is None
-            if refusal:
-                self.observer.progress.say(f"training waits while a checkpoint is written: {refusal}")
-        return self._copies
 
     def _get_output_dir(self, trial: Any) -> str:
         return super()._get_output_dir(trial) if self._staging is None else str(self._staging)
@@ -271,36 +214,8 @@ class CheckpointingTrainer(Trainer):
         else:
             super()._load_rng_state(checkpoint)
 
-    def _agree(self, resume_from: str | Path | None) -> str | None:
-        """Return the checkpoint of the main process."""
-        accumulation = self.args.gradient_accumulation_steps
-        chosen = [None if resume_from is None else str(resume_from), accumulation]
-        if self.args.world_size > 1:
-            broadcast_object_list(chosen)
-        name = f"process {self.args.process_index}"
-        if chosen[1] != accumulation:
-            found = f"has planned {accumulation} micro-batches a step and the main process {chosen[1]}"
-            raise ConfigError(Problem(name, found, "run the same command again"))
-        if chosen[0] is not None and not Path(str(chosen[0])).is_dir():
-            found = f"does not see {chosen[0]}, from which the main process goes on"
-            raise ConfigError(Problem(name, found, "put output_dir on storage that all machines share"))
-        return None if chosen[0] is None else str(chosen[0])
-
     def _list_trained(self) -> list[torch.Tensor]:
         return [tensor for tensor in self.model.parameters() if tensor.requires_grad]
 
-    def _plan_disk(self, checkpoint_bytes: int) -> DiskPlan:
-        return plan_disk(
-            checkpoint_bytes,
-            count_bytes(self._list_trained()),
-            self.state.max_steps,
-            self.args.to_dict(),  # type: ignore[no-untyped-call]
-            keep_every=self._keep_every,
-            num_besides=len(self.kept_steps()),
-        )
-
-
-def _save_state(state: Any, path: Path) -> None:
-    # Given a path, torch says of a full disk no more than that something is wrong with a stream.
-    with path.open("wb") as file:
-        torch.save(state, file)
+    def _tell(self, line: str) -> None:
+        self.observer.progress.say(line)

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
 from recipes_lib.errors import DivergedError
 
@@ -47,11 +47,11 @@ def separate_row_ids(batches: Sequence[dict[str, Any]]) -> list[Any]:
     return [batch.pop(ROW_IDS, None) for batch in batches]
 
 
-def find_faults(model: nn.Module, losses: Sequence[float]) -> dict[str, Any]:
+def find_faults(parameters: Mapping[str, Tensor], losses: Sequence[float]) -> dict[str, Any]:
     """Return what of a step is not finite on this process, by name, and the norms of the gradients.
 
     Args:
-        model: With the gradients of the step, before they are clipped.
+        parameters: With the gradients of the step, before they are clipped; by name.
         losses: Of the micro-batches.
 
     Returns:
@@ -60,7 +60,7 @@ def find_faults(model: nn.Module, losses: Sequence[float]) -> dict[str, Any]:
     """
     norms = {
         name: float(torch.linalg.vector_norm(_local(parameter.grad), dtype=torch.float32))
-        for name, parameter in model.named_parameters()
+        for name, parameter in parameters.items()
         if parameter.grad is not None
     }
     bad = [name for name in reversed(norms) if not math.isfinite(norms[name])]
@@ -94,33 +94,43 @@ def describe_faults(faults: Sequence[Mapping[str, Any]]) -> str:
 
 
 def stop_before_update(
-    model: nn.Module, inputs: StepInputs, *, step: int, output_dir: Path, rank: int, facts: Mapping[str, Any], why: str
+    parameters: Mapping[str, Tensor],
+    inputs: StepInputs,
+    *,
+    step: int,
+    output_dir: Path,
+    rank: int,
+    facts: Mapping[str, Any],
+    why: str,
+    learner: str = "",
 ) -> None:
     """Put down what the step was made of, on every process, and stop; all of them must call.
 
     Args:
-        model: With the gradients of the step.
+        parameters: With the gradients of the step, by name.
         inputs: The step's.
         step: Its number, from 1.
         output_dir: Of the run; the dump goes into ``diverged/step-N/``.
         rank: Of this process.
         facts: Further JSON values: learning rate, loss, norm.
         why: What was seen, in a clause; empty where it is the first thing that is not finite.
+        learner: Whose update it is, where a step is made of several.
 
     Raises:
         DivergedError: Always; the same one on every process.
     """
-    found = find_faults(model, [float(loss) for loss in inputs.losses])
+    found = find_faults(parameters, [float(loss) for loss in inputs.losses])
     folder = output_dir / DUMP_DIR / f"step-{step}"
     write_dump(folder, rank, inputs, {"step": step, "rank": rank, **facts, **found})
     faults: list[Any] = [found]
     if distributed.is_initialized():
         faults = [None] * distributed.get_world_size()
         distributed.all_gather_object(faults, found)
+    whose = f" of the {learner}" if learner else ""
     raise DivergedError(
-        f"step {step} was stopped before its update: {why or describe_faults(faults)}. The weights are those of step "
-        f"{step - 1}, and the last checkpoint is whole. Look at the rows, batches and gradients of the step, which are "
-        f"in {folder} (docs/guards.md), or lower learning_rate"
+        f"step {step} was stopped before its update{whose}: {why or describe_faults(faults)}. The weights are those of "
+        f"step {step - 1}, and the last checkpoint is whole. Look at the rows, batches and gradients of the step, "
+        f"which are in {folder} (docs/guards.md), or lower learning_rate"
     )
 
 

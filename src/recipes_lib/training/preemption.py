@@ -44,6 +44,36 @@ def build_preemption() -> PreemptedError:
     return PreemptedError(reason if len(reasons) == 1 else f"{reason} on rank {rank}")
 
 
+class LeftError(Exception):
+    """Leaves what this process computes by itself; where all meet again, they agree."""
+
+
+def leave_if_asked() -> None:
+    """Tell of progress, and leave if this process was asked to stop: where no other process takes part.
+
+    Who catches the error calls ``stop_if_agreed`` next, as the others do when they are done.
+
+    Raises:
+        LeftError: It was asked while training.
+    """
+    WATCHDOG.beat()
+    if STOP.is_deferred and STOP.reason is not None:
+        raise LeftError
+
+
+def end_stopped(request: PreemptedError, *, step: int, saved_step: int) -> PreemptedError:
+    """Hear no further signal, and return what tells the user; everything that was to be saved is saved.
+
+    Args:
+        request: Raised by all processes.
+        step: The last finished one.
+        saved_step: That of the last checkpoint; 0: there is none.
+    """
+    STOP.close()
+    kept = f"checkpoint-{saved_step} is complete" if saved_step else "nothing was to be saved yet"
+    return PreemptedError(f"{request}: stopped after step {step}; {kept}; run the same command to go on")
+
+
 class LastStep(TrainerCallback):
     """Remembers what the last finished step left behind, so that it can be saved although the next one is under way.
 
@@ -115,11 +145,7 @@ class LastStep(TrainerCallback):
         trainer.finish_saving()
         # The launcher ends the others when the first one leaves: not before the main process has sealed.
         trainer.accelerator.wait_for_everyone()
-        STOP.close()
-        kept = f"checkpoint-{self._saved_step} is complete" if self._saved_step else "nothing was to be saved yet"
-        return PreemptedError(
-            f"{request}: stopped after step {state.global_step}; {kept}; run the same command to go on"
-        )
+        return end_stopped(request, step=state.global_step, saved_step=self._saved_step)
 
 
 def read_evaluation(state: TrainerState) -> dict[str, Any]:

@@ -74,18 +74,39 @@ def compare_with_live(checkpoint: Path, model: Any, optimizer: torch.optim.Optim
     """
     live = read_adapter_state(model) if is_adapter(model) else model.state_dict()
     for file in sorted(checkpoint.glob("*.safetensors")):
-        differing = [name for name, saved in load_file(file).items() if not torch.equal(saved, live[name].cpu())]
-        if differing:
-            raise BrokenSaveError(f"{file}: {', '.join(differing)} differ from what is trained")
+        compare_weights(file, live)
     for file in sorted(file for pattern in _STATES for file in checkpoint.glob(pattern)):
-        try:
-            # numpy's random state is allowed by name, as upstream does when it loads it.
-            with safe_globals():  # type: ignore[no-untyped-call]
-                state = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # Whatever it is, a later start could not read it either.
-            raise BrokenSaveError(f"{file} cannot be read back: {error}") from error
-        if file.name == "optimizer.pt":
-            _compare_states(file, state, optimizer.state_dict())
+        compare_state(file, optimizer.state_dict() if file.name == "optimizer.pt" else None)
+
+
+def compare_weights(file: Path, live: Mapping[str, torch.Tensor]) -> None:
+    """Hold saved weights against those that are trained, to the bit.
+
+    Raises:
+        BrokenSaveError: A tensor differs.
+    """
+    differing = [name for name, saved in load_file(file).items() if not torch.equal(saved, live[name].cpu())]
+    if differing:
+        raise BrokenSaveError(f"{file}: {', '.join(differing)} differ from what is trained")
+
+
+def compare_state(file: Path, live: Any = None) -> None:
+    """Read a state as a later start would, and hold its tensors against those of the live one, if it is given.
+
+    Raises:
+        BrokenSaveError: A tensor differs, or the file cannot be read without running code.
+    """
+    try:
+        # numpy's random state is allowed by name, as upstream does when it loads it.
+        with safe_globals():  # type: ignore[no-untyped-call]
+            saved = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # Whatever it is, a later start could not read it either.
+        raise BrokenSaveError(f"{file} cannot be read back: {error}") from error
+    if live is None:
+        return
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]] = zip(iterate_tensors(saved), iterate_tensors(live), strict=True)
+    if not all(torch.equal(one, other.cpu()) for one, other in pairs):
+        raise BrokenSaveError(f"{file}: a state differs from the optimizer's")
 
 
 def count_bytes(*states: Any) -> int:
@@ -101,12 +122,6 @@ def describe_rehearsal(size: int, seconds: float, plan: DiskPlan) -> str:
         f"{plan.num_checkpoints} of them and the model take {_format_bytes(plan.total_bytes)} of "
         f"{_format_bytes(plan.free_bytes)} free"
     )
-
-
-def _compare_states(file: Path, saved: Any, live: Any) -> None:
-    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]] = zip(iterate_tensors(saved), iterate_tensors(live), strict=True)
-    if not all(torch.equal(one, other.cpu()) for one, other in pairs):
-        raise BrokenSaveError(f"{file}: a state differs from the optimizer's")
 
 
 def _format_bytes(size: int) -> str:

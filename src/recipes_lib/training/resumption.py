@@ -1,13 +1,15 @@
-"""A run that goes on with another number of processes: its batch stays what it was, or it is refused."""
+"""A run that goes on: from the same checkpoint on all processes, with the batch that it had however many there are."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
-from transformers import set_seed
+from accelerate.utils import broadcast_object_list
+from transformers import TrainingArguments, set_seed
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
@@ -95,6 +97,30 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[Re
         f"{accumulation}, so that a step still takes {rows} rows"
     )
     return dataclasses.replace(config, training=training), line
+
+
+def agree_on_checkpoint(resume_from: str | Path | None, args: TrainingArguments) -> Path | None:
+    """Return the checkpoint of the main process, which alone has read all of it; every process must call.
+
+    Args:
+        resume_from: What this process has found.
+        args: Of this process.
+
+    Raises:
+        ConfigError: A process cannot see that checkpoint, or has planned another batch.
+    """
+    accumulation = args.gradient_accumulation_steps
+    chosen = [None if resume_from is None else str(resume_from), accumulation]
+    if args.world_size > 1:
+        broadcast_object_list(chosen)
+    name = f"process {args.process_index}"
+    if chosen[1] != accumulation:
+        found = f"has planned {accumulation} micro-batches a step and the main process {chosen[1]}"
+        raise ConfigError(Problem(name, found, "run the same command again"))
+    if chosen[0] is not None and not Path(str(chosen[0])).is_dir():
+        found = f"does not see {chosen[0]}, from which the main process goes on"
+        raise ConfigError(Problem(name, found, "put output_dir on storage that all machines share"))
+    return None if chosen[0] is None else Path(str(chosen[0]))
 
 
 def seed_process(seed: int, step: int, rank: int) -> None:

@@ -153,7 +153,7 @@ class StepGuard(TrainerCallback):
         trainer = self._trainer
         scaler: Any = trainer.accelerator.scaler
         stop_before_update(
-            trainer.model,
+            dict(trainer.model.named_parameters()),
             self.inputs,
             step=trainer.state.global_step + 1,
             output_dir=self._output_dir,

@@ -30,6 +30,9 @@ STEPS: Final = 20
 PATIENCE: Final = 4.0
 """Factor on all of that where nothing tells of progress: first step (compilation), loading, saving."""
 
+TELLING: Final = frozenset({"a step", "an evaluation", "sampling answers", "reading answers"})
+"""Phases that tell of their progress."""
+
 _TICK_SECONDS: Final = 1.0
 _SECONDS_TO_RECORD: Final = 10.0
 _NUM_STEPS_KEPT: Final = 101
@@ -61,7 +64,7 @@ class Watchdog:
         """Something else begins: that is progress too.
 
         Args:
-            phase: ``a step`` and ``an evaluation`` tell of their progress; anything else is given more time.
+            phase: One of ``TELLING``; anything else is given more time.
         """
         self.phase, self._last_sign, self._is_shown = phase, self._clock(), False
         self._began = self._last_sign
@@ -79,7 +82,7 @@ class Watchdog:
     def limits(self) -> tuple[float, float]:
         """Return after how many seconds without progress the stacks are shown, and after how many the process ends."""
         steps = STEPS * statistics.median(self._steps) if self._steps else 0.0
-        patience = 1.0 if self.phase in ("a step", "an evaluation") else PATIENCE
+        patience = 1.0 if self.phase in TELLING else PATIENCE
         return patience * max(SHOW_AFTER_SECONDS, steps / 3), patience * max(END_AFTER_SECONDS, steps)
 
     def look(self) -> str | None:

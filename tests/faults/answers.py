@@ -1,0 +1,112 @@
+"""Faults of PPO: each phase of an iteration is killed, or gives something that is no number."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from random import Random
+
+import torch
+from tests.faults import stages
+from tests.faults.kills import KILLED
+from tests.faults.laboratory import Laboratory, Trial, expect, load_weights, read_status
+from tests.faults.moments import Moments, die, spoil
+from tests.recipes.paused import act_at
+
+from recipes_lib.training.checkpoints import find_damage, list_checkpoints
+
+RUNS = ("ppo", "ppo adapter")
+CALLS = {
+    # Phase -> how often a run comes there, at least.
+    "sampling": 40,
+    "scoring": 6,
+    "reading": 18,
+    "policy update": 20,
+    "critic update": 20,
+    "ppo saving": 5,
+    "ppo samples": 8,
+}
+PHASES = tuple(CALLS)
+
+
+def kill_in_a_phase(lab: Laboratory, trial: Trial, random: Random) -> None:
+    """Kill a run in each phase of an iteration by turns, at any call of it."""
+    number = int(trial.name)
+    stage, phase = RUNS[number // len(PHASES) % 2], PHASES[number % len(PHASES)]
+    call = random.randint(1, CALLS[phase])
+    trial.what = f"{stage}, {phase} {call}"
+    straight = lab.straight(stage)
+    with lab.bench() as folder:
+        met = Moments(1, die)
+        life = lab.live(folder, stage, faults={0: partial(act_at, phase, call, met.meet)})
+        expect(met.was_met and life.codes == (KILLED,), f"ended with {life.codes}", life)
+        trial.ended = True
+        lab.go_on(trial, folder, stage, straight)
+
+
+NO_NUMBERS = {
+    # What is none -> exit code, and words that say so.
+    "reward": (2, "prefer_short returned nan for the answer"),
+    "value": (3, "the values of the critic of"),
+    "policy's gradient": (3, "was stopped before its update of the policy: on rank 0 the gradient of"),
+    "critic's gradient": (3, "was stopped before its update of the critic: on rank 0 the gradient of"),
+}
+
+
+def no_number(what: str, lab: Laboratory, trial: Trial, random: Random) -> None:
+    """Something of an iteration is NaN: the run ends before the update, nothing is exported, the last save is whole."""
+    stage, iteration = RUNS[int(trial.name) % 2], random.randint(3, 6)
+    trial.what = f"{stage}, iteration {iteration}"
+    code, words = NO_NUMBERS[what]
+    straight = lab.straight(stage)
+    with lab.bench() as folder:
+        life = lab.live(folder, stage, faults={0: partial(_spoil_at, what, iteration)})
+        expect(life.codes == (code,), f"ended with {life.codes}", life)
+        expect(words in life.told and "Traceback" not in life.told, "does not say what is none", life)
+        expect(read_status(folder) == {2: "refused", 3: "diverged"}[code], f"status {read_status(folder)}", life)
+        expect(not load_weights(folder / "run"), "something was exported", life)
+        if code == 3:
+            (dump,) = (folder / "run" / "diverged").glob("step-*/rank-0.json")
+            expect(json.loads(dump.read_text())["row_ids"], "the dump does not name the rows")
+        checkpoints = list_checkpoints(folder / "run")
+        expect(checkpoints and checkpoints[0][0] <= 2 * (iteration - 1), f"checkpoints {checkpoints}", life)
+        expect(find_damage(checkpoints[0][1]) is None, "the last checkpoint is not whole", life)
+        trial.ended = True
+        lab.go_on(trial, folder, stage, straight)
+
+
+def _spoil_at(what: str, iteration: int) -> None:
+    """In one iteration, from 1, something becomes NaN."""
+    from recipes_lib.rl import collect
+    from recipes_lib.rl.trainer import PPOTrainer
+    from recipes_lib.rl.update import Updater
+
+    now = [0]
+    learn, value = PPOTrainer._learn, collect.compute_response_values
+
+    def count(self, number):
+        now[0] = number + 1
+        return learn(self, number)
+
+    PPOTrainer._learn = count
+    if what == "reward":
+        score = stages.prefer_short
+        stages.prefer_short = lambda **given: (
+            score(**given) if now[0] != iteration else [float("nan")] * len(given["completions"])
+        )
+        stages.prefer_short.__name__ = "prefer_short"
+    elif what == "value":
+        collect.compute_response_values = lambda *given: value(*given) if now[0] != iteration else spoil(value(*given))
+    else:
+        learner = what.partition("'")[0]
+        compute = getattr(Updater, f"_learn_{learner}")
+
+        def spoilt(self, *given):
+            loss = compute(self, *given)
+            if now[0] == iteration:
+                some = next(p for p in getattr(self, learner).parameters.values() if p.grad is not None)
+                with torch.no_grad():
+                    some.grad.copy_(spoil(some.grad))
+            return loss
+
+        setattr(Updater, f"_learn_{learner}", spoilt)

@@ -1,0 +1,56 @@
+"""What a run tells, it tells once, whatever it was stopped in."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import TrainingArguments
+
+from recipes_lib.rl.run_log import RunLog
+from recipes_lib.rl.state import PPOState
+from recipes_lib.training.hooks.samples import Sample
+
+
+@pytest.fixture
+def log(tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    return RunLog(args, None, None, num_prompts=8)
+
+
+def read(tmp_path):
+    def steps(name):
+        return [json.loads(line)["step"] for line in (tmp_path / name).read_text().splitlines()]
+
+    return steps("metrics.jsonl"), steps("samples.jsonl")
+
+
+def tell(log, state):
+    log.write("train", state, {"loss": 1.0})
+    log.write_sample(state, Sample("a", "b", None, stopped=True, num_tokens=1), 0.5)
+    log.write("eval", state, {"eval_reward": 0.5})
+
+
+def test_figures_stand_beside_the_counts_of_their_state(log, tmp_path):
+    log.begin(PPOState(), 8, is_evaluated=False)
+    log.write("train", PPOState(iteration=2, step=4, num_answers=12, num_tokens=7), {"objective/score": float("nan")})
+    (event,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    expected = {"kind": "train", "step": 4, "iteration": 2, "epoch": 1.5, "num_answers": 12, "num_tokens": 7}
+    assert expected.items() <= event.items()
+    assert event["objective/score"] == "nan"
+
+
+@pytest.mark.parametrize(
+    ("state", "metrics", "samples"),
+    [
+        (PPOState(), [], []),
+        (PPOState(step=4, evaluated_step=4), [0, 0, 4, 4], [0, 4]),
+        # Stopped where samples were due: they will be answered.
+        (PPOState(step=4), [0, 0, 4], [0]),
+    ],
+)
+def test_what_was_told_after_a_state_is_dropped(log, tmp_path, state, metrics, samples):
+    for step in (0, 4, 8):
+        tell(log, PPOState(step=step))
+    log.begin(state, 8, is_evaluated=state.evaluated_step == state.step)
+    assert read(tmp_path) == (metrics, samples)

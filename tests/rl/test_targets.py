@@ -1,0 +1,33 @@
+"""What an iteration learns from is what the formulas say."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from tests.rl.test_rollout import build_rollout
+
+from recipes_lib.config.schema import PPOConfig
+from recipes_lib.rl.targets import compute_targets
+
+
+def test_an_iterations_targets_are_those_of_their_definition():
+    """Whitened advantages, returns that are not; penalty and KL in their sum."""
+    rollout, config = build_rollout([(3, 4), (2, 1), (2, 3)]), PPOConfig(gamma=0.9, lam=0.8)
+    targets = compute_targets(rollout, config, 0.5, 0.1)
+    kl = ((rollout.logps - rollout.ref_logps) * rollout.mask).double().numpy()
+    scores = rollout.scores.double().numpy() - 0.5 * (~rollout.finished).numpy()
+    np.testing.assert_allclose(targets.total, scores - 0.1 * kl.sum(1), atol=1e-6)
+    advantages = np.zeros(kl.shape)
+    for row, length in enumerate([4, 1, 3]):
+        rewards, values = -0.1 * kl[row, :length], np.append(rollout.values[row, :length].double().numpy(), 0)
+        rewards[-1] += scores[row]
+        deltas = rewards + 0.9 * values[1:] - values[:-1]
+        for t in range(length):
+            advantages[row, t] = sum(0.72 ** (k - t) * deltas[k] for k in range(t, length))
+    mask = rollout.mask.numpy()
+    np.testing.assert_allclose(targets.returns, (advantages + rollout.values.numpy()) * mask, atol=1e-6)
+    kept = advantages[mask]
+    np.testing.assert_allclose(targets.advantages[rollout.mask], (kept - kept.mean()) / kept.std(), atol=1e-5)
+    whitened = compute_targets(rollout, PPOConfig(gamma=0.9, lam=0.8, whiten_rewards=True), 0.5, 0.1)
+    assert not torch.allclose(whitened.returns, targets.returns)
+    assert torch.equal(whitened.total, targets.total)
