@@ -26,6 +26,7 @@ INSPECTIONS: Final = {
     "reward": ("recipes_lib.inspection.pairs", "PairInspection"),
     "dpo": ("recipes_lib.inspection.pairs", "PairInspection"),
     "ppo": ("recipes_lib.inspection.ppo", "PPOInspection"),
+    "distill": ("recipes_lib.inspection.distill", "DistillationInspection"),
 }
 """Stage -> module and class that look at its runs."""
 

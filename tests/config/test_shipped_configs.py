@@ -15,12 +15,16 @@ from recipes_lib.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "recipes" / "configs").rglob("*.yaml"))
-PATHS = ("model_name_or_path", "tokenizer_name_or_path", "dataset_name", "dataset_test_split", "chat_template_path")
+PATHS = (
+    *("model_name_or_path", "tokenizer_name_or_path", "teacher_model_name_or_path"),
+    *("dataset_name", "dataset_test_split", "chat_template_path"),
+)
 
 # What is read from the Hub, and the key that says at which commit.
 PINS = {
     "model_name_or_path": "model_revision",
     "tokenizer_name_or_path": "tokenizer_revision",
+    "teacher_model_name_or_path": "teacher_model_revision",
     "dataset_name": "dataset_revision",
 }
 # No source that could be looked at gives a commit of it.

@@ -20,6 +20,7 @@ CLASSES: dict[str, Any] = {
     "reward": RewardConfig,
     "dpo": DPOConfig,
     "ppo": TrainingArguments,
+    "distill": SFTConfig,
 }
 UPSTREAM = {stage: {field.name for field in dataclasses.fields(CLASSES[stage])} for stage in STAGES}
 OURS = {field.name for section in SECTIONS.values() for field in dataclasses.fields(section)}

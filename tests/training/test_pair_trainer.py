@@ -6,12 +6,10 @@ import pytest
 import torch
 from tests.training.pairs import Setting, make_pair_trainer, make_pairs, train_pairs
 from tests.training.trajectories import assert_equal_weights, weights_of
-from transformers import TrainerControl, TrainerState
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.training.invariants import StartChecks
 from recipes_lib.training.pair_batches import PairScores
-from recipes_lib.training.pair_trainer import PairFigures
 
 CUTS = {
     "8x1": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
@@ -72,23 +70,6 @@ def test_a_logged_figure_is_the_mean_over_all_pairs_since_the_last_log(tiny_mode
             for name in ("logps/chosen", "rewards/margins", "rewards/accuracies", "logps/chosen_shift"):
                 values = [value for step in window for batch in step for value in batch[name]]
                 assert log[name] == pytest.approx(sum(values) / len(values), rel=1e-5, abs=1e-7), name
-
-
-def test_figures_are_cleared_by_a_log_of_training_and_by_no_other():
-    figures, state = PairFigures(), TrainerState()
-
-    def log(**logs):
-        figures.on_log(None, state, TrainerControl(), logs)
-        return logs
-
-    figures.add({"loss": torch.tensor(3.0), "margin": torch.tensor(4.0)}, 2)
-    figures.add({"loss": torch.tensor(1.0), "margin": torch.tensor(5.0)}, 1)
-    assert log(eval_loss=1.0) == {"eval_loss": 1.0}
-    assert log(loss=9.0) == {"loss": 9.0, "margin": 3.0}
-    assert log(loss=9.0) == {"loss": 9.0}
-    figures.add({"margin": torch.tensor(1.0)}, 1)
-    assert log(train_loss=1.0) == {"train_loss": 1.0}
-    assert log(loss=9.0) == {"loss": 9.0, "margin": 1.0}
 
 
 @pytest.mark.parametrize("use_peft", [False, True])

@@ -28,7 +28,10 @@ from recipes_lib.config.table import STAGES, load_table, table_path
 
 _ROOT = Path(__file__).parents[3]
 _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", type(None): "null"}
-_REQUIRED = {stage: ("max_length" if stage == "pretrain" else "model_name_or_path", "output_dir") for stage in STAGES}
+_REQUIRED = dict.fromkeys(STAGES, ("model_name_or_path", "output_dir")) | {
+    "pretrain": ("max_length", "output_dir"),
+    "distill": ("model_name_or_path", "teacher_model_name_or_path", "output_dir"),
+}
 
 
 def main() -> None:
@@ -117,6 +120,7 @@ def _read_upstream(stage: str) -> dict[str, dict[str, Any]]:
         "reward": trl.RewardConfig,
         "dpo": trl.DPOConfig,
         "ppo": TrainingArguments,
+        "distill": trl.SFTConfig,
     }[stage]
     refused = read_refused(stage)
     hints = typing.get_type_hints(config)

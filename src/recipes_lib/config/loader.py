@@ -29,6 +29,7 @@ _PATH_KEYS = (
     "ref_model_name_or_path",
     "reward_model_name_or_path",
     "critic_model_name_or_path",
+    "teacher_model_name_or_path",
     "tokenizer_name_or_path",
     "dataset_name",
     "dataset_test_split",

@@ -14,7 +14,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _FILE_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt", ".gz", ".zst", ".jinja", ".safetensors", ".arrow")
 _REFERENCES = (
     *("model_name_or_path", "tokenizer_name_or_path", "adapter_name_or_path", "ref_model_name_or_path"),
-    *("reward_model_name_or_path", "critic_model_name_or_path", "dataset_name"),
+    *("reward_model_name_or_path", "critic_model_name_or_path", "teacher_model_name_or_path", "dataset_name"),
 )
 _OUTPUTS = ("output_dir", "prepared_dir")
 

@@ -107,6 +107,10 @@ BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
     "temperature": {"exclusiveMinimum": 0},
     "vllm_group_port": {"minimum": 1, "maximum": 65535},
     "vllm_server_timeout": {"minimum": 0},
+    # distillation
+    "distillation_alpha": {"minimum": 0, "exclusiveMaximum": 1},
+    "distillation_beta": {"minimum": 0, "maximum": 1},
+    "distillation_temperature": {"exclusiveMinimum": 0},
 }
 """Range of each number, as JSON schema spells it; ``weight`` is that of a ``dataset_mixture`` entry, ``start_tokens``
 that of a ``dataset_curriculum`` phase."""

@@ -170,6 +170,7 @@ def check_model(settings: Settings) -> Iterator[Problem]:
         ("model_name_or_path", "model_revision"),
         ("tokenizer_name_or_path", "tokenizer_revision"),
         ("ref_model_name_or_path", "ref_model_revision"),
+        ("teacher_model_name_or_path", "teacher_model_revision"),
     ):
         repository = settings[name] if name in settings.table.keys else None
         if revision == "tokenizer_revision" and settings[revision] is not None:
@@ -347,5 +348,6 @@ RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
     "reward": (*_FINE_TUNING, check_adapter, check_pairs),
     "dpo": (*_FINE_TUNING, check_adapter, check_pairs, check_preference),
     "ppo": (*_FINE_TUNING, check_adapter, check_rewards, check_engine, check_ppo),
+    "distill": _FINE_TUNING,
 }
 """The rules of each stage."""

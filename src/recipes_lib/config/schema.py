@@ -316,6 +316,24 @@ class PPOConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DistillationConfig:
+    """What a student learns from a teacher; the spelling of TRL's ``DistillationConfig`` where it has the key."""
+
+    teacher_model_name_or_path: str | None = None
+    """Hub id or folder of the teacher, which has the student's tokenizer; it is frozen, and saved nowhere."""
+    teacher_model_revision: str | None = None
+    """Commit, tag or branch of a Hub teacher."""
+    teacher_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of the teacher's weights; ``auto`` is that of its checkpoint."""
+    distillation_alpha: float = 0.5
+    """Share of the text's own tokens in the loss; the rest is the teacher's. At 0 the text only says what is asked."""
+    distillation_beta: float = 0.0
+    """Divergence to the teacher: 0 is forward KL, 1 reverse KL, between them generalised Jensen-Shannon."""
+    distillation_temperature: float = 1.0
+    """Divides the logits of both models before the divergence, which is multiplied by its square."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecipeConfig:
     """One run: our sections, upstream's training keys, and where each value came from.
 
@@ -343,6 +361,7 @@ class RecipeConfig:
     rewards: RewardsConfig = RewardsConfig()
     engine: EngineConfig = EngineConfig()
     ppo: PPOConfig = PPOConfig()
+    distillation: DistillationConfig = DistillationConfig()
     training: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, str] = field(default_factory=dict)
 
@@ -362,5 +381,6 @@ SECTIONS: Final[dict[str, type]] = {
     "rewards": RewardsConfig,
     "engine": EngineConfig,
     "ppo": PPOConfig,
+    "distillation": DistillationConfig,
 }
 """Our sections by the name of their field in ``RecipeConfig``; ``stages.py`` says which keys a stage leaves out."""

@@ -98,6 +98,7 @@ DECISIONS: Final = (
     Decision("logging_steps", "logging_strategy", lambda value: value != "steps", "`logging_strategy` is not steps"),
     Decision("eval_on_start", "eval_strategy", lambda strategy: strategy == "no", "`eval_strategy` is no", False),
     Decision("model_revision", "model_name_or_path", is_local, "the model is a local folder", None),
+    Decision("teacher_model_revision", "teacher_model_name_or_path", is_local, "the teacher is a local folder", None),
     Decision("dataset_revision", "dataset_name", is_local, "the dataset is a local path", None),
     Decision("dataset_config", "dataset_name", is_local, "the dataset is a local path", None),
 )

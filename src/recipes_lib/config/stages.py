@@ -13,6 +13,7 @@ from recipes_lib.config.policy import CHOICES, DEFAULTS, REFUSED
 from recipes_lib.config.retired import Retired, dropped, dropped_at, each, renamed, undecided
 from recipes_lib.config.schema import (
     AdapterConfig,
+    DistillationConfig,
     EngineConfig,
     PPOConfig,
     PreferenceConfig,
@@ -52,6 +53,10 @@ _STAGE_DEFAULTS: Final[Mapping[str, Mapping[str, tuple[Any, str]]]] = {
         "num_train_epochs": (1.0, "every prompt is answered once"),
         "per_device_eval_batch_size": (32, "rows of what needs no gradient: answers that are sampled or scored"),
     },
+    "distill": {
+        **_FINE_TUNING,
+        "learning_rate": (1e-5, "as fine-tuning; a student that is young or was cut out of its teacher takes 1e-4"),
+    },
     "pretrain": {
         "adam_beta2": (0.95, "what GPT-3, Llama, Mistral and Chinchilla trained with"),
         "learning_rate": (
@@ -69,6 +74,7 @@ _OF_PRETRAINING: Final = undecided("is a key of pretraining", "delete the line")
 _OF_ADAPTERS: Final = Retired("is not a key of this stage", "use the `lora` recipe", values={False: {}, None: {}})
 _OF_PAIRS: Final = undecided("is a key of the stages that learn from pairs", "use the `dpo` recipe, or delete the line")
 _OF_PPO: Final = undecided("is a key of PPO", "use the `ppo` recipe, or delete the line")
+_OF_TEACHERS: Final = undecided("is a key of distillation", "use the `distill` recipe, or delete the line")
 _OF_SAMPLES: Final = dropped("has no effect: a reward model writes no answers")
 _LOSS: Final = dropped_at((None, "nll", "chunked_nll"), "is another loss than the one here", "delete the line")
 _FULL_ROWS: Final = dropped("has no effect: documents are cut into full rows of `max_length`, and nothing is lost")
@@ -87,6 +93,10 @@ def _each_field(retired: Retired, *sections: type) -> dict[str, Retired]:
     return {field.name: retired for section in sections for field in dataclasses.fields(section)}
 
 
+def _spelt(name: str, why: str) -> Retired:
+    return Retired(f"is `{name}` here: {why}", f"write `{name}`", name)
+
+
 _NO_PRETRAINING: Final[Mapping[str, Retired]] = {
     **_each_field(_OF_PRETRAINING, PretrainingConfig, ScheduleConfig),
     "min_lr_ratio": undecided(
@@ -98,9 +108,11 @@ _NO_PRETRAINING: Final[Mapping[str, Retired]] = {
 _NO_ADAPTERS: Final = _each_field(_OF_ADAPTERS, AdapterConfig, QuantizationConfig)
 _NO_PAIRS: Final = {**_each_field(_OF_PAIRS, PreferenceConfig), "loss_type": _LOSS}
 _NO_PPO: Final = _each_field(_OF_PPO, RewardsConfig, EngineConfig, PPOConfig)
+_NO_DISTILLATION: Final = _each_field(_OF_TEACHERS, DistillationConfig)
 _ONLY_PAIRS: Final[Mapping[str, Retired]] = {
     **_NO_PRETRAINING,
     **_NO_PPO,
+    **_NO_DISTILLATION,
     **each("packing loss_on assistant_only_loss completion_only_loss", _WHOLE_PAIRS),
     "activation_offloading": dropped_at((False, None), "is not done here", "write `activation_checkpointing: true`"),
     "dataset_streaming": undecided("cannot be: pairs are prepared once", "delete the line"),
@@ -108,12 +120,13 @@ _ONLY_PAIRS: Final[Mapping[str, Retired]] = {
 }
 
 _LEFT_OUT: Final[Mapping[str, Mapping[str, Retired]]] = {
-    "sft": {**_NO_PRETRAINING, **_NO_ADAPTERS, **_NO_PAIRS, **_NO_PPO},
-    "lora": {**_NO_PRETRAINING, **_NO_PAIRS, **_NO_PPO},
+    "sft": {**_NO_PRETRAINING, **_NO_ADAPTERS, **_NO_PAIRS, **_NO_PPO, **_NO_DISTILLATION},
+    "lora": {**_NO_PRETRAINING, **_NO_PAIRS, **_NO_PPO, **_NO_DISTILLATION},
     "pretrain": {
         **_NO_ADAPTERS,
         **_NO_PAIRS,
         **_NO_PPO,
+        **_NO_DISTILLATION,
         **each("packing overlong max_truncated_fraction packing_strategy truncation_mode", _FULL_ROWS),
         **each("loss_on assistant_only_loss completion_only_loss", dropped("has no effect: every token is trained on")),
         "lr_scheduler_kwargs": undecided(
@@ -139,6 +152,7 @@ _LEFT_OUT: Final[Mapping[str, Mapping[str, Retired]]] = {
     "ppo": {
         **_NO_PRETRAINING,
         **_NO_PAIRS,
+        **_NO_DISTILLATION,
         **each("packing loss_on assistant_only_loss completion_only_loss", _NO_ANSWERS),
         "max_truncated_fraction": _NO_ANSWERS,
         **each("prepared_dir dataset_streaming dataset_mixture", _FEW_PROMPTS),
@@ -155,6 +169,14 @@ _LEFT_OUT: Final[Mapping[str, Mapping[str, Retired]]] = {
         **each("ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph", _NO_DDP),
         **each("max_rollbacks verify_steps", _NOT_HERE),
         "fp16": dropped_at((False, None), "is not done here: it would need a loss scaler", "write `bf16: true`"),
+    },
+    "distill": {
+        **_NO_PRETRAINING,
+        **_NO_ADAPTERS,
+        **_NO_PAIRS,
+        **_NO_PPO,
+        "beta": _spelt("distillation_beta", "it says which divergence, and no price"),
+        "temperature": _spelt("distillation_temperature", "nothing is sampled by it"),
     },
 }
 

@@ -6,7 +6,7 @@ import functools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -70,8 +70,20 @@ class StatesOutput(ModelOutput):
     aux_loss: Tensor | None = None
 
 
+class HeadOutput(NamedTuple):
+    """What a function of hidden states and output embedding gave.
+
+    Attributes:
+        result: What it returned.
+        aux_loss: As in ``LossHeadOutput``.
+    """
+
+    result: Any
+    aux_loss: Tensor | None
+
+
 def add_loss_head(model: PreTrainedModel) -> None:
-    """Let ``model`` return a ``LossHeadOutput``, a ``TokenLogpsOutput`` or a ``StatesOutput`` on demand.
+    """Let ``model`` return a loss, log-probabilities, states or what a function makes of them, on demand.
 
     ``model(input_ids=..., position_ids=..., labels=..., loss_head=True)`` sums the loss over a batch: ``labels`` are
     ``int64 (B, L)``, unshifted, negative where there is no target.
@@ -86,10 +98,13 @@ def add_loss_head(model: PreTrainedModel) -> None:
     ``model(input_ids=..., position_ids=..., states_at=...)`` gives the last hidden states at ``int64 (N,)`` indices
     into the flattened positions, for a head that is not the model's own.
 
+    ``model(input_ids=..., position_ids=..., head=function)`` returns a ``HeadOutput`` of ``function(hidden, weight,
+    bias=..., logit_scale=..., softcap=...)``, called on the last hidden states, ``(B, L, D)``.
+
     Without any of them the model is what it was, so generation is unchanged. A PEFT wrapper may come before or after;
     before, where it trains tied embeddings whole.
 
-    Both are computed inside the output projection's own call, so that whatever shards its weight (FSDP2, ZeRO-3)
+    All are computed inside the output projection's own call, so that whatever shards its weight (FSDP2, ZeRO-3)
     gathers it, and reduces its gradient, by the same hooks as for ordinary logits.
 
     Raises:
@@ -119,6 +134,7 @@ def add_loss_head(model: PreTrainedModel) -> None:
         loss_head: bool = False,
         token_logps: bool = False,
         states_at: Tensor | None = None,
+        head: Callable[..., Any] | None = None,
         **kwargs: Any,
     ) -> Any:
         if loss_head:
@@ -128,6 +144,8 @@ def add_loss_head(model: PreTrainedModel) -> None:
         if states_at is not None:
             hidden, aux_loss = _run_backbone(self, kwargs)
             return StatesOutput(hidden.flatten(0, 1)[states_at], aux_loss)
+        if head is not None:
+            return _call_head(self, head, **kwargs)
         return original_forward(self, *args, **kwargs)
 
     # Modules keep an instance's forward behind their hooks and carry it along when PEFT copies them.
@@ -229,6 +247,11 @@ def _compute_logps(
     return TokenLogpsOutput(*scored, aux_loss)
 
 
+def _call_head(model: Any, head: Callable[..., Any], **inputs: Any) -> HeadOutput:
+    hidden, aux_loss = _run_backbone(model, inputs)
+    return HeadOutput(_score(model, head, hidden), aux_loss)
+
+
 def _spell_mask(model: Any, visible: Tensor) -> Tensor:
     """A mask as the attention kernel reads it; the model takes one of four axes as it is, over what it would make.
 
@@ -269,8 +292,7 @@ def _score(
     model: Any,
     score: Callable[..., Any],
     hidden: Tensor,
-    targets: Tensor,
-    *,
+    *args: Tensor,
     temperature: float = 1.0,
     **options: Any,
 ) -> Any:
@@ -280,4 +302,4 @@ def _score(
         name: None if value is None else value / temperature
         for name, value in _logit_transform(model.config.get_text_config()).items()
     }
-    return model.get_output_embeddings()(hidden, score, targets, **transform, **options)
+    return model.get_output_embeddings()(hidden, score, *args, **transform, **options)

@@ -16,13 +16,14 @@ from recipes_lib.training.launch import Launch, verify_launch
 
 # Rows arrive tokenised, masked and packed; upstream must not touch them again.
 _PREPARED: Final = {"dataset_kwargs": {"skip_prepare_dataset": True}, "packing": False, "max_length": None}
-_CLASSES: Final = {"sft": SFTConfig, "lora": SFTConfig, "reward": RewardConfig, "dpo": DPOConfig}
+_CLASSES: Final = {"sft": SFTConfig, "lora": SFTConfig, "reward": RewardConfig, "dpo": DPOConfig, "distill": SFTConfig}
 _OF_STAGE: dict[str, dict[str, Any]] = {
     "sft": _PREPARED,
     "lora": _PREPARED,
     "reward": {"max_length": None},
     "dpo": {"max_length": None},
     "ppo": {},
+    "distill": _PREPARED,
     # The schedule is the trainer's own, and measured in tokens; so is the length of the run.
     "pretrain": {"lr_scheduler_type": "constant", "warmup_steps": 0},
 }

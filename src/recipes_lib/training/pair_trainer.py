@@ -3,60 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate.data_loader import BatchSamplerShard
-from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from torch import nn
 
-from recipes_lib.training.metrics import sum_over_processes
+from recipes_lib.training.figures import TermFigures
 from recipes_lib.training.pair_batches import Batch, PairScores, count_pairs
 from recipes_lib.training.recipe_trainer import RecipeTrainer
-
-
-class PairFigures(TrainerCallback):
-    """Adds the means over all pairs since the last log to the figures of a logged step.
-
-    Source: ``tests/training/test_pair_trainer.py``, ``tests/distributed/test_pairs.py``.
-    """
-
-    def __init__(self) -> None:
-        """Start with no pair."""
-        self._num_pairs = 0
-        self._sums: dict[str, Tensor] = {}
-
-    def add(self, sums: Mapping[str, Tensor], num_pairs: int) -> None:
-        """Add a batch of this process; scalars stay on their device, so nothing waits for it."""
-        self._num_pairs += num_pairs
-        for name, value in sums.items():
-            self._sums[name] = self._sums[name] + value if name in self._sums else value
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Forget what a rollback has undone."""
-        self._num_pairs, self._sums = 0, {}
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Hand the figures of all processes to whoever logs a training step."""
-        if logs is None or "loss" not in logs:
-            return
-        names = sorted(self._sums)
-        own = torch.stack([self._sums[name] for name in names]).tolist() if names else []
-        num_pairs, *sums = sum_over_processes([self._num_pairs, *own])
-        if num_pairs:
-            logs.update({name: value / num_pairs for name, value in zip(names, sums, strict=True) if name != "loss"})
-        self._num_pairs, self._sums = 0, {}
 
 
 class PairTrainer(RecipeTrainer):
@@ -73,7 +30,7 @@ class PairTrainer(RecipeTrainer):
             **kwargs: As ``RecipeTrainer``; ``data_collator`` is a ``PairCollator``.
         """
         super().__init__(**kwargs)
-        self.figures = PairFigures()
+        self.figures = TermFigures()
         # Before the one that writes, which puts down what the figures are by then.
         self.callback_handler.callbacks.insert(1, self.figures)
 
@@ -113,7 +70,7 @@ class PairTrainer(RecipeTrainer):
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
         """While it lasts, what is computed does not count as training."""
-        figures, self.figures = self.figures, PairFigures()
+        figures, self.figures = self.figures, TermFigures()
         try:
             with super().rehearsal():
                 yield

@@ -1,0 +1,76 @@
+"""Distillation: train a small model on texts and on what a larger one says of every token of them.
+
+accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/distill.py --config F
+python recipes/distill.py --config recipes/configs/llama3-1b/distill.yaml      # the same on one process
+
+`--help` lists every key, `--print-config` shows their values and where each comes from. The same command goes on where
+a stopped run left off.
+"""
+
+import sys
+
+from recipes_lib.boundary import parse_or_exit, run_command
+
+if __name__ == "__main__":
+    CONFIG = parse_or_exit("distill", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.data.chat import RowEncoder
+from recipes_lib.data.collators import PackedCollator
+from recipes_lib.data.training_data import load_training_data
+from recipes_lib.models.attention import choose_attention, prove_isolation
+from recipes_lib.models.generation import set_stop_tokens
+from recipes_lib.models.heads import verify_loss_head
+from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
+from recipes_lib.publish.export import export_model
+from recipes_lib.report.page import build_report
+from recipes_lib.training.arguments import build_training_arguments
+from recipes_lib.training.distill import DistillationTrainer
+from recipes_lib.training.launch import read_launch
+from recipes_lib.training.observer import build_observer
+from recipes_lib.training.run import start_run
+from recipes_lib.training.teacher import is_own_teacher, load_teacher, map_teacher_vocabulary
+
+
+def main(config: RecipeConfig) -> None:
+    """Train ``config.model`` on rows and a teacher; leave a model, its record and a report."""
+    run = start_run(config, read_launch())
+    if run.finished:
+        return
+    config = run.config  # With another number of processes, another accumulation.
+    with run.recording_its_end():
+        # Both models read the student's tokens: the vocabularies are compared before any weight is loaded.
+        tokenizer = load_tokenizer(config.model, config.tokens)
+        vocabulary = map_teacher_vocabulary(config, tokenizer)
+        data = load_training_data(config, lambda _: tokenizer, local_rank=run.launch.local_rank)
+        run.record(data=data.record, num_tokenized_rows=RowEncoder.num_tokenized_rows)
+        args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
+
+        model_config, _ = load_model_config(config.model)
+        attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing)
+        model = load_causal_lm(config.model, attention.implementation)
+        set_stop_tokens(model, tokenizer, data.audit.terminators)
+        collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
+        trainer = DistillationTrainer(
+            model=model,
+            teacher=load_teacher(config, attention, args, vocabulary),
+            distillation=config.distillation,
+            is_own_teacher=is_own_teacher(config),
+            args=args,
+            train_dataset=data.train,
+            eval_dataset=data.eval,
+            data_collator=collate,
+            processing_class=tokenizer,
+            observer=build_observer(config, data, args, model, tokenizer, collate),
+        )
+        if config.tokens.packing:
+            prove_isolation(model, attention.layout)
+        verify_loss_head(model)
+        trainer.train(resume_from_checkpoint=run.resume_from)
+        export_model(trainer, run.output_dir)
+    if run.launch.is_main:
+        build_report(run.output_dir)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(lambda: main(CONFIG)))

@@ -1,0 +1,36 @@
+"""What ``recipes check`` looks at in a run of distillation."""
+
+from __future__ import annotations
+
+from recipes_lib.errors import ConfigError
+from recipes_lib.inspection.base import Say
+from recipes_lib.inspection.sft import SFTInspection
+
+
+class DistillationInspection(SFTInspection):
+    """What fine-tuning is looked at for, and whether student and teacher read the same tokens."""
+
+    def look_at_agreement(self, say: Say) -> None:
+        """Vocabulary, special tokens and length of the student; and the teacher beside it."""
+        super().look_at_agreement(say)
+        if self.tokenizer is None or self.model_config is None:
+            return
+        from recipes_lib.models.loading import check_agreement, load_model_config
+        from recipes_lib.training.teacher import choose_teacher, map_teacher_vocabulary
+
+        vocabulary = map_teacher_vocabulary(self.config, self.tokenizer)
+        teacher, generation = load_model_config(choose_teacher(self.config))
+        max_length = self._data.max_length if self._data else self.config.tokens.max_length
+        problems = [
+            problem
+            for problem in check_agreement(teacher, generation, self.tokenizer, max_length=max_length)
+            if vocabulary.is_identity or problem.where == "max_length"
+        ]
+        if problems:
+            raise ConfigError(*problems)
+        sizes = [config.get_text_config().vocab_size for config in (self.model_config, teacher)]
+        how = "by the same ids" if vocabulary.is_identity else "by ids of its own, which are mapped"
+        say(
+            f"teacher: {teacher.model_type}, knows the student's {len(vocabulary.teacher_ids):,} tokens {how}; "
+            f"rows of the embeddings: student {sizes[0]:,}, teacher {sizes[1]:,}"
+        )

@@ -1,0 +1,99 @@
+"""Two processes distil as one does, and a teacher whose weights are sharded says what it says whole."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.models.test_distillation import load, make_batch
+from tests.training import students
+from tests.training.trajectories import make_packs
+from torch import distributed
+from torch.distributed.fsdp import fully_shard
+
+from recipes_lib.losses.distillation import Objective
+from recipes_lib.models.distillation import score_beside_teacher
+
+ROOT = Path(__file__).parents[2]
+KEYS: dict[str, Any] = {"distillation_alpha": 0.3, "distillation_beta": 0.5, "distillation_temperature": 2.0}
+ONE: dict[str, Any] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+TWO: dict[str, Any] = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+# Counted in batches, or measured.
+LEFT_OUT = ("epoch", "runtime", "per_second", "flos")
+
+
+def run_on_two_processes(module: str, *arguments: Any) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", module]
+    command += map(str, arguments)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.multiprocess
+def test_two_processes_distil_as_one_does(tiny_model_dir: Path, tiny_tokenizer_dir: Path, tmp_path: Path) -> None:
+    student_dir = students.save_student(tmp_path / "student", tiny_tokenizer_dir)
+    trainer, recorder, _ = students.make_distiller(
+        student_dir, tiny_model_dir, tmp_path / "one", make_packs(), **KEYS, **ONE
+    )
+    trainer.train()
+    two = tmp_path / "two"
+    two.mkdir()
+    run_on_two_processes("tests.training.students", student_dir, tiny_model_dir, two, json.dumps(KEYS | TWO))
+    logs = json.loads((two / "logs.json").read_text())
+    assert len(logs) == len(recorder.logs) == 4
+    for expected, got in zip(recorder.logs, logs, strict=True):
+        assert got.keys() == expected.keys()
+        for name in expected:
+            if not any(part in name for part in LEFT_OUT):
+                assert got[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), name
+
+
+@pytest.mark.multiprocess
+def test_a_sharded_teacher_and_student_have_the_loss_and_gradient_of_whole_ones(
+    tiny_model_dir: Path, tiny_tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    student_dir = students.save_student(tmp_path / "student", tiny_tokenizer_dir)
+    run_on_two_processes("tests.distributed.test_distill", student_dir, tiny_model_dir, tmp_path / "sharded.pt")
+    loss, gradients = _score(student_dir, tiny_model_dir, is_sharded=False)
+    sharded_loss, sharded_gradients = torch.load(tmp_path / "sharded.pt", weights_only=True)
+    torch.testing.assert_close(sharded_loss, loss)
+    assert sharded_gradients.keys() == gradients.keys()
+    for name, expected in gradients.items():
+        torch.testing.assert_close(sharded_gradients[name], expected, msg=name)
+
+
+def _score(student_dir: Path, teacher_dir: Path, *, is_sharded: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    student, teacher = load(student_dir, is_teacher=False), load(teacher_dir, is_teacher=True)
+    if is_sharded:
+        for model in (student, teacher):
+            for layer in model.model.layers:
+                fully_shard(layer, reshard_after_forward=True)
+            fully_shard(model, reshard_after_forward=True)  # As accelerate does, the outermost too.
+    inputs, labels = make_batch()
+    loss = score_beside_teacher(student, teacher, inputs, labels, Objective(0.3, 0.5, 2.0)).result.loss_sum
+    loss.backward()
+    gradients: dict[str, Any] = {name: parameter.grad for name, parameter in student.named_parameters()}
+    if is_sharded:
+        assert all(parameter.to_local().numel() < parameter.numel() for parameter in teacher.parameters())
+        gradients = {name: gradient.full_tensor() for name, gradient in gradients.items()}
+    return loss.detach(), gradients
+
+
+def main() -> None:
+    """Score in this process (one of two), with both models sharded: ``STUDENT TEACHER OUTPUT``."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    result = _score(Path(sys.argv[1]), Path(sys.argv[2]), is_sharded=True)
+    if distributed.get_rank() == 0:
+        torch.save(result, sys.argv[3])
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""The distillation head has the values of the closed forms and torch's gradients, and never holds a batch's logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.losses.test_token_logps import LargestTensor
+from torch import Tensor
+from torch.nn import functional
+
+from recipes_lib.losses.distillation import DistillationSums, Lesson, Objective, TeacherHead, compute_distillation
+from recipes_lib.losses.next_token import compute_cross_entropy
+
+NUM_TOKENS, WIDTH, TEACHER_WIDTH, VOCABULARY, SHARED = 23, 6, 9, 40, 37
+OBJECTIVES = [
+    Objective(alpha=0.5, beta=0.0, temperature=2.0),
+    Objective(alpha=0.0, beta=0.0, temperature=1.0),
+    Objective(alpha=0.3, beta=1.0, temperature=0.7),
+    Objective(alpha=0.0, beta=0.4, temperature=3.0),
+    Objective(alpha=1.0),
+]
+OPTIONS: list[dict[str, float]] = [{}, {"logit_scale": 1.7, "softcap": 1.5}]
+
+
+def make_student(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((NUM_TOKENS, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,))
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+
+
+def make_lesson(objective: Objective, dtype: torch.dtype = torch.float64, **options: Any) -> Lesson:
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((NUM_TOKENS, TEACHER_WIDTH), (SHARED, TEACHER_WIDTH), (SHARED,))
+    hidden, weight, bias = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    targets = torch.randint(0, SHARED, (NUM_TOKENS,), generator=generator)
+    return Lesson(targets, TeacherHead(hidden, weight, bias, **options), objective)
+
+
+def dense_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Tensor:
+    logits = functional.linear(hidden, weight, bias) * options.get("logit_scale", 1.0)
+    cap = options.get("softcap")
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def dense_loss(student: list[Tensor], lesson: Lesson, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, cross-entropy and divergence from all logits at once, by torch's own functions."""
+    objective, teacher = lesson.objective, lesson.teacher
+    logits = dense_logits(*student, options)
+    taught = {"logit_scale": teacher.logit_scale, "softcap": teacher.softcap}
+    teacher_logps = (
+        dense_logits(teacher.hidden, teacher.weight, teacher.bias, taught) / objective.temperature
+    ).log_softmax(-1)
+    student_logps = (logits[:, :SHARED] / objective.temperature).log_softmax(-1)
+
+    def kl(p: Tensor, q: Tensor) -> Tensor:
+        return functional.kl_div(q, p, reduction="sum", log_target=True)
+
+    beta = objective.beta
+    if beta in (0.0, 1.0):
+        divergence = kl(teacher_logps, student_logps) if beta == 0 else kl(student_logps, teacher_logps)
+    else:
+        mixture = (beta * teacher_logps.exp() + (1 - beta) * student_logps.exp()).log()
+        divergence = kl(teacher_logps, mixture) / (1 - beta) + kl(student_logps, mixture) / beta
+    nll = functional.cross_entropy(logits, lesson.targets, reduction="sum")
+    loss = objective.alpha * nll + (1 - objective.alpha) * objective.temperature**2 * divergence
+    return loss, nll, divergence
+
+
+def distil(student: list[Tensor], lesson: Lesson, **options: Any) -> DistillationSums:
+    hidden, weight, bias = student
+    return compute_distillation(hidden, weight, lesson, bias=bias, **options)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, None])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_values_and_gradients_are_those_of_all_logits_at_once(
+    objective: Objective, options: dict[str, float], chunk_size: int | None
+) -> None:
+    student, lesson = make_student(), make_lesson(objective, logit_scale=0.5, softcap=2.0)
+    sums = distil(student, lesson, chunk_size=chunk_size, **options)
+    loss, nll, divergence = dense_loss(student, lesson, options)
+    expected = [each.detach() for each in (loss, nll, divergence)]
+    torch.testing.assert_close([sums.loss_sum.detach(), sums.nll_sum, sums.divergence_sum], expected)
+    assert not any(figure.requires_grad for figure in sums[1:])
+    for gradient, wanted in zip(
+        torch.autograd.grad(sums.loss_sum * 3, student), torch.autograd.grad(loss * 3, student), strict=True
+    ):
+        torch.testing.assert_close(gradient, wanted)
+
+
+def test_the_figures_beside_the_loss_are_those_of_all_logits() -> None:
+    student, lesson = make_student(), make_lesson(OBJECTIVES[0])
+    sums = distil(student, lesson, chunk_size=5)
+    logits, teacher = dense_logits(*student, {}), lesson.teacher
+    teacher_logits = dense_logits(teacher.hidden, teacher.weight, teacher.bias, {})
+    torch.testing.assert_close(
+        sums.teacher_nll_sum, functional.cross_entropy(teacher_logits, lesson.targets, reduction="sum")
+    )
+    choice = logits.argmax(-1)
+    assert sums.num_correct == (choice == lesson.targets).sum()
+    assert sums.num_agreed == (choice == teacher_logits.argmax(-1)).sum()
+    assert sums.num_targets == NUM_TOKENS
+
+
+def from_logits(student: list[float], teacher: list[float], objective: Objective) -> tuple[DistillationSums, Tensor]:
+    """The head on given logits: those of one token whose hidden state is 1."""
+    one = torch.ones(1, 1, dtype=torch.float64)
+    weight = torch.tensor(student, dtype=torch.float64)[:, None].requires_grad_()
+    head = TeacherHead(one, torch.tensor(teacher, dtype=torch.float64)[:, None])
+    return compute_distillation(one, weight, Lesson(torch.tensor([0]), head, objective)), weight
+
+
+@pytest.mark.parametrize(
+    ("alpha", "temperature", "expected"),
+    [
+        (0.0, 1.0, 0.119630),
+        (0.0, 2.0, 0.123962),
+        (0.0, 4.0, 0.119818),
+        (0.0, 1e5, 0.111111),  # Half the variance of the difference of the logits.
+        (1.0, 1.0, 0.861995),
+        (0.5, 2.0, 0.492979),
+    ],
+)
+def test_the_closed_forms_of_hintons_loss(alpha: float, temperature: float, expected: float) -> None:
+    sums, _ = from_logits([1.0, 1.0, 0.0], [2.0, 1.0, 0.0], Objective(alpha, 0.0, temperature))
+    assert sums.loss_sum.item() == pytest.approx(expected, abs=2e-6)
+
+
+def test_the_gradient_at_a_temperature_is_the_difference_of_the_distributions_times_it() -> None:
+    sums, weight = from_logits([1.0, 1.0, 0.0], [2.0, 1.0, 0.0], Objective(0.0, 0.0, 2.0))
+    sums.loss_sum.backward()
+    expected = torch.tensor([-0.245657, 0.152912, 0.092746], dtype=torch.float64)
+    torch.testing.assert_close(weight.grad.squeeze(1), expected, atol=2e-6, rtol=0)
+
+
+def test_the_optimum_is_the_mean_of_label_and_teacher() -> None:
+    one = torch.ones(1, 1, dtype=torch.float64)
+    weight = torch.zeros(3, 1, dtype=torch.float64, requires_grad=True)
+    head = TeacherHead(one, torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64).log()[:, None])
+    lesson = Lesson(torch.tensor([1]), head, Objective(alpha=0.5))
+    optimizer = torch.optim.LBFGS([weight], max_iter=200, tolerance_grad=1e-12)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = compute_distillation(one, weight, lesson).loss_sum
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    expected = torch.tensor([0.3, 0.65, 0.05], dtype=torch.float64)
+    torch.testing.assert_close(weight.detach().squeeze(1).softmax(0), expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_a_student_that_is_its_teacher_has_no_loss_and_no_gradient(beta: float) -> None:
+    hidden, weight, bias = make_student()
+    teacher = TeacherHead(hidden.detach(), weight.detach(), bias.detach())
+    lesson = Lesson(make_lesson(OBJECTIVES[0]).targets, teacher, Objective(0.0, beta, 2.0))
+    sums = compute_distillation(hidden, weight, lesson, bias=bias)
+    assert abs(sums.loss_sum.item()) < 1e-12
+    assert sums.num_agreed == NUM_TOKENS
+    torch.testing.assert_close(sums.teacher_nll_sum, sums.nll_sum)
+    for gradient in torch.autograd.grad(sums.loss_sum, (hidden, weight, bias)):
+        assert gradient.abs().max() < 1e-12
+
+
+def test_with_alpha_one_it_is_the_cross_entropy() -> None:
+    student, lesson = make_student(torch.float32), make_lesson(Objective(alpha=1.0), torch.float32)
+    sums = distil(student, lesson)
+    expected = compute_cross_entropy(student[0], student[1], lesson.targets, bias=student[2])
+    torch.testing.assert_close(sums.loss_sum, expected.nll_sum)
+    assert sums.num_correct == expected.num_correct
+
+
+def test_rows_of_padding_behind_the_teachers_tokens_take_no_part_in_the_divergence() -> None:
+    (hidden, weight, bias), lesson = make_student(), make_lesson(Objective(0.0, 0.0, 2.0))
+    padded = compute_distillation(hidden, weight, lesson, bias=bias)
+    cut = compute_distillation(hidden, weight[:SHARED], lesson, bias=bias[:SHARED])
+    torch.testing.assert_close(padded.loss_sum, cut.loss_sum)
+    gradient = torch.autograd.grad(padded.loss_sum, weight)[0]
+    torch.testing.assert_close(gradient, torch.autograd.grad(cut.loss_sum, weight)[0])
+    assert gradient[SHARED:].eq(0).all()
+
+
+def test_autocast_multiplies_both_in_bfloat16_and_adds_in_float32() -> None:
+    student, lesson = make_student(torch.float32), make_lesson(OBJECTIVES[0], torch.float32)
+    exact = distil(student, lesson)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = distil(student, lesson, chunk_size=5)
+    assert rounded.loss_sum.dtype == torch.float32
+    assert rounded.teacher_nll_sum != exact.teacher_nll_sum
+    torch.testing.assert_close(rounded.loss_sum, exact.loss_sum, rtol=2e-2, atol=0)
+    for gradient, expected in zip(
+        torch.autograd.grad(rounded.loss_sum, student), torch.autograd.grad(exact.loss_sum, student), strict=True
+    ):
+        assert (gradient - expected).norm() < 3e-2 * expected.norm()
+
+
+def test_no_target_gives_differentiable_nothing() -> None:
+    student, lesson = make_student(), make_lesson(OBJECTIVES[0])
+    empty = TeacherHead(lesson.teacher.hidden[:0], lesson.teacher.weight)
+    sums = compute_distillation(student[0][:0], student[1], Lesson(lesson.targets[:0], empty, lesson.objective))
+    assert [figure.item() for figure in sums] == [0] * 7
+    assert torch.autograd.grad(sums.loss_sum, student[1])[0].eq(0).all()
+
+
+def test_evaluation_makes_no_gradient_and_backward_runs_once() -> None:
+    student, lesson = make_student(), make_lesson(OBJECTIVES[0])
+    with torch.no_grad():
+        assert distil(student, lesson).loss_sum.grad_fn is None
+    loss = distil(student, lesson).loss_sum
+    loss.backward()
+    with pytest.raises(RuntimeError):
+        loss.backward()
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_never_more_than_a_chunk_of_logits_exists(beta: float) -> None:
+    chunk_size, vocabulary = 8, 1000
+    sizes = []
+    for num_tokens in (64, 256):
+        hidden, weight = torch.randn(num_tokens, 4, requires_grad=True), torch.randn(vocabulary, 4, requires_grad=True)
+        head = TeacherHead(torch.randn(num_tokens, 4), torch.randn(vocabulary, 4), softcap=3.0)
+        lesson = Lesson(torch.randint(0, vocabulary, (num_tokens,)), head, Objective(0.5, beta, 2.0))
+        with LargestTensor() as largest:
+            compute_distillation(hidden, weight, lesson, chunk_size=chunk_size).loss_sum.backward()
+        sizes.append(largest.numel)
+    assert sizes == [chunk_size * vocabulary] * 2

@@ -1,0 +1,80 @@
+"""Divergences have the values of their closed forms, the ends that they promise, and torch's gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from recipes_lib.losses.divergence import compute_divergence
+
+BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
+
+
+def logs(*probabilities: float) -> Tensor:
+    return torch.tensor([probabilities], dtype=torch.float64).log()
+
+
+def value(teacher: Tensor, student: Tensor, beta: float) -> float:
+    return compute_divergence(teacher, student, beta).values.item()
+
+
+def random_logits(num_outcomes: int = 7, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    teacher, student = (torch.randn(4, num_outcomes, generator=generator, dtype=torch.float64) * 3 for _ in range(2))
+    return teacher, student
+
+
+def test_the_closed_forms() -> None:
+    teacher, student = logs(0.7, 0.3), logs(0.4, 0.6)
+    assert value(teacher, student, 0.0) == pytest.approx(0.183787, abs=1e-6)
+    assert value(teacher, student, 1.0) == pytest.approx(0.192042, abs=1e-6)
+    # Jensen-Shannon, half of each KL to the mean: here divided by 1/2 * 1/2.
+    assert value(teacher, student, 0.5) * 0.25 == pytest.approx(0.046201, abs=1e-6)
+
+
+@pytest.mark.parametrize(("near", "end"), [(1e-4, 0.0), (1 - 1e-4, 1.0)])
+def test_the_ends_are_met_and_not_jumped_to(near: float, end: float) -> None:
+    teacher, student = logs(0.7, 0.3), logs(0.4, 0.6)
+    assert value(teacher, student, near) == pytest.approx(value(teacher, student, end), rel=1e-3)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_swapping_the_two_turns_beta_round(beta: float) -> None:
+    teacher, student = (each.log_softmax(-1) for each in random_logits())
+    one, other = (compute_divergence(*pair) for pair in ((teacher, student, beta), (student, teacher, 1 - beta)))
+    torch.testing.assert_close(one.values, other.values)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_equals_have_none_and_no_slope_that_a_distribution_could_follow(beta: float) -> None:
+    logps = random_logits()[0].log_softmax(-1)
+    values, slopes = compute_divergence(logps, logps, beta)
+    assert values.abs().max() < 1e-12
+    assert (slopes - logps.exp() * slopes.sum(-1, keepdim=True)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_slopes_are_torchs_gradient_of_the_definition(beta: float) -> None:
+    teacher_logits, student_logits = random_logits(seed=1)
+    student_logits.requires_grad_()
+    teacher, student = teacher_logits.log_softmax(-1), student_logits.log_softmax(-1)
+    p, q = teacher.exp(), student.exp()
+    if beta in (0.0, 1.0):
+        expected = (p * (teacher - student)).sum(-1) if beta == 0 else (q * (student - teacher)).sum(-1)
+    else:
+        mixture = (beta * p + (1 - beta) * q).log()
+        to_mixture = [(each.exp() * (each - mixture)).sum(-1) for each in (teacher, student)]
+        expected = (beta * to_mixture[0] + (1 - beta) * to_mixture[1]) / (beta * (1 - beta))
+    values, slopes = compute_divergence(teacher, student.detach(), beta)
+    torch.testing.assert_close(values, expected.detach())
+    (gradient,) = torch.autograd.grad(expected.sum(), student_logits)
+    torch.testing.assert_close(slopes - q.detach() * slopes.sum(-1, keepdim=True), gradient)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_what_is_all_but_impossible_stays_finite(beta: float) -> None:
+    teacher, student = (torch.tensor([[0.0, gap]]).log_softmax(-1) for gap in (-300.0, 300.0))
+    values, slopes = compute_divergence(teacher, student, beta)
+    assert values.isfinite().all()
+    assert slopes.isfinite().all()

@@ -1,0 +1,139 @@
+"""A teacher with the student's tokens under other ids, or with rows of padding, says what it said; or is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.tiny import CORPUS, build_tokenizer
+from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from recipes_lib.errors import ConfigError
+from recipes_lib.models.heads import add_loss_head, verify_loss_head
+from recipes_lib.models.vocabulary import VocabularyMap, adopt_vocabulary, map_vocabulary
+
+
+def rebuild(tokenizer: PreTrainedTokenizerFast, change: Any) -> PreTrainedTokenizerFast:
+    """The tokenizer with a changed definition."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    change(state)
+    changed = Tokenizer.from_str(json.dumps(state))
+    return PreTrainedTokenizerFast(tokenizer_object=changed, eos_token="<|endoftext|>", pad_token="<|pad|>")
+
+
+def permute(tokenizer: PreTrainedTokenizerFast, order: torch.Tensor) -> PreTrainedTokenizerFast:
+    """The tokenizer whose token number ``i`` has the id ``order[i]``."""
+
+    def change(state: Any) -> None:
+        vocabulary = state["model"]["vocab"]
+        state["model"]["vocab"] = {token: int(order[token_id]) for token, token_id in vocabulary.items()}
+        for token in state["added_tokens"]:
+            token["id"] = int(order[token["id"]])
+        state["added_tokens"].sort(key=lambda token: token["id"])
+
+    return rebuild(tokenizer, change)
+
+
+def make_model(vocab_size: int, *, is_tied: bool = False) -> Any:
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=is_tied,
+        pad_token_id=1,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def read(model: Any, ids: list[int]) -> torch.Tensor:
+    return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize(("is_permuted", "num_padding"), [(False, 0), (False, 9), (True, 0), (True, 9)])
+def test_an_adopted_vocabulary_says_of_every_token_what_it_said(is_permuted, num_padding, is_tied) -> None:
+    student = build_tokenizer()
+    order = torch.randperm(512, generator=torch.Generator().manual_seed(1)) if is_permuted else torch.arange(512)
+    teacher_tokenizer, teacher = permute(student, order), make_model(512 + num_padding, is_tied=is_tied)
+    text = CORPUS[1]
+    own, other = (tokenizer(text, add_special_tokens=False)["input_ids"] for tokenizer in (student, teacher_tokenizer))
+    assert (own == other) is not is_permuted
+    expected = read(teacher, other)[:, order]
+
+    vocabulary = map_vocabulary(student, teacher_tokenizer, "teacher")
+    assert vocabulary.is_identity is not is_permuted
+    adopt_vocabulary(teacher, vocabulary, "teacher")
+    got = read(teacher, own)
+    assert got.shape == expected.shape == (len(own), 512)
+    torch.testing.assert_close(got, expected)
+    assert teacher.config.vocab_size == 512
+    assert not any(parameter.requires_grad for parameter in teacher.parameters())
+    add_loss_head(teacher)
+    verify_loss_head(teacher)
+
+
+def test_tokens_that_only_the_teacher_has_are_cut_off() -> None:
+    student, teacher_tokenizer = build_tokenizer(), build_tokenizer()
+    teacher_tokenizer.add_tokens(["<think>"])
+    vocabulary = map_vocabulary(student, teacher_tokenizer, "teacher")
+    assert list(vocabulary.teacher_ids) == list(range(512))
+    with pytest.raises(ConfigError, match="the teacher has no token '<think>'"):
+        map_vocabulary(teacher_tokenizer, student, "teacher")
+
+
+def drop_a_merge(state: Any) -> None:
+    del state["model"]["merges"][-1]
+
+
+def split_digits(state: Any) -> None:
+    state["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [state["pre_tokenizer"], {"type": "Digits"}]}
+    state["pre_tokenizer"]["pretokenizers"][1]["individual_digits"] = True
+
+
+def lower(state: Any) -> None:
+    state["normalizer"] = {"type": "Lowercase"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), [(drop_a_merge, "merges"), (split_digits, "pre_tokenizer"), (lower, "normalizer")]
+)
+def test_the_same_tokens_cut_by_other_rules_are_refused(change: Any, words: str) -> None:
+    student = build_tokenizer()
+    with pytest.raises(ConfigError, match=words) as caught:
+        map_vocabulary(student, rebuild(student, change), "the key")
+    (problem,) = caught.value.problems
+    assert problem.where == "the key"
+    assert "sft" in problem.remedy
+    assert "GOLD" in problem.remedy
+
+
+def test_a_model_with_fewer_rows_than_its_tokenizer_has_tokens_is_refused() -> None:
+    with pytest.raises(ConfigError, match="500 embeddings"):
+        adopt_vocabulary(make_model(500), VocabularyMap(range(512)), "teacher")
+
+
+def test_a_rewriting_that_changes_what_is_said_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget_the_order(module: Any, ids: torch.Tensor) -> None:
+        module.weight = torch.nn.Parameter(module.weight[: len(ids)], requires_grad=False)
+
+    monkeypatch.setattr("recipes_lib.models.vocabulary._take_rows", forget_the_order)
+    order = torch.randperm(512, generator=torch.Generator().manual_seed(1)).tolist()
+    with pytest.raises(ConfigError, match="says something else"):
+        adopt_vocabulary(make_model(512), VocabularyMap(order), "teacher")
+
+
+def test_the_tiny_models_map_onto_themselves(tiny_tokenizer_dir: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_tokenizer_dir)
+    model = make_model(512)
+    before = model.lm_head.weight
+    adopt_vocabulary(model, map_vocabulary(tokenizer, tokenizer, "teacher"), "teacher")
+    assert model.lm_head.weight is before, "nothing is copied where nothing has to change"

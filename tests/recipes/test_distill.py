@@ -1,0 +1,115 @@
+"""The recipe of distillation as a user runs it: from a file to a student that answers, or to one clear refusal."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from tests.training.students import save_student
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipes_lib.boundary import run_command
+from recipes_lib.config.loader import load_config
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "distill.py"
+
+
+@pytest.fixture
+def recipe() -> ModuleType:
+    """The recipe as a module."""
+    spec = importlib.util.spec_from_file_location("distill_recipe", RECIPE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def keys(tmp_path: Path, tiny_model_dir: Path) -> dict[str, Any]:
+    """A run of a few steps in full precision."""
+    rows = [{"prompt": f"What is {n} and {n}?", "completion": f" It is {2 * n}."} for n in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "model_name_or_path": str(save_student(tmp_path / "student", tiny_model_dir)),
+        "teacher_model_name_or_path": str(tiny_model_dir),
+        "dataset_name": str(tmp_path / "rows.jsonl"),
+        "output_dir": str(tmp_path / "a run"),
+        "prepared_dir": str(tmp_path / "prepared"),
+        "test_split_size": 4,
+        "max_length": 64,
+        "max_steps": 4,
+        "learning_rate": 1e-3,
+        "per_device_train_batch_size": 2,
+        "bf16": False,
+        "num_sample_prompts": 1,
+        "sample_max_new_tokens": 4,
+    }
+
+
+def write_config(folder: Path, keys: dict[str, Any]) -> Path:
+    path = folder / "distill.yaml"
+    path.write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in keys.items()), encoding="utf-8")
+    return path
+
+
+def run_here(recipe: ModuleType, config: Path) -> int:
+    return run_command(lambda: recipe.main(load_config("distill", ["--config", str(config)])))
+
+
+def test_a_run_leaves_a_student_its_figures_and_a_report(tmp_path, keys) -> None:
+    config = write_config(tmp_path, keys)
+    done = subprocess.run(
+        [sys.executable, str(RECIPE), "--config", str(config)],
+        capture_output=True, text=True, check=False, cwd=ROOT, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    output = tmp_path / "a run"
+    assert {"run.json", "metrics.jsonl", "report.html", "model.safetensors", "checkpoint-4"} <= {
+        path.name for path in output.iterdir()
+    }
+    events = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    train = [event for event in events if event["kind"] == "train"]
+    assert [event["step"] for event in train] == [1, 2, 3, 4]
+    names = {f"distillation/{name}" for name in ("nll", "divergence", "teacher_nll", "agreement")}
+    assert names | {"loss", "grad_norm", "num_target_tokens"} <= train[0].keys()
+    assert "eval_bits_per_byte" in [event for event in events if event["kind"] == "eval"][-1]
+    record = json.loads((output / "run.json").read_text())
+    assert record["stage"] == "distill"
+    assert record["status"] == "done"
+    student = AutoModelForCausalLM.from_pretrained(output)
+    assert student.config.num_hidden_layers == 1
+    assert "step 0: labels cost the student" in done.stderr
+
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
+    again = subprocess.run([sys.executable, str(RECIPE), "--config", str(config)], cwd=ROOT, check=False, timeout=300)
+    assert again.returncode == 0
+    assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
+
+
+def test_another_vocabulary_is_refused_before_any_weight_is_loaded(tmp_path, keys, recipe, capsys) -> None:
+    student = Path(keys["model_name_or_path"])
+    tokenizer = AutoTokenizer.from_pretrained(student)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(student)
+    (student / "model.safetensors").unlink()
+    config = write_config(tmp_path, keys)
+    assert run_here(recipe, config) == 2
+    told = capsys.readouterr().err
+    assert f"{config}:2" in told
+    assert "the teacher has no token '<new>'" in told
+    assert "distil by sequences" in told
+    assert json.loads((tmp_path / "a run" / "run.json").read_text())["status"] == "refused"
+
+
+def test_without_a_teacher_there_is_no_run(tmp_path, keys, recipe, capsys) -> None:
+    del keys["teacher_model_name_or_path"]
+    assert run_here(recipe, write_config(tmp_path, keys)) == 2
+    assert "`teacher_model_name_or_path` is missing" in capsys.readouterr().err
