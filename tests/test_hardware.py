@@ -56,3 +56,11 @@ def test_a_limit_on_the_container_counts_but_for_cached_files(tmp_path, limit, l
         (tmp_path / "memory.current").write_text("600\n")
         (tmp_path / "memory.stat").write_text("anon 550\ninactive_file 50\nactive_file 10\n")
     assert hardware._read_container_memory(tmp_path) == left
+
+
+def test_the_memory_of_an_accelerator_is_its_own(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert hardware.read_device_memory() is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=index + 5))
+    assert hardware.read_device_memory() == 5

@@ -44,7 +44,8 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "commands": {"config", "data", "errors", "models", "report"},
     "tokenizer": {"config", "data", "errors", "models"},
     "merge": {"config", "errors", "models", "publish"},
-    "plan": {"config", "errors", "models", "planning", "report"},
+    "plan": {"config", "errors", "models", "plan_ppo", "planning", "report"},
+    "plan_ppo": {"config", "errors", "models", "planning", "rl"},
 }
 """Room or top-level module -> the rooms and modules it may import; the empty name is the package itself."""
 

@@ -36,6 +36,11 @@ def measure_matmul_flops(dtype: torch.dtype, size: int = 1024, repeats: int = 5)
     return 2.0 * size * size * size / best
 
 
+def read_device_memory() -> int | None:
+    """Return the bytes of the first accelerator; ``None`` without one."""
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
 def read_free_memory() -> int:
     """Return the bytes of host memory that can be taken now: of the machine, or of the container if that has less.
 

@@ -1,4 +1,7 @@
-"""``recipes plan``: what a pretraining run is, costs and does, from its YAML alone; no data, weights or network."""
+"""``recipes plan``: what a pretraining run is, costs and does, from its YAML alone; no data, weights or network.
+
+Of PPO it tells the memory (``plan_ppo``).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from recipes_lib.config.loader import parse_command
+from recipes_lib import plan_ppo
+from recipes_lib.config.loader import parse_command, split_stage
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 
@@ -48,8 +52,13 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         ConfigError: The configuration or a flag is wrong, the run has no known length, or the PNG cannot be written.
     """
+    if split_stage(argv)[0] == "ppo":
+        plan_ppo.main(argv)
+        return
     parser = argparse.ArgumentParser(prog="recipes plan", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--stage", default="pretrain", choices=["pretrain"], help="recipe to plan (default: pretrain)")
+    parser.add_argument(
+        "--stage", default="pretrain", choices=["pretrain", "ppo"], help="recipe (default: by its name)"
+    )
     parser.add_argument("--config", metavar="F", help="the recipe; further --key value flags override it")
     parser.add_argument("--num_processes", type=int, default=1, help="data-parallel processes (default: 1)")
     parser.add_argument("--gpu", help="GPU to tell the hours on, such as H100")

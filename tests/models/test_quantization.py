@@ -11,7 +11,7 @@ from recipes_lib.errors import ConfigError
 from recipes_lib.models.adapters import adapters_off, add_adapter, compute_probe_logits
 from recipes_lib.models.heads import add_loss_head, verify_loss_head
 from recipes_lib.models.loading import load_causal_lm
-from recipes_lib.models.quantization import build_quantization_config
+from recipes_lib.models.quantization import build_quantization_config, count_quantized_bytes
 
 HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
 needs_bitsandbytes = pytest.mark.skipif(not HAS_BITSANDBYTES, reason="bitsandbytes is not installed")
@@ -173,3 +173,21 @@ def test_dora_and_rank_stabilised_adapters_work_on_few_bits(tiny_model_dir):
     before = compute_probe_logits(model)
     adapted = add_adapter(model, AdapterConfig(use_peft=True, use_dora=True, use_rslora=True), seed=0)
     torch.testing.assert_close(compute_probe_logits(adapted), before, rtol=1e-5, atol=1e-6)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("bits", BITS)
+def test_bytes_are_counted_without_loading(tiny_model_dir, bits):
+    config = BITS[bits]
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(load(tiny_model_dir, QuantizationConfig()).config)
+    assert count_quantized_bytes(empty, QuantizationConfig()) is None
+    held = []
+    for module in load(tiny_model_dir, config).modules():
+        held += [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if config.load_in_8bit and hasattr(module, "weight") and getattr(module.weight, "SCB", None) is not None:
+            held.append(module.weight.SCB)
+        if config.load_in_4bit and (state := getattr(getattr(module, "weight", None), "quant_state", None)):
+            held += [state.absmax, *([state.state2.absmax] if state.nested else [])]
+    real = sum(t.numel() * t.element_size() for t in {id(t): t for t in held if t is not None}.values())
+    assert count_quantized_bytes(empty, config) == pytest.approx(real, rel=5e-3)

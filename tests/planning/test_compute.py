@@ -18,7 +18,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from recipes_lib.planning.compute import compute_flops_per_token, peak_flops
+from recipes_lib.planning.compute import compute_flops_per_token, device_memory, peak_flops
 
 BATCH, LENGTH = 2, 48
 SMALL = {
@@ -141,3 +141,20 @@ def test_the_peak_is_that_of_the_very_device_or_unknown(name: str, expected: flo
 def test_the_peak_is_that_of_16_bit_products_only() -> None:
     assert peak_flops("Tesla T4", torch.float16) == 65e12
     assert peak_flops("NVIDIA H100 80GB HBM3", torch.float32) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes"),
+    [
+        ("NVIDIA H100 80GB HBM3", 80),
+        ("NVIDIA A100-SXM4-80GB", 80),
+        ("A100", 40),
+        ("NVIDIA H200", 141),
+        ("NVIDIA H100 NVL", 94),
+        ("Tesla T4", 16),
+        ("48 GB", 48),
+    ],
+)
+def test_a_device_holds_what_its_name_or_its_maker_says(name, gigabytes):
+    assert device_memory(name) == gigabytes * 1e9
+    assert device_memory("Abacus") is None

@@ -73,6 +73,27 @@ class PPOInspection(Inspection):
         told = " + ".join(f"{weight:g} {name}" for weight, name in zip(weights, names, strict=True))
         say(f"reward: {told}")
 
+    def look_at_kernels(self, say: Say) -> None:
+        """As in every stage; and whether the models fit into this machine's accelerator, if it has one."""
+        from recipes_lib.hardware import read_device_memory
+        from recipes_lib.rl.memory import count_memory
+        from recipes_lib.training.arguments import resolve_precision
+
+        super().look_at_kernels(say)
+        if self.model_config is None:
+            return
+        counted = count_memory(self.config, self.model_config, is_half=bool(resolve_precision(self.config)["bf16"]))
+        alone, size = counted.plan(1), read_device_memory()
+        say(f"{alone.layout}: {alone.peak / 1e9:.1f} GB at most; `recipes plan` tells its terms")
+        if size is not None and not alone.fits(size):
+            remedy = "adapters (`use_peft: true`), fewer rows at once"
+            if self.num_processes > 1:
+                shared = counted.plan(self.num_processes).peak / 1e9
+                remedy += (
+                    f", or accelerate_configs/fsdp2.yaml: {shared:.1f} GB on each of {self.num_processes} processes"
+                )
+            say(f"warning: this is more than the {size / 1e9:.1f} GB of the device at hand can hold; {remedy}")
+
     def look_at_steps(self, say: Say) -> None:
         """Iterations, answers and optimizer steps, and the policy's rates.
 

@@ -65,6 +65,29 @@ def build_quantization_config(
     )
 
 
+def count_quantized_bytes(model: Any, config: QuantizationConfig) -> int | None:
+    """Count the bytes of a model once its linear layers but the output projection are in few bits; ``None``: they stay.
+
+    Four bits have a scale for each block of 64 weights, in ``float32``, or in a byte and one ``float32`` for 256 of
+    those; eight bits have one for each row.
+
+    Source: bitsandbytes ``quantize_4bit``, ``int8_vectorwise_quant``; ``tests/models/test_quantization.py``.
+    """
+    if not (config.load_in_8bit or config.load_in_4bit):
+        return None
+    head = model.get_output_embeddings()
+    layers: list[nn.Linear] = [
+        module for module in model.modules() if isinstance(module, nn.Linear) and module is not head
+    ]
+    kept = {id(layer.weight) for layer in layers}
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    rest: int = sum(tensor.numel() * tensor.element_size() for key, tensor in tensors.items() if key not in kept)
+    if config.load_in_8bit:
+        return rest + sum(layer.weight.numel() + 4 * layer.out_features for layer in layers)
+    scale = (1 + 4 / 256) / 64 if config.use_bnb_nested_quant else 4 / 64
+    return rest + sum(round(layer.weight.numel() * (0.5 + scale)) for layer in layers)
+
+
 def keep_differentiable(model: nn.Module) -> None:
     """Keep 4-bit layers from repacking their codes on a CPU that has AVX512-BF16.
 

@@ -137,3 +137,24 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
         dtype == torch.bfloat16 and name in _WITHOUT_BFLOAT16
     )
     return None if name is None or unsupported else dict(_PEAK_FLOPS)[name]
+
+
+# What a device holds, in 10^9 bytes, from the makers' data sheets; what a name says of itself comes before.
+_MEMORY = (
+    *(("GB300", 288), ("GB200", 192), ("B300", 288), ("B200", 192), ("GH200", 96), ("H200", 141), ("H100 NVL", 94)),
+    *(("H100", 80), ("H800", 80), ("H20", 96), ("A100", 40), ("A800", 80), ("A40", 48), ("A30", 24), ("A10", 24)),
+    *(("A10G", 24), ("L40S", 48), ("L40", 48), ("L4", 24), ("RTX PRO 6000", 96), ("RTX A6000", 48), ("RTX 5090", 32)),
+    *(("RTX 4090", 24), ("RTX 3090", 24), ("V100", 16), ("T4", 16), ("MI355X", 288), ("MI325X", 256)),
+    *(("MI300X", 192), ("MI250X", 128)),
+)
+
+
+def device_memory(device_name: str) -> float | None:
+    """Return the bytes of one device; ``None`` where they are not known.
+
+    Args:
+        device_name: As for ``peak_flops``; a number of GB in it decides, as in ``A100-SXM4-80GB``.
+    """
+    if told := re.search(r"(\d+) ?GB\b", device_name, re.IGNORECASE):
+        return float(told[1]) * 1e9
+    return next((size * 1e9 for name, size in _MEMORY if re.search(rf"\b{name}\b", device_name, re.IGNORECASE)), None)

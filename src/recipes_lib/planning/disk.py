@@ -62,7 +62,7 @@ def compute_disk(
         keep_every: ``save_keep_steps``.
     """
     weights = num_parameters * weight_bytes
-    states = round(num_parameters * _count_state_bytes(training))
+    states = round(num_parameters * count_state_bytes(training))
     return plan_disk(weights + states, weights, num_steps, training, keep_every=keep_every)
 
 
@@ -116,6 +116,14 @@ def verify_disk(plan: DiskPlan, output_dir: str) -> None:
         )
 
 
+def count_state_bytes(training: Mapping[str, Any]) -> float:
+    """Return the bytes of the optimizer's states for one parameter in ``float32``."""
+    optim = str(training.get("optim", "adamw"))
+    if optim == "sgd":
+        return 4 if "momentum" in str(training.get("optim_args") or "") else 0
+    return next((size for name, size in _OPTIMIZER_BYTES if name in optim), _DEFAULT_OPTIMIZER_BYTES)
+
+
 def _count_saves(num_steps: int, training: Mapping[str, Any]) -> int:
     strategy = str(training.get("save_strategy", "steps"))
     if strategy == "no":
@@ -124,13 +132,6 @@ def _count_saves(num_steps: int, training: Mapping[str, Any]) -> int:
         return max(1, round(float(training.get("num_train_epochs", 3.0))))
     every = float(training.get("save_steps", 500))
     return -(-num_steps // max(1, round(every if every >= 1 else every * num_steps)))
-
-
-def _count_state_bytes(training: Mapping[str, Any]) -> float:
-    optim = str(training.get("optim", "adamw"))
-    if optim == "sgd":
-        return 4 if "momentum" in str(training.get("optim_args") or "") else 0
-    return next((size for name, size in _OPTIMIZER_BYTES if name in optim), _DEFAULT_OPTIMIZER_BYTES)
 
 
 def _nearest_folder(path: Path) -> Path:

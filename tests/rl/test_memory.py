@@ -1,0 +1,236 @@
+"""What a plan counts without memory is what real models hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from tests.rl import keys_task
+from tests.rl.reward_adapters import write_reward_adapter, write_reward_model
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig
+
+from recipes_lib.config.loader import load_config
+from recipes_lib.models.loading import load_model_config, load_tokenizer
+from recipes_lib.rl.generation import SampleByUniforms
+from recipes_lib.rl.memory import SAMPLING_BYTES, Weights, count_memory
+from recipes_lib.rl.models import load_actor_critic
+from recipes_lib.rl.rewards import load_rewards
+from recipes_lib.training.arguments import build_training_arguments
+from recipes_lib.training.launch import read_launch
+
+ROWS = {"per_device_train_batch_size": 3, "per_device_eval_batch_size": 5, "max_length": 24, "response_length": 8}
+LAYOUTS = {
+    "models": {},
+    "half adapters": {"use_peft": True, "lora_r": 5, "dtype": "bfloat16"},
+    "whole trunk": {"use_peft": True, "lora_r": 5, "use_dora": True},
+}
+
+
+@pytest.fixture
+def configure(policy_dir, prompts_file, tmp_path):
+    def configure(name, **keys):
+        reward = tmp_path / "reward"
+        if name == "whole trunk":
+            write_reward_adapter(policy_dir, reward)
+        else:
+            write_reward_model(policy_dir, reward)
+        keys = {**ROWS, **LAYOUTS[name], "reward_model_name_or_path": reward, **keys}
+        return load_config("ppo", keys_task.build_flags(policy_dir, tmp_path, prompts_file, **keys))
+
+    return configure
+
+
+def plan(config, num_shards=1, is_half=False):
+    return count_memory(config, load_model_config(config.model)[0], is_half=is_half).plan(num_shards)
+
+
+def load(config):
+    launch = read_launch()
+    args = build_training_arguments(config, launch, has_eval=True)
+    models = load_actor_critic(config, args, launch, load_tokenizer(config.model, config.tokens), [])
+    return models, load_rewards(config.rewards, "cpu", models.reward)
+
+
+def count(tensors):
+    return sum(
+        storage.nbytes() for storage in {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}.values()
+    )
+
+
+def total(terms, kind):
+    return sum(size for name, size in terms.items() if name.endswith(kind))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_weights_gradients_and_states_are_those_of_the_models_that_training_loads(configure, name):
+    config = configure(name)
+    models, rewards = load(config)
+    held = (models.policy, models.critic, models.own_reference, rewards.model.model)
+    everything = [t for module in held if module is not None for t in (*module.parameters(), *module.buffers())]
+    terms = plan(config).terms
+    # A rotary embedding keeps its frequencies twice, as one tensor; and each linear layer one number or none.
+    assert total(terms, ", weights") == pytest.approx(count(everything), rel=2e-3)
+    trained = {"policy": models.policy_parameters(), "critic": models.critic_parameters()}
+    for learner, parameters in trained.items():
+        assert terms[f"{learner}, gradients"] == count(parameters.values())
+        optimizer = torch.optim.AdamW(parameters.values())
+        for parameter in parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        moments = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+        assert terms[f"{learner}, states"] == count(moments)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("is_half", [False, True], ids=["single", "half"])
+def test_activations_and_cache_are_those_of_real_passes(configure, name, is_half):
+    config = configure(name)
+    models, _ = load(config)
+    rows, length, answer = 3, 24, 8
+    own = {p.untyped_storage().data_ptr() for p in models.policy.parameters()}
+    kept = []
+
+    def keep(tensor):
+        # By another object than the tensor: only what the graph holds to the end counts.
+        held = tensor.view_as(tensor)
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept.append(weakref.ref(held))
+        return held
+
+    places = torch.arange(rows * length).view(rows, length)[:, -answer - 1 : -1].flatten()
+    inputs = {"input_ids": torch.randint(2, 30, (rows, length)), "position_ids": torch.arange(length).expand(rows, -1)}
+    inputs |= {"predictors": places, "targets": torch.randint(2, 30, (rows * answer,))}
+    models.set_training(training=True)
+    precision = torch.autocast("cpu", torch.bfloat16, enabled=is_half)
+    with models.as_policy() as policy, precision, saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = policy(**inputs, with_statistics=True, token_logps=True)
+    assert output.logps.requires_grad
+    terms = plan(config, is_half=is_half).terms
+    assert terms["activations"] == pytest.approx(
+        count([t for t in (held() for held in kept) if t is not None]), rel=0.02
+    )
+
+    with torch.no_grad(), models.as_policy() as policy, precision:
+        cache = policy(input_ids=torch.randint(2, 30, (5, length)), use_cache=True).past_key_values
+    assert terms["keys and values of a batch"] == count(
+        [t for layer in cache.layers for t in (layer.keys, layer.values)]
+    )
+
+
+def test_recomputing_keeps_the_inputs_of_layers_and_one_layer(configure):
+    config = configure("models")
+    kept = plan(config).terms["activations"]
+    recomputed = plan(configure("models", activation_checkpointing=True)).terms["activations"]
+    hidden = 3 * 24 * 64 * 4
+    layer = plan(configure("models", per_device_eval_batch_size=3)).terms["a layer of a batch"]
+    # The first layer has the rotary table besides.
+    assert kept - recomputed == pytest.approx(2 * layer - (2 * hidden + layer), rel=0.02)
+
+
+def test_a_phase_is_what_is_held_at_once(configure):
+    config = configure("models")
+    alone, shared = plan(config), plan(config, num_shards=4)
+    weights, states = (total(alone.terms, kind) for kind in (", weights", ", states"))
+    terms = alone.terms
+    assert alone.phases["critic's update"] == weights + states + terms["critic, gradients"] + terms["activations"]
+    batch = terms["keys and values of a batch"] + terms["logits of a batch"] + terms["a layer of a batch"]
+    assert alone.phases["sampling"] == weights + states + batch
+    assert shared.phases["sampling"] == pytest.approx(
+        (weights + states) / 4 + batch + terms["policy, weights"], rel=1e-3
+    )
+    assert alone.peak == max(alone.phases.values())
+    assert alone.fits(alone.peak / 0.89)
+    assert not alone.fits(alone.peak)
+
+
+def test_a_reward_model_that_is_not_there_yet_is_taken_for_one_like_the_policy(configure, tmp_path):
+    config = configure("models")
+    there = plan(config).terms
+    absent = configure("models", reward_model_name_or_path="runs/not-yet")
+    assert plan(absent).terms == there
+    without = configure("models", reward_model_name_or_path="null", critic_model_name_or_path=tmp_path / "reward")
+    assert plan(without).terms == {name: size for name, size in there.items() if "reward" not in name}
+
+
+def test_sampling_makes_no_more_of_a_logit_than_is_planned():
+    """Every tensor that the sampler makes, as if none was freed."""
+    made = {}
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            output = func(*args, **(kwargs or {}))
+            for tensor in output if isinstance(output, tuple) else (output,):
+                if isinstance(tensor, torch.Tensor):
+                    made[tensor.untyped_storage().data_ptr()] = tensor
+            return output
+
+    scores = torch.randn(2, 1000).bfloat16()
+    with Watch():
+        SampleByUniforms(torch.rand(2, 1, dtype=torch.float64), 0.7)(torch.zeros(2, 1, dtype=torch.int64), scores)
+    in_all = count(made.values()) / scores.numel()
+    assert 0.5 * SAMPLING_BYTES < in_all <= SAMPLING_BYTES
+
+
+LLAMA_3_8B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=8192,
+    dtype="bfloat16",
+)
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    """The shipped run, counted: four models, and adapters with a reward model of its own and on the trunk."""
+    config = load_config("ppo", ["--config", "recipes/configs/llama3-8b/ppo.yaml"])
+    adapters = count_memory(config, LLAMA_3_8B, is_half=True)
+    whole = dataclasses.replace(
+        config,
+        adapter=dataclasses.replace(config.adapter, use_peft=False),
+        model=dataclasses.replace(config.model, dtype="float32"),
+    )
+    models = adapters.models
+    held = {**models.held, "reward model": Weights(models.held["critic"].weights)}
+    shared = dataclasses.replace(models, held=held, on_trunk=("policy", "critic", "reward model"))
+    return [count_memory(whole, LLAMA_3_8B, is_half=True), adapters, dataclasses.replace(adapters, models=shared)]
+
+
+@pytest.mark.slow
+def test_llama_3_8b_by_hand(shipped):
+    whole, counted = shipped[0].plan(1).terms, shipped[1].plan(1).terms
+    size = 8_030_261_248
+    assert whole["policy, weights"] == pytest.approx(4 * size, rel=1e-6)
+    assert whole["policy, states"] == pytest.approx(8 * size, rel=1e-6)
+    assert whole["critic, gradients"] == pytest.approx(4 * (size - 128256 * 4096), rel=1e-6)
+    # Rank 64 in q, k, v, o, gate, up and down of 32 layers.
+    adapter = 4 * 64 * 32 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
+    assert counted["policy, weights"] == pytest.approx(2 * size + adapter, rel=1e-6)
+    assert counted["policy, gradients"] == adapter
+    assert counted["policy, states"] == 2 * adapter
+    assert counted["critic, weights"] == adapter + 4 * 4097
+    assert counted["keys and values of a batch"] == 32 * 1536 * 32 * 2 * 8 * 128 * 2
+    assert "reference, weights" not in counted
+
+
+@pytest.mark.slow
+def test_the_documentation_shows_what_is_counted(shipped):
+    page = (Path(__file__).parents[2] / "docs" / "ppo.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (?:four models, `|adapters, ).*?((?: \| [\d.]+){6}) \|$", page, re.MULTILINE)
+    for counts, row in zip(shipped, rows, strict=True):
+        parts = counts.models.held.values()
+        phases = counts.plan(1).phases
+        expected = [sum(p.weights for p in parts), sum(p.states + p.gradients for p in parts)]
+        expected += [phases[name] for name in ("sampling", "reading", "policy's update", "critic's update")]
+        assert [float(number) for number in row.split(" | ")[1:]] == pytest.approx(
+            [e / 1e9 for e in expected], abs=0.051
+        )
