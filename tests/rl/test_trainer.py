@@ -8,10 +8,14 @@ import json
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from tests.rl import keys_task
 
+from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError, PreemptedError
+from recipes_lib.inspection.ppo import PPOInspection
+from recipes_lib.planning.disk import compute_disk
 from recipes_lib.rl import collect, generation
 from recipes_lib.rl import trainer as trainer_module
 from recipes_lib.rl.rewards import Rewards
@@ -113,6 +117,17 @@ def straight(policy_dir, prompts_file, tmp_path_factory):
     folder = tmp_path_factory.mktemp("straight")
     keys_task.train(keys_task.build_flags(policy_dir, folder, prompts_file, **SHORT))
     return folder
+
+
+def test_a_checkpoint_is_as_large_as_is_told_before_the_run(straight, policy_dir, prompts_file, tmp_path):
+    flags = keys_task.build_flags(policy_dir, tmp_path, prompts_file, **SHORT)
+    inspection = PPOInspection(load_config("ppo", flags), 1, Console(quiet=True))
+    inspection.look_at_model(lambda line: None)
+    plan = compute_disk(
+        inspection.num_parameters, 4, 12, inspection.config.training, num_learners=inspection.num_learners
+    )
+    written = sum(path.stat().st_size for path in (straight / "checkpoint-12").iterdir())
+    assert plan.checkpoint_bytes == pytest.approx(written, rel=0.1)
 
 
 STOPS = {

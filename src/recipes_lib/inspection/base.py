@@ -31,6 +31,7 @@ class Inspection(ABC):
         self.generation_config: Any = None
         self.num_parameters = 0
         self.num_steps = 0
+        self.num_learners = 1  # Models of that size in a checkpoint, each with its optimizer states.
 
     def look_at_everything(self) -> None:
         """Print every section."""
@@ -184,7 +185,12 @@ class Inspection(ABC):
         weight_bytes = 4 if self.config.model.dtype in ("float32", "auto") else 2
         keep_every = self.config.checkpoints.save_keep_steps
         plan = compute_disk(
-            self.num_parameters, weight_bytes, self.num_steps, self.config.training, keep_every=keep_every
+            self.num_parameters,
+            weight_bytes,
+            self.num_steps,
+            self.config.training,
+            keep_every=keep_every,
+            num_learners=self.num_learners,
         )
         say(
             f"{plan.num_checkpoints} checkpoints of {plan.checkpoint_bytes / 1e9:.2f} GB and the model: "

@@ -18,6 +18,7 @@ class PPOInspection(Inspection):
     def __init__(self, *args: Any) -> None:
         """Take what ``Inspection`` takes."""
         super().__init__(*args)
+        self.num_learners = 1 if self.config.adapter.use_peft else 2  # Policy and critic.
         self._data: PromptData | None = None
 
     def look_at_data(self, say: Say) -> None:

@@ -51,6 +51,7 @@ def compute_disk(
     training: Mapping[str, Any],
     *,
     keep_every: int | None = None,
+    num_learners: int = 1,
 ) -> DiskPlan:
     """Count the bytes of a run's checkpoints from its number of parameters.
 
@@ -60,10 +61,11 @@ def compute_disk(
         num_steps: Optimizer steps of the run.
         training: Upstream's training keys.
         keep_every: ``save_keep_steps``.
+        num_learners: Models of that size in a checkpoint, each with its optimizer states.
     """
     weights = num_parameters * weight_bytes
     states = round(num_parameters * count_state_bytes(training))
-    return plan_disk(weights + states, weights, num_steps, training, keep_every=keep_every)
+    return plan_disk(num_learners * (weights + states), weights, num_steps, training, keep_every=keep_every)
 
 
 def plan_disk(
@@ -109,8 +111,8 @@ def verify_disk(plan: DiskPlan, output_dir: str) -> None:
         raise ConfigError(
             Problem(
                 output_dir,
-                f"{plan.num_checkpoints} checkpoints of {plan.checkpoint_bytes / 1e9:.1f} GB and the model need "
-                f"{plan.total_bytes / 1e9:.1f} GB and the disk has {plan.free_bytes / 1e9:.1f} GB",
+                f"{plan.num_checkpoints} checkpoints of {plan.checkpoint_bytes / 1e9:.3g} GB and the model need "
+                f"{plan.total_bytes / 1e9:.3g} GB and the disk has {plan.free_bytes / 1e9:.3g} GB",
                 "lower save_total_limit, or choose another output_dir",
             )
         )
