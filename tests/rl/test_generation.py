@@ -10,6 +10,7 @@ import torch
 from tests.rl.test_rollout import CPU, VOCABULARY, build_policy, build_rollout
 
 from recipes_lib.models.heads import add_loss_head
+from recipes_lib.rl import generation
 from recipes_lib.rl.generation import GenerateBackend, Generated, SampleByUniforms, Sampling, join_answers
 from recipes_lib.rl.ppo_math import mask_answers
 from recipes_lib.rl.rollout import Rollout, compute_response_logps, lay_out
@@ -83,6 +84,31 @@ def test_an_answer_does_not_depend_on_the_others_of_its_batch(kind):
         assert alone.response_ids[0, :length].tolist() == together.response_ids[row, :length].tolist()
         # It ends with its own stop token; the batch ends with its last answer.
         assert alone.response_ids.shape[1] == length
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
+def test_giving_up_rows_that_ended_changes_no_answer(kind, monkeypatch):
+    """Against one call for the whole batch, upstream's cache and all, as a model without such a cache is sampled."""
+    policy, prompts, uniforms = build_policy(kind), PROMPTS * 4, draw(16)
+    calls = []
+
+    def count(*args, input_ids, generate=policy.generate, **options):
+        calls.append(len(input_ids))
+        return generate(*args, input_ids=input_ids, **options)
+
+    policy.generate = count
+    found = build_backend().generate(policy, prompts, uniforms)
+    assert len(calls) > 2
+    assert calls == sorted(calls, reverse=True)
+    assert calls[0] == 16 > 2 * calls[-1]
+    monkeypatch.setattr(generation, "build_cache", lambda *_: None)
+    calls.clear()
+    expected = build_backend().generate(policy, prompts, uniforms)
+    assert calls == [16]
+    mask, _ = mask_answers(expected.response_ids, STOPS)
+    assert torch.equal(found.response_ids * mask, expected.response_ids * mask)
+    assert torch.equal(mask, mask_answers(found.response_ids, STOPS)[0])
+    torch.testing.assert_close(found.engine_logps * mask, expected.engine_logps * mask, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

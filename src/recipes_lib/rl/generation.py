@@ -9,9 +9,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from recipes_lib.models.generation import build_plain_generation, pad_left
+from recipes_lib.models.generation_cache import build_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +77,13 @@ class Generator(Protocol):
 
 
 class GenerateBackend:
-    """transformers' ``generate``: any model, any device; a batch takes as long as its longest answer.
+    """transformers' ``generate``: any model, any device.
 
-    Source: ``GenerationMixin.generate``; its log-probabilities are those of the training graph in
-    ``tests/rl/test_generation.py``.
+    Whenever half of a batch's answers have ended, the others go on without them, on the keys and values that they have;
+    so that a batch does not cost as much as if all of its answers were as long as the longest.
+
+    Source: ``GenerationMixin.generate``; answers as those of one plain call, and log-probabilities as those of the
+    training graph, in ``tests/rl/test_generation.py``.
     """
 
     name = "generate"
@@ -95,26 +99,65 @@ class GenerateBackend:
         """
         self.batch_size: int | None = batch_size
         self._sampling = sampling
-        self._config = build_plain_generation(sampling.stop_ids, sampling.pad_id, sampling.response_length)
         self._precision: Any = precision
 
     def load(self, policy: Any) -> None:
         """Do nothing: it is the policy itself that answers."""
 
     def generate(self, policy: Any, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> Generated:
-        """Answer every prompt once, as one left-padded batch that ends with its last answer."""
-        input_ids, attention_mask = pad_left(prompts, self._sampling.pad_id)
+        """Answer every prompt once, as one left-padded batch that loses the answers that ended."""
         device = next(policy.parameters()).device
-        sampler = SampleByUniforms(uniforms.to(device), self._sampling.temperature, self._sampling.beat)
+        ids, mask = (part.to(device) for part in pad_left(prompts, self._sampling.pad_id))
+        uniforms, rows = uniforms.to(device), torch.arange(len(prompts), device=device)
+        length, done = self._sampling.response_length, 0
+        response_ids = torch.full((len(prompts), length), self._sampling.pad_id, device=device)
+        engine_logps = torch.zeros(len(prompts), length, device=device)
+        cache = build_cache(policy, ids.shape[1] + length)
+        while len(rows) and done < length:
+            half = HalfEnded(self._sampling.stop_ids, rows)
+            sampler = SampleByUniforms(uniforms[rows, done:], self._sampling.temperature, self._sampling.beat)
+            sequences = self._go_on(policy, ids, mask, length - done, sampler, cache, half)
+            new = sequences[:, ids.shape[1] :]
+            now = slice(done, done + new.shape[1])
+            response_ids[rows, now], engine_logps[rows, now] = new, sampler.read_logps()
+            done = now.stop
+            if cache is None:
+                break
+            rest = (~half.has_ended).nonzero().squeeze(1)
+            ids, rows = sequences[rest], rows[rest]
+            mask = torch.cat([mask[rest], torch.ones_like(new[rest])], dim=1)
+            cache.batch_select_indices(rest)
+        return Generated(response_ids[:, :done].cpu(), engine_logps[:, :done].cpu())
+
+    def _go_on(
+        self, policy: Any, ids: Tensor, mask: Tensor, length: int, sampler: Any, cache: Any, half: HalfEnded
+    ) -> Tensor:
+        """Up to ``length`` tokens more of each row, all of them with a cache until half of the rows have ended."""
+        reuse = {} if cache is None else {"past_key_values": cache, "stopping_criteria": StoppingCriteriaList([half])}
         context: AbstractContextManager[Any] = self._precision()
         with torch.no_grad(), context:
-            sequences = policy.generate(
-                input_ids=input_ids.to(device),
-                attention_mask=attention_mask.to(device),
-                generation_config=self._config,
+            sequences: Tensor = policy.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                generation_config=build_plain_generation(self._sampling.stop_ids, self._sampling.pad_id, length),
                 logits_processor=LogitsProcessorList([sampler]),
+                **reuse,
             )
-        return Generated(sequences[:, input_ids.shape[1] :].cpu(), sampler.read_logps().cpu())
+        return sequences
+
+
+class HalfEnded(StoppingCriteria):
+    """Ends a generation when half of its rows have ended; ``has_ended`` says which, ``bool (B,)``."""
+
+    def __init__(self, stop_ids: Sequence[int], rows: Tensor) -> None:
+        """None of ``rows``, ``(B,)``, has ended yet."""
+        self.has_ended = torch.zeros_like(rows, dtype=torch.bool)
+        self._stop_ids = torch.tensor(list(stop_ids), device=rows.device)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
+        """Return whether to end, for every row alike."""
+        self.has_ended |= torch.isin(input_ids[:, -1], self._stop_ids)
+        return (2 * self.has_ended.sum() >= len(self.has_ended)).expand(len(self.has_ended))
 
 
 class SampleByUniforms(LogitsProcessor):
