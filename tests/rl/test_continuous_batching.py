@@ -12,6 +12,7 @@ from tests.rl.test_rollout import build_policy
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.adapters import add_adapter
+from recipes_lib.rl import continuous_batching
 from recipes_lib.rl.continuous_batching import ContinuousBatchingBackend
 from recipes_lib.rl.ppo_math import mask_answers
 
@@ -38,10 +39,7 @@ def test_its_log_probabilities_are_those_of_the_training_graph(temperature):
 
 
 def test_its_samples_are_distributed_as_the_policy_says():
-    policy, engine, count = build_policy("llama"), build_engine(), 4000
-    engine._generation.max_new_tokens = 1
-    engine._sampling = build_sampling()
-    object.__setattr__(engine._sampling, "response_length", 1)
+    policy, engine, count = build_policy("llama"), build_engine(response_length=1), 4000
     engine.load(policy)
     chosen = engine.generate(policy, [PROMPTS[0]] * count, draw(1)).response_ids[:, 0]
     with torch.no_grad():
@@ -92,6 +90,22 @@ def test_an_engine_that_fails_is_no_answer():
     policy.model.layers[0].self_attn.forward = fail
     with pytest.raises(RuntimeError, match="continuous batching failed: the kernel is gone"):
         engine.generate(policy, PROMPTS, draw(4))
+
+
+def test_who_leaves_while_it_samples_does_not_wait_for_the_answers(monkeypatch):
+    monkeypatch.setattr(continuous_batching, "_SECONDS_TO_WAIT", 0.0)
+
+    def leave():
+        raise KeyboardInterrupt
+
+    # No token of this vocabulary ends an answer.
+    policy, engine = build_policy("llama"), build_engine(beat=leave, response_length=200, stop_ids=[99])
+    engine.load(policy)
+    steps = []
+    policy.model.register_forward_hook(lambda *_: steps.append(1))
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(policy, PROMPTS, draw(4))
+    assert len(steps) < 200
 
 
 @pytest.mark.parametrize("options", [{"pages": 3}, {"seed": 3}, {"return_logprobs": False}])

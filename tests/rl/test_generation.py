@@ -20,7 +20,8 @@ STOPS = [3, 4, 5, 6, 7]
 
 
 def build_sampling(temperature: float = 1.0, **options) -> Sampling:
-    return Sampling(stop_ids=STOPS, pad_id=0, response_length=9, temperature=temperature, **options)
+    given = {"stop_ids": STOPS, "pad_id": 0, "response_length": 9, "temperature": temperature}
+    return Sampling(**given | options)
 
 
 def build_backend(temperature: float = 1.0, **options) -> GenerateBackend:

@@ -28,7 +28,7 @@ def build_cache(model: Any, num_tokens: int) -> DynamicCache | None:
     return cache
 
 
-class RoomyLayer(DynamicLayer):  # type: ignore[misc]
+class RoomyLayer(DynamicLayer):
     """A layer's cache that writes the new token, where upstream's copies all that there were.
 
     Source: transformers' ``DynamicLayer``, with which it is held equal in ``tests/models/test_generation_cache.py``.
@@ -36,7 +36,7 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
 
     def __init__(self, num_tokens: int) -> None:
         """Make room for ``num_tokens`` at the first update."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._num_tokens = num_tokens
         self._rooms: list[Tensor] = []
 
@@ -50,7 +50,7 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
             states = (key_states, value_states)
             self._rooms = [new.new_empty(*new.shape[:2], max(end, self._num_tokens), new.shape[-1]) for new in states]
             for room, held in zip(self._rooms, (self.keys, self.values), strict=True):
-                if begin:
+                if held is not None and begin:
                     room[:, :, :begin] = held
         for room, new in zip(self._rooms, (key_states, value_states), strict=True):
             room[:, :, begin:end] = new

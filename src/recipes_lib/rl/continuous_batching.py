@@ -80,7 +80,13 @@ class ContinuousBatchingBackend:
             generation_config=self._generation, continuous_batching_config=options
         ) as manager:
             names = manager.add_requests(requests, max_new_tokens=self._sampling.response_length)
-            answers = self._wait_for(manager, len(names))
+            try:
+                answers = self._wait_for(manager, len(names))
+            except BaseException:
+                # Whoever leaves does not wait for the answers that are under way.
+                for name in names:
+                    manager.cancel_request(name)
+                raise
         return join_answers([answers[name] for name in names], self._sampling)
 
     def _wait_for(self, manager: Any, count: int) -> dict[str, tuple[list[int], list[float]]]:
