@@ -66,6 +66,7 @@ bench: $(STAMP) ## side-by-side benchmarks against transformers and TRL as insta
 	@$(PYTHON) benchmarks/token_shards.py --megabytes 8 --rounds 3 --output build/bench/token_shards.json
 	@$(PYTHON) benchmarks/pretraining.py --rounds 2 --steps 24 --output build/bench/pretraining.json
 	@$(PYTHON) benchmarks/preferences.py --rounds 2 --output build/bench/preferences.json
+	@$(PYTHON) benchmarks/distill.py --rounds 2 --output build/bench/distill.json
 	@$(PYTHON) benchmarks/lora.py --rounds 2 --output build/bench/lora.json
 	@$(PYTHON) benchmarks/guards.py --rounds 2 --output build/bench/guards.json
 	@$(PYTHON) benchmarks/activation_checkpointing.py --output build/bench/activation_checkpointing.json

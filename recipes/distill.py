@@ -25,11 +25,11 @@ from recipes_lib.models.loading import load_causal_lm, load_model_config, load_t
 from recipes_lib.publish.export import export_model
 from recipes_lib.report.page import build_report
 from recipes_lib.training.arguments import build_training_arguments
-from recipes_lib.training.distill import DistillationTrainer
+from recipes_lib.training.distill import DistillationTrainer, prepare_teaching
 from recipes_lib.training.launch import read_launch
 from recipes_lib.training.observer import build_observer
 from recipes_lib.training.run import start_run
-from recipes_lib.training.teacher import is_own_teacher, load_teacher, map_teacher_vocabulary
+from recipes_lib.training.teacher import is_own_teacher, map_teacher_vocabulary
 
 
 def main(config: RecipeConfig) -> None:
@@ -53,13 +53,12 @@ def main(config: RecipeConfig) -> None:
         collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
         trainer = DistillationTrainer(
             model=model,
-            teacher=load_teacher(config, attention, args, vocabulary),
+            teaching=prepare_teaching(config, data, attention, args, vocabulary, collate),
             distillation=config.distillation,
             is_own_teacher=is_own_teacher(config),
             args=args,
             train_dataset=data.train,
             eval_dataset=data.eval,
-            data_collator=collate,
             processing_class=tokenizer,
             observer=build_observer(config, data, args, model, tokenizer, collate),
         )

@@ -43,6 +43,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "check": {"config", "errors", "inspection"},
     "commands": {"config", "data", "errors", "models", "report"},
     "tokenizer": {"config", "data", "errors", "models"},
+    "distill_store": {"config", "data", "errors", "models", "training"},
     "merge": {"config", "errors", "models", "publish"},
     "plan": {"config", "errors", "models", "plan_ppo", "planning", "report"},
     "plan_ppo": {"config", "errors", "models", "planning", "rl"},

@@ -28,6 +28,7 @@ COMMANDS = {
     "check": Command("recipes_lib.check:main", "find every problem of a run before it costs anything"),
     "preview": Command("recipes_lib.commands:preview", "show what the model will be trained on, token by token"),
     "prepare": Command("recipes_lib.commands:prepare", "tokenise, mask and pack once; training then tokenises nothing"),
+    "distill-store": Command("recipes_lib.distill_store:main", "keep what a teacher says of all rows, to distil from"),
     "tokenizer": Command("recipes_lib.tokenizer:main", "train a tokenizer on any data, and say how well it does"),
     "plan": Command("recipes_lib.plan:main", "say what a pretraining run is, costs and does, before it starts"),
     "merge": Command("recipes_lib.merge:main", "make a model of its own of an adapter and its base"),
@@ -39,7 +40,7 @@ COMMANDS = {
 def format_help() -> str:
     """Return the text of ``recipes --help``."""
     lines = ["usage: recipes COMMAND [OPTION ...]", "", "commands:"]
-    lines += [f"  {name:10}{command.summary}" for name, command in COMMANDS.items()]
+    lines += [f"  {name:15}{command.summary}" for name, command in COMMANDS.items()]
     lines += ["", "`recipes COMMAND --help` lists the options of a command; `recipes --version` names the version."]
     return "\n".join(lines) + "\n"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,14 +22,16 @@ from recipes_lib.config.schema import (
     TokensConfig,
 )
 from recipes_lib.data.collators import PackedCollator
+from recipes_lib.distill_store import build_compute
 from recipes_lib.models.attention import AttentionChoice
 from recipes_lib.training.arguments import build_training_arguments
-from recipes_lib.training.distill import DistillationTrainer
+from recipes_lib.training.distill import DistillationTrainer, prepare_teaching
 from recipes_lib.training.launch import read_launch
 from recipes_lib.training.metrics import StepCounter
 from recipes_lib.training.observer import Observer
 from recipes_lib.training.progress import build_progress
 from recipes_lib.training.teacher import is_own_teacher, load_teacher, map_teacher_vocabulary
+from recipes_lib.training.teacher_store import StoreIdentity, identify_store, write_store
 
 KEYS: dict[str, Any] = {
     "bf16": False,
@@ -70,7 +73,7 @@ def build_config(student_dir: Path, teacher_dir: Path, output_dir: Path, **keys:
         stage="distill",
         path=None,
         data=DataConfig(dataset_name="packs"),
-        tokens=TokensConfig(),
+        tokens=TokensConfig(prepared_dir=keys.pop("prepared_dir", None)),
         model=ModelConfig(model_name_or_path=str(student_dir)),
         evaluation=EvaluationConfig(),
         distillation=DistillationConfig(
@@ -96,6 +99,21 @@ class Logs(Recorder):
             self.logs.append(dict(logs))
 
 
+def store_teacher(student_dir: Path, teacher_dir: Path, packs: Any, root: Path, **keys: Any) -> StoreIdentity:
+    """Write what the teacher says of the rows, as a run with these keys would read it."""
+    config = build_config(student_dir, teacher_dir, root / "unused", prepared_dir=str(root), **keys)
+    tokenizer = AutoTokenizer.from_pretrained(student_dir)
+    args = build_training_arguments(config, read_launch(), has_eval=False)
+    vocabulary = map_teacher_vocabulary(config, tokenizer)
+    identity = identify_store(config, vocabulary, {"key": "packs", "max_length": 64})
+    teacher = load_teacher(config, AttentionChoice("sdpa", "rows"), args, vocabulary)
+    collate = PackedCollator(pad_token_id=tokenizer.pad_token_id)
+    compute = build_compute(config, identity.format, teacher, collate, args)
+    root.mkdir(parents=True, exist_ok=True)
+    write_store(identity, packs, compute, batch_size=3, tell=lambda _: None)
+    return identity
+
+
 def make_distiller(
     student_dir: Path, teacher_dir: Path, output_dir: Path, packs: Any, **keys: Any
 ) -> tuple[DistillationTrainer, Logs, list[str]]:
@@ -106,15 +124,17 @@ def make_distiller(
     progress, lines = build_progress(is_main=False), list[str]()
     progress.say = lines.append  # type: ignore[method-assign]
     recorder = Logs()
-    teacher = load_teacher(config, AttentionChoice("sdpa", "rows"), args, map_teacher_vocabulary(config, tokenizer))
+    vocabulary, attention = map_teacher_vocabulary(config, tokenizer), AttentionChoice("sdpa", "rows")
+    collate = PackedCollator(pad_token_id=tokenizer.pad_token_id)
+    data: Any = SimpleNamespace(train=packs, record={"key": "packs", "max_length": 64})
+    teaching = prepare_teaching(config, data, attention, args, vocabulary, collate)
     trainer = DistillationTrainer(
         model=AutoModelForCausalLM.from_pretrained(student_dir, attn_implementation="sdpa"),
-        teacher=teacher,
+        teaching=teaching,
         distillation=config.distillation,
         is_own_teacher=is_own_teacher(config),
         args=args,
         train_dataset=packs,
-        data_collator=PackedCollator(pad_token_id=tokenizer.pad_token_id),
         processing_class=tokenizer,
         observer=Observer(StepCounter(), [], [recorder], progress),
     )

@@ -111,6 +111,7 @@ BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
     "distillation_alpha": {"minimum": 0, "exclusiveMaximum": 1},
     "distillation_beta": {"minimum": 0, "maximum": 1},
     "distillation_temperature": {"exclusiveMinimum": 0},
+    "teacher_top_k": {"minimum": 1},
 }
 """Range of each number, as JSON schema spells it; ``weight`` is that of a ``dataset_mixture`` entry, ``start_tokens``
 that of a ``dataset_curriculum`` phase."""

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
+from recipes_lib.config.distillation_rules import check_distillation
 from recipes_lib.config.paths import check_paths
 from recipes_lib.config.policy import SHARE_OR_COUNT
 from recipes_lib.config.ppo_rules import check_engine, check_ppo, check_rewards
@@ -348,6 +349,6 @@ RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
     "reward": (*_FINE_TUNING, check_adapter, check_pairs),
     "dpo": (*_FINE_TUNING, check_adapter, check_pairs, check_preference),
     "ppo": (*_FINE_TUNING, check_adapter, check_rewards, check_engine, check_ppo),
-    "distill": _FINE_TUNING,
+    "distill": (*_FINE_TUNING, check_distillation),
 }
 """The rules of each stage."""

@@ -325,6 +325,9 @@ class DistillationConfig:
     """Commit, tag or branch of a Hub teacher."""
     teacher_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the teacher's weights; ``auto`` is that of its checkpoint."""
+    teacher_top_k: int | None = None
+    """Learn from what ``recipes distill-store`` wrote: the teacher's so many likeliest tokens, and the rest as one.
+    Unset: the teacher runs beside the student."""
     distillation_alpha: float = 0.5
     """Share of the text's own tokens in the loss; the rest is the teacher's. At 0 the text only says what is asked."""
     distillation_beta: float = 0.0

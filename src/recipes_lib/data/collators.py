@@ -7,11 +7,20 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from recipes_lib.data.masking import IGNORE_INDEX
 
 Layout = Literal["rows", "flat"]
+
+
+def find_targets(row: Mapping[str, Any]) -> npt.NDArray[np.bool_]:
+    """Which tokens of a prepared row are targets, ``bool (T,)``: never the first of a document."""
+    lengths = np.asarray(row["seq_lengths"], np.int64)
+    is_target = np.array(row["loss_mask"], np.bool_)
+    is_target[np.cumsum(lengths) - lengths] = False
+    return is_target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +90,7 @@ class PackedCollator:
         for at, row in enumerate(rows):
             ids, lengths = np.asarray(row["input_ids"]), np.asarray(row["seq_lengths"], np.int64)
             total, starts = len(ids), np.cumsum(lengths) - lengths
-            is_target = np.array(row["loss_mask"], np.bool_)
-            is_target[starts] = False
+            is_target = find_targets(row)
             input_ids[at, :total] = ids
             labels[at, :total][is_target] = ids[is_target]
             position_ids[at, :total] = np.arange(total) - np.repeat(starts, lengths)

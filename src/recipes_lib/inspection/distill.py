@@ -34,3 +34,12 @@ class DistillationInspection(SFTInspection):
             f"teacher: {teacher.model_type}, knows the student's {len(vocabulary.teacher_ids):,} tokens {how}; "
             f"rows of the embeddings: student {sizes[0]:,}, teacher {sizes[1]:,}"
         )
+        if self.config.distillation.teacher_top_k is not None and self._data is not None:
+            from recipes_lib.data.store import find_set
+            from recipes_lib.training.teacher_store import identify_store
+
+            identity = identify_store(self.config, vocabulary, self._data.record)
+            size = self._data.audit.num_target_tokens * identity.format.dtype.itemsize
+            is_there = find_set(identity.root, identity.key) is not None
+            state = "is stored" if is_there else "is not stored yet: run `recipes distill-store` before training"
+            say(f"what the teacher says, {size / 1e9:.2f} GB, {state}")

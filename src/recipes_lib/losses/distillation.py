@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from recipes_lib.losses.divergence import compute_divergence
 from recipes_lib.losses.projection import Projection, ProjectionGradients, build_projection
+from recipes_lib.losses.top_k import TopLogps, learn_top
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class Lesson:
     """
 
     targets: Tensor
-    teacher: TeacherHead
+    teacher: TeacherHead | TopLogps
     objective: Objective
 
 
@@ -100,7 +103,8 @@ def compute_distillation(
     Logits of student and teacher exist for ``chunk_size`` targets at a time. Gradients are made in the forward pass,
     and only for the student; backward multiplies them, in place, and so can run once. The cross-entropy is over the
     student's whole vocabulary. The divergence is between distributions over the ``C`` tokens that the teacher has,
-    which are the student's first: rows of padding behind them, which no text holds, take no part.
+    which are the student's first: rows of padding behind them, which no text holds, take no part. Of a teacher known by
+    ``TopLogps`` all tokens but its likeliest are one.
 
     Args:
         hidden: The student's last hidden states, ``(N, D)``, each beside the token that it predicts.
@@ -137,40 +141,24 @@ class _ChunkedDistillation(torch.autograd.Function):
         alpha, temperature = lesson.objective.alpha, lesson.objective.temperature
         nll_sum, divergence_sum, teacher_nll_sum = (hidden.new_zeros((), dtype=projection.wide) for _ in range(3))
         num_correct, num_agreed = (lesson.targets.new_zeros(()) for _ in range(2))
-        matrix, teacher = weight.to(projection.dtype), lesson.teacher
-        # Which dtype its products have is autocast's to say too, and so is settled before that is off.
-        taught = build_projection(
-            teacher.hidden,
-            teacher.weight,
-            logit_scale=teacher.logit_scale,
-            softcap=teacher.softcap,
-            chunk_size=projection.chunk_size,
-        )
+        matrix = weight.to(projection.dtype)
+        lessons = _iterate_lessons(lesson, projection)
         with torch.autocast(hidden.device.type, enabled=False):
-            chunks = projection.iterate(hidden, matrix, bias)
-            teacher_chunks = taught.iterate(teacher.hidden, teacher.weight.to(taught.dtype), teacher.bias)
-            for chunk, teacher_chunk in zip(chunks, teacher_chunks, strict=True):
+            for chunk, learn in zip(projection.iterate(hidden, matrix, bias), lessons, strict=True):
                 logits, targets = chunk.logits, lesson.targets[chunk.rows, None]
-                teacher_logits = teacher_chunk.logits.to(projection.wide)
-                shared = logits[:, : teacher_logits.shape[1]]
                 choice = logits.argmax(dim=-1, keepdim=True)
                 num_correct += (choice == targets).sum()
-                num_agreed += (choice == teacher_logits.argmax(dim=-1, keepdim=True)).sum()
                 log_totals = logits.logsumexp(dim=-1, keepdim=True)
                 nll_sum += (log_totals - logits.gather(1, targets)).sum()
-                teacher_nll_sum += (
-                    teacher_logits.logsumexp(-1, keepdim=True) - teacher_logits.gather(1, targets)
-                ).sum()
-                teacher_logps = teacher_logits.div_(temperature).log_softmax(dim=-1)
-                student_logps = (shared / temperature).log_softmax(dim=-1)
-                divergence = compute_divergence(teacher_logps, student_logps, lesson.objective.beta)
-                divergence_sum += divergence.values.sum()
+                learnt = learn(logits, targets)
+                divergence_sum += learnt.divergences.sum()
+                teacher_nll_sum += learnt.nll_sum
+                num_agreed += (choice == learnt.choice).sum()
                 if any(needed):
                     # The logits become the gradient of the cross-entropy, softmax minus one-hot, and then of the whole.
                     logits.sub_(log_totals).exp_().scatter_add_(1, targets, -torch.ones_like(log_totals)).mul_(alpha)
-                    slopes = divergence.slopes
-                    slopes.sub_(student_logps.exp_().mul_(slopes.sum(dim=-1, keepdim=True)))
-                    shared.add_(slopes, alpha=(1 - alpha) * temperature)
+                    shared = logits[:, : learnt.gradient.shape[1]]
+                    shared.add_(learnt.gradient, alpha=(1 - alpha) * temperature)
                     gradients.add(chunk, matrix)
         ctx.save_for_backward(*gradients.finish())
         loss_sum = alpha * nll_sum + (1 - alpha) * temperature**2 * divergence_sum
@@ -184,3 +172,53 @@ class _ChunkedDistillation(torch.autograd.Function):
         # In place, as for the cross-entropy. Should backward run again, autograd finds them changed and raises.
         scaled = (None if gradient is None else gradient.mul_(upstream) for gradient in ctx.saved_tensors)
         return (*scaled, None, None, None)
+
+
+class _Learnt(NamedTuple):
+    """What a chunk of places has to learn of the teacher.
+
+    Attributes:
+        divergences: ``(n,)``.
+        gradient: Of each with respect to the student's logits at the temperature, ``(n, C)``.
+        choice: The teacher's first choice, ``(n, 1)``.
+        nll_sum: Of the targets under the teacher.
+    """
+
+    divergences: Tensor
+    gradient: Tensor
+    choice: Tensor
+    nll_sum: Tensor
+
+
+def _iterate_lessons(lesson: Lesson, projection: Projection) -> Iterator[Callable[[Tensor, Tensor], _Learnt]]:
+    """Yield for each chunk the function that takes the student's logits and the targets; autocast is on or off here."""
+    teacher, objective, size = lesson.teacher, lesson.objective, projection.chunk_size
+    if isinstance(teacher, TopLogps):
+        starts = range(0, len(lesson.targets), size)
+        return (partial(_learn_top, teacher.take(slice(start, start + size)), objective) for start in starts)
+    # Which dtype its products have is autocast's to say, and so is settled before that is off.
+    taught = build_projection(
+        teacher.hidden,
+        teacher.weight,
+        logit_scale=teacher.logit_scale,
+        softcap=teacher.softcap,
+        chunk_size=size,
+    )
+    chunks = taught.iterate(teacher.hidden, teacher.weight.to(taught.dtype), teacher.bias)
+    return (partial(_learn_whole, chunk.logits.to(projection.wide), objective) for chunk in chunks)
+
+
+def _learn_whole(teacher_logits: Tensor, objective: Objective, logits: Tensor, targets: Tensor) -> _Learnt:
+    choice = teacher_logits.argmax(dim=-1, keepdim=True)
+    nll_sum = (teacher_logits.logsumexp(dim=-1, keepdim=True) - teacher_logits.gather(1, targets)).sum()
+    teacher_logps = teacher_logits.div_(objective.temperature).log_softmax(dim=-1)
+    student_logps = (logits[:, : teacher_logps.shape[1]] / objective.temperature).log_softmax(dim=-1)
+    divergences, slopes = compute_divergence(teacher_logps, student_logps, objective.beta)
+    gradient = slopes.sub_(student_logps.exp_().mul_(slopes.sum(dim=-1, keepdim=True)))
+    return _Learnt(divergences, gradient, choice, nll_sum)
+
+
+def _learn_top(teacher: TopLogps, objective: Objective, logits: Tensor, targets: Tensor) -> _Learnt:
+    scaled = logits[:, : teacher.num_tokens] / objective.temperature
+    divergences, gradient = learn_top(scaled, teacher, objective.beta)
+    return _Learnt(divergences, gradient, teacher.ids[:, :1], -teacher.target_logps.sum())

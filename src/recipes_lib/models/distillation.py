@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from recipes_lib.losses.distillation import DistillationSums, Lesson, Objective, TeacherHead, compute_distillation
+from recipes_lib.losses.top_k import TopLogps, compute_top_logps
 from recipes_lib.models.heads import HeadOutput
 
 
@@ -32,19 +34,48 @@ def score_beside_teacher(
     Source: ``tests/models/test_distillation.py``.
     """
     is_target = labels[:, 1:] >= 0
-    targets = labels[:, 1:][is_target]
     outputs: list[HeadOutput] = []
 
     def lend(hidden: Tensor, weight: Tensor, **options: Any) -> None:
         head = TeacherHead(hidden[:, :-1][is_target], weight, **options)
-        lesson = Lesson(targets, head, objective)
-
-        def score(hidden: Tensor, weight: Tensor, **options: Any) -> DistillationSums:
-            sums: DistillationSums = compute_distillation(hidden[:, :-1][is_target], weight, lesson, **options)
-            return sums
-
         # Not returned through the teacher, whose hooks would wait for a backward pass of its own.
-        outputs.append(student(**inputs, head=score))
+        outputs.append(score_beside_record(student, head, inputs, labels, objective))
 
     teacher(**inputs, head=lend)
     return outputs[0]
+
+
+def score_beside_record(
+    student: Any, teacher: TeacherHead | TopLogps, inputs: Mapping[str, Any], labels: Tensor, objective: Objective
+) -> HeadOutput:
+    """As ``score_beside_teacher``, where it is known what the teacher says of the targets, row by row."""
+    is_target = labels[:, 1:] >= 0
+    lesson = Lesson(labels[:, 1:][is_target], teacher, objective)
+
+    def score(hidden: Tensor, weight: Tensor, **options: Any) -> DistillationSums:
+        sums: DistillationSums = compute_distillation(hidden[:, :-1][is_target], weight, lesson, **options)
+        return sums
+
+    output: HeadOutput = student(**inputs, head=score)
+    return output
+
+
+@torch.no_grad()
+def ask_teacher(teacher: Any, inputs: Mapping[str, Any], labels: Tensor, *, k: int, temperature: float) -> TopLogps:
+    """Return what a teacher says of the targets of a batch, row by row: its ``k`` likeliest tokens.
+
+    Args:
+        teacher: As for ``score_beside_teacher``.
+        inputs: As for ``score_beside_teacher``.
+        labels: As for ``score_beside_teacher``.
+        k: At most the teacher's vocabulary.
+        temperature: Divides the logits.
+    """
+    is_target = labels[:, 1:] >= 0
+
+    def read(hidden: Tensor, weight: Tensor, **options: Any) -> TopLogps:
+        targets = labels[:, 1:][is_target]
+        return compute_top_logps(hidden[:, :-1][is_target], weight, targets, k=k, temperature=temperature, **options)
+
+    top: TopLogps = teacher(**inputs, head=read).result
+    return top

@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
 
-from recipes_lib.config.schema import DistillationConfig
+from recipes_lib.config.schema import DistillationConfig, RecipeConfig
+from recipes_lib.data.training_data import TrainingData
 from recipes_lib.errors import DivergedError
 from recipes_lib.losses.distillation import DistillationSums, Objective
-from recipes_lib.models.distillation import score_beside_teacher
+from recipes_lib.losses.top_k import TopLogps
+from recipes_lib.models.attention import AttentionChoice
+from recipes_lib.models.distillation import score_beside_record, score_beside_teacher
+from recipes_lib.models.vocabulary import VocabularyMap
 from recipes_lib.training.arguments import get_rounding_dtype
 from recipes_lib.training.figures import TermFigures
 from recipes_lib.training.recipe_trainer import Batch
 from recipes_lib.training.sft import SFTTrainer
+from recipes_lib.training.teacher import load_teacher
+from recipes_lib.training.teacher_store import TEACHER_FIELD, TaughtCollator, identify_store, read_store
+
+Collate = Callable[[Sequence[Mapping[str, Any]]], Batch]
+
+
+@dataclass(frozen=True, slots=True)
+class Teaching:
+    """Where a student hears its teacher.
+
+    Attributes:
+        teacher: The model, or ``None`` where ``rows`` hold what it says.
+        rows: To train on.
+        collate: Rows to a batch.
+    """
+
+    teacher: PreTrainedModel | None
+    rows: Any
+    collate: Collate
 
 
 class DistillationTrainer(SFTTrainer):
@@ -27,26 +51,30 @@ class DistillationTrainer(SFTTrainer):
     """
 
     def __init__(
-        self, *, teacher: PreTrainedModel, distillation: DistillationConfig, is_own_teacher: bool, **kwargs: Any
+        self, *, teaching: Teaching, distillation: DistillationConfig, is_own_teacher: bool, **kwargs: Any
     ) -> None:
         """Set the trainer up.
 
         Args:
-            teacher: From ``load_teacher``; it is in no optimizer and in no checkpoint.
+            teaching: From ``prepare_teaching``; a teacher is in no optimizer and in no checkpoint.
             distillation: What the student learns.
             is_own_teacher: Whether the student begins as a copy of its teacher: the first divergence must be 0.
             **kwargs: As ``SFTTrainer``.
         """
-        super().__init__(**kwargs)
+        super().__init__(data_collator=teaching.collate, **kwargs)
+        # TRL takes tables only.
+        self.train_dataset, teacher = teaching.rows, teaching.teacher
         self.objective: Objective = build_objective(distillation)
         self.figures = TermFigures()
         # Before the one that writes, which puts down what the figures are by then.
         self.callback_handler.callbacks.insert(1, self.figures)
-        # Its products in the student's precision, its weights sharded as the student's.
-        self.teacher: nn.Module = self.accelerator.prepare_model(teacher, device_placement=True, evaluation_mode=True)
-        # accelerate keeps what it prepares, for checkpoints of its own.
-        self.accelerator._models.pop()
-        self._teacher_dtype = teacher.dtype
+        self.teacher: nn.Module | None = None
+        self._teacher_dtype = torch.float16 if teacher is None else teacher.dtype
+        if teacher is not None:
+            # Its products in the student's precision, its weights sharded as the student's.
+            self.teacher = self.accelerator.prepare_model(teacher, device_placement=True, evaluation_mode=True)
+            # accelerate keeps what it prepares, for checkpoints of its own.
+            self.accelerator._models.pop()
         self._is_first_step = True
         self._is_own_teacher = is_own_teacher
 
@@ -59,7 +87,11 @@ class DistillationTrainer(SFTTrainer):
     ) -> Any:
         """Return this process's share of the step's mean loss of a target."""
         num_tokens, labels = inputs.pop("num_tokens"), inputs.pop("labels")
-        output = score_beside_teacher(model, self.teacher, inputs, labels, self.objective)
+        record = inputs.pop(TEACHER_FIELD, None)
+        if record is None:
+            output = score_beside_teacher(model, self.teacher, inputs, labels, self.objective)
+        else:
+            output = score_beside_record(model, TopLogps(**record), inputs, labels, self.objective)
         sums: DistillationSums = output.result
         if self._is_first_step:
             self._is_first_step = False
@@ -86,6 +118,33 @@ class DistillationTrainer(SFTTrainer):
                 yield
         finally:
             self.figures, self._is_first_step = figures, is_first
+
+
+def prepare_teaching(
+    config: RecipeConfig,
+    data: TrainingData,
+    attention: AttentionChoice,
+    args: TrainingArguments,
+    vocabulary: VocabularyMap,
+    collate: Collate,
+) -> Teaching:
+    """Load the teacher, or read what is stored of it.
+
+    Args:
+        config: The run.
+        data: Its rows.
+        attention: Of the student.
+        args: Precision of the products.
+        vocabulary: From ``map_teacher_vocabulary``.
+        collate: Rows to the student's batch.
+
+    Raises:
+        ConfigError: As ``load_teacher`` or ``read_store``.
+    """
+    if config.distillation.teacher_top_k is None:
+        return Teaching(load_teacher(config, attention, args, vocabulary), data.train, collate)
+    identity = identify_store(config, vocabulary, data.record)
+    return Teaching(None, read_store(identity, data.train), TaughtCollator(collate, identity.format))
 
 
 def build_objective(distillation: DistillationConfig) -> Objective:

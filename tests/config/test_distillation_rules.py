@@ -1,0 +1,28 @@
+"""Keys of distillation that contradict each other, or that are spelt as elsewhere, say what to write."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("lines", "line", "words"),
+    [
+        ("teacher_top_k: 64\nmax_steps: 9\nwarmup_steps: 0\ndataset_streaming: true", 5, "needs prepared rows"),
+        ("beta: 0.5", 5, "`distillation_beta`"),
+        ("temperature: 2.0", 5, "`distillation_temperature`"),
+        ("distillation_beta: 1.5", 5, "distillation_beta"),
+        ("distillation_alpha: 1.0", 5, "distillation_alpha"),
+        ("teacher_top_k: 0", 5, "teacher_top_k"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_its_line(problems_of, lines: str, line: int, words: str) -> None:
+    (problem,) = problems_of(lines + "\n", stage="distill")
+    assert problem.where == f"recipe.yaml:{line}"
+    assert words in problem.found
+    assert problem.remedy
+
+
+@pytest.mark.parametrize("lines", ["teacher_top_k: 64", "distillation_beta: 0", "distillation_beta: 1"])
+def test_what_agrees_passes(problems_of, lines: str) -> None:
+    assert not problems_of(lines + "\n", stage="distill")

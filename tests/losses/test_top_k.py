@@ -1,0 +1,145 @@
+"""A teacher's likeliest tokens are torch's, and what is learnt from them is a lower bound that grows to the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.losses.test_distillation import (
+    OBJECTIVES,
+    OPTIONS,
+    SHARED,
+    VOCABULARY,
+    distil,
+    from_logits,
+    make_lesson,
+    make_student,
+)
+from tests.losses.test_token_logps import LargestTensor
+from torch.nn import functional
+
+from recipes_lib.losses.distillation import Lesson, Objective, TeacherHead, compute_distillation
+from recipes_lib.losses.top_k import MIN_LOG_TAIL, TopLogps, compute_top_logps, learn_top
+
+
+def keep_top(lesson: Lesson, k: int, **changes: Any) -> Lesson:
+    """The lesson of a teacher of whom only the likeliest tokens are known."""
+    head = lesson.teacher
+    assert isinstance(head, TeacherHead)
+    options = {"bias": head.bias, "logit_scale": head.logit_scale, "softcap": head.softcap}
+    top = compute_top_logps(
+        head.hidden, head.weight, lesson.targets, k=k, temperature=lesson.objective.temperature, **options
+    )
+    return Lesson(lesson.targets, top._replace(**changes), lesson.objective)
+
+
+def test_the_likeliest_tokens_are_torchs() -> None:
+    lesson = make_lesson(Objective(temperature=2.0))
+    head, top = lesson.teacher, keep_top(lesson, 5).teacher
+    assert isinstance(top, TopLogps)
+    logits = functional.linear(head.hidden, head.weight, head.bias)
+    logps = (logits / 2).log_softmax(-1)
+    values, ids = logps.topk(5)
+    torch.testing.assert_close((top.logps, top.ids), (values, ids))
+    torch.testing.assert_close(top.log_tails.exp(), 1 - values.exp().sum(-1))
+    torch.testing.assert_close(top.target_logps, -functional.cross_entropy(logits, lesson.targets, reduction="none"))
+    assert top.num_tokens == SHARED
+
+
+@pytest.mark.parametrize("chunk_size", [4, None])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_with_all_tokens_it_is_the_live_loss_with_its_gradient(
+    objective: Objective, options: dict[str, float], chunk_size: int | None
+) -> None:
+    student, lesson = make_student(), make_lesson(objective)
+    live, stored = (
+        distil(student, each, chunk_size=chunk_size, **options) for each in (lesson, keep_top(lesson, SHARED))
+    )
+    torch.testing.assert_close([*live], [*stored])
+    for one, other in zip(
+        torch.autograd.grad(live.loss_sum, student), torch.autograd.grad(stored.loss_sum, student), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("k", [1, 6])
+def test_the_gradient_is_torchs_through_the_buckets(k: int, beta: float) -> None:
+    student, lesson = make_student(), keep_top(make_lesson(Objective(0.0, beta, 2.0)), k)
+    top = lesson.teacher
+    assert isinstance(top, TopLogps)
+    logps = (functional.linear(*student)[:, :SHARED] / 2).log_softmax(-1)
+    picked = logps.gather(1, top.ids)
+    rest = logps.scatter(1, top.ids, -torch.inf).logsumexp(-1, keepdim=True)
+    student_logps = torch.cat([picked, rest], dim=-1)
+    teacher_logps = torch.cat([top.logps, top.log_tails[:, None]], dim=-1)
+    p, q = teacher_logps.exp(), student_logps.exp()
+    if beta in (0.0, 1.0):
+        divergence = (p * (teacher_logps - student_logps) if beta == 0 else q * (student_logps - teacher_logps)).sum()
+    else:
+        mixture = (beta * p + (1 - beta) * q).log()
+        divergence = (p * (teacher_logps - mixture)).sum() / (1 - beta) + (q * (student_logps - mixture)).sum() / beta
+    sums = distil(student, lesson, chunk_size=5)
+    torch.testing.assert_close(sums.divergence_sum, divergence.detach())
+    expected = torch.autograd.grad(4 * divergence, student)
+    for got, wanted in zip(torch.autograd.grad(sums.loss_sum, student), expected, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_the_tail_bucket_is_a_lower_bound_that_grows_with_k(beta: float) -> None:
+    student, lesson = make_student(), make_lesson(Objective(0.0, beta, 1.0))
+    with torch.no_grad():
+        live = distil(student, lesson).divergence_sum.item()
+        bounds = [distil(student, keep_top(lesson, k)).divergence_sum.item() for k in (1, 2, 4, 8, 16, 32, SHARED)]
+    assert all(lower <= higher + 1e-12 for lower, higher in zip(bounds, [*bounds[1:], live], strict=True))
+    assert bounds[0] < 0.9 * live
+    assert bounds[-1] == pytest.approx(live)
+
+
+def test_the_closed_form_of_the_tail_bucket() -> None:
+    teacher = torch.tensor([0.6, 0.2, 0.1, 0.06, 0.04], dtype=torch.float64).log()
+    student = torch.tensor([0.4, 0.3, 0.1, 0.1, 0.1], dtype=torch.float64).log()
+    whole, _ = from_logits(student.tolist(), teacher.tolist(), Objective(0.0))
+    assert whole.loss_sum.item() == pytest.approx(0.094885, abs=1e-6)
+    values, ids = teacher.topk(2)
+    top = TopLogps(ids[None], values[None], torch.tensor([0.2], dtype=torch.float64).log(), torch.zeros(1), 5)
+    bound, _ = learn_top(student[None].clone(), top, 0.0)
+    assert bound.item() == pytest.approx(0.081093, abs=1e-6)
+
+
+def test_a_student_that_is_its_teacher_has_nothing_to_learn_at_any_k() -> None:
+    hidden, weight, bias = make_student()
+    head = TeacherHead(hidden.detach(), weight.detach(), bias.detach())
+    lesson = Lesson(make_lesson(OBJECTIVES[0]).targets, head, Objective(0.0, 0.5, 2.0))
+    for k in (1, 9, VOCABULARY):
+        sums = compute_distillation(hidden, weight, keep_top(lesson, k), bias=bias)
+        assert abs(sums.loss_sum.item()) < 1e-12
+        for gradient in torch.autograd.grad(sums.loss_sum, (hidden, weight, bias)):
+            assert gradient.abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_a_tail_without_mass_stays_finite(beta: float) -> None:
+    logits = torch.zeros(2, 6)
+    logits[:, 0] = 300.0
+    top = compute_top_logps(logits, torch.eye(6), torch.zeros(2, dtype=torch.int64), k=1, temperature=1.0)
+    assert top.log_tails.tolist() == [MIN_LOG_TAIL] * 2
+    for student in (logits.flip(1), logits, torch.zeros(2, 6)):
+        values, gradient = learn_top(student.clone(), top, beta)
+        assert values.isfinite().all()
+        assert gradient.isfinite().all()
+
+
+def test_never_more_than_a_chunk_of_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk, vocabulary, num_tokens = 8, 1000, 64
+    monkeypatch.setattr("recipes_lib.losses.projection.CHUNK_BYTES", 4 * chunk * vocabulary)
+    monkeypatch.setattr("recipes_lib.losses.projection.MIN_CHUNK_TOKENS", 1)
+    hidden, weight = torch.randn(num_tokens, 4, requires_grad=True), torch.randn(vocabulary, 4, requires_grad=True)
+    targets = torch.randint(0, vocabulary, (num_tokens,))
+    with LargestTensor() as largest:
+        top = compute_top_logps(torch.randn(num_tokens, 4), torch.randn(vocabulary, 4), targets, k=3, temperature=1.0)
+        compute_distillation(hidden, weight, Lesson(targets, top, Objective(0.5))).loss_sum.backward()
+    assert largest.numel == chunk * vocabulary
