@@ -19,6 +19,7 @@ from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.export import export_model
 from recipes_lib.report.page import build_report
+from recipes_lib.rl.critic_export import CRITIC_FOLDER, save_critic
 from recipes_lib.rl.models import load_actor_critic
 from recipes_lib.rl.rewards import load_rewards
 from recipes_lib.rl.trainer import PPOTrainer, build_exporter, check_launch
@@ -48,6 +49,8 @@ def main(config: RecipeConfig) -> None:
         trainer = PPOTrainer(config, args, models, rewards, prompts, tokenizer)
         trainer.train(run.resume_from)
         export_model(build_exporter(models, args, tokenizer), run.output_dir)
+        if config.rewards.save_critic and launch.is_main:
+            save_critic(models.critic, tokenizer, run.output_dir / CRITIC_FOLDER)
     if launch.is_main:
         build_report(run.output_dir)
 

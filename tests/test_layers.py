@@ -45,6 +45,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "tokenizer": {"config", "data", "errors", "models"},
     "distill_store": {"config", "data", "errors", "models", "training"},
     "merge": {"config", "errors", "models", "publish"},
+    "sample_pairs": {"config", "data", "errors", "models", "rl", "training"},
     "plan": {"config", "errors", "models", "plan_ppo", "planning", "report"},
     "plan_ppo": {"config", "errors", "models", "planning", "rl"},
 }

@@ -27,6 +27,7 @@ INSPECTIONS: Final = {
     "dpo": ("recipes_lib.inspection.pairs", "PairInspection"),
     "ppo": ("recipes_lib.inspection.ppo", "PPOInspection"),
     "distill": ("recipes_lib.inspection.distill", "DistillationInspection"),
+    **dict.fromkeys(("rloo", "grpo"), ("recipes_lib.inspection.groups", "GroupInspection")),
 }
 """Stage -> module and class that look at its runs."""
 

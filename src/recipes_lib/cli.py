@@ -31,6 +31,7 @@ COMMANDS = {
     "distill-store": Command("recipes_lib.distill_store:main", "keep what a teacher says of all rows, to distil from"),
     "tokenizer": Command("recipes_lib.tokenizer:main", "train a tokenizer on any data, and say how well it does"),
     "plan": Command("recipes_lib.plan:main", "say what a pretraining run is, costs and does, before it starts"),
+    "sample-pairs": Command("recipes_lib.sample_pairs:main", "make pairs of a policy's own answers, by its rewards"),
     "merge": Command("recipes_lib.merge:main", "make a model of its own of an adapter and its base"),
     "report": Command("recipes_lib.commands:report", "make report.html from an output directory"),
     "doctor": Command("recipes_lib.doctor:main", "say what this machine can do, and how to get the rest"),

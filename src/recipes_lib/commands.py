@@ -27,7 +27,7 @@ def prepare(argv: Sequence[str]) -> None:
         from recipes_lib.data.token_prepare import main
     elif stage in ("reward", "dpo"):
         from recipes_lib.data.pair_prepare import main
-    elif stage == "ppo":
+    elif stage in ("ppo", "rloo", "grpo"):
         found = "there is nothing to prepare: prompts are tokenised when the run starts"
         raise ConfigError(Problem("--stage", found, "look at them with `recipes check` and `recipes preview`"))
     else:

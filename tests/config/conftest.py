@@ -20,7 +20,9 @@ learning_rate: 1e-5
 SOUND_OF = dict.fromkeys(STAGES, SOUND) | {
     "pretrain": SOUND.replace("learning_rate: 1e-5", "max_length: 1024"),
     "distill": SOUND.replace("learning_rate: 1e-5", "teacher_model_name_or_path: owner/teacher"),
-    "ppo": SOUND.replace("learning_rate: 1e-5", "reward_funcs: [package.module:function]"),
+    **dict.fromkeys(
+        ("ppo", "rloo", "grpo"), SOUND.replace("learning_rate: 1e-5", "reward_funcs: [package.module:function]")
+    ),
 }
 
 

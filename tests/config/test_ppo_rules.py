@@ -20,6 +20,7 @@ import pytest
         ("use_transformers_continuous_batching: true\nattn_implementation: varlen", 6, "not known to transformers"),
         ("use_vllm: true\nuse_peft: true\nload_in_4bit: true", 5, "weights of few bits"),
         ("use_vllm: true\nvllm_mode: colocate", 6, "is `server` here"),
+        ("use_peft: true\nsave_critic: true", 6, "the critic is an adapter"),
         ("kl_estimator: k3", 5, "k3 and k2 have not the gradient of KL"),
         ("reward_model_path: a/b", 5, "was renamed to `reward_model_name_or_path`"),
     ],
@@ -39,3 +40,36 @@ def test_ppo_needs_a_reward(problems_of) -> None:
     assert "not an import path" in problem.found
     assert not problems_of("reward_model_name_or_path: owner/reward\n", text=text, stage="ppo")
     assert not problems_of("kl_target_per_sequence: 6\nkl_horizon: 100\nreward_weights: [2]\n", stage="ppo")
+
+
+@pytest.mark.parametrize(
+    ("stage", "lines", "line", "words"),
+    [
+        ("grpo", "delta: 4\nloss_type: cispo", 5, "belongs to `loss_type: grpo or dr_grpo"),
+        ("grpo", "vespo_k_pos: 2", 5, "belongs to `loss_type: vespo`"),
+        ("grpo", "entropy_target: 0.3", 5, "without `use_adaptive_entropy: true`"),
+        ("grpo", "num_generations: 1", 5, "num_generations"),
+        ("grpo", "top_p: 0.9", 5, "another distribution"),
+        ("rloo", "use_vllm: true", 5, "not wired in this stage"),
+        ("rloo", "max_completion_length: 64", 5, "is `response_length` here"),
+        ("rloo", "kl_coef: 0.1", 5, "is a key of PPO"),
+        ("rloo", "critic_learning_rate: 1e-5", 5, "there is no critic"),
+        ("rloo", "use_peft: true\nlora_dropout: 0.1", 6, "are compared"),
+        ("rloo", "loss_type: dapo", 5, "another loss"),
+        ("ppo", "num_generations: 4", 5, "not a key of this stage"),
+        ("dpo", "beta: 0", 5, "makes every pair equal"),
+    ],
+)
+def test_what_does_not_belong_to_a_stage_is_refused_at_its_line(
+    problems_of, stage: str, lines: str, line: int, words: str
+) -> None:
+    (problem,) = problems_of(lines + "\n", stage=stage)
+    assert problem.where == f"recipe.yaml:{line}"
+    assert words in problem.found
+    assert problem.remedy
+
+
+def test_sound_recipes_of_groups_have_no_problem(problems_of) -> None:
+    assert not problems_of("beta: 0\nloss_type: dr_grpo\ndelta: 2\nscale_rewards: none\n", stage="grpo")
+    assert not problems_of("sapo_temperature_pos: 1.1\nloss_type: sapo\nnum_generations: 4\n", stage="grpo")
+    assert not problems_of("beta: 0.1\nnum_iterations: 2\nsteps_per_generation: 4\nuse_peft: true\n", stage="rloo")

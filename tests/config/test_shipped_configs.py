@@ -61,10 +61,10 @@ def break_line(path: Path, entry: Entry, new: str, tmp_path: Path) -> list[str]:
 def _where_its_files_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The repository, with the files beside it that `make demo` would have written."""
     (tmp_path / "data").mkdir()
-    for name in ("pretrain", "sft", "brief", "pairs"):
+    for name in ("pretrain", "sft", "brief", "pairs", "questions"):
         (tmp_path / "data" / f"{name}.jsonl").touch()
         (tmp_path / "data" / f"{name}_held_out.jsonl").touch()
-    for name in ("tokenizer", "pretrain", "sft"):
+    for name in ("tokenizer", "pretrain", "sft", "reward"):
         (tmp_path / name).mkdir()
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)

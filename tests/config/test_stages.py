@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from transformers import TrainingArguments
-from trl import DPOConfig, RewardConfig, SFTConfig
+from trl import DPOConfig, GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import SECTIONS
@@ -21,6 +21,8 @@ CLASSES: dict[str, Any] = {
     "dpo": DPOConfig,
     "ppo": TrainingArguments,
     "distill": SFTConfig,
+    "rloo": RLOOConfig,
+    "grpo": GRPOConfig,
 }
 UPSTREAM = {stage: {field.name for field in dataclasses.fields(CLASSES[stage])} for stage in STAGES}
 OURS = {field.name for section in SECTIONS.values() for field in dataclasses.fields(section)}

@@ -39,6 +39,8 @@ def load(tmp_path, tiny_tokenizer):
         {"messages": [*QUESTION, {"role": "assistant", "content": "Four."}]},
         {"prompt": "What is 2 plus 2?", "messages": [*QUESTION, {"role": "assistant", "content": "Four."}]},
         {"instruction": "What is 2 plus 2?", "output": "Four."},
+        {"question": "What is 2 plus 2?", "answer": "2 + 2 = 4 #### 4"},
+        {"question": "ignored", "messages": [*QUESTION, {"role": "assistant", "content": "Four."}]},
         {"conversations": [{"from": "human", "value": "What is 2 plus 2?"}, {"from": "gpt", "value": "Four."}]},
     ],
 )

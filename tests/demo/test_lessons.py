@@ -7,7 +7,8 @@ import pytest
 from recipes_lib.data.formats import canonicalize, detect_format
 from recipes_lib.demo.chats import QUESTIONS, Chat, build_chats
 from recipes_lib.demo.corpus import load_modules, parse_module, standard_library
-from recipes_lib.demo.lessons import build_pairs, shorten
+from recipes_lib.demo.lessons import ask, build_pairs, shorten
+from recipes_lib.rl.verifiers import exact_match
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +84,10 @@ def test_pairs_stand_in_the_order_of_the_chats_and_only_the_lone_ones_are_missin
 
 def test_answers_to_different_questions_are_never_paired():
     assert not list(build_pairs([*asked("a"), *asked("b", question=QUESTIONS[1])]))
+
+
+def test_a_question_is_a_row_of_prompts_that_a_verifier_can_judge(chats):
+    for chat in chats.held_out[:20]:
+        row = ask(chat)
+        assert row["prompt"] == chat.row["messages"][:1]
+        assert exact_match(completions=[chat.row["messages"][1:]], solution=[row["solution"]]) == [1.0]

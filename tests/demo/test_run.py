@@ -33,7 +33,7 @@ def console():
 def test_the_shipped_configurations_find_what_the_demo_wrote(started, monkeypatch):
     folder, _ = started
     monkeypatch.chdir(folder)
-    for name in ("pretrain", "sft"):
+    for name in ("pretrain", "sft", "reward"):
         (folder / name).mkdir()
     for stage, (config, _) in run.STAGES.items():
         parsed = parse_command(stage, ["--config", str(RECIPES / "configs" / "demo" / config)])
@@ -69,9 +69,8 @@ def test_a_failing_stage_ends_the_demo_with_its_exit_code(tmp_path, monkeypatch)
     assert run.run_demo(tmp_path, tmp_path / "out") == 3
 
 
-def write_run(folder, figures, samples=()):
+def write_run(folder, figures, samples=(), keys=("eval_loss", "eval_exact_match", "eval_rewards/accuracies")):
     folder.mkdir()
-    keys = ("eval_loss", "eval_exact_match", "eval_rewards/accuracies")
     lines = [{"kind": "eval", **dict(zip(keys, values, strict=True))} for values in figures]
     (folder / "metrics.jsonl").write_text(
         "".join(f"{json.dumps(line)}\n" for line in [*lines[:1], {"kind": "train"}, *lines[1:]])
@@ -94,6 +93,11 @@ def test_it_shows_what_the_stages_wrote_and_nothing_else(tmp_path, console):
     write_run(tmp_path / "lora", [(5, 0, 0), (2, 0.61, 0)], samples(chat, "a long answer", "Brief."))
     write_run(tmp_path / "reward", [(0.7, 0, 0.53), (0.4, 0, 0.82)])
     write_run(tmp_path / "dpo", [(0.69, 0.5, 0), (0.31, 0.56, 0.91)])
+    answered = [
+        {**sample, "reference": None, "reward": sample["step"] - 0.5} for sample in samples(chat, "maybe", "sure")
+    ]
+    keys = ("eval_reward", "eval_reward/exact_match", "eval_reward/reward_model", "objective/kl_seq")
+    write_run(tmp_path / "ppo", [(0.65, 0.66, -0.25, 0.0), (0.77, 0.74, 0.13, 1.75)], answered, keys)
     (tmp_path / "reward" / "reward_report.json").write_text('{"failed_gates": ["accuracy is low"]}')
     run.show_answers(tmp_path, console)
     run.show_figures(tmp_path, console)
@@ -118,6 +122,11 @@ def test_it_shows_what_the_stages_wrote_and_nothing_else(tmp_path, console):
         "56%",
         "91%",
         "accuracy is low",
+        "maybe  (reward -0.50)",
+        "sure  (reward 0.50)",
+        "-0.25",
+        "74%",
+        "1.75",
         "report.html",
     ):
         assert text in shown

@@ -26,13 +26,21 @@ def test_every_stage_learns_from_real_text(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    runs = {name: read_evaluations(tmp_path / "a demo" / name) for name in ("pretrain", "sft", "lora", "reward", "dpo")}
+    runs = {
+        name: read_evaluations(tmp_path / "a demo" / name)
+        for name in ("pretrain", "sft", "lora", "reward", "dpo", "ppo")
+    }
     assert runs["pretrain"][-1]["eval_loss"] < runs["pretrain"][0]["eval_loss"] - 2
     for stage in ("sft", "lora"):
         assert runs[stage][0]["eval_exact_match"] < 0.05
         assert runs[stage][-1]["eval_exact_match"] > 0.5
     assert runs["dpo"][-1]["eval_rewards/accuracies"] > 0.8
+    before, after = runs["ppo"][0], runs["ppo"][-1]
+    assert after["eval_reward"] > before["eval_reward"] + 0.08
+    assert after["eval_reward/exact_match"] > before["eval_reward/exact_match"] + 0.04
+    assert after["eval_stop_rate"] > 0.95
     verdict = json.loads((tmp_path / "a demo" / "reward" / "reward_report.json").read_text(encoding="utf-8"))
     assert verdict["failed_gates"] == []
     assert verdict["accuracy_low"] > 0.65
     assert "May the reward model serve PPO? Yes" in done.stdout
+    assert "ppo: KL to the fine-tuned model" in done.stdout

@@ -25,6 +25,7 @@ from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.errors import PreemptedError
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.rl.generation import GenerateBackend
+from recipes_lib.rl.groups import build_group_trainer
 from recipes_lib.rl.models import ActorCritic, load_actor_critic
 from recipes_lib.rl.rewards import load_rewards
 from recipes_lib.rl.trainer import PPOTrainer
@@ -147,6 +148,14 @@ def build_flags(policy: Path, output_dir: Path, prompts: Path, **keys: Any) -> l
     return [f"--{name}={value}" for name, value in given.items()]
 
 
+def build_group_flags(policy: Path, output_dir: Path, prompts: Path, **keys: Any) -> list[str]:
+    """The same for RLOO and GRPO: 64 answers at a time, in groups of four, two passes of two steps."""
+    of_ppo = ("num_mini_batches", "critic_learning_rate", "kl_coef", "target_kl")
+    groups = {"num_generations": 4, "steps_per_generation": 2, "num_iterations": 2, "beta": 0.02}
+    flags = build_flags(policy, output_dir, prompts, **groups | keys)
+    return [flag for flag in flags if not flag.startswith(tuple(f"--{name}=" for name in of_ppo))]
+
+
 def train(flags: list[str]) -> ActorCritic:
     """Train as the recipe does, and return the models."""
     config, launch = load_config("ppo", flags), read_launch()
@@ -159,6 +168,19 @@ def train(flags: list[str]) -> ActorCritic:
     rewards = load_rewards(config.rewards, "cpu", models_.reward)
     PPOTrainer(config, args, models_, rewards, prompts, tokenizer).train(run.resume_from)
     return models_
+
+
+def train_groups(stage: str, flags: list[str]) -> None:
+    """Train by RLOO or GRPO as their recipes do."""
+    config, launch = load_config(stage, flags), read_launch()
+    run = start_run(config, launch)
+    config = run.config
+    tokenizer = load_tokenizer(config.model, config.tokens)
+    prompts = load_prompt_data(config, tokenizer)
+    args = build_training_arguments(config, launch, has_eval=True)
+    rewards = load_rewards(config.rewards, "cpu")
+    trainer = build_group_trainer(config, args, launch, rewards, prompts, tokenizer)
+    trainer.train(resume_from_checkpoint=run.resume_from)
 
 
 def read_metrics(output_dir: Path, kind: str = "train") -> list[dict[str, Any]]:

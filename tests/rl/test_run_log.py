@@ -27,7 +27,7 @@ def read(tmp_path):
 
 def tell(log, state):
     log.write("train", state, {"loss": 1.0})
-    log.write_sample(state, Sample("a", "b", None, stopped=True, num_tokens=1), 0.5)
+    log.write_sample(state.step, Sample("a", "b", None, stopped=True, num_tokens=1), 0.5)
     log.write("eval", state, {"eval_reward": 0.5})
 
 

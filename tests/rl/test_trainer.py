@@ -17,6 +17,7 @@ from recipes_lib.errors import ConfigError, PreemptedError
 from recipes_lib.inspection.ppo import PPOInspection
 from recipes_lib.planning.disk import compute_disk
 from recipes_lib.rl import collect, generation
+from recipes_lib.rl import samples as samples_module
 from recipes_lib.rl import trainer as trainer_module
 from recipes_lib.rl.rewards import Rewards
 from recipes_lib.rl.trainer import PPOTrainer, check_launch
@@ -137,7 +138,7 @@ STOPS = {
     "reading": (collect, "lay_out", 4, 4),
     "the policy's update": (Updater, "_learn_policy", 6, 8),
     "the critic's update": (Updater, "_learn_critic", 6, 8),
-    "evaluation": (trainer_module, "Sample", 3, 8),
+    "evaluation": (samples_module, "Sample", 3, 8),
     "saving": (trainer_module, "stage_state", 2, 8),
     "the last save": (trainer_module, "stage_state", 3, 12),
 }

@@ -121,6 +121,8 @@ def _read_upstream(stage: str) -> dict[str, dict[str, Any]]:
         "dpo": trl.DPOConfig,
         "ppo": TrainingArguments,
         "distill": trl.SFTConfig,
+        "rloo": trl.RLOOConfig,
+        "grpo": trl.GRPOConfig,
     }[stage]
     refused = read_refused(stage)
     hints = typing.get_type_hints(config)

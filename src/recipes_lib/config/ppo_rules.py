@@ -1,16 +1,26 @@
-"""What must hold between the keys of PPO."""
+"""What must hold between the keys of the stages that learn from answers of their own: PPO, RLOO, GRPO."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 from collections.abc import Iterator
+from typing import Final
 
 from recipes_lib.config.schema import EngineConfig
 from recipes_lib.config.settings import Settings
 from recipes_lib.errors import Problem
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+_CLIPPED: Final = ("grpo", "dr_grpo", "dapo", "bnpo", "luspo")
+_LOSS_OPTIONS: Final = {
+    "delta": _CLIPPED,
+    **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), ("sapo",)),
+    **dict.fromkeys(("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"), ("vespo",)),
+}
+"""Options of GRPO's losses, and the losses that read them."""
+_ENTROPY_OPTIONS: Final = ("entropy_coef_delta", "entropy_coef_max", "entropy_coef_min", "entropy_target")
 
 
 def check_rewards(settings: Settings) -> Iterator[Problem]:
@@ -43,10 +53,17 @@ def check_rewards(settings: Settings) -> Iterator[Problem]:
 
 
 def check_ppo(settings: Settings) -> Iterator[Problem]:
-    """Options of an adaptive price need its target, and a policy under an adapter is its own reference and critic."""
+    """Options of an adaptive price need its target, and a policy under an adapter is its own critic."""
     if settings.gives("kl_horizon") and not settings.gives("kl_target_per_sequence"):
         found = "`kl_horizon` has no effect: `kl_coef` is fixed"
         yield Problem(settings.where("kl_horizon"), found, "write `kl_target_per_sequence: ...`, or delete the line")
+    if settings["use_peft"] and settings["save_critic"]:
+        found = "`save_critic` has no effect: the critic is an adapter on the policy's own weights"
+        yield Problem(settings.where("save_critic"), found, "delete the line, or train without adapters")
+
+
+def check_own_reference(settings: Settings) -> Iterator[Problem]:
+    """Without its adapter a policy is its own reference."""
     if not settings["use_peft"]:
         return
     if settings["lora_dropout"]:
@@ -79,3 +96,16 @@ def check_engine(settings: Settings) -> Iterator[Problem]:
         found = "`use_vllm` would merge the adapter into weights of few bits"
         remedy = "train the adapter on full weights, or write `use_transformers_continuous_batching: true` instead"
         yield Problem(settings.where("use_vllm"), found, remedy)
+
+
+def check_group_loss(settings: Settings) -> Iterator[Problem]:
+    """Options of one loss need that loss, and those of an adaptive entropy bonus need it."""
+    loss = settings["loss_type"]
+    for key, users in _LOSS_OPTIONS.items():
+        if settings.gives(key) and loss not in users and not settings.broken("loss_type"):
+            found = f"`{key}` has no effect: it belongs to `loss_type: {' or '.join(users)}`"
+            yield Problem(settings.where(key), found, "delete the line, or choose that loss")
+    for key in _ENTROPY_OPTIONS:
+        if settings.gives(key) and not settings["use_adaptive_entropy"]:
+            found = f"`{key}` has no effect without `use_adaptive_entropy: true`"
+            yield Problem(settings.where(key), found, "write that line too, or delete this one")

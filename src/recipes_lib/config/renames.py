@@ -166,6 +166,7 @@ _OF_DPO = (
     "precompute_ref_log_probs precompute_ref_batch_size sync_ref_model ref_model_mixup_alpha ref_model_sync_steps "
     "disable_dropout"
 )
+_OF_GROUPS = "num_generations steps_per_generation num_iterations scale_rewards epsilon epsilon_high"
 _OF_DISTILLATION = "teacher_model_name_or_path teacher_model_revision teacher_model_init_kwargs"
 _OF_ACCELERATE = (
     "mixed_precision num_processes num_machines machine_rank main_process_ip main_process_port distributed_type "
@@ -175,6 +176,7 @@ _OF_ACCELERATE = (
 ELSEWHERE: Final[Mapping[str, Retired]] = {
     **each(_OF_DPO, _of_stage("dpo")),
     **each("center_rewards_coefficient", _of_stage("reward")),
+    **each(_OF_GROUPS, _of_stage("grpo")),
     **each(_OF_DISTILLATION, _of_stage("distill")),
     **each(_OF_ACCELERATE, _ACCELERATE),
     **each("weight split revision format", _IN_MIXTURE),
@@ -188,4 +190,4 @@ ELSEWHERE: Final[Mapping[str, Retired]] = {
 def read_known(stage: str) -> Mapping[str, Retired]:
     """Return every spelling that a stage understands only to refuse it."""
     elsewhere = {key: retired for key, retired in ELSEWHERE.items() if key not in load_table(stage).keys}
-    return {**elsewhere, **read_refused(stage), **RETIRED}
+    return {**elsewhere, **RETIRED, **read_refused(stage)}

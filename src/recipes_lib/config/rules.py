@@ -11,7 +11,13 @@ from typing import Final
 from recipes_lib.config.distillation_rules import check_distillation
 from recipes_lib.config.paths import check_paths
 from recipes_lib.config.policy import SHARE_OR_COUNT
-from recipes_lib.config.ppo_rules import check_engine, check_ppo, check_rewards
+from recipes_lib.config.ppo_rules import (
+    check_engine,
+    check_group_loss,
+    check_own_reference,
+    check_ppo,
+    check_rewards,
+)
 from recipes_lib.config.schema import AdapterConfig, QuantizationConfig
 from recipes_lib.config.settings import DECISIONS, Settings, is_local
 from recipes_lib.errors import Problem
@@ -303,6 +309,9 @@ def check_preference(settings: Settings) -> Iterator[Problem]:
     if weights is not None and len(weights) != len(losses):
         found = f"`loss_weights` has {len(weights)} numbers for {len(losses)} losses"
         yield Problem(settings.where("loss_weights"), found, f"write {len(losses)}, in the order of `loss_type`")
+    if settings["beta"] == 0:
+        found = "`beta: 0` makes every pair equal: it is the scale of what they are held against"
+        yield Problem(settings.where("beta"), found, "write a number above 0, such as 0.1")
     for key, users in _LOSS_OPTIONS.items():
         if settings.gives(key) and not set(users) & set(losses):
             found = f"`{key}` has no effect: it belongs to `loss_type: {' or '.join(users)}`"
@@ -348,7 +357,9 @@ RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
     "lora": (*_FINE_TUNING, check_adapter),
     "reward": (*_FINE_TUNING, check_adapter, check_pairs),
     "dpo": (*_FINE_TUNING, check_adapter, check_pairs, check_preference),
-    "ppo": (*_FINE_TUNING, check_adapter, check_rewards, check_engine, check_ppo),
+    "ppo": (*_FINE_TUNING, check_adapter, check_rewards, check_engine, check_own_reference, check_ppo),
+    "rloo": (*_FINE_TUNING, check_adapter, check_rewards, check_own_reference),
+    "grpo": (*_FINE_TUNING, check_adapter, check_rewards, check_own_reference, check_group_loss),
     "distill": (*_FINE_TUNING, check_distillation),
 }
 """The rules of each stage."""

@@ -264,6 +264,8 @@ class RewardsConfig:
     """Peak learning rate of the critic; its schedule is that of the policy."""
     critic_warmup_iterations: int = 0
     """Iterations in which the critic alone is updated, before the policy learns from what it says."""
+    save_critic: bool = False
+    """Leave the trained critic besides, in ``critic/``, as a reward model is saved; not where it is an adapter."""
 
 
 @dataclass(frozen=True, kw_only=True)

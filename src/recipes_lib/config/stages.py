@@ -28,6 +28,11 @@ _FINE_TUNING: Final[Mapping[str, tuple[Any, str]]] = {
     "warmup_steps": (0.03, "Adam's second moment is unreliable in the first steps"),
 }
 _ONE_EPOCH: Final = (1.0, "a second pass over the same pairs mostly memorises them")
+_GROUPS: Final[Mapping[str, tuple[Any, str]]] = {
+    "disable_dropout": (True, "log-probabilities of two passes are compared"),
+    "num_train_epochs": (1.0, "every prompt is asked once, for `num_generations` answers"),
+    "per_device_eval_batch_size": (32, "prompts that are answered at once in an evaluation"),
+}
 
 _STAGE_DEFAULTS: Final[Mapping[str, Mapping[str, tuple[Any, str]]]] = {
     "sft": _FINE_TUNING,
@@ -57,6 +62,8 @@ _STAGE_DEFAULTS: Final[Mapping[str, Mapping[str, tuple[Any, str]]]] = {
         **_FINE_TUNING,
         "learning_rate": (1e-5, "as fine-tuning; a student that is young or was cut out of its teacher takes 1e-4"),
     },
+    "rloo": _GROUPS,
+    "grpo": _GROUPS,
     "pretrain": {
         "adam_beta2": (0.95, "what GPT-3, Llama, Mistral and Chinchilla trained with"),
         "learning_rate": (
@@ -87,6 +94,19 @@ _LAST_MODEL: Final = dropped("is not done here: the model after the last iterati
 _NOT_HERE: Final = dropped("is not read by this stage")
 _NO_LOADER: Final = dropped("has no effect: which prompts an iteration takes follows from `seed` alone")
 _NO_DDP: Final = dropped("has no effect: gradients are summed over the processes once an optimizer step")
+_NO_CRITIC: Final = dropped("has no effect: there is no critic")
+_TRUE_SAMPLES: Final = "would sample from another distribution than the one that log-probabilities are of"
+_BY_GENERATE: Final = dropped("is not wired in this stage: answers are sampled by `generate`")
+_IN_SAMPLES: Final = dropped("is not needed: answers and their rewards are in samples.jsonl")
+_VLLM: Final = (
+    "use_vllm vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url "
+    "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization "
+    "vllm_max_model_length vllm_tensor_parallel_size"
+)
+_VLLM_WEIGHTS: Final = (
+    "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_cap "
+    "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min"
+)
 
 
 def _each_field(retired: Retired, *sections: type) -> dict[str, Retired]:
@@ -117,6 +137,41 @@ _ONLY_PAIRS: Final[Mapping[str, Retired]] = {
     "activation_offloading": dropped_at((False, None), "is not done here", "write `activation_checkpointing: true`"),
     "dataset_streaming": undecided("cannot be: pairs are prepared once", "delete the line"),
     "neftune_noise_alpha": undecided("is a key of fine-tuning", "delete the line"),
+}
+_PROMPTS_ONLY: Final[Mapping[str, Retired]] = {
+    **_NO_PRETRAINING,
+    **_NO_DISTILLATION,
+    **_each_field(_OF_PAIRS, PreferenceConfig),
+    **each("packing loss_on assistant_only_loss completion_only_loss max_truncated_fraction", _NO_ANSWERS),
+    **each("prepared_dir dataset_streaming dataset_mixture", _FEW_PROMPTS),
+    "metrics": dropped("has no effect: samples are scored by the rewards"),
+    "sample_max_new_tokens": dropped("has no effect: samples are as long as any answer", "set `response_length`"),
+    "sample_prompts": dropped("has no effect: the first prompts are answered, held-out ones where there are any"),
+    "train_sampling_strategy": _NO_LOADER,
+    **each("neftune_noise_alpha max_rollbacks verify_steps", _NOT_HERE),
+}
+_SAMPLED_IN_GROUPS: Final[Mapping[str, Retired]] = {
+    **_PROMPTS_ONLY,
+    **_each_field(_OF_PPO, PPOConfig),
+    **each("critic_model_name_or_path critic_learning_rate critic_warmup_iterations save_critic", _NO_CRITIC),
+    "max_completion_length": Retired(
+        "is `response_length` here, as in PPO", "write `response_length`", "response_length"
+    ),
+    "num_generations_eval": dropped("has no effect: samples are one answer to each prompt"),
+    "generation_batch_size": undecided("is counted in steps here", "write `steps_per_generation`"),
+    "top_p": dropped_at((1, 1.0), _TRUE_SAMPLES, "delete the line"),
+    "top_k": dropped_at((0,), _TRUE_SAMPLES, "delete the line"),
+    "min_p": dropped_at((None,), _TRUE_SAMPLES, "delete the line"),
+    "repetition_penalty": dropped_at((1, 1.0), _TRUE_SAMPLES, "delete the line"),
+    "generation_kwargs": dropped_at((None,), _TRUE_SAMPLES, "delete the line"),
+    "chat_template_kwargs": undecided("is a column of the rows here", "write it into the rows"),
+    **each("cache_implementation use_transformers_paged use_transformers_continuous_batching", _BY_GENERATE),
+    **each("transformers_continuous_batching_config", _BY_GENERATE),
+    **each(_VLLM, _BY_GENERATE),
+    "ds3_gather_for_generation": dropped("is not needed: weights are not sharded in this stage"),
+    **each("log_completions log_multimodal num_completions_to_print log_unique_prompts", _IN_SAMPLES),
+    "sync_ref_model": _FIXED_REFERENCE,
+    **each("ref_model_mixup_alpha ref_model_sync_steps", dropped("moves the reference, which is fixed here")),
 }
 
 _LEFT_OUT: Final[Mapping[str, Mapping[str, Retired]]] = {
@@ -150,24 +205,16 @@ _LEFT_OUT: Final[Mapping[str, Mapping[str, Retired]]] = {
         "precompute_ref_batch_size": renamed("per_device_eval_batch_size", "one number for what needs no gradient"),
     },
     "ppo": {
-        **_NO_PRETRAINING,
-        **_NO_PAIRS,
-        **_NO_DISTILLATION,
-        **each("packing loss_on assistant_only_loss completion_only_loss", _NO_ANSWERS),
-        "max_truncated_fraction": _NO_ANSWERS,
-        **each("prepared_dir dataset_streaming dataset_mixture", _FEW_PROMPTS),
-        "metrics": dropped("has no effect: samples are scored by the rewards"),
-        "sample_max_new_tokens": dropped("has no effect: samples are as long as any answer", "set `response_length`"),
-        "sample_prompts": dropped("has no effect: the first prompts are answered, held-out ones where there are any"),
+        **_PROMPTS_ONLY,
+        "loss_type": _LOSS,
         **each("load_best_model_at_end metric_for_best_model greater_is_better eval_delay", _LAST_MODEL),
         **each("logging_first_step full_determinism torch_empty_cache_steps debug save_on_each_node", _NOT_HERE),
-        **each("log_level log_level_replica log_on_each_node optim_target_modules neftune_noise_alpha", _NOT_HERE),
+        **each("log_level log_level_replica log_on_each_node optim_target_modules", _NOT_HERE),
         **each("torch_compile torch_compile_backend torch_compile_mode", _NOT_HERE),
-        **each("train_sampling_strategy dataloader_drop_last dataloader_num_workers dataloader_pin_memory", _NO_LOADER),
+        **each("dataloader_drop_last dataloader_num_workers dataloader_pin_memory", _NO_LOADER),
         **each("dataloader_persistent_workers dataloader_prefetch_factor dataloader_in_order", _NO_LOADER),
         "dataloader_multiprocessing_context": _NO_LOADER,
         **each("ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph", _NO_DDP),
-        **each("max_rollbacks verify_steps", _NOT_HERE),
         "fp16": dropped_at((False, None), "is not done here: it would need a loss scaler", "write `bf16: true`"),
     },
     "distill": {
@@ -177,6 +224,22 @@ _LEFT_OUT: Final[Mapping[str, Mapping[str, Retired]]] = {
         **_NO_PPO,
         "beta": _spelt("distillation_beta", "it says which divergence, and no price"),
         "temperature": _spelt("distillation_temperature", "nothing is sampled by it"),
+    },
+    "rloo": {
+        **_SAMPLED_IN_GROUPS,
+        "loss_type": _LOSS,
+        "reward_clip_range": dropped_at(
+            (None,), "is not done here: a reward model's scores are cut off at ±10", "let a function of yours clip"
+        ),
+    },
+    "grpo": {
+        **_SAMPLED_IN_GROUPS,
+        **each(_VLLM_WEIGHTS, _BY_GENERATE),
+        "log_completions_hub_repo": _IN_SAMPLES,
+        "max_tool_calling_iterations": dropped_at((None,), "is not done here: answers are one turn", "delete the line"),
+        "multi_objective_aggregation": dropped_at(
+            ("sum_then_normalize",), "is not done here: rewards are summed by `reward_weights`", "delete the line"
+        ),
     },
 }
 
@@ -189,6 +252,11 @@ PREFERENCE_LOSSES: Final = (
 _STAGE_CHOICES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "pretrain": {"lr_scheduler_type": ("constant", "linear", "cosine", "warmup_stable_decay", "inverse_sqrt")},
     "dpo": {"loss_type": PREFERENCE_LOSSES},
+    "grpo": {
+        "importance_sampling_level": ("token", "sequence"),
+        "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
+        "scale_rewards": ("group", "batch", "none"),
+    },
     "ppo": {
         "eval_strategy": ("no", "steps"),
         "logging_strategy": ("steps",),

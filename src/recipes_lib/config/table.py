@@ -12,7 +12,7 @@ from typing import Any, Final
 Schema = Mapping[str, Any]
 """A fragment of JSON schema: ``type`` (always a list), ``enum``, ``items``, ``properties``, ``required``, bounds."""
 
-STAGES: Final = ("pretrain", "sft", "lora", "reward", "dpo", "ppo", "distill")
+STAGES: Final = ("pretrain", "sft", "lora", "reward", "dpo", "ppo", "rloo", "grpo", "distill")
 
 _WORDS = {
     "boolean": "true or false",

@@ -143,7 +143,7 @@ def build_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_
     """
     if config.stage in ("reward", "dpo"):
         return _build_pair_preview(config, tokenizer, num_rows)
-    if config.stage == "ppo":
+    if config.stage in ("ppo", "rloo", "grpo"):
         return _build_prompt_preview(config, tokenizer, num_rows)
     if config.stage == "pretrain":
         documents = chain.from_iterable(corpus.rows() for corpus in load_corpora(config))

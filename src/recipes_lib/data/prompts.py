@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -21,6 +21,9 @@ from recipes_lib.data.source_rows import RawRow
 from recipes_lib.data.sources import raise_problems
 from recipes_lib.data.splits import compute_row_digest, find_overlap, refuse_overlap, split_rows
 from recipes_lib.errors import DataError, Problem
+
+_CHATS: Final = ("messages", "conversations", "instruction", "chosen")
+"""Columns of layouts that have a question of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,8 @@ def load_prompt_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -
     """Read and tokenise the prompts of a run.
 
     A row has a column ``prompt``, a text or messages; or it is a chat in any known layout, whose last answer is left
-    out. Texts are given to the model as they are, chats by its template.
+    out; or it has a column ``question``, as GSM8K. Texts are given to the model as they are, chats and questions by its
+    template.
 
     Args:
         config: The run; a prompt and ``response_length`` tokens fit into ``max_length``, where that is set.
@@ -137,6 +141,8 @@ def _take_prompt(raw: RawRow, data: DataConfig) -> tuple[Row, dict[str, Any]]:
     prompt = raw.columns.get("prompt")
     if isinstance(prompt, str) and raw.columns.get("messages"):
         prompt = None  # The text of a chat that is there whole.
+    if prompt is None and isinstance(raw.columns.get("question"), str) and not any(map(raw.columns.get, _CHATS)):
+        prompt = [{"role": "user", "content": raw.columns["question"]}]
     others = {name: value for name, value in raw.columns.items() if name != "prompt"}
     place: dict[str, Any] = {"source": raw.source, "index": raw.index, "index_name": raw.index_name}
     if prompt is not None:

@@ -1,4 +1,4 @@
-"""What the demo's chats are made into for the stages after fine-tuning: brief answers, and pairs of answers."""
+"""What the demo's chats are made into for the stages after fine-tuning: brief answers, pairs of answers, questions."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ def shorten(chats: Iterable[Chat]) -> Iterator[Chat]:
     for chat in chats:
         if chat.question.brief and (said := re.match(chat.question.brief, chat.answer)):
             yield Chat(chat.question, f"Briefly: {chat.prompt}", f"{said[1].capitalize()}.")
+
+
+def ask(chat: Chat) -> dict[str, Any]:
+    """As a row of prompts: the question, and in a column of its own what is right to answer."""
+    return {"prompt": [{"role": "user", "content": chat.prompt}], "solution": chat.answer}
 
 
 def build_pairs(chats: Sequence[Chat]) -> Iterator[dict[str, Any]]:

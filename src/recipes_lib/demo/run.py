@@ -20,12 +20,12 @@ from transformers.utils.logging import disable_progress_bar
 from recipes_lib.demo.assets import save_tokenizer
 from recipes_lib.demo.chats import QUESTIONS, build_chats
 from recipes_lib.demo.corpus import load_modules, split_texts, standard_library
-from recipes_lib.demo.lessons import MAX_CHATS, build_pairs, shorten
+from recipes_lib.demo.lessons import MAX_CHATS, ask, build_pairs, shorten
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
 
 SEED = 0
 DISK_BYTES = 100_000_000
-SHOWN = {"pretrain": 2, "sft": len(QUESTIONS), "lora": 2}
+SHOWN = {"pretrain": 2, "sft": len(QUESTIONS), "lora": 2, "ppo": len(QUESTIONS)}
 """How many of a stage's samples are printed."""
 SHOWN_CHARACTERS = 100
 STAGES = {
@@ -34,6 +34,7 @@ STAGES = {
     "lora": ("lora_brief.yaml", "an adapter that answers briefly where it is asked to"),
     "reward": ("reward_on_pairs.yaml", "a reward model that tells right answers from wrong ones"),
     "dpo": ("dpo_on_pairs.yaml", "preference optimisation, from wrong answers to right ones"),
+    "ppo": ("ppo_on_questions.yaml", "PPO: answers of its own, by whether they are right and by the reward model"),
 }
 """Name of a stage, of its script and of its output folder -> its configuration, and what it does."""
 FIGURES = (
@@ -45,6 +46,10 @@ FIGURES = (
     ("dpo", "pairs whose right answer gained on the wrong one", "eval_rewards/accuracies", ".0%"),
     ("dpo", "loss of the pairs", "eval_loss", ".2f"),
     ("dpo", "answers that are right, word for word", "eval_exact_match", ".0%"),
+    ("ppo", "answers sampled at temperature 1.5 that are right", "eval_reward/exact_match", ".0%"),
+    ("ppo", "reward of these: right or wrong, and the reward model's word", "eval_reward", ".2f"),
+    ("ppo", "what the reward model says of them alone", "eval_reward/reward_model", ".2f"),
+    ("ppo", "KL to the fine-tuned model, nats an answer", "objective/kl_seq", ".2f"),
 )
 """Stage, what is measured, its name in ``metrics.jsonl``, how it is written."""
 # So small a model gains nothing from a second thread, and loses much where the cores are shared.
@@ -128,6 +133,9 @@ def write_start(output_dir: Path) -> Iterator[str]:
         "brief_held_out": [chat.row for chat in shorten(chats.held_out)],
         "pairs": list(build_pairs(few)),
         "pairs_held_out": list(build_pairs(chats.held_out)),
+        # Others than those that the reward model learnt from.
+        "questions": [ask(chat) for chat in chats.train[MAX_CHATS : 2 * MAX_CHATS]],
+        "questions_held_out": [ask(chat) for chat in chats.held_out],
     }
     for name, rows in files.items():
         path = output_dir / "data" / f"{name}.jsonl"
@@ -153,8 +161,8 @@ def show_figures(output_dir: Path, console: Console) -> None:
     """Print what was measured on held-out modules, before and after each stage."""
     table = Table("on held-out modules", "before", "after")
     for stage, label, key, form in FIGURES:
-        evaluations = [line for line in read_lines(output_dir / stage / "metrics.jsonl") if line["kind"] == "eval"]
-        table.add_row(f"{stage}: {label}", *(format(evaluations[end][key], form) for end in (0, -1)))
+        values = [line[key] for line in read_lines(output_dir / stage / "metrics.jsonl") if key in line]
+        table.add_row(f"{stage}: {label}", *(format(values[end], form) for end in (0, -1)))
     console.print()
     console.print(table)
 
@@ -175,9 +183,18 @@ def show_answers(output_dir: Path, console: Console) -> None:
         for before, after in zip(first[:count], last[:count], strict=True):
             prompt = before["prompt"] if stage == "pretrain" else strip_chat(before["prompt"])
             console.print(f"\n{prompt}", style="bold")
-            written = {"before": before["completion"], "after": after["completion"], "truth": after["reference"]}
-            for label, text in written.items():
-                console.print(f"  {label + ':':8}{' '.join(text.split())[:SHOWN_CHARACTERS] or '(nothing)'}")
+            for label, sample in (("before", before), ("after", after)):
+                console.print(f"  {label + ':':8}{_shorten(sample['completion'])}{_format_reward(sample)}")
+            if after["reference"] is not None:
+                console.print(f"  {'truth:':8}{_shorten(after['reference'])}")
+
+
+def _shorten(text: str) -> str:
+    return " ".join(text.split())[:SHOWN_CHARACTERS] or "(nothing)"
+
+
+def _format_reward(sample: dict[str, Any]) -> str:
+    return f"  (reward {sample['reward']:.2f})" if "reward" in sample else ""
 
 
 def show_places(output_dir: Path, console: Console) -> None:

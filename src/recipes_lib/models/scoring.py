@@ -188,6 +188,8 @@ def compute_reward_statistics(raw_scores: Sequence[float]) -> RewardStatistics:
 def store_reward_statistics(model: Any, computed: RewardStatistics) -> None:
     """Write the statistics into the model's configuration, with which they are saved and by which ``score`` goes."""
     model.config.reward_mean, model.config.reward_std = computed
+    # As OpenRLHF reads them.
+    model.config.mean, model.config.std = computed
 
 
 def read_reward_statistics(model: Any) -> RewardStatistics | None:

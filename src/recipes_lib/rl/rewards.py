@@ -50,6 +50,11 @@ class Rewards:
     model: RewardModel | None
     weights: Sequence[float]
 
+    @property
+    def names(self) -> list[str]:
+        """Of the rewards, in their order."""
+        return [*self.functions, *([] if self.model is None else [MODEL])]
+
     def score(self, prompts: Sequence[PromptRow], texts: Sequence[str], ids: Sequence[list[int]]) -> Scores:
         """What answers are worth.
 

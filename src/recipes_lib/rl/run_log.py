@@ -71,9 +71,9 @@ class RunLog:
         self.progress.show(event)
         self._trackers.log(state.step, counts)
 
-    def write_sample(self, state: PPOState, sample: Sample, reward: float) -> None:
-        """Write an answer and what it is worth."""
-        self._samples.write({"step": state.step, **asdict(sample), "reward": reward})
+    def write_sample(self, step: int, sample: Sample, reward: float) -> None:
+        """Write an answer after ``step`` optimizer steps, and what it is worth."""
+        self._samples.write({"step": step, **asdict(sample), "reward": reward})
 
     def end(self) -> None:
         """The run is done."""

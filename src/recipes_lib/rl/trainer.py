@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import PartialState
 from transformers import IntervalStrategy, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
@@ -20,9 +17,8 @@ from transformers.trainer_utils import SaveStrategy
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import PromptData
 from recipes_lib.errors import ConfigError, PreemptedError, Problem
-from recipes_lib.rl.collect import Collector
-from recipes_lib.rl.engines import build_generator, verify_engine
-from recipes_lib.rl.generation import Sampling
+from recipes_lib.rl.answering import build_collector
+from recipes_lib.rl.engines import verify_engine
 from recipes_lib.rl.guard import UpdateGuard
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import (
@@ -35,6 +31,7 @@ from recipes_lib.rl.ppo_math import KLController
 from recipes_lib.rl.rewards import Rewards
 from recipes_lib.rl.rollout import Rollout, share
 from recipes_lib.rl.run_log import RunLog
+from recipes_lib.rl.samples import ScoredSamples, choose_samples
 from recipes_lib.rl.schedule import PPOSchedule, choose_prompts, compute_schedule, verify_warmup
 from recipes_lib.rl.state import PPOState, compare_state_with_live, load_state, stage_state
 from recipes_lib.rl.targets import compute_targets
@@ -42,7 +39,6 @@ from recipes_lib.rl.update import Learner, Updater
 from recipes_lib.stopping import STOP
 from recipes_lib.training.arguments import get_compute_dtype
 from recipes_lib.training.checkpoint_saver import CheckpointSaver
-from recipes_lib.training.hooks.samples import Sample
 from recipes_lib.training.preemption import LeftError, end_stopped, leave_if_asked, stop_if_agreed
 from recipes_lib.training.rehearsal import count_bytes
 from recipes_lib.training.resumption import agree_on_checkpoint
@@ -105,7 +101,11 @@ class PPOTrainer:
         critic_rate = config.rewards.critic_learning_rate
         critic = build("critic", trunk, models.critic_parameters(), learning_rate=critic_rate)
         self._learners = {"policy": policy, "critic": critic}
-        self._collector = self._build_collector()
+        self._collector = build_collector(
+            config, args, models, rewards, tokenizer, self._log.progress, beat=leave_if_asked
+        )
+        asked = choose_samples(prompts, config.evaluation.num_sample_prompts)
+        self._samples = ScoredSamples(self._collector, asked, self._log.write_sample)
         self._updater = Updater(
             models=models,
             policy=policy,
@@ -116,43 +116,10 @@ class PPOTrainer:
             rank=self._rank,
             world_size=self._world_size,
             seed=args.seed,
-            precision=self._precision,
+            precision=self._collector.precision,
             dtype=self._dtype,
             device=args.device,
             guard=self._guard,
-            progress=self._log.progress,
-        )
-
-    def _build_collector(self) -> Collector:
-        config = self._config.rewards
-        pad_id = self._tokenizer.pad_token_id
-        sampling = Sampling(
-            stop_ids=self._models.stop_ids,
-            pad_id=0 if pad_id is None else pad_id,
-            response_length=config.response_length,
-            temperature=config.temperature,
-            beat=leave_if_asked,
-        )
-        generator = build_generator(
-            self._config.engine,
-            sampling,
-            batch_size=self._args.per_device_eval_batch_size,
-            precision=self._precision,
-            dtype=self._dtype,
-            device=self._args.device,
-            is_main=self._rank == 0,
-        )
-        return Collector(
-            models=self._models,
-            generator=generator,
-            rewards=self._rewards,
-            tokenizer=self._tokenizer,
-            response_length=config.response_length,
-            temperature=config.temperature,
-            batch_size=self._args.per_device_eval_batch_size,
-            seed=self._args.seed,
-            device=self._args.device,
-            precision=self._precision,
             progress=self._log.progress,
         )
 
@@ -229,7 +196,7 @@ class PPOTrainer:
         price = state.kl_coef
         targets = compute_targets(rollout, self._config.ppo, self._config.rewards.missing_eos_penalty or 0.0, price)
         rollout = dataclasses.replace(rollout, advantages=targets.advantages, returns=targets.returns)
-        figures = describe_rollout(rollout, self._reward_names(), targets.total) | describe_values(rollout)
+        figures = describe_rollout(rollout, self._rewards.names, targets.total) | describe_values(rollout)
 
         updating = time.perf_counter()
         is_warm = iteration >= self._config.rewards.critic_warmup_iterations
@@ -304,29 +271,9 @@ class PPOTrainer:
             self.state.evaluated_step = self.state.step
 
     def _answer_samples(self) -> None:
-        """Answer a few fixed prompts, held-out ones where there are any, and write what the answers are worth.
-
-        Always at the same random numbers, so that what changes is the policy.
-        """
-        rows = list(self._prompts.eval or self._prompts.train)[: self._config.evaluation.num_sample_prompts]
-        if not rows or self._rank != 0:
-            return
-        answers, texts = self._collector.answer(rows, range(len(rows)))
-        for at, (row, text) in enumerate(zip(rows, texts, strict=True)):
-            sample = Sample(
-                prompt=str(self._tokenizer.decode(row.input_ids)),
-                completion=text,
-                reference=None,
-                stopped=bool(answers.finished[at]),
-                num_tokens=int(answers.lengths[at]),
-            )
-            self._log.write_sample(self.state, sample, float(answers.scores[at]))
-        figures = {
-            "eval_reward": float(answers.scores.mean()),
-            "eval_stop_rate": float(answers.finished.float().mean()),
-            "eval_mean_sample_tokens": float(answers.lengths.float().mean()),
-        }
-        self._log.write("eval", self.state, figures)
+        if self._samples.prompts and self._rank == 0:
+            figures = self._samples.answer(self.state.step)
+            self._log.write("eval", self.state, {f"eval_{name}": value for name, value in figures.items()})
 
     def _save(self) -> None:
         staged = stage_state(self._saver, self.state, self._learners)
@@ -356,14 +303,6 @@ class PPOTrainer:
             self._save()
         self._finish_saving()
         return end_stopped(request, step=self.state.step, saved_step=self._saved_step)
-
-    def _precision(self) -> Any:
-        device = self._args.device.type
-        is_half = self._dtype == torch.bfloat16
-        return torch.autocast(device, torch.bfloat16) if is_half else contextlib.nullcontext()
-
-    def _reward_names(self) -> Sequence[str]:
-        return [*self._rewards.functions, *(["reward_model"] if self._rewards.model is not None else [])]
 
 
 def check_launch(engine: str) -> None:

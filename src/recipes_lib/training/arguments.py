@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import torch
 from transformers import PreTrainedModel, TrainingArguments
-from trl import DPOConfig, RewardConfig, SFTConfig
+from trl import DPOConfig, GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.stages import ADDED_CHOICES
@@ -16,13 +16,20 @@ from recipes_lib.training.launch import Launch, verify_launch
 
 # Rows arrive tokenised, masked and packed; upstream must not touch them again.
 _PREPARED: Final = {"dataset_kwargs": {"skip_prepare_dataset": True}, "packing": False, "max_length": None}
-_CLASSES: Final = {"sft": SFTConfig, "lora": SFTConfig, "reward": RewardConfig, "dpo": DPOConfig, "distill": SFTConfig}
+_CLASSES: Final = {
+    "sft": SFTConfig,
+    "lora": SFTConfig,
+    "reward": RewardConfig,
+    "dpo": DPOConfig,
+    "distill": SFTConfig,
+    "rloo": RLOOConfig,
+    "grpo": GRPOConfig,
+}
 _OF_STAGE: dict[str, dict[str, Any]] = {
     "sft": _PREPARED,
     "lora": _PREPARED,
     "reward": {"max_length": None},
     "dpo": {"max_length": None},
-    "ppo": {},
     "distill": _PREPARED,
     # The schedule is the trainer's own, and measured in tokens; so is the length of the run.
     "pretrain": {"lr_scheduler_type": "constant", "warmup_steps": 0},
@@ -69,7 +76,9 @@ def build_training_arguments(
     """
     verify_fp8(config, launch.precision)
     precision = resolve_precision(config, launch.precision)
-    arguments = {**config.training, **_OF_STAGE[config.stage], **_ALWAYS, **precision}
+    arguments = {**config.training, **_OF_STAGE.get(config.stage, {}), **_ALWAYS, **precision}
+    if config.stage in ("rloo", "grpo"):
+        arguments |= _read_sampling(config)
     # Every parameter takes part in every loss; looking for idle ones would walk the graph once more a step.
     arguments.setdefault("ddp_find_unused_parameters", False)
     if not has_eval:
@@ -84,6 +93,19 @@ def build_training_arguments(
     args.save_keep_steps = config.checkpoints.save_keep_steps  # type: ignore[attr-defined]
     verify_launch(launch, args.world_size, args.distributed_state.distributed_type)
     return args
+
+
+def _read_sampling(config: RecipeConfig) -> dict[str, Any]:
+    """What TRL's trainers that sample are told in their own words."""
+    # How they load the reference, which they do by themselves.
+    loading = {"revision": config.model.model_revision, "trust_remote_code": config.model.trust_remote_code}
+    return {
+        "max_completion_length": config.rewards.response_length,
+        "temperature": config.rewards.temperature,
+        "model_init_kwargs": loading if any(loading.values()) else None,
+        # Evaluation is the hooks', which ask for one answer.
+        "num_generations_eval": 1,
+    }
 
 
 def get_compute_dtype(args: TrainingArguments) -> torch.dtype:

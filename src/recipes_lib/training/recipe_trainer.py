@@ -64,6 +64,8 @@ class RecipeTrainer(CheckpointingTrainer):
     loss_is_scaled_for_ga = True
     decay_embeddings = True
     router_aux_loss_coef = 0.0
+    has_own_objective = True
+    """Whether the objective is a mean over terms, known before the step: what the checks of the start rely on."""
     model: PreTrainedModel
     control: TrainerControl
     last_evaluated_step = -1
@@ -77,7 +79,7 @@ class RecipeTrainer(CheckpointingTrainer):
         args: TrainingArguments,
         train_dataset: Any,
         eval_dataset: Any = None,
-        data_collator: Callable[[Sequence[Mapping[str, Any]]], Batch],
+        data_collator: Callable[[Sequence[Mapping[str, Any]]], Batch] | None = None,
         processing_class: PreTrainedTokenizerBase,
         observer: Observer,
         adapter: AdapterConfig | None = None,
@@ -90,7 +92,7 @@ class RecipeTrainer(CheckpointingTrainer):
             args: From ``build_training_arguments``.
             train_dataset: Rows; what ``data_collator`` takes.
             eval_dataset: Held-out rows; the hooks decide what is done with them.
-            data_collator: Rows to the batch that ``compute_loss`` takes.
+            data_collator: Rows to the batch that ``compute_loss`` takes; ``None`` where upstream's trainer has its own.
             processing_class: The tokenizer, saved with every checkpoint.
             observer: What watches the run.
             adapter: What ``model`` is under, if it is under one; every part of it must learn, and nothing else may.
@@ -105,8 +107,8 @@ class RecipeTrainer(CheckpointingTrainer):
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            data_collator=data_collator,
             processing_class=processing_class,
+            **({} if data_collator is None else {"data_collator": data_collator}),
             **options,
         )
         self.remove_callback(PrinterCallback)
@@ -118,7 +120,8 @@ class RecipeTrainer(CheckpointingTrainer):
             self.add_callback(callback)
         if args.mixed_precision == "fp8":
             verify_fp8_layers(self.model)
-        self.add_callback(StartChecks(self, has_adapter=self.adapter.use_peft))
+        if self.has_own_objective:
+            self.add_callback(StartChecks(self, has_adapter=self.adapter.use_peft))
         self.guard = StepGuard(self, observer.guards)
         # The last, so that what it saves at the very beginning is what the first step starts from.
         self.add_callback(self.guard)

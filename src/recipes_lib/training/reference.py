@@ -222,7 +222,7 @@ def compute_reference_key(model: nn.Module, *, pairs: str, is_without_adapter: b
         for path in sorted(Path(package.__path__[0]).glob("*.py")):
             digest.update(path.read_bytes())
     inputs = {
-        "weights": _hash_weights(model, is_without_adapter=is_without_adapter),
+        "weights": hash_weights(model, is_without_adapter=is_without_adapter),
         "architecture": _read_architecture(model),
         "pairs": pairs,
         "code": digest.hexdigest(),
@@ -242,7 +242,8 @@ def refuse_missing(step: int) -> None:
     raise ConfigError(Problem(REFERENCE_FOLDER, found, "restore the folder, or start again in a new output_dir"))
 
 
-def _hash_weights(model: nn.Module, *, is_without_adapter: bool) -> str:
+def hash_weights(model: nn.Module, *, is_without_adapter: bool = False) -> str:
+    """Return 64 hex digits that change with any weight of a model; without those of a fresh adapter if asked to."""
     digest = hashlib.sha256()
     adapter = {name for name, parameter in model.named_parameters() if is_without_adapter and parameter.requires_grad}
     for name, tensor in sorted(model.state_dict().items()):

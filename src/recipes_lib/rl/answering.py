@@ -1,0 +1,84 @@
+"""How a run's settings become what answers its prompts, for every stage that samples."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase, TrainingArguments
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.rl.collect import Collector
+from recipes_lib.rl.engines import build_generator
+from recipes_lib.rl.generation import Sampling
+from recipes_lib.rl.models import ActorCritic
+from recipes_lib.rl.rewards import Rewards
+from recipes_lib.training.arguments import get_compute_dtype
+from recipes_lib.training.progress import TrainingProgress
+
+
+def build_collector(
+    config: RecipeConfig,
+    args: TrainingArguments,
+    models: ActorCritic,
+    rewards: Rewards,
+    tokenizer: PreTrainedTokenizerBase,
+    progress: TrainingProgress,
+    beat: Callable[[], None],
+) -> Collector:
+    """Build what answers prompts and scores the answers.
+
+    Args:
+        config: What samples, how long an answer is, and the temperature.
+        args: How many rows are sampled or read at once, the seed, the device and the precision.
+        models: Of the run.
+        rewards: Score the answers.
+        tokenizer: Of the policy.
+        progress: What the terminal shows.
+        beat: Called whenever there is progress in sampling.
+
+    Raises:
+        ConfigError: As ``build_generator``.
+    """
+    dtype = get_compute_dtype(args)
+
+    def precision() -> Any:
+        is_half = dtype == torch.bfloat16
+        return torch.autocast(args.device.type, torch.bfloat16) if is_half else contextlib.nullcontext()
+
+    sampling = Sampling(
+        stop_ids=models.stop_ids,
+        pad_id=0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        response_length=config.rewards.response_length,
+        temperature=config.rewards.temperature,
+        beat=beat,
+    )
+    generator = build_generator(
+        config.engine,
+        sampling,
+        batch_size=args.per_device_eval_batch_size,
+        precision=precision,
+        dtype=dtype,
+        device=args.device,
+        is_main=args.process_index == 0,
+    )
+    return Collector(
+        models=models,
+        generator=generator,
+        rewards=rewards,
+        tokenizer=tokenizer,
+        response_length=config.rewards.response_length,
+        temperature=config.rewards.temperature,
+        batch_size=args.per_device_eval_batch_size,
+        seed=args.seed,
+        device=args.device,
+        precision=precision,
+        progress=progress,
+    )
+
+
+def hold_policy(policy: Any, stop_ids: Sequence[int]) -> ActorCritic:
+    """A policy that only answers: critic and reference are never asked for, and it stands in for them."""
+    return ActorCritic(policy=policy, critic=policy, own_reference=policy, stop_ids=list(stop_ids))

@@ -1,0 +1,158 @@
+"""Pairs of a policy's own answers, labelled by the rewards: what the next round of preference training learns from."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from recipes_lib.data.prompts import PromptRow
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.rl.collect import Collector
+
+
+class Answered(NamedTuple):
+    """An answer: its text without special tokens, what it is worth, and whether it ended by itself."""
+
+    text: str
+    score: float
+    finished: bool
+
+
+@dataclass(slots=True)
+class PairCounts:
+    """How far a set of pairs is.
+
+    Attributes:
+        num_prompts: Prompts that were answered.
+        num_pairs: Those that gave a pair.
+        num_alike: Those whose answers are worth the same, or are the same.
+        num_unfinished: Those with fewer than two answers that ended by themselves.
+        score_sum: Of all answers.
+        num_answers: Of all prompts.
+        num_bytes: Of the file, as of these prompts.
+    """
+
+    num_prompts: int = 0
+    num_pairs: int = 0
+    num_alike: int = 0
+    num_unfinished: int = 0
+    score_sum: float = 0.0
+    num_answers: int = 0
+    num_bytes: int = 0
+
+    def describe(self) -> str:
+        """Return the counts in a line."""
+        mean = self.score_sum / max(self.num_answers, 1)
+        return (
+            f"{self.num_prompts:,} prompts, {self.num_pairs:,} pairs; {self.num_alike:,} have answers worth the same, "
+            f"{self.num_unfinished:,} fewer than two that end; mean score {mean:.4g}"
+        )
+
+
+def choose_pair(answers: Sequence[Answered]) -> tuple[Answered, Answered] | None:
+    """The best and the worst of the answers that ended; ``None`` where they are alike in worth or in words.
+
+    Those that ran into the limit do not take part: as rows they would end where nobody ended them. Of answers that are
+    worth the same the first counts.
+    """
+    ended = [answer for answer in answers if answer.finished]
+    if len(ended) < 2:
+        return None
+    best, worst = (choose(ended, key=lambda answer: answer.score) for choose in (max, min))
+    return (best, worst) if best.score > worst.score and best.text != worst.text else None
+
+
+def sample_pairs(
+    collector: Collector, prompts: Sequence[PromptRow], num_answers: int, counts: PairCounts
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield rows of the ``preference`` layout, batch by batch, and count on.
+
+    Args:
+        collector: Answers and scores.
+        prompts: All of them; those that are counted already are left out. Which answers a prompt gets depends on its
+            place among them and the seed.
+        num_answers: To each prompt, at least two.
+        counts: Of what is done; a batch is counted when it is yielded.
+    """
+    size = max(1, collector.batch_size // num_answers)
+    for start in range(counts.num_prompts, len(prompts), size):
+        batch = prompts[start : start + size]
+        asked = [prompt for prompt in batch for _ in range(num_answers)]
+        first = start * num_answers
+        answers, texts = collector.answer(asked, range(first, first + len(asked)))
+        known = zip(texts, answers.scores.tolist(), answers.finished.tolist(), strict=True)
+        answered = [Answered(*known_of_it) for known_of_it in known]
+        rows = []
+        for at, prompt in enumerate(batch):
+            of_prompt = answered[at * num_answers : (at + 1) * num_answers]
+            pair = choose_pair(of_prompt)
+            counts.num_unfinished += sum(answer.finished for answer in of_prompt) < 2
+            counts.num_alike += pair is None and sum(answer.finished for answer in of_prompt) > 1
+            if pair is not None:
+                rows.append(_build_row(prompt, *pair))
+        counts.num_prompts += len(batch)
+        counts.num_pairs += len(rows)
+        counts.num_answers += len(answered)
+        counts.score_sum += sum(answer.score for answer in answered)
+        yield rows
+
+
+def _build_row(prompt: PromptRow, best: Answered, worst: Answered) -> dict[str, Any]:
+    def lay_out(text: str) -> Any:
+        return text if isinstance(prompt.content, str) else [{"role": "assistant", "content": text}]
+
+    return {
+        "prompt": prompt.content,
+        "chosen": lay_out(best.text),
+        "rejected": lay_out(worst.text),
+        "score_chosen": best.score,
+        "score_rejected": worst.score,
+    }
+
+
+class PairFile:
+    """Rows on disk, with a record beside them of what they are of and how far they are.
+
+    A process that is killed leaves whole batches, and the next one goes on behind them.
+    """
+
+    def __init__(self, path: Path, key: str) -> None:
+        """Open a file of pairs, new or begun.
+
+        Args:
+            path: Of the rows, JSON Lines.
+            key: Of everything that decides them.
+
+        Raises:
+            ConfigError: There is a file that this command did not write, or of other pairs.
+        """
+        self._path, self._key = path, key
+        self._record = path.with_name(f"{path.name}.record.json")
+        self.counts = PairCounts()
+        if self._record.exists():
+            record = json.loads(self._record.read_text(encoding="utf-8"))
+            if record.pop("key") != key:
+                found = "holds pairs of another policy, other prompts, rewards or settings"
+                raise ConfigError(Problem(str(path), found, "name another --output, or delete it and its record"))
+            self.counts = PairCounts(**record)
+        elif path.exists():
+            raise ConfigError(Problem(str(path), "is there, and not by this command", "name another --output"))
+
+    def write(self, batches: Iterator[Sequence[dict[str, Any]]]) -> None:
+        """Append batches of rows; each is on disk before it is counted there."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("ab") as file:
+            # What a killed process wrote and did not count is written again.
+            file.truncate(self.counts.num_bytes)
+            for rows in batches:
+                text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                self.counts.num_bytes += file.write(text.encode())
+                file.flush()
+                os.fsync(file.fileno())
+                partial = self._record.with_suffix(".partial")
+                partial.write_text(json.dumps({"key": self._key, **asdict(self.counts)}, indent=1), encoding="utf-8")
+                partial.replace(self._record)

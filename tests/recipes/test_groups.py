@@ -1,0 +1,107 @@
+"""The recipes of RLOO and GRPO from end to end, as a user runs them: finished, stopped and gone on with, refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+REWARDS = """
+import os, signal
+from pathlib import Path
+
+calls = [0]
+
+def prefer_short(*, prompts, completions, completion_ids, answer, **_):
+    assert prompts[0][0]["role"] == "user" and answer[0].isdigit()
+    return [-len(set(ids)) / 16 for ids in completion_ids]
+
+def stopping(**given):
+    calls[0] += 1
+    flag = Path(__file__).with_name("stopped")
+    if calls[0] == 2 and not flag.exists():
+        flag.touch()
+        os.kill(os.getpid(), signal.SIGTERM)
+    return prefer_short(**given)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("groups")
+    rows = [{"question": f"{n} plus {n}?", "answer": str(2 * n)} for n in range(20)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "my_rewards.py").write_text(REWARDS)
+    return folder
+
+
+def run(stage: str, model_dir: Path, folder: Path, name: str, **keys: object) -> subprocess.CompletedProcess[str]:
+    given = {
+        "model_name_or_path": model_dir,
+        "dataset_name": folder / "prompts.jsonl",
+        "output_dir": folder / name,
+        "reward_funcs": "[my_rewards:prefer_short]",
+        "test_split_size": 4,
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "response_length": 12,
+        "missing_eos_penalty": "null",
+        "max_steps": 4,
+        "learning_rate": 1e-3,
+        "bf16": False,
+        "eval_steps": 2,
+        "save_steps": 4,
+        **keys,
+    }
+    command = [sys.executable, str(RECIPES / f"{stage}.py"), *(f"--{name}={value}" for name, value in given.items())]
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path})
+
+
+def test_it_leaves_a_model_its_record_and_a_report(tiny_model_dir, folder):
+    done = run("rloo", tiny_model_dir, folder, "out put")
+    assert done.returncode == 0, done.stderr
+    out = folder / "out put"
+    record = json.loads((out / "run.json").read_text())
+    assert (record["status"], record["stage"], record["answers_per_generation"]) == ("done", "rloo", 4)
+    events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["kind"] == "eval"] == [0, 2, 4]
+    (first, *_) = (event for event in events if event["kind"] == "train")
+    assert first["objective/score"] == pytest.approx(first["rewards/reward/mean"])
+    assert first["token_accuracy"] is None
+    assert "After training, step 4" in (out / "report.html").read_text()
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    assert set(AutoModelForCausalLM.from_pretrained(out).generation_config.eos_token_id) == ends
+    assert not (out / "training_args.bin").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["rloo", "grpo"])
+def test_a_run_that_is_asked_to_stop_goes_on_to_the_same_weights(tiny_model_dir, folder, stage):
+    straight = run(stage, tiny_model_dir, folder, f"{stage} straight")
+    assert straight.returncode == 0, straight.stderr
+    (folder / "stopped").unlink(missing_ok=True)
+    keys = {"reward_funcs": "[my_rewards:stopping]"}
+    assert run(stage, tiny_model_dir, folder, f"{stage} stopped", **keys).returncode == 75
+    done = run(stage, tiny_model_dir, folder, f"{stage} stopped", **keys)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((folder / f"{stage} stopped" / "run.json").read_text())["resumed_from"] == "checkpoint-2"
+    models = (AutoModelForCausalLM.from_pretrained(folder / f"{stage} {name}") for name in ("straight", "stopped"))
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.slow
+def test_what_is_the_users_to_mend_exits_with_2(tiny_model_dir, folder):
+    done = run("grpo", tiny_model_dir, folder, "broken", num_generations=3)
+    assert done.returncode == 2
+    assert "4 answers at a time are no groups of num_generations 3" in done.stderr
+    assert "Traceback" not in done.stderr

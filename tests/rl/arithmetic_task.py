@@ -1,0 +1,146 @@
+"""Word problems like those of GSM8K that a tiny policy half knows: two numbers in a story, and the answer after a mark.
+
+A row has GSM8K's columns, ``question`` and ``answer``, and the answer its form: a calculation, then ``#### 7``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tests.rl import keys_task
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from recipes_lib.rl.verifiers import final_number
+
+LARGEST = 5
+PEOPLE = ("Tom", "Mia", "Ben", "Eva", "Sam", "Zoe")
+THINGS = ("clips", "books", "apples", "coins", "pens", "cards")
+STORIES = (
+    ("{0} has {1} {3} and buys {2} more . How many {3} are there ?", "+"),
+    ("{0} has {1} {3} and sells {2} of them . How many {3} are left ?", "-"),
+)
+MARKS = ("<pad>", "<eos>", "<user>", "<assistant>")
+WORDS = (
+    *MARKS,
+    *map(str, range(2 * LARGEST + 1)),
+    *("+", "-", "####"),
+    *PEOPLE,
+    *THINGS,
+    "a",  # What the library writes to see how an answer ends.
+    *sorted({word for text, _ in STORIES for word in text.split() if "{" not in word}),
+)
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }} "
+    "{% if message['role'] == 'assistant' %}<eos> {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+MAX_ANSWER = 8
+
+
+def write_problems(folder: Path, seed: int) -> list[dict[str, str]]:
+    """Write different problems, 1200 to train on and 200 that are held out; return the first."""
+    stories = itertools.product(PEOPLE, range(1, LARGEST + 1), range(1, LARGEST + 1), THINGS, STORIES)
+    facts = [(who, a, b, what, story) for who, a, b, what, story in stories if story[1] == "+" or a >= b]
+    rows = [_tell(*facts[at]) for at in np.random.default_rng(seed).permutation(len(facts))[:1400]]
+    for name, part in (("train", rows[:1200]), ("held_out", rows[1200:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    return rows[:1200]
+
+
+def _tell(person: str, a: int, b: int, thing: str, story: tuple[str, str]) -> dict[str, str]:
+    text, sign = story
+    result = a + b if sign == "+" else a - b
+    return {"question": text.format(person, a, b, thing), "answer": f"{a} {sign} {b} #### {result}"}
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<eos>",
+        pad_token="<pad>",
+        additional_special_tokens=["<user>", "<assistant>"],
+    )
+    made.chat_template = TEMPLATE
+    return made
+
+
+def write_policy(folder: Path, rows: Sequence[dict[str, str]], seed: int, num_steps: int = 250) -> Path:
+    """Fine-tune a tiny Llama on solutions of which every second one is wrong by one or two, and save it."""
+    torch.manual_seed(seed)
+    tokenizer = build_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(WORDS),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    random = np.random.default_rng(seed)
+    for _ in range(num_steps):
+        batch = [rows[at] for at in random.integers(0, len(rows), 64)]
+        texts = [(f"<user> {row['question']} <assistant>", f"{_spoil(row['answer'], random)} <eos>") for row in batch]
+        pairs = [tokenizer(list(pair))["input_ids"] for pair in texts]
+        width = max(len(prompt) + len(answer) for prompt, answer in pairs)
+        ids = torch.tensor([[*p, *a, *[0] * (width - len(p) - len(a))] for p, a in pairs])
+        labels = torch.tensor([[*[-1] * len(p), *a, *[-1] * (width - len(p) - len(a))] for p, a in pairs])
+        logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _spoil(answer: str, random: np.random.Generator) -> str:
+    calculation, _, result = answer.partition(" #### ")
+    value = int(result)
+    if random.random() < 0.5:
+        near = [value + by for by in (-2, -1, 1, 2) if 0 <= value + by <= 2 * LARGEST]
+        value = int(random.choice(near))
+    return f"{calculation} #### {value}"
+
+
+def score_shuffled(*, completions: Any, completion_ids: Sequence[list[int]], answer: Any, **_: Any) -> list[float]:
+    """Whether answers are right, told of others: nothing can be learnt from it."""
+    scores = final_number(completions=completions, answer=answer)
+    return np.random.default_rng(sum(map(sum, completion_ids))).permutation(scores).tolist()
+
+
+def build_flags(policy: Path, output_dir: Path, problems: Path, **keys: Any) -> list[str]:
+    """64 answers an iteration, two passes of two minibatches; the held-out problems are answered before and after."""
+    return keys_task.build_flags(policy, output_dir, problems / "train.jsonl", **_complete(problems, keys))
+
+
+def build_group_flags(policy: Path, output_dir: Path, problems: Path, **keys: Any) -> list[str]:
+    """The same for RLOO and GRPO."""
+    return keys_task.build_group_flags(policy, output_dir, problems / "train.jsonl", **_complete(problems, keys))
+
+
+def _complete(problems: Path, keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "dataset_test_split": problems / "held_out.jsonl",
+        "reward_funcs": "[recipes_lib.rl.verifiers:final_number]",
+        "response_length": MAX_ANSWER,
+        "num_sample_prompts": 200,
+        "eval_steps": 1_000_000,
+        **keys,
+    }

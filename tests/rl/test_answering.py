@@ -1,0 +1,57 @@
+"""What answers prompts, built from a run's settings: the same answers for a policy alone as for one with a critic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.rl import keys_task
+
+from recipes_lib.config.loader import load_config
+from recipes_lib.data.prompts import load_prompt_data
+from recipes_lib.models.loading import load_tokenizer
+from recipes_lib.rl.answering import build_collector, hold_policy
+from recipes_lib.rl.models import load_actor_critic
+from recipes_lib.rl.rewards import load_rewards
+from recipes_lib.training.arguments import build_training_arguments
+from recipes_lib.training.launch import read_launch
+from recipes_lib.training.progress import SilentProgress
+
+
+@pytest.fixture
+def build(policy_dir, prompts_file, tmp_path):
+    def load(**keys):
+        flags = keys_task.build_flags(policy_dir, tmp_path / "out", prompts_file, **keys)
+        config, launch = load_config("ppo", flags), read_launch()
+        tokenizer = load_tokenizer(config.model, config.tokens)
+        prompts = load_prompt_data(config, tokenizer)
+        args = build_training_arguments(config, launch, has_eval=True)
+        models = load_actor_critic(config, args, launch, tokenizer, prompts.terminators)
+        rewards = load_rewards(config.rewards, "cpu")
+
+        def collect(models):
+            return build_collector(config, args, models, rewards, tokenizer, SilentProgress(), lambda: None)
+
+        return collect(models), collect(hold_policy(models.policy, models.stop_ids)), prompts.train
+
+    return load
+
+
+def test_a_policy_alone_answers_as_it_does_in_training(build):
+    collector, alone, prompts = build()
+    (first, first_texts), (second, second_texts) = (each.answer(prompts[:8], range(8)) for each in (collector, alone))
+    assert first_texts == second_texts
+    assert torch.equal(first.scores, second.scores)
+
+
+def test_settings_reach_the_sampler(build):
+    _, alone, prompts = build(response_length=3, seed=7, per_device_eval_batch_size=5)
+    assert (alone.batch_size, alone.seed) == (5, 7)
+    answers, _ = alone.answer(prompts[:8], range(8))
+    assert int(answers.lengths.max()) == 3
+
+
+@pytest.mark.parametrize(("bf16", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_products_have_the_precision_of_the_run(build, bf16, dtype):
+    _, alone, _ = build(bf16=bf16)
+    with alone.precision():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype

@@ -1,0 +1,90 @@
+"""RLOO and GRPO learn what PPO learns, from the same prompts and rewards, and do not from rewards that say nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.rl import arithmetic_task, keys_task
+
+from recipes_lib.data.prompts import PromptRow
+from recipes_lib.rl.groups import build_score
+from recipes_lib.rl.rewards import Rewards
+
+PROMPTS = [PromptRow("here", [1], f"{n}", {"wanted": n}) for n in range(3)]
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "neighbours.py"
+
+
+def right(*, completions, wanted, **_):
+    return [float(text == str(number)) for text, number in zip(completions, wanted, strict=True)]
+
+
+def short(*, completion_ids, **_):
+    return [-len(ids) for ids in completion_ids]
+
+
+def test_an_answer_is_worth_its_weighted_rewards_less_the_penalty_and_the_figures_are_ppos():
+    logged = {}
+    score = build_score(Rewards({"right": right, "short": short}, None, [2.0, 0.5]), stop_ids=[9, 8], penalty=1.5)
+    worth = score(PROMPTS, ["0", "x", "2"], [[5, 9], [5], [5, 6, 8]], logged.__setitem__)
+    assert worth == [2.0 - 1.0, -0.5 - 1.5, 2.0 - 1.5]
+    assert logged == {
+        "objective/score": pytest.approx((1.0 - 0.5 + 0.5) / 3),
+        "objective/score/right": pytest.approx(2 / 3),
+        "objective/score/short": pytest.approx(-2.0),
+        "objective/finish_rate": pytest.approx(2 / 3),
+        "objective/length": 2.0,
+    }
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    """Problems, and a policy that half knows the answers."""
+    folder = tmp_path_factory.mktemp("arithmetic")
+    rows = arithmetic_task.write_problems(folder, 0)
+    return folder, arithmetic_task.write_policy(folder / "policy", rows, 0)
+
+
+@pytest.fixture
+def run(task, tmp_path):
+    """Share of right answers to held-out problems before and after."""
+    folder, policy = task
+
+    def train(stage, **keys):
+        flags = arithmetic_task.build_group_flags(policy, tmp_path / stage, folder, **{"max_steps": 160, **keys})
+        keys_task.train_groups(stage, flags)
+        first, last = keys_task.read_metrics(tmp_path / stage, "eval")
+        return first["eval_reward"], last["eval_reward"]
+
+    return train
+
+
+@pytest.mark.parametrize("stage", ["rloo", pytest.param("grpo", marks=pytest.mark.slow)])
+def test_the_verifiable_reward_rises(run, stage):
+    before, after = run(stage)
+    assert after > before + 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["rloo", "grpo"])
+def test_it_does_not_rise_when_the_reward_is_told_of_others(run, stage):
+    before, after = run(stage, reward_funcs="[tests.rl.arithmetic_task:score_shuffled]")
+    assert after < before + 0.1
+
+
+@pytest.mark.slow
+def test_the_comparison_gives_every_stage_as_many_answers_and_steps(task, tmp_path):
+    folder, policy = task
+    output = tmp_path / "neighbours.json"
+    command = [sys.executable, str(BENCHMARK), "--policy", str(policy), "--prompts", str(folder / "train.jsonl")]
+    command += ["--held_out", str(folder / "held_out.jsonl"), "--reward", "recipes_lib.rl.verifiers:final_number"]
+    command += ["--answers", "256", "--response_length", "8", "--learning_rate", "1e-3", "--output", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    runs = json.loads(output.read_text())["measurements"]
+    assert set(runs) == {"ppo", "rloo", "grpo"}
+    figures = [{key: run[key] for key in ("num_answers", "num_steps", "before")} for (run,) in runs.values()]
+    assert figures == [{"num_answers": 256, "num_steps": 16, "before": figures[0]["before"]}] * 3

@@ -1,0 +1,122 @@
+"""Pairs of a policy's own answers: which two are chosen, and a file that goes on behind its last whole batch."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from recipes_lib.data.formats import canonicalize, detect_format
+from recipes_lib.data.prompts import PromptRow
+from recipes_lib.errors import ConfigError
+from recipes_lib.rl.pairs import Answered, PairCounts, PairFile, choose_pair, sample_pairs
+
+
+def answers(*scores):
+    return [Answered(f"answer {at}", score, finished=True) for at, score in enumerate(scores)]
+
+
+def test_the_best_and_the_worst_are_the_pair():
+    best, worst = choose_pair(answers(1.0, 3.0, -1.0, 2.0))
+    assert (best.text, worst.text) == ("answer 1", "answer 2")
+    best, worst = choose_pair(answers(1.0, 2.0, 2.0, 1.0))
+    assert (best.text, worst.text) == ("answer 1", "answer 0")
+
+
+def test_answers_alike_in_worth_or_in_words_are_no_pair():
+    assert choose_pair(answers(2.0, 2.0, 2.0)) is None
+    assert choose_pair([Answered("same", 1.0, finished=True), Answered("same", 2.0, finished=True)]) is None
+
+
+def test_an_answer_that_ran_into_the_limit_takes_no_part():
+    cut = Answered("cut", 9.0, finished=False)
+    best, worst = choose_pair([cut, *answers(0.0, 1.0)])
+    assert (best.text, worst.text) == ("answer 1", "answer 0")
+    assert choose_pair([cut, *answers(0.0)]) is None
+
+
+class Collector:
+    """Answers with the number of the answer, which is also its worth; those of prompt 2 are worth the same."""
+
+    batch_size = 5
+
+    def __init__(self):
+        self.asked = []
+
+    def answer(self, prompts, numbers):
+        self.asked.append(list(numbers))
+        scores = [0.0 if prompt.content == "prompt 2" else float(n) for prompt, n in zip(prompts, numbers, strict=True)]
+        finished = [prompt.content != "prompt 3" for prompt in prompts]
+        known = SimpleNamespace(scores=torch.tensor(scores), finished=torch.tensor(finished))
+        return known, [f"text {n}" for n in numbers]
+
+
+PROMPTS = [PromptRow("here", [1], f"prompt {n}", {}) for n in range(5)]
+
+
+def test_every_prompt_has_answers_of_its_own_numbers_and_all_are_counted():
+    collector, counts = Collector(), PairCounts()
+    rows = [row for batch in sample_pairs(collector, PROMPTS, 2, counts) for row in batch]
+    assert collector.asked == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert [(row["prompt"], row["chosen"], row["rejected"]) for row in rows] == [
+        ("prompt 0", "text 1", "text 0"),
+        ("prompt 1", "text 3", "text 2"),
+        ("prompt 4", "text 9", "text 8"),
+    ]
+    assert rows[-1]["score_chosen"], rows[-1]["score_rejected"] == (9.0, 8.0)
+    assert (counts.num_prompts, counts.num_pairs, counts.num_alike, counts.num_unfinished) == (5, 3, 1, 1)
+    assert (counts.num_answers, counts.score_sum) == (10, 45.0 - 9.0)
+
+
+@pytest.mark.parametrize("content", ["Why?", [{"role": "user", "content": "Why?"}]])
+def test_a_row_is_of_the_preference_layout(content):
+    prompt = PromptRow("here", [1], content, {})
+    (row,) = next(iter(sample_pairs(Collector(), [prompt], 2, PairCounts())))
+    layout = detect_format(row, where="here")
+    assert layout.name == "preference"
+    canonical = canonicalize(row, layout, "here", 0)
+    assert canonical.rejected
+
+
+class Killed(Exception):
+    """The process ends."""
+
+
+def killed_after(batches, number):
+    for at, batch in enumerate(batches):
+        if at == number:
+            raise Killed
+        yield batch
+
+
+def test_a_killed_process_leaves_whole_batches_and_the_next_one_goes_on(tmp_path):
+    whole = PairFile(tmp_path / "whole.jsonl", "key")
+    whole.write(sample_pairs(Collector(), PROMPTS, 2, whole.counts))
+    path = tmp_path / "pairs.jsonl"
+    first = PairFile(path, "key")
+    with pytest.raises(Killed):
+        first.write(killed_after(sample_pairs(Collector(), PROMPTS, 2, first.counts), 2))
+    with path.open("a") as file:
+        file.write('{"half a row')
+    again, collector = PairFile(path, "key"), Collector()
+    assert again.counts.num_prompts == 4
+    again.write(sample_pairs(collector, PROMPTS, 2, again.counts))
+    assert collector.asked == [[8, 9]]
+    assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert again.counts == whole.counts
+    done = PairFile(path, "key")
+    done.write(sample_pairs(Collector(), PROMPTS, 2, done.counts))
+    assert len([json.loads(line) for line in path.read_text().splitlines()]) == done.counts.num_pairs == 3
+
+
+def test_pairs_of_something_else_and_files_of_others_are_left_alone(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    file = PairFile(path, "key")
+    file.write(sample_pairs(Collector(), PROMPTS, 2, file.counts))
+    with pytest.raises(ConfigError, match="of another policy"):
+        PairFile(path, "another key")
+    (tmp_path / "mine.jsonl").write_text("mine")
+    with pytest.raises(ConfigError, match="not by this command"):
+        PairFile(tmp_path / "mine.jsonl", "key")

@@ -1,0 +1,60 @@
+"""Fixed prompts answered as training goes on: the answers, what each reward says of them, and which are asked."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from recipes_lib.data.prompts import PromptData, PromptRow
+from recipes_lib.rl.rewards import Rewards
+from recipes_lib.rl.samples import ScoredSamples, choose_samples
+
+PROMPTS = [PromptRow("here", [n], f"prompt {n}", {}) for n in range(3)]
+
+
+def build(functions):
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])[:, : len(functions)]
+    answers = SimpleNamespace(
+        finished=torch.tensor([True, False, True]),
+        lengths=torch.tensor([2, 4, 3]),
+        scores=rewards.sum(1),
+        rewards=rewards,
+    )
+    collector = SimpleNamespace(
+        tokenizer=SimpleNamespace(decode=lambda ids: f"prompt {ids[0]}"),
+        rewards=Rewards(functions, None, [1.0] * len(functions)),
+        answer=lambda prompts, numbers: (answers, [f"text {n}" for n in numbers]),
+    )
+    written = []
+    return ScoredSamples(collector, PROMPTS, lambda *given: written.append(given)), written
+
+
+def test_answers_are_written_with_their_rewards():
+    samples, written = build({"right": print, "short": print})
+    figures = samples.answer(7)
+    assert figures == {
+        "reward": pytest.approx(4 / 3),
+        "reward/right": pytest.approx(2 / 3),
+        "reward/short": pytest.approx(2 / 3),
+        "stop_rate": pytest.approx(2 / 3),
+        "mean_sample_tokens": 3.0,
+    }
+    assert [(step, sample.prompt, sample.completion, reward) for step, sample, reward in written] == [
+        (7, "prompt 0", "text 0", 1.0),
+        (7, "prompt 1", "text 1", 1.0),
+        (7, "prompt 2", "text 2", 2.0),
+    ]
+    assert [sample.stopped for _, sample, _ in written] == [True, False, True]
+
+
+def test_one_reward_is_not_told_twice():
+    assert "reward/right" not in build({"right": print})[0].answer(0)
+
+
+def test_held_out_prompts_are_asked_where_there_are_any():
+    held_out = PROMPTS[:1]
+    data = PromptData(train=PROMPTS, eval=held_out, terminators=[], max_length=9, record={})
+    assert choose_samples(data, 2) == held_out
+    assert choose_samples(PromptData(PROMPTS, [], [], 9, {}), 2) == PROMPTS[:2]

@@ -1,0 +1,121 @@
+"""TRL's trainers of groups inside this library's run: its own prompts, steps, stops, resumption and adapters."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import trl
+from tests.rl import keys_task
+from trl.trainer.utils import RepeatSampler
+
+from recipes_lib.config.loader import load_config
+from recipes_lib.data.prompts import load_prompt_data
+from recipes_lib.models.loading import load_tokenizer
+from recipes_lib.planning.groups import plan_groups
+from recipes_lib.rl.groups import build_group_trainer
+from recipes_lib.rl.rewards import load_rewards
+from recipes_lib.training.arguments import build_training_arguments
+from recipes_lib.training.group_trainer import TRAINERS
+from recipes_lib.training.launch import read_launch
+from recipes_lib.training.run import start_run
+
+
+@pytest.fixture(scope="module")
+def policy_dir(tmp_path_factory):
+    return keys_task.write_policy(tmp_path_factory.mktemp("policy"), 0, num_steps=30)
+
+
+@pytest.fixture(scope="module")
+def prompts_file(tmp_path_factory):
+    return keys_task.write_prompts(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", 300, seed=5)
+
+
+@pytest.fixture
+def build(policy_dir, prompts_file, tmp_path):
+    def make(stage, folder="out", **keys):
+        flags = keys_task.build_group_flags(policy_dir, tmp_path / folder, prompts_file, **keys)
+        config, launch = load_config(stage, flags), read_launch()
+        run = start_run(config, launch)
+        tokenizer = load_tokenizer(config.model, config.tokens)
+        prompts = load_prompt_data(config, tokenizer)
+        args = build_training_arguments(config, launch, has_eval=True)
+        trainer = build_group_trainer(config, args, launch, load_rewards(config.rewards, "cpu"), prompts, tokenizer)
+        return trainer, run, prompts, config
+
+    return make
+
+
+@pytest.mark.parametrize("stage", sorted(TRAINERS))
+def test_it_is_upstreams_objective_and_scale(stage):
+    (upstream,) = (base for base in TRAINERS[stage].__mro__ if base in (trl.RLOOTrainer, trl.GRPOTrainer))
+    assert TRAINERS[stage]._compute_loss is upstream._compute_loss
+    assert TRAINERS[stage]._generate_and_score_completions is upstream._generate_and_score_completions
+    assert TRAINERS[stage].loss_is_scaled_for_ga is upstream.loss_is_scaled_for_ga
+
+
+@pytest.mark.parametrize("stage", sorted(TRAINERS))
+def test_the_policy_is_asked_with_the_very_prompts_in_upstreams_groups(build, stage):
+    trainer, _, prompts, config = build(stage, max_steps=2)
+    asked = []
+    generate = trainer._generate_single_turn
+
+    def watch(prompt_ids, *args, **options):
+        asked.append([list(ids) for ids in prompt_ids])
+        return generate(prompt_ids, *args, **options)
+
+    trainer._generate_single_turn = watch
+    trainer.train()
+    plan = plan_groups(len(prompts.train), config, 1)
+    assert len(asked) == 1  # Two steps of two learn from the answers of one generation.
+    assert len(asked[0]) == plan.answers_per_generation
+    sampler = iter(
+        RepeatSampler(range(len(prompts.train)), 4, batch_size=plan.prompts_per_generation, seed=trainer.args.seed)
+    )
+    expected = [prompts.train[next(sampler)].input_ids for _ in range(plan.answers_per_generation)]
+    assert asked[0] == expected
+
+
+def test_the_length_of_a_run_is_what_was_planned(build):
+    trainer, _, prompts, config = build("rloo", max_steps=-1, num_train_epochs=0.2)
+    trainer.train()
+    assert trainer.state.global_step == trainer.state.max_steps
+    assert trainer.state.max_steps == plan_groups(len(prompts.train), config, 1).steps.num_steps
+
+
+@pytest.mark.parametrize("stage", sorted(TRAINERS))
+def test_a_run_that_was_stopped_goes_on_to_the_same_weights(build, stage):
+    """Stopped between two generations, of which each is learnt from in four steps."""
+    keys = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}
+    whole, _, _, _ = build(stage, "whole", **keys)
+    whole.train()
+    half, _, _, _ = build(stage, "half", **keys)
+    half.args.max_steps = 4
+    half.train()
+    again, run, _, _ = build(stage, "half", **keys)
+    assert run.resume_from is not None
+    again.train(resume_from_checkpoint=run.resume_from)
+    for one, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_without_its_adapter_the_policy_is_the_reference_and_no_copy_is_left(build):
+    trainer, _, _, _ = build("rloo", max_steps=2, use_peft=True, learning_rate=1e-2)
+    assert set(trainer.model.peft_config) == {"default"}
+    trained = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
+    assert trained
+    assert all("lora_" in name for name in trained)
+    before = {name: value.clone() for name, value in trainer.model.named_parameters()}
+    trainer.train()
+    moved = {name for name, value in trainer.model.named_parameters() if not torch.equal(value, before[name])}
+    assert moved
+    assert moved <= trained
+
+
+def test_dropout_is_off_where_log_probabilities_are_compared(build):
+    trainer, _, _, _ = build("grpo", max_steps=2, num_iterations=1, beta=0.1)
+    trainer.train()
+    first = next(entry for entry in trainer.state.log_history if "kl" in entry)
+    assert first["kl"] == pytest.approx(0, abs=1e-6)
+    assert dataclasses.asdict(trainer.args)["disable_dropout"]
