@@ -165,6 +165,24 @@ def test_who_is_asked_to_stop_saves_the_last_iteration_and_goes_on(
     assert (straight / "samples.jsonl").read_text() == (tmp_path / "samples.jsonl").read_text()
 
 
+@pytest.mark.parametrize(("phase", "num_scored"), [("sampling", 2), ("reading", 3)])
+def test_what_would_be_made_again_is_left_at_once(policy_dir, prompts_file, tmp_path, monkeypatch, phase, num_scored):
+    """Samples and the first iteration are scored; asked while it samples, the second one is not, nor is it read."""
+    owner, name, call, _ = STOPS[phase]
+    scored, read = [], []
+    score, logps = Rewards.score, collect.compute_response_logps
+    monkeypatch.setattr(Rewards, "score", lambda *given: (scored.append(1), score(*given))[1])
+    monkeypatch.setattr(
+        collect, "compute_response_logps", lambda *given, **more: (read.append(1), logps(*given, **more))[1]
+    )
+    ask_in(monkeypatch, owner, name, call)
+    with pytest.raises(PreemptedError):
+        keys_task.train(keys_task.build_flags(policy_dir, tmp_path, prompts_file, **SHORT))
+    assert len(scored) == num_scored
+    # Policy and reference of the first iteration, and in the second the one batch at which it was asked.
+    assert len(read) == 2 + (phase == "reading")
+
+
 def test_asked_before_anything_was_learnt_nothing_is_saved(policy_dir, prompts_file, tmp_path, monkeypatch):
     ask_in(monkeypatch, Rewards, "score", 1)
     with pytest.raises(PreemptedError, match="stopped after step 0; nothing was to be saved yet"):
