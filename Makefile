@@ -58,6 +58,7 @@ soak: $(STAMP) ## faults at random moments of real runs for SOAK_MINUTES (60), u
 demo: $(STAMP) ## the whole pipeline on real text at hand, on a CPU, with a report to look at
 	@$(PYTHON) recipes/demo.py
 
+# TRL_1_12 is the Python of an environment with the last TRL that has PPO; benchmarks/ppo.py says how to make one.
 bench: $(STAMP) ## side-by-side benchmarks against transformers and TRL as installed
 	@$(PYTHON) benchmarks/startup.py --output build/bench/startup.json
 	@$(PYTHON) benchmarks/preparation.py --output build/bench/preparation.json
@@ -67,6 +68,7 @@ bench: $(STAMP) ## side-by-side benchmarks against transformers and TRL as insta
 	@$(PYTHON) benchmarks/pretraining.py --rounds 2 --steps 24 --output build/bench/pretraining.json
 	@$(PYTHON) benchmarks/preferences.py --rounds 2 --output build/bench/preferences.json
 	@$(PYTHON) benchmarks/distill.py --rounds 2 --output build/bench/distill.json
+	@$(PYTHON) benchmarks/ppo.py --rounds 2 $(if $(TRL_1_12),--trl-python "$(TRL_1_12)") --output build/bench/ppo.json
 	@$(PYTHON) benchmarks/lora.py --rounds 2 --output build/bench/lora.json
 	@$(PYTHON) benchmarks/guards.py --rounds 2 --output build/bench/guards.json
 	@$(PYTHON) benchmarks/activation_checkpointing.py --output build/bench/activation_checkpointing.json
