@@ -3,10 +3,10 @@
 #   docker build --target cuda -t recipes:cuda .
 #   docker build --target cpu -t recipes:cpu --build-arg PIP_EXTRA_INDEX_URL=<PyTorch's index of CPU builds> .
 #   docker run --rm recipes:cpu doctor
-#   docker run --rm --gpus all --ipc host -v "$PWD:/data" -w /data --entrypoint accelerate recipes:cuda \
-#       launch --config_file /app/accelerate_configs/single_gpu.yaml /app/recipes/sft.py --config mine.yaml
+#   docker run --rm --init --gpus all --ipc host -v "$PWD:/data" recipes:cuda sft --config mine.yaml
+#   docker run --rm --init --gpus all --ipc host -v "$PWD:/data" -e LAUNCH=fsdp2 recipes:cuda sft --config mine.yaml
 
-FROM python:3.11-slim AS build
+FROM python:3.11.14-slim-bookworm AS build
 ENV PIP_CACHE_DIR=/tmp/pip PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/venv
 WORKDIR /build
@@ -22,22 +22,34 @@ RUN --mount=type=cache,target=/tmp/pip \
     /opt/venv/bin/pip install -c constraints.txt ".[track,gpu,deepspeed]"
 
 # A compiler stays in the image: torch.compile and DeepSpeed build kernels while they run.
-FROM python:3.11-slim AS runtime
-RUN apt-get update \
+FROM python:3.11.14-slim-bookworm AS runtime
+RUN --mount=type=cache,target=/var/cache/apt,sharing=locked \
+    --mount=type=cache,target=/var/lib/apt,sharing=locked \
+    apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
-    && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 1000 recipes \
-    && mkdir /cache \
-    && chown recipes /cache
+    && mkdir /cache /data \
+    && chown recipes /cache /data
 ENV PATH=/opt/venv/bin:$PATH HF_HOME=/cache HF_HUB_DISABLE_TELEMETRY=1 PYTHONUNBUFFERED=1
 WORKDIR /app
 COPY LICENSE ./
 COPY accelerate_configs accelerate_configs
 COPY recipes recipes
+COPY --chmod=755 docker/entrypoint.sh /usr/local/bin/recipes-entrypoint
 VOLUME /cache
-USER recipes
-ENTRYPOINT ["recipes"]
+WORKDIR /data
+# By number, so that a cluster can see that it is not root.
+USER 1000
+ENTRYPOINT ["recipes-entrypoint"]
 CMD ["--help"]
+HEALTHCHECK --interval=10m --timeout=2m --start-period=2m CMD ["recipes", "doctor"]
+ARG VERSION=unknown
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="recipes" \
+      org.opencontainers.image.description="Train a language model from raw text to a published assistant" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="$VERSION" \
+      org.opencontainers.image.revision="$REVISION"
 
 FROM runtime AS cpu
 COPY --from=build /opt/venv /opt/venv

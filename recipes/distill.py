@@ -23,6 +23,7 @@ from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.heads import verify_loss_head
 from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
 from recipes_lib.publish.export import export_model
+from recipes_lib.publishing import publishing
 from recipes_lib.report.page import build_report
 from recipes_lib.training.arguments import build_training_arguments
 from recipes_lib.training.distill import DistillationTrainer, prepare_teaching
@@ -32,6 +33,7 @@ from recipes_lib.training.run import start_run
 from recipes_lib.training.teacher import is_own_teacher, map_teacher_vocabulary
 
 
+@publishing
 def main(config: RecipeConfig) -> None:
     """Train ``config.model`` on rows and a teacher; leave a model, its record and a report."""
     run = start_run(config, read_launch())

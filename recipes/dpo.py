@@ -20,6 +20,7 @@ from recipes_lib.data.pair_data import load_pair_data
 from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.loading import load_model_config, load_tokenizer
 from recipes_lib.publish.export import export_model
+from recipes_lib.publishing import publishing
 from recipes_lib.report.page import build_report
 from recipes_lib.training.arguments import build_training_arguments
 from recipes_lib.training.dpo import DPOTrainer, prepare_reference
@@ -31,6 +32,7 @@ from recipes_lib.training.preference import build_objective
 from recipes_lib.training.run import start_run
 
 
+@publishing
 def main(config: RecipeConfig) -> None:
     """Train ``config.model`` on the pairs of ``config.data``; leave a model, its record and a report."""
     run = start_run(config, read_launch())

@@ -24,6 +24,7 @@ from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.heads import verify_loss_head
 from recipes_lib.models.loading import load_model_config, load_tokenizer
 from recipes_lib.publish.export import export_model
+from recipes_lib.publishing import publishing
 from recipes_lib.report.page import build_report
 from recipes_lib.training.arguments import build_training_arguments
 from recipes_lib.training.launch import read_launch
@@ -33,6 +34,7 @@ from recipes_lib.training.run import start_run
 from recipes_lib.training.sft import SFTTrainer
 
 
+@publishing
 def main(config: RecipeConfig) -> None:
     """Train an adapter of ``config.model`` on the targets of ``config.data``; leave it, its record and a report."""
     run = start_run(config, read_launch())

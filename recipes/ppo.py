@@ -18,6 +18,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.export import export_model
+from recipes_lib.publishing import publishing
 from recipes_lib.report.page import build_report
 from recipes_lib.rl.critic_export import CRITIC_FOLDER, save_critic
 from recipes_lib.rl.models import load_actor_critic
@@ -28,6 +29,7 @@ from recipes_lib.training.launch import read_launch
 from recipes_lib.training.run import start_run
 
 
+@publishing
 def main(config: RecipeConfig) -> None:
     """Train ``config.model`` on answers of its own to the prompts of ``config.data``."""
     launch = read_launch()

@@ -24,6 +24,7 @@ from recipes_lib.models.heads import verify_loss_head
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.planning.pretraining import count_run_tokens
 from recipes_lib.publish.export import export_model
+from recipes_lib.publishing import publishing
 from recipes_lib.report.page import build_report
 from recipes_lib.training.arguments import build_training_arguments
 from recipes_lib.training.launch import read_launch
@@ -33,6 +34,7 @@ from recipes_lib.training.pretraining_rows import build_rows
 from recipes_lib.training.run import start_run
 
 
+@publishing
 def main(config: RecipeConfig) -> None:
     """Pretrain ``config.model`` on the tokens of ``config.data``; leave a model, its record and a report."""
     run = start_run(config, read_launch())

@@ -20,6 +20,7 @@ from recipes_lib.data.pair_data import load_pair_data
 from recipes_lib.models.loading import load_model_config, load_tokenizer
 from recipes_lib.models.scoring import RewardModel
 from recipes_lib.publish.export import export_model
+from recipes_lib.publishing import publishing
 from recipes_lib.report.page import build_report
 from recipes_lib.report.reward_verdict import settle_scale, write_verdict
 from recipes_lib.training.arguments import build_training_arguments
@@ -31,6 +32,7 @@ from recipes_lib.training.reward import RewardTrainer, build_reward_objective
 from recipes_lib.training.run import start_run
 
 
+@publishing
 def main(config: RecipeConfig) -> None:
     """Train a score on top of ``config.model`` from the pairs of ``config.data``; leave the model and its report."""
     run = start_run(config, read_launch())

@@ -9,7 +9,9 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,3 +39,40 @@ def tiny_tokenizer_dir(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory
 def tiny_model_dir(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with a random two-layer Llama (fp32) and the tokenizer beside it; treat it as read-only."""
     return save_model(tmp_path_factory.mktemp("tiny_model"), tiny_tokenizer)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch):
+    """A Hub on loopback for this process and those that it starts, with a token that may write."""
+    import huggingface_hub
+    from huggingface_hub import constants
+    from huggingface_hub.utils._http import default_client_factory
+    from tests.publish.hub_server import open_hub
+
+    with open_hub() as hub:
+        # Large files by the calls of LFS: the service behind Xet speaks a protocol of its own.
+        settings = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        for name, value in {**settings, "HF_TOKEN": "hf_" + "x" * 34}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+        template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        huggingface_hub.close_session()
+        yield hub
+    huggingface_hub.set_client_factory(default_client_factory)
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Seconds that would have been waited for between requests: ``upstream``'s own and ``ours``."""
+    from huggingface_hub.utils import _http
+
+    from recipes_lib.publish import hub_session
+
+    waited = SimpleNamespace(upstream=[], ours=[])
+    for module, notes in ((_http, waited.upstream), (hub_session, waited.ours)):
+        clock = SimpleNamespace(sleep=notes.append, monotonic=lambda: time.monotonic() + sum(waited.ours))
+        monkeypatch.setattr(module, "time", clock)
+    return waited

@@ -15,12 +15,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LIBRARY = "recipes_lib"
 
-FOUNDATION = {"errors", "hardware", "peers", "stopping"}
+FOUNDATION = {"environment", "errors", "hardware", "peers", "stopping"}
 STAGES = {"config", "data", "models", "losses", "planning", "training", "rl", "publish", "report"}
 MAY_IMPORT: Mapping[str, set[str]] = {
     # Leaves.
     "": set(),
     "errors": set(),
+    "environment": set(),
     "hardware": set(),
     "peers": set(),
     "stopping": {"errors", "peers"},
@@ -48,6 +49,8 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "sample_pairs": {"config", "data", "errors", "models", "rl", "training"},
     "plan": {"config", "errors", "models", "plan_ppo", "planning", "report"},
     "plan_ppo": {"config", "errors", "models", "planning", "rl"},
+    "publishing": {"config", "errors", "peers", "publish", "report", "training"},
+    "reproduce": {"config", "environment", "errors"},
 }
 """Room or top-level module -> the rooms and modules it may import; the empty name is the package itself."""
 
@@ -60,7 +63,7 @@ FENCES: Mapping[str, tuple[str, ...]] = {
 }
 """Third-party package -> path prefixes in the library that may import it."""
 
-FREE_OF_TORCH = ("errors.py", "boundary.py", "peers.py", "stopping.py", "cli.py", "config/")
+FREE_OF_TORCH = ("environment.py", "errors.py", "boundary.py", "peers.py", "stopping.py", "cli.py", "config/")
 """What answers before torch is imported: ``--help`` and a configuration error. The generator is run by hand."""
 NEEDS_TORCH = ("config/generate.py",)
 SLOW_TO_IMPORT = {"torch", "transformers", "trl", "accelerate", "peft", "datasets", "evaluate"}

@@ -21,6 +21,7 @@ import pytest
         ("use_vllm: true\nuse_peft: true\nload_in_4bit: true", 5, "weights of few bits"),
         ("use_vllm: true\nvllm_mode: colocate", 6, "is `server` here"),
         ("use_peft: true\nsave_critic: true", 6, "the critic is an adapter"),
+        ("push_to_hub: true\nhub_strategy: every_save", 6, "those of PPO are no models"),
         ("kl_estimator: k3", 5, "k3 and k2 have not the gradient of KL"),
         ("reward_model_path: a/b", 5, "was renamed to `reward_model_name_or_path`"),
     ],

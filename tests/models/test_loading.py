@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.loading import check_agreement, load_causal_lm, load_model_config, load_tokenizer
+from recipes_lib.models.loading import check_agreement, find_commit, load_causal_lm, load_model_config, load_tokenizer
 
 
 def config_for(path: Path | str, **changes: Any) -> ModelConfig:
@@ -233,3 +233,21 @@ def test_the_revision_is_the_model_s_and_not_that_of_another_tokenizer(monkeypat
         with pytest.raises(ConfigError):
             load_tokenizer(config_for("org/model", model_revision="v1", **changes), TokensConfig())
     assert asked == [("org/model", "v1"), ("org/other", None)]
+
+
+def test_what_came_from_the_hub_knows_its_commit(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit, repository = "c" * 40, tmp_path / "models--owner--base"
+    shutil.copytree(tiny_model_dir, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for revision in (None, "main", commit):
+        assert find_commit("owner/base", revision) == commit
+    assert find_commit("owner/base", "trial") is None
+    assert find_commit("owner/other", None) is None
+    assert find_commit(str(tiny_model_dir), None) is None
+    model = load_causal_lm(config_for(tiny_model_dir), "sdpa")
+    assert model.config._commit_hash is None
+    assert "_commit_hash" not in model.config.to_dict()

@@ -1,63 +1,113 @@
-"""Whether a run may publish is known before it trains."""
+"""Whether a run may publish, and who will see it, is known before it trains."""
+
+from __future__ import annotations
 
 import pytest
-from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
+from huggingface_hub import constants
+from tests.publish.hub_server import Fault
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.publish import access
+from recipes_lib.publish.access import find_target, open_target
+
+KEYS = {"output_dir": "runs/mine"}
+READER = {"name": "team", "roleInOrg": "read"}
 
 
-class Repository:
-    def __init__(self, private):
-        self.private = private
+def test_a_new_repository_will_be_private_unless_asked_otherwise(hub):
+    assert str(find_target(KEYS)) == "publishes to me/mine, private, which will be created"
+    assert str(find_target(KEYS | {"hub_private_repo": None})).endswith("me/mine, private, which will be created")
+    public = find_target(KEYS | {"hub_private_repo": False})
+    assert str(public) == "publishes to me/mine, public, which will be created"
+    assert hub.repositories == {}
 
 
-def set_up(monkeypatch, *, token="a token", role="write", repository=None, failure=None):
-    class Api:
-        def whoami(self):
-            if failure:
-                raise failure
-            return {"name": "me", "auth": {"accessToken": {"role": role}}}
-
-        def model_info(self, name):
-            if repository is None:
-                raise RepositoryNotFoundError.__new__(RepositoryNotFoundError)
-            return repository
-
-    monkeypatch.setattr(access, "get_token", lambda: token)
-    monkeypatch.setattr(access, "HfApi", Api)
+def test_the_name_that_was_asked_for_is_used_as_it_stands(hub):
+    hub.add("team/model", private=True)
+    target = find_target(KEYS | {"hub_model_id": "team/model", "hub_revision": "trial"})
+    assert str(target) == "publishes to team/model, branch trial, private"
 
 
-def test_a_new_repository_will_be_private_unless_asked_otherwise(monkeypatch):
-    set_up(monkeypatch)
-    assert (
-        access.verify_write_access({"output_dir": "runs/mine"})
-        == "publishes to me/mine, private, which will be created"
-    )
-    public = access.verify_write_access({"output_dir": "runs/mine", "hub_private_repo": False})
-    assert public == "publishes to me/mine, public, which will be created"
+def test_opened_it_is_there_as_it_was_announced(hub):
+    open_target(KEYS | {"hub_revision": "trial"})
+    repository = hub.repositories["me/mine"]
+    assert repository.private
+    assert set(repository.branches) == {"main", "trial"}
+    assert hub.num_requests["auth"] == 1
+    open_target(KEYS | {"hub_revision": "trial"})  # Again changes nothing.
+    assert hub.num_requests["create"] == 1
 
 
-def test_the_name_that_was_asked_for_is_used_as_it_stands(monkeypatch):
-    set_up(monkeypatch, repository=Repository(private=True))
-    assert (
-        access.verify_write_access({"output_dir": "x", "hub_model_id": "team/model"})
-        == "publishes to team/model, private"
-    )
+def test_what_exists_and_is_public_is_refused_unless_that_is_asked_for(hub):
+    hub.add("me/mine", private=False)
+    with pytest.raises(ConfigError, match="me/mine exists and is public") as caught:
+        open_target(KEYS)
+    assert caught.value.problems[0].where == "hub_private_repo"
+    assert str(open_target(KEYS | {"hub_private_repo": False})) == "publishes to me/mine, public"
+
+
+def test_what_is_private_stays_so_whatever_is_asked_for(hub):
+    hub.add("me/mine", private=True)
+    assert str(open_target(KEYS | {"hub_private_repo": False})) == "publishes to me/mine, private"
+
+
+def test_a_repository_that_someone_made_public_meanwhile_is_found(hub):
+    hub.sabotage = lambda kind: hub.add("me/mine", private=False) and None if kind == "create" else None
+    with pytest.raises(ConfigError, match="was to be private and is public"):
+        open_target(KEYS)
 
 
 @pytest.mark.parametrize(
-    ("state", "found"),
+    ("change", "keys", "where", "found"),
     [
-        ({"token": None}, "no Hub token"),
-        ({"role": "read"}, "may only read"),
-        ({"repository": Repository(private=False)}, "exists and is public"),
-        ({"failure": OfflineModeIsEnabled("offline mode is enabled")}, "did not answer"),
-        ({"failure": ConnectionError("no route")}, "no route"),
+        ({"role": "read"}, {}, "push_to_hub", "may only read"),
+        ({"may_write": False}, {"hub_model_id": "me/there"}, "push_to_hub", "does not let this account write"),
+        ({}, {"hub_model_id": "stranger/new"}, "hub_model_id", "me is not in stranger"),
+        (
+            {"orgs": [READER]},
+            {"hub_model_id": "team/new"},
+            "hub_model_id",
+            "only read in",
+        ),
+        ({}, {"hub_model_id": "a/b/c"}, "push_to_hub", "Repo id"),
     ],
 )
-def test_what_would_fail_or_surprise_after_training_is_refused_before(monkeypatch, state, found):
-    set_up(monkeypatch, **state)
+def test_what_would_fail_after_training_is_refused_before(hub, change, keys, where, found):
+    hub.add("me/there", private=True)
+    vars(hub).update(change)
     with pytest.raises(ConfigError, match=found) as caught:
-        access.verify_write_access({"output_dir": "runs/mine"})
-    assert "a token" not in str(caught.value)
+        find_target(KEYS | keys)
+    assert caught.value.problems[0].where == where
+    assert caught.value.problems[0].remedy
+    assert "hf_x" not in str(caught.value)
+
+
+def test_one_s_organisation_may_be_written_to(hub):
+    hub.orgs = [{"name": "team", "roleInOrg": "contributor"}]
+    open_target(KEYS | {"hub_model_id": "team/new"})
+    assert hub.repositories["team/new"].private
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_token_that_the_hub_does_not_take_is_refused(hub, status):
+    hub.faults["whoami"] = [Fault(status)]
+    with pytest.raises(ConfigError, match="does not let this account"):
+        find_target(KEYS)
+
+
+def test_a_hub_in_trouble_is_asked_again_and_then_the_run_is_refused(hub, pauses):
+    hub.faults["info"] = [Fault(503), Fault(429, {"Retry-After": "9"}), Fault(cut="before")]
+    assert str(find_target(KEYS)).startswith("publishes to me/mine")
+    assert pauses.ours == [2, 9, 8]
+    hub.faults["whoami"] = [Fault(429, {"Retry-After": "600"})]
+    with pytest.raises(ConfigError, match="did not answer"):
+        find_target(KEYS)
+
+
+def test_offline_and_without_a_token_there_is_no_publishing(hub, monkeypatch, tmp_path):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="offline"):
+        find_target(KEYS)
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="no Hub token"):
+        find_target(KEYS)

@@ -127,20 +127,6 @@ def test_another_base_than_the_one_recorded_is_found(make_run, tmp_path):
         export_model(trainer, folder)
 
 
-def test_nothing_is_uploaded_before_it_was_looked_at(make_run, monkeypatch):
-    trainer, folder = make_run()
-    uploads = []
-    trainer.args.push_to_hub = True
-    monkeypatch.setattr(trainer, "push_to_hub", lambda **keys: uploads.append((folder / WEIGHTS).exists()))
-    with monkeypatch.context() as patch:
-        breaking(patch, lambda tensors: tensors[NAME].zero_())
-        with pytest.raises(BrokenSaveError):
-            export_model(trainer, folder)
-    assert uploads == []
-    export_model(trainer, folder)
-    assert uploads == [True]
-
-
 def test_the_card_says_what_it_is_an_adapter_of(make_run, tiny_model_dir):
     trainer, folder = make_run()
     trainer.model.peft_config["default"].revision = "c" * 40

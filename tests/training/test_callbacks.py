@@ -80,7 +80,8 @@ def test_every_log_is_one_event_with_the_schema(tmp_path: Path) -> None:
     assert [event["num_target_tokens"] for event in events] == [4, 8, 12]
     assert events[0].keys() == {
         "kind", "step", "epoch", "loss", "learning_rate", "grad_norm", "token_accuracy", "num_tokens",
-        "num_target_tokens", "tokens_per_second", "target_tokens_per_second", "mfu", "memory_bytes", "seconds",
+        "num_target_tokens", "tokens_per_second", "target_tokens_per_second", "mfu", "num_flops",
+        "memory_bytes", "seconds",
     }  # fmt: skip
     assert events[0]["token_accuracy"] == 0.5
     assert "step 6/6  loss" in trainer.stream.getvalue()

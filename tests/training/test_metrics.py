@@ -88,6 +88,7 @@ def test_rates_are_those_of_the_window_and_counts_those_of_the_run() -> None:
     assert [figure["num_target_tokens"] for figure in figures] == [540, 580]
     assert [figure["seconds"] for figure in figures] == [51, 55]
     assert [figure["mfu"] for figure in figures] == [(6 * 200 + 10 * 40) / 1000, (6 * 200 + 10 * 40) / 4000]
+    assert [figure["num_flops"] for figure in figures] == [6 * 1200 + 10 * 540, 6 * 1400 + 10 * 580]
     assert figures[0]["token_accuracy"] == 0.25
     memory = figures[0]["memory_bytes"]
     assert memory is not None
@@ -100,7 +101,7 @@ def test_figures_that_cannot_be_known_are_null() -> None:
     figures = meter.measure()
 
     unknown = {name for name, value in figures.items() if value is None}
-    assert unknown == {"mfu", "tokens_per_second", "target_tokens_per_second", "token_accuracy"}
+    assert unknown == {"mfu", "num_flops", "tokens_per_second", "target_tokens_per_second", "token_accuracy"}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.1, None, "text", [1, 2], 7])

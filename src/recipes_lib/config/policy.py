@@ -16,7 +16,7 @@ DEFAULTS: Final[Mapping[str, tuple[Any, str]]] = {
     "eval_steps": (0.1, "ten evaluations a run"),
     "eval_strategy": ("steps", "held-out loss while training, where there are held-out rows"),
     "hub_private_repo": (True, "nothing becomes public by accident"),
-    "hub_strategy": ("end", "uploads of checkpoints stall the training"),
+    "hub_strategy": ("end", "checkpoints are published where that is asked for"),
     "logging_steps": (1, "a line of metrics.jsonl costs nothing, and a spike lasts a few steps"),
     "report_to": ("none", "metrics.jsonl is always written; a tracker is asked for by name"),
     "save_steps": (0.1, "a tenth of the run is the most that a crash can cost, whatever its length"),
@@ -27,7 +27,13 @@ DEFAULTS: Final[Mapping[str, tuple[Any, str]]] = {
 NOTES: Final[Mapping[str, str]] = {
     "activation_checkpointing_kwargs": "`save_matmuls: true` recomputes everything but matrix products and attention.",
     "bf16": "Unset: on where the hardware multiplies bfloat16.",
+    "hub_always_push": "Unset, a checkpoint that a newer one overtakes is not published.",
+    "hub_model_id": "Unset: the name of `output_dir`, under the account of the token.",
+    "hub_private_repo": "Only `false` asks for a public repository; one that is public is refused otherwise.",
+    "hub_revision": "A branch.",
+    "hub_strategy": "While training, each checkpoint is one commit with the tag `step-N`: see `docs/publishing.md`.",
     "output_dir": "The same command goes on from the newest complete checkpoint in it.",
+    "push_to_hub": "By a process beside training, which it neither slows nor fails.",
     "use_cpu": "Unset: where there is no accelerator.",
 }
 """What an upstream help text does not say about the key here."""

@@ -57,6 +57,9 @@ def check_ppo(settings: Settings) -> Iterator[Problem]:
     if settings.gives("kl_horizon") and not settings.gives("kl_target_per_sequence"):
         found = "`kl_horizon` has no effect: `kl_coef` is fixed"
         yield Problem(settings.where("kl_horizon"), found, "write `kl_target_per_sequence: ...`, or delete the line")
+    if settings["push_to_hub"] and settings["hub_strategy"] not in (None, "end"):
+        found = f"`hub_strategy: {settings['hub_strategy']}` publishes checkpoints, and those of PPO are no models"
+        yield Problem(settings.where("hub_strategy"), found, "write `hub_strategy: end`")
     if settings["use_peft"] and settings["save_critic"]:
         found = "`save_critic` has no effect: the critic is an adapter on the policy's own weights"
         yield Problem(settings.where("save_critic"), found, "delete the line, or train without adapters")

@@ -202,9 +202,9 @@ class Inspection(ABC):
         """Whether the model could be pushed."""
         if not self.config.training.get("push_to_hub"):
             return
-        from recipes_lib.publish.access import verify_write_access
+        from recipes_lib.publish.access import find_target
 
-        say(verify_write_access(self.config.training))
+        say(str(find_target(self.config.training)))
 
 
 def _build_on_meta(model_config: Any) -> Any:

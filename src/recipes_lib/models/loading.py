@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
     HFValidationError,
@@ -165,11 +166,26 @@ def load_pretrained(
     ]
     if problems:
         raise ConfigError(*problems)
+    # transformers 5.23 keeps no trace of it; before, this was its own name for it.
+    model.config._commit_hash = find_commit(name, config.model_revision)
     keep_differentiable(model)
     # A cache switches the isolation of packed documents off; generate() has a setting of its own.
     model.config.use_cache = False
     model.train()
     return model, missing
+
+
+def find_commit(name: str, revision: str | None) -> str | None:
+    """Return the commit that a model of the Hub was loaded from, by what the cache holds; ``None`` for a folder.
+
+    Args:
+        name: Hub id or folder.
+        revision: As it was asked for.
+    """
+    if Path(name).is_dir():
+        return None
+    cached = try_to_load_from_cache(name, "config.json", revision=revision)
+    return Path(cached).parent.name if isinstance(cached, str) else None
 
 
 def check_agreement(

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from recipes_lib.publish.card_facts import (
+    describe_data,
+    describe_effort,
+    list_curve,
+    list_limits,
+    read_events,
+    trace_lineage,
+)
+
+CHART: Final = "report/loss.png"
 _CHAT = (
     'chat = pipeline("text-generation", model="path/to/this/folder")',
     'print(chat([{"role": "user", "content": "..."}])[0]["generated_text"][-1]["content"])',
@@ -27,11 +37,11 @@ def write_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, fl
     """Write ``README.md``, the model card, from the record of the run and its last evaluation.
 
     Args:
-        folder: Folder of the model.
+        folder: Folder of the model; its ``metrics.jsonl`` and ``report/`` are told of where they are there.
         record: What ``run.json`` holds.
         figures: The last evaluation's figures by name.
     """
-    config = record["config"]
+    config, events = record["config"], read_events(folder)
     base, adapter = config["model_name_or_path"], _read_adapter(folder)
     start = f"a {config['model_config']['model_type']} model from random weights" if base is None else Path(base).name
     dataset = config["dataset_name"] or ", ".join(part["name"] for part in config["dataset_mixture"])
@@ -57,12 +67,23 @@ def write_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, fl
         "",
         *_table(("figure", "value"), ((name, _number(value)) for name, value in figures.items())),
         "",
+        *_draw(folder, events),
+        "## Known limits",
+        "",
+        *(f"- {limit}" for limit in list_limits(record, figures)),
+        "",
         "## How it was made",
         "",
-        *_table(("fact", "value"), facts),
+        *_table(("stage", "began with", "data"), trace_lineage(record)),
+        "",
+        *_table(("split", "size", "fingerprint"), describe_data(record)),
+        "",
+        *_table(("fact", "value"), [*describe_effort(record, events), *facts]),
+        "",
+        "`recipes reproduce` with the name of this repository restores the configuration and the versions.",
         "",
         "```yaml",
-        *(f"{name}: {json.dumps(_portable(value))}" for name, value in config.items() if value is not None),
+        *(f"{name}: {json.dumps(make_portable(value))}" for name, value in config.items() if value is not None),
         "```",
         "",
     ]
@@ -99,7 +120,7 @@ def write_merge_card(folder: Path, record: Mapping[str, Any]) -> None:
         "",
         "## How it was made",
         "",
-        *_table(("fact", "value"), ((name, _portable(value)) for name, value in facts.items())),
+        *_table(("fact", "value"), ((name, make_portable(value)) for name, value in facts.items())),
         f"| versions | {_tell_versions(record)} |",
         "",
     ]
@@ -137,17 +158,32 @@ def _tell_versions(record: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {version}" for name, version in record["versions"].items())
 
 
-def _portable(value: Any) -> Any:
-    """Keep the last name of an absolute path: the rest only tells about the machine it was made on."""
+def make_portable(value: Any) -> Any:
+    """Keep the last name of every absolute path in a record: the rest only tells about the machine it was made on."""
     if isinstance(value, list):
-        return [_portable(item) for item in value]
+        return [make_portable(item) for item in value]
     if isinstance(value, dict):
-        return {key: _portable(item) for key, item in value.items()}
-    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+        return {key: make_portable(item) for key, item in value.items()}
+    if not isinstance(value, str):
+        return value
+    flag, equals, path = value.rpartition("=")  # ``--output_dir=/a/b``
+    return f"{flag}{equals}{Path(path).name}" if Path(path).is_absolute() else value
 
 
-def _table(header: tuple[str, str], rows: Iterable[tuple[str, Any]]) -> list[str]:
-    return [f"| {header[0]} | {header[1]} |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
+def _draw(folder: Path, events: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The curve of the loss: as drawn for the report where that is there, and in numbers."""
+    rows = list_curve(events)
+    if not rows:
+        return
+    yield from ("## Training", "")
+    if (folder / CHART).is_file():
+        yield from (f"![loss]({CHART})", "")
+    yield from (*_table(("step", "loss", "held-out loss"), rows), "")
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    lines = [f"| {' | '.join(str(cell) for cell in row)} |" for row in rows]
+    return [f"| {' | '.join(header)} |", "|---" * len(header) + "|", *lines] if lines else []
 
 
 def _number(value: float) -> str:

@@ -47,8 +47,7 @@ def export_model(trainer: Trainer, folder: Path) -> None:
     if trainer.args.should_save:
         shutil.rmtree(staging, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
-    # As an internal call, which uploads nothing.
-    trainer.save_model(str(staging), _internal_call=True)
+    trainer.save_model(str(staging))
     if trainer.args.should_save:
         # Upstream's pickle of its arguments; run.json holds the same as JSON.
         (staging / "training_args.bin").unlink()
@@ -61,9 +60,6 @@ def export_model(trainer: Trainer, folder: Path) -> None:
         for path in staging.iterdir():
             path.replace(folder / path.name)
         staging.rmdir()
-    if trainer.args.push_to_hub:
-        trainer.push_to_hub(commit_message="Model save")
-        (folder / "training_args.bin").unlink(missing_ok=True)
     if trainer.args.should_save:
         evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
         figures = {name: value for name, value in (evaluations or [{}])[-1].items() if name.startswith("eval_")}

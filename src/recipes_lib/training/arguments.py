@@ -37,6 +37,8 @@ _OF_STAGE: dict[str, dict[str, Any]] = {
 _ALWAYS: dict[str, Any] = {
     "disable_tqdm": True,
     "remove_unused_columns": False,
+    # Upstream uploads from within training, and what was not opened again; recipes_lib/publishing.py does it.
+    "push_to_hub": False,
     # Upstream's default replaces a NaN loss in the log by the running mean while the weights are destroyed.
     "logging_nan_inf_filter": False,
     # One normaliser over all processes and micro-batches, so that how the batch is cut changes nothing.

@@ -97,9 +97,6 @@ class CheckpointingTrainer(Trainer):
         staged = self._stage(model, STAGING)
         if self.args.should_save:
             self._saver.save(staged, keep=self.kept_steps())
-        if self.args.push_to_hub:
-            self.finish_saving()
-            self._push_from_checkpoint(str(Path(str(self.args.output_dir)) / staged.folder.name))
 
     def _rehearse(self, model: nn.Module) -> None:
         """Do all that saving takes once.
@@ -132,15 +129,14 @@ class CheckpointingTrainer(Trainer):
         """Have upstream write a checkpoint under another name, but for what is left in ``_tasks``."""
         output_dir, step = Path(str(self.args.output_dir)), self.state.global_step
         staged = self._saver.open(step, folder)
-        before = self.args.save_total_limit, self.args.push_to_hub
-        # Upstream would delete and upload while this one is not known to be whole.
-        self.args.save_total_limit, self.args.push_to_hub = None, False
+        # Upstream would delete while this one is not known to be whole.
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
         self._staging, self._tasks = staged.parent, []
         try:
             Trainer._save_checkpoint(self, model, None)
         finally:
             self._staging = None
-            self.args.save_total_limit, self.args.push_to_hub = before
+            self.args.save_total_limit = limit
         # Upstream looks for the best one where it writes.
         best = output_dir / f"checkpoint-{self.state.best_global_step}"
         if self.state.best_global_step == step or best.is_dir():

@@ -143,6 +143,7 @@ class ThroughputMeter:
             "tokens_per_second": num_tokens / seconds if seconds else None,
             "target_tokens_per_second": num_targets / seconds if seconds else None,
             "mfu": mfu,
+            "num_flops": self._flops.total(counter.num_tokens, counter.num_targets) if self._flops else None,
             "memory_bytes": read_peak_memory(),
             "seconds": self.seconds,
         }

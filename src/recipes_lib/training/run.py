@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import importlib.metadata
 import json
 import platform
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,7 +20,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from recipes_lib.config.schema import SECTIONS, RecipeConfig
 from recipes_lib.config.table import load_table
+from recipes_lib.environment import read_git_commit, read_versions
 from recipes_lib.errors import ConfigError, DivergedError, LostPeerError, PreemptedError, Problem, UserError
+from recipes_lib.models.loading import find_commit
 from recipes_lib.peers import explain_lost_connection
 from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints import (
@@ -51,7 +51,6 @@ ENDS: Final = {
     UserError: "refused",
 }
 """Status of a run that ended by an error of that kind."""
-_PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "tokenizers", "peft", "recipes-lib")
 # Keys that change how a run is watched or where it puts things, never what it computes.
 _HARMLESS = (
     "dataloader_num_workers",
@@ -129,8 +128,12 @@ class Run:
         self.record(status="done", finished=_now(), **self._tell())
 
     def _tell(self) -> dict[str, Any]:
-        """What happened on the way."""
-        return {"rollbacks": [asdict(rollback) for rollback in read_rollbacks(self.output_dir).made]}
+        """What happened on the way, and what it began with, which may have been fetched on the way."""
+        model = self.config.model
+        return {
+            "rollbacks": [asdict(rollback) for rollback in read_rollbacks(self.output_dir).made],
+            "model_commit": find_commit(str(model.model_name_or_path), model.model_revision),
+        }
 
     def _record_end(self, status: str, reason: str) -> None:
         """Record why the run ended; on a full disk that must not hide what is about to be told."""
@@ -193,8 +196,8 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
             config=effective,
             provenance=dict(config.provenance),
             config_fingerprint=fingerprint_config(config, launch.world_size),
-            versions=_read_versions(),
-            git_commit=_read_git_commit(),
+            versions=read_versions(),
+            git_commit=read_git_commit(),
             hardware=describe_hardware(),
             num_processes=launch.world_size,
             rows_per_step=count_rows_per_step(config.training, launch.world_size),
@@ -292,26 +295,6 @@ def read_run_record(output_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return record
-
-
-def _read_versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    return versions
-
-
-def _read_git_commit() -> str | None:
-    """Return the commit of the working directory, with ``-dirty`` when tracked files differ; ``None`` outside git."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout.strip() or None
 
 
 def _now() -> str:

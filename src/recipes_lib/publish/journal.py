@@ -1,0 +1,61 @@
+"""What of a run is published already, so that whoever goes on does not do it again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from recipes_lib.publish.access import Target
+
+JOURNAL: Final = "_published.json"
+
+
+@dataclass(slots=True)
+class Journal:
+    """A record in the output directory; what begins with an underscore is never uploaded.
+
+    Attributes:
+        path: Of the record.
+        repository: ``owner/name`` that it is about.
+        branch: Of the repository.
+        commits: Commit of each push by name, with the fingerprint of what was pushed.
+        counts: What became of requests and pushes, over all processes that have published this run.
+        error: Why publishing was given up last; empty when it was not.
+    """
+
+    path: Path
+    repository: str
+    branch: str
+    commits: dict[str, dict[str, str]] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    error: str = ""
+
+    def read_fingerprint(self, name: str) -> str:
+        """Return the fingerprint of what is published under a name; empty where nothing is."""
+        return self.commits.get(name, {}).get("fingerprint", "")
+
+    def add(self, **counts: int) -> None:
+        """Count."""
+        for name, count in counts.items():
+            self.counts[name] = self.counts.get(name, 0) + count
+
+    def write(self) -> None:
+        """Replace the record on the disk."""
+        facts: dict[str, Any] = {name: value for name, value in asdict(self).items() if name != "path"}
+        partial = self.path.with_name(f"{self.path.name}.partial")
+        partial.write_text(json.dumps(facts, indent=1), encoding="utf-8")
+        partial.replace(self.path)
+
+
+def read_journal(output_dir: Path, target: Target) -> Journal:
+    """Return what is published of a run at a target: nothing where no record of it could be read."""
+    path = output_dir / JOURNAL
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        journal = Journal(path, **facts)
+    except (OSError, ValueError, TypeError):
+        return Journal(path, target.repository, target.branch)
+    is_same = (journal.repository, journal.branch) == (target.repository, target.branch)
+    return journal if is_same else Journal(path, target.repository, target.branch)

@@ -1,0 +1,70 @@
+"""Directories of runs as training leaves them, without training."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from safetensors.numpy import save_file
+from tests.publish.hub_server import Files
+
+from recipes_lib.training.checkpoints import write_complete
+
+
+def make_run(folder: Path, status: str = "running", **keys: object) -> Path:
+    """``run.json`` and ``metrics.jsonl`` of an SFT run; ``keys`` go into its configuration."""
+    config = {
+        "model_name_or_path": "owner/base",
+        "dataset_name": "owner/chats",
+        "output_dir": str(folder),
+        "push_to_hub": True,
+        "hub_strategy": "every_save",
+        "hub_always_push": True,
+        **keys,
+    }
+    record = {"stage": "sft", "status": status, "config": config, "versions": {"torch": "2.13.0"}, "error": "at /a/b"}
+    record["command"] = ["sft.py", "--config", "/somewhere/secret/sft.yaml", "--output_dir=/somewhere/secret/run"]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.json").write_text(json.dumps(record))
+    events = [{"kind": "eval", "step": step, "eval_loss": 4 - step / 10} for step in (0, 10, 20, 30)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return folder
+
+
+def write_model(folder: Path, value: float) -> None:
+    """A model that could be loaded, but for its architecture, and what training leaves beside it."""
+    import numpy as np
+
+    save_file({"weight": np.full(300, value, np.float32)}, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "samples.jsonl").write_text('{"prompt": "private"}')
+
+
+def save_checkpoint(run: Path, step: int) -> Path:
+    """A sealed checkpoint, with states to go on from."""
+    folder = run / f"checkpoint-{step}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    write_model(folder, step)
+    (folder / "README.md").write_text("as PEFT leaves one")
+    (folder / "optimizer.pt").write_bytes(b"moments")
+    (folder / "trainer_state.json").write_text("{}")
+    write_complete(folder, step=step)
+    return folder
+
+
+def finish(run: Path) -> Path:
+    """The finished model in the root."""
+    write_model(run, -1.0)
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(record | {"status": "done"}))
+    return run
+
+
+def read_weight(files: Files) -> float:
+    """The value of all weights of a published model."""
+    from safetensors.numpy import load
+
+    return float(load(files["model.safetensors"])["weight"][0])

@@ -1,0 +1,147 @@
+"""What a card tells follows from the record and the metrics of a run, and hides nothing that went wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from recipes_lib.publish.card import CHART, write_card
+from recipes_lib.publish.card_facts import (
+    MAX_CURVE_ROWS,
+    describe_data,
+    describe_effort,
+    find_board_power,
+    list_curve,
+    list_limits,
+    name_data,
+    read_events,
+    trace_lineage,
+)
+
+COMMIT = "c" * 40
+
+
+def record(stage="sft", **facts):
+    config = {"model_name_or_path": "owner/base", "dataset_name": "owner/chats", "output_dir": "mine"}
+    return {"stage": stage, "versions": {}, "config": config | facts.pop("config", {}), **facts}
+
+
+def test_the_lineage_goes_back_as_far_as_records_are_there(tmp_path):
+    first = record("pretrain", config={"model_name_or_path": None, "dataset_name": None, "dataset_mixture": PARTS})
+    second = record("sft", config={"model_name_or_path": str(tmp_path / "base")}, model_commit=None)
+    for name, facts in (("base", first), ("chat", second)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(json.dumps(facts))
+    last = record("dpo", config={"model_name_or_path": str(tmp_path / "chat"), "dataset_revision": COMMIT})
+    assert trace_lineage(last) == [
+        ("pretrain", "random weights", f"owner/web at {COMMIT} (weight 0.75), code.jsonl (weight 0.25)"),
+        ("sft", "base", "owner/chats"),
+        ("dpo", "chat", f"owner/chats at {COMMIT}"),
+    ]
+    assert trace_lineage(record(model_commit=COMMIT)) == [("sft", f"owner/base at {COMMIT}", "owner/chats")]
+
+
+PARTS = [
+    {"name": "owner/web", "revision": COMMIT, "weight": 0.75},
+    {"name": "/somewhere/secret/code.jsonl", "weight": 0.25},
+]
+
+
+def test_a_lineage_that_leads_to_itself_ends(tmp_path):
+    loop = record(config={"model_name_or_path": str(tmp_path)})
+    (tmp_path / "run.json").write_text(json.dumps(loop))
+    assert 1 < len(trace_lineage(loop)) < 20
+
+
+def test_data_are_told_with_their_counts_and_fingerprints():
+    counts = {"num_rows": 8, "num_tokens": 96_000, "num_target_tokens": 16, "cut": {"num_overlong": 0}}
+    data = {"inputs": {"sources": {"train": "9604a55826332cb08ea7"}}, "train": counts, "findings": [], "max_length": 64}
+    assert list(describe_data(record(data=data))) == [
+        ("train", "8 rows, 96,000 tokens, 16 of them trained on", "9604a55826332cb0")
+    ]
+    assert list(describe_data(record())) == []
+    assert name_data({"dataset_name": None}) == ""
+
+
+def test_the_effort_is_of_all_devices():
+    last = {"kind": "train", "step": 4, "seconds": 7200, "num_tokens": 5_000_000, "num_target_tokens": 1_000_000}
+    events = [{"kind": "train", "step": 1, "seconds": 1}, last | {"num_flops": 2.5e15, "memory_bytes": 3e9}]
+    events.append({"kind": "eval", "step": 4})
+    hardware = {"device": "NVIDIA H100 80GB HBM3"}
+    facts = dict(describe_effort(record(hardware=hardware, num_processes=8), events))
+    assert facts == {
+        "device": "8 x NVIDIA H100 80GB HBM3",
+        "training time": "2.00 h, 16.00 device hours",
+        "tokens": "5,000,000",
+        "tokens trained on": "1,000,000",
+        "operations": "2.5e+15 FLOP",
+        "peak memory": "3.0 GB on the main process",
+        "energy": "at most 11.20 kWh: 700 W a board, without the machine around it",
+    }
+    assert list(describe_effort(record(), [])) == []
+
+
+@pytest.mark.parametrize(
+    ("device", "watts"),
+    [
+        ("NVIDIA H100 PCIe", 350),
+        ("NVIDIA H200", 700),
+        ("NVIDIA A100-SXM4-80GB", 400),
+        ("NVIDIA L4", 72),
+        ("NVIDIA L40S", 350),
+        ("Intel Xeon", None),
+        ("", None),
+    ],
+)
+def test_the_power_of_a_board_is_known_or_not_told(device, watts):
+    assert find_board_power(device) == watts
+
+
+def test_a_curve_has_its_first_and_last_step_and_is_short():
+    events = [{"kind": "train", "step": step, "loss": 4 - step / 100} for step in range(1, 101)]
+    events += [{"kind": "eval", "step": 100, "eval_loss": 3.25}, {"kind": "train", "step": 101, "loss": "nan"}]
+    rows = list_curve(events)
+    assert len(rows) == MAX_CURVE_ROWS
+    assert rows[0] == ("1", "3.9900", "")
+    assert rows[-1] == ("101", "nan", "")
+    assert list_curve(events[99:101]) == [("100", "3.0000", "3.2500")]
+    assert list_curve([]) == []
+
+
+def test_limits_hide_nothing():
+    findings = [{"severity": "ok", "found": "fine"}, {"severity": "warning", "found": "train: 3% were cut"}]
+    bad = record(data={"findings": findings}, rollbacks=[{}], failed_gates=["length"], git_commit=f"{COMMIT}-dirty")
+    told = " ".join(list_limits(bad, {}))
+    for words in (
+        "bias",
+        "held out",
+        "3% were cut",
+        "undone 1 times",
+        "length",
+        "No revision of owner/chats",
+        "no commit",
+    ):
+        assert words in told
+    assert "fine" not in told
+    good = record(git_commit=COMMIT, config={"dataset_revision": COMMIT})
+    assert len(list(list_limits(good, {"eval_loss": 1.0}))) == 1
+    assert "continues text" in next(list_limits(record("pretrain"), {}))
+
+
+def test_lines_that_are_cut_off_are_left_out(tmp_path):
+    assert read_events(tmp_path) == []
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2}\n[]\n{"loss": 1}\n{"step": 1}\n{"step": 3, "lo')
+    assert [event["step"] for event in read_events(tmp_path)] == [1, 2]
+
+
+def test_the_card_shows_the_curve_that_is_beside_it(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "loss": 2.5}\n')
+    write_card(tmp_path, record(), {})
+    card = (tmp_path / "README.md").read_text()
+    assert "| 1 | 2.5000 |  |" in card
+    assert "![loss]" not in card
+    (tmp_path / CHART).parent.mkdir()
+    (tmp_path / CHART).touch()
+    write_card(tmp_path, record(), {})
+    assert f"![loss]({CHART})" in (tmp_path / "README.md").read_text()

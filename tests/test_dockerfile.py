@@ -1,0 +1,211 @@
+"""The image, without an engine: what its file names exists, and its very instructions build the CPU target in a folder.
+
+Each law of the file is a function from a text to faults, so that a planted fault can show that it is able to fail.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import site
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+COMPOSE = ROOT / "docker" / "compose.yaml"
+INSTRUCTIONS = {
+    *("FROM", "ENV", "RUN", "WORKDIR", "COPY", "ARG", "VOLUME", "USER", "ENTRYPOINT", "CMD", "HEALTHCHECK", "LABEL"),
+}
+
+
+def read_instructions(text: str) -> list[tuple[str, str]]:
+    """``(instruction, its arguments)`` in order, continued lines joined, without comments."""
+    lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    joined = re.sub(r"\\\n\s*", "", lines)
+    return [(line.split()[0], line.split(maxsplit=1)[1]) for line in joined.splitlines() if line.strip()]
+
+
+def read_stages(text: str) -> dict[str, list[tuple[str, str]]]:
+    """The instructions of each stage, the first of which says what it is built from."""
+    stages: dict[str, list[tuple[str, str]]] = {}
+    for name, arguments in read_instructions(text):
+        if name == "FROM":
+            stages[arguments.split()[-1]] = []
+        stages[list(stages)[-1]].append((name, arguments))
+    return stages
+
+
+def find_faults(text: str) -> Iterator[str]:
+    instructions = read_instructions(text)
+    yield from (f"no such instruction as {name}" for name, _ in instructions if name not in INSTRUCTIONS)
+    yield from _find_image_faults(text)
+    allowed = (ROOT / ".dockerignore").read_text().splitlines()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for name, arguments in instructions:
+        words = [word for word in shlex.split(arguments) if not word.startswith("--")]
+        if name == "COPY" and "--from" not in arguments:
+            yield from (f"{path} is not there" for path in words[:-1] if not (ROOT / path).exists())
+            yield from (f"{path} is kept out by .dockerignore" for path in words[:-1] if f"!{path}" not in allowed)
+        if name == "RUN" and "pip install" in arguments:
+            if "-c constraints.txt" not in arguments or "type=cache" not in arguments:
+                yield f"not locked, or not cached: {arguments}"
+            named = {extra for found in re.findall(r"\.\[([\w,]+)\]", arguments) for extra in found.split(",")}
+            yield from (f"there is no extra {extra}" for extra in named - set(extras))
+        is_lean = "--no-install-recommends" in arguments and "target=/var/lib/apt" in arguments
+        if name == "RUN" and "apt-get install" in arguments and not is_lean:
+            yield f"leaves lists and recommended packages behind: {arguments}"
+        if name in ("ARG", "ENV") and re.search(r"TOKEN|SECRET|PASSWORD|KEY", arguments):
+            yield f"a secret would stay in the image: {arguments}"
+
+
+def _find_image_faults(text: str) -> Iterator[str]:
+    stages = read_stages(text)
+    for name, instructions in stages.items():
+        base = instructions[0][1].split()[0]
+        if base not in stages and not re.fullmatch(r"[\w./-]+:\d+\.\d+\.\d+-[\w.-]+", base):
+            yield f"{name} is built from {base}, which is no fixed version"
+    inherited = [name for stage in ("runtime", "cpu") for name, _ in stages.get(stage, ())]
+    for needed in ("USER", "HEALTHCHECK", "ENTRYPOINT", "LABEL"):
+        if needed not in inherited:
+            yield f"there is no {needed}"
+    users = [arguments for name, arguments in stages.get("runtime", ()) if name == "USER"]
+    if not all(user.isdigit() and int(user) > 0 for user in users):
+        yield "it runs as root, or as somebody that a cluster cannot tell from root"
+
+
+def test_the_file_keeps_its_laws():
+    assert list(find_faults(DOCKERFILE)) == []
+    assert list(read_stages(DOCKERFILE))[-2:] == ["cpu", "cuda"]
+
+
+@pytest.mark.parametrize(
+    ("sound", "planted", "words"),
+    [
+        ("python:3.11.14-slim-bookworm AS build", "python:latest AS build", "no fixed version"),
+        ("python:3.11.14-slim-bookworm AS build", "python:3.11-slim AS build", "no fixed version"),
+        ("USER 1000", "USER root", "it runs as root"),
+        ("USER 1000\n", "", "there is no USER"),
+        ("COPY src src", "COPY sources src", "sources is not there"),
+        ("COPY src src", "COPY tests tests", "tests is kept out"),
+        ("[track,gpu,deepspeed]", "[track,gpus]", "there is no extra gpus"),
+        ("-c constraints.txt ", "", "not locked"),
+        ("ARG VERSION=unknown", "ARG HF_TOKEN", "a secret would stay"),
+        ("--no-install-recommends ", "", "recommended packages"),
+        ("VOLUME", "VOLUMES", "no such instruction"),
+    ],
+)
+def test_a_planted_fault_is_found(sound, planted, words):
+    assert sound in DOCKERFILE
+    assert any(words in fault for fault in find_faults(DOCKERFILE.replace(sound, planted)))
+
+
+def test_the_compose_file_fits_the_image():
+    compose = yaml.safe_load(COMPOSE.read_text())
+    service = compose["services"]["train"]
+    assert service["build"]["target"] in read_stages(DOCKERFILE)
+    assert (COMPOSE.parent / service["build"]["context"]).resolve() == ROOT
+    named = {volume.split(":")[0] for volume in service["volumes"] if not volume.startswith(".")}
+    assert named == set(compose["volumes"])
+    assert set(service["secrets"]) == set(compose["secrets"])
+    assert service["environment"]["HF_TOKEN_PATH"] == f"/run/secrets/{service['secrets'][0]}"
+    secret = (COMPOSE.parent / compose["secrets"]["hf_token"]["file"]).resolve().relative_to(ROOT)
+    assert f"/{secret}" in (ROOT / ".gitignore").read_text().splitlines()
+    assert (ROOT / "recipes" / f"{service['command'][0]}.py").exists()
+
+
+STUB = '#!/bin/sh\necho "$(basename "$0") $*"\n'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "launch", "expected"),
+    [
+        (["sft", "--config", "my file.yaml"], "", "python {app}/recipes/sft.py --config my file.yaml"),
+        (["dpo"], "fsdp2", "accelerate launch --config_file {app}/accelerate_configs/fsdp2.yaml {app}/recipes/dpo.py"),
+        (["doctor"], "", "recipes doctor"),
+        (["check", "--config", "sft.yaml"], "ddp", "recipes check --config sft.yaml"),
+        (["--help"], "", "recipes --help"),
+        (["../../etc/sft"], "", "recipes ../../etc/sft"),
+        ([], "", "recipes "),
+    ],
+)
+def test_the_entry_point_takes_a_stage_or_a_command(tmp_path, arguments, launch, expected):
+    for name in ("python", "accelerate", "recipes"):
+        (tmp_path / name).write_text(STUB)
+        (tmp_path / name).chmod(0o755)
+    script = tmp_path / "entrypoint.sh"
+    script.write_text((ROOT / "docker" / "entrypoint.sh").read_text().replace("/app/", f"{ROOT}/"))
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "LAUNCH": launch}
+    done = subprocess.run(["sh", script, *arguments], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.rstrip("\n") == expected.format(app=ROOT).rstrip("\n")
+
+
+@pytest.mark.slow
+def test_the_instructions_of_the_cpu_target_make_a_working_image(tmp_path):
+    """In a folder in the place of ``/``, without root, with the packages that are installed here as the index."""
+    image, context, tools = tmp_path / "image", tmp_path / "context", tmp_path / "tools"
+    shutil.copytree(ROOT, context, ignore=shutil.ignore_patterns(".git", ".venv", "*_cache", "build", "runs"))
+    tools.mkdir()
+    for name in ("apt-get", "useradd", "chown"):
+        (tools / name).write_text(STUB)
+        (tools / name).chmod(0o755)
+    (tools / "python").symlink_to(sys.executable)
+    environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PIP_NO_BUILD_ISOLATION": "0"}
+    environment.pop("PYTHONPATH", None)
+    stages = read_stages(DOCKERFILE)
+    place = image
+    for name, arguments in [*stages["build"], *stages["runtime"], *stages["cpu"]]:
+        place = run_instruction(name, arguments, place, image, context, environment)
+        if "venv /opt" in arguments:
+            # The lock is what is installed here: what is missing or of another version would be asked of an index.
+            found = next((image / "opt" / "venv" / "lib").glob("python*/site-packages"))
+            (found / "here.pth").write_text("\n".join(site.getsitepackages()))
+            # Of the interpreter, and too old to build with; an engine would fetch another one for that.
+            shutil.rmtree(found / "setuptools", ignore_errors=True)
+            for old in found.glob("setuptools-*"):
+                shutil.rmtree(old)
+            environment["PIP_NO_INDEX"] = "1"
+    venv = image / "opt" / "venv" / "bin"
+    entry = (image / "usr" / "local" / "bin" / "recipes-entrypoint").read_text().replace("/app/", f"{image}/app/")
+    for words, told in ((["doctor"], "packages"), (["sft", "--help"], "--config"), (["plan", "--help"], "usage")):
+        environment["PATH"] = f"{venv}{os.pathsep}/usr/bin{os.pathsep}/bin"
+        command = ["sh", "-c", entry, "recipes-entrypoint", *words]
+        done = subprocess.run(command, cwd=image / "data", capture_output=True, text=True, check=False, env=environment)
+        assert told in done.stdout, (words, done.stdout, done.stderr)
+    where = [str(venv / "python"), "-c", "import recipes_lib; print(recipes_lib.__file__)"]
+    done = subprocess.run(where, cwd=image, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.startswith(str(image))
+
+
+def run_instruction(name, arguments, place, image, context, environment):
+    """Do what an engine would do, with ``image`` for ``/``; return the working directory."""
+    inside = re.sub(r"(?<![\w.:/])/(opt|build|app|cache|data|tmp/pip|usr/local/bin)\b", rf"{image}/\1", arguments)
+    words = [word for word in shlex.split(inside) if not word.startswith("--")]
+    if name == "WORKDIR":
+        Path(inside).mkdir(parents=True, exist_ok=True)
+        return Path(inside)
+    if name == "ENV":
+        environment |= dict(word.split("=", 1) for word in words if not word.startswith("PATH="))
+    elif name == "COPY" and "--from" not in arguments:
+        *sources, target = words
+        for source in sources:
+            to = place / target
+            to = to / Path(source).name if target.endswith("/") else to
+            to.parent.mkdir(parents=True, exist_ok=True)
+            copy = shutil.copytree if (context / source).is_dir() else shutil.copy2
+            copy(context / source, to)
+    elif name == "RUN":
+        script = re.sub(r"--mount=\S+\s*", "", inside)
+        image.mkdir(exist_ok=True)
+        cwd = place if place.exists() else image
+        done = subprocess.run(["sh", "-e", "-c", script], cwd=cwd, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, (script, done.stdout, done.stderr)
+    return place

@@ -1,0 +1,41 @@
+"""Versions and the commit of the code, as they are told of a run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+
+import torch
+
+from recipes_lib import environment
+from recipes_lib.environment import read_git_commit, read_versions
+
+
+def test_versions_are_those_that_are_imported(monkeypatch):
+    assert read_versions()["torch"] == torch.__version__
+
+    def find(name):
+        if name == "peft":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(environment.importlib.metadata, "version", find)
+    assert read_versions()["peft"] == "not installed"
+
+
+def test_a_commit_says_when_files_differ_from_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert read_git_commit() is None
+
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True, capture_output=True)
+
+    (tmp_path / "file").write_text("first")
+    git("init")
+    git("add", "file")
+    git("commit", "-m", "first")
+    commit = read_git_commit()
+    assert len(commit) == 40
+    (tmp_path / "file").write_text("second")
+    assert read_git_commit() == f"{commit}-dirty"
