@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -199,10 +199,13 @@ def test_a_damaged_store_is_not_taken(tiny_model_dir, student_dir, tmp_path) -> 
         read_store(identity, make_packs())
 
 
-def test_a_hub_teacher_without_a_known_commit_is_refused(tiny_model_dir, student_dir, tmp_path, monkeypatch) -> None:
+def test_a_hub_teacher_is_told_by_its_commit(tiny_model_dir, student_dir, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    repository, commits = tmp_path / "hub" / "models--owner--teacher", ("e" * 40, "f" * 40)
+    (repository / "refs").mkdir(parents=True)
+    for commit in commits:
+        shutil.copytree(tiny_model_dir, repository / "snapshots" / commit)
     config = build_config(student_dir, Path("owner/teacher"), tmp_path, teacher_top_k=8)
-    monkeypatch.setattr(teacher_store, "load_model_config", lambda _: (SimpleNamespace(_commit_hash=None), None))
-    with pytest.raises(ConfigError, match="no commit is known"):
-        identify_store(config, VocabularyMap(range(512)), ROWS)
-    monkeypatch.setattr(teacher_store, "load_model_config", lambda _: (SimpleNamespace(_commit_hash="f" * 40), None))
-    assert identify_store(config, VocabularyMap(range(512)), ROWS).inputs["teacher"]["commit"] == "f" * 40
+    for commit in commits:
+        (repository / "refs" / "main").write_text(commit)
+        assert identify_store(config, VocabularyMap(range(512)), ROWS).inputs["teacher"]["commit"] == commit

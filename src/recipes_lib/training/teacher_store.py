@@ -20,7 +20,7 @@ from recipes_lib.data.prepare import find_root
 from recipes_lib.data.store import PreparedSet, choose_staging, compute_key, explain_disk_errors, find_set, publish_set
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.losses.top_k import TopLogps
-from recipes_lib.models.loading import load_model_config
+from recipes_lib.models.loading import find_commit, load_model_config
 from recipes_lib.models.vocabulary import VocabularyMap
 from recipes_lib.training.row_sharing import Rows
 from recipes_lib.training.teacher import TEACHER, choose_teacher
@@ -305,13 +305,13 @@ def _identify_teacher(config: RecipeConfig) -> dict[str, str]:
     if folder.is_dir():
         files = sorted(path for path in (*folder.glob("*.safetensors"), folder / "config.json") if path.is_file())
         return {path.name: compute_digest(path).hex() for path in files}
-    model_config, _ = load_model_config(chosen)
-    commit = getattr(model_config, "_commit_hash", None)
+    load_model_config(chosen)  # From here on the cache knows the commit.
+    commit = find_commit(str(chosen.model_name_or_path), chosen.model_revision)
     if commit is None:
         where = config.provenance.get(TEACHER, TEACHER)
         found = f"no commit is known of {chosen.model_name_or_path}, by which stored numbers could be told"
         raise ConfigError(Problem(where, found, "write `teacher_model_revision:` as a commit of 40 hex digits"))
-    return {"name": str(chosen.model_name_or_path), "commit": str(commit)}
+    return {"name": str(chosen.model_name_or_path), "commit": commit}
 
 
 def _name_shard(number: int) -> str:
