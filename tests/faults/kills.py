@@ -202,8 +202,9 @@ def stop_one_of_two(lab: Laboratory, trial: Trial, random: Random) -> None:
         # While the main process writes the model the other one may have done all its work.
         ends = {PREEMPTED, 0} if "export" in phase else {PREEMPTED}
         expect(life.codes[rank] == PREEMPTED and set(life.codes) <= ends, f"ended with {life.codes}", life)
-        # Told while it loads, a run may not have begun its record.
-        statuses = ("preempted", "None") if phase == "loading" else ("preempted",)
+        # Told while it loads, a run may not have begun its record; and who waits for the one that has left cannot hear:
+        # it leaves by its timer, and writes nothing.
+        statuses = ("preempted", "running", "None") if phase == "loading" else ("preempted",)
         expect(read_status(folder) in statuses, f"status {read_status(folder)}", life)
         trial.ended = True
         lab.go_on(trial, folder, stage, straight, num_processes=2, **more)
