@@ -32,7 +32,7 @@ def test_two_rounds_raise_the_reward_and_the_same_command_does_no_more(tmp_path)
         "prepared_dir": tmp_path / "prepared",
         "learning_rate": 1e-3,
         "per_device_train_batch_size": 32,
-        "num_train_epochs": 2,
+        "num_train_epochs": 6,
         "beta": 0.1,
         "save_strategy": "no",
     }

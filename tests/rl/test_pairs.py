@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.rl import keys_task
 
 from recipes_lib.data.formats import canonicalize, detect_format
 from recipes_lib.data.prompts import PromptRow
 from recipes_lib.errors import ConfigError
-from recipes_lib.rl.pairs import Answered, PairCounts, PairFile, choose_pair, sample_pairs
+from recipes_lib.rl.pairs import Answered, PairCounts, PairFile, choose_pair, read_continuation, sample_pairs
 
 
 def answers(*scores):
@@ -41,6 +42,7 @@ class Collector:
     """Answers with the number of the answer, which is also its worth; those of prompt 2 are worth the same."""
 
     batch_size = 5
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
 
     def __init__(self):
         self.asked = []
@@ -49,7 +51,12 @@ class Collector:
         self.asked.append(list(numbers))
         scores = [0.0 if prompt.content == "prompt 2" else float(n) for prompt, n in zip(prompts, numbers, strict=True)]
         finished = [prompt.content != "prompt 3" for prompt in prompts]
-        known = SimpleNamespace(scores=torch.tensor(scores), finished=torch.tensor(finished))
+        known = SimpleNamespace(
+            scores=torch.tensor(scores),
+            finished=torch.tensor(finished),
+            response_ids=torch.tensor([[n, 0] for n in numbers]),
+            mask=torch.tensor([[True, False]] * len(numbers)),
+        )
         return known, [f"text {n}" for n in numbers]
 
 
@@ -61,9 +68,9 @@ def test_every_prompt_has_answers_of_its_own_numbers_and_all_are_counted():
     rows = [row for batch in sample_pairs(collector, PROMPTS, 2, counts) for row in batch]
     assert collector.asked == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert [(row["prompt"], row["chosen"], row["rejected"]) for row in rows] == [
-        ("prompt 0", "text 1", "text 0"),
-        ("prompt 1", "text 3", "text 2"),
-        ("prompt 4", "text 9", "text 8"),
+        ("prompt 0", " 1", " 0"),
+        ("prompt 1", " 3", " 2"),
+        ("prompt 4", " 9", " 8"),
     ]
     assert rows[-1]["score_chosen"], rows[-1]["score_rejected"] == (9.0, 8.0)
     assert (counts.num_prompts, counts.num_pairs, counts.num_alike, counts.num_unfinished) == (5, 3, 1, 1)
@@ -78,6 +85,24 @@ def test_a_row_is_of_the_preference_layout(content):
     assert layout.name == "preference"
     canonical = canonicalize(row, layout, "here", 0)
     assert canonical.rejected
+
+
+def test_an_answer_that_says_nothing_is_in_no_pair():
+    collector = Collector()
+    collector.tokenizer = SimpleNamespace(decode=lambda ids, **_: " ".join(str(n) for n in ids if n))
+    rows = [row for batch in sample_pairs(collector, PROMPTS[:2], 3, PairCounts()) for row in batch]
+    assert [(row["chosen"], row["rejected"]) for row in rows] == [(" 2", " 1"), (" 5", " 3")]
+
+
+def test_the_white_space_between_a_prompt_and_its_answer_is_kept(tiny_tokenizer):
+    words = keys_task.build_tokenizer()
+    for tokenizer, prompt, answer in (
+        (words, words("w1 k1 k0").input_ids, words("k1 k1 <eos>").input_ids),
+        (tiny_tokenizer, tiny_tokenizer("Two and two").input_ids, tiny_tokenizer(" is four.").input_ids),
+    ):
+        start = tokenizer.decode(prompt)
+        whole = start + read_continuation(tokenizer, prompt, answer)
+        assert tokenizer(whole).input_ids == [*prompt, *(one for one in answer if one not in tokenizer.all_special_ids)]
 
 
 class Killed(Exception):

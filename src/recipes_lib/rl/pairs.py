@@ -9,13 +9,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from transformers import PreTrainedTokenizerBase
+
 from recipes_lib.data.prompts import PromptRow
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.rl.collect import Collector
 
 
 class Answered(NamedTuple):
-    """An answer: its text without special tokens, what it is worth, and whether it ended by itself."""
+    """An answer: its text without special tokens, its worth, and whether it says something and ended by itself."""
 
     text: str
     score: float
@@ -84,8 +86,13 @@ def sample_pairs(
         asked = [prompt for prompt in batch for _ in range(num_answers)]
         first = start * num_answers
         answers, texts = collector.answer(asked, range(first, first + len(asked)))
+        for at, prompt in enumerate(asked):
+            if isinstance(prompt.content, str):
+                ids = answers.response_ids[at][answers.mask[at]].tolist()
+                texts[at] = read_continuation(collector.tokenizer, prompt.input_ids, ids)
         known = zip(texts, answers.scores.tolist(), answers.finished.tolist(), strict=True)
-        answered = [Answered(*known_of_it) for known_of_it in known]
+        # An answer that says nothing is none to learn from.
+        answered = [Answered(text, score, ended and bool(text.strip())) for text, score, ended in known]
         rows = []
         for at, prompt in enumerate(batch):
             of_prompt = answered[at * num_answers : (at + 1) * num_answers]
@@ -99,6 +106,22 @@ def sample_pairs(
         counts.num_answers += len(answered)
         counts.score_sum += sum(answer.score for answer in answered)
         yield rows
+
+
+def read_continuation(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], answer: Sequence[int]) -> str:
+    """The text of an answer as it goes on behind its prompt, with the white space in between that decoders strip.
+
+    Args:
+        tokenizer: Of the policy.
+        prompt: Token ids.
+        answer: Token ids.
+    """
+
+    def read(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    whole, start = read([*prompt, *answer]), read(prompt)
+    return whole[len(start) :] if whole.startswith(start) else read(answer)
 
 
 def _build_row(prompt: PromptRow, best: Answered, worst: Answered) -> dict[str, Any]:
