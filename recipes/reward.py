@@ -69,8 +69,8 @@ def main(config: RecipeConfig) -> None:
         reward_model = RewardModel(model, tokenizer)
         settle_scale(reward_model, data.train)
         export_model(trainer, run.output_dir)
-        if run.launch.is_main:
-            run.record(failed_gates=write_verdict(reward_model, data.eval, run.output_dir))
+        failed = write_verdict(reward_model, data.eval, run.output_dir, is_main=run.launch.is_main)
+        run.record(failed_gates=failed)
     if run.launch.is_main:
         build_report(run.output_dir)
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
-from accelerate.commands.launch import launch_command_parser
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
 FOLDER = Path(__file__).parents[1] / "accelerate_configs"
 FILES = sorted(FOLDER.glob("*.yaml"))
@@ -42,7 +43,8 @@ def find_unknown_keys(document: Mapping[str, Any]) -> list[str]:
 
 
 def test_every_kind_of_hardware_has_its_file() -> None:
-    assert set(NAMES) == {"cpu", "cpu_ddp", "single_gpu", "ddp", "fp8", "fsdp2", "zero2", "zero3"}
+    on_one_gpu, by_deepspeed = {"single_gpu", "fp8"}, {"zero1", "zero2", "zero3", "zero3_offload"}
+    assert set(NAMES) == {"cpu", "cpu_ddp", "ddp", "fsdp2", "fsdp2_offload", "hsdp"} | on_one_gpu | by_deepspeed
 
 
 @pytest.mark.parametrize("file", FILES, ids=NAMES)
@@ -54,6 +56,51 @@ def test_accelerate_knows_every_key(file: Path) -> None:
 def test_a_key_that_accelerate_would_ignore_is_found() -> None:
     assert find_unknown_keys({"distributed_type": "FSDP", "fsdp_config": {"fsdp_reshard": True}}) == ["fsdp_reshard"]
     assert find_unknown_keys({"distributed": "NO"}) == ["distributed"]
+
+
+def read_environment(name: str, *flags: str) -> dict[str, str]:
+    """What accelerate itself hands to the processes of a launch."""
+    arguments = ["--config_file", str(FOLDER / f"{name}.yaml"), "--main_process_port", "0", *flags, "recipe.py"]
+    args, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
+    if args.use_deepspeed:
+        args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+        return prepare_deepspeed_cmd_env(args)[1]
+    return prepare_multi_gpu_env(args)
+
+
+SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
+ZERO3 = {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true"}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("ddp", {"ACCELERATE_MIXED_PRECISION": "bf16"}),
+        ("fsdp2", SHARDED | {"FSDP_OFFLOAD_PARAMS": "false", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}),
+        ("fsdp2_offload", SHARDED | {"FSDP_OFFLOAD_PARAMS": "true"}),
+        (
+            "hsdp",
+            SHARDED | {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "8"},
+        ),
+        ("zero1", {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}),
+        ("zero2", {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}),
+        ("zero3", ZERO3 | {"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none"}),
+        (
+            "zero3_offload",
+            ZERO3 | {f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_DEVICE": "cpu" for what in ("PARAM", "OPTIMIZER")},
+        ),
+    ],
+)
+def test_the_processes_are_told_what_the_file_says(
+    name: str, expected: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    environment = read_environment(name, "--machine_rank", "0", "--main_process_ip", "127.0.0.1")
+    assert {key: environment[key] for key in expected} == expected
+    assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    if "PARALLELISM_CONFIG_DP_SHARD_SIZE" in expected:
+        sizes = [int(environment[f"PARALLELISM_CONFIG_{part}_SIZE"]) for part in ("DP_REPLICATE", "DP_SHARD")]
+        assert sizes[0] * sizes[1] == yaml.safe_load((FOLDER / f"{name}.yaml").read_text())["num_processes"]
 
 
 @pytest.mark.parametrize("file", FILES, ids=NAMES)

@@ -26,6 +26,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "check": Command("recipes_lib.check:main", "find every problem of a run before it costs anything"),
+    "launch": Command("recipes_lib.launching:main", "run a recipe on one CPU, one GPU, one machine or many"),
     "preview": Command("recipes_lib.commands:preview", "show what the model will be trained on, token by token"),
     "prepare": Command("recipes_lib.commands:prepare", "tokenise, mask and pack once; training then tokenises nothing"),
     "distill-store": Command("recipes_lib.distill_store:main", "keep what a teacher says of all rows, to distil from"),

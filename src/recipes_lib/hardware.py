@@ -17,6 +17,11 @@ def supports_bf16() -> bool:
     return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
 
+def count_accelerators() -> int:
+    """Return how many GPUs, or other accelerators that torch knows, this machine has."""
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
 def measure_matmul_flops(dtype: torch.dtype, size: int = 1024, repeats: int = 5) -> float:
     """Return the FLOP/s of the best of some products of two square matrices on the CPU, in all threads of torch.
 

@@ -188,8 +188,8 @@ def test_an_adapter_taken_out_of_the_weights_is_held_against_a_copy(tiny_model_d
 def test_a_frozen_copy_beside_a_sharded_policy_is_refused(tiny_model_dir, tmp_path):
     trainer, _ = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs())
     config = build_config(tiny_model_dir, tmp_path / "run", Setting())
-    sharded = Launch(rank=0, local_rank=0, world_size=2, engine="FSDP")
-    with pytest.raises(ConfigError, match=r"FSDP shards\n    write `precompute_ref_log_probs: true`"):
+    sharded = Launch(rank=0, local_rank=0, world_size=2, engine="DEEPSPEED")
+    with pytest.raises(ConfigError, match=r"DeepSpeed shards\n    write `precompute_ref_log_probs: true`"):
         prepare_reference(
             config, trainer.objective, describe_pairs(make_pairs()), trainer.model, None, trainer.args, sharded
         )

@@ -7,7 +7,7 @@ import torch
 from accelerate import PartialState
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.training.launch import Launch, read_launch, verify_launch
+from recipes_lib.training.launch import Launch, read_launch, verify_engine, verify_launch
 
 
 def launch(world_size=1, engine=""):
@@ -50,3 +50,12 @@ def test_fsdp_is_several_gpus_until_accelerate_shards(monkeypatch):
     verify_launch(launch(world_size=2, engine="FSDP"), num_processes=2, distributed_type=distributed_type)
     with pytest.raises(ConfigError, match="DEEPSPEED"):
         verify_launch(launch(world_size=2, engine="DEEPSPEED"), num_processes=2, distributed_type=distributed_type)
+
+
+@pytest.mark.parametrize(
+    ("engine", "distributed_type"), [("FSDP", "MULTI_GPU"), ("", "FSDP"), ("DEEPSPEED", "FSDP"), ("FSDP", "NO")]
+)
+def test_what_accelerate_has_decided_is_what_was_launched(engine, distributed_type):
+    with pytest.raises(ConfigError, match=f"was launched and accelerate is running {distributed_type}"):
+        verify_engine(launch(world_size=2, engine=engine), distributed_type)
+    verify_engine(launch(world_size=2, engine=engine), engine or "MULTI_CPU")

@@ -16,7 +16,8 @@ def test_the_figures_are_those_of_numpy(tmp_path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     state, control = TrainerState(logging_steps=2), TrainerControl()
-    monitor = WeightMonitor(model)
+    monitor = WeightMonitor()
+    monitor.on_train_begin(args, state, control, model=model)
     flat = lambda: np.concatenate([p.detach().numpy().ravel().astype(np.float64) for p in model.parameters()])  # noqa: E731
     for step in range(4):
         state.global_step = step

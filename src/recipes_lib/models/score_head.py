@@ -166,7 +166,8 @@ def _project(head: nn.Linear, hidden: Tensor, in_float32: bool = False) -> Any:
         return type(head).forward(head, hidden)
     bias = None if head.bias is None else head.bias.float()
     with torch.autocast(hidden.device.type, enabled=False):
-        return (nn.functional.linear(hidden.float(), head.weight.float(), bias).squeeze(-1),)
+        # No view, which whoever writes into it under FSDP2 would cut off from its hooks.
+        return (nn.functional.linear(hidden.float(), head.weight.float(), bias).squeeze(-1).clone(),)
 
 
 def _advise_pad_token(tokenizer: PreTrainedTokenizerBase, ends: set[int]) -> str:

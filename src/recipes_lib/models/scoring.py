@@ -50,7 +50,7 @@ class RewardModel:
     """A reward model and its tokenizer, which scores answers.
 
     A score does not depend on the other answers, on the tokenizer's ``padding_side`` or on the token that pads.
-    Weights must not be sharded: every process cuts its answers into batches of its own.
+    Where weights are sharded every process must ask for the scores of the same answers.
 
     Attributes:
         model: With a score head (``add_score_head``), under a PEFT wrapper or not; or an ``AdapterScorer``.

@@ -31,7 +31,8 @@ def settle_scale(reward_model: RewardModel, pairs: PairRows) -> None:
     """Store mean and deviation of the scores of chosen training answers with the model, which scores by them then.
 
     Args:
-        reward_model: After training, its weights on this process; its configuration is saved with it afterwards.
+        reward_model: After training; its configuration is saved with it afterwards. Where its weights are sharded
+            every process must call.
         pairs: It was trained on; of the first ``MAX_REFERENCE_ANSWERS`` the chosen answers are the reference.
 
     Raises:
@@ -42,13 +43,16 @@ def settle_scale(reward_model: RewardModel, pairs: PairRows) -> None:
     store_reward_statistics(reward_model.model, compute_reward_statistics(reward_model.compute_raw_scores(rows)))
 
 
-def write_verdict(reward_model: RewardModel, pairs: PairRows | None, folder: Path) -> Sequence[str] | None:
+def write_verdict(
+    reward_model: RewardModel, pairs: PairRows | None, folder: Path, *, is_main: bool = True
+) -> Sequence[str] | None:
     """Score held-out pairs, as they are and altered, and write ``reward_report.json``.
 
     Args:
-        reward_model: After ``settle_scale``.
+        reward_model: After ``settle_scale``; where its weights are sharded every process must call.
         pairs: Held-out pairs; ``None`` when nothing was held out, so that nothing is known.
         folder: The output directory.
+        is_main: Whether this process writes.
 
     Returns:
         A sentence for each gate that it failed; ``None`` when nothing was held out.
@@ -65,7 +69,8 @@ def write_verdict(reward_model: RewardModel, pairs: PairRows | None, folder: Pat
         "scale": {"mean": config.reward_mean, "std": config.reward_std},
         **report,
     }
-    (folder / REWARD_FILE).write_text(json.dumps(verdict, indent=1), encoding="utf-8")
+    if is_main:
+        (folder / REWARD_FILE).write_text(json.dumps(verdict, indent=1), encoding="utf-8")
     return failed
 
 

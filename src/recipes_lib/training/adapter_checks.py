@@ -7,13 +7,13 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import DivergedError
 from recipes_lib.models.adapters import adapters_off, compute_probe_logits, find_logit_shift, is_taken_out_of_weights
 from recipes_lib.training.arguments import get_rounding_dtype
+from recipes_lib.training.sharded_models import reshard
 
 SAMPLE_SIZE: Final = 1024
 """Numbers of a frozen tensor that are kept to see whether it moves: an optimizer moves all of them or none."""
@@ -143,10 +143,7 @@ def verify_no_effect(model: Any, dtype: torch.dtype) -> None:
 
 def sample_frozen(model: nn.Module) -> dict[str, Tensor]:
     """Return up to ``SAMPLE_SIZE`` numbers of each frozen parameter, of this process's shards, as bytes."""
-    for module in model.modules():
-        # It leaves some weights whole after a step, in the compute precision.
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    reshard(model)
     return {name: _sample(parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
 

@@ -25,16 +25,28 @@ from recipes_lib.training.rehearsal import (
     verify_saved,
 )
 from recipes_lib.training.resumption import agree_on_checkpoint, seed_process
+from recipes_lib.training.sharded_states import (
+    MODEL_SHARDS,
+    OPTIMIZER_SHARDS,
+    compare_own_shards,
+    gather_trained_state,
+    load_model_shards,
+    load_optimizer_shards,
+    read_trained_state,
+    save_model_shards,
+    save_optimizer_shards,
+    verify_shards,
+)
 
 
 class CheckpointingTrainer(Trainer):
     """Upstream's trainer with the checkpoints of ``CheckpointSaver``.
 
     Upstream writes every small file. Weights and optimizer states, where each process holds all of them, are copied to
-    host memory and written by a thread; sharded ones are written by upstream while training waits
-    (``docs/decisions/0007-asynchronous-checkpoints.md``).
+    host memory and written by a thread; under FSDP2 every process writes its own shards, and DeepSpeed's are written by
+    upstream, while training waits (``docs/decisions/0007-asynchronous-checkpoints.md``).
 
-    Source: ``tests/training/test_checkpointing.py``.
+    Source: ``tests/training/test_checkpointing.py``, ``tests/distributed/test_sharded.py``.
     """
 
     observer: Observer
@@ -110,6 +122,9 @@ class CheckpointingTrainer(Trainer):
             stored = copy.deepcopy(self.state.stateful_callbacks)
             staged = self._stage(model, folder)
             self.state.stateful_callbacks = stored
+            if self.is_fsdp_enabled:
+                compare_own_shards(staged.folder, self.model, self.optimizer)
+                self.accelerator.wait_for_everyone()
             return staged
 
         def compare(checkpoint: Path) -> None:
@@ -147,13 +162,29 @@ class CheckpointingTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         tasks, self._tasks = self._tasks, []
         expected = read_expected(self.model, is_replicated=self.is_replicated) if self.args.should_save else {}
+        trained = read_trained_state(self.model) if self.is_fsdp_enabled else {}
 
         def verify() -> None:
+            if self.is_fsdp_enabled:
+                verify_shards(staged, {name: tensor.shape for name, tensor in trained.items()})
             # A pickle, which nothing reads; run.json says more.
             (staged / "training_args.bin").unlink(missing_ok=True)
             verify_saved(staged, expected, is_replicated=self.is_replicated)
 
         return Staged(staged, step, tasks, verify)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Under FSDP2 every process writes its shards into a checkpoint; elsewhere the main process the whole model."""
+        if not self.is_fsdp_enabled:
+            super().save_model(output_dir, _internal_call)
+        elif self._staging is None:
+            self._save(output_dir, gather_trained_state(self.model))
+        else:
+            if self.args.should_save:
+                configs = self.model.peft_config.values() if is_adapter(self.model) else [self.model.config]
+                for part in (*configs, self.processing_class):
+                    part.save_pretrained(output_dir)
+            save_model_shards(Path(str(output_dir)), self.model)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Leave the weights to the thread while a checkpoint is put together; otherwise do as upstream."""
@@ -173,13 +204,42 @@ class CheckpointingTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Leave the optimizer's states to the thread, where each process holds all of them."""
-        if not self.is_replicated:
+        if not (self.is_replicated or self.is_fsdp_enabled):
             super()._save_optimizer_and_scheduler(output_dir)
+            return
+        if self.is_fsdp_enabled:
+            save_optimizer_shards(Path(output_dir), self.model, self.optimizer)
         elif self.args.should_save:
-            assert self.lr_scheduler is not None
             state = self._saver.take(self.optimizer.state_dict())
             self._tasks.append(partial(write_state, state, Path(output_dir) / OPTIMIZER_NAME))
+        if self.args.should_save:
+            assert self.lr_scheduler is not None
             write_state(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Read weights; those that were written in shards go into any number of processes, sharded or not."""
+        folder = Path(resume_from_checkpoint)
+        if (folder / MODEL_SHARDS).is_dir():
+            load_model_shards(folder, self.model)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        best = Path(str(self.state.best_model_checkpoint))
+        if (best / MODEL_SHARDS).is_dir():
+            load_model_shards(best, self.model)
+        else:
+            super()._load_best_model()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Read what the update remembers, from whichever form it has."""
+        folder = None if checkpoint is None else Path(checkpoint)
+        if folder is None or not (folder / OPTIMIZER_SHARDS).is_dir():
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        assert self.lr_scheduler is not None
+        load_optimizer_shards(folder, self.model, self.optimizer)
+        self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
     def _write_model(self, folder: Path, state: Mapping[str, Any]) -> None:
         # By the names that upstream will load into the model: by those of publication it would skip experts in

@@ -28,6 +28,7 @@ from recipes_lib.training.pair_batches import Batch, PairScores, compute_answer_
 from recipes_lib.training.pair_trainer import PairTrainer
 from recipes_lib.training.preference import PreferenceObjective, verify_first_scores
 from recipes_lib.training.reference import StoredReference, compute_reference_key, refuse_missing
+from recipes_lib.training.sharded_models import prepare_frozen
 
 MAX_DROP: Final = 0.5
 """How far the chosen answers may lose likelihood before it is told, in nats a token."""
@@ -62,11 +63,7 @@ class DPOTrainer(PairTrainer):
         verify_loss_head(self.model)
         if objective.reference is not None:
             # Its products in the policy's precision, or the two would differ before the first step.
-            objective.reference = self.accelerator.prepare_model(
-                objective.reference, device_placement=True, evaluation_mode=True
-            )
-            # accelerate keeps what it prepares, for checkpoints of its own.
-            self.accelerator._models.pop()
+            objective.reference = prepare_frozen(self.accelerator, objective.reference)
         self.add_callback(_Begin(self))
         self.add_callback(_WatchChosen(self.observer.progress.say))
 
@@ -196,7 +193,7 @@ def prepare_reference(
         with the numbers that they will have.
 
     Raises:
-        ConfigError: A frozen copy would be kept whole beside a sharded policy; or the model of
+        ConfigError: A frozen copy would be kept whole beside a policy that DeepSpeed shards; or the model of
             ``ref_model_name_or_path`` cannot be the reference of this policy.
     """
     if not objective.needs_reference:
@@ -211,9 +208,9 @@ def prepare_reference(
     if config.preference.ref_model_name_or_path is not None:
         objective.reference = _load_reference(config, attention, model, max_length=data.max_length)
     elif not is_stored and not has_base:
-        if launch.engine:
+        if launch.engine == "DEEPSPEED":
             where = config.provenance.get("precompute_ref_log_probs", "precompute_ref_log_probs")
-            found = f"a frozen copy would be kept whole on every process beside the policy that {launch.engine} shards"
+            found = "a frozen copy would be kept whole on every process beside the policy that DeepSpeed shards"
             raise ConfigError(Problem(where, found, "write `precompute_ref_log_probs: true`"))
         objective.reference = _freeze(copy.deepcopy(model))
     if not is_stored:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from recipes_lib.errors import ConfigError, Problem
+
+_EXPECTED: Final = "RECIPES_LAUNCHED"
+"""What ``recipes launch`` leaves for the processes to be held against: their number and the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,33 @@ def read_launch() -> Launch:
     )
 
 
+def read_environment() -> Mapping[str, str]:
+    """Return the variables of this process."""
+    return dict(os.environ)
+
+
+def expect_launch(num_processes: int, engine: str) -> None:
+    """Tell the processes that this one becomes or starts how many they should be, and what should shard them."""
+    os.environ[_EXPECTED] = f"{num_processes} {engine}"
+
+
+def verify_expected(launch: Launch) -> None:
+    """Stop a process of a launch that became another one; before anything else, since it needs no other process.
+
+    Raises:
+        ConfigError: There are more or fewer processes than ``recipes launch`` asked for, or something else shards them.
+    """
+    if (expected := os.environ.get(_EXPECTED)) is None:
+        return
+    num_processes, _, engine = expected.partition(" ")
+    if (int(num_processes), engine) != (launch.world_size, launch.engine):
+        found = (
+            f"{num_processes} processes under {engine or 'no sharding'} were asked for; this is one of "
+            f"{launch.world_size} under {launch.engine or 'no sharding'}"
+        )
+        raise ConfigError(Problem("launch", found, "see whether all machines were started, with the same launch file"))
+
+
 def verify_launch(launch: Launch, num_processes: int, distributed_type: str) -> None:
     """Stop a run that accelerate has silently turned into something else than what was launched.
 
@@ -81,3 +113,19 @@ def verify_launch(launch: Launch, num_processes: int, distributed_type: str) -> 
                 "FSDP and DeepSpeed need an accelerator on every process; on CPUs use accelerate_configs/cpu_ddp.yaml",
             )
         )
+
+
+def verify_engine(launch: Launch, distributed_type: str) -> None:
+    """Stop a run that is not sharded by what it was launched with, now that accelerate has decided.
+
+    Args:
+        launch: What the launcher asked for.
+        distributed_type: Of the finished ``Accelerator``.
+
+    Raises:
+        ConfigError: The launch file asked for FSDP or DeepSpeed and there is none, or the other way round.
+    """
+    engine = distributed_type if distributed_type in ("FSDP", "DEEPSPEED") else ""
+    if engine != launch.engine:
+        found = f"{launch.engine or 'no sharding'} was launched and accelerate is running {distributed_type}"
+        raise ConfigError(Problem("launch", found, "start by `accelerate launch --config_file` and one of our files"))

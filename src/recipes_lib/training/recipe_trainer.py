@@ -36,6 +36,7 @@ from recipes_lib.training.checkpointing import CheckpointingTrainer
 from recipes_lib.training.fp8 import verify_fp8_layers
 from recipes_lib.training.guards import StepInputs, separate_row_ids
 from recipes_lib.training.invariants import StartChecks
+from recipes_lib.training.launch import read_launch, verify_engine
 from recipes_lib.training.metrics import StepCounter
 from recipes_lib.training.observer import Observer
 from recipes_lib.training.optimizers import (
@@ -46,6 +47,7 @@ from recipes_lib.training.optimizers import (
 )
 from recipes_lib.training.preemption import LastStep, build_preemption, stop_if_agreed
 from recipes_lib.training.run_sampler import EpochRows, RunSampler
+from recipes_lib.training.sharded_models import settle_precision
 from recipes_lib.training.step_guard import StepGuard
 from recipes_lib.training.watchdog import WATCHDOG
 
@@ -111,6 +113,8 @@ class RecipeTrainer(CheckpointingTrainer):
             **({} if data_collator is None else {"data_collator": data_collator}),
             **options,
         )
+        verify_engine(read_launch(), self.accelerator.distributed_type)
+        settle_precision(self.accelerator)
         self.remove_callback(PrinterCallback)
         # Right behind the one that decides what is due, so that the trackers behind report the figures added here.
         self.callback_handler.callbacks[1:1] = observer.callbacks

@@ -33,7 +33,7 @@ from recipes_lib.training.checkpoints import (
     supersede,
 )
 from recipes_lib.training.extension import EXTENDABLE, find_common_checkpoint
-from recipes_lib.training.launch import Launch
+from recipes_lib.training.launch import Launch, verify_expected
 from recipes_lib.training.optimizers import verify_optimizer
 from recipes_lib.training.progress import build_progress
 from recipes_lib.training.resumption import BATCH_KEYS, count_rows_per_step, keep_batch, verify_checkpoint_fits
@@ -148,6 +148,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     checkpoints through; ``RecipeTrainer.train`` has every process take the one that it chose.
 
     Raises:
+        ConfigError: The launch is another one than was asked for.
         ConfigError: A tracker or the optimizer is not installed.
         ConfigError: The directory cannot be written.
         ConfigError: Another process runs in it.
@@ -155,6 +156,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
             checkpoint that both would have made; the differing keys are named.
         ConfigError: The checkpoint cannot be loaded by these processes, or they cannot share its batch.
     """
+    verify_expected(launch)
     verify_trackers(config)
     verify_optimizer(config, launch.engine)
     # Upstream's bars for loading and saving would tear the progress line, once a process.

@@ -23,12 +23,19 @@ class WeightMonitor(TrainerCallback):
     Source: ``tests/training/test_weight_monitor.py``.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        """Watch the trained parameters of ``model``."""
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._sample = choose_sample([parameter.numel() for parameter in self._parameters], MAX_COPIED)
+    def __init__(self) -> None:
+        """Watch nothing yet."""
+        self._parameters: list[nn.Parameter] = []
+        self._sample: list[int] = []
         self._before: list[Tensor] = []
         self._figures: dict[str, float] = {}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Find the trained parameters; FSDP2 has put others in the place of those that the model was built with."""
+        self._parameters = [parameter for parameter in kwargs["model"].parameters() if parameter.requires_grad]
+        self._sample = choose_sample([parameter.numel() for parameter in self._parameters], MAX_COPIED)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -1,0 +1,139 @@
+"""``recipes launch``: one command for one CPU, one GPU, one machine or many; shows accelerate's command and runs it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from recipes_lib.cluster import Machines, find_machines
+from recipes_lib.config.loader import parse_command, split_stage
+from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
+from recipes_lib.training.launch import expect_launch, read_environment
+
+FOLDER: Final = Path("accelerate_configs")
+_ENGINES: Final = ("FSDP", "DEEPSPEED")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compose the command, show it, and become it.
+
+    Raises:
+        ConfigError: The configuration does not load, there is no such launch file, this machine cannot do what it asks
+            for, or nothing says where the first machine is.
+    """
+    parser = argparse.ArgumentParser(prog="recipes launch", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--stage", help="recipe to run (default: what the file's name begins with, or sft)")
+    parser.add_argument(
+        "--config", metavar="F", required=True, help="the recipe; further --key value flags override it"
+    )
+    parser.add_argument("--hardware", help="file of accelerate_configs/, or path (default: what this machine has)")
+    parser.add_argument("--num_processes", type=int, help="over all machines (default: one for each GPU)")
+    parser.add_argument("--num_machines", type=int, help="default: what SLURM or torchrun's variables say, or 1")
+    parser.add_argument("--machine_rank", type=int, help="number of this machine, from 0")
+    parser.add_argument("--main_process_ip", help="name or address of machine 0")
+    parser.add_argument("--main_process_port", type=int, help="at which machine 0 listens")
+    parser.add_argument("--dry_run", action="store_true", help="show the command and run nothing")
+    options, overrides = parser.parse_known_args(argv)
+    stage, _ = split_stage(argv)
+    recipe = [str(Path("recipes") / f"{stage}.py"), "--config", options.config, *overrides]
+    # A wrong key is told before any process starts.
+    parse_command(stage, recipe[1:])
+    machines = _settle_machines(options, find_machines(read_environment()))
+    file = find_launch_file(options.hardware)
+    document = yaml.safe_load(file.read_text(encoding="utf-8"))
+    num_processes = options.num_processes or _count_processes(file, document, machines)
+    command = compose(file, recipe, machines, num_processes)
+    sys.stderr.write(f"{machines.told_by}, {num_processes} processes by {file}:\n{shlex.join(command)}\n")
+    if options.dry_run:
+        return EXIT_DONE
+    sys.stderr.flush()
+    kind = document["distributed_type"]
+    expect_launch(num_processes, kind if kind in _ENGINES else "")
+    os.execv(command[0], command)
+    raise AssertionError("the process is another one now")
+
+
+def find_launch_file(name: str | None) -> Path:
+    """Return the path of a launch file.
+
+    Args:
+        name: A path, or the name of one of ``accelerate_configs/``; ``None`` is what suits this machine.
+
+    Raises:
+        ConfigError: There is none; those that are there are named.
+    """
+    chosen = name or _choose_for_this_machine()
+    path = Path(chosen) if chosen.endswith(".yaml") else FOLDER / f"{chosen}.yaml"
+    if not path.is_file():
+        names = ", ".join(sorted(file.stem for file in FOLDER.glob("*.yaml")))
+        remedy = f"write one of {names}" if names else "start from the project's folder, or write a path"
+        raise ConfigError(Problem("--hardware", f"there is no launch file {path}", remedy))
+    return path
+
+
+def compose(file: Path, recipe: Sequence[str], machines: Machines, num_processes: int) -> list[str]:
+    """Return accelerate's command; the file is named, so that no ``default_config.yaml`` of the user is read."""
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(file)]
+    command += ["--num_processes", str(num_processes), "--num_machines", str(machines.num_machines)]
+    if machines.num_machines > 1:
+        command += ["--machine_rank", str(machines.machine_rank)]
+        command += ["--main_process_ip", str(machines.main_process_ip)]
+    if num_processes > 1:
+        command += ["--main_process_port", str(machines.main_process_port)]
+    return [*command, *recipe]
+
+
+def _settle_machines(options: argparse.Namespace, found: Machines) -> Machines:
+    """What the flags say, over what was found.
+
+    Raises:
+        ConfigError: Of several machines nobody says which this is or where the first one is.
+    """
+    names = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
+    given: dict[str, Any] = {name: value for name in names if (value := getattr(options, name)) is not None}
+    fields = {name: given.get(name, getattr(found, name)) for name in names}
+    told_by = f"{fields['num_machines']} machines, as the flags say" if "num_machines" in given else found.told_by
+    settled = Machines(**fields, told_by=told_by)
+    is_silent = "num_machines" in given and found.num_machines == 1 and "machine_rank" not in given
+    if settled.num_machines > 1 and (settled.main_process_ip is None or is_silent):
+        raise ConfigError(
+            Problem(
+                "--num_machines",
+                f"there are {settled.num_machines} machines, and nobody says which this is or where the first one is",
+                "write --machine_rank and --main_process_ip, or start under SLURM",
+            )
+        )
+    if not 0 <= settled.machine_rank < settled.num_machines:
+        found_ = f"machine {settled.machine_rank} of {settled.num_machines}: they count from 0"
+        raise ConfigError(Problem("--machine_rank", found_, "write the number of this machine"))
+    return settled
+
+
+def _choose_for_this_machine() -> str:
+    from recipes_lib.hardware import count_accelerators
+
+    return {0: "cpu", 1: "single_gpu"}.get(count_accelerators(), "ddp")
+
+
+def _count_processes(file: Path, document: dict[str, Any], machines: Machines) -> int:
+    """A process for each GPU of all machines; on CPUs, and on one GPU, what the file says.
+
+    Raises:
+        ConfigError: The file asks for GPUs, and there are none.
+    """
+    if document.get("use_cpu") or document["distributed_type"] == "NO":
+        return int(document["num_processes"])
+    from recipes_lib.hardware import count_accelerators
+
+    here = count_accelerators()
+    if not here:
+        found = f"{file} shares a run out to GPUs, and this machine has none"
+        raise ConfigError(Problem("--hardware", found, "write --hardware cpu or cpu_ddp, or start where GPUs are"))
+    return here * machines.num_machines

@@ -1,0 +1,201 @@
+"""Weights and optimizer states that FSDP2 shards: every process writes the shards that it holds, as safetensors."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, distributed, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from recipes_lib.models.saved_weights import BrokenSaveError
+from recipes_lib.training.sharded_models import reshard
+
+MODEL_SHARDS: Final = "model_shards"
+OPTIMIZER_SHARDS: Final = "optimizer_shards"
+_GROUPS: Final = "param_groups.json"
+_SUFFIX: Final = ".safetensors"
+_SEPARATOR: Final = " of "
+"""Stands between the name of an optimizer's state and that of the parameter it belongs to."""
+
+
+def read_trained_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return what a checkpoint of a sharded model holds: of a model under an adapter what is trained, else all.
+
+    Tied tensors are there once; those that are sharded are ``DTensor``.
+    """
+    reshard(model)
+    if hasattr(model, "peft_config"):
+        return {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+    # Backwards, so that of two names it is the first that stays, as in ``named_parameters``.
+    unique = {id(tensor): (name, tensor) for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
+    return dict(unique.values())
+
+
+def gather_trained_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the whole of what ``read_trained_state`` names, on the host of the main process; elsewhere nothing.
+
+    Tensor by tensor, so that no device holds more than one whole tensor besides its shards; every process must call.
+    """
+    whole: dict[str, Tensor] = {}
+    for name, tensor in read_trained_state(model).items():
+        shards: Any = tensor.detach()
+        gathered = shards.full_tensor() if isinstance(shards, DTensor) else shards
+        if _get_rank() == 0:
+            whole[name] = gathered.cpu()
+    return whole
+
+
+def save_model_shards(folder: Path, model: nn.Module) -> None:
+    """Write the shards of a model's weights under ``folder``; every process must call, and none gathers anything."""
+    _save(folder / MODEL_SHARDS, read_trained_state(model))
+
+
+def load_model_shards(folder: Path, model: nn.Module) -> None:
+    """Read weights into a model that is sharded, over as many processes as may be; every process must call."""
+    _load(folder / MODEL_SHARDS, read_trained_state(model))
+
+
+def save_optimizer_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write the shards of an optimizer's states; its groups, which all processes have alike, as JSON."""
+    _save(folder / OPTIMIZER_SHARDS, _read_states(model, optimizer))
+    if _get_rank() == 0:
+        groups = [_describe_group(group) for group in optimizer.param_groups]
+        (folder / OPTIMIZER_SHARDS / _GROUPS).write_text(json.dumps(groups, indent=1), encoding="utf-8")
+
+
+def load_optimizer_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Read an optimizer's states, over as many processes as may be; every process must call.
+
+    Args:
+        folder: Of the checkpoint.
+        model: Sharded, as it is trained.
+        optimizer: Over its parameters, in the groups that the saved one had; it need not have made a step.
+    """
+    source = folder / OPTIMIZER_SHARDS
+    parameters = dict(model.named_parameters())
+    states: dict[str, Tensor] = {}
+    for full_name, described in HuggingFaceStorageReader(str(source)).read_metadata().state_dict_metadata.items():
+        parameter = parameters[full_name.partition(_SEPARATOR)[2]].detach()
+        dtype = described.properties.dtype  # type: ignore[union-attr]
+        is_alike = described.size == parameter.shape  # type: ignore[union-attr]
+        shape = described.size  # type: ignore[union-attr]
+        states[full_name] = torch.zeros_like(parameter, dtype=dtype) if is_alike else torch.zeros(shape, dtype=dtype)
+    _load(source, states)
+    saved = json.loads((source / _GROUPS).read_text(encoding="utf-8"))
+    packed = optimizer.state_dict()["param_groups"]
+    numbers = {
+        parameter: number
+        for group, described in zip(optimizer.param_groups, packed, strict=True)
+        for parameter, number in zip(group["params"], described["params"], strict=True)
+    }
+    state: dict[int, dict[str, Tensor]] = {}
+    for full_name, value in states.items():
+        key, _, name = full_name.partition(_SEPARATOR)
+        state.setdefault(numbers[parameters[name]], {})[key] = value
+    groups = [_restore_group(now, then) for now, then in zip(packed, saved, strict=True)]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def verify_shards(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
+    """Open saved weights again.
+
+    Args:
+        folder: Of the checkpoint.
+        shapes: Whole shape of each tensor that must be there.
+
+    Raises:
+        BrokenSaveError: A tensor is missing, not whole or not finite.
+    """
+    found = dict.fromkeys(shapes, 0)
+    faults = []
+    for _, name, tensor in _iterate(folder / MODEL_SHARDS):
+        found[name] = found.get(name, 0) + tensor.numel()
+        faults += [] if torch.isfinite(tensor).all() else [f"{name} is not finite"]
+    faults += [f"{name} is not whole" for name, shape in shapes.items() if found[name] != shape.numel()]
+    if faults:
+        raise BrokenSaveError(f"{folder / MODEL_SHARDS}: " + "; ".join(faults))
+
+
+def compare_own_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Hold what this process has written against what it was made from, to the bit.
+
+    Args:
+        folder: Of the checkpoint.
+        model: The model, unchanged since.
+        optimizer: Its optimizer, unchanged since.
+
+    Raises:
+        BrokenSaveError: A tensor differs.
+    """
+    live = {MODEL_SHARDS: read_trained_state(model), OPTIMIZER_SHARDS: _read_states(model, optimizer)}
+    for name, tensors in live.items():
+        for file, key, saved in _iterate(folder / name, rank=_get_rank()):
+            tensor = tensors[key].detach()
+            own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if not torch.equal(saved, own.cpu()):
+                raise BrokenSaveError(f"{file}: {key} differs from what is trained")
+
+
+def _read_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        f"{key}{_SEPARATOR}{names[parameter]}": torch.as_tensor(value)
+        for parameter, states in optimizer.state.items()
+        for key, value in states.items()
+        if value is not None
+    }
+
+
+def _save(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    with _told_of_processes() as options:
+        save({name: tensor.detach() for name, tensor in tensors.items()}, storage_writer=writer, **options)
+
+
+def _load(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fill ``tensors`` in place."""
+    reader = HuggingFaceStorageReader(str(folder))
+    with _told_of_processes() as options:
+        load({name: tensor.detach() for name, tensor in tensors.items()}, storage_reader=reader, **options)
+
+
+@contextmanager
+def _told_of_processes() -> Iterator[dict[str, bool]]:
+    """Tell torch that one process is meant where there is one, and keep it from wondering about that."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield {"no_dist": not distributed.is_initialized()}
+
+
+def _iterate(folder: Path, rank: int | None = None) -> Iterator[tuple[Path, str, Tensor]]:
+    """The files of all processes, or of one, with the names and the contents of their tensors."""
+    for file in sorted(folder.glob("shard-*" if rank is None else f"shard-{rank + 1:05d}-*")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                yield file, name, tensors.get_tensor(name)
+
+
+def _describe_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.item() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
+    }
+
+
+def _restore_group(now: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's values as they were saved; JSON has no tuples."""
+    return {**now, **{key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()}}
+
+
+def _get_rank() -> int:
+    return distributed.get_rank() if distributed.is_initialized() else 0

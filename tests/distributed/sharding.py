@@ -1,0 +1,132 @@
+"""Recipes, one after the other in one launch, on processes whose CPUs stand in for GPUs, so that they are sharded."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+ROOT = Path(__file__).parents[2]
+Job = Mapping[str, Any]
+"""``stage``; ``keys`` of the configuration; and, where they are wanted, ``fault``, ``copy_of`` and ``step``."""
+
+
+def take_cpus_for_gpus() -> None:
+    """Have accelerate shard on CPUs; left alone it would make DDP of FSDP there, in silence."""
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    original = PartialState.__init__
+
+    def initialise(self: PartialState, cpu: bool = False, **kwargs: Any) -> None:
+        original(self, cpu=False, **kwargs)
+
+    PartialState.__init__ = initialise
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
+
+
+def run_jobs(
+    jobs: Mapping[str, Job], output_dir: Path, file: str | None = None, *options: str, num_processes: int = 2
+) -> dict[str, Any]:
+    """Run recipes in processes of their own and return the exit code of each.
+
+    Args:
+        jobs: By their name, which is also their folder's under ``output_dir``.
+        output_dir: Where they go.
+        file: The users' launch file that starts the processes; ``None`` is one process, without a launcher.
+        options: Of the launcher, after those of the file.
+        num_processes: Started by the launch file.
+    """
+    output_dir.mkdir(exist_ok=True)
+    command = [sys.executable]
+    if file is not None:
+        command += ["-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"]
+        command += ["--config_file", str(ROOT / "accelerate_configs" / f"{file}.yaml")]
+        command += ["--num_processes", str(num_processes), *options]
+    command += ["-m", "tests.distributed.sharding", str(output_dir), json.dumps(jobs, default=str)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-9000:] + done.stdout[-3000:]
+    codes: dict[str, Any] = json.loads((output_dir / "codes.json").read_text())
+    return {"codes": codes, "told": done.stderr + done.stdout}
+
+
+def cut(source: Path, target: Path, step: int) -> None:
+    """Copy a finished run as if it had been killed after a step."""
+    shutil.copytree(source / f"checkpoint-{step}", target / f"checkpoint-{step}")
+    record = json.loads((source / "run.json").read_text())
+    record["config"]["output_dir"] = str(target)
+    (target / "run.json").write_text(json.dumps(record | {"status": "running"}))
+
+
+def run_recipe(stage: str, keys: Mapping[str, Any]) -> int:
+    """Run a recipe to its end in this process, and return its exit code."""
+    sys.argv = [str(ROOT / "recipes" / f"{stage}.py"), *(f"--{name}={value}" for name, value in keys.items())]
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    try:
+        # By which one process of several leaves without waiting for the others.
+        with mock.patch("os._exit", leave):
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        return int(end.code or 0)
+    raise AssertionError("a recipe ends by its exit code")
+
+
+@contextlib.contextmanager
+def break_something(fault: str | None) -> Iterator[None]:
+    """Break what ``fault`` says while it lasts."""
+    from recipes_lib.training import recipe_trainer
+    from recipes_lib.training.sft import SFTTrainer
+
+    compute = SFTTrainer.compute_loss
+
+    def spoil(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = compute(self, *args, **kwargs)
+        return loss + float("nan") if self.state.global_step == 1 and self.args.process_index else loss
+
+    patches = {
+        # On the last process alone.
+        "nan loss": (SFTTrainer, "compute_loss", spoil),
+        # As accelerate would have it.
+        "narrow sums": (recipe_trainer, "settle_precision", lambda _: None),
+    }
+    with contextlib.nullcontext() if fault is None else mock.patch.object(*patches[fault]):
+        yield
+
+
+def main() -> None:
+    """Run the jobs in this process, one of several: ``OUTPUT JSON_JOBS``."""
+    output_dir, jobs = Path(sys.argv[1]), json.loads(sys.argv[2])
+    rank, is_alone = int(os.environ.get("RANK", "0")), "WORLD_SIZE" not in os.environ
+    if not is_alone:
+        take_cpus_for_gpus()
+    from torch import distributed
+
+    codes = {}
+    for name, job in jobs.items():
+        if "copy_of" in job and rank == 0:
+            cut(Path(job["copy_of"]), output_dir / name, job["step"])
+        if distributed.is_initialized():
+            distributed.barrier()
+        with break_something(job.get("fault")):
+            codes[name] = run_recipe(job["stage"], {**job["keys"], "output_dir": output_dir / name})
+    if rank == 0:
+        (output_dir / "codes.json").write_text(json.dumps(codes))
+    if not is_alone:
+        distributed.barrier()
+        distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
