@@ -58,11 +58,12 @@ def describe_run(config: RecipeConfig, num_processes: int, gpu: str | None) -> I
         sizes = {gpu: size}
     model_config, _ = load_model_config(config.model)
     counted = count_memory(config, model_config, is_half=config.training.get("bf16") is not False)
-    launches = {"ddp": 1, **({"fsdp2": num_processes} if num_processes > 1 else {})}
-    for launch, num_shards in launches.items():
+    layouts = {1: "accelerate_configs/ddp.yaml: a copy of everything on each process"}
+    if num_processes > 1:
+        layouts[num_processes] = f"shared by {num_processes} processes, by another tool (docs/handover.md)"
+    for num_shards, how in layouts.items():
         plan = counted.plan(num_shards)
-        how = "a copy of everything on each process" if num_shards == 1 else f"shared by {num_shards} processes"
-        yield f"accelerate_configs/{launch}.yaml: {how}"
+        yield how
         yield from (f"    {line}" for line in plan.describe())
         fitting = [name for name, size in sizes.items() if plan.fits(size)]
         told = f"fits {', '.join(fitting)}" if fitting else f"does not fit {', '.join(sizes)}"

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from recipes_lib.errors import EXIT_DIVERGED, EXIT_DONE
+
 ROOT = Path(__file__).parents[2]
 Job = Mapping[str, Any]
 """``stage``; ``keys`` of the configuration; and, where they are wanted, ``fault``, ``copy_of`` and ``step``."""
@@ -121,6 +123,11 @@ def main() -> None:
             distributed.barrier()
         with break_something(job.get("fault")):
             codes[name] = run_recipe(job["stage"], {**job["keys"], "output_dir": output_dir / name})
+        if codes[name] not in (EXIT_DONE, EXIT_DIVERGED):
+            # The others may be waiting for this process.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(codes[name])
     if rank == 0:
         (output_dir / "codes.json").write_text(json.dumps(codes))
     if not is_alone:

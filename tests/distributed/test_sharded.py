@@ -184,4 +184,6 @@ def test_the_other_cells_give_them_too(inputs: Path, tmp_path: Path) -> None:
     sharding.run_jobs(build_jobs(inputs, SLOW_CELLS, 2), tmp_path / "two", "fsdp2", *FULL_PRECISION)
     sharding.run_jobs(build_jobs(inputs, SLOW_CELLS, 1), tmp_path / "one")
     for cell in SLOW_CELLS:
-        assert_same_run(tmp_path / "one" / cell, tmp_path / "two" / cell)
+        # Muon iterates in bf16, which makes more of the order of a sum.
+        tolerance = 2e-4 if cell == "muon" else 1e-5
+        assert_same_run(tmp_path / "one" / cell, tmp_path / "two" / cell, tolerance=tolerance)

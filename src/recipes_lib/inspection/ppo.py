@@ -90,9 +90,7 @@ class PPOInspection(Inspection):
             remedy = "adapters (`use_peft: true`), fewer rows at once"
             if self.num_processes > 1:
                 shared = counted.plan(self.num_processes).peak / 1e9
-                remedy += (
-                    f", or accelerate_configs/fsdp2.yaml: {shared:.1f} GB on each of {self.num_processes} processes"
-                )
+                remedy += f", or a tool that shards (docs/handover.md): {shared:.1f} GB on each of {self.num_processes}"
             say(f"warning: this is more than the {size / 1e9:.1f} GB of the device at hand can hold; {remedy}")
 
     def look_at_steps(self, say: Say) -> None:

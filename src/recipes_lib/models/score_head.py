@@ -78,6 +78,9 @@ def load_reward_model(
     if missing:
         assert seed is not None
         head = _find_head(model)
+        if head.weight.is_meta:
+            # transformers leaves it so on all but one process of a machine, which FSDP2 will give its weights.
+            head.to_empty(device=model.device)
         weight = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed))
         with torch.no_grad():
             head.weight.copy_(weight / math.sqrt(head.in_features + 1))

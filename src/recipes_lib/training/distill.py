@@ -23,6 +23,7 @@ from recipes_lib.training.arguments import get_rounding_dtype
 from recipes_lib.training.figures import TermFigures
 from recipes_lib.training.recipe_trainer import Batch
 from recipes_lib.training.sft import SFTTrainer
+from recipes_lib.training.sharded_models import prepare_frozen
 from recipes_lib.training.teacher import load_teacher
 from recipes_lib.training.teacher_store import TEACHER_FIELD, TaughtCollator, identify_store, read_store
 
@@ -72,9 +73,7 @@ class DistillationTrainer(SFTTrainer):
         self._teacher_dtype = torch.float16 if teacher is None else teacher.dtype
         if teacher is not None:
             # Its products in the student's precision, its weights sharded as the student's.
-            self.teacher = self.accelerator.prepare_model(teacher, device_placement=True, evaluation_mode=True)
-            # accelerate keeps what it prepares, for checkpoints of its own.
-            self.accelerator._models.pop()
+            self.teacher = prepare_frozen(self.accelerator, teacher)
         self._is_first_step = True
         self._is_own_teacher = is_own_teacher
 
