@@ -54,7 +54,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def save_model(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
+def save_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Path:
     """Write a random two-layer Llama (fp32) and the tokenizer beside it."""
     config = LlamaConfig(
         vocab_size=512,
@@ -69,7 +69,7 @@ def save_model(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
         pad_token_id=tokenizer.pad_token_id,
     )
     with torch.random.fork_rng():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

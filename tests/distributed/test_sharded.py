@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tests import tiny
 from tests.distributed import sharding
 from tests.faults import stages
 
@@ -26,6 +27,7 @@ CELLS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "reward": ("reward", 1, {}),
     "dpo live": ("dpo", 4, {"precompute_ref_log_probs": "false"}),
     "dpo adapter stored": ("dpo adapter", 1, {}),
+    "distill": ("distill", 4, {}),
 }
 SLOW_CELLS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "sft packed once": ("sft", 1, {}),
@@ -49,7 +51,11 @@ def build_jobs(inputs: Path, cells: Mapping[str, Any], num_processes: int) -> di
             "gradient_accumulation_steps": accumulation,
             "per_device_train_batch_size": 8 // accumulation // num_processes,
         }
-        keys = {**stages.make_keys(inputs, stage, num_processes), **EVERY, **batch, **more}
+        if stage == "distill":
+            stage_keys = stages.make_keys(inputs, "sft", num_processes, teacher_model_name_or_path=inputs / "teacher")
+        else:
+            stage_keys = stages.make_keys(inputs, stage, num_processes)
+        keys = {**stage_keys, **EVERY, **batch, **more}
         jobs[name] = {"stage": stage.split()[0], "keys": keys}
     return jobs
 
@@ -85,6 +91,7 @@ def assert_same_run(one: Path, two: Path, *, tolerance: float = 1e-5) -> None:
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     stages.write_inputs(folder)
+    tiny.save_model(folder / "teacher", tiny.build_tokenizer(), seed=1)
     return folder
 
 
