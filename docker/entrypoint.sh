@@ -5,7 +5,7 @@ stage=${1-}
 case "$stage" in
     */* | -* | "") ;;
     *)
-        recipe=/app/recipes/$stage.py
+        recipe="/app/recipes/$stage.py"
         if [ -f "$recipe" ]; then
             shift
             # One process is started without a launcher, so that it hears `docker stop` itself and saves.
