@@ -63,3 +63,21 @@ def test_bf16_is_used_where_the_hardware_has_it_and_the_recipe_does_not_say(
     monkeypatch.setattr(arguments, "supports_bf16", lambda: hardware)
     precision = resolve_precision(make_config(tmp_path, **given))
     assert (precision["bf16"], precision["fp16"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "launched", "expected"),
+    [
+        ({}, "fp16", (False, True)),
+        ({}, "fp8", (False, False)),
+        ({}, "bf16", (True, False)),
+        ({"bf16": True}, "fp16", (True, False)),
+        ({"bf16": False}, "fp16", (False, False)),
+    ],
+)
+def test_a_recipe_that_says_nothing_leaves_a_launch_file_its_precision(
+    tmp_path, monkeypatch, given, launched, expected
+):
+    monkeypatch.setattr(arguments, "supports_bf16", lambda: True)
+    precision = resolve_precision(make_config(tmp_path, **given), launched)
+    assert (precision["bf16"], precision["fp16"]) == expected

@@ -51,14 +51,17 @@ def resolve_precision(config: RecipeConfig, launched: str = "no") -> dict[str, A
 
     Args:
         config: The recipe.
-        launched: ``mixed_precision`` of the launch file; ``fp8`` stays what it is.
+        launched: ``mixed_precision`` of the launch file; ``fp8`` and ``fp16`` stay what they are where the recipe says
+            nothing.
     """
     training = config.training
-    bf16 = training.get("bf16")
+    bf16, fp16 = training.get("bf16"), training.get("fp16")
+    if bf16 is None and fp16 is None:
+        fp16 = launched == "fp16"
     if bf16 is None:
-        bf16 = launched != "fp8" and not training.get("fp16") and supports_bf16()
+        bf16 = launched != "fp8" and not fp16 and supports_bf16()
     use_cpu = bool(training.get("use_cpu")) or not torch.accelerator.is_available()
-    return {"bf16": bf16, "fp16": bool(training.get("fp16")), "use_cpu": use_cpu}
+    return {"bf16": bf16, "fp16": bool(fp16), "use_cpu": use_cpu}
 
 
 def build_training_arguments(
