@@ -15,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 WHERE = {
-    "step": ("recipes_lib.training.next_token:NextTokenTrainer", "compute_loss"),
-    "pairs": ("recipes_lib.training.pair_trainer:PairTrainer", "compute_loss"),
+    # Not ``compute_loss``, by which the checks at the start compute a few losses of their own.
+    "step": ("recipes_lib.training.recipe_trainer:RecipeTrainer", "training_step"),
+    "pairs": ("recipes_lib.training.recipe_trainer:RecipeTrainer", "training_step"),
     "evaluation": ("recipes_lib.training.hooks.evaluation:EvaluateLoss", "_score"),
     "generation": ("recipes_lib.training.hooks.samples:_StopTogether", "__call__"),
     "saving": ("recipes_lib.training.recipe_trainer:RecipeTrainer", "_save_checkpoint"),
