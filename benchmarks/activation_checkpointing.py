@@ -7,7 +7,6 @@ python benchmarks/activation_checkpointing.py [--rounds 3] [--output build/activ
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import compare, run_interleaved, spread, write_results
+from harness import build_parser, compare, run_interleaved, spread, write_results
 from loss_head import resident_gb
 
 MODES: dict[str, dict[str, Any] | None] = {
@@ -67,9 +66,7 @@ def measure(mode: str) -> dict[str, float]:
 
 def main() -> None:
     """Measure each mode in a process of its own."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path)
+    parser = build_parser(__doc__, rounds=3)
     parser.add_argument("--measure", choices=MODES)
     options = parser.parse_args()
     if options.measure:

@@ -8,7 +8,6 @@ python benchmarks/characters.py --nanogpt PATH [--data FILE] [--bias True] [--ro
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import compare, run_interleaved, spread, write_results
+from harness import build_parser, compare, run_interleaved, spread, write_results
 
 ROOT = Path(__file__).parents[1]
 DEFAULT_DATA = Path("../shared/data/tinyshakespeare.txt")
@@ -145,14 +144,12 @@ def measure_nanogpt(nanogpt: Path, steps: int, seed: int, bias: str) -> dict[str
 
 def main() -> None:
     """Measure both in turn, every round with another seed."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = build_parser(__doc__, rounds=3)
     parser.add_argument("--nanogpt", type=Path, required=True)
     parser.add_argument("--data", type=Path, default=DEFAULT_DATA)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--bias", choices=MODELS, default="False")
     parser.add_argument("--seed", type=int)
-    parser.add_argument("--output", type=Path)
     parser.add_argument("--measure", choices=["ours", "nanoGPT"])
     options = parser.parse_args()
     folder = (ROOT / "build" / "characters").resolve()

@@ -5,7 +5,6 @@ python benchmarks/checkpoints.py [--rounds 3] [--output build/checkpoints.json]
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -16,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from harness import compare, run_interleaved, spread, write_results
+from harness import build_parser, compare, run_interleaved, spread, write_results
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
@@ -100,9 +99,7 @@ def measure(variant: str, size: str) -> dict[str, float]:
 
 def main() -> None:
     """Compare the three, or measure one."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path)
+    parser = build_parser(__doc__, rounds=3)
     parser.add_argument("--measure", nargs=2, metavar=("VARIANT", "SIZE"))
     options = parser.parse_args()
     if options.measure:

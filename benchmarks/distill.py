@@ -9,7 +9,6 @@ python benchmarks/distill.py [--rounds 3] [--steps 5] [--output build/distill.js
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import sys
@@ -18,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import compare, run_interleaved, spread, write_results
+from harness import build_parser, compare, run_interleaved, spread, write_results
 from preferences import SHARED, build_meter
-from workload import DEFAULT_DATA, build_workload
+from workload import add_workload, build_workload
 
 SHAPES: dict[str, dict[str, Any]] = {
     "32k": {"vocab_size": 32_768, "student": (256, 4), "teacher": (512, 8)},
@@ -86,9 +85,11 @@ def build_batch(rows: Any) -> Any:
     """Return rows as TRL's trainers take them."""
     import torch
 
+    from recipes_lib.data.masking import IGNORE_INDEX
+
     ids = torch.from_numpy(np.stack([row["input_ids"] for row in rows]))
     labels = ids.clone()
-    labels[:, 0] = -100
+    labels[:, 0] = IGNORE_INDEX
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
@@ -218,13 +219,10 @@ def measure(name: str, shape: str, folder: Path, steps: int) -> dict[str, float]
 
 def main() -> None:
     """Measure each variant in a process of its own; the first steps are not timed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA)
-    parser.add_argument("--workload", type=Path, default=Path("build/workload"))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = build_parser(__doc__, rounds=3)
+    add_workload(parser)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--output", type=Path)
     parser.add_argument("--measure", choices=VARIANTS)
     options = parser.parse_args()
     if options.measure:

@@ -5,6 +5,7 @@ Interleaving makes the ratios hold when the machine's speed drifts; a process of
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -16,6 +17,14 @@ from pathlib import Path
 from typing import Any
 
 Measurement = dict[str, Any]
+
+
+def build_parser(description: str | None, *, rounds: int) -> argparse.ArgumentParser:
+    """Return a parser that knows what every benchmark takes; ``rounds`` is the default."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--output", type=Path, help="file for the table and every measurement as JSON")
+    return parser
 
 
 def run_interleaved(variants: Mapping[str, Sequence[str]], rounds: int) -> dict[str, list[Measurement]]:

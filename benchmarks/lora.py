@@ -8,7 +8,6 @@ tokens.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import resource
@@ -18,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import training
-from harness import compare, run_interleaved, spread, write_results
+from harness import build_parser, compare, run_interleaved, spread, write_results
 from training import MAX_LENGTH, SHARED, TRL_DEFAULTS, TRL_TUNED, build_meter
-from workload import DEFAULT_DATA, build_workload
+from workload import add_workload, build_workload
 
 RANK = 16
 
@@ -104,12 +103,9 @@ def measure(name: str, folder: Path, num_targets: int) -> dict[str, float]:
 
 def main() -> None:
     """Measure each variant in a process of its own; the first steps are not timed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA)
-    parser.add_argument("--workload", type=Path, default=Path("build/workload"))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = build_parser(__doc__, rounds=3)
+    add_workload(parser)
     parser.add_argument("--targets", type=int, default=30_000)
-    parser.add_argument("--output", type=Path)
     parser.add_argument("--measure", choices=VARIANTS)
     options = parser.parse_args()
     if options.measure:

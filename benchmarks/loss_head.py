@@ -5,7 +5,6 @@ python benchmarks/loss_head.py [--rounds 3] [--output build/loss_head.json]
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -14,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import compare, run_interleaved, spread, write_results
+from harness import build_parser, compare, run_interleaved, spread, write_results
 
 VOCABULARY, WIDTH, TOKENS = 131072, 256, 2048
 HEADS = ("ours", "TRL", "transformers")
@@ -23,9 +22,7 @@ STEPS = 2
 
 def main() -> None:
     """Measure each head in each precision as a process of its own."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path)
+    parser = build_parser(__doc__, rounds=3)
     parser.add_argument("--measure", nargs=2, metavar=("HEAD", "PRECISION"))
     options = parser.parse_args()
     if options.measure:

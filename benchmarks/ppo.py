@@ -14,7 +14,6 @@ python benchmarks/ppo.py --trl-python build/trl/bin/python [--rounds 3] [--itera
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import sys
@@ -23,8 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import compare, run_interleaved, spread, write_results
-from workload import DEFAULT_DATA, build_workload
+from harness import build_parser, compare, run_interleaved, spread, write_results
+from workload import add_workload, build_workload
 
 SHAPES = {"full": ("model", 64, 64), "ending": ("fine-tuned", 128, 192)}
 """The policy, and the tokens of the longest prompt and of the longest answer."""
@@ -61,6 +60,8 @@ def write_models(folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
+    from recipes_lib.data.masking import IGNORE_INDEX
+
     if (folder / "fine-tuned").exists():
         return
     set_seed(0)
@@ -72,7 +73,7 @@ def write_models(folder: Path) -> None:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-3)
     for start in range(0, len(rows), 16):
         batch = [torch.tensor(row) for row in rows[start : start + 16]]
-        ids = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True, padding_value=-100)
+        ids = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True, padding_value=IGNORE_INDEX)
         with torch.autocast("cpu", torch.bfloat16):
             policy(input_ids=ids.clamp(min=0), labels=ids).loss.backward()
         optimizer.step()
@@ -221,14 +222,11 @@ def measure(name: str, shape: str, folder: Path, iterations: int) -> dict[str, A
 
 def main() -> None:
     """Measure each variant in a process of its own."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA)
-    parser.add_argument("--workload", type=Path, default=Path("build/workload"))
+    parser = build_parser(__doc__, rounds=3)
+    add_workload(parser)
     parser.add_argument("--trl-python", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=3)
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--output", type=Path)
     parser.add_argument("--measure", choices=VARIANTS)
     options = parser.parse_args()
     if options.measure:

@@ -8,7 +8,6 @@ python benchmarks/preferences.py [--rounds 3] [--steps 8] [--output build/prefer
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -17,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import compare, run_interleaved, spread, write_results
+from harness import build_parser, compare, run_interleaved, spread, write_results
 from loss_head import resident_gb
-from workload import DEFAULT_DATA, build_workload
+from workload import add_workload, build_workload
 
 SHAPES = {"512/64": (512, 64), "128/128": (128, 128)}
 """Tokens of the prompt and of each answer."""
@@ -235,13 +234,10 @@ def measure(name: str, shape: str, folder: Path, steps: int) -> dict[str, float]
 
 def main() -> None:
     """Measure each variant in a process of its own; the first steps are not timed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA)
-    parser.add_argument("--workload", type=Path, default=Path("build/workload"))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = build_parser(__doc__, rounds=3)
+    add_workload(parser)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--output", type=Path)
     parser.add_argument("--measure", choices=VARIANTS)
     options = parser.parse_args()
     if options.measure:

@@ -5,15 +5,14 @@ python benchmarks/preparation.py [--data FILE] [--rounds 5] [--output build/prep
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from harness import compare, run_interleaved, spread, write_results
-from workload import DEFAULT_DATA, build_workload
+from harness import build_parser, compare, run_interleaved, spread, write_results
+from workload import add_workload, build_workload
 
 MAX_LENGTH = 512
 
@@ -90,11 +89,8 @@ VARIANTS = {
 
 def main() -> None:
     """Measure each variant in a process of its own, imports excluded."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA)
-    parser.add_argument("--workload", type=Path, default=Path("build/workload"))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path)
+    parser = build_parser(__doc__, rounds=5)
+    add_workload(parser)
     parser.add_argument("--measure", choices=VARIANTS)
     options = parser.parse_args()
     if options.measure:

@@ -5,13 +5,11 @@ python benchmarks/startup.py [--rounds 5] [--output build/startup.json]
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-from harness import compare, run_interleaved, spread, write_results
+from harness import build_parser, compare, run_interleaved, spread, write_results
 
 COMMANDS = {
     "ours --help": [sys.executable, "recipes/sft.py", "--help"],
@@ -22,9 +20,7 @@ COMMANDS = {
 
 def main() -> None:
     """Measure each command as a whole process."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path)
+    parser = build_parser(__doc__, rounds=5)
     parser.add_argument("--measure", choices=COMMANDS)
     options = parser.parse_args()
     if options.measure:

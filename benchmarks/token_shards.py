@@ -7,7 +7,6 @@ The corpus is the source code of the Python standard library, a file a document,
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import resource
@@ -19,8 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from harness import compare, run_interleaved, spread, write_results
-from workload import DEFAULT_DATA, build_workload
+from harness import build_parser, compare, run_interleaved, spread, write_results
+from workload import add_workload, build_workload
 
 MAX_LENGTH = 1024
 Figures = dict[str, float]
@@ -149,12 +148,9 @@ VARIANTS: dict[str, Callable[[Path], Figures]] = {
 
 def main() -> None:
     """Measure each variant in a process of its own, imports excluded; figures are min / median / max."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA)
-    parser.add_argument("--workload", type=Path, default=Path("build/workload"))
+    parser = build_parser(__doc__, rounds=5)
+    add_workload(parser)
     parser.add_argument("--megabytes", type=int, default=24)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path)
     parser.add_argument("--measure", choices=VARIANTS)
     options = parser.parse_args()
     build_workload(options.data, options.workload)

@@ -7,7 +7,6 @@ Every variant sees the same chats, trains on the answers only, and stops at the 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -16,8 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import compare, run_interleaved, spread, write_results
-from workload import DEFAULT_DATA, build_workload
+from harness import build_parser, compare, run_interleaved, spread, write_results
+from workload import add_workload, build_workload
 
 MAX_LENGTH = 512
 NUM_UNTIMED_STEPS = 2
@@ -188,12 +187,9 @@ def measure(name: str, folder: Path, num_targets: int) -> dict[str, float]:
 
 def main() -> None:
     """Measure each variant in a process of its own; the first steps are not timed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA)
-    parser.add_argument("--workload", type=Path, default=Path("build/workload"))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = build_parser(__doc__, rounds=3)
+    add_workload(parser)
     parser.add_argument("--targets", type=int, default=30_000)
-    parser.add_argument("--output", type=Path)
     parser.add_argument("--measure", choices=VARIANTS)
     options = parser.parse_args()
     if options.measure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -16,6 +17,12 @@ TEMPLATE = (
     "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}\n{% else %}{{ m['content'] }}<|im_end|>\n"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+def add_workload(parser: argparse.ArgumentParser) -> None:
+    """Let a benchmark be told where the raw rows are, and where the workload made of them is kept."""
+    parser.add_argument("--data", type=Path, default=DEFAULT_DATA)
+    parser.add_argument("--workload", type=Path, default=Path("build/workload"))
 
 
 def build_workload(data: Path, folder: Path) -> None:

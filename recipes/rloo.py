@@ -4,7 +4,7 @@ accelerate launch --config_file accelerate_configs/ddp.yaml recipes/rloo.py --co
 python recipes/rloo.py --config mine.yaml --beta 0.01      # on one process
 
 `--help` lists every key, `--print-config` shows their values and where each comes from. The same command goes on where
-a stopped run left off.
+a stopped run left off. The method is written out in recipes/grpo.py: only what an answer is held against differs.
 """
 
 import sys
@@ -14,45 +14,7 @@ from recipes_lib.boundary import parse_or_exit, run_command
 if __name__ == "__main__":
     CONFIG = parse_or_exit("rloo", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
 
-from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.data.prompts import load_prompt_data
-from recipes_lib.models.loading import load_tokenizer
-from recipes_lib.planning.groups import plan_groups
-from recipes_lib.publish.export import export_model
-from recipes_lib.publishing import publishing
-from recipes_lib.report.page import build_report
-from recipes_lib.rl.groups import build_group_trainer
-from recipes_lib.rl.rewards import load_rewards
-from recipes_lib.rl.trainer import check_launch
-from recipes_lib.training.arguments import build_training_arguments
-from recipes_lib.training.launch import read_launch
-from recipes_lib.training.run import start_run
-
-
-@publishing
-def main(config: RecipeConfig) -> None:
-    """Train ``config.model`` on groups of answers of its own to the prompts of ``config.data``."""
-    launch = read_launch()
-    check_launch(launch.engine)
-    run = start_run(config, launch)
-    if run.finished:
-        return
-    config = run.config  # With another number of processes, another accumulation.
-    with run.recording_its_end():
-        # What is asked, and what answers are worth.
-        tokenizer = load_tokenizer(config.model, config.tokens)
-        prompts = load_prompt_data(config, tokenizer)
-        plan = plan_groups(len(prompts.train), config, launch.world_size)
-        run.record(data=prompts.record, answers_per_generation=plan.answers_per_generation)
-        args = build_training_arguments(config, launch, has_eval=True)
-        rewards = load_rewards(config.rewards, device=str(args.device))
-
-        trainer = build_group_trainer(config, args, launch, rewards, prompts, tokenizer)
-        trainer.train(resume_from_checkpoint=run.resume_from)
-        export_model(trainer, run.output_dir)
-    if launch.is_main:
-        build_report(run.output_dir)
-
+from grpo import main
 
 if __name__ == "__main__":
     sys.exit(run_command(lambda: main(CONFIG)))

@@ -28,7 +28,7 @@ SHADOWED_BY_A_RECIPE = {"evaluate", "datasets", "tokenize", "profile", "trl", "p
 TEXT_LAWS: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "the ignore index has one owner": (
         r"(?<![\w.)\]])-100\b(?!\.)",
-        ("src/", "recipes/"),
+        ("src/", "recipes/", "benchmarks/"),
         ("src/recipes_lib/data/masking.py",),
     ),
     "checkpoints hold no pickles": (
