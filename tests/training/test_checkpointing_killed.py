@@ -74,9 +74,10 @@ def go_on(model_dir, output_dir):
 @pytest.fixture(scope="module")
 def straight(tiny_model_dir, tmp_path_factory):
     """A run that nothing happens to: its trainer, its losses, and how many operations it takes."""
+    output_dir = tmp_path_factory.mktemp("straight")
     with pytest.MonkeyPatch.context() as patch:
         count = kill_before(None, patch)
-        trainer, recorder = make_trainer(tiny_model_dir, tmp_path_factory.mktemp("straight"), make_packs(), **KEYS)
+        trainer, recorder = make_trainer(tiny_model_dir, output_dir, make_packs(), **KEYS)
         trainer.train()
     return trainer, recorder, count[0]
 
@@ -109,7 +110,8 @@ def test_killed_at_moments_of_every_kind_a_run_ends_as_if_it_had_not_been(tiny_m
 @pytest.mark.slow
 def test_killed_at_any_moment_a_run_ends_as_if_it_had_not_been(tiny_model_dir, tmp_path, straight):
     survived = [
-        assert_survives(tiny_model_dir, tmp_path / str(number), straight, number) for number in range(1, straight[2])
+        assert_survives(tiny_model_dir, tmp_path / str(number), straight, number)
+        for number in range(1, straight[2] + 1)
     ]
     assert None not in survived
     # A checkpoint that was once whole is never lost.
