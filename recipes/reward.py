@@ -17,6 +17,7 @@ if __name__ == "__main__":
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.pair_data import load_pair_data
+from recipes_lib.data.unfinished import UnfinishedAnswers
 from recipes_lib.models.loading import load_model_config, load_tokenizer
 from recipes_lib.models.scoring import RewardModel
 from recipes_lib.publish.export import export_model
@@ -58,7 +59,7 @@ def main(config: RecipeConfig) -> None:
             args=args,
             objective=objective,
             adapter=config.adapter,
-            train_dataset=data.train,
+            train_dataset=UnfinishedAnswers(data.train, share=config.preference.unfinished_share, seed=args.seed),
             eval_dataset=data.eval,
             data_collator=collate,
             processing_class=tokenizer,

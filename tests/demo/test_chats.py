@@ -39,7 +39,7 @@ def test_the_held_out_questions_are_about_what_training_never_names(chats):
     def documentation(side):
         return {chat.prompt for chat in side if "documentation says" in chat.prompt}
 
-    assert len(chats.held_out) == 250
+    assert len(chats.held_out) == 1000
     assert names(chats.held_out)
     assert not names(chats.held_out) & names(chats.train)
     assert documentation(chats.held_out)

@@ -94,6 +94,7 @@ BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
     "label_smoothing": {"minimum": 0, "exclusiveMaximum": 0.5},
     "ld_alpha": {"minimum": 0, "maximum": 1},
     "simpo_gamma": {"minimum": 0},
+    "unfinished_share": {"minimum": 0, "exclusiveMaximum": 1},
     # reinforcement learning
     "cliprange": {"exclusiveMinimum": 0},
     "cliprange_value": {"exclusiveMinimum": 0},

@@ -227,6 +227,8 @@ class PreferenceConfig:
     """``loss_type: simpo``: margin by which the mean log-probability of the chosen answer, times ``beta``, must win."""
     label_smoothing: float = 0.0
     """Share of pairs that are expected to be labelled the wrong way round."""
+    unfinished_share: float = 0.0
+    """Share of training pairs whose rejected answer is the chosen one, broken off: unfinished answers score less."""
 
 
 @dataclass(frozen=True, kw_only=True)

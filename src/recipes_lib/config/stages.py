@@ -201,6 +201,7 @@ _LEFT_OUT: Final[Mapping[str, Mapping[str, Retired]]] = {
     "dpo": {
         **_ONLY_PAIRS,
         "sync_ref_model": _FIXED_REFERENCE,
+        "unfinished_share": undecided("is a key of reward models", "delete the line"),
         **each("ref_model_mixup_alpha ref_model_sync_steps", dropped("moves the reference, which is fixed here")),
         "precompute_ref_batch_size": renamed("per_device_eval_batch_size", "one number for what needs no gradient"),
     },

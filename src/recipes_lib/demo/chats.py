@@ -10,7 +10,7 @@ from typing import Any
 
 from recipes_lib.demo.corpus import Definition, Module
 
-MAX_HELD_OUT_CHATS = 250
+MAX_HELD_OUT_CHATS = 1000
 _MAX_SUBJECT_BYTES = 120
 _SENTENCE = re.compile(r".+?[.!?](?=\s|$)")
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")

@@ -28,6 +28,8 @@ DISK_BYTES = 100_000_000
 SHOWN = {"pretrain": 2, "sft": len(QUESTIONS), "lora": 2, "ppo": len(QUESTIONS)}
 """How many of a stage's samples are printed."""
 SHOWN_CHARACTERS = 100
+MAX_ANSWERED = 250
+"""Held-out chats that the models answer; pairs are made of all of them, which takes no sampling."""
 STAGES = {
     "pretrain": ("pretrain.yaml", "pretraining on the texts, from random weights"),
     "sft": ("sft_on_chats.yaml", "fine-tuning on the answers of the chats"),
@@ -123,19 +125,19 @@ def write_start(output_dir: Path) -> Iterator[str]:
     """Write the data and the tokenizer, and say what was written."""
     modules = load_modules(standard_library())
     texts, chats = split_texts(modules, SEED), build_chats(modules, SEED)
-    few = chats.train[:MAX_CHATS]
+    few, few_held_out = chats.train[:MAX_CHATS], chats.held_out[:MAX_ANSWERED]
     files: dict[str, list[Any]] = {
         "pretrain": [{"text": text} for text in texts.train],
         "pretrain_held_out": [{"text": text} for text in texts.held_out],
         "sft": [chat.row for chat in chats.train],
-        "sft_held_out": [chat.row for chat in chats.held_out],
+        "sft_held_out": [chat.row for chat in few_held_out],
         "brief": [chat.row for chat in shorten(few)],
-        "brief_held_out": [chat.row for chat in shorten(chats.held_out)],
+        "brief_held_out": [chat.row for chat in shorten(few_held_out)],
         "pairs": list(build_pairs(few)),
         "pairs_held_out": list(build_pairs(chats.held_out)),
         # Others than those that the reward model learnt from.
         "questions": [ask(chat) for chat in chats.train[MAX_CHATS : 2 * MAX_CHATS]],
-        "questions_held_out": [ask(chat) for chat in chats.held_out],
+        "questions_held_out": [ask(chat) for chat in few_held_out],
     }
     for name, rows in files.items():
         path = output_dir / "data" / f"{name}.jsonl"

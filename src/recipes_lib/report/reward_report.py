@@ -126,15 +126,17 @@ def check_gates(report: Mapping[str, Any]) -> list[str]:
             "answers are judged without their prompts; add pairs whose rejected answer is a good one to another prompt"
         )
     if not report["ece"] < MAX_ECE:
+        is_timid = report["temperature"] is None or report["temperature"] < 1
+        remedy = "train for more steps or lower" if is_timid else "train for fewer steps or raise"
         failed.append(
             f"the calibration error is {report['ece']:.3f}, of which chance explains {report['ece_by_chance']:.3f}, "
-            f"and must be below {MAX_ECE}: train for fewer steps or raise label_smoothing; or hold more pairs out"
+            f"and must be below {MAX_ECE}: {remedy} label_smoothing; or hold more pairs out"
         )
     if eos is None or not eos["share_lower"] > MIN_EOS_SHARE:
         share = "not measured" if eos is None else f"{eos['share_lower']:.3f}"
         failed.append(
             f"the share of answers whose score falls without their end token is {share}, and must be above "
-            f"{MIN_EOS_SHARE}: let some rejected answers be chosen ones that break off; pad_token must end no answer"
+            f"{MIN_EOS_SHARE}: train with `unfinished_share: 0.1`; pad_token must end no answer"
         )
     return failed
 
