@@ -20,10 +20,11 @@ from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.export import export_model
 from recipes_lib.publishing import publishing
 from recipes_lib.report.page import build_report
-from recipes_lib.rl.critic_export import CRITIC_FOLDER, save_critic
+from recipes_lib.rl.export import CRITIC_FOLDER, build_exporter, save_critic
 from recipes_lib.rl.models import load_actor_critic
 from recipes_lib.rl.rewards import load_rewards
-from recipes_lib.rl.trainer import PPOTrainer, build_exporter, check_launch
+from recipes_lib.rl.sharding import check_launch, choose_placement
+from recipes_lib.rl.trainer import PPOTrainer
 from recipes_lib.training.arguments import build_training_arguments
 from recipes_lib.training.launch import read_launch
 from recipes_lib.training.run import start_run
@@ -33,7 +34,7 @@ from recipes_lib.training.run import start_run
 def main(config: RecipeConfig) -> None:
     """Train ``config.model`` on answers of its own to the prompts of ``config.data``."""
     launch = read_launch()
-    check_launch(launch.engine)
+    check_launch(config, launch.engine)
     run = start_run(config, launch)
     if run.finished:
         return
@@ -47,12 +48,13 @@ def main(config: RecipeConfig) -> None:
 
         # The policy is held against what it was at the start; the critic foresees what its answers are worth.
         models = load_actor_critic(config, args, launch, tokenizer, prompts.terminators)
-        rewards = load_rewards(config.rewards, device=str(args.device), shared=models.reward)
+        place = choose_placement(args, launch)
+        rewards = load_rewards(config.rewards, device=str(args.device), shared=models.reward, place=place)
         trainer = PPOTrainer(config, args, models, rewards, prompts, tokenizer)
         trainer.train(run.resume_from)
         export_model(build_exporter(models, args, tokenizer), run.output_dir)
-        if config.rewards.save_critic and launch.is_main:
-            save_critic(models.critic, tokenizer, run.output_dir / CRITIC_FOLDER)
+        if config.rewards.save_critic:
+            save_critic(models.critic, tokenizer, run.output_dir / CRITIC_FOLDER, is_main=launch.is_main)
     if launch.is_main:
         build_report(run.output_dir)
 

@@ -59,8 +59,8 @@ def describe_run(config: RecipeConfig, num_processes: int, gpu: str | None) -> I
     model_config, _ = load_model_config(config.model)
     counted = count_memory(config, model_config, is_half=config.training.get("bf16") is not False)
     layouts = {1: "accelerate_configs/ddp.yaml: a copy of everything on each process"}
-    if num_processes > 1:
-        layouts[num_processes] = f"shared by {num_processes} processes, by another tool (docs/handover.md)"
+    if num_processes > 1 and not config.adapter.use_peft:
+        layouts[num_processes] = f"accelerate_configs/fsdp2.yaml: shared by {num_processes} processes"
     for num_shards, how in layouts.items():
         plan = counted.plan(num_shards)
         yield how

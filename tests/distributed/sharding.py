@@ -9,16 +9,19 @@ import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from recipes_lib.errors import EXIT_DIVERGED, EXIT_DONE
+from recipes_lib.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_PREEMPTED
 
 ROOT = Path(__file__).parents[2]
 Job = Mapping[str, Any]
-"""``stage``; ``keys`` of the configuration; and, where they are wanted, ``fault``, ``copy_of`` and ``step``."""
+"""``stage``; ``keys`` of the configuration; and, where they are wanted, ``fault``, ``copy_of`` and ``step``.
+
+A run that is asked to stop goes on by the same command.
+"""
 
 
 def take_cpus_for_gpus() -> None:
@@ -88,6 +91,7 @@ def run_recipe(stage: str, keys: Mapping[str, Any]) -> int:
 @contextlib.contextmanager
 def break_something(fault: str | None) -> Iterator[None]:
     """Break what ``fault`` says while it lasts."""
+    from recipes_lib.rl.generation import GenerateBackend
     from recipes_lib.training import recipe_trainer
     from recipes_lib.training.sft import SFTTrainer
 
@@ -100,11 +104,28 @@ def break_something(fault: str | None) -> Iterator[None]:
     patches = {
         # On the last process alone.
         "nan loss": (SFTTrainer, "compute_loss", spoil),
+        "asked in an evaluation": (GenerateBackend, "generate", _ask_in(GenerateBackend.generate, call=5)),
+        "asked while sampling": (GenerateBackend, "generate", _ask_in(GenerateBackend.generate, call=7)),
         # As accelerate would have it.
         "narrow sums": (recipe_trainer, "settle_precision", lambda _: None),
     }
     with contextlib.nullcontext() if fault is None else mock.patch.object(*patches[fault]):
         yield
+
+
+def _ask_in(generate: Callable[..., Any], call: int) -> Callable[..., Any]:
+    """Sample answers, and ask the last process to stop in one of its calls, counted from 1."""
+    calls: list[int] = []
+
+    def asking(*args: Any, **kwargs: Any) -> Any:
+        from recipes_lib.stopping import STOP
+
+        calls.append(1)
+        if len(calls) == call and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+            STOP.ask("SIGTERM")
+        return generate(*args, **kwargs)
+
+    return asking
 
 
 def main() -> None:
@@ -115,7 +136,7 @@ def main() -> None:
         take_cpus_for_gpus()
     from torch import distributed
 
-    codes = {}
+    codes: dict[str, Any] = {}
     for name, job in jobs.items():
         if "copy_of" in job and rank == 0:
             cut(Path(job["copy_of"]), output_dir / name, job["step"])
@@ -123,6 +144,12 @@ def main() -> None:
             distributed.barrier()
         with break_something(job.get("fault")):
             codes[name] = run_recipe(job["stage"], {**job["keys"], "output_dir": output_dir / name})
+        if codes[name] == EXIT_PREEMPTED:
+            from recipes_lib.stopping import STOP
+
+            STOP.reason, STOP._is_closed = None, False
+            codes[name] = [EXIT_PREEMPTED, run_recipe(job["stage"], {**job["keys"], "output_dir": output_dir / name})]
+            continue
         if codes[name] not in (EXIT_DONE, EXIT_DIVERGED):
             # The others may be waiting for this process.
             sys.stdout.flush()

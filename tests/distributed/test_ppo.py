@@ -1,4 +1,4 @@
-"""Two processes of uneven answers train as one does, in either layout, and stop together: an epoch, and the run."""
+"""Two processes of uneven answers train as one does, whole or sharded, and stop together: an epoch, and the run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.distributed import sharding
+from tests.distributed.test_sharded import FULL_PRECISION, read_events, read_weights
 from tests.rl import keys_task
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Qwen2Config,
+    Qwen2ForSequenceClassification,
+)
 
 SHORT: dict[str, Any] = {
     "max_steps": 12,
@@ -67,3 +76,146 @@ def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
         assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
     updates = [event["policy/num_updates"] for event in keys_task.read_metrics(tmp_path / "one" / "early_stop")]
     assert 0 < min(updates) < 6
+
+
+# Sixteen answers of different lengths an iteration, in batches of three, to prompts of three to six tokens.
+SHARDED: dict[str, Any] = SHORT | {
+    "max_steps": 8,
+    "eval_steps": 4,
+    "logging_steps": 1,
+    "kl_target_per_sequence": 0.5,
+    "kl_horizon": 100,
+    "reward_weights": "[1.0, 0.1]",
+    "save_critic": True,
+    "save_total_limit": 10,
+}
+
+
+def build_sharded(inputs: Path, num_processes: int, **more: Any) -> sharding.Job:
+    batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4 // num_processes}
+    reward = {"reward_model_name_or_path": inputs / "reward"}
+    flags = keys_task.build_flags(
+        inputs / "policy", inputs, inputs / "prompts.jsonl", **SHARDED | reward | batch | more
+    )
+    keys = dict(flag.removeprefix("--").split("=", 1) for flag in flags)
+    return {"stage": "ppo", "keys": {name: value for name, value in keys.items() if name != "output_dir"}}
+
+
+def write_other_reward_model(policy: Path, folder: Path) -> Path:
+    """Write a reward model that reads the policy's tokens and is of another architecture."""
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Qwen2Config(vocab_size=keys_task.VOCABULARY, num_key_value_heads=2, num_labels=1, **sizes)
+    config.pad_token_id, config.reward_mean, config.reward_std = keys_task.PAD, 0.1, 0.5
+    Qwen2ForSequenceClassification(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(policy).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("sharded")
+    policy = keys_task.write_policy(folder / "policy", 0, num_steps=30)
+    write_other_reward_model(policy, folder / "reward")
+    keys_task.write_prompts(folder / "prompts.jsonl", 100, seed=5)
+    job = build_sharded(folder, 2)
+    jobs: dict[str, sharding.Job] = {
+        "ppo": job,
+        "killed": {**job, "copy_of": folder / "two" / "ppo", "step": 4},
+        "asked while sampling": {**job, "fault": "asked while sampling"},
+    }
+    two = sharding.run_jobs(jobs, folder / "two", "fsdp2", *FULL_PRECISION)
+    sharding.run_jobs({"ppo": build_sharded(folder, 1)}, folder / "one")
+    return folder, two["codes"]
+
+
+def assert_same_figures(one: Path, two: Path, *, tolerance: float) -> None:
+    for expected, got in zip(read_events(one), read_events(two), strict=True):
+        assert expected.keys() == got.keys()
+        for figure, value in expected.items():
+            if isinstance(value, int | float) and not any(part in figure for part in CLOCKS):
+                assert got[figure] == pytest.approx(value, rel=tolerance, abs=tolerance), figure
+
+
+@pytest.mark.multiprocess
+def test_sharded_models_learn_what_whole_ones_do(sharded: tuple[Path, dict[str, Any]]) -> None:
+    """The same answers, rewards, losses, gradient norms and weights."""
+    folder, _ = sharded
+    one, two = folder / "one" / "ppo", folder / "two" / "ppo"
+    assert_same_figures(one, two, tolerance=1e-5)
+    assert (one / "samples.jsonl").read_text() == (two / "samples.jsonl").read_text()
+    train = [event for event in read_events(two) if event["kind"] == "train"]
+    assert [event["step"] for event in train] == [4, 8]
+    assert all(event["rollout/pad_fraction"] > 0 and event["policy/num_updates"] == 4 for event in train)
+    for place in (".", "critic"):
+        weights, expected = read_weights(two / place), read_weights(one / place)
+        assert weights.keys() == expected.keys() != set()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-5, msg=name)
+            assert (two / place / "config.json").read_text() == (one / place / "config.json").read_text()
+
+
+@pytest.mark.multiprocess
+def test_what_is_left_is_whole_and_loads_anywhere(sharded: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = sharded
+    run = folder / "two" / "ppo"
+    for auto, place in ((AutoModelForCausalLM, run), (AutoModelForSequenceClassification, run / "critic")):
+        model, report = auto.from_pretrained(place, output_loading_info=True)
+        assert not any(report.values())
+        assert not type(model).__name__.startswith("FSDP")
+        assert AutoTokenizer.from_pretrained(place).pad_token == "<pad>"
+
+
+@pytest.mark.multiprocess
+def test_a_checkpoint_holds_the_shards_of_both_learners(sharded: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = sharded
+    checkpoint = folder / "two" / "ppo" / "checkpoint-4"
+    assert json.loads((checkpoint / "COMPLETE.json").read_text())["engine"] == "FSDP"
+    assert not list(checkpoint.glob("*.safetensors"))
+    for learner in ("policy", "critic"):
+        first, second = sorted((checkpoint / learner / "model_shards").iterdir())
+        shards = [load_file(file)["model.layers.0.mlp.up_proj.weight"] for file in (first, second)]
+        whole = read_weights(folder / "two" / "ppo" / ("critic" if learner == "critic" else "."))
+        rows, columns = whole["model.layers.0.mlp.up_proj.weight"].shape
+        assert [shard.shape for shard in shards] == [(rows // 2, columns)] * 2
+
+
+def assert_went_on(straight: Path, stopped: Path) -> None:
+    assert json.loads((stopped / "run.json").read_text())["resumed_from"] == "checkpoint-4"
+    for place in (".", "critic"):
+        weights, expected = read_weights(stopped / place), read_weights(straight / place)
+        assert all(torch.equal(weights[key], expected[key]) for key in expected)
+    states = [json.loads((run / "checkpoint-8" / "ppo_state.json").read_text()) for run in (straight, stopped)]
+    assert states[0]["kl_coef"] == states[1]["kl_coef"] != 0.02
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("name", "code"), [("killed", 0), ("asked while sampling", [75, 0])])
+def test_a_sharded_run_goes_on_to_the_very_weights(
+    sharded: tuple[Path, dict[str, Any]], name: str, code: object
+) -> None:
+    """Who is asked is the second process alone, between two tokens."""
+    folder, codes = sharded
+    assert codes[name] == code
+    assert_went_on(folder / "two" / "ppo", folder / "two" / name)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_stop_in_an_evaluation_half_precision_and_another_number_of_processes(
+    sharded: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, _ = sharded
+    asked = {**build_sharded(folder, 2), "fault": "asked in an evaluation"}
+    half = {n: build_sharded(folder, n, bf16=True, max_steps=4) for n in (1, 2)}
+    told = sharding.run_jobs({"asked": asked, "bf16": half[2]}, tmp_path / "two", "fsdp2", *FULL_PRECISION)
+    fewer = {**build_sharded(folder, 1), "copy_of": folder / "two" / "ppo", "step": 4}
+    sharding.run_jobs({"fewer": fewer, "bf16": half[1]}, tmp_path / "one")
+    assert told["codes"]["asked"] == [75, 0]
+    assert_went_on(folder / "two" / "ppo", tmp_path / "two" / "asked")
+    for name, tensor in read_weights(folder / "two" / "ppo").items():
+        torch.testing.assert_close(read_weights(tmp_path / "one" / "fewer")[name], tensor, rtol=0, atol=1e-5)
+    # Products of shards are those of autocast, but for rounding.
+    one, two = (next(e for e in read_events(tmp_path / n / "bf16") if e["kind"] == "train") for n in ("one", "two"))
+    for figure in ("objective/score", "value/loss", "policy/entropy"):
+        assert two[figure] == pytest.approx(one[figure], rel=0.03), figure

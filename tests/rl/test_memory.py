@@ -144,6 +144,11 @@ def test_a_phase_is_what_is_held_at_once(configure):
     assert shared.phases["sampling"] == pytest.approx(
         (weights + states) / 4 + batch + terms["policy, weights"], rel=1e-3
     )
+    # Gathered in the type of products: for sampling all of the policy, for reading two layers and the projection.
+    narrow = plan(config, num_shards=4, is_half=True).terms
+    assert narrow["gathered for sampling"] * 2 == shared.terms["gathered for sampling"]
+    layer = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
+    assert shared.terms["gathered for a layer"] == 4 * (2 * layer + 32 * 64)
     assert alone.peak == max(alone.phases.values())
     assert alone.fits(alone.peak / 0.89)
     assert not alone.fits(alone.peak)
@@ -201,7 +206,7 @@ def shipped():
     )
     models = adapters.models
     held = {**models.held, "reward model": Weights(models.held["critic"].weights)}
-    shared = dataclasses.replace(models, held=held, on_trunk=("policy", "critic", "reward model"))
+    shared = dataclasses.replace(models, held=held)
     return [count_memory(whole, LLAMA_3_8B, is_half=True), adapters, dataclasses.replace(adapters, models=shared)]
 
 
@@ -225,11 +230,12 @@ def test_llama_3_8b_by_hand(shipped):
 @pytest.mark.slow
 def test_the_documentation_shows_what_is_counted(shipped):
     page = (Path(__file__).parents[2] / "docs" / "ppo.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (?:four models, `|adapters, ).*?((?: \| [\d.]+){6}) \|$", page, re.MULTILINE)
-    for counts, row in zip(shipped, rows, strict=True):
+    rows = re.findall(r"^\| (?:four models, `|the same, |adapters, ).*?((?: \| [\d.]+){6}) \|$", page, re.MULTILINE)
+    runs = [(shipped[0], 1), (shipped[0], 8), (shipped[1], 1), (shipped[2], 1)]
+    for (counts, num_shards), row in zip(runs, rows, strict=True):
         parts = counts.models.held.values()
-        phases = counts.plan(1).phases
-        expected = [sum(p.weights for p in parts), sum(p.states + p.gradients for p in parts)]
+        phases = counts.plan(num_shards).phases
+        expected = [sum(p.weights for p in parts) / num_shards, sum(p.states + p.gradients for p in parts) / num_shards]
         expected += [phases[name] for name in ("sampling", "reading", "policy's update", "critic's update")]
         assert [float(number) for number in row.split(" | ")[1:]] == pytest.approx(
             [e / 1e9 for e in expected], abs=0.051

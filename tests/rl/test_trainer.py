@@ -13,14 +13,14 @@ from safetensors.torch import load_file
 from tests.rl import keys_task
 
 from recipes_lib.config.loader import load_config
-from recipes_lib.errors import ConfigError, PreemptedError
+from recipes_lib.errors import PreemptedError
 from recipes_lib.inspection.ppo import PPOInspection
 from recipes_lib.planning.disk import compute_disk
 from recipes_lib.rl import collect, generation
 from recipes_lib.rl import samples as samples_module
 from recipes_lib.rl import trainer as trainer_module
 from recipes_lib.rl.rewards import Rewards
-from recipes_lib.rl.trainer import PPOTrainer, check_launch
+from recipes_lib.rl.trainer import PPOTrainer
 from recipes_lib.rl.update import Updater
 from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints import list_checkpoints
@@ -237,9 +237,3 @@ def test_it_reports_what_is_promised(policy_dir, prompts_file, tmp_path):
     assert [sample["step"] for sample in samples] == [0, 0, 8, 8, 12, 12]
     assert samples[0]["prompt"] == samples[2]["prompt"]
     assert samples[0].keys() >= {"completion", "reward", "stopped", "num_tokens"}
-
-
-def test_a_launch_that_shards_weights_is_refused():
-    check_launch("")
-    with pytest.raises(ConfigError, match="FSDP"):
-        check_launch("FSDP")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -50,7 +50,7 @@ class RewardModel:
     """A reward model and its tokenizer, which scores answers.
 
     A score does not depend on the other answers, on the tokenizer's ``padding_side`` or on the token that pads.
-    Where weights are sharded every process must ask for the scores of the same answers.
+    Where weights are sharded, and not held whole meanwhile, every process must ask for the scores of the same answers.
 
     Attributes:
         model: With a score head (``add_score_head``), under a PEFT wrapper or not; or an ``AdapterScorer``.
@@ -61,13 +61,21 @@ class RewardModel:
     tokenizer: PreTrainedTokenizerBase
 
     @classmethod
-    def load(cls, name: str | Path, *, revision: str | None = None, device: str = "cpu") -> RewardModel:
+    def load(
+        cls,
+        name: str | Path,
+        *,
+        revision: str | None = None,
+        device: str = "cpu",
+        place: Callable[[Any], Any] | None = None,
+    ) -> RewardModel:
         """A saved reward model, in evaluation mode and the precision that it was saved in; an adapter on its base.
 
         Args:
             name: Folder or Hub id.
             revision: Commit, tag or branch of a Hub model.
             device: Where it runs.
+            place: Brings it there, where that is more than moving it: where it is sharded.
 
         Raises:
             ConfigError: It cannot be loaded, its checkpoint has no head, or it is an adapter without its scale.
@@ -85,7 +93,8 @@ class RewardModel:
         if adapter is not None:
             model = load_adapter(model, str(adapter), task_type="SEQ_CLS")
             store_reward_statistics(model, read_scale(adapter))
-        return cls(model.to(device).eval(), load_tokenizer(saved, TokensConfig()))
+        model = model.to(device) if place is None else place(model.requires_grad_(False))
+        return cls(model.eval(), load_tokenizer(saved, TokensConfig()))
 
     @classmethod
     def share(cls, trunk: Any, folder: Path) -> RewardModel:

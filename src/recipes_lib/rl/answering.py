@@ -45,7 +45,8 @@ def build_collector(
     dtype = get_compute_dtype(args)
 
     def precision() -> Any:
-        is_half = dtype == torch.bfloat16
+        # Where FSDP2 shards, it gathers weights in the type of products.
+        is_half = dtype == torch.bfloat16 and not models.is_sharded
         return torch.autocast(args.device.type, torch.bfloat16) if is_half else contextlib.nullcontext()
 
     sampling = Sampling(

@@ -26,7 +26,7 @@ from recipes_lib.rl.rollout import (
     lay_out,
 )
 from recipes_lib.rl.schedule import Stream
-from recipes_lib.training.preemption import leave_if_asked
+from recipes_lib.rl.sharding import beat_between, held_whole
 from recipes_lib.training.progress import TrainingProgress
 from recipes_lib.training.watchdog import WATCHDOG
 
@@ -74,6 +74,7 @@ class Collector:
         Raises:
             ConfigError: As ``Rewards.score``.
             LeftError: This process was asked to stop.
+            PreemptedError: One was, and models are sharded.
         """
         self.models.set_training(training=False)
         loading = time.perf_counter()
@@ -106,6 +107,7 @@ class Collector:
         Raises:
             ConfigError: As for ``collect``.
             LeftError: As there.
+            PreemptedError: As there.
         """
         self.models.set_training(training=False)
         self._load()
@@ -123,7 +125,7 @@ class Collector:
         chunks = [order[start : start + size] for start in range(0, len(order), size)]
         ids = torch.zeros(len(prompts), self.response_length, dtype=torch.int64)
         logps = torch.zeros(len(prompts), self.response_length)
-        with self.models.as_policy() as policy:
+        with self.models.as_policy() as policy, held_whole(policy):
             for rows in self.progress.track(chunks, "sampling answers", len(chunks)):
                 uniforms = [self._draw(numbers[row]) for row in rows]
                 answered = self.generator.generate(
@@ -160,7 +162,8 @@ class Collector:
         set_seed((self.seed + 7919 * number) % 2**32)
         answers = [ids[mask].tolist() for ids, mask in zip(rollout.response_ids, rollout.mask, strict=True)]
         texts = [str(text) for text in self.tokenizer.batch_decode(answers, skip_special_tokens=True)]
-        scores = self.rewards.score(rollout.prompts, texts, answers)
+        with held_whole(None if self.rewards.model is None else self.rewards.model.model):
+            scores = self.rewards.score(rollout.prompts, texts, answers)
         parts = torch.tensor(list(scores.parts.values())).T
         return dataclasses.replace(rollout, scores=torch.tensor(scores.total), rewards=parts), texts
 
@@ -184,7 +187,7 @@ class Collector:
         parts: Iterable[list[int]] = rollout.cut(self.batch_size)
         with torch.no_grad(), self.precision():
             for rows in parts:
-                leave_if_asked()
+                beat_between(self.models.policy)
                 part = compute(lay_out(rollout.take(rows), self.device))
                 result[rows, : part.shape[1]] = part.float().cpu()
         return result

@@ -141,6 +141,8 @@ class GenerateBackend:
                 attention_mask=mask,
                 generation_config=build_plain_generation(self._sampling.stop_ids, self._sampling.pad_id, length),
                 logits_processor=LogitsProcessorList([sampler]),
+                # A sharded policy is held whole meanwhile: whoever has all answers waits for nobody.
+                synced_gpus=False,
                 **reuse,
             )
         return sequences

@@ -73,13 +73,11 @@ class Models:
         layout: In words.
         held: By the names ``policy``, ``critic``, ``reference`` and ``reward model``.
         policy: With a loss head, to run on tensors without memory.
-        on_trunk: Names of those that stand on the policy's trunk, itself first.
     """
 
     layout: str
     held: Mapping[str, Weights]
     policy: Any
-    on_trunk: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +117,8 @@ class Counts:
 
     Attributes:
         models: With their bytes.
-        layer: Weights of the largest decoder layer.
+        gathered: Weights of the policy, in the type of products.
+        at_work: Weights of two decoder layers and of the output projection, in that type.
         cache: Keys and values of a batch of answers.
         logits: What is made of a batch's logits while a token of each row is sampled.
         read: What a layer makes of a batch of whole answers.
@@ -127,20 +126,22 @@ class Counts:
     """
 
     models: Models
-    layer: int
+    gathered: int
+    at_work: int
     cache: int
     logits: int
     read: int
     activations: int
 
     def plan(self, num_shards: int) -> MemoryPlan:
-        """Arrange it for processes of which ``num_shards`` share weights, gradients and states; 1: each holds all."""
+        """Arrange it for processes of which ``num_shards`` share each model, as FSDP2 does; 1: each holds all of them.
+
+        Models that share a trunk are not shared by processes (``check_launch``).
+        """
         models, whole = self.models, self.models.held
         held = {name: Weights(*(size // num_shards for size in part)) for name, part in whole.items()}
-        trunk = sum(whole[name].weights for name in models.on_trunk)
-        scorer = trunk if "reward model" in models.on_trunk else whole["reward model"].weights
-        # Who samples or scores has all of its weights at hand; who reads or learns, those of one layer and of the next.
-        gathered = {"sampling": trunk, "scoring": scorer, "a layer": 2 * self.layer}
+        # Who samples or scores has all weights at hand; who reads or learns, those of a layer, the next and the last.
+        gathered = {"sampling": self.gathered, "scoring": whole["reward model"].weights, "a layer": self.at_work}
         at_hand = gathered if num_shards > 1 else dict.fromkeys(gathered, 0)
         chunk = _CHUNKS * CHUNK_BYTES
         terms = {
@@ -187,11 +188,14 @@ def count_memory(config: RecipeConfig, model_config: PreTrainedConfig, *, is_hal
         models.policy.to_empty(device="cpu")
         cache = batch * count_cache(models.policy, length)
         kept = count_activations(models.policy, micro, length, answer)
+    text, policy, width = model_config.get_text_config(), _base(models.policy), 2 if is_half else 4
+    layer = max(_count_numbers(module) for module in policy.modules() if _is_layer(module))
     return Counts(
         models=models,
-        layer=max(count_bytes(module) for module in models.policy.modules() if _is_layer(module)),
+        gathered=width * _count_numbers(policy),
+        at_work=width * (2 * layer + text.vocab_size * text.hidden_size),
         cache=cache,
-        logits=batch * model_config.get_text_config().vocab_size * SAMPLING_BYTES,
+        logits=batch * text.vocab_size * SAMPLING_BYTES,
         read=round(kept.largest_layer * batch / micro),
         activations=kept.recomputing if training.get("activation_checkpointing") else kept.total,
     )
@@ -216,7 +220,7 @@ def build_models(config: RecipeConfig, model_config: PreTrainedConfig) -> Models
             "reference": Weights(trunk),
             "reward model": Weights(_count_own_reward(config, model_config)),
         }
-        return Models("models of their own", held, policy, ("policy",))
+        return Models("models of their own", held, policy)
     folder = _find_shared_reward(config, model_config, is_quantized=quantized is not None)
     adapted = add_adapter(policy, config.adapter, seed=0)
     of_policy = _count_trained((p for p in adapted.parameters() if p.requires_grad), training)
@@ -230,12 +234,12 @@ def build_models(config: RecipeConfig, model_config: PreTrainedConfig) -> Models
     if folder is None:
         reward = _count_own_reward(config, model_config)
         layout = "adapters of policy and critic on one trunk" + ("; a reward model of its own" if reward else "")
-        return Models(layout, {**held, "reward model": Weights(reward)}, adapted, ("policy", "critic"))
+        return Models(layout, {**held, "reward model": Weights(reward)}, adapted)
     head = add_reward(adapted, folder)
     of_reward = [*head.parameters(), *(p for name, p in adapted.named_parameters() if f".{REWARD}." in name)]
     held["reward model"] = Weights(count_bytes(of_reward))
     layout = "adapters of policy, critic and reward model on one trunk"
-    return Models(layout, held, adapted, ("policy", "critic", "reward model"))
+    return Models(layout, held, adapted)
 
 
 def count_bytes(held: nn.Module | Iterable[Tensor]) -> int:
@@ -317,6 +321,10 @@ def _build(auto_class: Any, model_config: PreTrainedConfig, dtype: str) -> Any:
 
 def _base(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _count_numbers(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _is_layer(module: nn.Module) -> bool:

@@ -25,9 +25,11 @@ from recipes_lib.models.heads import add_loss_head, verify_loss_head
 from recipes_lib.models.loading import load_model_config
 from recipes_lib.models.score_head import add_score_head, load_reward_model
 from recipes_lib.models.scoring import RewardModel, RewardStatistics, read_reward_statistics, read_scale
+from recipes_lib.rl.sharding import choose_placement
 from recipes_lib.training.activation_checkpointing import read_selective
 from recipes_lib.training.launch import Launch
 from recipes_lib.training.policy import load_policy
+from recipes_lib.training.sharded_models import is_sharded, reshard
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +55,18 @@ class ActorCritic:
         """Whether policy, critic and reference stand on one trunk."""
         return self.own_reference is None
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each process holds a share of each model, and all of them run it together."""
+        return is_sharded(self.policy)
+
     @contextmanager
     def as_policy(self) -> Iterator[Any]:
         """Yield the policy."""
         if not self.is_shared:
             yield self.policy
+            # FSDP2 keeps some weights whole after a forward pass.
+            reshard(self.policy)
             return
         with role(self.policy, "policy"):
             yield self.policy
@@ -67,6 +76,7 @@ class ActorCritic:
         """Yield the critic."""
         if not self.is_shared:
             yield self.critic
+            reshard(self.critic)
             return
         with role(self.policy, "critic"):
             yield self.critic
@@ -76,12 +86,15 @@ class ActorCritic:
         """Yield the model that training started from."""
         if not self.is_shared:
             yield self.own_reference
+            reshard(self.own_reference)
             return
         with role(self.policy, "reference"):
             yield self.policy
 
     def policy_parameters(self) -> Mapping[str, nn.Parameter]:
-        """Return what the policy's optimizer trains, by name."""
+        """Return what the policy's optimizer trains, by name: where it is sharded, the shards."""
+        # After a forward pass FSDP2 shows some weights whole, and what is done to those is lost.
+        reshard(self.policy)
         return {
             name: parameter
             for name, parameter in self.policy.named_parameters()
@@ -89,7 +102,8 @@ class ActorCritic:
         }
 
     def critic_parameters(self) -> Mapping[str, nn.Parameter]:
-        """Return what the critic's optimizer trains, by name."""
+        """Return what the critic's optimizer trains, by name; as ``policy_parameters``."""
+        reshard(self.critic)
         parameters = dict(self.critic.named_parameters())
         if self.is_shared:
             parameters |= {name: value for name, value in self.policy.named_parameters() if f".{CRITIC}." in name}
@@ -132,18 +146,21 @@ def load_actor_critic(
     policy = load_policy(config, attention.implementation, args, launch)
     stop_ids = set_stop_tokens(_base(policy), tokenizer, terminators)
     disable_dropout(policy)
-    if not getattr(_base(policy), "is_quantized", False):  # Those were put there by their loading.
-        policy.to(args.device)
-    own_reference = reward = None
     add_loss_head(_base(policy))
+    place = choose_placement(args, launch)
+    own_reference = reward = None
     if config.adapter.use_peft:
+        if not getattr(_base(policy), "is_quantized", False):  # Those were put there by their loading.
+            policy = place(policy)
         critic, reward = _add_scorers(config, args, policy)
     else:
-        own_reference = copy.deepcopy(policy).eval().requires_grad_(False)
+        # One after the other, so that the host never has more than two of them whole.
+        own_reference = place(copy.deepcopy(policy).eval().requires_grad_(False))
+        policy = place(policy)
         critic = _load_critic(config, attention.implementation, args)
         disable_dropout(critic)
-        critic.to(args.device)
         _check_vocabulary(policy, critic)
+        critic = place(critic)
     verify_loss_head(policy)
     if args.activation_checkpointing:
         for model in {id(policy): policy, id(critic): critic}.values():

@@ -77,13 +77,19 @@ class Rewards:
         return Scores(total, parts)
 
 
-def load_rewards(config: RewardsConfig, device: str, shared: RewardModel | None = None) -> Rewards:
+def load_rewards(
+    config: RewardsConfig,
+    device: str,
+    shared: RewardModel | None = None,
+    place: Callable[[Any], Any] | None = None,
+) -> Rewards:
     """Load every reward of a run.
 
     Args:
         config: Which.
         device: Where a reward model of its own runs.
         shared: The reward model where it stands on the policy's trunk, and is loaded already.
+        place: As for ``RewardModel.load``.
 
     Raises:
         ConfigError: Functions that cannot be imported, all of them; or the reward model cannot be loaded.
@@ -91,7 +97,8 @@ def load_rewards(config: RewardsConfig, device: str, shared: RewardModel | None 
     functions = load_reward_functions(config.reward_funcs or [])
     model = shared
     if model is None and config.reward_model_name_or_path is not None:
-        model = RewardModel.load(config.reward_model_name_or_path, revision=config.reward_model_revision, device=device)
+        name, revision = config.reward_model_name_or_path, config.reward_model_revision
+        model = RewardModel.load(name, revision=revision, device=device, place=place)
     num_rewards = len(functions) + (model is not None)
     return Rewards(functions, model, config.reward_weights or [1.0] * num_rewards)
 

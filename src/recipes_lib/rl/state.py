@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
+from accelerate import PartialState
 from safetensors.torch import load_file, save_file
 
 from recipes_lib.errors import DataError, Problem
@@ -18,6 +19,16 @@ from recipes_lib.rl.update import Learner
 from recipes_lib.training.checkpoint_saver import CheckpointSaver, Staged, Task, write_state
 from recipes_lib.training.checkpoints import STAGING
 from recipes_lib.training.rehearsal import compare_state, compare_weights
+from recipes_lib.training.sharded_states import (
+    MODEL_SHARDS,
+    compare_own_shards,
+    load_model_shards,
+    load_optimizer_shards,
+    read_trained_state,
+    save_model_shards,
+    save_optimizer_shards,
+    verify_shards,
+)
 
 _STATE: Final = "ppo_state.json"
 
@@ -52,65 +63,112 @@ def stage_state(
 ) -> Staged:
     """Put a checkpoint together: weights, optimizer and schedule of each learner, and the counts; every process must.
 
+    Where learners are sharded, every process writes the shards that it holds, at once.
+
     Args:
         saver: Saves it.
         state: After an iteration.
-        learners: By name; all processes hold the same.
+        learners: By name; all processes hold the same, or a share of each.
         folder: What it is put together in.
     """
     staged = saver.open(state.step, folder)
-    weights = {name: dict(learner.parameters) for name, learner in learners.items()}
-    shapes = {name: {key: value.shape for key, value in part.items()} for name, part in weights.items()}
+    sharded = {name: learner for name, learner in learners.items() if learner.is_sharded}
+    for name, learner in sharded.items():
+        save_model_shards(staged / name, learner.model)
+        save_optimizer_shards(staged / name, learner.model, learner.optimizer)
+    whole = {name: learner for name, learner in learners.items() if not learner.is_sharded}
+    weights = {name: dict(learner.parameters) for name, learner in whole.items()}
+    trained = weights | {name: read_trained_state(learner.model) for name, learner in sharded.items()}
+    shapes = {name: {key: value.shape for key, value in part.items()} for name, part in trained.items()}
     tasks: list[Task] = []
     if saver.is_main:
-        states = {name: learner.optimizer.state_dict() for name, learner in learners.items()}
-        saver.decide_to_copy(lambda: (weights, states))
-        copies = saver.take({"weights": weights, "states": states})
         staged.mkdir(parents=True, exist_ok=True)
         (staged / _STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
         for name, learner in learners.items():
             write_state(learner.scheduler.state_dict(), staged / f"{name}_scheduler.pt")
+    if saver.is_main and whole:
+        states = {name: learner.optimizer.state_dict() for name, learner in whole.items()}
+        saver.decide_to_copy(lambda: (weights, states))
+        copies = saver.take({"weights": weights, "states": states})
+        for name in whole:
             tasks += [
                 partial(_write_weights, copies["weights"][name], staged / f"{name}.safetensors"),
                 partial(write_state, copies["states"][name], staged / f"{name}_optimizer.pt"),
             ]
+    if sharded:
+        PartialState().wait_for_everyone()
 
     def verify() -> None:
         for name, expected in shapes.items():
-            verify_weights(staged, expected, f"{name}.safetensors")
+            if name in sharded:
+                verify_shards(staged / name, expected)
+            else:
+                verify_weights(staged, expected, f"{name}.safetensors")
 
     return Staged(staged, state.step, tasks, verify)
 
 
+def compare_own_shards_with_live(folder: Path, learners: Mapping[str, Learner]) -> None:
+    """Hold the shards that this process wrote against what they were made from, to the bit; every process must call.
+
+    Raises:
+        BrokenSaveError: A tensor differs.
+    """
+    for name, learner in learners.items():
+        if learner.is_sharded:
+            compare_own_shards(folder / name, learner.model, learner.optimizer)
+    PartialState().wait_for_everyone()
+
+
 def compare_state_with_live(folder: Path, learners: Mapping[str, Learner]) -> None:
-    """Hold a checkpoint against what it was made from, to the bit.
+    """Hold what the main process wrote of a checkpoint against what it was made from, to the bit.
 
     Raises:
         BrokenSaveError: A tensor differs, or a state cannot be read without running code.
     """
     for name, learner in learners.items():
-        compare_weights(folder / f"{name}.safetensors", learner.parameters)
-        compare_state(folder / f"{name}_optimizer.pt", learner.optimizer.state_dict())
+        if not learner.is_sharded:
+            compare_weights(folder / f"{name}.safetensors", learner.parameters)
+            compare_state(folder / f"{name}_optimizer.pt", learner.optimizer.state_dict())
         compare_state(folder / f"{name}_scheduler.pt")
 
 
 def load_state(folder: Path, learners: Mapping[str, Learner]) -> PPOState:
-    """Bring the learners to where a checkpoint left them, and return the counts.
+    """Bring the learners to where a checkpoint left them, and return the counts; every process must call.
+
+    Shards go into any number of processes, sharded or not.
 
     Raises:
         DataError: It holds other weights than those that are trained.
     """
     for name, learner in learners.items():
-        weights = load_file(folder / f"{name}.safetensors")
-        if weights.keys() != learner.parameters.keys():
-            found = f"it does not hold the weights that the {name} trains"
-            raise DataError(Problem(str(folder), found, "delete it, or train what it was saved from"))
-        with torch.no_grad():
-            for key, parameter in learner.parameters.items():
-                parameter.copy_(weights[key])
-        for part, owner in (("optimizer", learner.optimizer), ("scheduler", learner.scheduler)):
-            owner.load_state_dict(torch.load(folder / f"{name}_{part}.pt", map_location="cpu", weights_only=True))
+        if (folder / name / MODEL_SHARDS).is_dir():
+            load_model_shards(folder / name, learner.model)
+            load_optimizer_shards(folder / name, learner.model, learner.optimizer)
+        else:
+            _load_whole(folder, name, learner)
+        learner.scheduler.load_state_dict(_read(folder / f"{name}_scheduler.pt"))
     return PPOState(**json.loads((folder / _STATE).read_text(encoding="utf-8")))
+
+
+def _load_whole(folder: Path, name: str, learner: Learner) -> None:
+    """Read what one process wrote of a learner.
+
+    Raises:
+        DataError: As ``load_state``.
+    """
+    weights = load_file(folder / f"{name}.safetensors")
+    if weights.keys() != learner.parameters.keys():
+        found = f"it does not hold the weights that the {name} trains"
+        raise DataError(Problem(str(folder), found, "delete it, or train what it was saved from"))
+    with torch.no_grad():
+        for key, parameter in learner.parameters.items():
+            parameter.copy_(weights[key])
+    learner.optimizer.load_state_dict(_read(folder / f"{name}_optimizer.pt"))
+
+
+def _read(file: Path) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _write_weights(weights: Mapping[str, torch.Tensor], file: Path) -> None:

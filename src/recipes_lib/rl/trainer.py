@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import time
@@ -11,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from transformers import IntervalStrategy, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import IntervalStrategy, PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import PromptData
-from recipes_lib.errors import ConfigError, PreemptedError, Problem
+from recipes_lib.errors import PreemptedError
 from recipes_lib.rl.answering import build_collector
 from recipes_lib.rl.engines import verify_engine
 from recipes_lib.rl.guard import UpdateGuard
@@ -33,12 +32,18 @@ from recipes_lib.rl.rollout import Rollout, share
 from recipes_lib.rl.run_log import RunLog
 from recipes_lib.rl.samples import ScoredSamples, choose_samples
 from recipes_lib.rl.schedule import PPOSchedule, choose_prompts, compute_schedule, verify_warmup
-from recipes_lib.rl.state import PPOState, compare_state_with_live, load_state, stage_state
+from recipes_lib.rl.state import (
+    PPOState,
+    compare_own_shards_with_live,
+    compare_state_with_live,
+    load_state,
+    stage_state,
+)
 from recipes_lib.rl.targets import compute_targets
 from recipes_lib.rl.update import Learner, Updater
 from recipes_lib.stopping import STOP
 from recipes_lib.training.arguments import get_compute_dtype
-from recipes_lib.training.checkpoint_saver import CheckpointSaver
+from recipes_lib.training.checkpoint_saver import CheckpointSaver, Staged
 from recipes_lib.training.preemption import LeftError, end_stopped, leave_if_asked, stop_if_agreed
 from recipes_lib.training.rehearsal import count_bytes
 from recipes_lib.training.resumption import agree_on_checkpoint
@@ -88,7 +93,8 @@ class PPOTrainer:
         self._log = RunLog(args, models.policy, tokenizer, num_prompts=len(prompts.train))
         self._saved_step, self._first_iteration = 0, 0
         self._output_dir = Path(str(args.output_dir))
-        self._saver = CheckpointSaver(args, self._log.progress.say)
+        engine = "FSDP" if models.is_sharded else ""
+        self._saver = CheckpointSaver(args, self._log.progress.say, engine=engine)
         self._guard = UpdateGuard(self._output_dir, self._rank, self._find_prompt)
         build = functools.partial(Learner, args=args, schedule=self.schedule)
         verify_warmup(self.schedule, config.rewards.critic_warmup_iterations)
@@ -269,9 +275,13 @@ class PPOTrainer:
         with suppress(LeftError):
             self._answer_samples()
             self.state.evaluated_step = self.state.step
+        if self._models.is_sharded:
+            # Whoever left meets here those who are at the end of sampling.
+            stop_if_agreed()
 
     def _answer_samples(self) -> None:
-        if self._samples.prompts and self._rank == 0:
+        # The main process can answer alone where it has all of the policy.
+        if self._samples.prompts and (self._rank == 0 or self._models.is_sharded):
             figures = self._samples.answer(self.state.step)
             self._log.write("eval", self.state, {f"eval_{name}": value for name, value in figures.items()})
 
@@ -284,8 +294,14 @@ class PPOTrainer:
     def _rehearse(self) -> None:
         learners = self._learners
         weights = [learner.parameters for learner in learners.values()]
+
+        def stage(folder: str) -> Staged:
+            staged = stage_state(self._saver, self.state, learners, folder)
+            compare_own_shards_with_live(staged.folder, learners)
+            return staged
+
         self._saver.rehearse(
-            functools.partial(stage_state, self._saver, self.state, learners),
+            stage,
             functools.partial(compare_state_with_live, learners=learners),
             lambda: count_bytes(*weights, *(learner.optimizer.state_dict() for learner in learners.values())),
             num_steps=self.schedule.num_steps,
@@ -303,23 +319,3 @@ class PPOTrainer:
             self._save()
         self._finish_saving()
         return end_stopped(request, step=self.state.step, saved_step=self._saved_step)
-
-
-def check_launch(engine: str) -> None:
-    """Refuse a launch that shards weights, which this stage does not do.
-
-    Raises:
-        ConfigError: FSDP or DeepSpeed was asked for.
-    """
-    if engine:
-        found = f"the launch file asks for {engine}, and PPO's weights are not sharded here"
-        remedy = "use accelerate_configs/ddp.yaml, with an adapter (`use_peft: true`) where memory is short"
-        raise ConfigError(Problem("launch", found, remedy))
-
-
-def build_exporter(models: ActorCritic, args: TrainingArguments, tokenizer: PreTrainedTokenizerBase) -> Trainer:
-    """What ``export_model`` takes: upstream's trainer around the finished policy, which saves and uploads it."""
-    exporting = copy.copy(args)
-    # Upstream asks for held-out data where there is something to evaluate.
-    exporting.eval_strategy = IntervalStrategy.NO
-    return Trainer(model=models.drop_critic(), args=exporting, processing_class=tokenizer)

@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import Trainer, TrainingArguments, get_scheduler
 
@@ -28,6 +29,7 @@ from recipes_lib.rl.rollout import Rollout, compute_response_logps, compute_resp
 from recipes_lib.rl.schedule import PPOSchedule, Stream
 from recipes_lib.training.optimizers import get_decay_names
 from recipes_lib.training.progress import TrainingProgress
+from recipes_lib.training.sharded_models import is_sharded
 from recipes_lib.training.watchdog import WATCHDOG
 
 EARLY_STOP_FACTOR: Final = 1.5
@@ -39,6 +41,7 @@ class Learner:
 
     Attributes:
         name: ``policy`` or ``critic``.
+        model: Whose they are.
         parameters: By name.
         optimizer: Of upstream, by ``optim``.
         scheduler: Its learning rate, step by step.
@@ -60,13 +63,14 @@ class Learner:
         Args:
             name: For errors.
             model: Says which parameters decay.
-            parameters: What is trained.
+            parameters: What is trained of it.
             learning_rate: At the peak.
             args: Optimizer, decay, schedule and gradient norm.
             schedule: Length of the run.
             num_idle: Steps of the run before its first one.
         """
         self.name = name
+        self.model = model
         self.parameters = parameters
         self._max_norm = args.max_grad_norm
         decaying = set(get_decay_names(model, decay_embeddings=True))
@@ -90,6 +94,16 @@ class Learner:
         """Of the next step."""
         return float(self.scheduler.get_last_lr()[0])
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each process holds a share of the parameters, of their gradients and of the optimizer's states."""
+        return is_sharded(self.model)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of this process's share of a step's loss; the step is made from the sum of all shares."""
+        # FSDP2 sums them here and now, and divides by the number of processes.
+        (loss * distributed.get_world_size() if self.is_sharded else loss).backward()  # type: ignore[no-untyped-call]
+
     def step(self, judge: Callable[..., None]) -> float:
         """Update from the gradients of all processes and return their norm before clipping.
 
@@ -97,9 +111,10 @@ class Learner:
             judge: Given the ``norm``, raises where no update may be made; the parameters are then as they were.
         """
         parameters = list(self.parameters.values())
-        _sum_gradients(parameters)
+        if not self.is_sharded:
+            _sum_gradients(parameters)
         total = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-        norm = float(total)
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         # In between, since clipping by a norm that is not finite spreads it to all gradients.
         judge(norm=norm)
         clip_grads_with_norm_(parameters, self._max_norm or math.inf, total)
@@ -262,7 +277,7 @@ class Updater:
             weights=compute_importance_weights(old, engine, mask, cap=MAX_IMPORTANCE_WEIGHT),
             dual_clip=self.config.dual_clip,
         )
-        result.loss.backward()  # type: ignore[no-untyped-call]
+        self.policy.backward(result.loss)
         sums.add(
             {
                 "loss": result.loss,
@@ -288,7 +303,7 @@ class Updater:
             cliprange=self.config.cliprange_value,
             num_tokens=num_tokens,
         )
-        result.loss.backward()  # type: ignore[no-untyped-call]
+        self.critic.backward(result.loss)
         sums.add({"loss": result.loss, "clipfrac": result.num_clipped})
         return result.loss.detach()
 

@@ -1,6 +1,10 @@
-"""How FSDP2 shards a model: in which precision it computes and reduces, a frozen model too, and back to its shards."""
+"""How FSDP2 shards a model: in which precision it computes and reduces, a frozen one too; whole meanwhile, and back."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -26,11 +30,54 @@ def settle_precision(accelerator: Accelerator) -> None:
         )
 
 
+def shard(accelerator: Accelerator, model: Any) -> Any:
+    """Return a model that is sharded as accelerate shards the one that it trains: layer by layer.
+
+    Args:
+        accelerator: Of FSDP2, its precision settled.
+        model: On the host; where loading is sparing, with weights on the main process alone.
+    """
+    plugin = accelerator.state.fsdp_plugin
+    named = plugin.transformer_cls_names_to_wrap
+    try:
+        return fsdp2_prepare_model(accelerator, model)
+    finally:
+        # accelerate would look for the layers of this model in the next one, which may be of another architecture.
+        plugin.transformer_cls_names_to_wrap = named
+
+
+def is_sharded(model: Any) -> bool:
+    """Return whether FSDP2 shards a model."""
+    return isinstance(model, FSDPModule)
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Hold all weights of a sharded model on every process, in the precision of products; every process must enter.
+
+    Within, a forward pass waits for no other process; so that each may make as many of them as it has to.
+
+    Source: ``tests/distributed/test_ppo.py``.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    # What a unit does after a forward pass can be set, and not asked for.
+    groups = [group for unit in units if (group := unit._get_fsdp_state()._fsdp_param_group) is not None]
+    before = [group.post_forward_mesh_info for group in groups]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for group, mesh_info in zip(groups, before, strict=True):
+            group.post_forward_mesh_info = mesh_info
+        reshard(model)
+
+
 def prepare_frozen(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     """Return a model that is not trained, sharded as the trained one is, its products in the same precision."""
     if accelerator.is_fsdp2:
-        sharded: nn.Module = fsdp2_prepare_model(accelerator, model)
-        return sharded
+        return shard(accelerator, model)
     prepared: nn.Module = accelerator.prepare_model(model, device_placement=True, evaluation_mode=True)
     # accelerate keeps what it prepares, for checkpoints of its own.
     accelerator._models.pop()

@@ -17,7 +17,7 @@ from transformers import (
 from recipes_lib.config.loader import load_config
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.models.scoring import RewardModel, RewardStatistics, store_reward_statistics
-from recipes_lib.rl.critic_export import save_critic
+from recipes_lib.rl.export import save_critic
 from recipes_lib.rl.models import load_actor_critic
 from recipes_lib.training.arguments import build_training_arguments
 from recipes_lib.training.launch import read_launch

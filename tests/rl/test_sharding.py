@@ -1,0 +1,131 @@
+"""Which launches PPO takes and why it refuses the others; a model that no process shares is run as ever."""
+
+from __future__ import annotations
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+from tests.distributed import sharding as recipes
+from tests.rl import keys_task
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+
+from recipes_lib.config.loader import load_config
+from recipes_lib.errors import ConfigError, PreemptedError
+from recipes_lib.rl import sharding
+from recipes_lib.rl.sharding import beat_between, check_launch, choose_placement, held_whole, refuse_engine
+from recipes_lib.stopping import STOP
+from recipes_lib.training.arguments import build_training_arguments
+from recipes_lib.training.launch import Launch
+from recipes_lib.training.preemption import LeftError
+from recipes_lib.training.sharded_models import is_sharded
+
+
+@pytest.fixture
+def configure(tmp_path):
+    def build(**keys):
+        return load_config("ppo", keys_task.build_flags(tmp_path, tmp_path / "out", tmp_path, **keys))
+
+    return build
+
+
+@pytest.fixture
+def sharded():
+    """Two layers, sharded over one process."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        for module in (*model, model):
+            fully_shard(module, mesh=distributed.init_device_mesh("cpu", (1,)))
+        model(torch.ones(1, 3))
+        yield model
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_fsdp_takes_models_of_their_own_and_plain_launches_take_everything(configure):
+    check_launch(configure(), "FSDP")
+    for keys in ({}, {"use_peft": True}, {"use_transformers_continuous_batching": True}):
+        check_launch(configure(**keys), "")
+
+
+@pytest.mark.parametrize(
+    ("keys", "where", "found"),
+    [
+        ({"use_peft": True}, "use_peft", "would be one trunk"),
+        ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching", "whole weights"),
+        ({"use_vllm": True}, "use_vllm", "whole weights"),
+    ],
+)
+def test_what_fsdp_cannot_shard_is_named_with_its_key(configure, keys, where, found):
+    with pytest.raises(ConfigError) as refused:
+        check_launch(configure(**keys), "FSDP")
+    (problem,) = refused.value.problems
+    assert where in problem.where
+    assert found in problem.found
+    assert "ddp.yaml" in problem.remedy
+
+
+def test_deepspeed_is_refused_by_the_recipe_before_anything_is_loaded(tmp_path, capsys):
+    keys = {"model_name_or_path": "nowhere", "dataset_name": "nothing", "output_dir": tmp_path / "out"}
+    keys["reward_funcs"] = "[nothing:at_all]"
+    with mock.patch.dict(os.environ, {"ACCELERATE_USE_DEEPSPEED": "true"}):
+        assert recipes.run_recipe("ppo", keys) == 2
+    told = capsys.readouterr().err
+    assert "DEEPSPEED, which trains one model, and PPO trains two" in told
+    assert "accelerate_configs/fsdp2.yaml" in told
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED"])
+def test_a_stage_that_shards_nothing_refuses_either(engine):
+    refuse_engine("")
+    with pytest.raises(ConfigError, match=rf"{engine}, and this stage samples .*ddp\.yaml"):
+        refuse_engine(engine)
+
+
+def test_a_launch_that_is_not_what_was_asked_for_is_refused(configure, tmp_path):
+    """accelerate makes DDP of FSDP on CPUs, in silence."""
+    args = build_training_arguments(configure(), Launch(0, 0, 1, ""), has_eval=True)
+    model = nn.Linear(2, 2)
+    assert choose_placement(args, Launch(0, 0, 1, ""))(model) is model
+    assert not is_sharded(model)
+    with pytest.raises(ConfigError, match="FSDP was launched and accelerate is running"):
+        choose_placement(args, Launch(0, 0, 1, "FSDP"))
+
+
+def test_within_all_weights_are_there_and_behind_none(sharded):
+    expected = sharded(torch.ones(1, 3))
+    with held_whole(sharded):
+        assert not any(hasattr(parameter, "device_mesh") for parameter in sharded.parameters())
+        for _ in range(2):
+            torch.testing.assert_close(sharded(torch.ones(1, 3)), expected)
+            assert not any(hasattr(parameter, "device_mesh") for parameter in sharded.parameters())
+    assert all(hasattr(parameter, "device_mesh") for parameter in sharded.parameters())
+    # After it a layer lets go of its weights again.
+    sharded(torch.ones(1, 3))
+    assert hasattr(sharded[0].weight, "device_mesh")
+
+
+def test_who_comes_to_the_end_agrees_with_those_who_left(sharded, monkeypatch):
+    meetings = []
+    monkeypatch.setattr(sharding, "stop_if_agreed", lambda: meetings.append(1))
+    with pytest.raises(LeftError), held_whole(sharded):
+        raise LeftError
+    assert meetings == []
+    with held_whole(sharded):
+        pass
+    with held_whole(nn.Linear(2, 2)), held_whole(None):
+        pass
+    assert meetings == [1]
+
+
+def test_one_who_is_asked_leaves_alone_where_no_other_takes_part(sharded, monkeypatch):
+    monkeypatch.setattr(STOP, "reason", "SIGTERM")
+    monkeypatch.setattr(STOP, "_is_closed", False)
+    with pytest.raises(LeftError), STOP.deferred():
+        beat_between(nn.Linear(2, 2))
+    with pytest.raises(PreemptedError), STOP.deferred():
+        beat_between(sharded)
