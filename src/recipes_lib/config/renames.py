@@ -130,9 +130,7 @@ RETIRED: Final[Mapping[str, Retired]] = {
     ),
     "total_episodes": undecided("counts answers", "write `num_train_epochs`, or `max_steps` in optimizer steps"),
     "num_sample_generations": dropped("is not needed", "write `num_sample_prompts` and `eval_steps`"),
-    "ds3_gather_for_generation": dropped(
-        "is not needed: weights are whole, or gathered while answers are sampled"
-    ),
+    "ds3_gather_for_generation": dropped("is not needed: weights are whole, or gathered while answers are sampled"),
 }
 """Old spelling -> what became of it."""
 
