@@ -101,7 +101,7 @@ def break_something(fault: str | None) -> Iterator[None]:
         loss = compute(self, *args, **kwargs)
         return loss + float("nan") if self.state.global_step == 1 and self.args.process_index else loss
 
-    patches = {
+    patches: dict[str, tuple[Any, str, Any]] = {
         # On the last process alone.
         "nan loss": (SFTTrainer, "compute_loss", spoil),
         "asked in an evaluation": (GenerateBackend, "generate", _ask_in(GenerateBackend.generate, call=5)),

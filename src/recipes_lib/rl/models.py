@@ -63,33 +63,21 @@ class ActorCritic:
     @contextmanager
     def as_policy(self) -> Iterator[Any]:
         """Yield the policy."""
-        if not self.is_shared:
-            yield self.policy
-            # FSDP2 keeps some weights whole after a forward pass.
-            reshard(self.policy)
-            return
-        with role(self.policy, "policy"):
+        with role(self.policy, "policy") if self.is_shared else _reshard_after(self.policy):
             yield self.policy
 
     @contextmanager
     def as_critic(self) -> Iterator[Any]:
         """Yield the critic."""
-        if not self.is_shared:
-            yield self.critic
-            reshard(self.critic)
-            return
-        with role(self.policy, "critic"):
+        with role(self.policy, "critic") if self.is_shared else _reshard_after(self.critic):
             yield self.critic
 
     @contextmanager
     def as_reference(self) -> Iterator[Any]:
         """Yield the model that training started from."""
-        if not self.is_shared:
-            yield self.own_reference
-            reshard(self.own_reference)
-            return
-        with role(self.policy, "reference"):
-            yield self.policy
+        reference = self.policy if self.is_shared else self.own_reference
+        with role(self.policy, "reference") if self.is_shared else _reshard_after(reference):
+            yield reference
 
     def policy_parameters(self) -> Mapping[str, nn.Parameter]:
         """Return what the policy's optimizer trains, by name: where it is sharded, the shards."""
@@ -249,6 +237,13 @@ def _checkpoint_activations(model: Any, args: TrainingArguments) -> None:
     model.activation_checkpointing_enable(
         **(read_selective(options) or {"activation_checkpointing_kwargs": {"use_reentrant": False, **(options or {})}})
     )
+
+
+@contextmanager
+def _reshard_after(model: Any) -> Iterator[None]:
+    """Leave every process with its own shards: FSDP2 keeps some weights whole after a forward pass."""
+    yield
+    reshard(model)
 
 
 def _base(model: Any) -> Any:

@@ -77,7 +77,8 @@ def gathered(model: nn.Module) -> Iterator[None]:
 def prepare_frozen(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     """Return a model that is not trained, sharded as the trained one is, its products in the same precision."""
     if accelerator.is_fsdp2:
-        return shard(accelerator, model)
+        sharded: nn.Module = shard(accelerator, model)
+        return sharded
     prepared: nn.Module = accelerator.prepare_model(model, device_placement=True, evaluation_mode=True)
     # accelerate keeps what it prepares, for checkpoints of its own.
     accelerator._models.pop()
