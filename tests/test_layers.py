@@ -47,6 +47,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "commands": {"config", "data", "errors", "models", "report"},
     "tokenizer": {"config", "data", "errors", "models"},
     "distill_store": {"config", "data", "errors", "models", "training"},
+    "student": {"config", "errors", "models"},
     "merge": {"config", "errors", "models", "publish"},
     "sample_pairs": {"config", "data", "errors", "models", "rl", "training"},
     "plan": {"config", "errors", "models", "plan_ppo", "planning", "report"},

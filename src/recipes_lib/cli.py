@@ -30,6 +30,7 @@ COMMANDS = {
     "preview": Command("recipes_lib.commands:preview", "show what the model will be trained on, token by token"),
     "prepare": Command("recipes_lib.commands:prepare", "tokenise, mask and pack once; training then tokenises nothing"),
     "distill-store": Command("recipes_lib.distill_store:main", "keep what a teacher says of all rows, to distil from"),
+    "student": Command("recipes_lib.student:main", "cut a student out of its teacher's layers, to be distilled"),
     "tokenizer": Command("recipes_lib.tokenizer:main", "train a tokenizer on any data, and say how well it does"),
     "plan": Command("recipes_lib.plan:main", "say what a pretraining run is, costs and does, before it starts"),
     "sample-pairs": Command("recipes_lib.sample_pairs:main", "make pairs of a policy's own answers, by its rewards"),

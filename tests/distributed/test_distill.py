@@ -21,6 +21,14 @@ from recipes_lib.models.distillation import score_beside_teacher
 
 ROOT = Path(__file__).parents[2]
 KEYS: dict[str, Any] = {"distillation_alpha": 0.3, "distillation_beta": 0.5, "distillation_temperature": 2.0}
+LAYERS: dict[str, Any] = {
+    "feature_weight": 0.5,
+    "attention_weight": 3.0,
+    "similarity_weight": 2.0,
+    "distance_weight": 1.5,
+    "angle_weight": 0.7,
+    "attn_implementation": "eager",
+}
 ONE: dict[str, Any] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 TWO: dict[str, Any] = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
 # Counted in batches, or measured.
@@ -38,16 +46,17 @@ def run_on_two_processes(module: str, *arguments: Any) -> None:
 def test_two_processes_distil_as_one_does(tiny_model_dir: Path, tiny_tokenizer_dir: Path, tmp_path: Path) -> None:
     student_dir = students.save_student(tmp_path / "student", tiny_tokenizer_dir)
     trainer, recorder, _ = students.make_distiller(
-        student_dir, tiny_model_dir, tmp_path / "one", make_packs(), **KEYS, **ONE
+        student_dir, tiny_model_dir, tmp_path / "one", make_packs(), **KEYS, **LAYERS, **ONE
     )
     trainer.train()
     two = tmp_path / "two"
     two.mkdir()
-    run_on_two_processes("tests.training.students", student_dir, tiny_model_dir, two, json.dumps(KEYS | TWO))
+    run_on_two_processes("tests.training.students", student_dir, tiny_model_dir, two, json.dumps(KEYS | LAYERS | TWO))
     logs = json.loads((two / "logs.json").read_text())
     assert len(logs) == len(recorder.logs) == 4
     for expected, got in zip(recorder.logs, logs, strict=True):
         assert got.keys() == expected.keys()
+        assert {f"distillation/{key.removesuffix('_weight')}" for key in LAYERS if "weight" in key} <= got.keys()
         for name in expected:
             if not any(part in name for part in LEFT_OUT):
                 assert got[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), name

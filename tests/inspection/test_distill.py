@@ -57,3 +57,13 @@ def test_a_teacher_that_cannot_read_the_rows_is_found(tmp_path, tiny_model_dir, 
         problems, _ = look(tmp_path, student, teacher, max_length=1024)
         assert "512 positions" in problems[0].found
     assert len(problems) == 1
+
+
+def test_the_layers_that_are_compared_are_named_and_one_too_many_is_found(tmp_path, tiny_model_dir) -> None:
+    student = save_student(tmp_path / "student", tiny_model_dir)
+    problems, told = look(tmp_path, student, tiny_model_dir, feature_weight=1.0, angle_weight=0.5)
+    assert not problems
+    assert "states of layers: the student's and the teacher's 1 and 2" in told
+    assert "relations of layers: the student's and the teacher's 1 and 2" in told
+    (problem,), _ = look(tmp_path, student, tiny_model_dir, feature_weight=1.0, feature_layers="[1, 2]")
+    assert "names layer 2, and the student has 1" in problem.found

@@ -65,7 +65,7 @@ def run_here(recipe: ModuleType, config: Path) -> int:
 
 
 def test_a_run_leaves_a_student_its_figures_and_a_report(tmp_path, keys) -> None:
-    config = write_config(tmp_path, keys)
+    config = write_config(tmp_path, keys | {"feature_weight": 0.5, "similarity_weight": 1.0})
     done = subprocess.run(
         [sys.executable, str(RECIPE), "--config", str(config)],
         capture_output=True, text=True, check=False, cwd=ROOT, timeout=300,
@@ -78,14 +78,19 @@ def test_a_run_leaves_a_student_its_figures_and_a_report(tmp_path, keys) -> None
     events = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     train = [event for event in events if event["kind"] == "train"]
     assert [event["step"] for event in train] == [1, 2, 3, 4]
-    names = {f"distillation/{name}" for name in ("nll", "divergence", "teacher_nll", "agreement")}
+    parts = ("nll", "divergence", "teacher_nll", "agreement", "feature", "similarity")
+    names = {f"distillation/{name}" for name in parts}
     assert names | {"loss", "grad_norm", "num_target_tokens"} <= train[0].keys()
     assert "eval_bits_per_byte" in [event for event in events if event["kind"] == "eval"][-1]
     record = json.loads((output / "run.json").read_text())
     assert record["stage"] == "distill"
     assert record["status"] == "done"
-    student = AutoModelForCausalLM.from_pretrained(output)
+    student, info = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True)
     assert student.config.num_hidden_layers == 1
+    assert not any(info.values()), "what compared the layers is no part of the student"
+    page = (output / "report.html").read_text()
+    assert "Hidden states beside the teacher" in page
+    assert "Similarities beside the teacher" in page
     assert "step 0: labels cost the student" in done.stderr
 
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}

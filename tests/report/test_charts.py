@@ -71,6 +71,18 @@ def test_ppo_has_charts_of_its_own(tmp_path: Path) -> None:
     assert "samples" in charts[1].alt
 
 
+def test_every_part_of_a_distillation_has_a_chart_and_those_it_has_not_have_none(tmp_path: Path) -> None:
+    parts = ("divergence", "agreement", "feature", "attention", "similarity", "distance", "angle")
+    figures = {f"distillation/{name}": 0.5 for name in ("nll", "teacher_nll", *parts)}
+    charts = draw_charts(build_run([{"step": 1, "loss": 1.0, **figures}]), tmp_path)
+    assert [chart.name for chart in charts] == ["loss", "nll", *(f"distillation_{name}" for name in parts)]
+    assert "student" in charts[1].alt
+    assert "teacher" in charts[1].alt
+    del figures["distillation/feature"]
+    charts = draw_charts(build_run([{"step": 1, "loss": 1.0, **figures}]), tmp_path)
+    assert "distillation_feature" not in {chart.name for chart in charts}
+
+
 def test_pairs_have_charts_of_their_own_and_a_reward_model_no_target_tokens(tmp_path: Path) -> None:
     train = [
         {

@@ -13,6 +13,7 @@ from tests.training.trajectories import Recorder, make_packs
 from torch import distributed
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from recipes_lib.config.layer_keys import LayersConfig
 from recipes_lib.config.schema import (
     DataConfig,
     DistillationConfig,
@@ -68,21 +69,23 @@ def save_student(folder: Path, tokenizer_dir: Path, *, vocab_size: int = 512, se
 
 def build_config(student_dir: Path, teacher_dir: Path, output_dir: Path, **keys: Any) -> RecipeConfig:
     """A run in full precision on rows that are handed in; keys of distillation among those of training."""
-    fields = DistillationConfig.__dataclass_fields__
+    fields, layers = DistillationConfig.__dataclass_fields__, LayersConfig.__dataclass_fields__
+    attention = keys.pop("attn_implementation", "sdpa")
     return RecipeConfig(
         stage="distill",
         path=None,
         data=DataConfig(dataset_name="packs"),
         tokens=TokensConfig(prepared_dir=keys.pop("prepared_dir", None)),
-        model=ModelConfig(model_name_or_path=str(student_dir)),
+        model=ModelConfig(model_name_or_path=str(student_dir), attn_implementation=attention),
         evaluation=EvaluationConfig(),
         distillation=DistillationConfig(
             teacher_model_name_or_path=str(teacher_dir),
             **{name: value for name, value in keys.items() if name in fields},
         ),
+        layers=LayersConfig(**{name: value for name, value in keys.items() if name in layers}),
         training=KEYS
         | {"output_dir": str(output_dir)}
-        | {name: value for name, value in keys.items() if name not in fields},
+        | {name: value for name, value in keys.items() if name not in (*fields, *layers)},
     )
 
 
@@ -124,12 +127,13 @@ def make_distiller(
     progress, lines = build_progress(is_main=False), list[str]()
     progress.say = lines.append  # type: ignore[method-assign]
     recorder = Logs()
-    vocabulary, attention = map_teacher_vocabulary(config, tokenizer), AttentionChoice("sdpa", "rows")
+    implementation = str(config.model.attn_implementation)
+    vocabulary, attention = map_teacher_vocabulary(config, tokenizer), AttentionChoice(implementation, "rows")
     collate = PackedCollator(pad_token_id=tokenizer.pad_token_id)
     data: Any = SimpleNamespace(train=packs, record={"key": "packs", "max_length": 64})
     teaching = prepare_teaching(config, data, attention, args, vocabulary, collate)
     trainer = DistillationTrainer(
-        model=AutoModelForCausalLM.from_pretrained(student_dir, attn_implementation="sdpa"),
+        model=AutoModelForCausalLM.from_pretrained(student_dir, attn_implementation=implementation),
         teaching=teaching,
         distillation=config.distillation,
         is_own_teacher=is_own_teacher(config),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from recipes_lib.config.layer_keys import WEIGHTS
 from recipes_lib.config.retired import Retired, dropped, dropped_at, each, renamed, undecided
 
 DEFAULTS: Final[Mapping[str, tuple[Any, str]]] = {
@@ -122,9 +123,11 @@ BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
     "vllm_group_port": {"minimum": 1, "maximum": 65535},
     "vllm_server_timeout": {"minimum": 0},
     # distillation
+    **{key: {"minimum": 0} for key in WEIGHTS},
     "distillation_alpha": {"minimum": 0, "exclusiveMaximum": 1},
     "distillation_beta": {"minimum": 0, "maximum": 1},
     "distillation_temperature": {"exclusiveMinimum": 0},
+    "projection_learning_rate": {"exclusiveMinimum": 0, "maximum": 1},
     "teacher_top_k": {"minimum": 1},
 }
 """Range of each number, as JSON schema spells it; ``weight`` is that of a ``dataset_mixture`` entry, ``start_tokens``

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from recipes_lib.config.distillation_rules import check_distillation
+from recipes_lib.config.layer_keys import check_layers
 from recipes_lib.config.paths import check_paths
 from recipes_lib.config.policy import SHARE_OR_COUNT
 from recipes_lib.config.ppo_rules import (
@@ -360,6 +361,6 @@ RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
     "ppo": (*_FINE_TUNING, check_adapter, check_rewards, check_engine, check_own_reference, check_ppo),
     "rloo": (*_FINE_TUNING, check_adapter, check_rewards, check_own_reference),
     "grpo": (*_FINE_TUNING, check_adapter, check_rewards, check_own_reference, check_group_loss),
-    "distill": (*_FINE_TUNING, check_distillation),
+    "distill": (*_FINE_TUNING, check_distillation, check_layers),
 }
 """The rules of each stage."""

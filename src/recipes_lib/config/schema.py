@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, Required, TypedDict
 
+from recipes_lib.config.layer_keys import LayersConfig
+
 DatasetFormat = Literal["auto", "messages", "prompt_completion", "text", "sharegpt", "alpaca", "preference"]
 LossOn = Literal["assistant", "last_assistant", "completion", "all"]
 Overlong = Literal["error", "truncate", "drop", "split"]
@@ -369,6 +371,7 @@ class RecipeConfig:
     engine: EngineConfig = EngineConfig()
     ppo: PPOConfig = PPOConfig()
     distillation: DistillationConfig = DistillationConfig()
+    layers: LayersConfig = field(default_factory=LayersConfig)
     training: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, str] = field(default_factory=dict)
 
@@ -389,5 +392,6 @@ SECTIONS: Final[dict[str, type]] = {
     "engine": EngineConfig,
     "ppo": PPOConfig,
     "distillation": DistillationConfig,
+    "layers": LayersConfig,
 }
 """Our sections by the name of their field in ``RecipeConfig``; ``stages.py`` says which keys a stage leaves out."""

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
+from recipes_lib.config.layer_keys import LayersConfig
 from recipes_lib.config.policy import CHOICES, DEFAULTS, REFUSED
 from recipes_lib.config.retired import Retired, dropped, dropped_at, each, renamed, undecided
 from recipes_lib.config.schema import (
@@ -128,7 +129,7 @@ _NO_PRETRAINING: Final[Mapping[str, Retired]] = {
 _NO_ADAPTERS: Final = _each_field(_OF_ADAPTERS, AdapterConfig, QuantizationConfig)
 _NO_PAIRS: Final = {**_each_field(_OF_PAIRS, PreferenceConfig), "loss_type": _LOSS}
 _NO_PPO: Final = _each_field(_OF_PPO, RewardsConfig, EngineConfig, PPOConfig)
-_NO_DISTILLATION: Final = _each_field(_OF_TEACHERS, DistillationConfig)
+_NO_DISTILLATION: Final = _each_field(_OF_TEACHERS, DistillationConfig, LayersConfig)
 _ONLY_PAIRS: Final[Mapping[str, Retired]] = {
     **_NO_PRETRAINING,
     **_NO_PPO,

@@ -23,6 +23,7 @@ _WORDS = {
     "object": "a mapping",
     "null": "null",
 }
+_ITEMS = {"object": "mappings", "integer": "whole numbers", "number": "numbers", "string": "texts"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,8 @@ def describe(schema: Schema) -> str:
     if "enum" in schema:
         words[kinds.index("string")] = "one of " + ", ".join(value for value in schema["enum"] if value is not None)
     if "array" in kinds:
-        words[kinds.index("array")] = "a list of " + ("mappings" if "object" in schema["items"]["type"] else "texts")
+        kind = next((kind for kind in _ITEMS if kind in schema["items"]["type"]), "string")
+        words[kinds.index("array")] = f"a list of {_ITEMS[kind]}"
     if "null" in schema["type"]:
         words.append("null")
     return " or ".join(words)

@@ -33,6 +33,16 @@ MAX_SMOOTHED = 400
 SMOOTH_FROM = 30
 """Curves of fewer points are shown as they are."""
 _TICK_STEPS = [1, 2, 5, 10]
+_DISTILLATION_PARTS = (
+    ("divergence", "Distance from the teacher", "nats per target token"),
+    ("agreement", "The teacher's first choice", "share of target tokens"),
+    ("feature", "Hidden states beside the teacher's", "difference per target token"),
+    ("attention", "Attention beside the teacher's", "nats per target token"),
+    ("similarity", "Similarities beside the teacher's", "difference per target token"),
+    ("distance", "Distances beside the teacher's", "difference per target token"),
+    ("angle", "Angles beside the teacher's", "difference per target token"),
+)
+"""Figures of distillation, each with its heading and unit."""
 STYLE = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -142,6 +152,7 @@ def _plan_charts(run: RunFiles) -> list[_Plan]:
         ),
         *(_plan_pair_charts(run) if is_pairs else ()),
         *(_plan_ppo_charts(run) if is_ppo else ()),
+        *_plan_distillation_charts(run),
         _Plan(
             name="learning_rate",
             title="Learning rate",
@@ -207,6 +218,22 @@ def _plan_ppo_charts(run: RunFiles) -> list[_Plan]:
             title="What the critic foresees",
             lines=[line("value/explained_var")],
             unit="share of the variance of returns",
+        ),
+    ]
+
+
+def _plan_distillation_charts(run: RunFiles) -> list[_Plan]:
+    """What is learnt of a teacher, each part of the loss by itself; those that a run has not are left out."""
+
+    def line(name: str, label: str = "", colour: str = "first") -> Line:
+        return Line(label, read_curve(run.train, f"distillation/{name}"), colour)
+
+    labels = [line("nll", "student"), line("teacher_nll", "teacher", "second")]
+    return [
+        _Plan(name="nll", title="Cost of the text", lines=labels, unit="nats per target token"),
+        *(
+            _Plan(name=f"distillation_{name}", title=title, lines=[line(name)], unit=unit)
+            for name, title, unit in _DISTILLATION_PARTS
         ),
     ]
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
 
+from recipes_lib.config.layer_keys import LayersConfig
 from recipes_lib.config.schema import DistillationConfig, RecipeConfig
 from recipes_lib.data.training_data import TrainingData
 from recipes_lib.errors import DivergedError
@@ -20,7 +22,9 @@ from recipes_lib.models.attention import AttentionChoice
 from recipes_lib.models.distillation import score_beside_record, score_beside_teacher
 from recipes_lib.models.vocabulary import VocabularyMap
 from recipes_lib.training.arguments import get_rounding_dtype
+from recipes_lib.training.checkpoint_saver import Staged
 from recipes_lib.training.figures import TermFigures
+from recipes_lib.training.layer_knowledge import LayerKnowledge, refuse_shards
 from recipes_lib.training.recipe_trainer import Batch
 from recipes_lib.training.sft import SFTTrainer
 from recipes_lib.training.sharded_models import prepare_frozen
@@ -38,11 +42,13 @@ class Teaching:
         teacher: The model, or ``None`` where ``rows`` hold what it says.
         rows: To train on.
         collate: Rows to a batch.
+        layers: What is learnt from its layers besides.
     """
 
     teacher: PreTrainedModel | None
     rows: Any
     collate: Collate
+    layers: LayersConfig = field(default_factory=LayersConfig)
 
 
 class DistillationTrainer(SFTTrainer):
@@ -74,6 +80,9 @@ class DistillationTrainer(SFTTrainer):
         if teacher is not None:
             # Its products in the student's precision, its weights sharded as the student's.
             self.teacher = prepare_frozen(self.accelerator, teacher)
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            refuse_shards(teaching.layers)
+        self.layers = LayerKnowledge(teaching.layers, self.model, self.teacher, seed=self.args.seed)
         self._is_first_step = True
         self._is_own_teacher = is_own_teacher
 
@@ -87,10 +96,12 @@ class DistillationTrainer(SFTTrainer):
         """Return this process's share of the step's mean loss of a target."""
         num_tokens, labels = inputs.pop("num_tokens"), inputs.pop("labels")
         record = inputs.pop(TEACHER_FIELD, None)
-        if record is None:
-            output = score_beside_teacher(model, self.teacher, inputs, labels, self.objective)
-        else:
-            output = score_beside_record(model, TopLogps(**record), inputs, labels, self.objective)
+        with self.layers.listening(labels, inputs["position_ids"]) as heard:
+            if record is None:
+                output = score_beside_teacher(model, self.teacher, inputs, labels, self.objective)
+            else:
+                output = score_beside_record(model, TopLogps(**record), inputs, labels, self.objective)
+        parts = self.layers.compute_parts(heard)
         sums: DistillationSums = output.result
         if self._is_first_step:
             self._is_first_step = False
@@ -100,12 +111,41 @@ class DistillationTrainer(SFTTrainer):
                 self.observer.progress.say(verify_first_sums(sums, dtype, is_own_teacher=self._is_own_teacher))
         num_targets = sums.num_targets if num_items_in_batch is None else num_items_in_batch
         # Gradients are averaged over processes, while num_targets counts all of them.
-        loss = sums.loss_sum * (self.accelerator.num_processes / num_targets)
+        loss = (sums.loss_sum + self.layers.weigh(parts)) * (self.accelerator.num_processes / num_targets)
         if output.aux_loss is not None:
             loss = loss + self.router_aux_loss_coef * output.aux_loss / self.current_gradient_accumulation_steps
-        self.figures.add(_name_figures(sums), sums.num_targets)
+        self.figures.add(_name_figures(sums, parts), sums.num_targets)
         self.observer.counter.add(num_tokens, sums.num_targets, sums.num_correct)
         return (loss, output) if return_outputs else loss
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as every stage does, the projections of layers with the student."""
+        with self.layers.attached():
+            return super().train(*args, **kwargs)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Build the optimizer by name, the projections in a group of their own."""
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if is_new:
+            self.layers.split_group(optimizer)
+        return optimizer
+
+    def _stage(self, model: nn.Module, folder: str) -> Staged:
+        """Put a checkpoint of the student together, and the projections beside it."""
+        with self.layers.detached():
+            staged = super()._stage(model, folder)
+        return self.layers.add_to(staged, self._saver)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Read the student and the projections."""
+        with self.layers.detached():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.layers.load(Path(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        with self.layers.detached():
+            super()._load_best_model()
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -141,7 +181,7 @@ def prepare_teaching(
         ConfigError: As ``load_teacher`` or ``read_store``.
     """
     if config.distillation.teacher_top_k is None:
-        return Teaching(load_teacher(config, attention, args, vocabulary), data.train, collate)
+        return Teaching(load_teacher(config, attention, args, vocabulary), data.train, collate, config.layers)
     identity = identify_store(config, vocabulary, data.record)
     return Teaching(None, read_store(identity, data.train), TaughtCollator(collate, identity.format))
 
@@ -185,8 +225,9 @@ def verify_first_sums(sums: DistillationSums, dtype: torch.dtype, *, is_own_teac
     return told
 
 
-def _name_figures(sums: DistillationSums) -> dict[str, torch.Tensor]:
+def _name_figures(sums: DistillationSums, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {
+        **{f"distillation/{name}": part.detach() for name, part in parts.items()},
         "distillation/nll": sums.nll_sum,
         "distillation/divergence": sums.divergence_sum,
         "distillation/teacher_nll": sums.teacher_nll_sum,

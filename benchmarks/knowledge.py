@@ -1,0 +1,164 @@
+"""What each part of a teacher's knowledge is worth on real text: held-out bits per byte at equal tokens.
+
+A teacher of four layers of width 128 reads plays by Shakespeare; students of two layers of width 96, a quarter of its
+weights, begin at random and read a few of them: from labels alone, with what the teacher says, and with each part of
+what its layers hold besides. Every arm has the same rows, order, rate and steps; a round is a seed of the student.
+
+python benchmarks/knowledge.py [--data FILE] [--rounds 3] [--steps 150] [--teacher_steps 400] [--work DIR]
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from harness import build_parser, run_interleaved, spread, write_results
+
+ROOT = Path(__file__).parents[1]
+DEFAULT_DATA = Path("../shared/data/tinyshakespeare.txt")
+HELD_OUT_SHARE = 0.05
+ROW_CHARACTERS = 1500
+BITS = "bits.json"
+WIDTHS: Mapping[str, dict[str, Any]] = {
+    "teacher": {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "num_attention_heads": 4},
+    "student": {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4},
+}
+ARMS: Mapping[str, dict[str, Any]] = {
+    "labels": {},
+    "response": {"distillation_alpha": 0.5},
+    "feature": {"feature_weight": 1.0},
+    "feature, cosine": {"feature_weight": 1.0, "feature_loss": "cosine"},
+    "attention": {"attention_weight": 1.0},
+    "similarity": {"similarity_weight": 10.0},
+    "distance": {"distance_weight": 1.0},
+    "angle": {"angle_weight": 1.0},
+}
+"""Keys of each arm; all but the first learn from what the teacher says."""
+RUN: Mapping[str, Any] = {
+    "max_length": 128,
+    "bf16": False,
+    "per_device_train_batch_size": 8,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 0.05,
+    "eval_steps": 0.999,
+    "eval_on_start": False,
+    "num_sample_prompts": 0,
+    "logging_steps": 10,
+    "save_strategy": "no",
+    "attn_implementation": "eager",
+}
+
+
+def write_texts(data: Path, folder: Path) -> None:
+    """Write rows of text, held-out ones, and a tokenizer of 512 tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    text = data.read_text(encoding="utf-8")
+    rows = [text[at : at + ROW_CHARACTERS] for at in range(0, len(text), ROW_CHARACTERS)]
+    cut = int(len(rows) * (1 - HELD_OUT_SHARE))
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in (("train", rows[:cut]), ("held_out", rows[cut:])):
+        lines = "".join(json.dumps({"text": row}) + "\n" for row in part)
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(rows[:cut], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+    fast.save_pretrained(folder / "tokenizer")
+
+
+def write_model(role: str, seed: int, folder: Path, tokenizer: Path) -> Path:
+    """Write a random model of that role, and the tokenizer beside it."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, set_seed
+
+    set_seed(seed)
+    sizes = WIDTHS[role]
+    ids = {"eos_token_id": 0, "pad_token_id": 0, "bos_token_id": None}
+    config = LlamaConfig(vocab_size=512, max_position_embeddings=128, tie_word_embeddings=True, **ids, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+    return folder
+
+
+def train(stage: str, keys: Mapping[str, Any]) -> float:
+    """Run a recipe in this process and return its held-out bits per byte."""
+    from recipes_lib.config.loader import load_config
+
+    spec = importlib.util.spec_from_file_location(f"{stage}_recipe", ROOT / "recipes" / f"{stage}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    recipe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recipe)
+    flags = [f"--{name}={json.dumps(value) if not isinstance(value, str) else value}" for name, value in keys.items()]
+    recipe.main(load_config(stage, flags))
+    lines = (Path(keys["output_dir"]) / "metrics.jsonl").read_text().splitlines()
+    evaluations = [event for event in map(json.loads, lines) if event["kind"] == "eval"]
+    return float(evaluations[-1]["eval_bits_per_byte"])
+
+
+def run_arm(work: Path, arm: str, number: int, steps: int, teacher_steps: int) -> float:
+    """Return the held-out bits per byte of one student, or of the teacher, which is trained but once."""
+    data = {
+        "dataset_name": str(work / "train.jsonl"),
+        "dataset_test_split": str(work / "held_out.jsonl"),
+        "prepared_dir": str(work / "prepared"),
+        "overlong": "split",
+        "learning_rate": 3e-3,
+        **RUN,
+    }
+    teacher = work / "teacher"
+    if not (teacher / BITS).exists():
+        start = write_model("teacher", 0, work / "random teacher", work / "tokenizer")
+        keys = {"model_name_or_path": str(start), "output_dir": str(teacher), "max_steps": teacher_steps}
+        (teacher / BITS).write_text(json.dumps(train("sft", {**data, **keys, "per_device_train_batch_size": 16})))
+    if arm == "teacher":
+        return float(json.loads((teacher / BITS).read_text()))
+    start = write_model("student", number, work / f"student {number}", work / "tokenizer")
+    taught = {} if arm == "labels" else {"teacher_model_name_or_path": str(teacher), **ARMS[arm]}
+    with tempfile.TemporaryDirectory() as folder:
+        keys = {"model_name_or_path": str(start), "output_dir": f"{folder}/run", "max_steps": steps, "seed": number}
+        return train("distill" if taught else "sft", {**data, **keys, **taught})
+
+
+def main() -> None:
+    """Run the rounds and print the table; with ``--arm`` one measurement, as JSON."""
+    parser = build_parser(__doc__, rounds=3)
+    parser.add_argument("--data", type=Path, default=DEFAULT_DATA)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--teacher_steps", type=int, default=400)
+    parser.add_argument("--work", type=Path, help="folder in which teacher and prepared rows are kept")
+    parser.add_argument("--arm", choices=["teacher", *ARMS])
+    parser.add_argument("--round", type=int, default=1)
+    options = parser.parse_args()
+    if options.arm is not None:
+        bits = run_arm(options.work, options.arm, options.round, options.steps, options.teacher_steps)
+        print(json.dumps({"bits": bits}))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        work = options.work or Path(folder)
+        write_texts(options.data, work)
+        counts = ["--steps", str(options.steps), "--teacher_steps", str(options.teacher_steps)]
+        command = [sys.executable, __file__, "--work", str(work), "--round", "{round}", *counts, "--arm"]
+        results = run_interleaved({arm: [*command, arm] for arm in ("teacher", *ARMS)}, options.rounds)
+    table = [["arm", "bits per byte, min / median / max", "below response, seed by seed"]]
+    for arm, found in results.items():
+        pairs = zip(results["response"], found, strict=True)
+        gains = " ".join(f"{response['bits'] - own['bits']:+.4f}" for response, own in pairs)
+        table.append([arm, spread(found, "bits", digits=4), gains])
+    title = f"Held-out bits per byte of students after {options.steps} steps, {options.rounds} seeds"
+    write_results(options.output, title, table, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Differences of hidden states follow their definitions in numpy, and are 0 between what is alike."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from recipes_lib.losses.features import compute_feature_sum
+
+
+def draw(*shape: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def scale_numpy(states: np.ndarray) -> np.ndarray:
+    return states / np.sqrt((states**2).mean(axis=1, keepdims=True))
+
+
+@pytest.mark.parametrize("kind", ["mse", "cosine"])
+def test_the_sum_is_that_of_the_definition(kind) -> None:
+    student, teacher, projection = draw(7, 4, seed=0), draw(7, 6, seed=1), draw(6, 4, seed=2)
+    s, t, w = student.numpy(), teacher.numpy(), projection.numpy()
+    if kind == "mse":
+        expected = ((scale_numpy(s) @ w.T - scale_numpy(t)) ** 2).mean(axis=1).sum()
+    else:
+        projected = s @ w.T
+        norms = np.linalg.norm(projected, axis=1) * np.linalg.norm(t, axis=1)
+        expected = (1 - (projected * t).sum(axis=1) / norms).sum()
+    got = compute_feature_sum(student, teacher, projection, kind)
+    assert float(got) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["mse", "cosine"])
+def test_a_projection_to_oneself_is_0_with_no_gradient(kind) -> None:
+    states = draw(5, 4, seed=3).float().requires_grad_()
+    projection = torch.eye(4, requires_grad=True)
+    loss = compute_feature_sum(states, states, projection, kind)
+    loss.backward()
+    # Dividing twice by a root mean square rounds once more.
+    allowed = 0 if kind == "mse" else 1e-6
+    assert loss.item() <= allowed**2
+    assert states.grad.abs().max() <= allowed
+    assert projection.grad.abs().max() <= allowed
+
+
+@pytest.mark.parametrize("kind", ["mse", "cosine"])
+def test_neither_the_size_of_a_token_nor_of_the_teacher_counts(kind) -> None:
+    student, teacher, projection = draw(5, 4, seed=4), draw(5, 4, seed=5), draw(4, 4, seed=6)
+    expected = compute_feature_sum(student, teacher, projection, kind)
+    sizes = torch.tensor([[1.0], [3.0], [0.01], [100.0], [7.0]], dtype=torch.float64)
+    got = compute_feature_sum(sizes * student, 3 * teacher, projection, kind)
+    torch.testing.assert_close(got, expected)
+
+
+def test_only_the_cosine_is_blind_to_the_size_of_the_projection() -> None:
+    student, teacher, projection = draw(5, 4, seed=7), draw(5, 4, seed=8), draw(4, 4, seed=9)
+    cosine, mse = (
+        [compute_feature_sum(student, teacher, factor * projection, kind) for factor in (1, 2)]
+        for kind in ("cosine", "mse")
+    )
+    torch.testing.assert_close(*cosine)
+    assert abs(mse[0] - mse[1]) > 1
+
+
+def test_the_teacher_gets_no_gradient_and_the_others_that_of_finite_differences() -> None:
+    student, projection = draw(3, 4, seed=10).requires_grad_(), draw(5, 4, seed=11).requires_grad_()
+    teacher = draw(3, 5, seed=12).requires_grad_()
+    for kind in ("mse", "cosine"):
+        assert torch.autograd.gradcheck(
+            lambda s, w, kind=kind: compute_feature_sum(s, teacher.detach(), w, kind), (student, projection)
+        )
+        assert torch.autograd.grad(
+            compute_feature_sum(student, teacher, projection, kind), teacher, allow_unused=True
+        ) == (None,)
+
+
+def test_no_token_is_0_and_leaves_the_projection_in_the_graph() -> None:
+    projection = torch.eye(4, requires_grad=True)
+    loss = compute_feature_sum(torch.zeros(0, 4), torch.zeros(0, 4), projection, "mse")
+    loss.backward()
+    assert loss.item() == 0
+    assert torch.equal(projection.grad, torch.zeros(4, 4))
+
+
+def test_states_of_sixteen_bits_are_summed_in_thirty_two() -> None:
+    student, teacher = draw(5, 4, seed=13).bfloat16(), draw(5, 4, seed=14).bfloat16()
+    got = compute_feature_sum(student, teacher, torch.eye(4), "mse")
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, compute_feature_sum(student.float(), teacher.float(), torch.eye(4), "mse"))
+
+
+@pytest.mark.parametrize("kind", ["mse", "cosine"])
+def test_a_state_of_zeros_has_a_finite_gradient(kind) -> None:
+    student, projection = torch.zeros(2, 4, requires_grad=True), torch.eye(4, requires_grad=True)
+    loss = compute_feature_sum(student, draw(2, 4, seed=15).float(), projection, kind)
+    loss.backward()
+    assert loss.isfinite()
+    assert student.grad.isfinite().all()
+    assert projection.grad.isfinite().all()

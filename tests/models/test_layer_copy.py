@@ -1,0 +1,81 @@
+"""A student that was cut out has the tensors of its layers; with all of them it says what the teacher says."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from recipes_lib.errors import ConfigError
+from recipes_lib.models.layer_copy import compute_proof_logits, cut_layers, verify_copy
+
+SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+
+
+def make_llama() -> Any:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=4, attn_implementation="eager"))
+
+
+def make_gpt2() -> Any:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=4, n_head=2, attn_implementation="eager"))
+
+
+def make_qwen2() -> Any:
+    """Layers of two kinds, told apart by the configuration."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    settings = {"use_sliding_window": True, "sliding_window": 4, "layer_types": kinds, "num_key_value_heads": 2}
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES, **settings, num_hidden_layers=4, attn_implementation="eager"))
+
+
+@pytest.mark.parametrize("make", [make_llama, make_gpt2, make_qwen2])
+@pytest.mark.parametrize("layers", [[2, 4], [4, 1, 3], [1, 2, 3, 4]])
+def test_the_layers_are_copied_and_the_rest_is_whole(make, layers, tmp_path) -> None:
+    teacher = make()
+    cut = copy.deepcopy(teacher)
+    cut_layers(cut, layers)
+    cut.save_pretrained(tmp_path)
+    student = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    verify_copy(student, cut, tmp_path)
+    own, others = student.state_dict(), teacher.state_dict()
+    place = "transformer.h" if make is make_gpt2 else "model.layers"
+    for name, tensor in own.items():
+        source = name
+        if name.startswith(place):
+            number, _, rest = name.removeprefix(f"{place}.").partition(".")
+            source = f"{place}.{layers[int(number)] - 1}.{rest}"
+        assert torch.equal(tensor, others[source]), name
+    assert student.config.num_hidden_layers == len(layers)
+    if make is make_qwen2:
+        assert student.config.layer_types == [teacher.config.layer_types[number - 1] for number in layers]
+    is_whole = layers == [1, 2, 3, 4]
+    assert torch.equal(compute_proof_logits(student), compute_proof_logits(teacher)) == is_whole
+
+
+@pytest.mark.parametrize("layers", [[], [0], [5], [1, -1]])
+def test_a_layer_that_is_not_there_is_refused(layers) -> None:
+    with pytest.raises(ConfigError, match="has 1 to 4"):
+        cut_layers(make_llama(), layers)
+
+
+def test_a_copy_that_is_another_is_refused(tmp_path) -> None:
+    cut = make_llama()
+    student = copy.deepcopy(cut)
+    with torch.no_grad():
+        student.model.layers[2].mlp.up_proj.weight[0, 0] += 1
+    with pytest.raises(ConfigError, match=r"the tensor model.layers.2.mlp.up_proj.weight is another"):
+        verify_copy(student, cut, tmp_path)
+    student = copy.deepcopy(cut)
+    student.model.norm.variance_epsilon = 1.0
+    with pytest.raises(ConfigError, match="what it says is another"):
+        verify_copy(student, cut, tmp_path)

@@ -1,0 +1,65 @@
+"""``recipes student`` as a user runs it: a folder that any tool opens, or one clear refusal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipes_lib.cli import main
+
+LAYER = "model.layers.{}.self_attn.q_proj.weight"
+
+
+def cut(teacher: Path, output: Path, *flags: str) -> int:
+    return main(["student", "--teacher", str(teacher), "--output", str(output), *flags])
+
+
+def test_a_student_is_the_layers_asked_for_and_everything_else(tiny_model_dir, tmp_path, capsys) -> None:
+    assert cut(tiny_model_dir, tmp_path / "a student", "--num_layers", "1") == 0
+    teacher, student = (AutoModelForCausalLM.from_pretrained(path) for path in (tiny_model_dir, tmp_path / "a student"))
+    own, others = student.state_dict(), teacher.state_dict()
+    assert torch.equal(own[LAYER.format(0)], others[LAYER.format(1)]), "the last to the last"
+    assert torch.equal(own["model.embed_tokens.weight"], others["model.embed_tokens.weight"])
+    assert student.config.num_hidden_layers == 1
+    assert student.dtype == teacher.dtype
+    assert AutoTokenizer.from_pretrained(tmp_path / "a student").get_vocab() == (
+        AutoTokenizer.from_pretrained(tiny_model_dir).get_vocab()
+    )
+    record = json.loads((tmp_path / "a student" / "student.json").read_text())
+    assert record == {"teacher": str(tiny_model_dir), "teacher_revision": None, "layers": [2], "of": 2}
+    assert "layers       2 of 2" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"a student"}
+
+
+def test_all_layers_are_the_teacher_and_a_list_is_taken_as_it_is(tiny_model_dir, tmp_path) -> None:
+    ids = torch.arange(4, 20)[None]
+    assert cut(tiny_model_dir, tmp_path / "all", "--num_layers", "2") == 0
+    assert cut(tiny_model_dir, tmp_path / "turned", "--layers", "2", "1") == 0
+    paths = (tiny_model_dir, tmp_path / "all", tmp_path / "turned")
+    teacher, whole, turned = (AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in paths)
+    assert torch.equal(teacher, whole)
+    assert not torch.allclose(teacher, turned)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--num_layers", "3"), "3 layers are asked for, and the teacher has 2"),
+        (("--num_layers", "0"), "write a number from 1 to 2"),
+        (("--layers", "1", "3"), "has 1 to 2"),
+    ],
+)
+def test_layers_that_are_not_there_leave_nothing_behind(tiny_model_dir, tmp_path, capsys, flags, words) -> None:
+    assert cut(tiny_model_dir, tmp_path / "student", *flags) == 2
+    assert words in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_full_folder_is_left_alone(tiny_model_dir, tmp_path, capsys) -> None:
+    (tmp_path / "file").touch()
+    assert cut(tiny_model_dir, tmp_path, "--num_layers", "1") == 2
+    assert "is not empty" in capsys.readouterr().err
