@@ -53,7 +53,7 @@ def main(config: RecipeConfig) -> None:
         run.record(data=data.record, pairs=asdict(attention))
 
         # The policy is held against what it was at the start, or against a model of its own.
-        stored, data = prepare_reference(config, objective, data, model, attention, args, run.launch)
+        stored, data = prepare_reference(config, objective, data, model, attention, args)
         collate = build_pair_collator(tokenizer, attention)
         trainer = DPOTrainer(
             model=model,

@@ -58,9 +58,9 @@ def test_a_key_that_accelerate_would_ignore_is_found() -> None:
     assert find_unknown_keys({"distributed": "NO"}) == ["distributed"]
 
 
-def read_environment(name: str, *flags: str) -> dict[str, str]:
+def read_environment(file: Path, *flags: str) -> dict[str, str]:
     """What accelerate itself hands to the processes of a launch."""
-    arguments = ["--config_file", str(FOLDER / f"{name}.yaml"), "--main_process_port", "0", *flags, "recipe.py"]
+    arguments = ["--config_file", str(file), "--main_process_port", "0", *flags, "recipe.py"]
     args, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
     if args.use_deepspeed:
         args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
@@ -95,7 +95,7 @@ def test_the_processes_are_told_what_the_file_says(
     name: str, expected: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    environment = read_environment(name, "--machine_rank", "0", "--main_process_ip", "127.0.0.1")
+    environment = read_environment(FOLDER / f"{name}.yaml", "--machine_rank", "0", "--main_process_ip", "127.0.0.1")
     assert {key: environment[key] for key in expected} == expected
     assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
     if "PARALLELISM_CONFIG_DP_SHARD_SIZE" in expected:

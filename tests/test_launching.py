@@ -71,7 +71,7 @@ def test_on_cpus_the_file_says_how_many(compose):
 def test_the_machine_decides_where_nobody_else_does(num, name, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("recipes_lib.hardware.count_accelerators", lambda: num)
-    assert launching.find_launch_file(None) == Path(f"accelerate_configs/{name}.yaml")
+    assert launching.choose_for_this_machine() == name
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,7 @@ def test_the_machine_decides_where_nobody_else_does(num, name, monkeypatch):
         (["--num_machines", "2"], "nobody says which this is"),
         (["--num_machines", "2", "--machine_rank", "2", "--main_process_ip", "a"], "they count from 0"),
         (["--learning_rat", "1"], "learning_rate"),
+        (["--hardware", "fsdp2", "--num_processes", "8", "--optim", "adafactor"], "sharded"),
     ],
 )
 def test_what_cannot_be_is_told_before_a_process_starts(flags, words, monkeypatch):

@@ -10,10 +10,10 @@ import yaml
 from recipes_lib import reproduce
 from recipes_lib.cli import main
 from recipes_lib.config.loader import load_config
+from recipes_lib.config.show import flatten_config
 from recipes_lib.environment import read_versions
 from recipes_lib.errors import EXIT_DONE, EXIT_USER
 from recipes_lib.publish.card import make_portable
-from recipes_lib.training.run import flatten_config
 
 COMMIT = "c" * 40
 GIVEN = {

@@ -15,6 +15,7 @@ from recipes_lib.config.loader import parse_command, split_stage
 from recipes_lib.config.migrate import migrate
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import EXIT_DONE, EXIT_USER, Problem
+from recipes_lib.training.launch_files import find_launch_file, read_launch_file
 
 if TYPE_CHECKING:
     from recipes_lib.inspection.base import Inspection
@@ -36,11 +37,15 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return 0 when nothing was found and 2 otherwise.
 
     Raises:
-        ConfigError: The configuration does not load, so that nothing else can be looked at.
+        ConfigError: The configuration does not load or there is no such launch file, so that nothing else can be looked
+            at.
     """
     parser = argparse.ArgumentParser(prog="recipes check", description=__doc__, allow_abbrev=False)
     parser.add_argument("--stage", help="recipe to check for (default: what the file's name begins with, or sft)")
-    parser.add_argument("--num_processes", type=int, default=1, help="processes that the run will have (default: 1)")
+    parser.add_argument("--hardware", help="launch file that the run will have: of accelerate_configs/, or path")
+    parser.add_argument(
+        "--num_processes", type=int, help="processes that the run will have (default: of the launch file, or 1)"
+    )
     parser.add_argument("--migrate", type=Path, metavar="OLD", help="print OLD rewritten to a file that loads")
     parser.add_argument("--config", metavar="F", help="the recipe; further --key value flags override it")
     options, overrides = parser.parse_known_args(argv)
@@ -51,19 +56,23 @@ def main(argv: Sequence[str]) -> int:
     if isinstance(config, str):
         sys.stdout.write(f"{config}\n")
         return EXIT_DONE
-    return EXIT_USER if check(config, options.num_processes, Console(highlight=False)) else EXIT_DONE
+    launch_file = find_launch_file(options.hardware) if options.hardware else None
+    planned = 1 if launch_file is None else int(read_launch_file(launch_file).get("num_processes", 1))
+    problems = check(config, options.num_processes or planned, Console(highlight=False), launch_file)
+    return EXIT_USER if problems else EXIT_DONE
 
 
-def check(config: RecipeConfig, num_processes: int, console: Console) -> list[Problem]:
+def check(config: RecipeConfig, num_processes: int, console: Console, launch_file: Path | None = None) -> list[Problem]:
     """Look at a run from end to end and return everything that would stop it; facts and problems are printed.
 
     Args:
         config: The run; it has loaded, so its keys are right.
         num_processes: Data-parallel processes that it will have.
         console: Where the findings go.
+        launch_file: By which it will be started; ``None`` where that is not known.
     """
     module, name = INSPECTIONS[config.stage]
-    inspection: Inspection = getattr(importlib.import_module(module), name)(config, num_processes, console)
+    inspection: Inspection = getattr(importlib.import_module(module), name)(config, num_processes, console, launch_file)
     inspection.look_at_everything()
     count = len(inspection.problems)
     console.print(f"\n{count} problem{'s' * (count != 1)}" if count else "\nready to train")

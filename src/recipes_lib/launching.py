@@ -8,25 +8,22 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
-
-import yaml
+from typing import Any
 
 from recipes_lib.cluster import Machines, find_machines
 from recipes_lib.config.loader import parse_command, split_stage
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
-from recipes_lib.training.launch import expect_launch, read_environment
-
-FOLDER: Final = Path("accelerate_configs")
-_ENGINES: Final = ("FSDP", "DEEPSPEED")
+from recipes_lib.training.combinations import verify_combination
+from recipes_lib.training.launch import expect_launch, read_environment, read_launch
+from recipes_lib.training.launch_files import ENGINES, find_launch_file, name_variables, read_launch_file
 
 
 def main(argv: Sequence[str]) -> int:
     """Compose the command, show it, and become it.
 
     Raises:
-        ConfigError: The configuration does not load, there is no such launch file, this machine cannot do what it asks
-            for, or nothing says where the first machine is.
+        ConfigError: The configuration does not load, there is no such launch file, it does not go with the recipe, this
+            machine cannot do what it asks for, or nothing says where the first machine is.
     """
     parser = argparse.ArgumentParser(prog="recipes launch", description=__doc__, allow_abbrev=False)
     parser.add_argument("--stage", help="recipe to run (default: what the file's name begins with, or sft)")
@@ -43,39 +40,24 @@ def main(argv: Sequence[str]) -> int:
     options, overrides = parser.parse_known_args(argv)
     stage, _ = split_stage(argv)
     recipe = [str(Path("recipes") / f"{stage}.py"), "--config", options.config, *overrides]
-    # A wrong key is told before any process starts.
-    parse_command(stage, recipe[1:])
+    # A wrong key is told before any process starts, and so is what the two files cannot ask for together.
+    config = parse_command(stage, recipe[1:])
     machines = _settle_machines(options, find_machines(read_environment()))
-    file = find_launch_file(options.hardware)
-    document = yaml.safe_load(file.read_text(encoding="utf-8"))
+    file = find_launch_file(options.hardware or choose_for_this_machine())
+    document = read_launch_file(file)
     num_processes = options.num_processes or _count_processes(file, document, machines)
+    if not isinstance(config, str):
+        launch = read_launch(name_variables(document, num_processes))
+        verify_combination(config, launch, str(file))
     command = compose(file, recipe, machines, num_processes)
     sys.stderr.write(f"{machines.told_by}, {num_processes} processes by {file}:\n{shlex.join(command)}\n")
     if options.dry_run:
         return EXIT_DONE
     sys.stderr.flush()
     kind = document["distributed_type"]
-    expect_launch(num_processes, kind if kind in _ENGINES else "")
+    expect_launch(num_processes, kind if kind in ENGINES else "")
     os.execv(command[0], command)
     raise AssertionError("the process is another one now")
-
-
-def find_launch_file(name: str | None) -> Path:
-    """Return the path of a launch file.
-
-    Args:
-        name: A path, or the name of one of ``accelerate_configs/``; ``None`` is what suits this machine.
-
-    Raises:
-        ConfigError: There is none; those that are there are named.
-    """
-    chosen = name or _choose_for_this_machine()
-    path = Path(chosen) if chosen.endswith(".yaml") else FOLDER / f"{chosen}.yaml"
-    if not path.is_file():
-        names = ", ".join(sorted(file.stem for file in FOLDER.glob("*.yaml")))
-        remedy = f"write one of {names}" if names else "start from the project's folder, or write a path"
-        raise ConfigError(Problem("--hardware", f"there is no launch file {path}", remedy))
-    return path
 
 
 def compose(file: Path, recipe: Sequence[str], machines: Machines, num_processes: int) -> list[str]:
@@ -116,7 +98,8 @@ def _settle_machines(options: argparse.Namespace, found: Machines) -> Machines:
     return settled
 
 
-def _choose_for_this_machine() -> str:
+def choose_for_this_machine() -> str:
+    """Return the name of the launch file that suits this machine."""
     from recipes_lib.hardware import count_accelerators
 
     return {0: "cpu", 1: "single_gpu"}.get(count_accelerators(), "ddp")

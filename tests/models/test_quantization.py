@@ -49,14 +49,6 @@ def test_without_bitsandbytes_the_package_is_named(monkeypatch):
     assert problem.remedy == "pip install bitsandbytes"
 
 
-@pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED"])
-def test_weights_in_eight_bits_are_not_sharded(monkeypatch, engine):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    (problem,) = problem_of(BITS["int8"], engine)
-    assert problem.where == "load_in_8bit"
-    assert engine in problem.found
-
-
 @needs_bitsandbytes
 @pytest.mark.parametrize(
     ("engine", "compute_dtype", "stored_as"),

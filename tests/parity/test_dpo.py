@@ -114,7 +114,7 @@ def train_ours(model_dir: Path, folder: Path, output_dir: Path, **keys: Any) -> 
     assert attention.layout == ("shared" if keys["shared_prompt"] else "separate")
     model = load_policy(config, attention.implementation, args, launch)
     objective = build_objective(args, config.preference)
-    stored, data = prepare_reference(config, objective, data, model, attention, args, launch)
+    stored, data = prepare_reference(config, objective, data, model, attention, args)
     assert (stored is not None) == keys["precompute_ref_log_probs"]
     recorder = Recorder()
     DPOTrainer(

@@ -176,7 +176,7 @@ def make_pair_trainer(
     model = load_policy(config, setting.attention, args, launch)
     attention = PairAttention(setting.attention, setting.layout, packing=True)
     objective = build_objective(args, config.preference, data.record.get("eval"))
-    stored, data = prepare_reference(config, objective, data, model, attention, args, launch)
+    stored, data = prepare_reference(config, objective, data, model, attention, args)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     collate, recorder = build_pair_collator(tokenizer, attention), Recorder()
     progress = Narrator(recorder.lines)

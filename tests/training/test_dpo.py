@@ -11,8 +11,6 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from tests.training.pairs import (
     Setting,
-    build_config,
-    describe_pairs,
     make_pair_trainer,
     make_pairs,
     perturb_model,
@@ -24,10 +22,8 @@ from tests.training.trajectories import assert_equal_weights, weights_of
 from transformers import AutoTokenizer, PreTrainedModel, TrainerCallback
 
 from recipes_lib.config.schema import AdapterConfig
-from recipes_lib.errors import ConfigError, DivergedError
-from recipes_lib.training.dpo import prepare_reference
+from recipes_lib.errors import DivergedError
 from recipes_lib.training.invariants import StartChecks
-from recipes_lib.training.launch import Launch
 from recipes_lib.training.reference import StoredReference
 
 FRESH = Setting(adapter=AdapterConfig(use_peft=True, lora_r=4))
@@ -183,16 +179,6 @@ def test_an_adapter_taken_out_of_the_weights_is_held_against_a_copy(tiny_model_d
     ]
     for expected, got in zip(*trajectories, strict=True):
         assert got == pytest.approx(expected, rel=2e-5)
-
-
-def test_a_frozen_copy_beside_a_sharded_policy_is_refused(tiny_model_dir, tmp_path):
-    trainer, _ = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs())
-    config = build_config(tiny_model_dir, tmp_path / "run", Setting())
-    sharded = Launch(rank=0, local_rank=0, world_size=2, engine="DEEPSPEED")
-    with pytest.raises(ConfigError, match=r"DeepSpeed shards\n    write `precompute_ref_log_probs: true`"):
-        prepare_reference(
-            config, trainer.objective, describe_pairs(make_pairs()), trainer.model, None, trainer.args, sharded
-        )
 
 
 class Census(TrainerCallback):

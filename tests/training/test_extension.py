@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from tests.training.pretraining import build_config
 
+from recipes_lib.config.show import flatten_config
 from recipes_lib.training.checkpoints import write_complete
 from recipes_lib.training.extension import find_common_checkpoint
-from recipes_lib.training.run import flatten_config
 
 WSD = {"lr_scheduler_type": "warmup_stable_decay", "decay_steps": 4, "warmup_steps": 2}
 

@@ -60,7 +60,7 @@ EMBEDDINGS = {
 }
 
 
-def verify(training, *, stage="sft", engine=""):
+def verify(training, *, stage="sft"):
     config = RecipeConfig(
         stage=stage,
         path=None,
@@ -70,7 +70,7 @@ def verify(training, *, stage="sft", engine=""):
         evaluation=EvaluationConfig(),
         training=training,
     )
-    verify_optimizer(config, engine)
+    verify_optimizer(config)
 
 
 def build(name):
@@ -340,17 +340,6 @@ def test_a_share_as_the_warmup_of_a_schedule_free_optimizer_would_multiply_the_f
     optimizer.param_groups[0]["params"][0].grad = torch.ones_like(optimizer.param_groups[0]["params"][0])
     optimizer.step()
     assert optimizer.param_groups[0]["scheduled_lr"] == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize(
-    ("optim", "engine"),
-    [("adamw_8bit", "FSDP"), ("adafactor", "FSDP"), ("adamw_bf16_stochastic", "FSDP"), ("muon", "DEEPSPEED")],
-)
-def test_what_sharded_weights_cannot_be_updated_by_is_refused(packages, optim, engine):
-    packages["all"] = True
-    verify({"optim": optim})
-    with pytest.raises(ConfigError, match="adamw_torch_fused"):
-        verify({"optim": optim}, engine=engine)
 
 
 def test_pretraining_warms_up_by_its_own_schedule(packages):

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
+from recipes_lib.config.show import flatten_config
 from recipes_lib.errors import ConfigError, DivergedError, LostPeerError, PreemptedError
 from recipes_lib.training.checkpoints import write_complete
 from recipes_lib.training.launch import Launch
-from recipes_lib.training.run import fingerprint_config, flatten_config, start_run
+from recipes_lib.training.run import fingerprint_config, start_run
 from recipes_lib.training.watchdog import WATCHDOG
 
 ONE = Launch(rank=0, local_rank=0, world_size=1, engine="")

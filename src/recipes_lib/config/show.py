@@ -1,13 +1,14 @@
-"""``--help`` and ``--print-config``, from the key table alone."""
+"""``--help`` and ``--print-config``, from the key table alone; every effective key of a recipe."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import textwrap
+from typing import Any
 
 from recipes_lib.config.schema import SECTIONS, RecipeConfig
-from recipes_lib.config.table import Key, KeyTable, describe
+from recipes_lib.config.table import Key, KeyTable, describe, load_table
 
 _WIDTH = 100
 
@@ -34,10 +35,7 @@ def format_config(config: RecipeConfig, table: KeyTable) -> str:
 
     A key that another one leaves without effect is a comment.
     """
-    values = {
-        name: value for section in SECTIONS for name, value in dataclasses.asdict(getattr(config, section)).items()
-    }
-    values |= config.training
+    values = _list_sections(config) | dict(config.training)
     lines = []
     for group in table.groups:
         lines += ["", f"# {group}"]
@@ -45,6 +43,17 @@ def format_config(config: RecipeConfig, table: KeyTable) -> str:
             if key.group == group:
                 lines.append(_format_value(key, values, config.provenance[key.name]))
     return "\n".join(lines).strip()
+
+
+def flatten_config(config: RecipeConfig) -> dict[str, Any]:
+    """Return every effective key of a recipe, sections and upstream keys together, as in the YAML file."""
+    keys = load_table(config.stage).keys
+    flat = {name: value for name, value in _list_sections(config).items() if name in keys} | dict(config.training)
+    return {name: flat[name] for name in sorted(flat)}
+
+
+def _list_sections(config: RecipeConfig) -> dict[str, Any]:
+    return {name: value for section in SECTIONS for name, value in dataclasses.asdict(getattr(config, section)).items()}
 
 
 def _format_value(key: Key, values: dict[str, object], provenance: str) -> str:

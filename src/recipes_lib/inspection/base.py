@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
@@ -20,9 +21,12 @@ Say = Callable[[str], None]
 class Inspection(ABC):
     """What is known of a run so far; a section whose ground is missing has nothing to say."""
 
-    def __init__(self, config: RecipeConfig, num_processes: int, console: Console) -> None:
-        """Look at ``config`` as ``num_processes`` data-parallel processes would run it."""
+    def __init__(
+        self, config: RecipeConfig, num_processes: int, console: Console, launch_file: Path | None = None
+    ) -> None:
+        """Look at ``config`` as ``num_processes`` data-parallel processes would run it, started by ``launch_file``."""
         self.config = config
+        self.launch_file = launch_file
         self.num_processes = num_processes
         self.console = console
         self.problems: list[Problem] = []
@@ -31,12 +35,14 @@ class Inspection(ABC):
         self.generation_config: Any = None
         self.num_parameters = 0
         self.num_steps = 0
+        self.launched_precision = "no"
         self.num_learners = 1  # Models of that size in a checkpoint, each with its optimizer states.
 
     def look_at_everything(self) -> None:
         """Print every section."""
         for name, look in (
             ("configuration", self.look_at_keys),
+            ("launch file", self.look_at_launch),
             ("tokenizer and model", self.look_at_model),
             ("data", self.look_at_data),
             ("model and data together", self.look_at_agreement),
@@ -72,6 +78,20 @@ class Inspection(ABC):
         """How many keys were given."""
         given = sum(place not in ("default",) and "derived" not in place for place in self.config.provenance.values())
         say(f"{self.config.path or 'flags'}: {given} keys given, {len(self.config.provenance)} in effect")
+
+    def look_at_launch(self, say: Say) -> None:
+        """Whether recipe and launch file go together."""
+        from recipes_lib.training.combinations import verify_combination
+        from recipes_lib.training.launch import read_launch
+        from recipes_lib.training.launch_files import name_variables, read_launch_file
+
+        if self.launch_file is None:
+            return
+        launch = read_launch(name_variables(read_launch_file(self.launch_file), self.num_processes))
+        verify_combination(self.config, launch, str(self.launch_file))
+        self.launched_precision = launch.precision
+        shares = f"sharded by {launch.engine}" if launch.engine else "each with the whole model"
+        say(f"{self.launch_file}: {launch.world_size} processes, {shares}, mixed_precision {launch.precision}")
 
     def look_at_model(self, say: Say) -> None:
         """The tokenizer and the architecture."""
@@ -113,7 +133,7 @@ class Inspection(ABC):
 
         if self.model_config is None:
             return
-        precision = resolve_precision(self.config)
+        precision = resolve_precision(self.config, self.launched_precision)
         compute_dtype = torch.bfloat16 if precision["bf16"] else torch.float16 if precision["fp16"] else torch.float32
         device = torch.device("cpu") if precision["use_cpu"] else torch.accelerator.current_accelerator()
         assert device is not None

@@ -34,7 +34,7 @@ def build_quantization_config(
         engine: ``FSDP``, ``DEEPSPEED`` or empty, as in ``Launch``.
 
     Raises:
-        ConfigError: bitsandbytes is not installed, or weights in 8 bits would be sharded.
+        ConfigError: bitsandbytes is not installed.
 
     Source: Dettmers et al. 2023 (QLoRA), section 3; Dettmers et al. 2022 (LLM.int8());
     ``tests/models/test_quantization.py``.
@@ -42,16 +42,9 @@ def build_quantization_config(
     if not (config.load_in_8bit or config.load_in_4bit):
         return None
     key = "load_in_8bit" if config.load_in_8bit else "load_in_4bit"
-    problems = []
     if importlib.util.find_spec("bitsandbytes") is None:
-        problems.append(
-            Problem(key, "it needs the package bitsandbytes, which is not installed", "pip install bitsandbytes")
-        )
-    if config.load_in_8bit and engine:
-        found = f"the scales of 8-bit weights do not travel with the shards that {engine} makes of them"
-        problems.append(Problem(key, found, "write load_in_4bit: true, or launch with accelerate_configs/ddp.yaml"))
-    if problems:
-        raise ConfigError(*problems)
+        found = "it needs the package bitsandbytes, which is not installed"
+        raise ConfigError(Problem(key, found, "pip install bitsandbytes"))
     if config.load_in_8bit:
         # It says once a layer and step that products are in float16.
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)

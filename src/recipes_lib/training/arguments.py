@@ -79,7 +79,7 @@ def build_training_arguments(
         ConfigError: The processes did not become the one run that was launched.
         ConfigError: The launch file asks for fp8, which cannot be had here.
     """
-    verify_fp8(config, launch.precision)
+    verify_fp8(launch.precision)
     precision = resolve_precision(config, launch.precision)
     arguments = {**config.training, **_OF_STAGE.get(config.stage, {}), **_ALWAYS, **precision}
     if config.stage in ("rloo", "grpo"):

@@ -22,7 +22,6 @@ from recipes_lib.models.adapters import is_taken_out_of_weights
 from recipes_lib.models.heads import add_loss_head, verify_loss_head
 from recipes_lib.models.loading import load_causal_lm
 from recipes_lib.training.arguments import get_compute_dtype, get_rounding_dtype
-from recipes_lib.training.launch import Launch
 from recipes_lib.training.pair_attention import PairAttention, prove_pair_attention
 from recipes_lib.training.pair_batches import Batch, PairScores, compute_answer_logps, count_pairs
 from recipes_lib.training.pair_trainer import PairTrainer
@@ -173,7 +172,6 @@ def prepare_reference(
     model: PreTrainedModel,
     attention: PairAttention,
     args: TrainingArguments,
-    launch: Launch,
 ) -> tuple[StoredReference | None, PairData]:
     """Settle what the policy is held against: stored numbers, a frozen copy, or the policy without its adapter.
 
@@ -186,15 +184,13 @@ def prepare_reference(
         model: The policy at its start, not yet wrapped.
         attention: Kernel and layout.
         args: Precision and output directory.
-        launch: How the processes were started.
 
     Returns:
         The numbers that ``precompute_ref_log_probs`` asks for, not read or computed yet, or ``None``; and the pairs,
         with the numbers that they will have.
 
     Raises:
-        ConfigError: A frozen copy would be kept whole beside a policy that DeepSpeed shards; or the model of
-            ``ref_model_name_or_path`` cannot be the reference of this policy.
+        ConfigError: The model of ``ref_model_name_or_path`` cannot be the reference of this policy.
     """
     if not objective.needs_reference:
         return None, data
@@ -208,10 +204,6 @@ def prepare_reference(
     if config.preference.ref_model_name_or_path is not None:
         objective.reference = _load_reference(config, attention, model, max_length=data.max_length)
     elif not is_stored and not has_base:
-        if launch.engine == "DEEPSPEED":
-            where = config.provenance.get("precompute_ref_log_probs", "precompute_ref_log_probs")
-            found = "a frozen copy would be kept whole on every process beside the policy that DeepSpeed shards"
-            raise ConfigError(Problem(where, found, "write `precompute_ref_log_probs: true`"))
         objective.reference = _freeze(copy.deepcopy(model))
     if not is_stored:
         return None, data

@@ -9,7 +9,6 @@ from typing import Final
 import torch
 from torch import nn
 
-from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 
 MIN_CAPABILITY: Final = (8, 9)
@@ -19,29 +18,23 @@ _DIVISOR: Final = 16
 _OTHERWISE: Final = "use another launch file, such as accelerate_configs/single_gpu.yaml"
 
 
-def verify_fp8(config: RecipeConfig, launched_precision: str) -> None:
+def verify_fp8(launched_precision: str) -> None:
     """Refuse an fp8 launch that accelerate would turn into another precision, or could not make at all.
 
     Args:
-        config: The run; ``bf16`` or ``fp16`` in it win over the launch file in upstream's arguments.
         launched_precision: ``mixed_precision`` of the launch file.
 
     Raises:
-        ConfigError: The recipe asks for another precision.
         ConfigError: torchao is not installed.
         ConfigError: The device is no GPU with 8-bit products.
 
     Source: accelerate ``AcceleratorState``, which falls back to fp16; see ``tests/training/test_fp8.py``.
     """
-    if launched_precision == "fp8" and (problems := list(_find_problems(config))):
+    if launched_precision == "fp8" and (problems := list(_find_problems())):
         raise ConfigError(*problems)
 
 
-def _find_problems(config: RecipeConfig) -> Iterator[Problem]:
-    for name in ("bf16", "fp16"):
-        if config.training.get(name):
-            found = f"`{name}: true` and a launch file with `mixed_precision: fp8`: only one can be"
-            yield Problem(config.provenance.get(name, name), found, f"delete `{name}`, or {_OTHERWISE}")
+def _find_problems() -> Iterator[Problem]:
     if importlib.util.find_spec("torchao") is None:
         yield Problem("launch", "fp8 needs the package torchao, which is not installed", "pip install torchao")
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None

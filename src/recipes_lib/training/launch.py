@@ -4,13 +4,44 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from recipes_lib.errors import ConfigError, Problem
 
 _EXPECTED: Final = "RECIPES_LAUNCHED"
 """What ``recipes launch`` leaves for the processes to be held against: their number and the engine."""
+_DIMENSIONS: Final = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How the launch file lays a run out over its processes; what it does not say is as accelerate takes it then.
+
+    Attributes:
+        uses_cpu: Whether the file asks for CPUs; processes that torch's launcher started are not told.
+        fsdp_version: 1 or 2.
+        state_dict_type: ``SHARDED_STATE_DICT`` or another of FSDP's.
+        recomputes: Whether FSDP recomputes activations.
+        sizes: Processes along each dimension of the mesh (``dp_replicate``, ``dp_shard``, ``tp``, ``cp``, ``sp``) that
+            has more than one.
+        zero_stage: Of DeepSpeed.
+        gathers_on_save: Whether ZeRO-3 gathers weights on saving.
+        accumulation: ``gradient_accumulation_steps`` of DeepSpeed; ``None`` leaves it to the recipe.
+        clipping: ``gradient_clipping`` of DeepSpeed; ``None`` leaves it to the recipe.
+        offloads_optimizer: Whether DeepSpeed updates on the host.
+    """
+
+    uses_cpu: bool = False
+    fsdp_version: int = 1
+    state_dict_type: str = "SHARDED_STATE_DICT"
+    recomputes: bool = False
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    zero_stage: int = 2
+    gathers_on_save: bool = False
+    accumulation: int | None = None
+    clipping: float | None = None
+    offloads_optimizer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +54,7 @@ class Launch:
         world_size: Number of processes.
         engine: ``FSDP``, ``DEEPSPEED`` or empty: the sharding that the launch file asked accelerate for.
         precision: ``mixed_precision`` of the launch file: ``no``, ``bf16``, ``fp16`` or ``fp8``.
+        layout: What else the launch file says.
     """
 
     rank: int
@@ -30,6 +62,7 @@ class Launch:
     world_size: int
     engine: str
     precision: str = "no"
+    layout: Layout = Layout()
 
     @property
     def is_main(self) -> bool:
@@ -37,20 +70,48 @@ class Launch:
         return self.rank == 0
 
 
-def read_launch() -> Launch:
-    """Return what the launcher put into the environment; one process when there is none."""
+def read_launch(variables: Mapping[str, str] | None = None) -> Launch:
+    """Return what the launcher put into the environment; one process when there is none.
+
+    Args:
+        variables: Those of another process, such as the one that a launch file would start; ``None`` is this one's.
+    """
+    told = os.environ if variables is None else variables
     engine = ""
-    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in {"1", "true"}:
+    if _is_true(told, "ACCELERATE_USE_FSDP"):
         engine = "FSDP"
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in {"1", "true"}:
+    if _is_true(told, "ACCELERATE_USE_DEEPSPEED"):
         engine = "DEEPSPEED"
     return Launch(
-        rank=int(os.environ.get("RANK", "0")),
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        rank=int(told.get("RANK", "0")),
+        local_rank=int(told.get("LOCAL_RANK", "0")),
+        world_size=int(told.get("WORLD_SIZE", "1")),
         engine=engine,
-        precision=os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower(),
+        precision=told.get("ACCELERATE_MIXED_PRECISION", "no").lower(),
+        layout=_read_layout(told),
     )
+
+
+def _read_layout(told: Mapping[str, str]) -> Layout:
+    sizes = {name: int(told.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) for name in _DIMENSIONS}
+    accumulation = told.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
+    clipping = told.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
+    return Layout(
+        uses_cpu=_is_true(told, "ACCELERATE_USE_CPU"),
+        fsdp_version=int(told.get("FSDP_VERSION", "1")),
+        state_dict_type=told.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT"),
+        recomputes=_is_true(told, "FSDP_ACTIVATION_CHECKPOINTING"),
+        sizes={name: size for name, size in sizes.items() if size > 1},
+        zero_stage=int(told.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")),
+        gathers_on_save=_is_true(told, "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"),
+        accumulation=None if accumulation == "auto" else int(accumulation),
+        clipping=None if clipping in ("auto", "none") else float(clipping),
+        offloads_optimizer=told.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none") != "none",
+    )
+
+
+def _is_true(told: Mapping[str, str], name: str) -> bool:
+    return told.get(name, "").lower() in {"1", "true"}
 
 
 def read_environment() -> Mapping[str, str]:

@@ -15,21 +15,13 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.training.combinations import BITSANDBYTES
 from recipes_lib.training.muon import MuonAdamW
-
-STOCHASTIC_ADAMW: Final = "adamw_bf16_stochastic"
-"""The value of ``optim`` that trains bfloat16 weights with ``StochasticAdamW``."""
 
 _BIAS_OR_NORM: Final = re.compile(r"bias|layernorm|rmsnorm|(?:^|[._])norm(?:$|\.)")
 
 _PACKAGES: Final[tuple[tuple[str, str, str], ...]] = (
-    (
-        "bitsandbytes",
-        "pip install bitsandbytes",
-        "adamw_bnb_8bit adamw_8bit paged_adamw_32bit paged_adamw_8bit ademamix ademamix_8bit paged_ademamix_32bit "
-        "paged_ademamix_8bit lion_8bit lion_32bit paged_lion_32bit paged_lion_8bit rmsprop_bnb rmsprop_bnb_8bit "
-        "rmsprop_bnb_32bit",
-    ),
+    ("bitsandbytes", "pip install bitsandbytes", " ".join(BITSANDBYTES)),
     ("torchao", "pip install torchao", "adamw_torch_4bit adamw_torch_8bit"),
     ("schedulefree", "pip install schedulefree", "schedule_free_radam schedule_free_adamw schedule_free_sgd"),
     ("galore_torch", "pip install galore-torch", "galore_adamw galore_adamw_8bit galore_adafactor"),
@@ -224,12 +216,8 @@ def measure_state_bytes(optimizer: torch.optim.Optimizer) -> float:
     return _count_state_bytes(optimizer, parameters) / _count_numbers(parameters)
 
 
-def verify_optimizer(config: RecipeConfig, engine: str = "") -> None:
+def verify_optimizer(config: RecipeConfig) -> None:
     """Refuse an optimizer that this machine does not have, or that upstream would build otherwise than asked.
-
-    Args:
-        config: The run.
-        engine: ``FSDP`` or ``DEEPSPEED`` where weights or states are sharded.
 
     Raises:
         ConfigError: A package is missing; the optimizer needs another key, or leaves one unread; a run with it could
@@ -238,7 +226,7 @@ def verify_optimizer(config: RecipeConfig, engine: str = "") -> None:
     # The schedule of pretraining is its own: upstream's warm-up is off there.
     training = {**config.training, **({"warmup_steps": 0} if config.stage == "pretrain" else {})}
     optim = str(training.get("optim", "adamw_torch"))
-    if problems := [*_find_problems(optim, training), *_find_problems_of_engine(optim, engine)]:
+    if problems := list(_find_problems(optim, training)):
         raise ConfigError(*problems)
 
 
@@ -259,18 +247,6 @@ def _find_problems(optim: str, training: Mapping[str, Any]) -> Iterator[Problem]
         yield from _find_problems_of_schedule_free(optim, training)
     if optim == "muon" and training.get("optim_args"):
         yield Problem("optim_args", "muon takes no arguments", "delete the line")
-
-
-def _find_problems_of_engine(optim: str, engine: str) -> Iterator[Problem]:
-    in_bitsandbytes = optim in _PACKAGES[0][2].split()
-    if engine == "FSDP" and (in_bitsandbytes or optim in ("adafactor", STOCHASTIC_ADAMW)):
-        found = f"{optim} cannot update weights that FSDP2 has sharded"
-        yield Problem(
-            "optim", found, "write optim: adamw_torch_fused, whose states are sharded too, or launch otherwise"
-        )
-    if engine == "DEEPSPEED" and optim == "muon":
-        found = "DeepSpeed flattens the matrices that muon orthogonalises"
-        yield Problem("optim", found, "use an FSDP2 or DDP launch file, or optim: adamw_torch_fused")
 
 
 def _find_problems_of_low_rank(optim: str, training: Mapping[str, Any]) -> Iterator[Problem]:

@@ -13,9 +13,10 @@ from transformers.trainer_utils import SaveStrategy
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.token_dataset import TokenDataset
 from recipes_lib.planning.schedule import Schedule
+from recipes_lib.training.combinations import STOCHASTIC_ADAMW
 from recipes_lib.training.invariants import verify_initial_loss
 from recipes_lib.training.next_token import NextTokenTrainer
-from recipes_lib.training.optimizers import STOCHASTIC_ADAMW, build_muon
+from recipes_lib.training.optimizers import build_muon
 from recipes_lib.training.stochastic_rounding import StochasticAdamW
 from recipes_lib.training.weight_monitor import WeightMonitor
 

@@ -18,8 +18,8 @@ from typing import Any, Final, TextIO
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from recipes_lib.config.schema import SECTIONS, RecipeConfig
-from recipes_lib.config.table import load_table
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.config.show import flatten_config
 from recipes_lib.environment import read_git_commit, read_versions
 from recipes_lib.errors import ConfigError, DivergedError, LostPeerError, PreemptedError, Problem, UserError
 from recipes_lib.models.loading import find_commit
@@ -32,6 +32,7 @@ from recipes_lib.training.checkpoints import (
     read_complete,
     supersede,
 )
+from recipes_lib.training.combinations import verify_combination
 from recipes_lib.training.extension import EXTENDABLE, find_common_checkpoint
 from recipes_lib.training.launch import Launch, verify_expected
 from recipes_lib.training.optimizers import verify_optimizer
@@ -149,7 +150,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
 
     Raises:
         ConfigError: The launch is another one than was asked for.
-        ConfigError: A tracker or the optimizer is not installed.
+        ConfigError: A tracker or the optimizer is not installed, or the launch file does not go with the recipe.
         ConfigError: The directory cannot be written.
         ConfigError: Another process runs in it.
         ConfigError: It holds checkpoints or the model of a run whose configuration computes something else, and no
@@ -158,7 +159,8 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     """
     verify_expected(launch)
     verify_trackers(config)
-    verify_optimizer(config, launch.engine)
+    verify_combination(config, launch)
+    verify_optimizer(config)
     # Upstream's bars for loading and saving would tear the progress line, once a process.
     disable_progress_bar()  # type: ignore[no-untyped-call]
     output_dir = Path(config.training["output_dir"])
@@ -224,14 +226,6 @@ def _claim(output_dir: Path) -> None:
         remedy = f"wait until it has ended, stop it (`fuser {file.name}` names it), or choose another output_dir"
         raise ConfigError(Problem(str(output_dir), "another process runs in it", remedy)) from error
     _CLAIMS.append(file)
-
-
-def flatten_config(config: RecipeConfig) -> dict[str, Any]:
-    """Return every effective key of a recipe, sections and upstream keys together, as in the YAML file."""
-    sections = {name: value for section in SECTIONS for name, value in asdict(getattr(config, section)).items()}
-    keys = load_table(config.stage).keys
-    flat = {name: value for name, value in sections.items() if name in keys} | dict(config.training)
-    return {name: flat[name] for name in sorted(flat)}
 
 
 def fingerprint_config(config: RecipeConfig, world_size: int = 1) -> str:

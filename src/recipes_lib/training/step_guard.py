@@ -15,7 +15,6 @@ from transformers.integrations.neftune import deactivate_neftune
 from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.config.schema import GuardsConfig
-from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.training.checkpoints import supersede
 from recipes_lib.training.guards import MAX_SKIPPED, StepInputs, stop_before_update
 from recipes_lib.training.metrics import METRICS_FILE, MetricsWriter
@@ -69,15 +68,8 @@ class StepGuard(TrainerCallback):
         self._writer = MetricsWriter(self._output_dir / METRICS_FILE, is_main=trainer.args.process_index == 0)
 
     def train(self, train: Callable[..., Any], resume_from_checkpoint: Any) -> Any:
-        """Call upstream's ``train``, and again from a checkpoint after each spike.
-
-        Raises:
-            ConfigError: Rollbacks are asked for where weights are sharded.
-        """
+        """Call upstream's ``train``, and again from a checkpoint after each spike."""
         trainer = self._trainer
-        if self._keys.max_rollbacks and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
-            found = "a sharded model cannot go back inside a run"
-            raise ConfigError(Problem("max_rollbacks", found, "delete the line, or launch without FSDP and DeepSpeed"))
         # Without a checkpoint the run begins anew, and meets its spikes again.
         self.rollbacks = read_rollbacks(self._output_dir) if resume_from_checkpoint else Rollbacks()
         if not resume_from_checkpoint and trainer.args.should_save:

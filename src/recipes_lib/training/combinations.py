@@ -1,0 +1,289 @@
+"""What a recipe and a launch file cannot ask for together: one table for ``recipes check``, every start and the docs.
+
+``python -m recipes_lib.training.combinations`` prints the table of ``docs/hardware.md``.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.config.show import flatten_config
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.training.launch import Launch
+
+Keys = Mapping[str, Any]
+"""Keys of a recipe that are in effect; one that is absent has upstream's default."""
+
+BITSANDBYTES: Final = (
+    *("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit", "ademamix", "ademamix_8bit"),
+    *("paged_ademamix_32bit", "paged_ademamix_8bit", "lion_8bit", "lion_32bit", "paged_lion_32bit", "paged_lion_8bit"),
+    *("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
+)
+"""Values of ``optim`` that are bitsandbytes'."""
+STOCHASTIC_ADAMW: Final = "adamw_bf16_stochastic"
+"""The value of ``optim`` that trains bfloat16 weights with ``StochasticAdamW``."""
+_UPDATED_ON_HOST: Final = ("adamw_torch", "adamw_torch_fused", "adagrad", "lion_32bit")
+_FUSED: Final = "adamw_torch_fused"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocked:
+    """A combination that would fail late, or compute something else in silence.
+
+    Attributes:
+        recipe: What the recipe says, in Markdown; empty where the launch file alone is at fault.
+        launch: What the launch file says, in Markdown.
+        why: What would happen.
+        remedy: What to do instead.
+        key: Of the recipe, at which it is told; ``None`` tells it of the launch file.
+        applies: Whether a recipe and a launch are such a combination.
+    """
+
+    recipe: str = ""
+    launch: str
+    why: str
+    remedy: str
+    key: str | None = None
+    applies: Callable[[Keys, Launch], bool]
+
+
+def _block_precision(key: str, launched: str) -> Blocked:
+    return Blocked(
+        recipe=f"`{key}: true`",
+        launch=f"`mixed_precision: {launched}`",
+        why="the two contradict each other, and upstream would take the recipe's in silence",
+        remedy=f"delete `{key}`, or use a launch file with `mixed_precision: {key}`",
+        key=key,
+        applies=lambda keys, launch: launch.precision == launched and bool(keys.get(key)),
+    )
+
+
+def _block_no_precision(key: str) -> Blocked:
+    return Blocked(
+        recipe=f"`{key}: false`",
+        launch=f"`mixed_precision: {key}`",
+        why="accelerate computes in what the launch file says, in silence",
+        remedy=f'delete `{key}`, or use a launch file with `mixed_precision: "no"`',
+        key=key,
+        applies=lambda keys, launch: launch.precision == key and keys.get(key) is False,
+    )
+
+
+def _copies_policy(keys: Keys, launch: Launch) -> bool:
+    """Whether a frozen copy of the whole policy stands beside it; ``prepare_reference`` makes it."""
+    # A fresh adapter changes nothing yet, unless it began with a part of the model's own weights.
+    has_base = (
+        keys.get("use_peft")
+        and not keys.get("adapter_name_or_path")
+        and keys.get("init_lora_weights") not in ("pissa", "olora")
+    )
+    is_live = keys.get("precompute_ref_log_probs") is False and not keys.get("ref_model_name_or_path")
+    return launch.engine == "DEEPSPEED" and is_live and not has_base
+
+
+BLOCKED: Final = (
+    _block_precision("bf16", "fp16"),
+    _block_precision("fp16", "bf16"),
+    _block_precision("bf16", "fp8"),
+    _block_precision("fp16", "fp8"),
+    _block_no_precision("bf16"),
+    _block_no_precision("fp16"),
+    Blocked(
+        recipe="`dtype: bfloat16`, `dtype: float16`, without an adapter",
+        launch="FSDP, products in fewer bits",
+        why="accelerate trains them as float32, so that it is another run, and twice the memory",
+        remedy="write `dtype: float32`, or train an adapter (`use_peft: true`)",
+        key="dtype",
+        applies=lambda keys, launch: (
+            launch.engine == "FSDP"
+            and keys.get("dtype") in ("bfloat16", "float16")
+            and not keys.get("use_peft")
+            and not (launch.precision == "no" and keys.get("bf16") is False and not keys.get("fp16"))
+        ),
+    ),
+    Blocked(
+        recipe="`gradient_accumulation_steps`",
+        launch="DeepSpeed with another number",
+        why="a step has but one number of micro-batches",
+        remedy="write `gradient_accumulation_steps: auto` in the launch file",
+        key="gradient_accumulation_steps",
+        applies=lambda keys, launch: (
+            launch.layout.accumulation not in (None, keys.get("gradient_accumulation_steps", 1))
+        ),
+    ),
+    Blocked(
+        recipe="`max_grad_norm`",
+        launch="DeepSpeed with another `gradient_clipping`",
+        why="DeepSpeed clips by its own number",
+        remedy="write `gradient_clipping: auto` in the launch file",
+        key="max_grad_norm",
+        applies=lambda keys, launch: launch.layout.clipping not in (None, keys.get("max_grad_norm", 1.0)),
+    ),
+    Blocked(
+        recipe="`use_cpu: true`",
+        launch="FSDP or DeepSpeed",
+        why="accelerate shards nothing on CPUs, in silence",
+        remedy="use accelerate_configs/cpu_ddp.yaml",
+        key="use_cpu",
+        applies=lambda keys, launch: bool(launch.engine and keys.get("use_cpu")),
+    ),
+    Blocked(
+        launch="FSDP or DeepSpeed with `use_cpu: true`",
+        why="accelerate shards nothing on CPUs, in silence",
+        remedy="use accelerate_configs/cpu_ddp.yaml",
+        applies=lambda _, launch: bool(launch.engine and launch.layout.uses_cpu),
+    ),
+    Blocked(
+        launch="sizes of `parallelism_config` that are not `num_processes` together",
+        why="the processes do not fill the mesh, which accelerate finds out when the model is loaded",
+        remedy="write sizes whose product is the number of processes",
+        applies=lambda _, launch: (
+            bool(launch.layout.sizes) and math.prod(launch.layout.sizes.values()) != launch.world_size
+        ),
+    ),
+    Blocked(
+        launch="FSDP with a mesh and without `dp_shard`",
+        why="there is nothing to shard over, which accelerate finds out when the model is loaded",
+        remedy="write `parallelism_config_dp_shard_size`, or use accelerate_configs/ddp.yaml",
+        applies=lambda _, launch: (
+            launch.engine == "FSDP" and bool(launch.layout.sizes) and not {"dp_shard", "cp"} & set(launch.layout.sizes)
+        ),
+    ),
+    Blocked(
+        launch="`parallelism_config_tp_size`",
+        why="accelerate cuts no tensors: each of those processes would hold and compute the same",
+        remedy="write 1; docs/handover.md says which tool cuts tensors",
+        applies=lambda _, launch: "tp" in launch.layout.sizes,
+    ),
+    Blocked(
+        launch="`parallelism_config_cp_size`, `parallelism_config_sp_size`",
+        why="a process here has whole rows: cut ones lose targets where they are cut, and packed ones their documents, "
+        "since ring attention takes no mask",
+        remedy="write 1; docs/handover.md says which tool cuts sequences",
+        applies=lambda _, launch: bool({"cp", "sp"} & set(launch.layout.sizes)),
+    ),
+    Blocked(
+        launch="`fsdp_version: 1`, or none",
+        why="checkpoints, precision and adapters are made for FSDP2; accelerate takes 1 where nothing is said",
+        remedy="write `fsdp_version: 2`",
+        applies=lambda _, launch: launch.engine == "FSDP" and launch.layout.fsdp_version != 2,
+    ),
+    Blocked(
+        launch="FSDP with `fsdp_state_dict_type: FULL_STATE_DICT`",
+        why="checkpoints are shards whatever it says, and the final model is whole",
+        remedy="write `SHARDED_STATE_DICT`; `recipes export` makes a whole model of a checkpoint",
+        applies=lambda _, launch: launch.engine == "FSDP" and launch.layout.state_dict_type != "SHARDED_STATE_DICT",
+    ),
+    Blocked(
+        launch="ZeRO-3 without `zero3_save_16bit_model: true`",
+        why="the final model would be DeepSpeed's own files, which nothing else loads",
+        remedy="write `zero3_save_16bit_model: true`",
+        applies=lambda _, launch: (
+            launch.engine == "DEEPSPEED" and launch.layout.zero_stage == 3 and not launch.layout.gathers_on_save
+        ),
+    ),
+    Blocked(
+        recipe="`activation_checkpointing: true`",
+        launch="`fsdp_activation_checkpointing: true`",
+        why="the layers would be computed a third time, and upstream refuses it once the model is loaded",
+        remedy="delete `fsdp_activation_checkpointing` from the launch file",
+        key="activation_checkpointing",
+        applies=lambda keys, launch: launch.layout.recomputes and bool(keys.get("activation_checkpointing")),
+    ),
+    Blocked(
+        recipe="`optim` of bitsandbytes, `adafactor`, `adamw_bf16_stochastic`",
+        launch="FSDP",
+        why="it cannot update weights that FSDP2 has sharded",
+        remedy=f"write `optim: {_FUSED}`, whose states are sharded too, or launch otherwise",
+        key="optim",
+        applies=lambda keys, launch: (
+            launch.engine == "FSDP" and keys.get("optim") in (*BITSANDBYTES, "adafactor", STOCHASTIC_ADAMW)
+        ),
+    ),
+    Blocked(
+        recipe="`optim: muon`",
+        launch="DeepSpeed",
+        why="DeepSpeed flattens the matrices that muon orthogonalises",
+        remedy=f"use an FSDP2 or DDP launch file, or `optim: {_FUSED}`",
+        key="optim",
+        applies=lambda keys, launch: launch.engine == "DEEPSPEED" and keys.get("optim") == "muon",
+    ),
+    Blocked(
+        recipe="`optim` other than `adamw_torch`, `adamw_torch_fused`, `adagrad`, `lion_32bit`",
+        launch="DeepSpeed with `offload_optimizer_device`",
+        why="accelerate puts DeepSpeed's Adam in its place, in silence",
+        remedy=f"write `optim: {_FUSED}`, or keep the states on the GPUs",
+        key="optim",
+        applies=lambda keys, launch: (
+            launch.layout.offloads_optimizer and keys.get("optim", _FUSED) not in _UPDATED_ON_HOST
+        ),
+    ),
+    Blocked(
+        recipe="`load_in_8bit: true`",
+        launch="FSDP or DeepSpeed",
+        why="the scales of 8-bit weights do not travel with their shards",
+        remedy="write `load_in_4bit: true`, or launch with accelerate_configs/ddp.yaml",
+        key="load_in_8bit",
+        applies=lambda keys, launch: bool(launch.engine and keys.get("load_in_8bit")),
+    ),
+    Blocked(
+        recipe="`precompute_ref_log_probs: false` of a policy without a fresh adapter",
+        launch="DeepSpeed",
+        why="a frozen copy would be kept whole on every process beside the policy that DeepSpeed shards",
+        remedy="write `precompute_ref_log_probs: true`",
+        key="precompute_ref_log_probs",
+        applies=_copies_policy,
+    ),
+    Blocked(
+        recipe="`max_rollbacks`",
+        launch="FSDP or DeepSpeed",
+        why="a sharded model cannot go back inside a run",
+        remedy="delete the line, or launch without FSDP and DeepSpeed",
+        key="max_rollbacks",
+        applies=lambda keys, launch: bool(launch.engine and keys.get("max_rollbacks")),
+    ),
+)
+"""Every combination that is refused."""
+
+
+def verify_combination(config: RecipeConfig, launch: Launch, file: str = "launch file") -> None:
+    """Refuse what a recipe and a launch file cannot ask for together.
+
+    Args:
+        config: The recipe.
+        launch: How it is started.
+        file: The launch file, as it is to be called.
+
+    Raises:
+        ConfigError: One or more rows of ``BLOCKED`` apply.
+
+    Source: ``tests/training/test_combinations.py``.
+    """
+    keys = flatten_config(config)
+    if problems := [_tell(row, keys, config, file) for row in BLOCKED if row.applies(keys, launch)]:
+        raise ConfigError(*problems)
+
+
+def format_table() -> str:
+    """Return the table of ``docs/hardware.md``, in Markdown."""
+    rows = [f"| {row.recipe or 'any'} | {row.launch} | {row.why} | {row.remedy} |\n" for row in BLOCKED]
+    return "".join(("| recipe | launch file | why not | instead |\n", "|---|---|---|---|\n", *rows))
+
+
+def _tell(row: Blocked, keys: Keys, config: RecipeConfig, file: str) -> Problem:
+    if row.key is None:
+        return Problem(file, f"{row.launch}: {row.why}", row.remedy)
+    said = f"`{row.key}: {keys[row.key]}`" if row.key in keys else f"`{row.key}`, which is not given,"
+    where = config.provenance.get(row.key, "default")
+    return Problem(
+        row.key if where == "default" else where, f"{said} and a launch file with {row.launch}: {row.why}", row.remedy
+    )
+
+
+if __name__ == "__main__":
+    sys.stdout.write(format_table())

@@ -1,0 +1,79 @@
+"""Launch files of accelerate: which there are, and what a process that is started by one is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from recipes_lib.errors import ConfigError, Problem
+
+FOLDER: Final = Path("accelerate_configs")
+ENGINES: Final = ("FSDP", "DEEPSPEED")
+"""What shards a model, as ``distributed_type`` of a launch file and as accelerate's ``DistributedType``."""
+_OF_DEEPSPEED: Final = {
+    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
+    "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+    "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+    "zero3_save_16bit_model": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+}
+
+
+def find_launch_file(name: str) -> Path:
+    """Return the path of a launch file.
+
+    Args:
+        name: A path that ends with ``.yaml``, or the name of one of ``accelerate_configs/``.
+
+    Raises:
+        ConfigError: There is none; those that are there are named.
+    """
+    path = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
+    if not path.is_file():
+        names = ", ".join(sorted(file.stem for file in FOLDER.glob("*.yaml")))
+        remedy = f"write one of {names}" if names else "start from the project's folder, or write a path"
+        raise ConfigError(Problem("--hardware", f"there is no launch file {path}", remedy))
+    return path
+
+
+def read_launch_file(path: Path) -> dict[str, Any]:
+    """Return the contents of a launch file.
+
+    Raises:
+        ConfigError: It is no mapping, or does not say what kind of launch it is.
+    """
+    document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(document, dict) or "distributed_type" not in document:
+        found = "has no `distributed_type`, so it is no launch file of accelerate"
+        raise ConfigError(Problem(str(path), found, f"start from one of {FOLDER}/"))
+    return document
+
+
+def name_variables(document: Mapping[str, Any], num_processes: int | None = None) -> dict[str, str]:
+    """Return the variables of the main process of a launch, as ``read_launch`` takes them.
+
+    Args:
+        document: Of the launch file.
+        num_processes: Over all machines; ``None`` as the file says.
+
+    Source: accelerate ``prepare_multi_gpu_env``, ``prepare_deepspeed_cmd_env``;
+    ``tests/training/test_launch_files.py`` holds both against each other.
+    """
+    variables: dict[str, Any] = {
+        "WORLD_SIZE": num_processes or document.get("num_processes", 1),
+        "ACCELERATE_MIXED_PRECISION": document.get("mixed_precision") or "no",
+        "ACCELERATE_USE_CPU": document.get("use_cpu", False),
+    }
+    kind = document["distributed_type"]
+    if kind in ENGINES:
+        variables[f"ACCELERATE_USE_{kind}"] = "true"
+    if kind == "FSDP":
+        variables |= {name.upper(): value for name, value in document.get("fsdp_config", {}).items()}
+    if kind == "DEEPSPEED":
+        given = document.get("deepspeed_config", {})
+        variables |= {_OF_DEEPSPEED[name]: value for name, value in given.items() if name in _OF_DEEPSPEED}
+    variables |= {name.upper(): value for name, value in document.get("parallelism_config", {}).items()}
+    return {name: str(value) for name, value in variables.items()}

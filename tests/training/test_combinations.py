@@ -1,0 +1,209 @@
+"""Each combination that is refused, and one beside it that is not; check, launch and start refuse the same."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+from tests.test_accelerate_configs import FILES
+
+from recipes_lib import launching
+from recipes_lib.check import check
+from recipes_lib.config.loader import load_config
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.errors import ConfigError
+from recipes_lib.training.combinations import BLOCKED, format_table, verify_combination
+from recipes_lib.training.launch import Launch, read_launch
+from recipes_lib.training.launch_files import name_variables
+from recipes_lib.training.run import start_run
+
+ROOT = Path(__file__).parents[2]
+
+
+def launch(kind: str = "FSDP", *, precision: str = "bf16", **settings: Any) -> dict[str, Any]:
+    """A launch file for four processes."""
+    document = {"distributed_type": kind, "mixed_precision": precision, "num_processes": 4, "use_cpu": False}
+    mesh = {key: value for key, value in settings.items() if key.startswith("parallelism_config_")}
+    rest = {key: value for key, value in settings.items() if key not in mesh and key != "use_cpu"}
+    document |= {"use_cpu": settings.get("use_cpu", False)}
+    if kind == "FSDP":
+        document["fsdp_config"] = {"fsdp_version": 2} | rest
+    if kind == "DEEPSPEED":
+        document["deepspeed_config"] = {"zero_stage": 2} | rest
+    return document | ({"parallelism_config": mesh} if mesh else {})
+
+
+def mesh(**sizes: int) -> dict[str, Any]:
+    return launch(**{f"parallelism_config_{name}_size": size for name, size in sizes.items()})
+
+
+DDP = launch("MULTI_GPU")
+FSDP, ZERO = launch(), launch("DEEPSPEED")
+LIVE = {"precompute_ref_log_probs": False}
+# For each row, in its order: what trips it, and what beside it does not; a recipe's keys and a launch file each.
+CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, Any], dict[str, Any]]]]] = [
+    (
+        ({"bf16": True}, launch("MULTI_GPU", precision="fp16")),
+        [({"bf16": True}, DDP), ({}, launch("MULTI_GPU", precision="fp16"))],
+    ),
+    (({"fp16": True}, DDP), [({"fp16": True}, launch("MULTI_GPU", precision="no")), ({}, DDP)]),
+    (({"bf16": True}, launch("NO", precision="fp8")), [({}, launch("NO", precision="fp8"))]),
+    (({"fp16": True}, launch("NO", precision="fp8")), [({"bf16": False}, launch("NO", precision="fp8"))]),
+    (({"bf16": False}, DDP), [({"bf16": False}, launch("MULTI_GPU", precision="no"))]),
+    (({"fp16": False}, launch("NO", precision="fp16")), [({"fp16": False}, DDP)]),
+    (
+        ({"dtype": "bfloat16"}, FSDP),
+        [
+            ({"dtype": "bfloat16", "use_peft": True}, FSDP),
+            ({"dtype": "bfloat16"}, DDP),
+            ({"dtype": "float32"}, FSDP),
+            ({"dtype": "bfloat16", "bf16": False}, launch(precision="no")),
+        ],
+    ),
+    (
+        ({"gradient_accumulation_steps": 2}, launch("DEEPSPEED", gradient_accumulation_steps=4)),
+        [
+            ({"gradient_accumulation_steps": 4}, launch("DEEPSPEED", gradient_accumulation_steps=4)),
+            ({"gradient_accumulation_steps": 2}, launch("DEEPSPEED", gradient_accumulation_steps="auto")),
+            ({}, launch("DEEPSPEED", gradient_accumulation_steps=1)),
+        ],
+    ),
+    (
+        ({}, launch("DEEPSPEED", gradient_clipping=0.5)),
+        [
+            ({"max_grad_norm": 0.5}, launch("DEEPSPEED", gradient_clipping=0.5)),
+            ({"max_grad_norm": 0.5}, launch("DEEPSPEED", gradient_clipping="auto")),
+        ],
+    ),
+    (({"use_cpu": True}, FSDP), [({"use_cpu": True}, DDP)]),
+    (({}, launch("DEEPSPEED", use_cpu=True)), [({}, ZERO), ({}, launch("MULTI_GPU", use_cpu=True))]),
+    (({}, mesh(dp_replicate=2, dp_shard=4)), [({}, mesh(dp_replicate=2, dp_shard=2))]),
+    (({}, mesh(dp_replicate=4)), [({}, mesh(dp_shard=4)), ({}, FSDP)]),
+    (({"use_peft": True}, mesh(dp_shard=2, tp=2)), [({"use_peft": True}, mesh(dp_shard=4, tp=1))]),
+    (({}, mesh(dp_shard=2, cp=2)), [({}, mesh(dp_shard=4, cp=1, sp=1))]),
+    (({}, launch(fsdp_version=1)), [({}, FSDP), ({}, DDP)]),
+    (({}, launch(fsdp_state_dict_type="FULL_STATE_DICT")), [({}, launch(fsdp_state_dict_type="SHARDED_STATE_DICT"))]),
+    (
+        ({}, launch("DEEPSPEED", zero_stage=3)),
+        [({}, launch("DEEPSPEED", zero_stage=3, zero3_save_16bit_model=True)), ({}, ZERO)],
+    ),
+    (
+        ({"activation_checkpointing": True}, launch(fsdp_activation_checkpointing=True)),
+        [({"activation_checkpointing": True}, FSDP), ({}, launch(fsdp_activation_checkpointing=True))],
+    ),
+    (
+        ({"optim": "paged_adamw_8bit"}, FSDP),
+        [({"optim": "paged_adamw_8bit"}, ZERO), ({"optim": "paged_adamw_8bit"}, DDP), ({"optim": "muon"}, FSDP)],
+    ),
+    (({"optim": "muon"}, ZERO), [({"optim": "muon"}, FSDP), ({"optim": "adamw_torch"}, ZERO)]),
+    (
+        ({"optim": "adafactor"}, launch("DEEPSPEED", offload_optimizer_device="cpu")),
+        [
+            ({"optim": "adafactor"}, launch("DEEPSPEED", offload_optimizer_device="none")),
+            ({}, launch("DEEPSPEED", offload_optimizer_device="cpu")),
+        ],
+    ),
+    (
+        ({"load_in_8bit": True, "use_peft": True}, FSDP),
+        [({"load_in_4bit": True, "use_peft": True}, FSDP), ({"load_in_8bit": True, "use_peft": True}, DDP)],
+    ),
+    (
+        (LIVE, ZERO),
+        [
+            (LIVE, FSDP),
+            ({}, ZERO),
+            (LIVE | {"use_peft": True}, ZERO),
+            (LIVE | {"ref_model_name_or_path": "o/r"}, ZERO),
+        ],
+    ),
+    (({"max_rollbacks": 1}, FSDP), [({"max_rollbacks": 1}, DDP), ({"max_rollbacks": 0}, FSDP)]),
+]
+ROWS = [f"{number}: {row.recipe} {row.launch}" for number, row in enumerate(BLOCKED)]
+
+
+def read(keys: dict[str, Any], output_dir: Path) -> RecipeConfig:
+    stage = "dpo" if "precompute_ref_log_probs" in keys else "pretrain" if keys.get("optim") == "muon" else "sft"
+    stage = "lora" if keys.get("use_peft") and stage == "sft" else stage
+    given = {"dataset_name": "o/d", "output_dir": output_dir, "model_name_or_path": "o/m"}
+    given |= {"max_length": 64, "max_steps": 1} if stage == "pretrain" else {}
+    given |= {name: value for name, value in keys.items() if (stage, name) != ("lora", "use_peft")}
+    return load_config(stage, [f"--{name}={value}" for name, value in given.items()])
+
+
+def find_rows(config: RecipeConfig, document: dict[str, Any]) -> list[str]:
+    """Why the rows that apply are refused."""
+    try:
+        verify_combination(config, read_launch(name_variables(document)), "mine.yaml")
+    except ConfigError as error:
+        return [problem.found for problem in error.problems]
+    return []
+
+
+def test_every_row_has_its_case() -> None:
+    assert len(CASES) == len(BLOCKED)
+
+
+@pytest.mark.parametrize(("row", "case"), list(zip(BLOCKED, CASES, strict=True)), ids=ROWS)
+def test_what_trips_a_row_and_what_beside_it_does_not(row: Any, case: Any, tmp_path: Path) -> None:
+    (keys, document), neighbours = case
+    config = read(keys, tmp_path)
+    said = f"with {row.launch}: {row.why}" if row.key else f"{row.launch}: {row.why}"
+    assert [found for found in find_rows(config, document) if found.endswith(said)]
+    # Nothing is in the directory of a run that never started.
+    with pytest.raises(ConfigError) as started:
+        start_run(config, read_launch(name_variables(document)))
+    assert said in str(started.value)
+    assert not list(tmp_path.iterdir())
+    for others, other_document in neighbours:
+        assert find_rows(read(others, tmp_path), other_document) == []
+
+
+def test_everything_is_told_at_once_and_where_it_stands(tmp_path: Path) -> None:
+    file = tmp_path / "sft.yaml"
+    file.write_text("model_name_or_path: o/m\ndataset_name: o/d\noutput_dir: out\noptim: adafactor\nmax_rollbacks: 1\n")
+    config = load_config("sft", ["--config", str(file)])
+    with pytest.raises(ConfigError) as error:
+        verify_combination(config, read_launch(name_variables(launch(fsdp_version=1))), "mine.yaml")
+    assert [problem.where for problem in error.value.problems] == ["mine.yaml", f"{file}:4", f"{file}:5"]
+    assert "`optim: adafactor`" in error.value.problems[1].found
+
+
+def test_check_tells_it_before_anything_is_loaded(tmp_path: Path) -> None:
+    file, output = tmp_path / "mine.yaml", io.StringIO()
+    file.write_text(yaml.safe_dump(launch(fsdp_version=1)))
+    found = check(read({"max_rollbacks": 1}, tmp_path), 4, Console(file=output, width=200), file)
+    assert [problem.where for problem in found][:2] == [str(file), "--max_rollbacks"]
+    output.truncate(0)
+    file.write_text(yaml.safe_dump(FSDP))
+    check(read({}, tmp_path), 4, Console(file=output, width=200), file)
+    assert "4 processes, sharded by FSDP, mixed_precision bf16" in output.getvalue()
+
+
+def test_launch_starts_nothing_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("recipes_lib.hardware.count_accelerators", lambda: 4)
+    monkeypatch.setattr("os.execv", lambda *_: pytest.fail("started"))
+    Path("mine.yaml").write_text(yaml.safe_dump(FSDP))
+    Path("sft.yaml").write_text("model_name_or_path: o/m\ndataset_name: o/d\noutput_dir: out\noptim: adafactor\n")
+    with pytest.raises(ConfigError, match=r"sft.yaml:4: `optim: adafactor` and a launch file with FSDP"):
+        launching.main(["--config", "sft.yaml", "--hardware", "mine.yaml"])
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_our_launch_files_take_a_plain_recipe(file: Path, tmp_path: Path) -> None:
+    assert find_rows(read({}, tmp_path), yaml.safe_load(file.read_text())) == []
+
+
+def test_a_run_without_a_launcher_is_never_blocked(tmp_path: Path) -> None:
+    alone = Launch(rank=0, local_rank=0, world_size=1, engine="")
+    for (keys, _), _ in CASES:
+        verify_combination(read(keys, tmp_path), alone)
+
+
+def test_the_documented_table_is_this_one() -> None:
+    page = (ROOT / "docs" / "hardware.md").read_text()
+    assert format_table() in page, "python -m recipes_lib.training.combinations"
