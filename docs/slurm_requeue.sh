@@ -7,23 +7,20 @@
 #SBATCH --signal=B:USR1@300
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# A run that goes on by itself: sbatch docs/slurm_requeue.sh CONFIG OUTPUT_DIR [RECIPE]. See docs/preemption.md.
+# A run that goes on by itself: sbatch docs/slurm_requeue.sh CONFIG OUTPUT_DIR [HARDWARE [STAGE]]. See docs/preemption.md.
 set -u
-config=$1 output_dir=$2 recipe=${3:-recipes/sft.py}
+config=$1 output_dir=$2 hardware=${3:-ddp} stage=${4:-}
 
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300
-head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
 mkdir -p "$output_dir"
 rm -f "$output_dir/STOP"
 began=$(mktemp)
 trap 'touch "$output_dir/STOP"' USR1 TERM
 
-# One launcher a node; it starts a process for each of the node's GPUs.
-srun --kill-on-bad-exit=1 torchrun \
-    --nnodes "$SLURM_JOB_NUM_NODES" --nproc_per_node "${SLURM_GPUS_ON_NODE:-1}" \
-    --rdzv_backend c10d --rdzv_id "$SLURM_JOB_ID" --rdzv_endpoint "$head_node:29500" \
-    "$recipe" --config "$config" --output_dir "$output_dir" &
+# One launcher a node; it starts a process for each of the node's GPUs, laid out by accelerate_configs/$hardware.yaml.
+srun --kill-on-bad-exit=1 --ntasks-per-node=1 recipes launch ${stage:+--stage "$stage"} \
+    --config "$config" --hardware "$hardware" --output_dir "$output_dir" &
 job=$!
 # A signal ends `wait`, not what it waits for.
 wait "$job"

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from recipes_lib import launching
+
 SCRIPT = Path(__file__).parents[1] / "docs" / "slurm_requeue.sh"
 STUBS = {
     "srun": """#!/bin/bash
@@ -20,7 +22,7 @@ touch "$OUT/started"
 exit 1
 """,
     "scontrol": """#!/bin/bash
-[ "$1" = show ] && echo node-1 || echo "scontrol $*" >> "$LOG"
+echo "scontrol $*" >> "$LOG"
 """,
 }
 
@@ -33,12 +35,12 @@ def start(tmp_path):
         (tmp_path / name).chmod(0o755)
     out = tmp_path / "a run"
 
-    def start(status, *, ends="when asked"):
+    def start(status, *, ends="when asked", more=()):
         out.mkdir(exist_ok=True)
-        slurm = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node-[1-2]", "SLURM_JOB_NUM_NODES": "2"}
+        slurm = {"SLURM_JOB_ID": "77"}
         path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
         stubs = {"PATH": path, "OUT": str(out), "LOG": str(tmp_path / "log"), "STATUS": status, "ENDS": ends}
-        return subprocess.Popen(["bash", SCRIPT, "sft.yaml", out], env=os.environ | slurm | stubs)
+        return subprocess.Popen(["bash", SCRIPT, "sft.yaml", out, *more], env=os.environ | slurm | stubs)
 
     return start
 
@@ -56,9 +58,31 @@ def test_before_the_time_is_over_the_run_is_asked_to_stop_and_the_job_is_queued_
     process.send_signal(number)
     assert process.wait(timeout=30) == 0
     launched, requeued = read_calls(tmp_path)
-    assert "--nnodes 2" in launched
-    assert "--rdzv_endpoint node-1:29500 recipes/sft.py --config sft.yaml" in launched
+    assert launched.startswith("srun --kill-on-bad-exit=1 --ntasks-per-node=1 recipes launch --config sft.yaml ")
+    assert launched.endswith(f"--hardware ddp --output_dir {tmp_path / 'a run'}")
     assert requeued == "scontrol requeue 77"
+
+
+@pytest.mark.parametrize(
+    ("more", "hardware", "stage"),
+    [((), "ddp", "sft"), (("fsdp2",), "fsdp2", "sft"), (("hsdp", "reward"), "hsdp", "reward")],
+)
+def test_what_it_starts_on_a_node_is_the_launch_that_was_asked_for(
+    start, tmp_path, monkeypatch, capsys, more, hardware, stage
+):
+    """The very words after `recipes launch`, read by it as the second of two nodes with eight GPUs."""
+    monkeypatch.setattr("recipes_lib.hardware.count_accelerators", lambda: 8)
+    monkeypatch.chdir(SCRIPT.parents[1])
+    start("done", ends="at_once", more=more).wait(timeout=30)
+    (launched,) = read_calls(tmp_path)
+    step = {"SLURM_JOB_ID": "77", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    for name, value in (step | {"SLURM_STEP_NODELIST": "node-[1-2]", "SLURM_NODEID": "1"}).items():
+        monkeypatch.setenv(name, value)
+    words = launched.partition("recipes launch ")[2].replace("sft.yaml", f"recipes/configs/llama3-8b/{stage}.yaml")
+    assert launching.main([*words.replace(str(tmp_path / "a run"), "out").split(), "--dry_run"]) == 0
+    command = capsys.readouterr().err
+    assert f"SLURM, 2 nodes, 16 processes by accelerate_configs/{hardware}.yaml" in command
+    assert f"--machine_rank 1 --main_process_ip node-1 --main_process_port 20077 recipes/{stage}.py " in command
 
 
 @pytest.mark.parametrize("status", ["done", "failed", "diverged", "refused", "running"])
