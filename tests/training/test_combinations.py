@@ -79,7 +79,6 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
             ({"max_grad_norm": 0.5}, launch("DEEPSPEED", gradient_clipping="auto")),
         ],
     ),
-    (({"use_cpu": True}, FSDP), [({"use_cpu": True}, DDP)]),
     (({}, launch("DEEPSPEED", use_cpu=True)), [({}, ZERO), ({}, launch("MULTI_GPU", use_cpu=True))]),
     (({}, mesh(dp_replicate=2, dp_shard=4)), [({}, mesh(dp_replicate=2, dp_shard=2))]),
     (({}, mesh(dp_replicate=4)), [({}, mesh(dp_shard=4)), ({}, FSDP)]),

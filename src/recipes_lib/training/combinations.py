@@ -125,14 +125,6 @@ BLOCKED: Final = (
         applies=lambda keys, launch: launch.layout.clipping not in (None, keys.get("max_grad_norm", 1.0)),
     ),
     Blocked(
-        recipe="`use_cpu: true`",
-        launch="FSDP or DeepSpeed",
-        why="accelerate shards nothing on CPUs, in silence",
-        remedy="use accelerate_configs/cpu_ddp.yaml",
-        key="use_cpu",
-        applies=lambda keys, launch: bool(launch.engine and keys.get("use_cpu")),
-    ),
-    Blocked(
         launch="FSDP or DeepSpeed with `use_cpu: true`",
         why="accelerate shards nothing on CPUs, in silence",
         remedy="use accelerate_configs/cpu_ddp.yaml",
@@ -176,7 +168,7 @@ BLOCKED: Final = (
     Blocked(
         launch="FSDP with `fsdp_state_dict_type: FULL_STATE_DICT`",
         why="checkpoints are shards whatever it says, and the final model is whole",
-        remedy="write `SHARDED_STATE_DICT`; `recipes export` makes a whole model of a checkpoint",
+        remedy="write `SHARDED_STATE_DICT`",
         applies=lambda _, launch: launch.engine == "FSDP" and launch.layout.state_dict_type != "SHARDED_STATE_DICT",
     ),
     Blocked(
