@@ -35,6 +35,7 @@ COMMANDS = {
     "plan": Command("recipes_lib.plan:main", "say what a pretraining run is, costs and does, before it starts"),
     "sample-pairs": Command("recipes_lib.sample_pairs:main", "make pairs of a policy's own answers, by its rewards"),
     "merge": Command("recipes_lib.merge:main", "make a model of its own of an adapter and its base"),
+    "export": Command("recipes_lib.exporting:main", "make a model that any tool loads of a checkpoint in shards"),
     "publish": Command("recipes_lib.publishing:main", "push a model or checkpoints to the Hub, as far as needed"),
     "reproduce": Command("recipes_lib.reproduce:main", "restore a published run, and say what no longer matches"),
     "report": Command("recipes_lib.commands:report", "make report.html from an output directory"),

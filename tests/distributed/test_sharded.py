@@ -15,6 +15,8 @@ from tests import tiny
 from tests.distributed import sharding
 from tests.faults import stages
 
+from recipes_lib.exporting import export_checkpoint
+
 LEFT_OUT = ("seconds", "per_second", "runtime", "time", "mfu", "memory", "epoch", "flos")
 TIED = json.dumps({"model_type": "llama", "tie_word_embeddings": True} | stages.SIZES)
 EVERY = {"max_steps": 3, "save_steps": 2, "eval_steps": 2}
@@ -98,17 +100,22 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("runs")
+    alone = build_jobs(inputs, CELLS, 1)
+    alone["bf16"] = {**alone["sft packed"], "keys": {**alone["sft packed"]["keys"], "bf16": "true"}}
+    sharding.run_jobs(alone, folder / "one")
     jobs = build_jobs(inputs, CELLS, 2)
     for name in ("sft packed", "lora padded"):
         jobs[f"{name}, resumed"] = {**jobs[name], "copy_of": folder / "two" / name, "step": 2}
+        jobs[f"{name}, from one"] = {**jobs[name], "copy_of": folder / "one" / name, "step": 2}
     jobs["bf16"] = {**jobs["sft packed"], "keys": {**jobs["sft packed"]["keys"], "bf16": "true"}}
     jobs["bf16 as accelerate has it"] = {**jobs["bf16"], "fault": "narrow sums"}
     jobs["nan"] = {**jobs["sft packed"], "fault": "nan loss"}
     two = sharding.run_jobs(jobs, folder / "two", "fsdp2", *FULL_PRECISION)
-    alone = build_jobs(inputs, CELLS, 1)
-    alone["from two to one"] = {**alone["sft packed"], "copy_of": folder / "two" / "sft packed", "step": 2}
-    alone["bf16"] = {**alone["sft packed"], "keys": {**alone["sft packed"]["keys"], "bf16": "true"}}
-    sharding.run_jobs(alone, folder / "one")
+    back = {
+        f"{name}, from two": {**alone[name], "copy_of": folder / "two" / name, "step": 2}
+        for name in ("sft packed", "lora padded")
+    }
+    sharding.run_jobs(back, folder / "back")
     return folder, two
 
 
@@ -155,11 +162,33 @@ def test_a_run_that_goes_on_gets_the_very_weights(runs: tuple[Path, dict[str, An
 
 
 @pytest.mark.multiprocess
-def test_one_process_goes_on_with_the_shards_of_two(runs: tuple[Path, dict[str, Any]]) -> None:
+@pytest.mark.parametrize("cell", ["sft packed", "lora padded"])
+@pytest.mark.parametrize("resumed", ["back/{}, from two", "two/{}, from one"], ids=["back", "there"])
+def test_a_checkpoint_goes_on_in_the_other_layout(runs: tuple[Path, dict[str, Any]], cell: str, resumed: str) -> None:
+    """What the optimizer remembers, too: without it the next step would be another one."""
     folder, _ = runs
-    straight, resumed = read_weights(folder / "two" / "sft packed"), read_weights(folder / "one" / "from two to one")
+    run = folder / resumed.format(cell)
+    straight, got = read_weights(folder / "one" / cell), read_weights(run)
+    assert json.loads((run / "run.json").read_text())["resumed_from"] == "checkpoint-2"
+    assert straight.keys() == got.keys()
     for name, tensor in straight.items():
-        torch.testing.assert_close(resumed[name], tensor, rtol=0, atol=1e-5)
+        torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-5)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("cell", ["sft packed", "pretrain tied", "lora padded", "reward"])
+def test_an_exported_checkpoint_is_the_model_of_one_process(
+    runs: tuple[Path, dict[str, Any]], cell: str, tmp_path: Path
+) -> None:
+    """Held against the same step's whole checkpoint; and what stands beside the weights is what a run's end leaves."""
+    folder, _ = runs
+    export_checkpoint(folder / "two" / cell / "checkpoint-2", tmp_path / "out")
+    expected, got = read_weights(folder / "one" / cell / "checkpoint-2"), read_weights(tmp_path / "out")
+    assert expected.keys() == got.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    for file in ("config.json", "generation_config.json", "tokenizer.json", "adapter_config.json"):
+        assert (tmp_path / "out" / file).exists() == (folder / "one" / cell / file).exists(), file
 
 
 @pytest.mark.multiprocess

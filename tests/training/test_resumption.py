@@ -103,11 +103,12 @@ def test_whole_states_go_on_with_any_number_of_processes(engine):
     verify_checkpoint_fits(record(4, 1, 1, engine), "checkpoint-3", launch(3, engine))
 
 
-def test_shards_of_fsdp_go_on_without_it():
-    verify_checkpoint_fits(record(4, 1, 1, "FSDP"), "checkpoint-3", launch(1))
+@pytest.mark.parametrize(("before", "now"), [("", "FSDP"), ("FSDP", "")])
+def test_what_is_whole_goes_on_in_shards_and_shards_without(before, now):
+    verify_checkpoint_fits(record(4, 1, 1, before), "checkpoint-3", launch(1, now))
 
 
-@pytest.mark.parametrize(("before", "now"), [("", "FSDP"), ("DEEPSPEED", "FSDP"), ("FSDP", "DEEPSPEED")])
+@pytest.mark.parametrize(("before", "now"), [("", "DEEPSPEED"), ("DEEPSPEED", "FSDP"), ("FSDP", "DEEPSPEED")])
 def test_another_engine_is_refused(before, now):
     with pytest.raises(ConfigError, match="was written under"):
         verify_checkpoint_fits(record(2, 1, 1, before), "checkpoint-3", launch(2, now))

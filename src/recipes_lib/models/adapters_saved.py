@@ -82,6 +82,16 @@ def find_shareable(
     return (None, f"{name} {reasons[0]}") if reasons else (folder, "")
 
 
+def name_in_file(name: str, adapter: str = "default") -> str:
+    """Return the name that PEFT's file gives to a parameter of an adapter: without that of the adapter.
+
+    Source: PEFT's ``get_peft_model_state_dict``; ``tests/models/test_adapters_saved.py``.
+    """
+    plain = name.replace(f".modules_to_save.{adapter}.", ".").replace(f".{adapter}.", ".").removesuffix(f".{adapter}")
+    # DoRA's magnitudes are a module of one weight, and a tensor in the file.
+    return plain.removesuffix(".weight") if plain.endswith(".lora_magnitude_vector.weight") else plain
+
+
 def restate_for_original_base(folder: Path, initial_factors: dict[str, Tensor]) -> None:
     """Rewrite a saved adapter of ``pissa`` or ``olora`` so that it fits the weights it was taken out of.
 
@@ -142,6 +152,12 @@ def check_base(saved: PeftConfig, base: PreTrainedConfig) -> Iterator[tuple[str,
 def has_such_an_init(settings: PeftConfig) -> bool:
     """Return whether the adapter began with a part of the base's weights."""
     return str(settings.init_lora_weights).startswith(TAKEN_OUT_OF_WEIGHTS)
+
+
+def read_such_an_init(folder: Path) -> str | None:
+    """Return how a saved adapter began where no file holds the base that it fits; else ``None``."""
+    settings = PeftConfig.from_pretrained(str(folder))
+    return str(settings.init_lora_weights) if has_such_an_init(settings) else None
 
 
 def read_commit(config: PreTrainedConfig) -> str | None:

@@ -32,6 +32,8 @@ from recipes_lib.training.sharded_states import (
     gather_trained_state,
     load_model_shards,
     load_optimizer_shards,
+    load_whole_model,
+    load_whole_optimizer,
     read_trained_state,
     save_model_shards,
     save_optimizer_shards,
@@ -182,7 +184,11 @@ class CheckpointingTrainer(Trainer):
         else:
             if self.args.should_save:
                 configs = self.model.peft_config.values() if is_adapter(self.model) else [self.model.config]
-                for part in (*configs, self.processing_class):
+                base: Any = self.model.get_base_model() if is_adapter(self.model) else self.model
+                # As upstream's save_pretrained has it; FSDP2 puts its own word before the name of the class.
+                base.config.architectures = [type(base).__name__.removeprefix("FSDP")]
+                answers = [base.generation_config] if base.can_generate() else []
+                for part in (*configs, *answers, self.processing_class):
                     part.save_pretrained(output_dir)
             save_model_shards(Path(str(output_dir)), self.model)
 
@@ -217,28 +223,34 @@ class CheckpointingTrainer(Trainer):
             write_state(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Read weights; those that were written in shards go into any number of processes, sharded or not."""
-        folder = Path(resume_from_checkpoint)
-        if (folder / MODEL_SHARDS).is_dir():
-            load_model_shards(folder, self.model)
-        else:
+        """Read weights; in shards or whole, they go into any number of processes, sharded or not."""
+        if not self._load_across(Path(resume_from_checkpoint)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        best = Path(str(self.state.best_model_checkpoint))
-        if (best / MODEL_SHARDS).is_dir():
-            load_model_shards(best, self.model)
-        else:
+        if not self._load_across(Path(str(self.state.best_model_checkpoint))):
             super()._load_best_model()
+
+    def _load_across(self, folder: Path) -> bool:
+        """Read what upstream could not; return whether it was that."""
+        if (folder / MODEL_SHARDS).is_dir():
+            load_model_shards(folder, self.model)
+            return True
+        if self.is_fsdp_enabled:
+            load_whole_model(folder, self.model)
+        return self.is_fsdp_enabled
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Read what the update remembers, from whichever form it has."""
         folder = None if checkpoint is None else Path(checkpoint)
-        if folder is None or not (folder / OPTIMIZER_SHARDS).is_dir():
+        if folder is not None and (folder / OPTIMIZER_SHARDS).is_dir():
+            load_optimizer_shards(folder, self.model, self.optimizer)
+        elif folder is not None and self.is_fsdp_enabled:
+            load_whole_optimizer(folder / OPTIMIZER_NAME, self.optimizer)
+        else:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         assert self.lr_scheduler is not None
-        load_optimizer_shards(folder, self.model, self.optimizer)
         self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
     def _write_model(self, folder: Path, state: Mapping[str, Any]) -> None:

@@ -41,11 +41,11 @@ def verify_checkpoint_fits(record: Record, name: str, launch: Launch) -> None:
         launch: How the processes are started now.
 
     Raises:
-        ConfigError: It was written under another engine, but for shards of FSDP2, which any other number of processes
-            reads, also without FSDP2; or it is DeepSpeed's and of another number of processes.
+        ConfigError: It was written under DeepSpeed and this is another engine, or the other way round: any number of
+            processes reads all others, with FSDP2 and without; or it is DeepSpeed's and of another number of processes.
     """
     engine, world_size = record.get("engine", ""), record.get("world_size", launch.world_size)
-    if engine != launch.engine and (engine, launch.engine) != ("FSDP", ""):
+    if engine != launch.engine and "DEEPSPEED" in (engine, launch.engine):
         found = f"was written under {engine or 'no sharding engine'} and this launch is {launch.engine or 'plain'}"
         raise ConfigError(Problem(name, found, "start with the launch file that the run was started with"))
     if engine == "DEEPSPEED" and world_size != launch.world_size:

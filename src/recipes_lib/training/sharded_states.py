@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -15,8 +15,9 @@ from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from recipes_lib.models.adapters import read_adapter_state
 from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.training.sharded_models import reshard
 
@@ -65,6 +66,33 @@ def load_model_shards(folder: Path, model: nn.Module) -> None:
     _load(folder / MODEL_SHARDS, read_trained_state(model))
 
 
+def load_whole_model(folder: Path, model: Any) -> None:
+    """Read weights that one process wrote whole into a model that is sharded; each process reads what it holds of them.
+
+    Args:
+        folder: Of the checkpoint, with the safetensors file of a model or of an adapter.
+        model: Sharded, as it is trained.
+    """
+    reshard(model)
+    _load(folder, read_adapter_state(model) if hasattr(model, "peft_config") else read_trained_state(model))
+
+
+def read_whole_weights(folder: Path) -> dict[str, Tensor]:
+    """Return the weights of a checkpoint, written in shards or whole, on the host and there once.
+
+    Args:
+        folder: Of the checkpoint; that it is undamaged is known.
+    """
+    source = folder / MODEL_SHARDS if (folder / MODEL_SHARDS).is_dir() else folder
+    described = HuggingFaceStorageReader(str(source)).read_metadata().state_dict_metadata
+    weights: dict[str, Tensor] = {
+        name: torch.empty(tensor.size, dtype=tensor.properties.dtype)  # type: ignore[union-attr]
+        for name, tensor in described.items()
+    }
+    _load(source, weights)
+    return weights
+
+
 def save_optimizer_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Write the shards of an optimizer's states; its groups, which all processes have alike, as JSON."""
     _save(folder / OPTIMIZER_SHARDS, _read_states(model, optimizer))
@@ -91,19 +119,30 @@ def load_optimizer_shards(folder: Path, model: nn.Module, optimizer: torch.optim
         shape = described.size  # type: ignore[union-attr]
         states[full_name] = torch.zeros_like(parameter, dtype=dtype) if is_alike else torch.zeros(shape, dtype=dtype)
     _load(source, states)
-    saved = json.loads((source / _GROUPS).read_text(encoding="utf-8"))
-    packed = optimizer.state_dict()["param_groups"]
-    numbers = {
-        parameter: number
-        for group, described in zip(optimizer.param_groups, packed, strict=True)
-        for parameter, number in zip(group["params"], described["params"], strict=True)
-    }
-    state: dict[int, dict[str, Tensor]] = {}
+    by_parameter: dict[Tensor, dict[str, Tensor]] = {}
     for full_name, value in states.items():
         key, _, name = full_name.partition(_SEPARATOR)
-        state.setdefault(numbers[parameters[name]], {})[key] = value
-    groups = [_restore_group(now, then) for now, then in zip(packed, saved, strict=True)]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+        by_parameter.setdefault(parameters[name], {})[key] = value
+    _restore(optimizer, by_parameter, json.loads((source / _GROUPS).read_text(encoding="utf-8")))
+
+
+def load_whole_optimizer(file: Path, optimizer: torch.optim.Optimizer) -> None:
+    """Read an optimizer's states that one process wrote whole; each process keeps its shards of them.
+
+    The file is mapped, not read: host memory holds one whole state at a time.
+
+    Args:
+        file: ``optimizer.pt`` of upstream.
+        optimizer: Over the parameters of a sharded model, in the groups that the saved one had.
+    """
+    saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    by_parameter: dict[Tensor, dict[str, Tensor]] = {}
+    for group, then in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        for parameter, number in zip(group["params"], then["params"], strict=True):
+            # What has been frozen or never stepped has none.
+            states = saved["state"].get(number, {})
+            by_parameter[parameter] = {key: _share_out(value, parameter) for key, value in states.items()}
+    _restore(optimizer, by_parameter, [_describe_group(group) for group in saved["param_groups"]])
 
 
 def verify_shards(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
@@ -195,6 +234,32 @@ def _describe_group(group: Mapping[str, Any]) -> dict[str, Any]:
 def _restore_group(now: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """A group's values as they were saved; JSON has no tuples."""
     return {**now, **{key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()}}
+
+
+def _share_out(value: Tensor, parameter: Tensor) -> Tensor:
+    """Of a whole tensor what this process holds of the parameter that it belongs to; of a number, all."""
+    if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
+        return value.clone()
+    # Without a source every process takes its part of what it has itself.
+    shards = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return shards.clone()
+
+
+def _restore(
+    optimizer: torch.optim.Optimizer,
+    by_parameter: Mapping[Tensor, Mapping[str, Tensor]],
+    groups: Sequence[Mapping[str, Any]],
+) -> None:
+    """Give an optimizer the states of its parameters, and the values of its groups but for what is in them."""
+    packed = optimizer.state_dict()["param_groups"]
+    numbers = {
+        parameter: number
+        for group, described in zip(optimizer.param_groups, packed, strict=True)
+        for parameter, number in zip(group["params"], described["params"], strict=True)
+    }
+    state = {numbers[parameter]: dict(states) for parameter, states in by_parameter.items() if states}
+    restored = [_restore_group(now, then) for now, then in zip(packed, groups, strict=True)]
+    optimizer.load_state_dict({"state": state, "param_groups": restored})
 
 
 def _get_rank() -> int:
