@@ -42,6 +42,14 @@ def test_the_lineage_goes_back_as_far_as_records_are_there(tmp_path):
     assert trace_lineage(record(model_commit=COMMIT)) == [("sft", f"owner/base at {COMMIT}", "owner/chats")]
 
 
+def test_a_cost_is_told_where_there_is_a_price_and_time_was_taken():
+    events = [{"kind": "train", "step": 9, "seconds": 7200.0}]
+    priced = record(num_processes=4, config={"device_hour_price": 2.5})
+    assert ("cost", "20.00, at 2.5 for a device hour") in list(describe_effort(priced, events))
+    assert "cost" not in dict(describe_effort(priced, []))
+    assert "cost" not in dict(describe_effort(record(num_processes=4), events))
+
+
 PARTS = [
     {"name": "owner/web", "revision": COMMIT, "weight": 0.75},
     {"name": "/somewhere/secret/code.jsonl", "weight": 0.25},

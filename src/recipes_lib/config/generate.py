@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes_lib.config import schema as our_schema
+from recipes_lib.config.migration_page import format_migration
 from recipes_lib.config.policy import BOUNDS, NOTES
 from recipes_lib.config.reference import format_reference
 from recipes_lib.config.secrets import is_secret_key
@@ -49,11 +50,12 @@ def build_tables() -> dict[Path, str]:
 
 
 def build_documents() -> dict[Path, str]:
-    """Return path and content of what is made from the key tables: editor schemas and the reference page."""
+    """Return path and content of what is made from the key tables: editor schemas, and the two generated pages."""
     documents = {
         table_path(stage).with_suffix("").with_suffix(".schema.json"): _build_schema(stage) for stage in STAGES
     }
     documents[_ROOT / "docs" / "configs.md"] = format_reference()
+    documents[_ROOT / "docs" / "migration.md"] = format_migration()
     return documents
 
 

@@ -12,6 +12,7 @@ import yaml
 from recipes_lib.config.document import Entry, read_entries, read_text
 from recipes_lib.config.legacy_datasets import COMPANIONS, LEGACY_KEYS, convert_datasets
 from recipes_lib.config.loader import check_text
+from recipes_lib.config.meanings import MEANINGS
 from recipes_lib.config.renames import RETIRED_VALUES, read_known
 from recipes_lib.config.secrets import is_secret_key
 from recipes_lib.config.suggest import explain_unknown
@@ -19,7 +20,6 @@ from recipes_lib.config.table import KeyTable, load_table
 from recipes_lib.config.values import plain_value
 from recipes_lib.errors import ConfigError, Problem
 
-_MASK_KEYS = {"loss_on", "assistant_only_loss", "completion_only_loss"}
 _LENGTH_KEYS = {"max_length", "max_seq_length"}
 
 
@@ -103,24 +103,21 @@ class _Rewriter:
             self._replace(entry, {}, f"`{key}` went into the datasets")
         elif key in self.table.keys:
             self._rewrite_value(entry, value)
-        elif is_secret_key(key):
-            self._replace(entry, {}, f"deleted `{key}`: secrets come from the environment", by_hand=True)
         elif key in read_known(self.table.stage):
             self._rewrite_retired(entry, value)
+        elif is_secret_key(key):
+            self._replace(entry, {}, f"deleted `{key}`: secrets come from the environment", by_hand=True)
         else:
             problem = explain_unknown(entry, self.table, self.taken)
             self._comment_out(entry, f"{problem.found}; {problem.remedy}")
 
     def remark_on_meaning(self) -> None:
         """Name what is spelled as before and means something else."""
-        if "loss_on" not in self.table.keys:
-            return
-        if not self.taken & _MASK_KEYS:
-            what = "chats train on the assistant's turns here, older TRL trained on all: `loss_on: all` does that"
-            self.changes.append(Change(0, what, by_hand=True))
-        if self.taken & _LENGTH_KEYS and "overlong" not in self.taken:
-            what = "examples longer than `max_length` are an error here, TRL cut them: `overlong: truncate` does that"
-            self.changes.append(Change(0, what, by_hand=True))
+        self.changes += [
+            Change(0, str(meaning), by_hand=True)
+            for meaning in MEANINGS
+            if meaning.concerns(self.taken, self.table.keys.keys())
+        ]
 
     def apply(self) -> str:
         """Return the text with every edit made."""

@@ -48,6 +48,7 @@ BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
     "dataloader_prefetch_factor": {"minimum": 1},
     "ddp_bucket_cap_mb": {"minimum": 1},
     "ddp_timeout": {"minimum": 1},
+    "device_hour_price": {"exclusiveMinimum": 0},
     "eval_delay": {"minimum": 0},
     "eval_steps": {"exclusiveMinimum": 0},
     "gradient_accumulation_steps": {"minimum": 1},

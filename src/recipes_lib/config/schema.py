@@ -127,6 +127,8 @@ class EvaluationConfig:
     """Length limit of a sample; samples are greedy."""
     metrics: list[str] | None = None
     """Metrics on the samples: import paths of ``evaluate.Metric`` classes, as ``package.module:Class``."""
+    device_hour_price: float | None = None
+    """Price of one GPU for an hour, in any currency, by which plan and card tell the cost. Unset: they tell none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,7 +68,7 @@ def describe_data(record: Record) -> Iterator[Row]:
 
 
 def describe_effort(record: Record, events: Sequence[Record]) -> Iterator[Row]:
-    """Yield what the training took: device, time, tokens, operations, and the energy that it can have drawn at most."""
+    """Yield what the training took: device, time, cost, tokens, operations, and at most how much energy."""
     last = next((event for event in reversed(events) if event.get("kind") == "train"), {})
     hardware, num_devices = record.get("hardware", {}), record.get("num_processes", 1)
     if hardware.get("device"):
@@ -76,6 +76,9 @@ def describe_effort(record: Record, events: Sequence[Record]) -> Iterator[Row]:
     hours = last.get("seconds", 0) / 3600
     if hours:
         yield "training time", f"{hours:.2f} h, {hours * num_devices:.2f} device hours"
+    price = record["config"].get("device_hour_price")
+    if hours and price:
+        yield "cost", f"{hours * num_devices * price:,.2f}, at {price:g} for a device hour"
     for name, word in (("num_tokens", "tokens"), ("num_target_tokens", "tokens trained on")):
         if last.get(name):
             yield word, f"{last[name]:,}"
