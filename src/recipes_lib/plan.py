@@ -1,6 +1,6 @@
 """``recipes plan``: what a pretraining run is, costs and does, from its YAML alone; no data, weights or network.
 
-Of PPO it tells the memory (``plan_ppo``).
+Of PPO it tells the memory (``plan_ppo``), of the other stages memory and time of a step (``plan_tuning``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from recipes_lib import plan_ppo
+from recipes_lib import plan_ppo, plan_tuning
 from recipes_lib.config.loader import parse_command, split_stage
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
@@ -52,13 +52,12 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         ConfigError: The configuration or a flag is wrong, the run has no known length, or the PNG cannot be written.
     """
-    if split_stage(argv)[0] == "ppo":
-        plan_ppo.main(argv)
+    stage, _ = split_stage(argv)
+    if stage != "pretrain":
+        (plan_ppo if stage == "ppo" else plan_tuning).main(argv)
         return
     parser = argparse.ArgumentParser(prog="recipes plan", description=__doc__, allow_abbrev=False)
-    parser.add_argument(
-        "--stage", default="pretrain", choices=["pretrain", "ppo"], help="recipe (default: by its name)"
-    )
+    parser.add_argument("--stage", help="recipe to plan (default: what the file's name begins with, or sft)")
     parser.add_argument("--config", metavar="F", help="the recipe; further --key value flags override it")
     parser.add_argument("--num_processes", type=int, default=1, help="data-parallel processes (default: 1)")
     parser.add_argument("--gpu", help="GPU to tell the hours on, such as H100")
@@ -66,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that is of use (default: 0.4)")
     parser.add_argument("--schedule", type=Path, metavar="PNG", help="draw learning rate and batch into this file")
     options, overrides = parser.parse_known_args(argv)
-    config = parse_command(options.stage, [*(["--config", options.config] if options.config else []), *overrides])
+    config = parse_command(stage, [*(["--config", options.config] if options.config else []), *overrides])
     if isinstance(config, str):
         sys.stdout.write(f"{config}\n")
         return
@@ -108,7 +107,13 @@ def describe_run(config: RecipeConfig, plan: PretrainingPlan, hardware: Hardware
     yield _label("operations", f"{compute_training_flops(size.active, num_tokens):.3g} by 6 x parameters x tokens")
     yield _label("", f"{counted:.3g} counted, every token attending to the {plan.max_length:,} of its row")
     yield _label("time", _tell_hours(counted, hardware, config))
+    if hardware is not None and (price := config.evaluation.device_hour_price) is not None:
+        device_hours = _count_hours(counted, hardware, config) * hardware.num_gpus
+        yield _label("cost", f"{device_hours * price:,.2f}, at {price:g} for a device hour")
     yield from _describe_schedule(config, plan.schedule)
+    if hardware is not None:
+        yield ""
+        yield from plan_tuning.describe_memory(config, model_config, hardware.num_gpus, hardware.gpu)
 
 
 def draw_curve(values: Sequence[float], height: int) -> list[str]:
@@ -180,21 +185,30 @@ def _tell_hours(num_flops: float, hardware: Hardware | None, config: RecipeConfi
     Raises:
         ConfigError: The peak of the GPU is not known.
     """
+    if hardware is None:
+        return "name a GPU: --gpu H100 --num_gpus 8 --mfu 0.4"
+    hours, peak = _count_hours(num_flops, hardware, config), _find_peak(hardware, config)
+    formula = f"{num_flops:.3g} / ({hardware.num_gpus} GPUs x {peak:.3g} FLOP/s x {hardware.mfu:g} MFU x 3600 s)"
+    return f"{hours:,.1f} hours, {hours / 24:,.1f} days, on {hardware.num_gpus:,} {hardware.gpu}: {formula}"
+
+
+def _count_hours(num_flops: float, hardware: Hardware, config: RecipeConfig) -> float:
+    from recipes_lib.planning.model_size import compute_hours
+
+    return compute_hours(num_flops, hardware.num_gpus, _find_peak(hardware, config), hardware.mfu)
+
+
+def _find_peak(hardware: Hardware, config: RecipeConfig) -> float:
     import torch
 
     from recipes_lib.planning.compute import peak_flops
-    from recipes_lib.planning.model_size import compute_hours
 
-    if hardware is None:
-        return "name a GPU: --gpu H100 --num_gpus 8 --mfu 0.4"
     dtype = torch.float16 if config.training.get("fp16") else torch.bfloat16
     peak = peak_flops(hardware.gpu, dtype)
     if peak is None:
         found = f"the peak of {hardware.gpu!r} in {str(dtype).removeprefix('torch.')} is not known"
         raise ConfigError(Problem("--gpu", found, "write a name as `nvidia-smi -L` has it, such as H100 or A100"))
-    hours = compute_hours(num_flops, hardware.num_gpus, peak, hardware.mfu)
-    formula = f"{num_flops:.3g} / ({hardware.num_gpus} GPUs x {peak:.3g} FLOP/s x {hardware.mfu:g} MFU x 3600 s)"
-    return f"{hours:,.1f} hours, {hours / 24:,.1f} days, on {hardware.num_gpus:,} {hardware.gpu}: {formula}"
+    return peak
 
 
 def _describe_schedule(config: RecipeConfig, schedule: Schedule) -> Iterator[str]:

@@ -89,6 +89,8 @@ class TestShippedConfig:
         for key, revision in PINS.items():
             if path.parent.name != "demo" and values.get(key) not in (None, UNPINNED):
                 assert re.fullmatch("[0-9a-f]{40}", str(values.get(revision))), (key, revision)
+        for part in values.get("dataset_mixture", ()):
+            assert re.fullmatch("[0-9a-f]{40}", str(part.get("revision"))), part["name"]
 
     def test_a_misspelt_key_is_found_at_its_line(self, path: Path, tmp_path: Path) -> None:
         for entry in entries_of(path):

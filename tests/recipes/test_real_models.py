@@ -1,0 +1,230 @@
+"""The recipes of real models, offline: checked and planned on their models' shapes, run on small ones of their kind."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from tests import stand_ins
+from tests.distributed import sharding
+
+from recipes_lib.cli import main
+from recipes_lib.config.loader import load_config
+from recipes_lib.config.table import STAGES
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "recipes" / "configs"
+STAND_INS = {
+    "model_name_or_path": "model",
+    "teacher_model_name_or_path": "teacher",
+    "reward_model_name_or_path": "reward",
+}
+
+
+def read(path: Path) -> dict[str, Any]:
+    values: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return values
+
+
+CONFIGS = {
+    path.relative_to(FOLDER).with_suffix("").as_posix(): path
+    for path in sorted(FOLDER.rglob("*.yaml"))
+    if path.parent.name != "demo" and "model_name_or_path" in read(path)
+}
+PLANNED = re.compile(r"^# Planned for H100: (.*)$", re.MULTILINE)
+FEW = {
+    "bf16": "false",
+    "use_cpu": "true",
+    "max_steps": 2,
+    "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 2,
+    "gradient_accumulation_steps": 1,
+    "eval_strategy": "no",
+    "save_strategy": "no",
+    "max_truncated_fraction": 1,
+    "num_sample_prompts": 0,
+}
+FEW_OF_STAGE: dict[str, dict[str, Any]] = {
+    "pretrain": {"max_tokens": 2 * 2 * 64, "max_length": 64, "warmup_steps": 1, "test_split_size": 2},
+    "ppo": {"num_mini_batches": 2, "response_length": 8, "max_length": 96, "per_device_train_batch_size": 4},
+    "grpo": {
+        "num_generations": 2,
+        "steps_per_generation": 1,
+        "response_length": 8,
+        "max_length": 96,
+        "per_device_train_batch_size": 4,
+    },
+}
+NOT_OF_STAGE = {"pretrain": ("max_steps",), "reward": ("num_sample_prompts",)}
+# Bits need a package that need not be here; answers of a random model are never right, and nothing is learnt from that.
+INSTEAD = {
+    "load_in_4bit": "false",
+    "use_bnb_nested_quant": "true",
+    "optim": "adamw_torch",
+    "reward_funcs": "[tests.faults.stages:prefer_short]",
+}
+
+
+def find_stage(name: str) -> str:
+    return next(stage for stage in STAGES if name.split("/")[1].split("_")[0] == stage)
+
+
+def build_jobs(folder: Path, names: list[str]) -> Iterator[tuple[str, sharding.Job]]:
+    """Yield each recipe as a job: its own file, with a small model and rows of the same columns."""
+    for name in names:
+        values, stage = read(CONFIGS[name]), find_stage(name)
+        keys: dict[str, Any] = {"config": CONFIGS[name], "prepared_dir": folder / "prepared", **FEW}
+        if stage in ("ppo", "grpo", "rloo"):
+            del keys["prepared_dir"]
+        if stage not in ("sft", "lora", "distill"):
+            del keys["max_truncated_fraction"]
+        for key in NOT_OF_STAGE.get(stage, ()):
+            del keys[key]
+        keys |= FEW_OF_STAGE.get(stage, {})
+        for key, kind in STAND_INS.items():
+            if key in values:
+                known = values[key] if values[key] in stand_ins.SHAPES else values["model_name_or_path"]
+                place = folder / kind / known.replace("/", "--")
+                if not place.exists():
+                    stand_ins.save_small(known, place)
+                keys |= {key: place, key.replace("name_or_path", "revision"): "null"}
+        keys |= {key: value for key, value in INSTEAD.items() if key in values}
+        yield name, {"stage": stage, "keys": keys | replace_data(values, folder)}
+
+
+def replace_data(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the keys of the data, with files in the place of datasets."""
+    if "dataset_mixture" in values:
+        parts = [
+            {"name": str(stand_ins.write_rows(part["name"], folder)[0]), "weight": part["weight"]}
+            for part in values["dataset_mixture"]
+        ]
+        return {"dataset_mixture": json.dumps(parts)}
+    train, test = stand_ins.write_rows(values["dataset_name"], folder)
+    return {
+        "dataset_name": train,
+        "dataset_test_split": test,
+        "dataset_train_split": "train",
+        **{key: "null" for key in ("dataset_config", "dataset_revision") if key in values},
+    }
+
+
+def tell_plan(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """What ``recipes plan`` says of a recipe on the launch file and the processes of its own command, in one line."""
+
+    def build(model: Any) -> tuple[Any, None]:
+        known = model.model_name_or_path
+        return stand_ins.build_config(known), None
+
+    for module in ("plan_tuning", "models.loading", "plan"):
+        monkeypatch.setattr(f"recipes_lib.{module}.load_model_config", build, raising=False)
+    head = CONFIGS[name].read_text(encoding="utf-8").split("\n\n")[0]
+    command = next(line for line in head.splitlines() if str(CONFIGS[name].relative_to(ROOT)) in line)
+    launch = re.search(r"accelerate_configs/(\w+)\.yaml", command)
+    layout = launch[1] if launch else "single_gpu"
+    number = re.search(r"--num_processes (\d+)", command)
+    processes = number[1] if number else "1" if layout == "single_gpu" or find_stage(name) == "ppo" else "8"
+    flags = ["--config", str(CONFIGS[name]), "--num_processes", processes, "--gpu", "H100"]
+    assert main(["plan", *flags]) == 0
+    told = capsys.readouterr().out
+    part = told[told.index(f"accelerate_configs/{layout if find_stage(name) != 'ppo' else 'ddp'}.yaml") :]
+    memory = re.search(r"([\d.]+) GB (?:with all|at most)", part)
+    assert memory
+    time = re.search(r"time: ([\d.e-]+) s a step.*\n +([\d.]+) hours for 1,000,000,000", told)
+    whole = re.search(r"^time +([\d.,]+) hours", told, re.MULTILINE)
+    line = f"{memory[1]} GB on each GPU"
+    if time:
+        line += f"; {time[1]} s a step, {time[2]} hours for a billion tokens, at 40 % of the peak"
+    if whole:
+        line += f"; {whole[1]} hours at 40 % of the peak"
+    return f"{line}."
+
+
+QUICK = ["qwen3-0.6b/sft", "qwen3-0.6b/dpo", "smollm2-135m/lora", "smollm2-1.7b/pretrain_continued"]
+# Every stage and every kind of model; the others are in the slow tier.
+OF_EACH_KIND = [
+    *("gemma3-1b/sft", "smollm3-3b/sft", "mistral-7b/sft", "llama3-70b/lora_4bit", "smollm2-1.7b/pretrain_continued"),
+    *("llama3-8b/reward", "qwen3-0.6b/dpo", "qwen3-8b/ppo_rlvr", "llama3-1b/distill"),
+]
+PLANNABLE = [name for name in CONFIGS if find_stage(name) not in ("grpo", "rloo")]
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PLANNABLE]
+)
+def test_the_header_tells_what_the_planner_says(name, monkeypatch, capsys) -> None:
+    found = PLANNED.search(CONFIGS[name].read_text(encoding="utf-8"))
+    assert found, "write `# Planned for H100: ...` below the hardware"
+    assert found[1] == tell_plan(name, monkeypatch, capsys)
+
+
+def test_the_page_lists_every_recipe_with_what_its_header_plans() -> None:
+    rows = [line for line in (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").splitlines() if "](" in line]
+    assert len([row for row in rows if row.startswith("| [")]) == len(CONFIGS)
+    for name, path in CONFIGS.items():
+        (row,) = [row for row in rows if row.startswith(f"| [{name}](../{path.relative_to(ROOT)})")]
+        found = PLANNED.search(path.read_text(encoding="utf-8"))
+        assert (found[1].rstrip(".") if found else "") == row.rpartition("|")[0].rpartition("|")[2].strip()
+
+
+@pytest.mark.parametrize("name", stand_ins.SHAPES)
+def test_a_shape_is_that_of_the_published_model(name) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(stand_ins.build_config(name))
+    assert model.num_parameters() == stand_ins.SHAPES[name].num_parameters
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_is_checked_offline_on_the_shape_of_its_model(name, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(ROOT)
+    # Weights of 70B do not have to fit the disk of who checks.
+    monkeypatch.setattr("recipes_lib.planning.disk.shutil.disk_usage", lambda _: SimpleNamespace(free=10**14))
+    values, keys = read(CONFIGS[name]), {}
+    for key in STAND_INS:
+        if key in values:
+            known = values[key] if values[key] in stand_ins.SHAPES else values["model_name_or_path"]
+            keys |= {key: stand_ins.save_shape(known, tmp_path / key), key.replace("name_or_path", "revision"): "null"}
+    keys |= replace_data(values, tmp_path) | {"output_dir": tmp_path / "out", "use_cpu": "true"}
+    if find_stage(name) not in ("ppo", "grpo"):
+        keys["prepared_dir"] = tmp_path / "prepared"
+    if find_stage(name) == "pretrain":
+        keys["test_split_size"] = 2
+    flags = [f"--{key}={value}" for key, value in keys.items()]
+    code = main(["check", "--config", str(CONFIGS[name]), "--stage", find_stage(name), *flags])
+    told = capsys.readouterr()
+    assert code == 0, told.out + told.err
+    assert "ready to train" in told.out
+
+
+@pytest.mark.parametrize("names", [OF_EACH_KIND, pytest.param(list(CONFIGS), marks=pytest.mark.slow)], ids=len)
+def test_it_runs_two_steps_on_a_small_model_of_its_kind(names, tmp_path) -> None:
+    jobs = dict(build_jobs(tmp_path, names))
+    ended = sharding.run_jobs(jobs, tmp_path / "out")
+    assert ended["codes"] == dict.fromkeys(names, 0)
+    for name, job in jobs.items():
+        assert (tmp_path / "out" / name / "run.json").exists()
+        config = load_config(job["stage"], ["--config", str(CONFIGS[name])])
+        weights = "adapter_model" if config.adapter.use_peft else "model"
+        assert (tmp_path / "out" / name / f"{weights}.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_it_runs_on_two_processes_by_its_launch_file(layout, tmp_path) -> None:
+    names = [
+        name
+        for name, path in CONFIGS.items()
+        if ("fsdp2.yaml" in path.read_text(encoding="utf-8")) == (layout == "fsdp2")
+    ]
+    jobs = dict(build_jobs(tmp_path, names))
+    ended = sharding.run_jobs(jobs, tmp_path / "out", layout)
+    assert ended["codes"] == dict.fromkeys(names, 0)

@@ -1,0 +1,245 @@
+"""Stand-ins for the models and data of the shipped recipes: their shapes without weights, and models of their kind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from tests import tiny
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model's published ``config.json`` says of its size, and how many parameters its page tells.
+
+    Attributes:
+        model_type: As transformers names it.
+        sizes: Keys of its configuration.
+        num_parameters: Each shared one counted once.
+        template: Of TRL's ``chat_templates``, where its tokenizer has one; else the model is a base model.
+    """
+
+    model_type: str
+    sizes: Mapping[str, Any]
+    num_parameters: int
+    template: str | None = None
+
+
+def _sizes(
+    hidden: int, inner: int, layers: int, heads: int, groups: int, vocabulary: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "vocab_size": vocabulary,
+        **more,
+    }
+
+
+_TIED = {"tie_word_embeddings": True}
+_QWEN = {"head_dim": 128}
+_LLAMA_8B = _sizes(4096, 14336, 32, 32, 8, 128256, max_position_embeddings=131072)
+_LLAMA_70B = _sizes(8192, 28672, 80, 64, 8, 128256, max_position_embeddings=131072)
+_QWEN_06B = _sizes(1024, 3072, 28, 16, 8, 151936, max_position_embeddings=40960, **_QWEN, **_TIED)
+_QWEN_8B = _sizes(4096, 12288, 36, 32, 8, 151936, max_position_embeddings=40960, tie_word_embeddings=False, **_QWEN)
+_SMOLLM2 = {"max_position_embeddings": 8192, **_TIED}
+
+SHAPES: Mapping[str, Shape] = {
+    "meta-llama/Llama-3.1-8B": Shape("llama", _LLAMA_8B, 8_030_261_248),
+    "meta-llama/Llama-3.1-8B-Instruct": Shape("llama", _LLAMA_8B, 8_030_261_248, "llama3"),
+    "meta-llama/Llama-3.1-70B": Shape("llama", _LLAMA_70B, 70_553_706_496),
+    "meta-llama/Llama-3.3-70B-Instruct": Shape("llama", _LLAMA_70B, 70_553_706_496, "llama3"),
+    "meta-llama/Llama-3.2-1B": Shape(
+        "llama",
+        _sizes(2048, 8192, 16, 32, 8, 128256, max_position_embeddings=131072, **_TIED),
+        1_235_814_400,
+    ),
+    "Qwen/Qwen3-0.6B-Base": Shape("qwen3", _QWEN_06B, 596_049_920, "qwen3"),
+    "Qwen/Qwen3-0.6B": Shape("qwen3", _QWEN_06B, 596_049_920, "qwen3"),
+    "Qwen/Qwen3-8B-Base": Shape("qwen3", _QWEN_8B, 8_190_735_360, "qwen3"),
+    "Qwen/Qwen3-8B": Shape("qwen3", _QWEN_8B, 8_190_735_360, "qwen3"),
+    "Qwen/Qwen2.5-0.5B-Instruct": Shape(
+        "qwen2", _sizes(896, 4864, 24, 14, 2, 151936, max_position_embeddings=32768, **_TIED), 494_032_768, "qwen2_5"
+    ),
+    "mistralai/Mistral-7B-v0.1": Shape(
+        "mistral",
+        _sizes(4096, 14336, 32, 32, 8, 32000, max_position_embeddings=32768, sliding_window=4096),
+        7_241_732_096,
+    ),
+    "alignment-handbook/zephyr-7b-sft-full": Shape(
+        "mistral",
+        _sizes(4096, 14336, 32, 32, 8, 32000, max_position_embeddings=32768, sliding_window=4096),
+        7_241_732_096,
+        "zephyr",
+    ),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": Shape(
+        "llama", _sizes(576, 1536, 30, 9, 3, 49152, **_SMOLLM2), 134_515_008, "chatml"
+    ),
+    "HuggingFaceTB/SmolLM2-1.7B": Shape("llama", _sizes(2048, 8192, 24, 32, 32, 49152, **_SMOLLM2), 1_711_376_384),
+    "HuggingFaceTB/SmolLM3-3B-Base": Shape(
+        "smollm3", _sizes(2048, 11008, 36, 16, 4, 128256, max_position_embeddings=65536, **_TIED), 3_075_098_624
+    ),
+    "google/gemma-3-1b-it": Shape(
+        "gemma3_text",
+        _sizes(1152, 6912, 26, 4, 1, 262144, max_position_embeddings=32768, head_dim=256, sliding_window=512),
+        999_885_952,
+        "gemma3",
+    ),
+}
+"""Hub id -> shape."""
+
+
+def build_config(name: str, **changes: Any) -> Any:
+    """Build the configuration of the model ``name``."""
+    shape = SHAPES[name]
+    return AutoConfig.for_model(shape.model_type, **{"dtype": "bfloat16", **shape.sizes, **changes})
+
+
+TEMPLATES: Mapping[str, str] = {
+    "chatml": tiny.CHATML_TEMPLATE,
+    "zephyr": "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>\n' + message['content'] + eos_token + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
+}
+"""Chat templates that TRL does not have."""
+TOKENS: Mapping[str, tuple[tuple[str, ...], str, str | None]] = {
+    "llama": (
+        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|finetune_right_pad_id|>"),
+        "<|eot_id|>",
+        None,
+    ),
+    "mistral": (("<s>", "<unk>"), "</s>", None),
+    "qwen": (("<|im_start|>", "<think>", "</think>"), "<|im_end|>", "<|endoftext|>"),
+    "smol": (("<|im_start|>",), "<|im_end|>", None),
+    "gemma": (("<bos>", "<start_of_turn>", "<end_of_turn>"), "<eos>", "<pad>"),
+}
+"""Family -> special tokens, what ends a text, and what pads."""
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16384,
+}
+
+
+def find_family(name: str) -> str:
+    """Return the family whose tokens the tokenizer of ``name`` has."""
+    names = {
+        "Llama": "llama",
+        "Qwen": "qwen",
+        "SmolLM": "smol",
+        "gemma": "gemma",
+        "istral": "mistral",
+        "zephyr": "mistral",
+    }
+    return next(family for part, family in names.items() if part in name)
+
+
+def build_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """Build a small tokenizer with the special tokens and the chat template of the model ``name``."""
+    special, end, pad = TOKENS[find_family(name)]
+    tokenizer = tiny.build_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.add_special_tokens({"additional_special_tokens": [*special, end, *([pad] if pad else [])]})
+    tokenizer.eos_token, tokenizer.pad_token = end, pad
+    if special[0].startswith(("<|begin", "<s", "<bos")):
+        tokenizer.bos_token = special[0]
+    template = SHAPES[name].template
+    if template is not None:
+        path = Path(trl.__file__).parent / "chat_templates" / f"{template}.jinja"
+        tokenizer.chat_template = TEMPLATES.get(template) or path.read_text(encoding="utf-8")
+    tokenizer.model_max_length = 131072
+    return tokenizer
+
+
+def save_shape(name: str, folder: Path) -> Path:
+    """Write configuration and tokenizer of the model ``name``, in its full size and without weights."""
+    tokenizer = build_tokenizer(name)
+    build_config(name, **_ids(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_small(name: str, folder: Path) -> Path:
+    """Write a random model of the kind of ``name``, small, with its tokenizer."""
+    tokenizer = build_tokenizer(name)
+    sizes = SMALL | {key: 8 for key in ("head_dim",) if key in SHAPES[name].sizes}
+    config = build_config(name, **sizes, vocab_size=len(tokenizer), dtype="float32", **_ids(tokenizer))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int | None]:
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {name: getattr(tokenizer, name) for name in names}
+
+
+def make_rows(dataset: str, num_rows: int, *, offset: int = 0) -> list[dict[str, Any]]:
+    """Make rows with the columns of a dataset of the Hub."""
+    return [_ROWS[dataset](number + offset) for number in range(num_rows)]
+
+
+def write_rows(dataset: str, folder: Path) -> tuple[Path, Path]:
+    """Write rows to train on, and rows that are held out, and return both files."""
+    paths = []
+    for name, num_rows, offset in (("train", 24, 0), ("test", 4, 100)):
+        path = folder / f"{dataset.replace('/', '--')}_{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in make_rows(dataset, num_rows, offset=offset)))
+        paths.append(path)
+    return paths[0], paths[1]
+
+
+def _turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _chat(number: int) -> dict[str, Any]:
+    turns = [_turn("user", f"{number}?"), _turn("assistant", f"{number}, yes."), _turn("user", "And then?")]
+    return {
+        "prompt": f"{number}?",
+        "prompt_id": f"{number:064x}",
+        "messages": [*turns, _turn("assistant", f"Then {number + 1}. " * (1 + number % 5))],
+    }
+
+
+def _pair(number: int) -> dict[str, Any]:
+    question = _turn("user", f"What is {number} times {number}?")
+    chosen = [question, _turn("assistant", f"It is {number * number}. " * (1 + number % 3))]
+    rejected = [question, _turn("assistant", "Who knows? " * (1 + number % 2) + str(number))]
+    return {
+        "prompt": question["content"],
+        "prompt_id": f"{number:064x}",
+        "chosen": chosen,
+        "rejected": rejected,
+        "messages": chosen,
+        "score_chosen": 8.0,
+        "score_rejected": 2.0,
+    }
+
+
+_ROWS: Mapping[str, Callable[[int], dict[str, Any]]] = {
+    "HuggingFaceH4/ultrachat_200k": _chat,
+    "HuggingFaceH4/ultrafeedback_binarized": _pair,
+    "HuggingFaceTB/smoltalk": lambda number: {"messages": _chat(number)["messages"], "source": "smol-magpie-ultra"},
+    "openai/gsm8k": lambda number: {
+        "question": f"Add {number} and 1.",
+        "answer": f"{number} + 1 = <<{number}+1={number + 1}>>{number + 1}\n#### {number + 1}",
+    },
+    "HuggingFaceTB/finemath": lambda number: {"url": f"https://example.org/{number}", "text": f"{number} + 1. " * 40},
+    "HuggingFaceFW/fineweb-edu": lambda number: {"id": str(number), "text": f"Rivers carry {number} grains. " * 30},
+}
