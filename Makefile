@@ -14,7 +14,7 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 
 .DEFAULT_GOAL := help
 SOAK_MINUTES ?= 60
-.PHONY: help install check test test-slow soak demo bench docs clean
+.PHONY: help install check test test-slow soak demo bench docs site clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | while IFS='|' read -r name text; do printf '  %-16s %s\n' "$$name" "$$text"; done
@@ -77,6 +77,10 @@ bench: $(STAMP) ## side-by-side benchmarks against transformers and TRL as insta
 docs: $(STAMP) ## write docs/configs.md, and check every link, path and command in the documentation
 	@$(PYTHON) -m recipes_lib.config.generate
 	@$(PYTHON) -m pytest -q tests/test_docs.py
+
+site: $(STAMP) ## build the documentation as a site into build/site
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt ".[docs]"
+	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --site-dir build/site
 
 clean: ## remove the environment, caches and build products
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

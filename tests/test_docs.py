@@ -10,8 +10,10 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from recipes_lib.cli import COMMANDS
 
@@ -107,6 +109,15 @@ def test_every_page_is_reached_from_the_index() -> None:
     index = ROOT / "docs" / "index.md"
     linked = {(index.parent / link).resolve() for link in LINK.findall(index.read_text())}
     assert sorted(set((ROOT / "docs").rglob("*.md")) - linked - {index}) == []
+
+
+def test_the_site_has_every_page_once() -> None:
+    def flatten(nav: list[Any]) -> Iterator[str]:
+        for entry in nav:
+            yield from [entry] if isinstance(entry, str) else flatten(*entry.values())
+
+    pages = list(flatten(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert sorted(pages) == sorted(page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md"))
 
 
 def test_the_readme_promises_no_exit_code_that_does_not_exist() -> None:

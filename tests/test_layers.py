@@ -41,6 +41,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "boundary": {"config", "errors", "peers", "stopping"},
     "cli": {"", "boundary", "errors"},
     "doctor": FOUNDATION,
+    "jobs": {"cluster", "config", "errors"},
     "launching": {"cluster", "config", "errors", "hardware", "training"},
     "inspection": STAGES | FOUNDATION,
     "check": {"config", "errors", "inspection", "training"},
@@ -51,8 +52,9 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "exporting": {"errors", "models", "training"},
     "merge": {"config", "errors", "models", "publish"},
     "sample_pairs": {"config", "data", "errors", "models", "rl", "training"},
-    "plan": {"config", "errors", "models", "plan_ppo", "planning", "report"},
+    "plan": {"config", "errors", "models", "plan_ppo", "plan_tuning", "planning", "report"},
     "plan_ppo": {"config", "errors", "models", "planning", "rl"},
+    "plan_tuning": {"config", "errors", "losses", "models", "planning", "rl", "training"},
     "publishing": {"config", "errors", "peers", "publish", "report", "training"},
     "reproduce": {"config", "environment", "errors"},
 }

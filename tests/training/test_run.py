@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from recipes_lib.config.show import flatten_config
 from recipes_lib.errors import ConfigError, DivergedError, LostPeerError, PreemptedError
 from recipes_lib.training.checkpoints import write_complete
 from recipes_lib.training.launch import Launch
-from recipes_lib.training.run import fingerprint_config, start_run
+from recipes_lib.training.run import describe_process, fingerprint_config, start_run
 from recipes_lib.training.watchdog import WATCHDOG
 
 ONE = Launch(rank=0, local_rank=0, world_size=1, engine="")
@@ -284,3 +285,17 @@ def test_a_run_that_hangs_is_recorded_as_stalled(tmp_path):
         record = json.loads((tmp_path / "run.json").read_text())
     assert record["status"] == "stalled"
     assert "1800 seconds" in record["error"]
+
+
+def test_each_of_several_processes_says_which_it_is_and_where_before_it_does_anything(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert describe_process(Launch(3, 1, 16, "FSDP")) == f"process 3 of 16: {socket.gethostname()}, cpu, FSDP"
+    start_run(make_config(tmp_path / "several"), TWO)
+    assert capsys.readouterr().err.startswith(f"process 0 of 2: {socket.gethostname()}, cpu\n")
+    monkeypatch.setenv("RECIPES_LAUNCHED", "4 ")
+    with pytest.raises(ConfigError, match="4 processes under no sharding were asked for"):
+        start_run(make_config(tmp_path / "another"), TWO)
+    assert "process 0 of 2" in capsys.readouterr().err
+    monkeypatch.delenv("RECIPES_LAUNCHED")
+    start_run(make_config(tmp_path / "alone"), ONE)
+    assert "process 0" not in capsys.readouterr().err

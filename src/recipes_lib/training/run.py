@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import platform
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -56,6 +57,7 @@ ENDS: Final = {
 _HARMLESS = (
     "dataloader_num_workers",
     "dataloader_pin_memory",
+    "device_hour_price",
     "hub_",
     "log_",
     "logging_",
@@ -157,6 +159,8 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
             checkpoint that both would have made; the differing keys are named.
         ConfigError: The checkpoint cannot be loaded by these processes, or they cannot share its batch.
     """
+    if launch.world_size > 1:
+        sys.stderr.write(f"{describe_process(launch)}\n")
     verify_expected(launch)
     verify_trackers(config)
     verify_combination(config, launch)
@@ -245,6 +249,14 @@ def describe_hardware() -> dict[str, Any]:
     else:
         hardware["device"] = torch.cpu.get_capabilities().get("cpu_name", platform.processor())
     return hardware
+
+
+def describe_process(launch: Launch) -> str:
+    """Return which of the processes this is, on which host and device: each tells it before it loads anything."""
+    device = torch.device("cpu") if not torch.cuda.is_available() else torch.device("cuda", launch.local_rank)
+    name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
+    told = f"process {launch.rank} of {launch.world_size}: {socket.gethostname()}, {name}"
+    return f"{told}, {launch.engine}" if launch.engine else told
 
 
 def _find_differences(previous: Mapping[str, Any], now: Mapping[str, Any], launch: Launch) -> list[str]:
