@@ -11,7 +11,12 @@ from typing import Any
 import torch
 import trl
 from tests import tiny
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 
 @dataclass(frozen=True)
@@ -171,14 +176,17 @@ def save_shape(name: str, folder: Path) -> Path:
     return folder
 
 
-def save_small(name: str, folder: Path) -> Path:
-    """Write a random model of the kind of ``name``, small, with its tokenizer."""
+def save_small(name: str, folder: Path, *, is_scorer: bool = False) -> Path:
+    """Write a random model of the kind of ``name``, small, with its tokenizer; with one score, if it is to judge."""
     tokenizer = build_tokenizer(name)
     sizes = SMALL | {key: 8 for key in ("head_dim",) if key in SHAPES[name].sizes}
     config = build_config(name, **sizes, vocab_size=len(tokenizer), dtype="float32", **_ids(tokenizer))
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if is_scorer:
+            config.num_labels = 1
+        auto_class = AutoModelForSequenceClassification if is_scorer else AutoModelForCausalLM
+        model = auto_class.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
