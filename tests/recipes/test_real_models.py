@@ -221,13 +221,9 @@ def test_it_runs_two_steps_on_a_small_model_of_its_kind(names, tmp_path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
-def test_it_runs_on_two_processes_by_its_launch_file(layout, tmp_path) -> None:
-    names = [
-        name
-        for name, path in CONFIGS.items()
-        if ("fsdp2.yaml" in path.read_text(encoding="utf-8")) == (layout == "fsdp2")
-    ]
-    jobs = dict(build_jobs(tmp_path, names))
-    ended = sharding.run_jobs(jobs, tmp_path / "out", layout)
-    assert ended["codes"] == dict.fromkeys(names, 0)
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_runs_on_two_processes_by_its_launch_file(name, tmp_path) -> None:
+    layout = "fsdp2" if "fsdp2.yaml" in CONFIGS[name].read_text(encoding="utf-8") else "ddp"
+    ended = sharding.run_jobs(dict(build_jobs(tmp_path, [name])), tmp_path / "out", layout)
+    assert ended["codes"] == {name: 0}
