@@ -184,7 +184,8 @@ class CheckpointingTrainer(Trainer):
         else:
             if self.args.should_save:
                 configs = self.model.peft_config.values() if is_adapter(self.model) else [self.model.config]
-                base: Any = self.model.get_base_model() if is_adapter(self.model) else self.model
+                model: Any = self.model
+                base = model.get_base_model() if is_adapter(model) else model
                 # As upstream's save_pretrained has it; FSDP2 puts its own word before the name of the class.
                 base.config.architectures = [type(base).__name__.removeprefix("FSDP")]
                 answers = [base.generation_config] if base.can_generate() else []
