@@ -47,18 +47,19 @@ def write_pairs(config: RecipeConfig, output: Path, num_answers: int) -> str:
         num_answers: To each prompt.
 
     Raises:
-        ConfigError: As ``load_policy``, ``load_rewards`` and ``PairFile``.
+        ConfigError: As ``load_policy``, ``load_rewards`` and ``RowFile``.
         DataError: As ``load_prompt_data``.
     """
     from transformers.utils.logging import disable_progress_bar
 
     from recipes_lib.data.prompts import load_prompt_data
+    from recipes_lib.data.row_file import RowFile
     from recipes_lib.data.store import compute_key
     from recipes_lib.models.attention import choose_attention
     from recipes_lib.models.generation import set_stop_tokens
     from recipes_lib.models.loading import load_model_config, load_tokenizer
     from recipes_lib.rl.answering import build_collector, hold_policy
-    from recipes_lib.rl.pairs import PairFile, sample_pairs
+    from recipes_lib.rl.pairs import PairCounts, sample_pairs
     from recipes_lib.rl.rewards import load_rewards
     from recipes_lib.training.arguments import build_training_arguments
     from recipes_lib.training.launch import read_launch
@@ -79,7 +80,8 @@ def write_pairs(config: RecipeConfig, output: Path, num_answers: int) -> str:
     collector = build_collector(config, args, models, rewards, tokenizer, progress, lambda: None)
     facts = {"prompts": prompts.record["fingerprint"], "num_answers": num_answers, "stop_ids": stop_ids}
     tokens = [prompt.input_ids for prompt in prompts.train]
-    file = PairFile(output, compute_key({**facts, "tokens": tokens, **describe_sampling(config, collector)}))
+    key = compute_key({**facts, "tokens": tokens, **describe_sampling(config, collector)})
+    file = RowFile(output, key, PairCounts(), what="pairs of another policy, other prompts, rewards or settings")
     file.write(sample_pairs(collector, prompts.train, num_answers, file.counts))
     return file.counts.describe()
 

@@ -24,7 +24,7 @@ from recipes_lib.config.loader import load_config
 from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.errors import PreemptedError
 from recipes_lib.models.loading import load_tokenizer
-from recipes_lib.rl.generation import GenerateBackend
+from recipes_lib.models.sampling import GenerateBackend
 from recipes_lib.rl.groups import build_group_trainer
 from recipes_lib.rl.models import ActorCritic, load_actor_critic
 from recipes_lib.rl.rewards import load_rewards

@@ -13,8 +13,8 @@ from tests.rl import keys_task
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.models.loading import load_tokenizer
+from recipes_lib.models.sampling import GenerateBackend, Sampling
 from recipes_lib.rl.collect import Collector
-from recipes_lib.rl.generation import GenerateBackend, Sampling
 from recipes_lib.rl.models import load_actor_critic
 from recipes_lib.rl.rewards import Rewards
 from recipes_lib.rl.rollout import compute_response_logps, lay_out

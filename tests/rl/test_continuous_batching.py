@@ -6,15 +6,15 @@ import functools
 
 import pytest
 import torch
-from tests.rl.test_generation import PROMPTS, STOPS, build_sampling, draw, measure_gap
+from tests.models.test_sampling import PROMPTS, STOPS, build_sampling, draw, measure_gap
 from tests.rl.test_rollout import build_policy
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.adapters import add_adapter
+from recipes_lib.models.sampling import mask_answers
 from recipes_lib.rl import continuous_batching
 from recipes_lib.rl.continuous_batching import ContinuousBatchingBackend
-from recipes_lib.rl.ppo_math import mask_answers
 
 # A cache as small as these answers need; by itself it takes most of the memory.
 SMALL = {"num_blocks": 64, "page_size": 16, "max_batch_tokens": 64}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.models.test_sampling import build_sampling
 from tests.rl import keys_task
 from tests.rl.reward_adapters import write_reward_adapter, write_reward_model
 from torch.autograd.graph import saved_tensors_hooks
@@ -17,7 +18,7 @@ from transformers import LlamaConfig
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.models.loading import load_model_config, load_tokenizer
-from recipes_lib.rl.generation import SampleByUniforms
+from recipes_lib.models.sampling import SampleByUniforms
 from recipes_lib.rl.memory import SAMPLING_BYTES, Weights, count_memory
 from recipes_lib.rl.models import load_actor_critic
 from recipes_lib.rl.rewards import load_rewards
@@ -177,7 +178,7 @@ def test_sampling_makes_no_more_of_a_logit_than_is_planned():
 
     scores = torch.randn(2, 1000).bfloat16()
     with Watch():
-        SampleByUniforms(torch.rand(2, 1, dtype=torch.float64), 0.7)(torch.zeros(2, 1, dtype=torch.int64), scores)
+        SampleByUniforms(torch.rand(2, 1, dtype=torch.float64), build_sampling(0.7))(torch.zeros(2, 1), scores)
     in_all = count(made.values()) / scores.numel()
     assert 0.5 * SAMPLING_BYTES < in_all <= SAMPLING_BYTES
 

@@ -1,18 +1,17 @@
-"""Pairs of a policy's own answers: which two are chosen, and a file that goes on behind its last whole batch."""
+"""Pairs of a policy's own answers: which two are chosen, and which prompts are left where a command was killed."""
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.rl import keys_task
+from tests.data.test_row_file import Killed, killed_after
 
 from recipes_lib.data.formats import canonicalize, detect_format
 from recipes_lib.data.prompts import PromptRow
-from recipes_lib.errors import ConfigError
-from recipes_lib.rl.pairs import Answered, PairCounts, PairFile, choose_pair, read_continuation, sample_pairs
+from recipes_lib.data.row_file import RowFile
+from recipes_lib.rl.pairs import Answered, PairCounts, choose_pair, sample_pairs
 
 
 def answers(*scores):
@@ -94,54 +93,20 @@ def test_an_answer_that_says_nothing_is_in_no_pair():
     assert [(row["chosen"], row["rejected"]) for row in rows] == [(" 2", " 1"), (" 5", " 3")]
 
 
-def test_the_white_space_between_a_prompt_and_its_answer_is_kept(tiny_tokenizer):
-    words = keys_task.build_tokenizer()
-    for tokenizer, prompt, answer in (
-        (words, words("w1 k1 k0").input_ids, words("k1 k1 <eos>").input_ids),
-        (tiny_tokenizer, tiny_tokenizer("Two and two").input_ids, tiny_tokenizer(" is four.").input_ids),
-    ):
-        start = tokenizer.decode(prompt)
-        whole = start + read_continuation(tokenizer, prompt, answer)
-        assert tokenizer(whole).input_ids == [*prompt, *(one for one in answer if one not in tokenizer.all_special_ids)]
-
-
-class Killed(Exception):
-    """The process ends."""
-
-
-def killed_after(batches, number):
-    for at, batch in enumerate(batches):
-        if at == number:
-            raise Killed
-        yield batch
-
-
-def test_a_killed_process_leaves_whole_batches_and_the_next_one_goes_on(tmp_path):
-    whole = PairFile(tmp_path / "whole.jsonl", "key")
+def test_a_killed_command_goes_on_with_the_prompts_that_are_left(tmp_path):
+    whole = open_pairs(tmp_path / "whole.jsonl")
     whole.write(sample_pairs(Collector(), PROMPTS, 2, whole.counts))
     path = tmp_path / "pairs.jsonl"
-    first = PairFile(path, "key")
+    first = open_pairs(path)
     with pytest.raises(Killed):
         first.write(killed_after(sample_pairs(Collector(), PROMPTS, 2, first.counts), 2))
-    with path.open("a") as file:
-        file.write('{"half a row')
-    again, collector = PairFile(path, "key"), Collector()
+    again, collector = open_pairs(path), Collector()
     assert again.counts.num_prompts == 4
     again.write(sample_pairs(collector, PROMPTS, 2, again.counts))
     assert collector.asked == [[8, 9]]
     assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert again.counts == whole.counts
-    done = PairFile(path, "key")
-    done.write(sample_pairs(Collector(), PROMPTS, 2, done.counts))
-    assert len([json.loads(line) for line in path.read_text().splitlines()]) == done.counts.num_pairs == 3
 
 
-def test_pairs_of_something_else_and_files_of_others_are_left_alone(tmp_path):
-    path = tmp_path / "pairs.jsonl"
-    file = PairFile(path, "key")
-    file.write(sample_pairs(Collector(), PROMPTS, 2, file.counts))
-    with pytest.raises(ConfigError, match="of another policy"):
-        PairFile(path, "another key")
-    (tmp_path / "mine.jsonl").write_text("mine")
-    with pytest.raises(ConfigError, match="not by this command"):
-        PairFile(tmp_path / "mine.jsonl", "key")
+def open_pairs(path):
+    return RowFile(path, "key", PairCounts(), what="other pairs")

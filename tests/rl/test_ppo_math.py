@@ -15,7 +15,6 @@ from recipes_lib.rl.ppo_math import (
     compute_rewards,
     compute_value_loss,
     estimate_kl,
-    mask_answers,
     penalise_missing_end,
     whiten,
 )
@@ -235,13 +234,6 @@ def test_as_a_loss_the_estimators_have_other_gradients():
         (P * k).sum().backward()
         assert logits.grad is not None
         torch.testing.assert_close(logits.grad, tensor(expected)[0], rtol=0, atol=1e-6)
-
-
-def test_an_answer_ends_with_its_first_stop_token():
-    ids = torch.tensor([[5, 6, 1, 0, 0], [5, 2, 1, 5, 1], [1, 0, 0, 0, 0], [5, 6, 7, 8, 0]])
-    got, finished = mask_answers(ids, {1, 2})
-    assert got.tolist() == mask((1, 1, 1, 0, 0), (1, 1, 0, 0, 0), (1, 0, 0, 0, 0), (1, 1, 1, 1, 1)).tolist()
-    assert finished.tolist() == [True, True, True, False]
 
 
 def test_an_answer_that_ran_into_the_limit_is_charged():

@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.models.sampling import Sampling
 from recipes_lib.rl.collect import Collector
 from recipes_lib.rl.engines import build_generator
-from recipes_lib.rl.generation import Sampling
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.rewards import Rewards
 from recipes_lib.training.arguments import get_compute_dtype

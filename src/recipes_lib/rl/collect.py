@@ -14,9 +14,8 @@ from torch import Tensor, distributed
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from recipes_lib.data.prompts import PromptRow
-from recipes_lib.rl.generation import Generator
+from recipes_lib.models.sampling import Generator, mask_answers
 from recipes_lib.rl.models import ActorCritic
-from recipes_lib.rl.ppo_math import mask_answers
 from recipes_lib.rl.rewards import Rewards
 from recipes_lib.rl.rollout import (
     Rollout,

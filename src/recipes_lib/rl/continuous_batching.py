@@ -12,7 +12,7 @@ from transformers import ContinuousBatchingConfig
 
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.generation import build_plain_generation
-from recipes_lib.rl.generation import Generated, Sampling, join_answers
+from recipes_lib.models.sampling import Generated, Sampling, join_answers
 
 KEY: Final = "transformers_continuous_batching_config"
 _OWN: Final = ("return_logprobs", "seed")

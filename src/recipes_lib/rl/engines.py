@@ -8,8 +8,8 @@ import torch
 
 from recipes_lib.config.schema import EngineConfig
 from recipes_lib.errors import DivergedError
+from recipes_lib.models.sampling import GenerateBackend, Generator, Sampling
 from recipes_lib.rl.continuous_batching import ContinuousBatchingBackend
-from recipes_lib.rl.generation import GenerateBackend, Generator, Sampling
 from recipes_lib.rl.monitor import TOLERANCE
 from recipes_lib.rl.ppo_math import MAX_IMPORTANCE_WEIGHT
 from recipes_lib.rl.rollout import Rollout

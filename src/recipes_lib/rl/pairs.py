@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedTokenizerBase
-
 from recipes_lib.data.prompts import PromptRow
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.sampling import read_continuation
 from recipes_lib.rl.collect import Collector
 
 
@@ -108,22 +103,6 @@ def sample_pairs(
         yield rows
 
 
-def read_continuation(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], answer: Sequence[int]) -> str:
-    """The text of an answer as it goes on behind its prompt, with the white space in between that decoders strip.
-
-    Args:
-        tokenizer: Of the policy.
-        prompt: Token ids.
-        answer: Token ids.
-    """
-
-    def read(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
-
-    whole, start = read([*prompt, *answer]), read(prompt)
-    return whole[len(start) :] if whole.startswith(start) else read(answer)
-
-
 def _build_row(prompt: PromptRow, best: Answered, worst: Answered) -> dict[str, Any]:
     def lay_out(text: str) -> Any:
         return text if isinstance(prompt.content, str) else [{"role": "assistant", "content": text}]
@@ -135,47 +114,3 @@ def _build_row(prompt: PromptRow, best: Answered, worst: Answered) -> dict[str, 
         "score_chosen": best.score,
         "score_rejected": worst.score,
     }
-
-
-class PairFile:
-    """Rows on disk, with a record beside them of what they are of and how far they are.
-
-    A process that is killed leaves whole batches, and the next one goes on behind them.
-    """
-
-    def __init__(self, path: Path, key: str) -> None:
-        """Open a file of pairs, new or begun.
-
-        Args:
-            path: Of the rows, JSON Lines.
-            key: Of everything that decides them.
-
-        Raises:
-            ConfigError: There is a file that this command did not write, or of other pairs.
-        """
-        self._path, self._key = path, key
-        self._record = path.with_name(f"{path.name}.record.json")
-        self.counts = PairCounts()
-        if self._record.exists():
-            record = json.loads(self._record.read_text(encoding="utf-8"))
-            if record.pop("key") != key:
-                found = "holds pairs of another policy, other prompts, rewards or settings"
-                raise ConfigError(Problem(str(path), found, "name another --output, or delete it and its record"))
-            self.counts = PairCounts(**record)
-        elif path.exists():
-            raise ConfigError(Problem(str(path), "is there, and not by this command", "name another --output"))
-
-    def write(self, batches: Iterator[Sequence[dict[str, Any]]]) -> None:
-        """Append batches of rows; each is on disk before it is counted there."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("ab") as file:
-            # What a killed process wrote and did not count is written again.
-            file.truncate(self.counts.num_bytes)
-            for rows in batches:
-                text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-                self.counts.num_bytes += file.write(text.encode())
-                file.flush()
-                os.fsync(file.fileno())
-                partial = self._record.with_suffix(".partial")
-                partial.write_text(json.dumps({"key": self._key, **asdict(self.counts)}, indent=1), encoding="utf-8")
-                partial.replace(self._record)

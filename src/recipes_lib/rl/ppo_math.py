@@ -6,7 +6,6 @@ What stands where it is False never counts.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -16,24 +15,6 @@ MAX_IMPORTANCE_WEIGHT = 2.0
 """Cap of the factor by which the trained model finds a token likelier than the engine that sampled it."""
 MAX_LOG_RATIO = 20.0
 """Largest log-ratio that is exponentiated: beyond it only the clip decides, and ``exp`` would overflow."""
-
-
-def mask_answers(response_ids: Tensor, stop_ids: Collection[int]) -> tuple[Tensor, Tensor]:
-    """Which tokens belong to the answers, and which answers ended by themselves.
-
-    The first stop token ends an answer and belongs to it; what a batched generation put behind it does not. Padding is
-    never told by its id.
-
-    Args:
-        response_ids: ``int64 (B, T)``, generated tokens alone: a stop token of the prompt ends nothing.
-        stop_ids: Every token that ends an answer.
-
-    Returns:
-        ``bool (B, T)`` mask and ``bool (B,)``, True where an answer ended before the limit.
-    """
-    is_stop = torch.isin(response_ids, torch.tensor(sorted(stop_ids), device=response_ids.device))
-    num_stops_before = is_stop.cumsum(dim=1) - is_stop.long()
-    return num_stops_before == 0, is_stop.any(dim=1)
 
 
 def estimate_kl(logps: Tensor, ref_logps: Tensor) -> Tensor:

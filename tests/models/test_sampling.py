@@ -7,12 +7,20 @@ import contextlib
 import numpy as np
 import pytest
 import torch
+from tests.rl import keys_task
 from tests.rl.test_rollout import CPU, VOCABULARY, build_policy, build_rollout
 
+from recipes_lib.models import sampling
 from recipes_lib.models.heads import add_loss_head
-from recipes_lib.rl import generation
-from recipes_lib.rl.generation import GenerateBackend, Generated, SampleByUniforms, Sampling, join_answers
-from recipes_lib.rl.ppo_math import mask_answers
+from recipes_lib.models.sampling import (
+    GenerateBackend,
+    Generated,
+    SampleByUniforms,
+    Sampling,
+    join_answers,
+    mask_answers,
+    read_continuation,
+)
 from recipes_lib.rl.rollout import Rollout, compute_response_logps, lay_out
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
@@ -58,7 +66,7 @@ def draw(count: int) -> torch.Tensor:
 def test_samples_are_distributed_as_the_model_says():
     """Inverting the distribution at evenly spaced numbers gives each token its share, to one part in their number."""
     logits, count = torch.tensor([[0.0, 2.0, -1.0, -torch.inf, 1.0]]), 10_000
-    sampler = SampleByUniforms((torch.arange(count, dtype=torch.float64)[:, None] + 0.5) / count, 0.7)
+    sampler = SampleByUniforms((torch.arange(count, dtype=torch.float64)[:, None] + 0.5) / count, build_sampling(0.7))
     chosen = sampler(torch.zeros(count, 1), logits.expand(count, -1)).argmax(dim=1)
     probabilities = (logits[0] / 0.7).softmax(0)
     shares = torch.bincount(chosen, minlength=5) / count
@@ -69,7 +77,7 @@ def test_samples_are_distributed_as_the_model_says():
 def test_a_token_without_probability_is_never_sampled():
     ends = torch.tensor([[0.0], [1 - 2**-53]], dtype=torch.float64)
     logits = torch.tensor([[-torch.inf, 1.0, 1.0, -torch.inf]]).expand(2, -1)
-    assert SampleByUniforms(ends, 1.0)(torch.zeros(2, 1), logits).argmax(dim=1).tolist() == [1, 2]
+    assert SampleByUniforms(ends, build_sampling())(torch.zeros(2, 1), logits).argmax(dim=1).tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -102,7 +110,7 @@ def test_giving_up_rows_that_ended_changes_no_answer(kind, monkeypatch):
     assert len(calls) > 2
     assert calls == sorted(calls, reverse=True)
     assert calls[0] == 16 > 2 * calls[-1]
-    monkeypatch.setattr(generation, "build_cache", lambda *_: None)
+    monkeypatch.setattr(sampling, "build_cache", lambda *_: None)
     calls.clear()
     expected = build_backend().generate(policy, prompts, uniforms)
     assert calls == [16]
@@ -118,6 +126,16 @@ def test_its_log_probabilities_are_those_of_the_training_graph(kind, temperature
     policy = build_policy(kind)
     generated = build_backend(temperature).generate(policy, PROMPTS, draw(4))
     assert measure_gap(policy, PROMPTS, generated, temperature) < 1e-5
+
+
+def test_tokens_beyond_those_allowed_are_never_sampled():
+    logits = torch.tensor([[0.0, 1.0, 2.0, 9.0]]).expand(100, -1)
+    uniforms = torch.from_numpy(np.random.default_rng(3).random((100, 1)))
+    sampler = SampleByUniforms(uniforms, build_sampling(num_tokens=3))
+    chosen = sampler(torch.zeros(100, 1), logits).argmax(dim=1)
+    assert set(chosen.tolist()) == {0, 1, 2}
+    expected = logits[0, :3].log_softmax(0)[chosen]
+    torch.testing.assert_close(sampler.read_logps()[:, 0], expected)
 
 
 def test_a_stop_token_of_the_prompt_ends_nothing():
@@ -140,3 +158,21 @@ def test_answers_of_an_engine_become_a_batch_and_one_that_was_cut_short_is_none(
     assert joined.engine_logps[0].tolist() == [-0.5, -0.25, *[0.0] * 7]
     with pytest.raises(RuntimeError, match="after 2 of 9 tokens without a stop token"):
         join_answers([([9, 8], [-0.5, -0.25])], build_sampling())
+
+
+def test_an_answer_ends_with_its_first_stop_token():
+    ids = torch.tensor([[5, 6, 1, 0, 0], [5, 2, 1, 5, 1], [1, 0, 0, 0, 0], [5, 6, 7, 8, 0]])
+    mask, finished = mask_answers(ids, {1, 2})
+    assert mask.int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0], [1, 1, 1, 1, 1]]
+    assert finished.tolist() == [True, True, True, False]
+
+
+def test_the_white_space_between_a_prompt_and_its_answer_is_kept(tiny_tokenizer):
+    words = keys_task.build_tokenizer()
+    for tokenizer, prompt, answer in (
+        (words, words("w1 k1 k0").input_ids, words("k1 k1 <eos>").input_ids),
+        (tiny_tokenizer, tiny_tokenizer("Two and two").input_ids, tiny_tokenizer(" is four.").input_ids),
+    ):
+        start = tokenizer.decode(prompt)
+        whole = start + read_continuation(tokenizer, prompt, answer)
+        assert tokenizer(whole).input_ids == [*prompt, *(one for one in answer if one not in tokenizer.all_special_ids)]

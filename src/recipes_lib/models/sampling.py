@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from recipes_lib.models.generation import build_plain_generation, pad_left
 from recipes_lib.models.generation_cache import build_cache
@@ -38,6 +44,7 @@ class Sampling:
         response_length: Longest answer.
         temperature: Divides the logits.
         beat: Called whenever there is progress: with ``generate`` at each token, with an engine at each step or part.
+        num_tokens: Tokens that may be sampled, the first of the vocabulary; ``None``: all. Of ``generate`` alone.
     """
 
     stop_ids: Sequence[int]
@@ -45,6 +52,7 @@ class Sampling:
     response_length: int
     temperature: float
     beat: Callable[[], None] = lambda: None
+    num_tokens: int | None = None
 
 
 class Generator(Protocol):
@@ -83,7 +91,7 @@ class GenerateBackend:
     so that a batch does not cost as much as if all of its answers were as long as the longest.
 
     Source: ``GenerationMixin.generate``; answers as those of one plain call, and log-probabilities as those of the
-    training graph, in ``tests/rl/test_generation.py``.
+    training graph, in ``tests/models/test_sampling.py``.
     """
 
     name = "generate"
@@ -115,7 +123,7 @@ class GenerateBackend:
         cache = build_cache(policy, ids.shape[1] + length)
         while len(rows) and done < length:
             half = HalfEnded(self._sampling.stop_ids, rows)
-            sampler = SampleByUniforms(uniforms[rows, done:], self._sampling.temperature, self._sampling.beat)
+            sampler = SampleByUniforms(uniforms[rows, done:], self._sampling)
             sequences = self._go_on(policy, ids, mask, length - done, sampler, cache, half)
             new = sequences[:, ids.shape[1] :]
             now = slice(done, done + new.shape[1])
@@ -169,27 +177,44 @@ class SampleByUniforms(LogitsProcessor):
     whole answer are ever held.
     """
 
-    def __init__(self, uniforms: Tensor, temperature: float, beat: Callable[[], None] = lambda: None) -> None:
-        """Sample at ``uniforms``, ``float64 (B, T)``; ``beat`` is called at each token."""
+    def __init__(self, uniforms: Tensor, sampling: Sampling) -> None:
+        """Sample at ``uniforms``, ``float64 (B, T)``."""
         self._uniforms = uniforms
-        self._temperature = temperature
-        self._beat = beat
+        self._sampling = sampling
         self._logps: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Leave each row its sampled token alone."""
-        self._beat()
-        logps = (scores.float() / self._temperature).log_softmax(dim=-1)
+        self._sampling.beat()
+        logps = (scores[:, : self._sampling.num_tokens].float() / self._sampling.temperature).log_softmax(dim=-1)
         # In double precision: at the end of a large vocabulary single steps are too coarse for rare tokens.
         cumulative = logps.double().exp().cumsum(dim=-1)
         at = self._uniforms[:, len(self._logps), None] * cumulative[:, -1:]
-        chosen = torch.searchsorted(cumulative, at, right=True).clamp(max=scores.shape[-1] - 1)
+        chosen = torch.searchsorted(cumulative, at, right=True).clamp(max=logps.shape[-1] - 1)
         self._logps.append(logps.gather(1, chosen).squeeze(1))
         return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
 
     def read_logps(self) -> Tensor:
         """Log-probabilities of the sampled tokens, ``float32 (B, T)``."""
         return torch.stack(self._logps, dim=1)
+
+
+def mask_answers(response_ids: Tensor, stop_ids: Collection[int]) -> tuple[Tensor, Tensor]:
+    """Which tokens belong to the answers, and which answers ended by themselves.
+
+    The first stop token ends an answer and belongs to it; what a batched generation put behind it does not. Padding is
+    never told by its id.
+
+    Args:
+        response_ids: ``int64 (B, T)``, generated tokens alone: a stop token of the prompt ends nothing.
+        stop_ids: Every token that ends an answer.
+
+    Returns:
+        ``bool (B, T)`` mask and ``bool (B,)``, True where an answer ended before the limit.
+    """
+    is_stop = torch.isin(response_ids, torch.tensor(sorted(stop_ids), device=response_ids.device))
+    num_stops_before = is_stop.cumsum(dim=1) - is_stop.long()
+    return num_stops_before == 0, is_stop.any(dim=1)
 
 
 def join_answers(answers: Sequence[tuple[Sequence[int], Sequence[float]]], sampling: Sampling) -> Generated:
@@ -211,3 +236,19 @@ def join_answers(answers: Sequence[tuple[Sequence[int], Sequence[float]]], sampl
         response_ids[row, : len(ids)] = torch.tensor(ids)
         engine_logps[row, : len(ids)] = torch.tensor(logps)
     return Generated(response_ids, engine_logps)
+
+
+def read_continuation(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], answer: Sequence[int]) -> str:
+    """The text of an answer as it goes on behind its prompt, with the white space in between that decoders strip.
+
+    Args:
+        tokenizer: Of the policy.
+        prompt: Token ids.
+        answer: Token ids.
+    """
+
+    def read(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    whole, start = read([*prompt, *answer]), read(prompt)
+    return whole[len(start) :] if whole.startswith(start) else read(answer)
