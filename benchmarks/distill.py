@@ -98,7 +98,7 @@ def measure_ours(shape: str, rows: Any, tokenizer: Any, output_dir: str, meter: 
     import torch
     from trl import SFTConfig
 
-    from recipes_lib.config.schema import DistillationConfig
+    from recipes_lib.config.distillation_keys import DistillationConfig
     from recipes_lib.data.collators import PackedCollator
     from recipes_lib.models.distillation import ask_teacher
     from recipes_lib.models.heads import add_loss_head

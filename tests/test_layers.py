@@ -50,6 +50,8 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "distill_store": {"config", "data", "errors", "models", "training"},
     "student": {"config", "errors", "models"},
     "exporting": {"errors", "models", "training"},
+    "distill_chain": {"config", "errors", "models", "planning"},
+    "distill_write": {"config", "data", "errors", "models", "training"},
     "merge": {"config", "errors", "models", "publish"},
     "sample_pairs": {"config", "data", "errors", "models", "rl", "training"},
     "plan": {"config", "errors", "models", "plan_ppo", "plan_tuning", "planning", "report"},

@@ -32,6 +32,8 @@ COMMANDS = {
     "prepare": Command("recipes_lib.commands:prepare", "tokenise, mask and pack once; training then tokenises nothing"),
     "distill-store": Command("recipes_lib.distill_store:main", "keep what a teacher says of all rows, to distil from"),
     "student": Command("recipes_lib.student:main", "cut a student out of its teacher's layers, to be distilled"),
+    "distill-chain": Command("recipes_lib.distill_chain:main", "distil by way of assistants, and compare with none"),
+    "distill-write": Command("recipes_lib.distill_write:main", "let a teacher answer prompts, as rows to fine-tune on"),
     "tokenizer": Command("recipes_lib.tokenizer:main", "train a tokenizer on any data, and say how well it does"),
     "plan": Command("recipes_lib.plan:main", "say what a run is, holds and takes, before it starts"),
     "sample-pairs": Command("recipes_lib.sample_pairs:main", "make pairs of a policy's own answers, by its rewards"),

@@ -43,15 +43,19 @@ def run_on_two_processes(module: str, *arguments: Any) -> None:
 
 
 @pytest.mark.multiprocess
-def test_two_processes_distil_as_one_does(tiny_model_dir: Path, tiny_tokenizer_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [{}, {"lmbda": 0.5, "response_length": 6}], ids=["texts", "answers"])
+def test_two_processes_distil_as_one_does(
+    tiny_model_dir: Path, tiny_tokenizer_dir: Path, tmp_path: Path, more: dict[str, Any]
+) -> None:
     student_dir = students.save_student(tmp_path / "student", tiny_tokenizer_dir)
     trainer, recorder, _ = students.make_distiller(
-        student_dir, tiny_model_dir, tmp_path / "one", make_packs(), **KEYS, **LAYERS, **ONE
+        student_dir, tiny_model_dir, tmp_path / "one", make_packs(), **KEYS, **LAYERS, **ONE, **more
     )
     trainer.train()
     two = tmp_path / "two"
     two.mkdir()
-    run_on_two_processes("tests.training.students", student_dir, tiny_model_dir, two, json.dumps(KEYS | LAYERS | TWO))
+    keys = json.dumps(KEYS | LAYERS | TWO | more)
+    run_on_two_processes("tests.training.students", student_dir, tiny_model_dir, two, keys)
     logs = json.loads((two / "logs.json").read_text())
     assert len(logs) == len(recorder.logs) == 4
     for expected, got in zip(recorder.logs, logs, strict=True):

@@ -30,6 +30,7 @@ CELLS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dpo live": ("dpo", 4, {"precompute_ref_log_probs": "false"}),
     "dpo adapter stored": ("dpo adapter", 1, {}),
     "distill": ("distill", 4, {}),
+    "distill on policy": ("distill", 4, {"lmbda": 0.5, "distillation_beta": 1.0, "response_length": 8}),
 }
 SLOW_CELLS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "sft packed once": ("sft", 1, {}),

@@ -13,13 +13,14 @@ from tests.training.trajectories import Recorder, make_packs
 from torch import distributed
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from recipes_lib.config.distillation_keys import DistillationConfig
 from recipes_lib.config.layer_keys import LayersConfig
 from recipes_lib.config.schema import (
     DataConfig,
-    DistillationConfig,
     EvaluationConfig,
     ModelConfig,
     RecipeConfig,
+    RewardsConfig,
     TokensConfig,
 )
 from recipes_lib.data.collators import PackedCollator
@@ -71,6 +72,7 @@ def build_config(student_dir: Path, teacher_dir: Path, output_dir: Path, **keys:
     """A run in full precision on rows that are handed in; keys of distillation among those of training."""
     fields, layers = DistillationConfig.__dataclass_fields__, LayersConfig.__dataclass_fields__
     attention = keys.pop("attn_implementation", "sdpa")
+    rewards = RewardsConfig(response_length=keys.pop("response_length", 8))
     return RecipeConfig(
         stage="distill",
         path=None,
@@ -78,6 +80,7 @@ def build_config(student_dir: Path, teacher_dir: Path, output_dir: Path, **keys:
         tokens=TokensConfig(prepared_dir=keys.pop("prepared_dir", None)),
         model=ModelConfig(model_name_or_path=str(student_dir), attn_implementation=attention),
         evaluation=EvaluationConfig(),
+        rewards=rewards,
         distillation=DistillationConfig(
             teacher_model_name_or_path=str(teacher_dir),
             **{name: value for name, value in keys.items() if name in fields},

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from recipes_lib.training.sharded_models import prepare_frozen, reshard, settle_precision
+from recipes_lib.training.sharded_models import gathered, prepare_frozen, reshard, settle_precision
 
 
 def build_accelerator(policy: MixedPrecisionPolicy | None, *, is_fsdp2: bool = True) -> SimpleNamespace:
@@ -56,3 +56,9 @@ def test_what_is_not_sharded_stays_whole():
     model = nn.Linear(2, 2)
     reshard(model)
     assert model.weight.shape == (2, 2)
+
+
+def test_what_is_not_sharded_is_there_already():
+    model = nn.Linear(2, 2)
+    with gathered(model):
+        assert model.weight.shape == (2, 2)

@@ -1,5 +1,6 @@
 """Spikes are found, noise and descent are not; by the formula, on curves of real runs and on simulated ones."""
 
+import json
 import math
 
 import numpy as np
@@ -90,3 +91,16 @@ def test_what_was_seen_travels_and_too_little_is_not_judged():
     restored.restore({})
     assert find_spikes([3.0] * (MIN_STEPS - 1) + [300.0]) == []
     assert find_spikes([3.0] * MIN_STEPS + [300.0]) == [(MIN_STEPS, "loss")]
+
+
+def test_a_step_is_held_against_steps_of_its_kind():
+    """Two objectives in turn, one ten times the other: no spike, and a jump of the smaller one is still found."""
+    monitor, noise = SpikeMonitor(), np.random.default_rng(0).normal(1, 0.05, 200)
+    for step, factor in enumerate(noise):
+        kind, level = ("", 10.0) if step % 4 else ("answers", 1.0)
+        assert monitor.judge(level * factor, level * factor, kind) is None
+    restored = SpikeMonitor()
+    restored.restore(json.loads(json.dumps(monitor.export())))
+    for judge in (monitor.judge, restored.judge):
+        assert judge(5.0, 1.0, "answers") is not None
+        assert judge(5.0, 1.0) is None

@@ -245,9 +245,9 @@ def test_rows_of_pretraining_are_left_out_of_their_order(tiny_tokenizer_dir, tmp
     keys = {"max_steps": 12, "gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 1}
     judge, calls = SpikeMonitor.judge, []
 
-    def judge_once(monitor, loss, grad_norm):
+    def judge_once(monitor, loss, grad_norm, kind):
         calls.append(loss)
-        judge(monitor, loss, grad_norm)
+        judge(monitor, loss, grad_norm, kind)
         return Spike("loss", loss, 0.0, 0.0) if len(calls) == 7 else None
 
     monkeypatch.setattr(SpikeMonitor, "judge", judge_once)

@@ -129,6 +129,8 @@ BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
     "distillation_beta": {"minimum": 0, "maximum": 1},
     "distillation_temperature": {"exclusiveMinimum": 0},
     "projection_learning_rate": {"exclusiveMinimum": 0, "maximum": 1},
+    "lmbda": {"minimum": 0, "maximum": 1},
+    "sampling_temperature": {"exclusiveMinimum": 0},
     "teacher_top_k": {"minimum": 1},
 }
 """Range of each number, as JSON schema spells it; ``weight`` is that of a ``dataset_mixture`` entry, ``start_tokens``

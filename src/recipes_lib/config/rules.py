@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
-from recipes_lib.config.distillation_rules import check_distillation
+from recipes_lib.config.distillation_keys import check_distillation
 from recipes_lib.config.layer_keys import check_layers
 from recipes_lib.config.paths import check_paths
 from recipes_lib.config.policy import SHARE_OR_COUNT

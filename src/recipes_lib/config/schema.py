@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, Required, TypedDict
 
+from recipes_lib.config.distillation_keys import DistillationConfig
 from recipes_lib.config.layer_keys import LayersConfig
 
 DatasetFormat = Literal["auto", "messages", "prompt_completion", "text", "sharegpt", "alpaca", "preference"]
@@ -247,7 +248,7 @@ class GuardsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardsConfig:
-    """What answers are sampled in PPO, and what they are worth."""
+    """How long answers are that a model samples while it learns, and what they are worth."""
 
     response_length: int = 256
     """Longest answer, in tokens."""
@@ -307,8 +308,7 @@ class PPOConfig:
     kl_horizon: float = 10_000
     """Answers over which ``kl_coef`` follows ``kl_target_per_sequence``."""
     target_kl: float | None = 0.03
-    """The policy's updates of an iteration end once a minibatch is 1.5 times as far, in nats a token, from the policy
-    that answered. Unset: never."""
+    """Nats a token off the policy that answered; at 1.5 times as many an iteration's updates end. Unset: never."""
     gamma: float = 1.0
     """Discount of the rewards of later tokens."""
     lam: float = 0.95
@@ -324,35 +324,13 @@ class PPOConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillationConfig:
-    """What a student learns from a teacher; the spelling of TRL's ``DistillationConfig`` where it has the key."""
-
-    teacher_model_name_or_path: str | None = None
-    """Hub id or folder of the teacher, which has the student's tokenizer; it is frozen, and saved nowhere."""
-    teacher_model_revision: str | None = None
-    """Commit, tag or branch of a Hub teacher."""
-    teacher_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of the teacher's weights; ``auto`` is that of its checkpoint."""
-    teacher_top_k: int | None = None
-    """Learn from what ``recipes distill-store`` wrote: the teacher's so many likeliest tokens, and the rest as one.
-    Unset: the teacher runs beside the student."""
-    distillation_alpha: float = 0.5
-    """Share of the text's own tokens in the loss; the rest is the teacher's. At 0 the text only says what is asked."""
-    distillation_beta: float = 0.0
-    """Divergence to the teacher: 0 is forward KL, 1 reverse KL, between them generalised Jensen-Shannon."""
-    distillation_temperature: float = 1.0
-    """Divides the logits of both models before the divergence, which is multiplied by its square."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class RecipeConfig:
     """One run: our sections, upstream's training keys, and where each value came from.
 
     Attributes:
         stage: Name of the recipe, one of ``table.STAGES``.
         path: The YAML file; ``None`` when everything came from flags.
-        training: Upstream's keys (``TrainingArguments`` / ``SFTConfig`` spelling) with effective values: those the
-            user gave plus our defaults where they differ from upstream's.
+        training: Upstream's keys: the user's values, and our defaults where they differ from upstream's.
         provenance: For every effective key, ``default``, ``file:line``, a flag, or ``derived: why``.
     """
 

@@ -9,12 +9,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
+from recipes_lib.config.distillation_keys import DistillationConfig
 from recipes_lib.config.layer_keys import LayersConfig
 from recipes_lib.config.policy import CHOICES, DEFAULTS, REFUSED
 from recipes_lib.config.retired import Retired, dropped, dropped_at, each, renamed, undecided
 from recipes_lib.config.schema import (
     AdapterConfig,
-    DistillationConfig,
     EngineConfig,
     PPOConfig,
     PreferenceConfig,
@@ -223,9 +223,13 @@ _LEFT_OUT: Final[Mapping[str, Mapping[str, Retired]]] = {
         **_NO_PRETRAINING,
         **_NO_ADAPTERS,
         **_NO_PAIRS,
-        **_NO_PPO,
+        **{name: retired for name, retired in _NO_PPO.items() if name != "response_length"},
         "beta": _spelt("distillation_beta", "it says which divergence, and no price"),
-        "temperature": _spelt("distillation_temperature", "nothing is sampled by it"),
+        "temperature": undecided(
+            "is two keys here: `distillation_temperature` of the loss, `sampling_temperature` of answers",
+            "write one of them, or both",
+        ),
+        "max_completion_length": _spelt("response_length", "as in PPO"),
     },
     "rloo": {
         **_SAMPLED_IN_GROUPS,

@@ -21,12 +21,17 @@ def set_stop_tokens(
 
     Source: transformers ``GenerationConfig.eos_token_id``; see ``tests/models/test_generation.py``.
     """
-    configured = model.generation_config.eos_token_id
-    had = configured if isinstance(configured, list) else [configured]
-    stops = {*had, tokenizer.eos_token_id, *terminators} - {None}
+    stops = {*read_stop_ids(model), tokenizer.eos_token_id, *terminators} - {None}
     model.generation_config.eos_token_id = sorted(stops)
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     return sorted(stops)
+
+
+def read_stop_ids(model: PreTrainedModel) -> list[int]:
+    """Return the tokens that ``model.generate`` stops at, as ``set_stop_tokens`` has set them."""
+    configured = model.generation_config.eos_token_id
+    had = configured if isinstance(configured, list) else [configured]
+    return sorted({*had} - {None})
 
 
 def build_plain_generation(stop_ids: Sequence[int], pad_id: int, max_new_tokens: int) -> GenerationConfig:

@@ -51,7 +51,7 @@ def map_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenize
     own, other = student.get_vocab(), teacher.get_vocab()
     remedy = (
         "name a teacher of the student's own family, or distil by sequences: let the teacher write the answers "
-        "and train on them with the `sft` recipe; TRL's GOLDTrainer aligns different tokenizers"
+        "(`recipes distill-write`) and train on them with the `sft` recipe; TRL's GOLDTrainer aligns other tokenizers"
     )
     missing = sorted(own.keys() - other.keys())
     if missing:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
 
+from recipes_lib.config.distillation_keys import DistillationConfig
 from recipes_lib.config.layer_keys import LayersConfig
-from recipes_lib.config.schema import DistillationConfig, RecipeConfig
+from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.training_data import TrainingData
-from recipes_lib.errors import DivergedError
+from recipes_lib.errors import ConfigError, DivergedError, Problem
 from recipes_lib.losses.distillation import DistillationSums, Objective
 from recipes_lib.losses.top_k import TopLogps
 from recipes_lib.models.attention import AttentionChoice
@@ -25,12 +27,15 @@ from recipes_lib.training.arguments import get_rounding_dtype
 from recipes_lib.training.checkpoint_saver import Staged
 from recipes_lib.training.figures import TermFigures
 from recipes_lib.training.layer_knowledge import LayerKnowledge, refuse_shards
+from recipes_lib.training.on_policy import ANSWERED, AnswerFigures, OwnAnswers, prepare_answers
 from recipes_lib.training.recipe_trainer import Batch
 from recipes_lib.training.sft import SFTTrainer
-from recipes_lib.training.sharded_models import prepare_frozen
+from recipes_lib.training.sharded_models import gathered, prepare_frozen
 from recipes_lib.training.teacher import load_teacher
 from recipes_lib.training.teacher_store import TEACHER_FIELD, TaughtCollator, identify_store, read_store
 
+ASSISTANTS = "assistant_model_names_or_paths"
+"""The key that names the models between teacher and student."""
 Collate = Callable[[Sequence[Mapping[str, Any]]], Batch]
 
 
@@ -43,12 +48,14 @@ class Teaching:
         rows: To train on.
         collate: Rows to a batch.
         layers: What is learnt from its layers besides.
+        answers: Makes batches of the student's own answers; ``None`` where it learns from the rows alone.
     """
 
     teacher: PreTrainedModel | None
     rows: Any
     collate: Collate
     layers: LayersConfig = field(default_factory=LayersConfig)
+    answers: OwnAnswers | None = None
 
 
 class DistillationTrainer(SFTTrainer):
@@ -72,9 +79,10 @@ class DistillationTrainer(SFTTrainer):
         # TRL takes tables only.
         self.train_dataset, teacher = teaching.rows, teaching.teacher
         self.objective: Objective = build_objective(distillation)
-        self.figures = TermFigures()
+        self.figures, self.answer_figures = TermFigures(), AnswerFigures()
         # Before the one that writes, which puts down what the figures are by then.
-        self.callback_handler.callbacks.insert(1, self.figures)
+        self.callback_handler.callbacks[1:1] = [self.figures, *self.answer_figures.callbacks]
+        self.answers = teaching.answers
         self.teacher: nn.Module | None = None
         self._teacher_dtype = torch.float16 if teacher is None else teacher.dtype
         if teacher is not None:
@@ -86,6 +94,21 @@ class DistillationTrainer(SFTTrainer):
         self._is_first_step = True
         self._is_own_teacher = is_own_teacher
 
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
+    ) -> tuple[list[Batch], torch.Tensor | None]:
+        """As ``RecipeTrainer``; where it is due, the student answers the prompts of the micro-batches itself."""
+        answers, step = self.answers, self.state.global_step
+        if answers is None or not answers.is_due(step):
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        student = extract_model_from_parallel(self.model_wrapped, keep_torch_compile=False)
+        with gathered(student):
+            own = (answers.replace(student, batch, step) for batch in epoch_iterator)
+            taken = super().get_batch_samples(own, num_batches, device)
+        # Its loss is another one than that of texts.
+        self.guard.inputs.kind = ANSWERED
+        return taken
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -95,10 +118,12 @@ class DistillationTrainer(SFTTrainer):
     ) -> Any:
         """Return this process's share of the step's mean loss of a target."""
         num_tokens, labels = inputs.pop("num_tokens"), inputs.pop("labels")
-        record = inputs.pop(TEACHER_FIELD, None)
+        record, answered = inputs.pop(TEACHER_FIELD, None), inputs.pop(ANSWERED, None)
         with self.layers.listening(labels, inputs["position_ids"]) as heard:
             if record is None:
-                output = score_beside_teacher(model, self.teacher, inputs, labels, self.objective)
+                # Of its own answers a student learns nothing but what the teacher says of them.
+                objective = self.objective if answered is None else replace(self.objective, alpha=0.0)
+                output = score_beside_teacher(model, self.teacher, inputs, labels, objective)
             else:
                 output = score_beside_record(model, TopLogps(**record), inputs, labels, self.objective)
         parts = self.layers.compute_parts(heard)
@@ -108,13 +133,17 @@ class DistillationTrainer(SFTTrainer):
             if self.state.global_step == 0:
                 dtypes = (get_rounding_dtype(self.model, self.args), self._teacher_dtype)
                 dtype = min(dtypes, key=lambda dtype: dtype.itemsize)
-                self.observer.progress.say(verify_first_sums(sums, dtype, is_own_teacher=self._is_own_teacher))
+                whose = "labels" if answered is None else "its answers"
+                self.observer.progress.say(verify_first_sums(sums, dtype, whose, is_own_teacher=self._is_own_teacher))
         num_targets = sums.num_targets if num_items_in_batch is None else num_items_in_batch
         # Gradients are averaged over processes, while num_targets counts all of them.
         loss = (sums.loss_sum + self.layers.weigh(parts)) * (self.accelerator.num_processes / num_targets)
         if output.aux_loss is not None:
             loss = loss + self.router_aux_loss_coef * output.aux_loss / self.current_gradient_accumulation_steps
-        self.figures.add(_name_figures(sums, parts), sums.num_targets)
+        if answered is None:
+            self.figures.add(_name_figures(sums, parts), sums.num_targets)
+        else:
+            self.answer_figures.add(sums, answered)
         self.observer.counter.add(num_tokens, sums.num_targets, sums.num_correct)
         return (loss, output) if return_outputs else loss
 
@@ -150,13 +179,15 @@ class DistillationTrainer(SFTTrainer):
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
         """While it lasts, what is computed does not count as training, nor as the first step."""
-        figures, self.figures = self.figures, TermFigures()
-        is_first, self._is_first_step = self._is_first_step, False
+        kept = self.figures, self.answer_figures, self._is_first_step, self.answers
+        # What is rehearsed are the batches that it is given.
+        self.figures, self.answer_figures = TermFigures(), AnswerFigures()
+        self._is_first_step, self.answers = False, None
         try:
             with super().rehearsal():
                 yield
         finally:
-            self.figures, self._is_first_step = figures, is_first
+            self.figures, self.answer_figures, self._is_first_step, self.answers = kept
 
 
 def prepare_teaching(
@@ -178,10 +209,16 @@ def prepare_teaching(
         collate: Rows to the student's batch.
 
     Raises:
-        ConfigError: As ``load_teacher`` or ``read_store``.
+        ConfigError: There are assistants, which take several runs; as ``load_teacher`` or ``read_store``.
     """
+    if config.distillation.assistant_model_names_or_paths:
+        where = config.provenance.get(ASSISTANTS, ASSISTANTS)
+        found = "a student has one teacher, and assistants are students first"
+        raise ConfigError(Problem(where, found, "run `recipes distill-chain` with this configuration"))
     if config.distillation.teacher_top_k is None:
-        return Teaching(load_teacher(config, attention, args, vocabulary), data.train, collate, config.layers)
+        teacher = load_teacher(config, attention, args, vocabulary)
+        answers = prepare_answers(config, args, teacher.config, vocabulary, collate)
+        return Teaching(teacher, data.train, collate, config.layers, answers)
     identity = identify_store(config, vocabulary, data.record)
     return Teaching(None, read_store(identity, data.train), TaughtCollator(collate, identity.format))
 
@@ -195,12 +232,15 @@ def build_objective(distillation: DistillationConfig) -> Objective:
     )
 
 
-def verify_first_sums(sums: DistillationSums, dtype: torch.dtype, *, is_own_teacher: bool) -> str:
+def verify_first_sums(
+    sums: DistillationSums, dtype: torch.dtype, whose: str = "labels", *, is_own_teacher: bool
+) -> str:
     """Look at the first batch of a run, before any update.
 
     Args:
         sums: Of this process.
         dtype: What results are rounded to.
+        whose: What the targets are: the text's, or ``its answers``, which no teacher knows better than who wrote them.
         is_own_teacher: Whether the divergence must be 0.
 
     Returns:
@@ -219,8 +259,8 @@ def verify_first_sums(sums: DistillationSums, dtype: torch.dtype, *, is_own_teac
             f"the student is its own teacher, and before the first update they are {divergence:.3g} nats apart: "
             f"rounding explains {allowed:.1g}. Dropout is on, or the two read different tokens"
         )
-    told = f"step 0: labels cost the student {nll:.3f} nats and the teacher {teacher_nll:.3f}, {divergence:.3g} apart"
-    if teacher_nll > nll:
+    told = f"step 0: {whose} cost the student {nll:.3f} nats and the teacher {teacher_nll:.3f}, {divergence:.3g} apart"
+    if whose == "labels" and teacher_nll > nll:
         told += "; the teacher knows these texts less well than the student: is it the right one?"
     return told
 

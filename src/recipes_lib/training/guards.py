@@ -34,12 +34,14 @@ class StepInputs:
         row_ids: Numbers of the rows of each, ``int64``, as the data number them; ``None`` where they have none.
         num_terms: Terms of the objective in the whole step, over all processes.
         losses: This process's share of each micro-batch so far computed; they sum to the step's, times the processes.
+        kind: Of the objective, where a run has steps of several kinds: each is held against its own.
     """
 
     batches: Sequence[Mapping[str, Any]] = ()
     row_ids: Sequence[Any] = ()
     num_terms: Tensor | None = None
     losses: list[Tensor] = field(default_factory=list)
+    kind: str = ""
 
 
 def separate_row_ids(batches: Sequence[dict[str, Any]]) -> list[Any]:

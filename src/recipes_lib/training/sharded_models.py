@@ -57,7 +57,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
     Within, a forward pass waits for no other process; so that each may make as many of them as it has to.
 
-    Source: ``tests/distributed/test_ppo.py``.
+    Source: ``tests/training/test_sharded_models.py``, ``tests/distributed/test_ppo.py``.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     # What a unit does after a forward pass can be set, and not asked for.

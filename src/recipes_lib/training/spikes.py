@@ -54,34 +54,37 @@ class SpikeMonitor:
 
     def __init__(self) -> None:
         """Start with no step."""
-        self._losses: deque[float] = deque(maxlen=WINDOW)
-        self._log_norms: deque[float] = deque(maxlen=WINDOW)
+        self._windows: dict[str, deque[float]] = {}
 
-    def judge(self, loss: float, grad_norm: float) -> Spike | None:
+    def judge(self, loss: float, grad_norm: float, kind: str = "") -> Spike | None:
         """Return what is a spike in a step, the loss first; then count the step among those that others are held to.
 
         Args:
             loss: Mean of the step, finite, of any sign.
             grad_norm: Before clipping, finite.
+            kind: Of the step; it is held against those of its kind.
         """
         log_norm = math.log(max(grad_norm, 1e-30))
-        spike = _judge("loss", self._losses, loss, FLOOR * abs(_median(self._losses)))
+        losses, log_norms = (self._open(f"{kind}_{name}" if kind else name) for name in ("losses", "log_norms"))
+        spike = _judge("loss", losses, loss, FLOOR * abs(_median(losses)))
         # The logarithm of a ratio of 1.02.
-        of_norm = _judge("grad_norm", self._log_norms, log_norm, FLOOR)
+        of_norm = _judge("grad_norm", log_norms, log_norm, FLOOR)
         if of_norm is not None:
             of_norm = Spike(*(of_norm.figure, grad_norm), *map(math.exp, (of_norm.median, of_norm.threshold)))
-        self._losses.append(loss)
-        self._log_norms.append(log_norm)
+        losses.append(loss)
+        log_norms.append(log_norm)
         return spike or of_norm
 
     def export(self) -> dict[str, list[float]]:
         """Return what the next judgement depends on, as JSON values."""
-        return {"losses": list(self._losses), "log_norms": list(self._log_norms)}
+        return {name: list(window) for name, window in self._windows.items()}
 
     def restore(self, exported: Mapping[str, Any]) -> None:
         """Go on from what ``export`` returned; from no step where it is empty."""
-        self._losses = deque(exported.get("losses", ()), maxlen=WINDOW)
-        self._log_norms = deque(exported.get("log_norms", ()), maxlen=WINDOW)
+        self._windows = {name: deque(window, maxlen=WINDOW) for name, window in exported.items()}
+
+    def _open(self, name: str) -> deque[float]:
+        return self._windows.setdefault(name, deque(maxlen=WINDOW))
 
 
 def _judge(figure: str, before: Sequence[float], value: float, floor: float) -> Spike | None:

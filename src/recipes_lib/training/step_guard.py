@@ -133,7 +133,7 @@ class StepGuard(TrainerCallback):
         if step == 1:
             trainer.verify_first_loss(loss)
         self._replay.compare(self.inputs)
-        spike = self._monitor.judge(loss, grad_norm)
+        spike = self._monitor.judge(loss, grad_norm, self.inputs.kind)
         if spike is not None:
             self._answer(spike, loss, grad_norm)
         self._is_in_spike = spike is not None

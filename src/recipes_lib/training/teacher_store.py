@@ -196,7 +196,7 @@ def identify_store(config: RecipeConfig, vocabulary: VocabularyMap, rows: Mappin
     k = min(distillation.teacher_top_k, num_tokens)
     inputs = {
         "format": FORMAT,
-        "teacher": _identify_teacher(config),
+        "teacher": identify_teacher(config),
         "dtype": distillation.teacher_dtype,
         "vocabulary": hashlib.sha256(np.asarray(vocabulary.teacher_ids, np.int64).tobytes()).hexdigest(),
         "rows": rows["key"],
@@ -205,6 +205,26 @@ def identify_store(config: RecipeConfig, vocabulary: VocabularyMap, rows: Mappin
     }
     rows_per_shard = max(1, SHARD_TOKENS // int(rows["max_length"]))
     return StoreIdentity(find_root(config), compute_key(inputs), inputs, RecordFormat(k, num_tokens), rows_per_shard)
+
+
+def identify_teacher(config: RecipeConfig) -> dict[str, str]:
+    """Return what says which weights a teacher has: the Hub's commit, or the bytes of a folder.
+
+    Raises:
+        ConfigError: Neither is known.
+    """
+    chosen = choose_teacher(config)
+    folder = Path(str(chosen.model_name_or_path))
+    if folder.is_dir():
+        files = sorted(path for path in (*folder.glob("*.safetensors"), folder / "config.json") if path.is_file())
+        return {path.name: compute_digest(path).hex() for path in files}
+    load_model_config(chosen)  # From here on the cache knows the commit.
+    commit = find_commit(str(chosen.model_name_or_path), chosen.model_revision)
+    if commit is None:
+        where = config.provenance.get(TEACHER, TEACHER)
+        found = f"no commit is known of {chosen.model_name_or_path}, by which stored numbers could be told"
+        raise ConfigError(Problem(where, found, "write `teacher_model_revision:` as a commit of 40 hex digits"))
+    return {"name": str(chosen.model_name_or_path), "commit": commit}
 
 
 def write_store(
@@ -296,22 +316,6 @@ def compare_with_teacher(
         remedy = f"rounding explains {allowed:g}; delete {identity.root / identity.key[:16]} and write it again"
         raise DataError(Problem("teacher_top_k", found, remedy))
     return difference
-
-
-def _identify_teacher(config: RecipeConfig) -> dict[str, str]:
-    """What says which weights they are: the Hub's commit, or the bytes of a folder."""
-    chosen = choose_teacher(config)
-    folder = Path(str(chosen.model_name_or_path))
-    if folder.is_dir():
-        files = sorted(path for path in (*folder.glob("*.safetensors"), folder / "config.json") if path.is_file())
-        return {path.name: compute_digest(path).hex() for path in files}
-    load_model_config(chosen)  # From here on the cache knows the commit.
-    commit = find_commit(str(chosen.model_name_or_path), chosen.model_revision)
-    if commit is None:
-        where = config.provenance.get(TEACHER, TEACHER)
-        found = f"no commit is known of {chosen.model_name_or_path}, by which stored numbers could be told"
-        raise ConfigError(Problem(where, found, "write `teacher_model_revision:` as a commit of 40 hex digits"))
-    return {"name": str(chosen.model_name_or_path), "commit": commit}
 
 
 def _name_shard(number: int) -> str:

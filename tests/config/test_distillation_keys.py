@@ -11,6 +11,10 @@ import pytest
         ("teacher_top_k: 64\nmax_steps: 9\nwarmup_steps: 0\ndataset_streaming: true", 5, "needs prepared rows"),
         ("beta: 0.5", 5, "`distillation_beta`"),
         ("temperature: 2.0", 5, "`distillation_temperature`"),
+        ("max_completion_length: 64", 5, "`response_length`"),
+        ("lmbda: 0.5\nteacher_top_k: 64", 6, "the answers of `lmbda`"),
+        ("lmbda: 1.5", 5, "lmbda"),
+        ("lmbda: 0.5\nsampling_temperature: 0", 6, "sampling_temperature"),
         ("distillation_beta: 1.5", 5, "distillation_beta"),
         ("distillation_alpha: 1.0", 5, "distillation_alpha"),
         ("teacher_top_k: 0", 5, "teacher_top_k"),
@@ -23,6 +27,15 @@ def test_what_cannot_be_is_refused_at_its_line(problems_of, lines: str, line: in
     assert problem.remedy
 
 
-@pytest.mark.parametrize("lines", ["teacher_top_k: 64", "distillation_beta: 0", "distillation_beta: 1"])
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "teacher_top_k: 64",
+        "distillation_beta: 0",
+        "distillation_beta: 1",
+        "lmbda: 1\nresponse_length: 64",
+        "lmbda: 0\nteacher_top_k: 64",
+    ],
+)
 def test_what_agrees_passes(problems_of, lines: str) -> None:
     assert not problems_of(lines + "\n", stage="distill")

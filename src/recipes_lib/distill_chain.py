@@ -1,0 +1,219 @@
+"""``recipes distill-chain``: distil by way of assistants, each the next teacher, and compare with going without."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from recipes_lib.config.loader import parse_command
+from recipes_lib.config.schema import SECTIONS, RecipeConfig
+from recipes_lib.config.table import load_table
+from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
+
+RESULT_FILE: Final = "chain.json"
+FORWARD: Final = 1 / 3
+"""Share of training's operations that asking a teacher takes: a backward pass is two forward ones."""
+_COLUMNS: Final = ("run", "teacher", "tokens", "FLOP", "loss", "bits/byte")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One training of the chain, or beside it.
+
+    Attributes:
+        name: Of its folder under ``output_dir``.
+        stage: ``distill`` or ``sft``.
+        model: What it starts from.
+        teacher: ``None`` for labels alone.
+        factor: On the length that the configuration says.
+    """
+
+    name: str
+    stage: str
+    model: str
+    teacher: str | None = None
+    factor: float = 1.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Make every run that is not finished yet, and tell how they compare; return the exit code of one that fails.
+
+    Raises:
+        ConfigError: A flag or the configuration is wrong, or there is nothing to compare by.
+    """
+    parser = argparse.ArgumentParser(prog="recipes distill-chain", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--config", metavar="F", help="a recipe of distillation with `assistant_model_names_or_paths`")
+    parser.add_argument("--compare", action="store_true", help="train without assistants, and without a teacher, too")
+    told = "what runs a recipe, such as 'accelerate launch --config_file F' (default: this Python)"
+    parser.add_argument("--launcher", default=shlex.quote(sys.executable), help=told)
+    options, overrides = parser.parse_known_args(argv)
+    config = parse_command("distill", [*(["--config", options.config] if options.config else []), *overrides])
+    if isinstance(config, str):
+        sys.stdout.write(config)
+        return EXIT_DONE
+    verify_chain(config, is_compared=options.compare)
+
+    def start(run: Run) -> int:
+        path = write_run(config, run)
+        command = [*shlex.split(options.launcher), str(Path("recipes") / f"{run.stage}.py"), "--config", str(path)]
+        sys.stdout.write(f"\n{run.name}: {shlex.join(command)}\n")
+        sys.stdout.flush()
+        return subprocess.run(command, check=False).returncode
+
+    return go_through(config, start, is_compared=options.compare)
+
+
+def verify_chain(config: RecipeConfig, *, is_compared: bool) -> None:
+    """Refuse what cannot be a chain.
+
+    Raises:
+        ConfigError: There is no assistant, no held-out text to compare by, or no recipe here to run.
+    """
+    where = str(config.path or "command line")
+    problems = []
+    if not config.distillation.assistant_model_names_or_paths:
+        remedy = "write `assistant_model_names_or_paths: [...]`, the largest first, or run recipes/distill.py"
+        problems.append(Problem(where, "there is no assistant between teacher and student", remedy))
+    if is_compared and config.data.dataset_test_split is None and config.data.test_split_size is None:
+        problems.append(Problem(where, "nothing is held out to compare by", "write `dataset_test_split`"))
+    if not (Path("recipes") / "distill.py").is_file():
+        problems.append(Problem("recipes/distill.py", "is not here", "start from the project's folder"))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def go_through(config: RecipeConfig, start: Callable[[Run], int], *, is_compared: bool) -> int:
+    """Make the runs one after the other; a finished one returns at once.
+
+    Args:
+        config: Of the chain.
+        start: Makes a run and returns its exit code.
+        is_compared: Whether to make those besides the chain.
+    """
+    output_dir = Path(str(config.training["output_dir"]))
+    hops = list_hops(config, output_dir)
+    for run in hops:
+        if code := start(run):
+            return code
+    runs = list(hops)
+    if is_compared:
+        own, teacher = hops[-1].model, str(hops[0].teacher)
+        direct, labels = Run("direct", "distill", own, teacher), Run("labels", "sft", own)
+        for run in (direct, labels):
+            if code := start(run):
+                return code
+        spent = sum(measure(hop, output_dir)["flops"] for hop in hops)
+        for run in (direct, labels):
+            factor = spent / measure(run, output_dir)["flops"]
+            longer = dataclasses.replace(run, name=f"{run.name}_at_equal_compute", factor=factor)
+            if code := start(longer):
+                return code
+            runs += [run, longer]
+    results = [measure(run, output_dir) for run in runs]
+    (output_dir / RESULT_FILE).write_text(json.dumps(results, indent=1), encoding="utf-8")
+    sys.stdout.write(f"\n{format_results(results)}\n{output_dir / RESULT_FILE}\n")
+    return EXIT_DONE
+
+
+def list_hops(config: RecipeConfig, output_dir: Path) -> list[Run]:
+    """Return the runs of the chain: each model learns from the one before, as that has come out."""
+    students = [*(config.distillation.assistant_model_names_or_paths or []), str(config.model.model_name_or_path)]
+    teacher, hops = str(config.distillation.teacher_model_name_or_path), []
+    for number, student in enumerate(students, start=1):
+        hops.append(Run(f"hop_{number}", "distill", student, teacher))
+        teacher = str(output_dir / hops[-1].name)
+    return hops
+
+
+def write_run(config: RecipeConfig, run: Run) -> Path:
+    """Write the configuration of a run beside its folder, and return the path."""
+    output_dir = Path(str(config.training["output_dir"]))
+    values: dict[str, Any] = {
+        name: value for section in SECTIONS for name, value in dataclasses.asdict(getattr(config, section)).items()
+    }
+    values |= config.training
+    changed = {
+        "model_name_or_path": run.model,
+        "teacher_model_name_or_path": run.teacher,
+        "assistant_model_names_or_paths": None,
+        "output_dir": str(output_dir / run.name),
+        **_lengthen(config.training, run.factor),
+    }
+    if run.model != config.model.model_name_or_path:
+        changed["model_revision"] = None
+    if run.teacher != config.distillation.teacher_model_name_or_path:
+        changed["teacher_model_revision"] = None
+    table = load_table(run.stage).keys
+    lines = [
+        f"{name}: {json.dumps(value, default=str)}\n"
+        for name, value in (values | changed).items()
+        # What follows from other keys follows again.
+        if name in table and value != table[name].default and not config.provenance[name].startswith("derived")
+    ]
+    output_dir.mkdir(parents=True, exist_ok=True)
+    path = output_dir / f"{run.name}.yaml"
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+def _lengthen(training: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    if factor == 1.0:
+        return {}
+    if training.get("max_steps", -1) > 0:
+        return {"max_steps": max(1, round(training["max_steps"] * factor))}
+    return {"num_train_epochs": training.get("num_train_epochs", 3.0) * factor}
+
+
+def measure(run: Run, output_dir: Path) -> dict[str, Any]:
+    """Return what a finished run took and gave: tokens, operations of student and teacher, held-out figures."""
+    folder = output_dir / run.name
+    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    train = [event for event in events if event["kind"] == "train"][-1]
+    evaluated: dict[str, Any] = next((event for event in reversed(events) if "eval_loss" in event), {})
+    flops = float(train["num_flops"])
+    if run.teacher is not None:
+        length = json.loads((folder / "run.json").read_text(encoding="utf-8"))["data"]["train"]["length_p50"]
+        flops += FORWARD * count_flops(run.teacher, length, train["num_tokens"], train["num_target_tokens"])
+    return {
+        "run": run.name,
+        "model": run.model,
+        "teacher": run.teacher,
+        "num_tokens": train["num_tokens"],
+        "flops": flops,
+        "eval_loss": evaluated.get("eval_loss"),
+        "eval_bits_per_byte": evaluated.get("eval_bits_per_byte"),
+    }
+
+
+def count_flops(model: str, length: int, num_tokens: int, num_targets: int) -> float:
+    """Return the operations that training a model on so many tokens takes."""
+    from recipes_lib.config.schema import ModelConfig
+    from recipes_lib.models.loading import load_model_config
+    from recipes_lib.planning.compute import compute_flops_per_token
+
+    model_config, _ = load_model_config(ModelConfig(model_name_or_path=model))
+    return compute_flops_per_token(model_config, length).total(num_tokens, num_targets)
+
+
+def format_results(results: Sequence[Mapping[str, Any]]) -> str:
+    """Return the runs as a Markdown table."""
+    lines = [f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|"]
+    for result in results:
+        figures = [result["eval_loss"], result["eval_bits_per_byte"]]
+        cells = [
+            result["run"],
+            Path(result["teacher"]).name if result["teacher"] else "none",
+            f"{result['num_tokens']:,}",
+            f"{result['flops']:.3g}",
+            *("" if figure is None else f"{figure:.4f}" for figure in figures),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
