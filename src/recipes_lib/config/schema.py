@@ -350,7 +350,7 @@ class RecipeConfig:
     rewards: RewardsConfig = RewardsConfig()
     engine: EngineConfig = EngineConfig()
     ppo: PPOConfig = PPOConfig()
-    distillation: DistillationConfig = DistillationConfig()
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     layers: LayersConfig = field(default_factory=LayersConfig)
     training: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, str] = field(default_factory=dict)
