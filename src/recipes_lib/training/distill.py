@@ -143,7 +143,7 @@ class DistillationTrainer(SFTTrainer):
         if answered is None:
             self.figures.add(_name_figures(sums, parts), sums.num_targets)
         else:
-            self.answer_figures.add(sums, answered)
+            self.answer_figures.add(sums, answered, parts)
         self.observer.counter.add(num_tokens, sums.num_targets, sums.num_correct)
         return (loss, output) if return_outputs else loss
 

@@ -205,10 +205,11 @@ class AnswerFigures:
         """What adds them to a logged step."""
         return [self._of_tokens, self._of_answers]
 
-    def add(self, sums: DistillationSums, answered: torch.Tensor) -> None:
-        """Add a batch of this process; ``answered`` is its ``ANSWERED``."""
+    def add(self, sums: DistillationSums, answered: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> None:
+        """Add a batch of this process; ``answered`` is its ``ANSWERED``, ``parts`` what its layers add to the loss."""
         self._of_tokens.add(
             {
+                **{f"on_policy/{name}": part.detach() for name, part in parts.items()},
                 "on_policy/nll": sums.nll_sum,
                 "on_policy/divergence": sums.divergence_sum,
                 "on_policy/teacher_nll": sums.teacher_nll_sum,
