@@ -91,7 +91,7 @@ def run_recipe(stage: str, keys: Mapping[str, Any]) -> int:
 @contextlib.contextmanager
 def break_something(fault: str | None) -> Iterator[None]:
     """Break what ``fault`` says while it lasts."""
-    from recipes_lib.rl.generation import GenerateBackend
+    from recipes_lib.models.sampling import GenerateBackend
     from recipes_lib.training import recipe_trainer
     from recipes_lib.training.sft import SFTTrainer
 
