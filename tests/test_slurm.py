@@ -40,9 +40,17 @@ def start(tmp_path):
         slurm = {"SLURM_JOB_ID": "77"}
         path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
         stubs = {"PATH": path, "OUT": str(out), "LOG": str(tmp_path / "log"), "STATUS": status, "ENDS": ends}
-        return subprocess.Popen(["bash", SCRIPT, "sft.yaml", out, *more], env=os.environ | slurm | stubs)
+        command = ["bash", SCRIPT, "sft.yaml", out, *more]
+        return subprocess.Popen(command, env=os.environ | slurm | stubs, preexec_fn=listen)
 
     return start
+
+
+def listen():
+    """Of a run that ended in this process signals are left ignored, and a shell cannot trap what it inherits so."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, set())
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def read_calls(tmp_path):

@@ -15,8 +15,9 @@ from tests.rl import keys_task
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import PreemptedError
 from recipes_lib.inspection.ppo import PPOInspection
+from recipes_lib.models import sampling
 from recipes_lib.planning.disk import compute_disk
-from recipes_lib.rl import collect, generation
+from recipes_lib.rl import collect
 from recipes_lib.rl import samples as samples_module
 from recipes_lib.rl import trainer as trainer_module
 from recipes_lib.rl.rewards import Rewards
@@ -133,7 +134,7 @@ def test_a_checkpoint_is_as_large_as_is_told_before_the_run(straight, policy_dir
 
 STOPS = {
     # What is left at once loses nothing but itself; an update is finished.
-    "sampling": (generation.GenerateBackend, "generate", 3, 4),
+    "sampling": (sampling.GenerateBackend, "generate", 3, 4),
     "scoring": (Rewards, "score", 3, 4),
     "reading": (collect, "lay_out", 4, 4),
     "the policy's update": (Updater, "_learn_policy", 6, 8),
