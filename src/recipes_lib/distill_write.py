@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
@@ -157,16 +156,12 @@ def answer(
 
     from recipes_lib.models.generation import read_stop_ids
     from recipes_lib.models.sampling import GenerateBackend, Sampling, mask_answers, read_continuation
-    from recipes_lib.training.arguments import get_compute_dtype
-
-    def precision() -> Any:
-        is_half = get_compute_dtype(args) == torch.bfloat16
-        return torch.autocast(args.device.type, torch.bfloat16) if is_half else contextlib.nullcontext()
+    from recipes_lib.training.arguments import build_autocast
 
     stop_ids, size = read_stop_ids(teacher), args.per_device_eval_batch_size
     length = config.rewards.response_length
     sampling = Sampling(stop_ids, 0, length, config.distillation.sampling_temperature)
-    backend = GenerateBackend(sampling, batch_size=size, precision=precision)
+    backend = GenerateBackend(sampling, batch_size=size, precision=build_autocast(args))
     for start in range(counts.num_prompts, len(prompts), size):
         batch = prompts[start : start + size]
         uniforms = np.stack([np.random.default_rng([args.seed, start + at]).random(length) for at in range(len(batch))])

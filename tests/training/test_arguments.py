@@ -1,11 +1,12 @@
 """What upstream's trainer is told, whatever the recipe says."""
 
 import pytest
+import torch
 from trl import SFTConfig
 
 from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.training import arguments
-from recipes_lib.training.arguments import build_training_arguments, resolve_precision
+from recipes_lib.training.arguments import build_autocast, build_training_arguments, resolve_precision
 from recipes_lib.training.launch import Launch
 
 ONE = Launch(rank=0, local_rank=0, world_size=1, engine="")
@@ -81,3 +82,11 @@ def test_a_recipe_that_says_nothing_leaves_a_launch_file_its_precision(
     monkeypatch.setattr(arguments, "supports_bf16", lambda: True)
     precision = resolve_precision(make_config(tmp_path, **given), launched)
     assert (precision["bf16"], precision["fp16"]) == expected
+
+
+@pytest.mark.parametrize("given", [{}, {"bf16": True}])
+def test_a_model_alone_computes_in_the_precision_of_the_run(tmp_path, given):
+    args = build_training_arguments(make_config(tmp_path, **{"bf16": False, **given}), ONE, has_eval=True)
+    with build_autocast(args)():
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+    assert product.dtype == (torch.bfloat16 if given else torch.float32)

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from recipes_lib.config.schema import RecipeConfig
@@ -15,7 +14,7 @@ from recipes_lib.rl.collect import Collector
 from recipes_lib.rl.engines import build_generator
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.rewards import Rewards
-from recipes_lib.training.arguments import get_compute_dtype
+from recipes_lib.training.arguments import build_autocast, get_compute_dtype
 from recipes_lib.training.progress import TrainingProgress
 
 
@@ -42,13 +41,8 @@ def build_collector(
     Raises:
         ConfigError: As ``build_generator``.
     """
-    dtype = get_compute_dtype(args)
-
-    def precision() -> Any:
-        # Where FSDP2 shards, it gathers weights in the type of products.
-        is_half = dtype == torch.bfloat16 and not models.is_sharded
-        return torch.autocast(args.device.type, torch.bfloat16) if is_half else contextlib.nullcontext()
-
+    # Where FSDP2 shards, it gathers weights in the type of products.
+    precision = contextlib.nullcontext if models.is_sharded else build_autocast(args)
     sampling = Sampling(
         stop_ids=models.stop_ids,
         pad_id=0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
@@ -61,7 +55,7 @@ def build_collector(
         sampling,
         batch_size=args.per_device_eval_batch_size,
         precision=precision,
-        dtype=dtype,
+        dtype=get_compute_dtype(args),
         device=args.device,
         is_main=args.process_index == 0,
     )

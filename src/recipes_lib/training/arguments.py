@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -118,6 +121,14 @@ def get_compute_dtype(args: TrainingArguments) -> torch.dtype:
     if args.bf16 or args.mixed_precision == "fp8":
         return torch.bfloat16
     return torch.float16 if args.fp16 else torch.float32
+
+
+def build_autocast(args: TrainingArguments) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Return what makes the context in which a model that no trainer has prepared computes as the run does."""
+    dtype = get_compute_dtype(args)
+    if dtype == torch.float32:
+        return contextlib.nullcontext
+    return functools.partial(torch.autocast, args.device.type, dtype)
 
 
 def get_rounding_dtype(model: PreTrainedModel, args: TrainingArguments) -> torch.dtype:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import math
@@ -25,7 +24,7 @@ from recipes_lib.models.generation import read_stop_ids
 from recipes_lib.models.loading import load_model_config
 from recipes_lib.models.sampling import GenerateBackend, Sampling, mask_answers
 from recipes_lib.models.vocabulary import VocabularyMap
-from recipes_lib.training.arguments import get_compute_dtype
+from recipes_lib.training.arguments import build_autocast
 from recipes_lib.training.figures import TermFigures
 from recipes_lib.training.guards import ROW_IDS
 from recipes_lib.training.preemption import LeftError, leave_if_asked
@@ -248,12 +247,6 @@ def prepare_answers(
         found = "ZeRO-3 gathers weights in every forward pass, and answers of several processes differ in length"
         where = config.provenance.get("lmbda", "lmbda")
         raise ConfigError(Problem(where, found, "launch with fsdp2.yaml, or with ZeRO-1 or 2"))
-    dtype = get_compute_dtype(args)
-
-    def precision() -> Any:
-        is_half = dtype == torch.bfloat16
-        return torch.autocast(args.device.type, torch.bfloat16) if is_half else contextlib.nullcontext()
-
     configs = load_model_config(config.model)[0], teacher_config
     limits = [getattr(each.get_text_config(), "max_position_embeddings", None) for each in configs]
     return OwnAnswers(
@@ -264,6 +257,6 @@ def prepare_answers(
         num_tokens=len(vocabulary.teacher_ids),
         max_length=min((limit for limit in limits if limit is not None), default=None),
         batch_size=args.per_device_eval_batch_size,
-        precision=precision,
+        precision=build_autocast(args),
         collate=collate,
     )
