@@ -102,6 +102,20 @@ def test_the_backbone_gets_positions_and_neither_mask_nor_cache() -> None:
     assert torch.equal(seen["position_ids"], batch["position_ids"])
 
 
+@pytest.mark.parametrize(
+    ("length", "boundaries", "num_read"),
+    [(17, False, 16), (16, False, 16), (18, False, 18), (1, False, 1), (17, True, 17)],
+)
+def test_a_window_of_a_round_length_and_one_more_is_read_without_its_last_token(
+    length: int, boundaries: bool, num_read: int
+) -> None:
+    model, seen, ids = make_model(), {}, torch.arange(length)[None]
+    model.model.register_forward_pre_hook(lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True)
+    flat = {"cu_seq_lens_q": torch.tensor([0, length])} if boundaries else {}
+    model(input_ids=ids, position_ids=ids, labels=ids, loss_head=True, **flat)
+    assert (seen["input_ids"].shape[1], seen["position_ids"].shape[1]) == (num_read, num_read)
+
+
 def test_an_attention_mask_is_refused() -> None:
     batch = make_batch()
     with pytest.raises(ValueError, match="takes no attention_mask"):

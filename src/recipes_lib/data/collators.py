@@ -62,12 +62,10 @@ class PackedCollator:
             ``max_length_q`` and ``max_length_k``, int: the longest document; padding counts as a document.
         """
         numbers = {"row_ids": np.concatenate([row["row_ids"] for row in rows])} if "row_ids" in rows[0] else {}
+        sizes = np.array([len(row["input_ids"]) for row in rows])
         if self.layout == "rows":
-            return {**self._fill(rows), **numbers}
-        joined = {
-            name: np.concatenate([row[name] for row in rows]) for name in ("input_ids", "loss_mask", "seq_lengths")
-        }
-        batch = self._fill([joined])
+            return {**self._fill(rows, sizes), **numbers}
+        batch = self._fill(rows, sizes.sum(keepdims=True))
         starts = np.flatnonzero(batch["position_ids"].numpy()[0] == 0)
         boundaries = np.append(starts, batch["position_ids"].shape[1]).astype(np.int32)
         cu_seq_lens = torch.from_numpy(boundaries)
@@ -81,23 +79,22 @@ class PackedCollator:
             "max_length_k": longest,
         }
 
-    def _fill(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        longest = max(len(row["input_ids"]) for row in rows)
-        shape = (len(rows), -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of)
-        input_ids = np.full(shape, self.pad_token_id, np.int64)
-        labels = np.full(shape, IGNORE_INDEX, np.int64)
-        position_ids = np.empty(shape, np.int64)
-        for at, row in enumerate(rows):
-            ids, lengths = np.asarray(row["input_ids"]), np.asarray(row["seq_lengths"], np.int64)
-            total, starts = len(ids), np.cumsum(lengths) - lengths
-            is_target = find_targets(row)
-            input_ids[at, :total] = ids
-            labels[at, :total][is_target] = ids[is_target]
-            position_ids[at, :total] = np.arange(total) - np.repeat(starts, lengths)
-            position_ids[at, total:] = np.arange(shape[1] - total)
+    def _fill(self, rows: Sequence[Mapping[str, Any]], sizes: npt.NDArray[np.int64]) -> dict[str, torch.Tensor]:
+        """Lay the tokens of all rows out in lines of ``sizes`` tokens each."""
+        joined = {name: np.concatenate([row[name] for row in rows]) for name in ("loss_mask", "seq_lengths")}
+        ids = np.concatenate([row["input_ids"] for row in rows]).astype(np.int64)
+        lengths = joined["seq_lengths"].astype(np.int64)
+        columns = np.arange(-(-sizes.max() // self.pad_to_multiple_of) * self.pad_to_multiple_of)
+        is_real = columns < sizes[:, None]
+        input_ids = np.full(is_real.shape, self.pad_token_id, np.int64)
+        labels = np.full(is_real.shape, IGNORE_INDEX, np.int64)
+        position_ids = columns - sizes[:, None]
+        input_ids[is_real] = ids
+        labels[is_real] = np.where(find_targets(joined), ids, IGNORE_INDEX)
+        position_ids[is_real] = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         return {
             "input_ids": torch.from_numpy(input_ids),
             "labels": torch.from_numpy(labels),
             "position_ids": torch.from_numpy(position_ids),
-            "num_tokens": torch.tensor(sum(len(row["input_ids"]) for row in rows)),
+            "num_tokens": torch.tensor(len(ids)),
         }

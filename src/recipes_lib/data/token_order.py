@@ -110,9 +110,11 @@ class RowOrder:
 
     def _permute(self, source: IntArray, epoch: IntArray, position: IntArray) -> IntArray:
         window = np.empty_like(position)
-        passes = np.stack([source, epoch])
-        for number, passed in np.unique(passes, axis=1).T.tolist():
-            chosen = (source == number) & (epoch == passed)
+        # In one number: numpy finds distinct pairs slowly.
+        passes = epoch * len(self._num_windows) + source
+        for each in np.unique(passes).tolist():
+            passed, number = divmod(each, len(self._num_windows))
+            chosen = passes == each
             size = int(self._num_windows[number])
             window[chosen] = permute(position[chosen], size, _derive_keys(self._seed, number, passed))
         return window

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -267,9 +267,10 @@ class RecipeTrainer(CheckpointingTrainer):
         """
         if self.is_fsdp_enabled or self.is_deepspeed_enabled or self._has_mixed_mesh_grads(model):
             return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
-        norm = self._measure_norm(model)
+        learning = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        norm = self._measure_norm(learning)
         self.guard.judge(norm)
-        clip_grads_with_norm_(model.parameters(), self.args.max_grad_norm, norm)
+        clip_grads_with_norm_(learning, self.args.max_grad_norm, norm)
         return norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -281,11 +282,11 @@ class RecipeTrainer(CheckpointingTrainer):
         if self.is_fsdp_enabled or self.is_deepspeed_enabled or self._has_mixed_mesh_grads(model):
             norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[no-untyped-call]
             return self.guard.judge(norm)
-        return self.guard.judge(self._measure_norm(model)) if grad_norm is None else grad_norm
+        return self.guard.judge(self._measure_norm(model.parameters())) if grad_norm is None else grad_norm
 
-    def _measure_norm(self, model: nn.Module) -> torch.Tensor:
+    def _measure_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
         self.accelerator.unscale_gradients()
-        return get_total_norm([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+        return get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
 
     def evaluate(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:
         """Run every hook on the current weights and return their figures, each named ``eval_...``."""
