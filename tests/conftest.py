@@ -13,12 +13,17 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import hypothesis
 import pytest
 import torch
 from tests.tiny import build_tokenizer, save_model
 from transformers import PreTrainedTokenizerFast
 
 torch.set_num_threads(1)
+
+# How long an example takes says what else the machine does.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

@@ -92,7 +92,7 @@ def assert_sound_or_explained(load: Callable[[], object]) -> None:
     assert all(problem.where and problem.found for problem in problems)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text())
 def test_no_text_raises_anything_but_a_config_error(text: str) -> None:
     assert_sound_or_explained(lambda: check_text("sft", text, Path("fuzz.yaml")))
@@ -103,14 +103,14 @@ NAMES = st.sampled_from(KEYS) | st.text(max_size=8)
 VALUES = LEAVES | st.lists(LEAVES, max_size=3) | st.lists(st.dictionaries(NAMES, LEAVES, max_size=3), max_size=3)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.dictionaries(NAMES, VALUES, max_size=5))
 def test_no_mapping_of_known_keys_raises_anything_but_a_config_error(mapping: dict) -> None:
     text = yaml.safe_dump(mapping)
     assert_sound_or_explained(lambda: check_text("sft", text, Path("fuzz.yaml")))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.sampled_from([f"--{key}" for key in KEYS]) | st.text(), max_size=6))
 def test_no_command_line_raises_anything_but_a_config_error(argv: list[str]) -> None:
     assert_sound_or_explained(lambda: load_config("sft", argv))

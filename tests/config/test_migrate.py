@@ -172,7 +172,7 @@ BLOCKS = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.sampled_from(BLOCKS), unique=True, max_size=8))
 def test_any_mix_of_old_lines_gives_a_file_whose_keys_are_all_known(tmp_path_factory, blocks: list[str]) -> None:
     path = tmp_path_factory.mktemp("migrate") / "old.yaml"

@@ -291,7 +291,7 @@ def written(name: str, messages: list[dict[str, Any]]) -> list[tuple[str, bool]]
 
 @pytest.mark.parametrize("name", ["chatml", "macros", "marked", "thinking", "plain"])
 @pytest.mark.parametrize("build", [build_byte_level, build_metaspace])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(turns=st.lists(st.tuples(CONTENTS, CONTENTS), min_size=1, max_size=3))
 def test_any_chat_is_masked_exactly_or_refused(name: str, build: Any, turns: list[tuple[str, str]]) -> None:
     options = {"extra": CHATML_ENDS} if build is build_byte_level else {}

@@ -318,7 +318,7 @@ def test_a_line_without_end_is_one_error(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("suffix", [*READERS, ".jsonl.gz", ".jsonl.zst"])
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=300) | st.text(alphabet='{}[]",:\\ntu0\n\r é\0', max_size=60).map(str.encode))
 def test_random_bytes_are_rows_or_one_error(suffix: str, content: bytes, tmp_path: Path) -> None:
     path = tmp_path / f"d{suffix}"
@@ -328,7 +328,7 @@ def test_random_bytes_are_rows_or_one_error(suffix: str, content: bytes, tmp_pat
         assert problem.remedy
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(position=st.integers(0, len(PARQUET) - 1), damage=st.binary(min_size=1, max_size=8))
 def test_damaged_parquet_is_rows_or_one_error(position: int, damage: bytes, tmp_path: Path) -> None:
     path = tmp_path / "d.parquet"
@@ -352,7 +352,7 @@ COLUMNS = ("messages", "prompt", "completion", "text", "conversations", "instruc
 COLUMNS += ("chosen", "rejected", "system", "tools", "chat_template_kwargs")
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(row=st.dictionaries(st.sampled_from(COLUMNS), JSON))
 def test_any_object_is_a_row_or_one_error(row: dict[str, object], tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"

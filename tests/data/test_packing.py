@@ -80,7 +80,7 @@ def test_bins_and_their_members_stand_in_the_order_of_the_input(case):
         assert np.all(np.diff(bins.order[start:stop]) > 0)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(st.integers(0, 2**32 - 1))
 def test_as_many_bins_as_trl_over_one_batch_and_no_more_than_trl_by_default(seed):
     rng = np.random.default_rng(seed)

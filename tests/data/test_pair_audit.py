@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes_lib.data.pair_audit import DropCounts, PairAudit, compute_pair_audit, count_tokens, judge_pairs
@@ -34,7 +34,6 @@ def table_of(rows: list) -> pa.Table:
     return pa.concat_tables([whole.slice(0, 0), whole.slice(0, 1), whole.slice(1)])
 
 
-@settings(deadline=None)  # pyarrow's functions are imported by the first example
 @given(pairs)
 def test_the_figures_are_those_of_a_plain_count(rows: list) -> None:
     digests, prompt_digests = [bytes([row[4]]) for row in rows], [bytes([row[4] // 2]) for row in rows]

@@ -10,7 +10,7 @@ from typing import Any
 
 import datasets
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes_lib.data import source_json
@@ -36,7 +36,6 @@ def columns(entries: list[Entry]) -> list[dict[str, Any]]:
     return [entry.columns for entry in entries if isinstance(entry, RawRow)]
 
 
-@settings(deadline=None)
 @given(rows=ROWS, indent=st.sampled_from([None, 0, 2]), ascii_only=st.booleans(), chunk=st.integers(1, 64))
 def test_an_array_is_its_elements_wherever_the_chunks_fall(
     rows: list[dict[str, Any]], indent: int | None, ascii_only: bool, chunk: int
@@ -49,7 +48,6 @@ def test_an_array_is_its_elements_wherever_the_chunks_fall(
     assert [entry.index for entry in entries if isinstance(entry, RawRow)] == list(range(len(rows)))
 
 
-@settings(deadline=None)
 @given(rows=ROWS, end=st.sampled_from(["\n", "\r\n", "\n\n \n"]), mark=st.booleans(), may_be_document=st.booleans())
 def test_lines_are_their_objects(rows: list[dict[str, Any]], end: str, mark: bool, may_be_document: bool) -> None:
     text = end.join(json.dumps(row, ensure_ascii=False) for row in rows)
@@ -70,7 +68,6 @@ def test_a_single_object_is_a_row() -> None:
     assert columns(read(json.dumps(row, indent=2).encode())) == [row]
 
 
-@settings(deadline=None)
 @given(chunk=st.integers(1, 40), num_rows=st.integers(1, 4))
 def test_an_error_in_an_array_has_its_line_and_column_wherever_the_chunks_fall(chunk: int, num_rows: int) -> None:
     text = "[" + ",\n ".join(['{"text": "é"}'] * num_rows) + ',\n {"text" 3}]'

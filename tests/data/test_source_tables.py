@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes_lib.data.source_rows import RawRow
@@ -22,7 +22,6 @@ def open_bytes(content: bytes) -> io.BufferedReader:
     return io.BufferedReader(io.BytesIO(content))  # type: ignore[arg-type]
 
 
-@settings(deadline=None)
 @given(rows=st.lists(st.tuples(CELLS, CELLS), max_size=5), delimiter=st.sampled_from([",", "\t"]), mark=st.booleans())
 def test_a_table_reads_as_it_was_written(rows: list[tuple[str, str]], delimiter: str, mark: bool) -> None:
     text = io.StringIO(newline="")

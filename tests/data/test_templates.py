@@ -152,7 +152,7 @@ def test_messages_written_in_a_capture_have_no_author() -> None:
     assert rendered.turns == []
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant"]), st.text()), min_size=1, max_size=5))
 def test_turns_cover_a_chat_whatever_it_says(chat: list[tuple[str, str]]) -> None:
     messages = [{"role": role, "content": content} for role, content in chat]

@@ -36,7 +36,7 @@ def build_metaspace_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=TEXTS)
 def test_byte_level_tokens_add_up_to_the_text(tiny_tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     lengths = compute_token_byte_lengths(tiny_tokenizer)
@@ -49,7 +49,7 @@ def test_byte_level_tokens_add_up_to_the_text(tiny_tokenizer: PreTrainedTokenize
 METASPACE = build_metaspace_tokenizer()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=TEXTS)
 def test_metaspace_tokens_add_up_to_the_text_and_the_space_before_it(text: str) -> None:
     lengths = compute_token_byte_lengths(METASPACE)
@@ -69,7 +69,7 @@ def test_added_tokens_have_the_bytes_of_their_own_text() -> None:
     assert lengths.shape == (len(tokenizer),)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=3))
 def test_places_found_by_length_are_those_the_tokenizer_tells(
     tiny_tokenizer: PreTrainedTokenizerFast, texts: list[str]

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes_lib.data import token_order
@@ -52,14 +52,12 @@ def assign_chairs(weights: list[int], num_rows: int) -> list[int]:
 
 
 @given(weights_lists)
-@settings(deadline=None)
 def test_every_prefix_is_within_a_row_of_the_weights(weights):
     order = RowOrder([5] * len(weights), [(0, weights)], seed=0)
     assert_within_a_row(sources_of(order, 3 * sum(weights)), weights)
 
 
 @given(weights_lists)
-@settings(deadline=None)
 def test_sources_come_as_in_the_published_algorithm(weights):
     order = RowOrder([5] * len(weights), [(0, weights)], seed=0)
     assert sources_of(order, 2 * sum(weights)) == assign_chairs(weights, 2 * sum(weights))
@@ -94,7 +92,6 @@ def test_rounding_never_takes_more_rows_than_a_pattern_has(monkeypatch):
 
 
 @given(weights_lists, st.data())
-@settings(deadline=None)
 def test_every_phase_of_a_curriculum_keeps_to_its_own_weights(weights, data):
     others = data.draw(st.lists(st.integers(0, 9), min_size=len(weights), max_size=len(weights)).filter(any))
     first = data.draw(st.integers(1, 60))
@@ -114,7 +111,6 @@ def test_a_phase_goes_on_where_the_one_before_left_each_source():
 
 
 @given(st.integers(1, 3000))
-@settings(deadline=None)
 def test_a_permutation_takes_every_member_to_another(size):
     assert sorted(permute(np.arange(size), size, KEYS).tolist()) == list(range(size))
 

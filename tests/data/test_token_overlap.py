@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes_lib.data import token_overlap
@@ -25,7 +25,6 @@ def write(folder, digests) -> TokenSource:
 
 
 @given(digest_lists, digest_lists, st.integers(1, 7))
-@settings(deadline=None)
 def test_the_same_pairs_are_found_as_among_lists_in_memory(tmp_path_factory, train, held_out, at_once):
     folder = tmp_path_factory.mktemp("overlap")
     with pytest.MonkeyPatch.context() as patched:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes_lib.data import token_shards
@@ -53,7 +53,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @given(lengths_lists, st.data())
-@settings(deadline=None)
 def test_any_stretch_is_read_as_it_was_appended(tmp_path_factory, lengths, data):
     documents = make_documents(lengths)
     source = write(tmp_path_factory.mktemp("shards") / "s", documents)
@@ -71,7 +70,6 @@ def test_any_stretch_is_read_as_it_was_appended(tmp_path_factory, lengths, data)
 
 
 @given(lengths_lists, st.data())
-@settings(deadline=None)
 def test_the_bytes_do_not_depend_on_how_documents_are_handed_over(tmp_path_factory, lengths, data):
     folder, documents = tmp_path_factory.mktemp("shards"), make_documents(lengths)
     cuts = data.draw(st.lists(st.integers(0, len(lengths)), max_size=5))
@@ -109,7 +107,6 @@ def test_without_documents_there_is_no_folder(tmp_path):
 
 
 @given(lengths_lists, st.data())
-@settings(deadline=None)
 def test_who_goes_on_from_a_flush_writes_what_was_never_interrupted(tmp_path_factory, lengths, data):
     folder, documents = tmp_path_factory.mktemp("shards"), make_documents(lengths)
     flushed, written = sorted(data.draw(st.tuples(*[st.integers(0, len(lengths))] * 2)))
