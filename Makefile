@@ -73,6 +73,7 @@ bench: $(STAMP) ## side-by-side benchmarks against transformers and TRL as insta
 	@$(PYTHON) benchmarks/guards.py --rounds 2 --output build/bench/guards.json
 	@$(PYTHON) benchmarks/activation_checkpointing.py --output build/bench/activation_checkpointing.json
 	@$(PYTHON) benchmarks/checkpoints.py --output build/bench/checkpoints.json
+	@$(PYTHON) benchmarks/publishing.py --rounds 2 --output build/bench/publishing.json
 
 docs: $(STAMP) ## write docs/configs.md, and check every link, path and command in the documentation
 	@$(PYTHON) -m recipes_lib.config.generate

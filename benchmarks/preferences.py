@@ -1,7 +1,8 @@
 """Pairs a second of DPO and of a reward model, and what they take of memory, against TRL's trainers.
 
-A Llama of ten million weights, pairs of fixed lengths, both trainers over the same tokens, bf16, no activation
-checkpointing in either. Live, the reference is a frozen copy; stored, its log-probabilities were computed before.
+A Llama of ten million weights, pairs of fixed lengths, both trainers over the same tokens, bf16 where the machine
+multiplies it and float32 elsewhere, no activation checkpointing in either. Live, the reference is a frozen copy;
+stored, its log-probabilities were computed before.
 
 python benchmarks/preferences.py [--rounds 3] [--steps 8] [--output build/preferences.json]
 """
@@ -20,6 +21,8 @@ from harness import build_parser, compare, run_interleaved, spread, write_result
 from loss_head import resident_gb
 from workload import add_workload, build_workload
 
+from recipes_lib.hardware import supports_bf16
+
 SHAPES = {"512/64": (512, 64), "128/128": (128, 128)}
 """Tokens of the prompt and of each answer."""
 PAIRS_PER_STEP = 4
@@ -31,7 +34,7 @@ SHARED: dict[str, Any] = {
     "seed": 0,
     "per_device_train_batch_size": PAIRS_PER_STEP,
     "per_device_eval_batch_size": PAIRS_PER_STEP,
-    "bf16": True,
+    "bf16": supports_bf16(),
     "use_cpu": True,
     "save_strategy": "no",
     "report_to": "none",
