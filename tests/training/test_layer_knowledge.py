@@ -137,15 +137,26 @@ def test_from_oneself_there_is_nothing_to_learn(tiny_model_dir, tmp_path, loss) 
 
 
 def test_the_order_of_documents_and_their_rows_are_of_no_account(compute) -> None:
+    """Held against each document in a batch of its own, put together by their targets, and against another order."""
     keys = ALL | {"feature_layers": [1]}
-    together = compute(make_rows(make_row(9, 14, 6)), **keys)
-    permuted = compute(make_rows(make_row(6, 9, 14)), **keys)
-    apart = compute(make_rows(make_row(14), make_row(6), make_row(9)), **keys)
-    for loss, parts, gradients in (permuted, apart):
-        assert loss == pytest.approx(together[0], rel=1e-5)
-        assert parts == pytest.approx(together[1], rel=1e-4)
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, together[2][name], atol=1e-5, rtol=1e-3)
+    rows = [make_row(length) for length in (9, 14, 6)]
+    # The first token of a row or document is predicted by nothing.
+    counts = [int(row["loss_mask"][1:].sum()) for row in rows]
+    shares = [count / sum(counts) for count in counts]
+    alone = [compute(make_rows(row), **keys) for row in rows]
+
+    def put_together(figures: Any) -> Any:
+        return sum(share * figure for share, figure in zip(shares, figures, strict=True))
+
+    loss = put_together(own for own, _, _ in alone)
+    parts = {name: put_together(own[name] for _, own, _ in alone) for name in alone[0][1]}
+    gradients = {name: put_together(own[name] for _, _, own in alone) for name in alone[0][2]}
+    for batch in (make_rows(make_row(9, 14, 6)), make_rows(make_row(6, 9, 14)), make_rows(rows[1], rows[2], rows[0])):
+        got = compute(batch, **keys)
+        assert got[0] == pytest.approx(loss, rel=1e-5)
+        assert got[1] == pytest.approx(parts, rel=1e-4)
+        for name, gradient in got[2].items():
+            torch.testing.assert_close(gradient, gradients[name], atol=1e-5, rtol=1e-3)
 
 
 def test_accumulating_changes_no_figure(tiny_model_dir, student_dir, tmp_path) -> None:
