@@ -4,7 +4,8 @@ python recipes/demo.py [--output_dir demo]
 
 Texts and chats are read from the sources of the standard library; a tokenizer and a random Llama of a million weights
 are made for them; the ordinary recipes pretrain and fine-tune it, and make of it an adapter, a reward model, a model
-that prefers right answers and one that has learnt from its own. Nothing is downloaded, nothing was prepared in advance.
+that prefers right answers, one that has learnt from its own, and the teacher of a smaller one. Nothing is downloaded,
+nothing was prepared in advance.
 The same command goes on where a stopped one left off.
 """
 

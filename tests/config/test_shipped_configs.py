@@ -64,7 +64,7 @@ def _where_its_files_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     for name in ("pretrain", "sft", "brief", "pairs", "questions"):
         (tmp_path / "data" / f"{name}.jsonl").touch()
         (tmp_path / "data" / f"{name}_held_out.jsonl").touch()
-    for name in ("tokenizer", "pretrain", "sft", "reward"):
+    for name in ("tokenizer", "pretrain", "sft", "reward", "student"):
         (tmp_path / name).mkdir()
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)

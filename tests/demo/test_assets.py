@@ -1,10 +1,10 @@
-"""The demo's starting point: a tokenizer that spells everything."""
+"""The demo's starting points: a tokenizer that spells everything, a student that knows nothing."""
 
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes_lib.demo.assets import VOCAB_SIZE, build_tokenizer, save_tokenizer
+from recipes_lib.demo.assets import VOCAB_SIZE, build_tokenizer, save_student, save_tokenizer
 from recipes_lib.models.tokenizer_training import CHATML_TOKENS, EOS_TOKEN, PAD_TOKEN
 
 TEXTS = [f"def function_{number}(argument):\n    return argument + {number}\n" * 3 for number in range(300)]
@@ -30,3 +30,15 @@ def test_the_tokenizer_is_the_same_every_time_and_any_recipe_can_load_it(tmp_pat
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "one")
     assert sizes == [len(tokenizer)] * 2
     assert len(tokenizer) <= VOCAB_SIZE
+
+
+def test_the_student_is_the_same_every_time_and_a_quarter_of_its_teacher(tmp_path):
+    save_tokenizer(tmp_path / "tokenizer", TEXTS)
+    sizes = [
+        save_student(tmp_path / name, tmp_path / "tokenizer", seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    ]
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in "abc"]
+    assert files[0] == files[1] != files[2]
+    student = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    assert sizes == [student.num_parameters()] * 3
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "a")) == student.config.vocab_size

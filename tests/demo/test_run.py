@@ -30,17 +30,36 @@ def console():
     return Console(file=io.StringIO(), width=200, markup=False, soft_wrap=True)
 
 
-def test_the_shipped_configurations_find_what_the_demo_wrote(started, monkeypatch):
+@pytest.fixture
+def configs(started, monkeypatch):
+    """The configuration of each stage, read where its turn has come."""
     folder, _ = started
     monkeypatch.chdir(folder)
     for name in ("pretrain", "sft", "reward"):
-        (folder / name).mkdir()
-    for stage, (config, _) in run.STAGES.items():
-        parsed = parse_command(stage, ["--config", str(RECIPES / "configs" / "demo" / config)])
+        (folder / name).mkdir(exist_ok=True)
+    return {
+        output_dir: parse_command(recipe, ["--config", str(RECIPES / "configs" / "demo" / config)])
+        for output_dir, (recipe, config, _) in run.STAGES.items()
+    }
+
+
+def test_the_shipped_configurations_find_what_the_demo_wrote(configs):
+    for output_dir, parsed in configs.items():
+        assert parsed.training["output_dir"] == output_dir
         assert Path(parsed.data.dataset_name).is_file()
         assert Path(parsed.data.dataset_test_split).is_file()
         assert Path(parsed.model.model_name_or_path or parsed.model.tokenizer_name_or_path).is_dir()
-        assert (RECIPES / f"{stage}.py").is_file()
+        assert (RECIPES / f"{parsed.stage}.py").is_file()
+
+
+def test_both_students_are_the_same_model_on_the_same_texts_for_as_long(configs):
+    labels, distill = (
+        (parsed.model, parsed.data, parsed.tokens, {**parsed.training, "output_dir": None})
+        for parsed in (configs["labels"], configs["distill"])
+    )
+    assert labels == distill
+    assert configs["distill"].distillation.teacher_model_name_or_path == "pretrain"
+    assert configs["labels"].model.model_name_or_path == "student"
 
 
 def test_two_starts_are_byte_identical(started, tmp_path):
@@ -53,7 +72,7 @@ def test_two_starts_are_byte_identical(started, tmp_path):
 
 
 def test_what_is_shown_as_the_command_is_a_command(tmp_path):
-    command = run.build_command(tmp_path / "with a space", "sft", "x.yaml")
+    command = run.build_command(tmp_path / "with a space", run.Stage("sft", "x.yaml", "learns"))
     assert command[0] == "env"
     (tmp_path / "with a space").mkdir()
     (tmp_path / "with a space" / "sft.py").write_text(
@@ -86,8 +105,13 @@ def test_it_shows_what_the_stages_wrote_and_nothing_else(tmp_path, console):
             for i in range(20)
         ]
 
-    steps = [(7.5, 0, 0), (6, 0, 0), (4.25, 0, 0)]
-    write_run(tmp_path / "pretrain", steps, samples("text {}", "babble", "middle", "python"))
+    keys = ("eval_loss", "eval_exact_match", "eval_bits_per_byte")
+    write_run(
+        tmp_path / "pretrain",
+        [(7.5, 0, 3.6), (6, 0, 3), (4.25, 0, 2.15)],
+        samples("text {}", "babble", "middle", "python"),
+        keys,
+    )
     chat = "<|im_start|>user\nquestion {}<|im_end|>\n<|im_start|>assistant\n"
     write_run(tmp_path / "sft", [(5, 0.1, 0), (2, 0.5, 0)], samples(chat, "", "an [answer]"))
     write_run(tmp_path / "lora", [(5, 0, 0), (2, 0.61, 0)], samples(chat, "a long answer", "Brief."))
@@ -98,9 +122,12 @@ def test_it_shows_what_the_stages_wrote_and_nothing_else(tmp_path, console):
     ]
     keys = ("eval_reward", "eval_reward/exact_match", "eval_reward/reward_model", "objective/kl_seq")
     write_run(tmp_path / "ppo", [(0.65, 0.66, -0.25, 0.0), (0.77, 0.74, 0.13, 1.75)], answered, keys)
+    for name, before, after in (("labels", 3.6, 2.4), ("distill", 3.6, 2.35)):
+        write_run(tmp_path / name, [(before,), (after,)], keys=("eval_bits_per_byte",))
     (tmp_path / "reward" / "reward_report.json").write_text('{"failed_gates": ["accuracy is low"]}')
     run.show_answers(tmp_path, console)
     run.show_figures(tmp_path, console)
+    run.show_students(tmp_path, console)
     run.show_verdict(tmp_path, console)
     run.show_places(tmp_path, console)
     shown = console.file.getvalue()
@@ -127,6 +154,10 @@ def test_it_shows_what_the_stages_wrote_and_nothing_else(tmp_path, console):
         "-0.25",
         "74%",
         "1.75",
+        "2.150",
+        "2.400",
+        "2.350",
+        "saves its student 0.050 bits, 20% of the way",
         "report.html",
     ):
         assert text in shown

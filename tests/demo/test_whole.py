@@ -28,7 +28,7 @@ def test_every_stage_learns_from_real_text(tmp_path):
     assert done.returncode == 0, done.stderr
     runs = {
         name: read_evaluations(tmp_path / "a demo" / name)
-        for name in ("pretrain", "sft", "lora", "reward", "dpo", "ppo")
+        for name in ("pretrain", "sft", "lora", "reward", "dpo", "ppo", "labels", "distill")
     }
     assert runs["pretrain"][-1]["eval_loss"] < runs["pretrain"][0]["eval_loss"] - 2
     for stage in ("sft", "lora"):
@@ -39,6 +39,10 @@ def test_every_stage_learns_from_real_text(tmp_path):
     assert after["eval_reward"] > before["eval_reward"] + 0.08
     assert after["eval_reward/exact_match"] > before["eval_reward/exact_match"] + 0.04
     assert after["eval_stop_rate"] > 0.95
+    bits = {name: runs[name][-1]["eval_bits_per_byte"] for name in ("pretrain", "distill", "labels")}
+    assert runs["distill"][0] == {**runs["labels"][0], "eval_seconds": runs["distill"][0]["eval_seconds"]}
+    assert bits["pretrain"] < bits["distill"] < bits["labels"] - 0.01
+    assert "At equal tokens the teacher saves its student" in done.stdout
     verdict = json.loads((tmp_path / "a demo" / "reward" / "reward_report.json").read_text(encoding="utf-8"))
     assert verdict["failed_gates"] == []
     assert verdict["accuracy_low"] > 0.65

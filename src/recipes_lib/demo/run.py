@@ -11,13 +11,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import indent
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
-from recipes_lib.demo.assets import save_tokenizer
+from recipes_lib.demo.assets import save_student, save_tokenizer
 from recipes_lib.demo.chats import QUESTIONS, build_chats
 from recipes_lib.demo.corpus import load_modules, split_texts, standard_library
 from recipes_lib.demo.lessons import MAX_CHATS, ask, build_pairs, shorten
@@ -30,15 +30,33 @@ SHOWN = {"pretrain": 2, "sft": len(QUESTIONS), "lora": 2, "ppo": len(QUESTIONS)}
 SHOWN_CHARACTERS = 100
 MAX_ANSWERED = 250
 """Held-out chats that the models answer; pairs are made of all of them, which takes no sampling."""
+
+
+class Stage(NamedTuple):
+    """A run of a recipe: the recipe's name, its configuration, and what it does."""
+
+    recipe: str
+    config: str
+    purpose: str
+
+
 STAGES = {
-    "pretrain": ("pretrain.yaml", "pretraining on the texts, from random weights"),
-    "sft": ("sft_on_chats.yaml", "fine-tuning on the answers of the chats"),
-    "lora": ("lora_brief.yaml", "an adapter that answers briefly where it is asked to"),
-    "reward": ("reward_on_pairs.yaml", "a reward model that tells right answers from wrong ones"),
-    "dpo": ("dpo_on_pairs.yaml", "preference optimisation, from wrong answers to right ones"),
-    "ppo": ("ppo_on_questions.yaml", "PPO: answers of its own, by whether they are right and by the reward model"),
+    "pretrain": Stage("pretrain", "pretrain.yaml", "pretraining on the texts, from random weights"),
+    "sft": Stage("sft", "sft_on_chats.yaml", "fine-tuning on the answers of the chats"),
+    "lora": Stage("lora", "lora_brief.yaml", "an adapter that answers briefly where it is asked to"),
+    "reward": Stage("reward", "reward_on_pairs.yaml", "a reward model that tells right answers from wrong ones"),
+    "dpo": Stage("dpo", "dpo_on_pairs.yaml", "preference optimisation, from wrong answers to right ones"),
+    "ppo": Stage(
+        "ppo", "ppo_on_questions.yaml", "PPO: answers of its own, by whether they are right and by the reward model"
+    ),
+    "labels": Stage("sft", "sft_student.yaml", "a model of a quarter of the weights, on the texts alone"),
+    "distill": Stage(
+        "distill",
+        "distill_student.yaml",
+        "distillation: the same small model, and what the pretrained one says of them",
+    ),
 }
-"""Name of a stage, of its script and of its output folder -> its configuration, and what it does."""
+"""Output folder of a stage -> what runs in it."""
 FIGURES = (
     ("pretrain", "loss, nats a token", "eval_loss", ".2f"),
     ("sft", "loss, nats a token", "eval_loss", ".2f"),
@@ -54,6 +72,13 @@ FIGURES = (
     ("ppo", "KL to the fine-tuned model, nats an answer", "objective/kl_seq", ".2f"),
 )
 """Stage, what is measured, its name in ``metrics.jsonl``, how it is written."""
+BITS = "eval_bits_per_byte"
+STUDENTS = {
+    "pretrain": "the teacher, which is the pretrained model",
+    "labels": "a student of a quarter of its weights, on the texts alone",
+    "distill": "the same student, distilled",
+}
+"""Output folder of a stage -> what is held against the others."""
 # So small a model gains nothing from a second thread, and loses much where the cores are shared.
 ENVIRONMENT = ("HF_HUB_OFFLINE=1", "OMP_NUM_THREADS=1")
 TRY_IT = """from transformers import pipeline
@@ -80,14 +105,14 @@ def run_demo(recipes: Path, output_dir: Path) -> int:
     def announce(number: int, purpose: str) -> None:
         console.print(f"\n{number} of {last}, at {time.perf_counter() - started:.0f} s: {purpose}", style="bold")
 
-    console.print("From your Python's sources to a small assistant: three to six minutes on one core.")
+    console.print("From your Python's sources to a small assistant: four to seven minutes on one core.")
     announce(1, "texts and chats from the standard library, and a tokenizer")
     open_folder(output_dir)
     for line in write_start(output_dir):
         console.print(f"  {line}")
-    for number, (stage, (config, purpose)) in enumerate(STAGES.items(), start=2):
-        announce(number, purpose)
-        command = build_command(recipes, stage, config)
+    for number, stage in enumerate(STAGES.values(), start=2):
+        announce(number, stage.purpose)
+        command = build_command(recipes, stage)
         console.print(f"  cd {shlex.quote(str(output_dir))} && {shlex.join(command)}", style="dim")
         code = subprocess.run(command, cwd=output_dir, check=False).returncode
         if code != EXIT_DONE:
@@ -95,6 +120,7 @@ def run_demo(recipes: Path, output_dir: Path) -> int:
     announce(last, "what it learned, shown on modules that it never saw")
     show_answers(output_dir, console)
     show_figures(output_dir, console)
+    show_students(output_dir, console)
     show_verdict(output_dir, console)
     show_places(output_dir, console)
     return EXIT_DONE
@@ -145,17 +171,19 @@ def write_start(output_dir: Path) -> Iterator[str]:
         yield f"{path}: {len(rows)} rows"
     num_tokens = save_tokenizer(output_dir / "tokenizer", texts.train)
     yield f"{output_dir / 'tokenizer'}: {num_tokens} tokens"
+    num_weights = save_student(output_dir / "student", output_dir / "tokenizer", SEED)
+    yield f"{output_dir / 'student'}: {num_weights:,} random weights"
 
 
-def build_command(recipes: Path, stage: str, config: str) -> list[str]:
+def build_command(recipes: Path, stage: Stage) -> list[str]:
     """Return what a user would type for a stage, in the folder that its configuration speaks of."""
     return [
         "env",
         *ENVIRONMENT,
         sys.executable,
-        str(recipes / f"{stage}.py"),
+        str(recipes / f"{stage.recipe}.py"),
         "--config",
-        str(recipes / "configs/demo" / config),
+        str(recipes / "configs/demo" / stage.config),
     ]
 
 
@@ -167,6 +195,22 @@ def show_figures(output_dir: Path, console: Console) -> None:
         table.add_row(f"{stage}: {label}", *(format(values[end], form) for end in (0, -1)))
     console.print()
     console.print(table)
+
+
+def show_students(output_dir: Path, console: Console) -> None:
+    """Print the teacher and its student, with and without it, side by side."""
+    table = Table("bits for each byte of held-out modules", "before", "after")
+    bits = {}
+    for stage, label in STUDENTS.items():
+        values = [line[BITS] for line in read_lines(output_dir / stage / "metrics.jsonl") if BITS in line]
+        table.add_row(label, f"{values[0]:.3f}", f"{values[-1]:.3f}")
+        bits[stage] = values[-1]
+    console.print()
+    console.print(table)
+    gain, distance = bits["labels"] - bits["distill"], bits["labels"] - bits["pretrain"]
+    console.print(
+        f"At equal tokens the teacher saves its student {gain:.3f} bits, {gain / distance:.0%} of the way to it."
+    )
 
 
 def show_verdict(output_dir: Path, console: Console) -> None:
