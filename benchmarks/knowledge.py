@@ -1,10 +1,12 @@
 """What each part of a teacher's knowledge is worth on real text: held-out bits per byte at equal tokens.
 
-A teacher of four layers of width 128 reads plays by Shakespeare; students of two layers of width 96, a quarter of its
+A teacher of four layers of width 128 reads plays by Shakespeare; students of two layers of width 80, a quarter of its
 weights, begin at random and read a few of them: from labels alone, with what the teacher says, and with each part of
 what its layers hold besides. Every arm has the same rows, order, rate and steps; a round is a seed of the student.
 
 python benchmarks/knowledge.py [--data FILE] [--rounds 3] [--steps 150] [--teacher_steps 400] [--work DIR]
+
+With `--work` the same command goes on where a stopped one left off, and `--rounds 3` after `--rounds 1` adds two seeds.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ ROW_CHARACTERS = 1500
 BITS = "bits.json"
 WIDTHS: Mapping[str, dict[str, Any]] = {
     "teacher": {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "num_attention_heads": 4},
-    "student": {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "student": {"hidden_size": 80, "intermediate_size": 240, "num_hidden_layers": 2, "num_attention_heads": 4},
 }
 ARMS: Mapping[str, dict[str, Any]] = {
     "labels": {},
@@ -55,7 +57,9 @@ RUN: Mapping[str, Any] = {
 
 
 def write_texts(data: Path, folder: Path) -> None:
-    """Write rows of text, held-out ones, and a tokenizer of 512 tokens."""
+    """Write rows of text, held-out ones, and a tokenizer of 512 tokens, unless they are there."""
+    if (folder / "tokenizer").exists():
+        return
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -108,27 +112,31 @@ def train(stage: str, keys: Mapping[str, Any]) -> float:
 
 
 def run_arm(work: Path, arm: str, number: int, steps: int, teacher_steps: int) -> float:
-    """Return the held-out bits per byte of one student, or of the teacher, which is trained but once."""
-    data = {
-        "dataset_name": str(work / "train.jsonl"),
-        "dataset_test_split": str(work / "held_out.jsonl"),
-        "prepared_dir": str(work / "prepared"),
-        "overlong": "split",
-        "learning_rate": 3e-3,
-        **RUN,
-    }
-    teacher = work / "teacher"
-    if not (teacher / BITS).exists():
-        start = write_model("teacher", 0, work / "random teacher", work / "tokenizer")
-        keys = {"model_name_or_path": str(start), "output_dir": str(teacher), "max_steps": teacher_steps}
-        (teacher / BITS).write_text(json.dumps(train("sft", {**data, **keys, "per_device_train_batch_size": 16})))
+    """Return the held-out bits per byte of one student, or of the one teacher; nothing is measured twice."""
+    teacher = work / f"teacher after {teacher_steps} steps"
+    keys: dict[str, Any]
     if arm == "teacher":
-        return float(json.loads((teacher / BITS).read_text()))
-    start = write_model("student", number, work / f"student {number}", work / "tokenizer")
-    taught = {} if arm == "labels" else {"teacher_model_name_or_path": str(teacher), **ARMS[arm]}
-    with tempfile.TemporaryDirectory() as folder:
-        keys = {"model_name_or_path": str(start), "output_dir": f"{folder}/run", "max_steps": steps, "seed": number}
-        return train("distill" if taught else "sft", {**data, **keys, **taught})
+        number, result = 0, teacher / BITS
+        keys = {"max_steps": teacher_steps, "per_device_train_batch_size": 16}
+    else:
+        run_arm(work, "teacher", 0, steps, teacher_steps)
+        result = work / f"after {steps} steps of {teacher_steps}" / f"{arm} {number}" / BITS
+        keys = {"max_steps": steps, "seed": number}
+        keys |= {} if arm == "labels" else {"teacher_model_name_or_path": str(teacher), **ARMS[arm]}
+    if not result.exists():
+        role = "teacher" if arm == "teacher" else "student"
+        data = {
+            "model_name_or_path": str(write_model(role, number, work / f"{role} {number}", work / "tokenizer")),
+            "dataset_name": str(work / "train.jsonl"),
+            "dataset_test_split": str(work / "held_out.jsonl"),
+            "prepared_dir": str(work / "prepared"),
+            "overlong": "split",
+            "learning_rate": 3e-3,
+            "output_dir": str(result.parent),
+        }
+        bits = train("sft" if arm in ("teacher", "labels") else "distill", {**RUN, **data, **keys})
+        result.write_text(json.dumps(bits), encoding="utf-8")
+    return float(json.loads(result.read_text(encoding="utf-8")))
 
 
 def main() -> None:
@@ -137,11 +145,12 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DEFAULT_DATA)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--teacher_steps", type=int, default=400)
-    parser.add_argument("--work", type=Path, help="folder in which teacher and prepared rows are kept")
+    parser.add_argument("--work", type=Path, help="folder in which models and measurements are kept")
     parser.add_argument("--arm", choices=["teacher", *ARMS])
     parser.add_argument("--round", type=int, default=1)
     options = parser.parse_args()
     if options.arm is not None:
+        write_texts(options.data, options.work)
         bits = run_arm(options.work, options.arm, options.round, options.steps, options.teacher_steps)
         print(json.dumps({"bits": bits}))
         return
