@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -15,9 +15,6 @@ from transformers.core_model_loading import revert_weight_conversion
 
 INDEX: Final = "model.safetensors.index.json"
 WEIGHTS: Final = "model.safetensors"
-
-Check = Callable[[str, Tensor], str | None]
-"""Takes the name of a saved tensor and the tensor; returns what is wrong with it."""
 
 
 class BrokenSaveError(RuntimeError):
@@ -39,16 +36,13 @@ def read_published_shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in revert_weight_conversion(model, empty).items()}
 
 
-def verify_weights(
-    folder: Path, expected: Mapping[str, torch.Size | None], weights: str = WEIGHTS, *, check: Check | None = None
-) -> int:
+def verify_weights(folder: Path, expected: Mapping[str, torch.Size | None], weights: str = WEIGHTS) -> int:
     """Open saved weights again and return their number of parameters.
 
     Args:
         folder: Folder with ``weights``, or with the shards of a model and their index.
         expected: Shape of each tensor that must be there, ``None`` where any will do; tied ones once.
         weights: Name of the file.
-        check: What must hold besides of each tensor.
 
     Raises:
         BrokenSaveError: A file or a tensor is missing, of another shape, empty or not finite; all are named.
@@ -66,7 +60,7 @@ def verify_weights(
             for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
                 tensor = tensors.get_tensor(name)
                 num_parameters += tensor.numel()
-                fault = _find_fault(tensor, expected.get(name)) or (check and check(name, tensor))
+                fault = _find_fault(tensor, expected.get(name))
                 faults += [f"{name} {fault}"] if fault else []
     if faults:
         raise BrokenSaveError(f"{folder}: " + "; ".join(faults))

@@ -9,9 +9,10 @@ from typing import Any, Final
 
 import torch
 from peft import PeftModel
+from safetensors import safe_open
 from transformers import Trainer
 
-from recipes_lib.errors import ConfigError
+from recipes_lib.errors import ConfigError, DivergedError
 from recipes_lib.models.adapters import (
     compute_probe_logits,
     find_logit_shift,
@@ -37,6 +38,7 @@ def export_model(trainer: Trainer, folder: Path) -> None:
 
     Raises:
         BrokenSaveError: What was saved is not whole; it stays in the folder ``UNVERIFIED``.
+        DivergedError: A part of an adapter has learnt nothing; it stays there too.
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
     # Off while packed documents had to be kept apart; whoever loads the model wants fast generation.
@@ -79,13 +81,14 @@ def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor, 
         is_half: Whether products are in sixteen bits.
 
     Raises:
-        BrokenSaveError: A tensor is missing, empty, not finite, of another shape or as before training, or the logits
-            of eight tokens differ by more than rounding explains.
+        BrokenSaveError: A tensor is missing, empty, not finite or of another shape, or the logits of eight tokens
+            differ by more than rounding explains.
+        DivergedError: It is what was trained, and training has left a part as it was.
     """
     # What began with a part of the weights is restated with more rows than were trained.
     is_restated = hasattr(model, "initial_factors")
     shapes = {name: None if is_restated else tensor.shape for name, tensor in read_adapter_state(model).items()}
-    verify_weights(folder, shapes, ADAPTER_WEIGHTS, check=_find_untrained)
+    verify_weights(folder, shapes, ADAPTER_WEIGHTS)
     try:
         reopened = load_adapter(load_fresh_base(model), str(folder), task_type=_read_task(model))
     except ConfigError as error:
@@ -94,6 +97,15 @@ def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor, 
     if shift is not None:
         raise BrokenSaveError(
             f"{folder}: opened again, a logit differs by {shift:.2g} of the largest from what was trained"
+        )
+    with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as tensors:
+        learning = [name for name in tensors.keys() if ".lora_B." in name]  # noqa: SIM118 (it is not a mapping)
+        untrained = [name for name in learning if not tensors.get_tensor(name).any()]
+    if untrained:
+        raise DivergedError(
+            f"{len(untrained)} of {len(learning)} parts of the adapter are what they were before training, "
+            f"{untrained[0]} first: no step had anything to teach them. A policy learns nothing from answers that all "
+            "earn the same: look at the rewards in metrics.jsonl"
         )
 
 
@@ -110,7 +122,3 @@ def _complete_adapter(model: PeftModel, folder: Path) -> None:
 
 def _read_task(model: PeftModel) -> Any:
     return model.peft_config[model.active_adapter].task_type
-
-
-def _find_untrained(name: str, tensor: torch.Tensor) -> str | None:
-    return "is zero, as before training" if ".lora_B." in name and not tensor.any() else None
