@@ -227,6 +227,7 @@ def main() -> None:
     parser.add_argument("--trl-python", type=Path)
     parser.add_argument("--iterations", type=int, default=3)
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--measure", choices=VARIANTS)
     options = parser.parse_args()
     if options.measure:
@@ -244,7 +245,7 @@ def main() -> None:
         variants = {
             name: [str(options.trl_python if run is measure_trl else sys.executable), __file__, *settings]
             for name, (run, _) in VARIANTS.items()
-            if options.trl_python or run is measure_ours
+            if name in options.variants and (options.trl_python or run is measure_ours)
         }
         variants = {name: [*command, "--measure", name] for name, command in variants.items()}
         results = everything[shape] = run_interleaved(variants, options.rounds)

@@ -4,7 +4,7 @@ A Llama of ten million weights, pairs of fixed lengths, both trainers over the s
 multiplies it and float32 elsewhere, no activation checkpointing in either. Live, the reference is a frozen copy;
 stored, its log-probabilities were computed before.
 
-python benchmarks/preferences.py [--rounds 3] [--steps 8] [--output build/preferences.json]
+python benchmarks/preferences.py [--rounds 3] [--steps 8] [--variants NAME ...] [--output build/preferences.json]
 """
 
 from __future__ import annotations
@@ -241,6 +241,7 @@ def main() -> None:
     add_workload(parser)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--measure", choices=VARIANTS)
     options = parser.parse_args()
     if options.measure:
@@ -251,7 +252,7 @@ def main() -> None:
     everything: dict[str, Any] = {}
     for shape in options.shapes:
         command = [sys.executable, __file__, "--workload", str(options.workload), "--steps", str(options.steps)]
-        variants = {name: [*command, "--shapes", shape, "--measure", name] for name in VARIANTS}
+        variants = {name: [*command, "--shapes", shape, "--measure", name] for name in options.variants}
         results = run_interleaved(variants, options.rounds)
         for name, rounds in results.items():
             ours = "reward model, ours" if name.startswith("reward") else "DPO, ours, stored reference"
