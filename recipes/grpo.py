@@ -23,7 +23,6 @@ from recipes_lib.publishing import publishing
 from recipes_lib.report.page import build_report
 from recipes_lib.rl.groups import build_group_trainer
 from recipes_lib.rl.rewards import load_rewards
-from recipes_lib.rl.sharding import refuse_engine
 from recipes_lib.training.arguments import build_training_arguments
 from recipes_lib.training.launch import read_launch
 from recipes_lib.training.run import start_run
@@ -33,7 +32,6 @@ from recipes_lib.training.run import start_run
 def main(config: RecipeConfig) -> None:
     """Train ``config.model`` on groups of answers of its own to the prompts of ``config.data``."""
     launch = read_launch()
-    refuse_engine(launch.engine)
     run = start_run(config, launch)
     if run.finished:
         return

@@ -23,7 +23,7 @@ from recipes_lib.report.page import build_report
 from recipes_lib.rl.export import CRITIC_FOLDER, build_exporter, save_critic
 from recipes_lib.rl.models import load_actor_critic
 from recipes_lib.rl.rewards import load_rewards
-from recipes_lib.rl.sharding import check_launch, choose_placement
+from recipes_lib.rl.sharding import choose_placement
 from recipes_lib.rl.trainer import PPOTrainer
 from recipes_lib.training.arguments import build_training_arguments
 from recipes_lib.training.launch import read_launch
@@ -34,7 +34,6 @@ from recipes_lib.training.run import start_run
 def main(config: RecipeConfig) -> None:
     """Train ``config.model`` on answers of its own to the prompts of ``config.data``."""
     launch = read_launch()
-    check_launch(config, launch.engine)
     run = start_run(config, launch)
     if run.finished:
         return

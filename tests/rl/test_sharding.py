@@ -1,4 +1,4 @@
-"""Which launches PPO takes and why it refuses the others; a model that no process shares is run as ever."""
+"""What PPO does with sharded models, and that a model that no process shares is run as ever."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError, PreemptedError
 from recipes_lib.rl import sharding
-from recipes_lib.rl.sharding import beat_between, check_launch, choose_placement, held_whole, refuse_engine
+from recipes_lib.rl.sharding import beat_between, choose_placement, held_whole
 from recipes_lib.stopping import STOP
 from recipes_lib.training.arguments import build_training_arguments
 from recipes_lib.training.launch import Launch
@@ -45,46 +45,15 @@ def sharded():
         distributed.destroy_process_group()
 
 
-def test_fsdp_takes_models_of_their_own_and_plain_launches_take_everything(configure):
-    check_launch(configure(), "FSDP")
-    for keys in ({}, {"use_peft": True}, {"use_transformers_continuous_batching": True}):
-        check_launch(configure(**keys), "")
-
-
-@pytest.mark.parametrize(
-    ("keys", "where", "found"),
-    [
-        ({"use_peft": True}, "use_peft", "would be one trunk"),
-        ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching", "whole weights"),
-        ({"use_vllm": True}, "use_vllm", "whole weights"),
-    ],
-)
-def test_what_fsdp_cannot_shard_is_named_with_its_key(configure, keys, where, found):
-    with pytest.raises(ConfigError) as refused:
-        check_launch(configure(**keys), "FSDP")
-    (problem,) = refused.value.problems
-    assert where in problem.where
-    assert found in problem.found
-    assert "ddp.yaml" in problem.remedy
-
-
 def test_deepspeed_is_refused_by_the_recipe_before_anything_is_loaded(tmp_path, capsys):
     keys = {"model_name_or_path": "nowhere", "dataset_name": "nothing", "output_dir": tmp_path / "out"}
     keys["reward_funcs"] = "[nothing:at_all]"
     with mock.patch.dict(os.environ, {"ACCELERATE_USE_DEEPSPEED": "true"}):
         assert recipes.run_recipe("ppo", keys) == 2
     told = capsys.readouterr().err
-    assert "DEEPSPEED, which trains one model, and PPO trains two" in told
+    assert "recipes/ppo.py and a launch file with DeepSpeed: it trains one model, and PPO trains two" in told
     assert "accelerate_configs/fsdp2.yaml" in told
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED"])
-def test_a_stage_that_shards_nothing_refuses_either(engine):
-    refuse_engine("")
-    with pytest.raises(ConfigError, match=f"{engine}, and this stage samples") as refused:
-        refuse_engine(engine)
-    assert "ddp.yaml" in refused.value.problems[0].remedy
 
 
 def test_a_launch_that_is_not_what_was_asked_for_is_refused(configure, tmp_path):

@@ -13,6 +13,7 @@ from tests.test_accelerate_configs import FILES
 
 from recipes_lib import launching
 from recipes_lib.check import check
+from recipes_lib.config.layer_keys import WEIGHTS
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError
@@ -43,7 +44,9 @@ def mesh(**sizes: int) -> dict[str, Any]:
 
 DDP = launch("MULTI_GPU")
 FSDP, ZERO = launch(), launch("DEEPSPEED")
+ZERO_3 = launch("DEEPSPEED", zero_stage=3, zero3_save_16bit_model=True)
 LIVE = {"precompute_ref_log_probs": False}
+PPO, RLOO, DISTIL = ({"stage": stage} for stage in ("ppo", "rloo", "distill"))
 # For each row, in its order: what trips it, and what beside it does not; a recipe's keys and a launch file each.
 CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, Any], dict[str, Any]]]]] = [
     (
@@ -120,6 +123,25 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
         ],
     ),
     (({"max_rollbacks": 1}, FSDP), [({"max_rollbacks": 1}, DDP), ({"max_rollbacks": 0}, FSDP)]),
+    ((RLOO, FSDP), [(RLOO, DDP), (PPO, FSDP)]),
+    ((PPO, ZERO), [(PPO, DDP), (PPO, FSDP), ({}, ZERO)]),
+    ((PPO | {"use_peft": True}, FSDP), [(PPO | {"use_peft": True}, DDP), ({"use_peft": True}, FSDP)]),
+    (
+        (PPO | {"use_transformers_continuous_batching": True}, FSDP),
+        [(PPO | {"use_transformers_continuous_batching": True}, DDP), (PPO | {"use_vllm": False}, FSDP)],
+    ),
+    ((DISTIL | {"angle_weight": 0.5}, ZERO), [(DISTIL | {"angle_weight": 0.5}, DDP), (DISTIL, FSDP), (DISTIL, ZERO)]),
+    (
+        (DISTIL | {"lmbda": 0.5}, ZERO_3),
+        [(DISTIL | {"lmbda": 0.5}, ZERO), (DISTIL | {"lmbda": 0.5}, FSDP), (DISTIL, ZERO_3)],
+    ),
+]
+# What else trips the row of those keys.
+OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"stage": "grpo"}, ZERO, "do not split"),
+    (PPO | {"use_vllm": True}, FSDP, "takes over whole weights"),
+    *((DISTIL | {key: 0.5}, FSDP, "when their weights are freed") for key in WEIGHTS if key != "attention_weight"),
+    (DISTIL | {"attention_weight": 0.5, "attn_implementation": "eager"}, FSDP, "when their weights are freed"),
 ]
 ROWS = [f"{number}: {row.recipe} {row.launch}" for number, row in enumerate(BLOCKED)]
 
@@ -127,9 +149,12 @@ ROWS = [f"{number}: {row.recipe} {row.launch}" for number, row in enumerate(BLOC
 def read(keys: dict[str, Any], output_dir: Path) -> RecipeConfig:
     stage = "dpo" if "precompute_ref_log_probs" in keys else "pretrain" if keys.get("optim") == "muon" else "sft"
     stage = "lora" if keys.get("use_peft") and stage == "sft" else stage
+    stage = keys.get("stage", stage)
     given = {"dataset_name": "o/d", "output_dir": output_dir, "model_name_or_path": "o/m"}
     given |= {"max_length": 64, "max_steps": 1} if stage == "pretrain" else {}
-    given |= {name: value for name, value in keys.items() if (stage, name) != ("lora", "use_peft")}
+    given |= {"reward_funcs": "[mine:score]"} if stage in ("ppo", "rloo", "grpo") else {}
+    given |= {"teacher_model_name_or_path": "o/t"} if stage == "distill" else {}
+    given |= {name: value for name, value in keys.items() if (stage, name) != ("lora", "use_peft") and name != "stage"}
     return load_config(stage, [f"--{name}={value}" for name, value in given.items()])
 
 
@@ -150,7 +175,7 @@ def test_every_row_has_its_case() -> None:
 def test_what_trips_a_row_and_what_beside_it_does_not(row: Any, case: Any, tmp_path: Path) -> None:
     (keys, document), neighbours = case
     config = read(keys, tmp_path)
-    said = f"with {row.launch}: {row.why}" if row.key else f"{row.launch}: {row.why}"
+    said = f"with {row.launch}: {row.why}" if row.keys else f"{row.launch}: {row.why}"
     assert [found for found in find_rows(config, document) if found.endswith(said)]
     # Nothing is in the directory of a run that never started.
     with pytest.raises(ConfigError) as started:
@@ -159,6 +184,13 @@ def test_what_trips_a_row_and_what_beside_it_does_not(row: Any, case: Any, tmp_p
     assert not list(tmp_path.iterdir())
     for others, other_document in neighbours:
         assert find_rows(read(others, tmp_path), other_document) == []
+
+
+@pytest.mark.parametrize(("keys", "document", "why"), OTHERS)
+def test_every_key_of_a_row_trips_it_and_is_named(keys, document, why, tmp_path: Path) -> None:
+    (found,) = find_rows(read(keys, tmp_path), document)
+    assert why in found
+    assert all(f"`{key}: " in found for key in list(keys)[1:2])
 
 
 def test_everything_is_told_at_once_and_where_it_stands(tmp_path: Path) -> None:

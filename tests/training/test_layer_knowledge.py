@@ -15,10 +15,9 @@ from tests.training.trajectories import assert_equal_weights, make_packs, weight
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from recipes_lib.config.layer_keys import LayersConfig
 from recipes_lib.data.collators import PackedCollator
 from recipes_lib.errors import ConfigError
-from recipes_lib.training.layer_knowledge import PROJECTIONS, PROJECTIONS_FILE, find_places, refuse_shards
+from recipes_lib.training.layer_knowledge import PROJECTIONS, PROJECTIONS_FILE, find_places
 
 FEATURES: dict[str, Any] = {"feature_weight": 0.5}
 RELATIONS: dict[str, Any] = {"similarity_weight": 2.0, "distance_weight": 1.5, "angle_weight": 0.7}
@@ -226,9 +225,3 @@ def test_a_layer_that_the_student_has_not_is_refused(tiny_model_dir, student_dir
     for keys in (FEATURES | {"feature_layers": [1, 2]}, RELATIONS | {"relation_layers": [3]}):
         with pytest.raises(ConfigError, match="and the student has 1"):
             make_distiller(student_dir, tiny_model_dir, tmp_path, make_packs(), **keys)
-
-
-def test_layers_of_sharded_models_are_refused() -> None:
-    refuse_shards(LayersConfig())
-    with pytest.raises(ConfigError, match="angle_weight"):
-        refuse_shards(LayersConfig(angle_weight=1.0))

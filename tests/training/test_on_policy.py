@@ -12,21 +12,17 @@ import torch
 from datasets import Dataset
 from tests.models.test_distillation import load
 from tests.rl import keys_task
-from tests.training.students import build_config, make_distiller, save_student
+from tests.training.students import make_distiller, save_student
 from tests.training.trajectories import assert_equal_weights, make_packs, weights_of
 from torch.nn import functional
-from transformers import AutoConfig, AutoTokenizer, TrainerCallback
-from transformers.integrations import deepspeed
+from transformers import TrainerCallback
 
 from recipes_lib.data.collators import PackedCollator
-from recipes_lib.errors import ConfigError, PreemptedError
+from recipes_lib.errors import PreemptedError
 from recipes_lib.losses.divergence import compute_divergence
 from recipes_lib.models.sampling import GenerateBackend
 from recipes_lib.stopping import STOP
-from recipes_lib.training.arguments import build_training_arguments
-from recipes_lib.training.launch import read_launch
-from recipes_lib.training.on_policy import ANSWERED, OwnAnswers, is_sampled_step, prepare_answers, read_questions
-from recipes_lib.training.teacher import map_teacher_vocabulary
+from recipes_lib.training.on_policy import ANSWERED, OwnAnswers, is_sampled_step, read_questions
 
 KEYS: dict[str, Any] = {"lmbda": 0.5, "distillation_beta": 1.0, "response_length": 6}
 STOPS = list(range(40))
@@ -243,31 +239,6 @@ def test_asked_to_stop_while_it_samples_it_leaves_and_goes_on(
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     assert second.steps == recorder.steps[2:]
     assert_equal_weights(weights_of(resumed), weights_of(straight))
-
-
-class Zero:
-    """What transformers knows of DeepSpeed's configuration; DeepSpeed itself need not be installed."""
-
-    def __init__(self, stage: int) -> None:
-        self._stage = stage
-
-    def is_zero3(self) -> bool:
-        return self._stage == 3
-
-
-@pytest.mark.parametrize(("stage", "lmbda"), [(3, 0.5), (3, 0.0), (2, 0.5)])
-def test_zero_3_is_refused_where_the_student_answers(student_dir, tmp_path, monkeypatch, stage, lmbda) -> None:
-    config = build_config(student_dir, student_dir, tmp_path, lmbda=lmbda)
-    args = build_training_arguments(config, read_launch(), has_eval=False)
-    vocabulary = map_teacher_vocabulary(config, AutoTokenizer.from_pretrained(student_dir))
-    given = (config, args, AutoConfig.from_pretrained(student_dir), vocabulary, PackedCollator(pad_token_id=1))
-    zero = Zero(stage)
-    monkeypatch.setattr(deepspeed, "_hf_deepspeed_config_weak_ref", lambda: zero)
-    if stage == 3 and lmbda:
-        with pytest.raises(ConfigError, match=r"lmbda: ZeRO-3 gathers weights [^\n]*\n +launch with fsdp2.yaml"):
-            prepare_answers(*given)
-    else:
-        assert (prepare_answers(*given) is None) == (lmbda == 0)
 
 
 class Shuffle(TrainerCallback):

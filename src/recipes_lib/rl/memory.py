@@ -136,7 +136,7 @@ class Counts:
     def plan(self, num_shards: int) -> MemoryPlan:
         """Arrange it for processes of which ``num_shards`` share each model, as FSDP2 does; 1: each holds all of them.
 
-        Models that share a trunk are not shared by processes (``check_launch``).
+        Models that share a trunk are not shared by processes (``training.combinations``).
         """
         models, whole = self.models, self.models.held
         held = {name: Weights(*(size // num_shards for size in part)) for name, part in whole.items()}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from recipes_lib.config.layer_keys import WEIGHTS
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.show import flatten_config
 from recipes_lib.errors import ConfigError, Problem
@@ -29,6 +30,7 @@ STOCHASTIC_ADAMW: Final = "adamw_bf16_stochastic"
 """The value of ``optim`` that trains bfloat16 weights with ``StochasticAdamW``."""
 _UPDATED_ON_HOST: Final = ("adamw_torch", "adamw_torch_fused", "adagrad", "lion_32bit")
 _FUSED: Final = "adamw_torch_fused"
+_ENGINES: Final = ("use_vllm", "use_transformers_continuous_batching")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +42,17 @@ class Blocked:
         launch: What the launch file says, in Markdown.
         why: What would happen.
         remedy: What to do instead.
-        key: Of the recipe, at which it is told; ``None`` tells it of the launch file.
-        applies: Whether a recipe and a launch are such a combination.
+        stages: Recipes that it is about; empty: all of them.
+        keys: Of the recipe; it is told at the first of them that is set. Without any it is told of the launch file.
+        applies: Whether a recipe of these stages and a launch are such a combination.
     """
 
     recipe: str = ""
     launch: str
     why: str
     remedy: str
-    key: str | None = None
+    stages: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
     applies: Callable[[Keys, Launch], bool]
 
 
@@ -58,7 +62,7 @@ def _block_precision(key: str, launched: str) -> Blocked:
         launch=f"`mixed_precision: {launched}`",
         why="the two contradict each other, and upstream would take the recipe's in silence",
         remedy=f"delete `{key}`, or use a launch file with `mixed_precision: {key}`",
-        key=key,
+        keys=(key,),
         applies=lambda keys, launch: launch.precision == launched and bool(keys.get(key)),
     )
 
@@ -69,7 +73,7 @@ def _block_no_precision(key: str) -> Blocked:
         launch=f"`mixed_precision: {key}`",
         why="accelerate computes in what the launch file says, in silence",
         remedy=f'delete `{key}`, or use a launch file with `mixed_precision: "no"`',
-        key=key,
+        keys=(key,),
         applies=lambda keys, launch: launch.precision == key and keys.get(key) is False,
     )
 
@@ -98,7 +102,7 @@ BLOCKED: Final = (
         launch="FSDP, products in fewer bits",
         why="accelerate trains them as float32, so that it is another run, and twice the memory",
         remedy="write `dtype: float32`, or train an adapter (`use_peft: true`)",
-        key="dtype",
+        keys=("dtype",),
         applies=lambda keys, launch: (
             launch.engine == "FSDP"
             and keys.get("dtype") in ("bfloat16", "float16")
@@ -111,7 +115,7 @@ BLOCKED: Final = (
         launch="DeepSpeed with another number",
         why="a step has but one number of micro-batches",
         remedy="write `gradient_accumulation_steps: auto` in the launch file",
-        key="gradient_accumulation_steps",
+        keys=("gradient_accumulation_steps",),
         applies=lambda keys, launch: (
             launch.layout.accumulation not in (None, keys.get("gradient_accumulation_steps", 1))
         ),
@@ -121,7 +125,7 @@ BLOCKED: Final = (
         launch="DeepSpeed with another `gradient_clipping`",
         why="DeepSpeed clips by its own number",
         remedy="write `gradient_clipping: auto` in the launch file",
-        key="max_grad_norm",
+        keys=("max_grad_norm",),
         applies=lambda keys, launch: launch.layout.clipping not in (None, keys.get("max_grad_norm", 1.0)),
     ),
     Blocked(
@@ -184,7 +188,7 @@ BLOCKED: Final = (
         launch="`fsdp_activation_checkpointing: true`",
         why="the layers would be computed a third time, and upstream refuses it once the model is loaded",
         remedy="delete `fsdp_activation_checkpointing` from the launch file",
-        key="activation_checkpointing",
+        keys=("activation_checkpointing",),
         applies=lambda keys, launch: launch.layout.recomputes and bool(keys.get("activation_checkpointing")),
     ),
     Blocked(
@@ -192,7 +196,7 @@ BLOCKED: Final = (
         launch="FSDP",
         why="it cannot update weights that FSDP2 has sharded",
         remedy=f"write `optim: {_FUSED}`, whose states are sharded too, or launch otherwise",
-        key="optim",
+        keys=("optim",),
         applies=lambda keys, launch: (
             launch.engine == "FSDP" and keys.get("optim") in (*BITSANDBYTES, "adafactor", STOCHASTIC_ADAMW)
         ),
@@ -202,7 +206,7 @@ BLOCKED: Final = (
         launch="DeepSpeed",
         why="DeepSpeed flattens the matrices that muon orthogonalises",
         remedy=f"use an FSDP2 or DDP launch file, or `optim: {_FUSED}`",
-        key="optim",
+        keys=("optim",),
         applies=lambda keys, launch: launch.engine == "DEEPSPEED" and keys.get("optim") == "muon",
     ),
     Blocked(
@@ -210,7 +214,7 @@ BLOCKED: Final = (
         launch="DeepSpeed with `offload_optimizer_device`",
         why="accelerate puts DeepSpeed's Adam in its place, in silence",
         remedy=f"write `optim: {_FUSED}`, or keep the states on the GPUs",
-        key="optim",
+        keys=("optim",),
         applies=lambda keys, launch: (
             launch.layout.offloads_optimizer and keys.get("optim", _FUSED) not in _UPDATED_ON_HOST
         ),
@@ -220,7 +224,7 @@ BLOCKED: Final = (
         launch="FSDP or DeepSpeed",
         why="the scales of 8-bit weights do not travel with their shards",
         remedy="write `load_in_4bit: true`, or launch with accelerate_configs/ddp.yaml",
-        key="load_in_8bit",
+        keys=("load_in_8bit",),
         applies=lambda keys, launch: bool(launch.engine and keys.get("load_in_8bit")),
     ),
     Blocked(
@@ -228,7 +232,7 @@ BLOCKED: Final = (
         launch="DeepSpeed",
         why="a frozen copy would be kept whole on every process beside the policy that DeepSpeed shards",
         remedy="write `precompute_ref_log_probs: true`",
-        key="precompute_ref_log_probs",
+        keys=("precompute_ref_log_probs",),
         applies=_copies_policy,
     ),
     Blocked(
@@ -236,8 +240,60 @@ BLOCKED: Final = (
         launch="FSDP or DeepSpeed",
         why="a sharded model cannot go back inside a run",
         remedy="delete the line, or launch without FSDP and DeepSpeed",
-        key="max_rollbacks",
+        keys=("max_rollbacks",),
         applies=lambda keys, launch: bool(launch.engine and keys.get("max_rollbacks")),
+    ),
+    Blocked(
+        recipe="RLOO, GRPO",
+        launch="FSDP or DeepSpeed",
+        why="answers are sampled from weights that these stages do not split",
+        remedy="use accelerate_configs/ddp.yaml, with an adapter (`use_peft: true`) where memory is short",
+        stages=("rloo", "grpo"),
+        applies=lambda _, launch: bool(launch.engine),
+    ),
+    Blocked(
+        recipe="PPO",
+        launch="DeepSpeed",
+        why="it trains one model, and PPO trains two and reads two more",
+        remedy="use accelerate_configs/fsdp2.yaml, which shards all four; or ddp.yaml, where they fit",
+        stages=("ppo",),
+        applies=lambda _, launch: launch.engine == "DEEPSPEED",
+    ),
+    Blocked(
+        recipe="PPO with `use_peft: true`",
+        launch="FSDP",
+        why="policy, critic and reference would be one trunk, which FSDP2 gathers and reduces for one of them alone",
+        remedy="use accelerate_configs/ddp.yaml with the adapters, or train all weights",
+        stages=("ppo",),
+        keys=("use_peft",),
+        applies=lambda keys, launch: launch.engine == "FSDP" and bool(keys.get("use_peft")),
+    ),
+    Blocked(
+        recipe="PPO with `use_vllm`, `use_transformers_continuous_batching`",
+        launch="FSDP",
+        why="this engine takes over whole weights, and under FSDP2 no process has them",
+        remedy="delete the line: `generate` samples from the shards; or use accelerate_configs/ddp.yaml",
+        stages=("ppo",),
+        keys=_ENGINES,
+        applies=lambda keys, launch: launch.engine == "FSDP" and any(keys.get(key) for key in _ENGINES),
+    ),
+    Blocked(
+        recipe=", ".join(f"`{key}`" for key in WEIGHTS),
+        launch="FSDP or DeepSpeed",
+        why="layers are compared behind the forward pass, when their weights are freed",
+        remedy="launch with accelerate_configs/ddp.yaml, or delete the line",
+        keys=WEIGHTS,
+        applies=lambda keys, launch: bool(launch.engine) and any(keys.get(key) for key in WEIGHTS),
+    ),
+    Blocked(
+        recipe="`lmbda`",
+        launch="ZeRO-3",
+        why="it gathers weights in every forward pass, and answers of several processes differ in length",
+        remedy="launch with accelerate_configs/fsdp2.yaml, or with ZeRO-1 or 2",
+        keys=("lmbda",),
+        applies=lambda keys, launch: (
+            launch.engine == "DEEPSPEED" and launch.layout.zero_stage == 3 and bool(keys.get("lmbda"))
+        ),
     ),
 )
 """Every combination that is refused."""
@@ -256,8 +312,8 @@ def verify_combination(config: RecipeConfig, launch: Launch, file: str = "launch
 
     Source: ``tests/training/test_combinations.py``.
     """
-    keys = flatten_config(config)
-    if problems := [_tell(row, keys, config, file) for row in BLOCKED if row.applies(keys, launch)]:
+    keys, of_stage = flatten_config(config), [row for row in BLOCKED if not row.stages or config.stage in row.stages]
+    if problems := [_tell(row, keys, config, file) for row in of_stage if row.applies(keys, launch)]:
         raise ConfigError(*problems)
 
 
@@ -268,12 +324,14 @@ def format_table() -> str:
 
 
 def _tell(row: Blocked, keys: Keys, config: RecipeConfig, file: str) -> Problem:
-    if row.key is None:
-        return Problem(file, f"{row.launch}: {row.why}", row.remedy)
-    said = f"`{row.key}: {keys[row.key]}`" if row.key in keys else f"`{row.key}`, which is not given,"
-    where = config.provenance.get(row.key, "default")
+    if not row.keys:
+        asked = f"recipes/{config.stage}.py and a launch file with {row.launch}" if row.stages else row.launch
+        return Problem(file, f"{asked}: {row.why}", row.remedy)
+    key = next((key for key in row.keys if keys.get(key)), row.keys[0])
+    said = f"`{key}: {keys[key]}`" if key in keys else f"`{key}`, which is not given,"
+    where = config.provenance.get(key, "default")
     return Problem(
-        row.key if where == "default" else where, f"{said} and a launch file with {row.launch}: {row.why}", row.remedy
+        key if where == "default" else where, f"{said} and a launch file with {row.launch}: {row.why}", row.remedy
     )
 
 

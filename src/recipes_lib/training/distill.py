@@ -26,7 +26,7 @@ from recipes_lib.models.vocabulary import VocabularyMap
 from recipes_lib.training.arguments import get_rounding_dtype
 from recipes_lib.training.checkpoint_saver import Staged
 from recipes_lib.training.figures import TermFigures
-from recipes_lib.training.layer_knowledge import LayerKnowledge, refuse_shards
+from recipes_lib.training.layer_knowledge import LayerKnowledge
 from recipes_lib.training.on_policy import ANSWERED, AnswerFigures, OwnAnswers, prepare_answers
 from recipes_lib.training.recipe_trainer import Batch
 from recipes_lib.training.sft import SFTTrainer
@@ -88,8 +88,6 @@ class DistillationTrainer(SFTTrainer):
         if teacher is not None:
             # Its products in the student's precision, its weights sharded as the student's.
             self.teacher = prepare_frozen(self.accelerator, teacher)
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            refuse_shards(teaching.layers)
         self.layers = LayerKnowledge(teaching.layers, self.model, self.teacher, seed=self.args.seed)
         self._is_first_step = True
         self._is_own_teacher = is_own_teacher

@@ -266,18 +266,6 @@ def choose_layers(config: LayersConfig, num_layers: int) -> tuple[list[int], lis
     return sorted(features) if config.feature_weight else [], sorted(relations) if has_relations else []
 
 
-def refuse_shards(config: LayersConfig) -> None:
-    """Refuse to compare layers of models whose weights are sharded.
-
-    Raises:
-        ConfigError: A part has a weight.
-    """
-    for key in WEIGHTS:
-        if getattr(config, key):
-            found = f"`{key}` compares layers behind the forward pass, when FSDP and DeepSpeed have freed the weights"
-            raise ConfigError(Problem(key, found, "launch with accelerate_configs/ddp.yaml, or delete the line"))
-
-
 def _build_projection(width: int, aim: int, generator: torch.Generator) -> nn.Linear:
     """A matrix that leaves the root mean square of a state as it is: the identity where no width changes."""
     projection = nn.Linear(width, aim, bias=False, device="meta").to_empty(device="cpu")

@@ -13,11 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import PreTrainedConfig, TrainerCallback, TrainingArguments
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.masking import IGNORE_INDEX
-from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.losses.distillation import DistillationSums
 from recipes_lib.models.evaluation import evaluating
 from recipes_lib.models.generation import read_stop_ids
@@ -236,17 +234,10 @@ def prepare_answers(
         teacher_config: Configuration of the teacher.
         vocabulary: From ``map_teacher_vocabulary``.
         collate: Rows to a batch.
-
-    Raises:
-        ConfigError: Weights are sharded in such a way that processes cannot sample answers of different lengths.
     """
     keys = config.distillation
     if not keys.lmbda:
         return None
-    if is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]
-        found = "ZeRO-3 gathers weights in every forward pass, and answers of several processes differ in length"
-        where = config.provenance.get("lmbda", "lmbda")
-        raise ConfigError(Problem(where, found, "launch with fsdp2.yaml, or with ZeRO-1 or 2"))
     configs = load_model_config(config.model)[0], teacher_config
     limits = [getattr(each.get_text_config(), "max_position_embeddings", None) for each in configs]
     return OwnAnswers(
