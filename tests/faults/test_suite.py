@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from tests.faults import suite
 from tests.faults.laboratory import Laboratory, Trial, Violation, verify_equal
 from tests.faults.moments import Moments
+from tests.recipes import paused
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,6 +33,13 @@ def test_a_few_faults_of_each_cheap_kind_cost_nothing(tmp_path):
     table = (tmp_path / "faults.md").read_text()
     assert table in told
     assert "| kill -9 in saving | 2 | 2 | 2 | 2 |" in table
+
+
+@pytest.mark.parametrize("phase", paused.WHERE)
+def test_every_place_that_a_fault_waits_for_is_there(phase):
+    module, _, kind = paused.WHERE[phase][0].partition(":")
+    owner = importlib.import_module(module)
+    assert callable(getattr(getattr(owner, kind) if kind else owner, paused.WHERE[phase][1]))
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ WHERE = {
     "policy update": ("recipes_lib.rl.update:Updater", "_learn_policy"),
     "critic update": ("recipes_lib.rl.update:Updater", "_learn_critic"),
     "ppo saving": ("recipes_lib.rl.trainer", "stage_state"),
-    "ppo samples": ("recipes_lib.rl.trainer", "Sample"),
+    "ppo samples": ("recipes_lib.rl.samples", "Sample"),
 }
 
 
