@@ -1,4 +1,4 @@
-"""Recipes, one after the other in one launch, on processes whose CPUs stand in for GPUs, so that they are sharded."""
+"""Recipes, one after the other in one launch, on processes whose CPUs stand in for GPUs where models are sharded."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 from recipes_lib.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_PREEMPTED
+from recipes_lib.training.launch import read_launch
 
 ROOT = Path(__file__).parents[2]
 Job = Mapping[str, Any]
@@ -132,7 +133,7 @@ def main() -> None:
     """Run the jobs in this process, one of several: ``OUTPUT JSON_JOBS``."""
     output_dir, jobs = Path(sys.argv[1]), json.loads(sys.argv[2])
     rank, is_alone = int(os.environ.get("RANK", "0")), "WORLD_SIZE" not in os.environ
-    if not is_alone:
+    if read_launch().engine:
         take_cpus_for_gpus()
     from torch import distributed
 
@@ -150,8 +151,8 @@ def main() -> None:
             STOP.reason, STOP._is_closed = None, False
             codes[name] = [EXIT_PREEMPTED, run_recipe(job["stage"], {**job["keys"], "output_dir": output_dir / name})]
             continue
-        if codes[name] not in (EXIT_DONE, EXIT_DIVERGED):
-            # The others may be waiting for this process.
+        if codes[name] != EXIT_DONE and not (codes[name] == EXIT_DIVERGED and "fault" in job):
+            # The others may be waiting for this process; all of them diverge together where they were made to.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(codes[name])
