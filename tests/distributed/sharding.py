@@ -52,14 +52,14 @@ def run_jobs(
         options: Of the launcher, after those of the file.
         num_processes: Started by the launch file.
     """
-    output_dir.mkdir(exist_ok=True)
+    output_dir.mkdir(parents=True, exist_ok=True)
     command = [sys.executable]
     if file is not None:
         command += ["-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"]
         command += ["--config_file", str(ROOT / "accelerate_configs" / f"{file}.yaml")]
         command += ["--num_processes", str(num_processes), *options]
     command += ["-m", "tests.distributed.sharding", str(output_dir), json.dumps(jobs, default=str)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-9000:] + done.stdout[-3000:]
     codes: dict[str, Any] = json.loads((output_dir / "codes.json").read_text())
     return {"codes": codes, "told": done.stderr + done.stdout}
@@ -92,26 +92,50 @@ def run_recipe(stage: str, keys: Mapping[str, Any]) -> int:
 @contextlib.contextmanager
 def break_something(fault: str | None) -> Iterator[None]:
     """Break what ``fault`` says while it lasts."""
+    from torch.nn.parallel import DistributedDataParallel
+
     from recipes_lib.models.sampling import GenerateBackend
     from recipes_lib.training import recipe_trainer
+    from recipes_lib.training.run_sampler import RunSampler
     from recipes_lib.training.sft import SFTTrainer
 
-    compute = SFTTrainer.compute_loss
+    compute, run, order = SFTTrainer.compute_loss, DistributedDataParallel.forward, RunSampler.__iter__
 
     def spoil(self: Any, *args: Any, **kwargs: Any) -> Any:
         loss = compute(self, *args, **kwargs)
         return loss + float("nan") if self.state.global_step == 1 and self.args.process_index else loss
+
+    def average_means(self: Any, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        # Without the number of all, it is divided by the number of its own.
+        num_means = self.current_gradient_accumulation_steps * self.accelerator.num_processes
+        return compute(self, model, inputs) / num_means
+
+    def forget(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.require_backward_grad_sync = False
+        return run(self, *args, **kwargs)
+
+    def shift(self: Any) -> Iterator[int]:
+        rows = list(order(self))
+        return iter(rows[1:] + rows[:1] if is_last_process() else rows)
 
     patches: dict[str, tuple[Any, str, Any]] = {
         # On the last process alone.
         "nan loss": (SFTTrainer, "compute_loss", spoil),
         "asked in an evaluation": (GenerateBackend, "generate", _ask_in(GenerateBackend.generate, call=5)),
         "asked while sampling": (GenerateBackend, "generate", _ask_in(GenerateBackend.generate, call=7)),
+        "mean of means": (SFTTrainer, "compute_loss", average_means),
+        "forgotten sync": (DistributedDataParallel, "forward", forget),
+        "shifted shard": (RunSampler, "__iter__", shift),
         # As accelerate would have it.
         "narrow sums": (recipe_trainer, "settle_precision", lambda _: None),
     }
     with contextlib.nullcontext() if fault is None else mock.patch.object(*patches[fault]):
         yield
+
+
+def is_last_process() -> bool:
+    """Whether this is the last process of the launch."""
+    return int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
 
 
 def _ask_in(generate: Callable[..., Any], call: int) -> Callable[..., Any]:
@@ -122,7 +146,7 @@ def _ask_in(generate: Callable[..., Any], call: int) -> Callable[..., Any]:
         from recipes_lib.stopping import STOP
 
         calls.append(1)
-        if len(calls) == call and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        if len(calls) == call and is_last_process():
             STOP.ask("SIGTERM")
         return generate(*args, **kwargs)
 

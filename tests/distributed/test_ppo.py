@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.distributed import sharding
-from tests.distributed.test_sharded import FULL_PRECISION, read_events, read_weights
+from tests.distributed.cells import FULL_PRECISION, read_events, read_weights
 from tests.rl import keys_task
 from transformers import (
     AutoModelForCausalLM,

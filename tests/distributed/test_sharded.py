@@ -3,98 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
-from tests import tiny
 from tests.distributed import sharding
-from tests.faults import stages
+from tests.distributed.cells import (
+    CELLS,
+    FULL_PRECISION,
+    build_jobs,
+    measure_gaps,
+    read_events,
+    read_weights,
+    write_inputs,
+)
 
 from recipes_lib.exporting import export_checkpoint
-
-LEFT_OUT = ("seconds", "per_second", "runtime", "time", "mfu", "memory", "epoch", "flos")
-TIED = json.dumps({"model_type": "llama", "tie_word_embeddings": True} | stages.SIZES)
-EVERY = {"max_steps": 3, "save_steps": 2, "eval_steps": 2}
-FULL_PRECISION = ("--mixed_precision", "no")
-# The other half of the product is in the slow tier.
-CELLS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "sft packed": ("sft", 4, {}),
-    "pretrain tied": ("pretrain", 1, {"model_config": TIED}),
-    "lora padded": ("lora", 1, {}),
-    "reward": ("reward", 1, {}),
-    "dpo live": ("dpo", 4, {"precompute_ref_log_probs": "false"}),
-    "dpo adapter stored": ("dpo adapter", 1, {}),
-    "distill": ("distill", 4, {}),
-    "distill on policy": ("distill", 4, {"lmbda": 0.5, "distillation_beta": 1.0, "response_length": 8}),
-}
-SLOW_CELLS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "sft packed once": ("sft", 1, {}),
-    "sft padded": ("sft", 1, {"packing": "false"}),
-    "sft padded, accumulated": ("sft", 4, {"packing": "false"}),
-    "pretrain accumulated": ("pretrain", 4, {}),
-    "lora packed": ("lora", 4, {"packing": "true"}),
-    "reward adapter": ("reward", 4, {"use_peft": "true", "lora_r": 4}),
-    "dpo stored": ("dpo", 1, {}),
-    "dpo adapter live": ("dpo adapter", 4, {"precompute_ref_log_probs": "false"}),
-    "recomputed": ("sft", 1, {"activation_checkpointing": "true"}),
-    "muon": ("pretrain", 1, {"optim": "muon"}),
-}
-
-
-def build_jobs(inputs: Path, cells: Mapping[str, Any], num_processes: int) -> dict[str, sharding.Job]:
-    """Eight rows a step, however many processes take them."""
-    jobs = {}
-    for name, (stage, accumulation, more) in cells.items():
-        batch = {
-            "gradient_accumulation_steps": accumulation,
-            "per_device_train_batch_size": 8 // accumulation // num_processes,
-        }
-        if stage == "distill":
-            stage_keys = stages.make_keys(inputs, "sft", num_processes, teacher_model_name_or_path=inputs / "teacher")
-        else:
-            stage_keys = stages.make_keys(inputs, stage, num_processes)
-        keys = {**stage_keys, **EVERY, **batch, **more}
-        jobs[name] = {"stage": stage.split()[0], "keys": keys}
-    return jobs
-
-
-def read_events(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def read_weights(run: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in run.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
-def assert_same_run(one: Path, two: Path, *, tolerance: float = 1e-5) -> None:
-    """Losses, gradient norms, held-out figures, answers and weights."""
-    events = [read_events(run) for run in (one, two)]
-    assert len(events[0]) == len(events[1]) >= 3 + 2
-    for expected, got in zip(*events, strict=True):
-        assert expected.keys() == got.keys()
-        for figure, value in expected.items():
-            if isinstance(value, int | float) and not any(part in figure for part in LEFT_OUT):
-                assert got[figure] == pytest.approx(value, rel=tolerance, abs=tolerance), f"{two.name}: {figure}"
-    losses = [event["loss"] for event in events[0] if event["kind"] == "train"]
-    assert len(set(losses)) >= 2
-    if (one / "samples.jsonl").exists():
-        assert (one / "samples.jsonl").read_text() == (two / "samples.jsonl").read_text()
-    weights = [read_weights(run) for run in (one, two)]
-    assert weights[0].keys() == weights[1].keys() != set()
-    for name, tensor in weights[0].items():
-        torch.testing.assert_close(weights[1][name], tensor, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
-    stages.write_inputs(folder)
-    tiny.save_model(folder / "teacher", tiny.build_tokenizer(), seed=1)
+    write_inputs(folder)
     return folder
 
 
@@ -118,6 +50,11 @@ def runs(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     }
     sharding.run_jobs(back, folder / "back")
     return folder, two
+
+
+def assert_same_run(one: Path, two: Path, tolerance: float = 1e-5) -> None:
+    gaps = measure_gaps(one, two)
+    assert not {what: gap for what, gap in gaps.items() if not gap <= tolerance}
 
 
 @pytest.mark.multiprocess
@@ -213,14 +150,3 @@ def test_in_bf16_only_products_are_narrow(runs: tuple[Path, dict[str, Any]]) -> 
         max(abs(value - right) / right for value, right in zip(some, expected, strict=True)) for some in (ours, narrow)
     )
     assert off < 5e-4 < narrow_off
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_the_other_cells_give_them_too(inputs: Path, tmp_path: Path) -> None:
-    sharding.run_jobs(build_jobs(inputs, SLOW_CELLS, 2), tmp_path / "two", "fsdp2", *FULL_PRECISION)
-    sharding.run_jobs(build_jobs(inputs, SLOW_CELLS, 1), tmp_path / "one")
-    for cell in SLOW_CELLS:
-        # Muon iterates in bf16, which makes more of the order of a sum.
-        tolerance = 2e-4 if cell == "muon" else 1e-5
-        assert_same_run(tmp_path / "one" / cell, tmp_path / "two" / cell, tolerance=tolerance)

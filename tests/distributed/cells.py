@@ -1,0 +1,113 @@
+"""What is trained in every layout, and how far two runs are from being the same one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from tests import tiny
+from tests.distributed import sharding
+from tests.faults import stages
+
+LEFT_OUT = ("seconds", "per_second", "runtime", "time", "mfu", "memory", "epoch", "flos")
+TIED = json.dumps({"model_type": "llama", "tie_word_embeddings": True} | stages.SIZES)
+EVERY = {"max_steps": 3, "save_steps": 2, "eval_steps": 2}
+MUON_TOLERANCE = 2e-4
+"""Muon iterates in bf16, which makes more of the order of a sum."""
+FULL_PRECISION = ("--mixed_precision", "no")
+# The other half of the product is in the slow tier.
+CELLS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "sft packed": ("sft", 4, {}),
+    "pretrain tied": ("pretrain", 1, {"model_config": TIED}),
+    "lora padded": ("lora", 1, {}),
+    "reward": ("reward", 1, {}),
+    "dpo live": ("dpo", 4, {"precompute_ref_log_probs": "false"}),
+    "dpo adapter stored": ("dpo adapter", 1, {}),
+    "distill": ("distill", 4, {}),
+    "distill on policy": ("distill", 4, {"lmbda": 0.5, "distillation_beta": 1.0, "response_length": 8}),
+}
+SLOW_CELLS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "sft packed once": ("sft", 1, {}),
+    "sft padded": ("sft", 1, {"packing": "false"}),
+    "sft padded, accumulated": ("sft", 4, {"packing": "false"}),
+    "pretrain accumulated": ("pretrain", 4, {}),
+    "lora packed": ("lora", 4, {"packing": "true"}),
+    "reward adapter": ("reward", 4, {"use_peft": "true", "lora_r": 4}),
+    "dpo stored": ("dpo", 1, {}),
+    "dpo adapter live": ("dpo adapter", 4, {"precompute_ref_log_probs": "false"}),
+    "recomputed": ("sft", 1, {"activation_checkpointing": "true"}),
+    "muon": ("pretrain", 1, {"optim": "muon"}),
+}
+
+
+def write_inputs(folder: Path) -> None:
+    """Write model, teacher, tokenizer and data of all cells."""
+    stages.write_inputs(folder)
+    tiny.save_model(folder / "teacher", tiny.build_tokenizer(), seed=1)
+
+
+def build_jobs(inputs: Path, cells: Mapping[str, Any], num_processes: int) -> dict[str, sharding.Job]:
+    """Eight rows a step, however many processes take them."""
+    jobs = {}
+    for name, (stage, wanted, more) in cells.items():
+        accumulation = min(wanted, 8 // num_processes)
+        batch = {
+            "gradient_accumulation_steps": accumulation,
+            "per_device_train_batch_size": 8 // accumulation // num_processes,
+        }
+        if stage == "distill":
+            stage_keys = stages.make_keys(inputs, "sft", num_processes, teacher_model_name_or_path=inputs / "teacher")
+        else:
+            stage_keys = stages.make_keys(inputs, stage, num_processes)
+        keys = {**stage_keys, **EVERY, **batch, **more}
+        jobs[name] = {"stage": stage.split()[0], "keys": keys}
+    return jobs
+
+
+def read_events(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def read_weights(run: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in run.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def measure_gaps(one: Path, two: Path) -> dict[str, float]:
+    """Return the largest difference of each figure, held-out ones and the weights included.
+
+    Relative where a figure is above 1, absolute below, as ``pytest.approx`` has it. ``answers`` is 1 where a sampled
+    answer is another one, 0 where all are the same.
+
+    Args:
+        one: A finished run.
+        two: Another.
+    """
+    events = [read_events(run) for run in (one, two)]
+    assert len(events[0]) == len(events[1]) >= 3 + 2, (one, two)
+    losses = [event["loss"] for event in events[0] if event["kind"] == "train"]
+    assert len(set(losses)) >= 2, "a run that stands still proves nothing"
+    gaps: dict[str, float] = {}
+    for expected, got in zip(*events, strict=True):
+        assert expected.keys() == got.keys()
+        for figure, value in expected.items():
+            if isinstance(value, int | float) and not any(part in figure for part in LEFT_OUT):
+                gap = abs(got[figure] - value) / max(abs(value), 1)
+                # A figure that is not a number is farther away than any other.
+                if not gap <= gaps.setdefault(figure, 0.0):
+                    gaps[figure] = gap
+    if (one / "samples.jsonl").exists():
+        answers = [(run / "samples.jsonl").read_text() for run in (one, two)]
+        gaps["answers"] = float(answers[0] != answers[1])
+    gaps["weights"] = measure_weight_gap(one, two)
+    return gaps
+
+
+def measure_weight_gap(one: Path, two: Path) -> float:
+    """Return the largest difference of a weight of two finished runs."""
+    weights = [read_weights(run) for run in (one, two)]
+    assert weights[0].keys() == weights[1].keys() != set()
+    return max(float((weights[1][name] - tensor).abs().max()) for name, tensor in weights[0].items())

@@ -1,0 +1,109 @@
+"""Every stage under every launch file that a CPU can stand in for, against one process: ``docs/results.md``'s table.
+
+A cell is the largest difference of a loss, a gradient norm, a held-out figure or a weight over three steps. Below stand
+runs that are broken on purpose, which must be far away.
+
+python -m tests.distributed.matrix FOLDER [--cells NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from tests.distributed import sharding
+from tests.distributed.cells import (
+    CELLS,
+    FULL_PRECISION,
+    SLOW_CELLS,
+    build_jobs,
+    measure_gaps,
+    measure_weight_gap,
+    write_inputs,
+)
+
+from recipes_lib.errors import EXIT_DONE
+
+Layout = tuple[str, int, Sequence[str]]
+"""Launch file, processes, and options of the launcher behind it."""
+LAYOUTS: Final[Mapping[str, Layout]] = {
+    "DDP, 2": ("cpu_ddp", 2, ()),
+    "FSDP2, 2": ("fsdp2", 2, FULL_PRECISION),
+    "FSDP2, 4": ("fsdp2", 4, FULL_PRECISION),
+    "HSDP, 2 x 2": (
+        "hsdp",
+        4,
+        (*FULL_PRECISION, "--num_machines=1", "--parallelism_config_dp_shard_size=2"),
+    ),
+}
+ALL_CELLS: Final = CELLS | SLOW_CELLS
+RESUMED: Final = "gone on from the layout before"
+"""The row of weights at the end of the first cell, from its checkpoint in the layout to the left."""
+CONTROLS: Final = ("mean of means", "forgotten sync", "shifted shard")
+"""Faults of ``sharding.break_something``, each in the first cell under DDP."""
+
+
+def measure(folder: Path, cells: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Return the largest difference from one process: cell -> layout, and fault -> the layout it is in.
+
+    It is infinite where the checks of the start or the guards have stopped a run.
+
+    Args:
+        folder: Where runs go; made if it is not there.
+        cells: Of ``ALL_CELLS``; the first is the one that faults are in, and that goes on in the next layout.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    write_inputs(folder)
+    chosen, first = {name: ALL_CELLS[name] for name in cells}, cells[0]
+    alone = folder / "one process"
+    sharding.run_jobs(build_jobs(folder, chosen, 1), alone)
+    table: dict[str, dict[str, float]] = {name: {} for name in (*cells, RESUMED, *CONTROLS)}
+    before: Path | None = None
+    for layout, (file, num_processes, options) in LAYOUTS.items():
+        jobs = build_jobs(folder, chosen, num_processes)
+        if before is None:
+            jobs |= {fault: {**jobs[first], "fault": fault} for fault in CONTROLS}
+        else:
+            jobs[RESUMED] = {**jobs[first], "copy_of": before / first, "step": 2}
+        ended = sharding.run_jobs(jobs, folder / layout, file, *options, num_processes=num_processes)
+        for name in jobs:
+            one, several = alone / (name if name in cells else first), folder / layout / name
+            if ended["codes"][name] != EXIT_DONE:
+                table[name][layout] = math.inf
+            elif name == RESUMED:
+                table[name][layout] = measure_weight_gap(one, several)
+            else:
+                table[name][layout] = max(measure_gaps(one, several).values())
+        before = folder / layout
+    return table
+
+
+def format_table(table: Mapping[str, Mapping[str, float]]) -> str:
+    """Return the table in Markdown; a layout that a row was not run in is left empty."""
+    lines = [f"| run | {' | '.join(LAYOUTS)} |", f"|---|{'---|' * len(LAYOUTS)}"]
+    for name, gaps in table.items():
+        lines.append(f"| {name} | {' | '.join(_format(gaps.get(layout)) for layout in LAYOUTS)} |")
+    return "\n".join(lines)
+
+
+def _format(gap: float | None) -> str:
+    if gap is None:
+        return ""
+    return "stopped by its own checks" if gap == math.inf else f"{gap:.0e}"
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--cells", nargs="+", choices=ALL_CELLS, default=list(ALL_CELLS))
+    options = parser.parse_args()
+    sys.stdout.write(format_table(measure(options.folder, options.cells)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
