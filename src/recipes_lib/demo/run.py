@@ -105,7 +105,7 @@ def run_demo(recipes: Path, output_dir: Path) -> int:
     def announce(number: int, purpose: str) -> None:
         console.print(f"\n{number} of {last}, at {time.perf_counter() - started:.0f} s: {purpose}", style="bold")
 
-    console.print("From your Python's sources to a small assistant: four to seven minutes on one core.")
+    console.print("From your Python's sources to a small assistant: five to ten minutes on one core.")
     announce(1, "texts and chats from the standard library, and a tokenizer")
     open_folder(output_dir)
     for line in write_start(output_dir):
