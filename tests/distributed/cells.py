@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,8 @@ def read_weights(run: Path) -> dict[str, torch.Tensor]:
 def measure_gaps(one: Path, two: Path) -> dict[str, float]:
     """Return the largest difference of each figure, held-out ones and the weights included.
 
-    Relative where a figure is above 1, absolute below, as ``pytest.approx`` has it. ``answers`` is 1 where a sampled
-    answer is another one, 0 where all are the same.
+    Relative where a figure is above 1, absolute below, as ``pytest.approx`` has it; infinite where one is not a number.
+    ``answers`` is 1 where a sampled answer is another one, 0 where all are the same.
 
     Args:
         one: A finished run.
@@ -96,9 +97,8 @@ def measure_gaps(one: Path, two: Path) -> dict[str, float]:
         for figure, value in expected.items():
             if isinstance(value, int | float) and not any(part in figure for part in LEFT_OUT):
                 gap = abs(got[figure] - value) / max(abs(value), 1)
-                # A figure that is not a number is farther away than any other.
-                if not gap <= gaps.setdefault(figure, 0.0):
-                    gaps[figure] = gap
+                # Of a gap that is not a number nobody can say that it is the largest.
+                gaps[figure] = max(gaps.get(figure, 0.0), math.inf if math.isnan(gap) else gap)
     if (one / "samples.jsonl").exists():
         answers = [(run / "samples.jsonl").read_text() for run in (one, two)]
         gaps["answers"] = float(answers[0] != answers[1])
@@ -107,7 +107,8 @@ def measure_gaps(one: Path, two: Path) -> dict[str, float]:
 
 
 def measure_weight_gap(one: Path, two: Path) -> float:
-    """Return the largest difference of a weight of two finished runs."""
+    """Return the largest difference of a weight of two finished runs; infinite where one is not a number."""
     weights = [read_weights(run) for run in (one, two)]
     assert weights[0].keys() == weights[1].keys() != set()
-    return max(float((weights[1][name] - tensor).abs().max()) for name, tensor in weights[0].items())
+    gaps = (weights[1][name].sub(tensor).abs().nan_to_num(nan=math.inf) for name, tensor in weights[0].items())
+    return max(float(gap.max()) for gap in gaps)

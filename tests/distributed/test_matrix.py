@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from tests.distributed import matrix
-from tests.distributed.cells import MUON_TOLERANCE
+from tests.distributed.cells import MUON_TOLERANCE, measure_gaps
+
+
+def write_run(folder: Path, *, loss: float = 2.0, weight: float = 0.5) -> Path:
+    folder.mkdir()
+    events = [{"kind": "train", "loss": value} for value in (4.0, 3.0, loss, 1.0, 1.5)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    save_file({"a": torch.ones(2), "b": torch.tensor([1.0, weight]), "c": torch.ones(2)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("other", "gaps"),
+    [
+        ({}, {"loss": 0, "weights": 0}),
+        ({"loss": 3.0, "weight": 0.25}, {"loss": 0.5, "weights": 0.25}),
+        ({"loss": math.nan, "weight": math.nan}, {"loss": math.inf, "weights": math.inf}),
+    ],
+)
+def test_a_gap_is_the_largest_and_what_is_no_number_is_farther_than_any(
+    tmp_path: Path, other: dict[str, float], gaps: dict[str, float]
+) -> None:
+    assert measure_gaps(write_run(tmp_path / "one"), write_run(tmp_path / "two", **other)) == gaps
 
 
 @pytest.mark.slow
