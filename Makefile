@@ -14,6 +14,8 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 
 .DEFAULT_GOAL := help
 SOAK_MINUTES ?= 60
+# What pages link to outside docs/; in the site it lies where the links lead.
+SITE_FILES := recipes/configs docker/compose.yaml Dockerfile
 .PHONY: help install check test test-slow soak demo bench docs site clean
 
 help: ## print this list
@@ -80,8 +82,9 @@ docs: $(STAMP) ## write docs/configs.md, and check every link, path and command 
 	@$(PYTHON) -m pytest -q tests/test_docs.py
 
 site: $(STAMP) ## build the documentation as a site into build/site
-	@$(PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt ".[docs]"
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
 	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --site-dir build/site
+	@tar -c $(SITE_FILES) | tar -x -C build/site
 
 clean: ## remove the environment, caches and build products
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

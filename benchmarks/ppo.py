@@ -74,8 +74,7 @@ def write_models(folder: Path) -> None:
     for start in range(0, len(rows), 16):
         batch = [torch.tensor(row) for row in rows[start : start + 16]]
         ids = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True, padding_value=IGNORE_INDEX)
-        with torch.autocast("cpu", torch.bfloat16):
-            policy(input_ids=ids.clamp(min=0), labels=ids).loss.backward()
+        policy(input_ids=ids.clamp(min=0), labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     for name, model in (("reward", reward), ("fine-tuned", policy)):

@@ -43,9 +43,13 @@ def read_commands(text: str) -> Iterator[str]:
             yield code
 
 
-def find_dead_links(page: Path, text: str) -> list[str]:
+def find_local_links(text: str) -> list[str]:
     links = [link.split("#")[0] for link in LINK.findall(FENCE.sub("", text))]
-    return [link for link in links if link and "://" not in link and not (page.parent / link).exists()]
+    return [link for link in links if link and "://" not in link]
+
+
+def find_dead_links(page: Path, text: str) -> list[str]:
+    return [link for link in find_local_links(text) if not (page.parent / link).exists()]
 
 
 def find_missing_paths(text: str) -> list[str]:
@@ -118,6 +122,18 @@ def test_the_site_has_every_page_once() -> None:
 
     pages = list(flatten(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
     assert sorted(pages) == sorted(page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md"))
+
+
+def test_the_site_has_every_file_that_its_pages_link_to() -> None:
+    carried = re.search(r"^SITE_FILES := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert carried
+    docs, files = ROOT / "docs", [ROOT / name for name in carried[1].split()]
+    linked = {
+        (page.parent / link).resolve() for page in docs.rglob("*.md") for link in find_local_links(page.read_text())
+    }
+    outside = [path for path in linked if not path.is_relative_to(docs)]
+    assert outside
+    assert [path for path in outside if not any(path.is_relative_to(file) for file in files)] == []
 
 
 def test_the_readme_promises_no_exit_code_that_does_not_exist() -> None:

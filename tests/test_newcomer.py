@@ -1,0 +1,107 @@
+"""A newcomer: a fresh clone, an environment of its own, and every command of the README, in its order.
+
+Models and datasets of the Hub are small ones of their kind on disk, and a training makes two steps; what a launch file
+for GPUs says to a machine without any is read, and the same recipe is then launched on two processes of its CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.recipes.test_real_models import build_jobs
+from tests.test_docs import FENCE
+
+from recipes_lib.errors import EXIT_DONE
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+GPT2: Mapping[str, Any] = {
+    "model_config": '{"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 128}',
+    "tokenizer_name_or_path": "tokenizer",
+    "tokenizer_revision": "null",
+    "dataset_revision": "null",
+    "dataset_config": "null",
+    "dataset_streaming": "false",
+    "max_length": 128,
+    "max_tokens": 1024,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 1,
+    "warmup_steps": 1,
+    "bf16": "false",
+}
+"""Instead of what trains for days: the newcomer's own tokenizer and texts, and a model that they suffice for."""
+CONFIG = re.compile(r"--config recipes/configs/(\S+)\.yaml")
+
+
+def read_commands() -> Iterator[str]:
+    """The lines behind a prompt in the README."""
+    for _, language, body in FENCE.findall(README):
+        if language == "console":
+            yield from (line.removeprefix("$ ") for line in body.splitlines() if line.startswith("$ "))
+
+
+def write_corpus(folder: Path) -> None:
+    """Some texts that every Python comes with."""
+    folder.mkdir()
+    for source in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-d]*.py")):
+        shutil.copy(source, folder / f"{source.stem}.txt")
+
+
+def shrink(command: str, stand_in_folder: Path) -> str:
+    """Add the keys that let a laptop without network finish a command; what is not trained stays as it is."""
+    found = CONFIG.search(command)
+    if found is None or command.startswith("recipes plan"):
+        return command
+    name = found[1]
+    if name == "gpt2-124m/pretrain":
+        return f"{command} {_spell(GPT2)}"
+    ((_, job),) = build_jobs(stand_in_folder, [name])
+    return f"{command} {_spell({key: value for key, value in job['keys'].items() if key != 'config'})}"
+
+
+def _spell(keys: Mapping[str, Any]) -> str:
+    return " ".join(shlex.quote(f"--{key}={value}") for key, value in keys.items())
+
+
+def run(command: str, clone: Path, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", command], cwd=clone, env=environment, capture_output=True, text=True, check=False, timeout=3600
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the newcomer's laptop has no GPU, and is told so")
+def test_every_command_of_the_readme_does_what_it_says_in_its_order(tmp_path) -> None:
+    clone = tmp_path / "a clone"
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
+    write_corpus(clone / "corpus")
+    environment = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    environment |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path)}
+    activated = ""
+    commands = list(read_commands())
+    assert len(commands) > 10
+    for command in commands:
+        if "activate" in command:
+            # Of the shell that all later commands are typed into.
+            activated = f"{command} && "
+            continue
+        told = shrink(command, tmp_path / "stand-ins")
+        done = run(activated + told, clone, environment)
+        sys.stdout.write(f"{done.returncode} {command}\n")
+        if "--config_file" in command:
+            assert done.returncode != EXIT_DONE
+            assert "accelerate_configs/cpu_ddp.yaml" in done.stderr, done.stderr[-3000:]
+            told = re.sub(r"accelerate_configs/\w+\.yaml", "accelerate_configs/cpu_ddp.yaml", told)
+            done = run(activated + told, clone, environment)
+        assert done.returncode == EXIT_DONE, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
