@@ -5,7 +5,7 @@ seed. PPO samples `BATCH` answers to as many prompts; the others as many to a qu
 makes four optimizer steps from them. The price of KL is the same number, but not the same thing: PPO takes k1 off the
 reward of each token, RLOO off that of the whole answer, GRPO adds k3 to the loss.
 
-python benchmarks/neighbours.py --policy DIR --prompts F --held_out F --reward module:function [--answers 4096]
+python benchmarks/neighbours.py --policy DIR --prompts F --held_out F --reward module:function [KEY=VALUE ...]
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--response_length", type=int, default=256)
     parser.add_argument("--learning_rate", type=float, default=1e-6)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("keys", nargs="*", help="key=value, of all three recipes")
     options = parser.parse_args()
     flags = {
         "model_name_or_path": options.policy,
@@ -103,6 +104,7 @@ def main() -> None:
         "reward_funcs": f"[{options.reward}]",
         "response_length": options.response_length,
         "learning_rate": options.learning_rate,
+        **dict(key.split("=", 1) for key in options.keys),
     }
     results = compare_stages(num_answers=options.answers, seeds=options.seeds, flags=flags)
     table = [["", "reward before", "after", "seconds"]]
