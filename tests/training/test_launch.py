@@ -7,7 +7,7 @@ import torch
 from accelerate import PartialState
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.training.launch import Launch, read_launch, verify_engine, verify_launch
+from recipes_lib.training.launch import Launch, read_launch, verify_accelerator, verify_engine, verify_launch
 
 
 def launch(world_size=1, engine=""):
@@ -38,6 +38,18 @@ def test_sharding_that_did_not_happen_is_refused(engine):
     with pytest.raises(ConfigError, match=engine):
         verify_launch(launch(world_size=2, engine=engine), num_processes=2, distributed_type="MULTI_CPU")
     verify_launch(launch(world_size=2, engine=engine), num_processes=2, distributed_type=engine)
+
+
+@pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED"])
+def test_a_machine_without_gpus_is_told_of_a_launch_file_for_cpus_before_anything_is_loaded(engine, monkeypatch):
+    monkeypatch.delenv("ACCELERATE_TORCH_DEVICE", raising=False)
+    with pytest.raises(ConfigError, match=r"finds no GPU(?s:.*)accelerate_configs/cpu_ddp.yaml"):
+        verify_accelerator(launch(world_size=8, engine=engine), is_available=False)
+    verify_accelerator(launch(world_size=8, engine=engine), is_available=True)
+    verify_accelerator(launch(world_size=8), is_available=False)
+    # Who names a device knows what is there.
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
+    verify_accelerator(launch(world_size=8, engine=engine), is_available=False)
 
 
 def test_fsdp_is_several_gpus_until_accelerate_shards(monkeypatch):

@@ -11,6 +11,7 @@ from recipes_lib.errors import ConfigError, Problem
 
 _EXPECTED: Final = "RECIPES_LAUNCHED"
 """What ``recipes launch`` leaves for the processes to be held against: their number and the engine."""
+_ON_CPUS: Final = "FSDP and DeepSpeed need an accelerator on every process; on CPUs use accelerate_configs/cpu_ddp.yaml"
 _DIMENSIONS: Final = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 
 
@@ -141,6 +142,21 @@ def verify_expected(launch: Launch) -> None:
         raise ConfigError(Problem("launch", found, "see whether all machines were started, with the same launch file"))
 
 
+def verify_accelerator(launch: Launch, *, is_available: bool) -> None:
+    """Stop a sharded run on a machine that it cannot run on, before anything is loaded.
+
+    Args:
+        launch: What the launcher asked for.
+        is_available: Whether torch finds an accelerator.
+
+    Raises:
+        ConfigError: The launch file asked for FSDP or DeepSpeed, which need one.
+    """
+    if launch.engine and not is_available and "ACCELERATE_TORCH_DEVICE" not in os.environ:
+        found = f"the launch file asks for {launch.engine}, and torch finds no GPU on this machine"
+        raise ConfigError(Problem("launch", found, _ON_CPUS))
+
+
 def verify_launch(launch: Launch, num_processes: int, distributed_type: str) -> None:
     """Stop a run that accelerate has silently turned into something else than what was launched.
 
@@ -171,7 +187,7 @@ def verify_launch(launch: Launch, num_processes: int, distributed_type: str) -> 
             Problem(
                 "launch",
                 f"the launch file asks for {launch.engine} but accelerate is running {distributed_type}",
-                "FSDP and DeepSpeed need an accelerator on every process; on CPUs use accelerate_configs/cpu_ddp.yaml",
+                _ON_CPUS,
             )
         )
 

@@ -35,7 +35,7 @@ from recipes_lib.training.checkpoints import (
 )
 from recipes_lib.training.combinations import verify_combination
 from recipes_lib.training.extension import EXTENDABLE, find_common_checkpoint
-from recipes_lib.training.launch import Launch, verify_expected
+from recipes_lib.training.launch import Launch, verify_accelerator, verify_expected
 from recipes_lib.training.optimizers import verify_optimizer
 from recipes_lib.training.progress import build_progress
 from recipes_lib.training.resumption import BATCH_KEYS, count_rows_per_step, keep_batch, verify_checkpoint_fits
@@ -151,7 +151,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     checkpoints through; ``RecipeTrainer.train`` has every process take the one that it chose.
 
     Raises:
-        ConfigError: The launch is another one than was asked for.
+        ConfigError: The launch is another one than was asked for, or this machine has no GPU for it.
         ConfigError: A tracker or the optimizer is not installed, or the launch file does not go with the recipe.
         ConfigError: The directory cannot be written.
         ConfigError: Another process runs in it.
@@ -162,6 +162,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     if launch.world_size > 1:
         sys.stderr.write(f"{describe_process(launch)}\n")
     verify_expected(launch)
+    verify_accelerator(launch, is_available=torch.accelerator.is_available())
     verify_trackers(config)
     verify_combination(config, launch)
     verify_optimizer(config)
