@@ -274,7 +274,7 @@ def make_saved_dataset_without_its_data(folder: Path) -> None:
 FOLDERS: dict[Callable[[Path], None], str] = {
     make_mixed_folder: "mixes kinds of files: a.jsonl, b.csv",
     make_folder_without_data: "no data file",
-    make_folder_with_a_stray_file: "`other.jsonl` belongs to no split",
+    make_folder_with_a_stray_file: "`other.jsonl` belongs to no split, and `train.jsonl` to train",
     make_folder_of_two_meanings: "belongs to test and train",
     make_folder_with_a_broken_file: "b.jsonl:2: invalid JSON",
     make_folder_of_tests_alone: "no split `train`; found `test`",

@@ -170,7 +170,14 @@ def _group_by_split(files: list[Path], folder: Path, name: str) -> dict[str, lis
         splits: dict[str, list[Path]] = {}
         for file, named in found.items():
             if len(named) != 1:
-                what = f"`{file.relative_to(folder).as_posix()}` belongs to {' and '.join(sorted(named)) or 'no split'}"
+                what = f"`{file.relative_to(folder).as_posix()}` belongs to "
+                if named:
+                    what += " and ".join(sorted(named))
+                else:
+                    # What the others are named after may be a surprise.
+                    other = next(other for other in files if found[other])
+                    example = f"`{other.relative_to(folder).as_posix()}` to {' and '.join(sorted(found[other]))}"
+                    what += f"no split, and {example}"
                 remedy = "name every file after one split, as train-1.jsonl, or none; or move it away"
                 raise DataError(Problem(name, what, remedy))
             splits.setdefault(named.pop(), []).append(file)
