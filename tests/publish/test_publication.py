@@ -200,7 +200,7 @@ def read_tags(hub):
     return hub.repositories["me/mine"].tags
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 12))])
 def test_none_is_lost_when_a_fifth_of_all_requests_fails(hub, run, seed):
     """Refused, too many, broken, reset before or after they were obeyed, silent; then every byte is looked at."""
     chance = random.Random(seed)
