@@ -1,4 +1,4 @@
-"""Micro-batches through a model in stages: torch's schedules over chunks that read all but the states from the batch."""
+"""Micro-batches through a model in stages: torch's schedules over chunks that read all but the states from a batch."""
 
 from __future__ import annotations
 
