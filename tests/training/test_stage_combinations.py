@@ -1,4 +1,4 @@
-"""What is refused in stages, and that nothing of it is refused without; ``test_combinations.py`` has a case for each."""
+"""What is refused in stages, and that nothing of it is without; ``test_combinations.py`` has a case for each row."""
 
 from __future__ import annotations
 
