@@ -29,7 +29,7 @@ from recipes_lib.report.page import build_report
 from recipes_lib.training.arguments import build_training_arguments
 from recipes_lib.training.launch import read_launch
 from recipes_lib.training.observer import build_observer
-from recipes_lib.training.pretrain import PretrainTrainer
+from recipes_lib.training.pipeline_trainer import choose_trainer
 from recipes_lib.training.pretraining_rows import build_rows
 from recipes_lib.training.run import start_run
 
@@ -44,9 +44,9 @@ def main(config: RecipeConfig) -> None:
     with run.recording_its_end():
         # Documents become tokens on disk, once; from then on it is known which rows every step will take.
         tokenizer = load_tokenizer(config.model, config.tokens)
-        num_tokens = count_run_tokens(config, run.launch.world_size)
+        num_tokens = count_run_tokens(config, run.launch.num_replicas)
         tokens = prepare_tokens(config, lambda _: tokenizer, local_rank=run.launch.local_rank, num_tokens=num_tokens)
-        rows = build_rows(config, tokens, run.launch.world_size)
+        rows = build_rows(config, tokens, run.launch.num_replicas)
         run.record(data=rows.record, num_tokenized_rows=RowEncoder.num_tokenized_rows)
         args = build_training_arguments(config, run.launch, has_eval=bool(rows.held_out), num_steps=rows.plan.num_steps)
 
@@ -54,9 +54,10 @@ def main(config: RecipeConfig) -> None:
         isolated = not config.pretraining.cross_document_attention
         model_config, _ = find_model_config(config.model, tokenizer, rows.plan.max_length)
         attention = choose_attention(config.model, model_config, args, packing=isolated)
-        model = start_causal_lm(config.model, model_config, attention.implementation, seed=args.seed)
+        part = run.launch.part
+        model = start_causal_lm(config.model, model_config, attention.implementation, seed=args.seed, part=part)
         collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
-        trainer = PretrainTrainer(
+        trainer = choose_trainer(run.launch)(
             config=config,
             schedule=rows.plan.schedule,
             model=model,
@@ -68,8 +69,8 @@ def main(config: RecipeConfig) -> None:
             observer=build_observer(config, rows, args, model, tokenizer, collate),
         )
         if isolated:
-            prove_isolation(model, attention.layout)
-        verify_loss_head(model)
+            prove_isolation(trainer.model_wrapped, attention.layout)
+        verify_loss_head(trainer.model_wrapped)
 
         trainer.train(resume_from_checkpoint=run.resume_from)
         export_model(trainer, run.output_dir)

@@ -18,6 +18,7 @@ from recipes_lib.training.launch import expect_launch, read_launch, verify_expec
 
 ROOT = Path(__file__).parents[1]
 CONFIG = "recipes/configs/llama3-8b/sft.yaml"
+PRETRAINING = ["--config", "recipes/configs/llama2-7b/pretrain.yaml", "--hardware", "cpu_ddp"]
 STEP = {
     "SLURM_JOB_ID": "77",
     "SLURM_STEP_NUM_NODES": "4",
@@ -103,6 +104,41 @@ def test_the_processes_are_held_to_what_was_asked_for(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(ConfigError, match="one of 1 under FSDP"):
         verify_expected(read_launch())
+
+
+@pytest.mark.parametrize("by", ["flags", "variables"])
+def test_the_processes_are_told_of_a_pipeline(by, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    for name in ("RECIPES_LAUNCHED", "PIPELINE_STAGES", "PIPELINE_SCHEDULE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("os.execv", lambda *_: (_ for _ in ()).throw(InterruptedError))
+    flags = ["--pipeline_stages", "4", "--pipeline_schedule", "gpipe"]
+    if by == "variables":
+        monkeypatch.setenv("PIPELINE_STAGES", "4")
+        monkeypatch.setenv("PIPELINE_SCHEDULE", "gpipe")
+        flags = []
+    with pytest.raises(InterruptedError):
+        launching.main([*PRETRAINING, "--num_processes", "8", *flags])
+    assert "\nPIPELINE_STAGES=4 PIPELINE_SCHEDULE=gpipe " in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    launch = read_launch()
+    assert (launch.layout.stages, launch.layout.schedule, launch.num_replicas) == (4, "gpipe", 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--pipeline_stages", "3"], "do not divide the number of processes"),
+        (["--pipeline_stages", "4", "--pipeline_schedule", "1f2b"], "no schedule '1f2b'"),
+        (["--pipeline_stages", "4", "--gradient_accumulation_steps", "2"], "do not fill the pipeline"),
+        (["--pipeline_stages", "-1"], "'-1' is no number of stages"),
+    ],
+)
+def test_a_pipeline_that_cannot_be_is_told_before_a_process_starts(flags, words, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError, match=words):
+        launching.main([*PRETRAINING, "--num_processes", "8", "--dry_run", *flags])
 
 
 @pytest.mark.multiprocess

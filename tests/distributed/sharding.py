@@ -19,7 +19,8 @@ from recipes_lib.training.launch import read_launch
 
 ROOT = Path(__file__).parents[2]
 Job = Mapping[str, Any]
-"""``stage``; ``keys`` of the configuration; and, where they are wanted, ``fault``, ``copy_of`` and ``step``.
+"""``stage``; ``keys`` of the configuration; and, where they are wanted, ``fault``, ``copy_of`` and ``step``, and
+``variables`` of the environment.
 
 A run that is asked to stop goes on by the same command.
 """
@@ -96,10 +97,13 @@ def break_something(fault: str | None) -> Iterator[None]:
 
     from recipes_lib.models.sampling import GenerateBackend
     from recipes_lib.training import recipe_trainer
+    from recipes_lib.training.pipeline import Pipeline
+    from recipes_lib.training.pipeline_trainer import PipelineTrainer
     from recipes_lib.training.run_sampler import RunSampler
     from recipes_lib.training.sft import SFTTrainer
 
     compute, run, order = SFTTrainer.compute_loss, DistributedDataParallel.forward, RunSampler.__iter__
+    run_step = PipelineTrainer._run_step
 
     def spoil(self: Any, *args: Any, **kwargs: Any) -> Any:
         loss = compute(self, *args, **kwargs)
@@ -118,6 +122,12 @@ def break_something(fault: str | None) -> Iterator[None]:
         rows = list(order(self))
         return iter(rows[1:] + rows[:1] if is_last_process() else rows)
 
+    def spoil_first_stage(self: Any) -> Any:
+        shares = run_step(self)
+        if self.state.global_step == 1 and self.pipeline.part.is_first:
+            self.model.get_input_embeddings().weight.grad[0, 0] = float("nan")
+        return shares
+
     patches: dict[str, tuple[Any, str, Any]] = {
         # On the last process alone.
         "nan loss": (SFTTrainer, "compute_loss", spoil),
@@ -126,6 +136,8 @@ def break_something(fault: str | None) -> Iterator[None]:
         "mean of means": (SFTTrainer, "compute_loss", average_means),
         "forgotten sync": (DistributedDataParallel, "forward", forget),
         "shifted shard": (RunSampler, "__iter__", shift),
+        "nan in the first stage": (PipelineTrainer, "_run_step", spoil_first_stage),
+        "no sums over stages": (Pipeline, "reduce_gradients", lambda _: None),
         # As accelerate would have it.
         "narrow sums": (recipe_trainer, "settle_precision", lambda _: None),
     }
@@ -167,7 +179,7 @@ def main() -> None:
             cut(Path(job["copy_of"]), output_dir / name, job["step"])
         if distributed.is_initialized():
             distributed.barrier()
-        with break_something(job.get("fault")):
+        with break_something(job.get("fault")), mock.patch.dict(os.environ, job.get("variables", {})):
             codes[name] = run_recipe(job["stage"], {**job["keys"], "output_dir": output_dir / name})
         if codes[name] == EXIT_PREEMPTED:
             from recipes_lib.stopping import STOP

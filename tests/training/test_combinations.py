@@ -18,7 +18,7 @@ from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.training.combinations import BLOCKED, format_table, verify_combination
-from recipes_lib.training.launch import Launch, read_launch
+from recipes_lib.training.launch import Launch, name_pipeline, read_launch
 from recipes_lib.training.launch_files import name_variables
 from recipes_lib.training.run import start_run
 
@@ -38,6 +38,15 @@ def launch(kind: str = "FSDP", *, precision: str = "bf16", **settings: Any) -> d
     return document | ({"parallelism_config": mesh} if mesh else {})
 
 
+def stages(num: int = 2, schedule: str = "1f1b", kind: str = "MULTI_GPU", **settings: Any) -> dict[str, Any]:
+    """A launch in stages; ``num_processes`` of them are four."""
+    return launch(kind, **settings) | {"pipeline": name_pipeline(num, schedule)}
+
+
+def read_document(document: dict[str, Any]) -> Launch:
+    return read_launch(name_variables(document) | document.get("pipeline", {}))
+
+
 def mesh(**sizes: int) -> dict[str, Any]:
     return launch(**{f"parallelism_config_{name}_size": size for name, size in sizes.items()})
 
@@ -46,6 +55,7 @@ DDP = launch("MULTI_GPU")
 FSDP, ZERO = launch(), launch("DEEPSPEED")
 ZERO_3 = launch("DEEPSPEED", zero_stage=3, zero3_save_16bit_model=True)
 LIVE = {"precompute_ref_log_probs": False}
+PRETRAIN, SFT = {"stage": "pretrain", "gradient_accumulation_steps": 4}, {"stage": "sft"}
 PPO, RLOO, DISTIL = ({"stage": stage} for stage in ("ppo", "rloo", "distill"))
 # For each row, in its order: what trips it, and what beside it does not; a recipe's keys and a launch file each.
 CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, Any], dict[str, Any]]]]] = [
@@ -135,6 +145,28 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
         (DISTIL | {"lmbda": 0.5}, ZERO_3),
         [(DISTIL | {"lmbda": 0.5}, ZERO), (DISTIL | {"lmbda": 0.5}, FSDP), (DISTIL, ZERO_3)],
     ),
+    ((SFT, stages()), [(PRETRAIN, stages()), (SFT, DDP), (SFT, stages(1))]),
+    ((PRETRAIN, stages(3)), [(PRETRAIN, stages(4)), (PRETRAIN, stages(2)), (PRETRAIN, DDP)]),
+    ((PRETRAIN, stages(kind="FSDP")), [(PRETRAIN, FSDP), (PRETRAIN, stages(1, kind="FSDP"))]),
+    ((PRETRAIN, stages(precision="fp16")), [(PRETRAIN, stages(precision="no")), (PRETRAIN, stages(precision="bf16"))]),
+    ((PRETRAIN | {"fp16": True}, stages(precision="no")), [(PRETRAIN | {"bf16": True}, stages(precision="no"))]),
+    (
+        (PRETRAIN | {"gradient_accumulation_steps": 3}, stages(4)),
+        [(PRETRAIN | {"gradient_accumulation_steps": 3}, launch) for launch in (stages(2), stages(4, "gpipe"), DDP)],
+    ),
+    (
+        (PRETRAIN | {"gradient_accumulation_steps": 6}, stages(4, "interleaved")),
+        [(PRETRAIN, stages(4, "interleaved")), (PRETRAIN | {"gradient_accumulation_steps": 6}, stages(4))],
+    ),
+    ((PRETRAIN | {"batch_ramp_tokens": 4096}, stages()), [(PRETRAIN | {"batch_ramp_tokens": 4096}, DDP)]),
+    ((PRETRAIN | {"max_rollbacks": 1}, stages()), [(PRETRAIN | {"max_rollbacks": 0}, stages())]),
+    ((PRETRAIN | {"verify_steps": 2}, stages()), [(PRETRAIN | {"verify_steps": 2}, DDP)]),
+    ((PRETRAIN | {"metrics": "[mine:Score]"}, stages()), [(PRETRAIN | {"metrics": "[mine:Score]"}, DDP)]),
+    ((PRETRAIN | {"torch_compile": True}, stages()), [(PRETRAIN | {"torch_compile": False}, stages())]),
+    (
+        (PRETRAIN | {"optim": "adafactor"}, stages()),
+        [(PRETRAIN | {"optim": "muon"}, stages()), (PRETRAIN | {"optim": "adafactor"}, DDP)],
+    ),
 ]
 # What else trips the row of those keys.
 OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -161,7 +193,7 @@ def read(keys: dict[str, Any], output_dir: Path) -> RecipeConfig:
 def find_rows(config: RecipeConfig, document: dict[str, Any]) -> list[str]:
     """Why the rows that apply are refused."""
     try:
-        verify_combination(config, read_launch(name_variables(document)), "mine.yaml")
+        verify_combination(config, read_document(document), "mine.yaml")
     except ConfigError as error:
         return [problem.found for problem in error.problems]
     return []
@@ -179,7 +211,7 @@ def test_what_trips_a_row_and_what_beside_it_does_not(row: Any, case: Any, tmp_p
     assert [found for found in find_rows(config, document) if found.endswith(said)]
     # Nothing is in the directory of a run that never started.
     with pytest.raises(ConfigError) as started:
-        start_run(config, read_launch(name_variables(document)))
+        start_run(config, read_document(document))
     assert said in str(started.value)
     assert not list(tmp_path.iterdir())
     for others, other_document in neighbours:
@@ -220,7 +252,7 @@ def test_launch_starts_nothing_then(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("os.execv", lambda *_: pytest.fail("started"))
     Path("mine.yaml").write_text(yaml.safe_dump(FSDP))
     Path("sft.yaml").write_text("model_name_or_path: o/m\ndataset_name: o/d\noutput_dir: out\noptim: adafactor\n")
-    with pytest.raises(ConfigError, match=r"sft.yaml:4: `optim: adafactor` and a launch file with FSDP"):
+    with pytest.raises(ConfigError, match=r"sft.yaml:4: `optim: adafactor` and a launch with FSDP"):
         launching.main(["--config", "sft.yaml", "--hardware", "mine.yaml"])
 
 

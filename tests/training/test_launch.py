@@ -7,7 +7,15 @@ import torch
 from accelerate import PartialState
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.training.launch import Launch, read_launch, verify_accelerator, verify_engine, verify_launch
+from recipes_lib.training.launch import (
+    Launch,
+    Layout,
+    name_pipeline,
+    read_launch,
+    verify_accelerator,
+    verify_engine,
+    verify_launch,
+)
 
 
 def launch(world_size=1, engine=""):
@@ -26,6 +34,32 @@ def test_a_launchers_variables_are_read(monkeypatch):
         monkeypatch.setenv(name, value)
     assert read_launch() == Launch(rank=5, local_rank=1, world_size=8, engine="FSDP")
     assert not read_launch().is_main
+
+
+def test_pipelines_lie_across_the_processes():
+    """Six processes in three stages: neighbours hold the same part, and take rows of their own."""
+    layout = Layout(stages=3)
+    every = [Launch(rank=rank, local_rank=rank, world_size=6, engine="", layout=layout) for rank in range(6)]
+    assert [one.part.stage for one in every] == [0, 0, 1, 1, 2, 2]
+    assert {one.num_replicas for one in every} == {2}
+    assert launch(world_size=6).part is None
+    assert launch(world_size=6).num_replicas == 6
+
+
+@pytest.mark.parametrize(("schedule", "num_chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2)])
+def test_a_pipeline_is_read_from_its_variables(schedule, num_chunks):
+    told = {"WORLD_SIZE": "4", "RANK": "3", **name_pipeline(2, schedule)}
+    part = read_launch(told).part
+    assert (part.stage, part.num_stages, part.num_chunks) == (1, 2, num_chunks)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [({"PIPELINE_STAGES": "two"}, "'two' is no number"), ({"PIPELINE_SCHEDULE": "x"}, "write 1f1b or gpipe or inter")],
+)
+def test_a_pipeline_that_is_none_is_refused(variables, words):
+    with pytest.raises(ConfigError, match=words):
+        read_launch(variables)
 
 
 def test_processes_that_do_not_know_each_other_are_refused():

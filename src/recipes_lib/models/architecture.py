@@ -23,6 +23,8 @@ from transformers import (
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.loading import load_causal_lm, load_model_config
+from recipes_lib.models.parts import Part
+from recipes_lib.models.stages import build_part_class
 
 VOCAB_MULTIPLE: Final = 64
 """An embedding whose rows are a multiple of this multiplies faster on tensor cores."""
@@ -89,22 +91,38 @@ def build_model_config(
 
 
 def start_causal_lm(
-    config: ModelConfig, model_config: PreTrainedConfig, attn_implementation: str, *, seed: int
+    config: ModelConfig,
+    model_config: PreTrainedConfig,
+    attn_implementation: str,
+    *,
+    seed: int,
+    part: Part | None = None,
 ) -> PreTrainedModel:
     """The model that training starts from, in training mode: loaded, or initialised from ``seed``.
 
+    Of a model that is loaded, no process reads more than its part; random weights are drawn whole on every host, so
+    that they are those of one process, and the others' let go.
+
+    Args:
+        config: Which model.
+        model_config: Its architecture.
+        attn_implementation: As ``choose_attention`` settled it.
+        seed: Of random weights.
+        part: What this process of a pipeline holds; ``None`` is all.
+
     Raises:
         ConfigError: It cannot be loaded, or the architecture is no causal language model or contradicts itself.
+        ConfigError: As ``build_part_class``.
     """
+    model_class: Any = AutoModelForCausalLM if part is None else build_part_class(model_config, part)
     if config.model_config is None:
-        return load_causal_lm(config, attn_implementation)
+        return load_causal_lm(config, attn_implementation, model_class=model_class)
     # Every process draws the same weights, whatever was drawn before.
     set_seed(seed)
     dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
+    build = model_class.from_config if part is None else model_class._from_config
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            model_config, attn_implementation=attn_implementation, dtype=dtype
-        )
+        model: PreTrainedModel = build(model_config, attn_implementation=attn_implementation, dtype=dtype)
     except (KeyError, ValueError, RuntimeError, ZeroDivisionError) as error:
         found = f"a {model_config.model_type} model cannot be built: {_first_line(error)}"
         raise ConfigError(Problem("model_config", found, "check the sizes against each other")) from error

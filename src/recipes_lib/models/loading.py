@@ -97,7 +97,11 @@ def load_model_config(config: ModelConfig) -> tuple[PreTrainedConfig, Generation
 
 
 def load_causal_lm(
-    config: ModelConfig, attn_implementation: str, quantization: BitsAndBytesConfig | None = None
+    config: ModelConfig,
+    attn_implementation: str,
+    quantization: BitsAndBytesConfig | None = None,
+    *,
+    model_class: Any = AutoModelForCausalLM,
 ) -> PreTrainedModel:
     """The model in training mode, every weight from the checkpoint, in the precision of the master weights.
 
@@ -105,12 +109,13 @@ def load_causal_lm(
         config: Which model.
         attn_implementation: As ``choose_attention`` settled it.
         quantization: As ``build_quantization_config`` made it; linear layers but the output projection are quantised.
+        model_class: That of ``build_part_class``, where a part of the model is loaded, and no more of it read.
 
     Raises:
         ConfigError: It cannot be loaded, its weights are not safetensors, or a weight is missing, superfluous or of
             another shape than the architecture's.
     """
-    model, _ = load_pretrained(AutoModelForCausalLM, config, attn_implementation, quantization)
+    model, _ = load_pretrained(model_class, config, attn_implementation, quantization)
     return model
 
 
@@ -154,12 +159,13 @@ def load_pretrained(
         )
     model, info = loaded
     architecture, missing = type(model).__name__, set(info["missing_keys"])
+    elsewhere: Collection[str] = getattr(model, "whole_names", frozenset())  # In other parts of a pipeline.
     mismatched = {f"{key} {tuple(found)} for {tuple(wanted)}" for key, found, wanted in info["mismatched_keys"]}
     problems = [
         Problem("model_name_or_path", f"{found} {_shorten(keys)}", f"name a complete {architecture} checkpoint")
         for found, keys in (
             (f"the checkpoint of {name} lacks", missing - set(may_lack)),
-            (f"{architecture} has no place for", set(info["unexpected_keys"]) - set(may_hold)),
+            (f"{architecture} has no place for", set(info["unexpected_keys"]) - set(may_hold) - elsewhere),
             (f"the checkpoint of {name} has other shapes:", mismatched),
         )
         if keys

@@ -1,4 +1,4 @@
-"""How every stage saves and resumes: beside training, sealed, rehearsed at the first step, kept by our rules."""
+"""How every recipe saves and resumes: beside training, sealed, rehearsed at the first step, kept by our rules."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import SaveStrategy
 
+from recipes_lib.models.stages import build_whole_on_meta
 from recipes_lib.training.checkpoint_saver import CheckpointSaver, Staged, Task, write_state
 from recipes_lib.training.checkpoints import STAGING
+from recipes_lib.training.launch import read_launch
 from recipes_lib.training.observer import Observer
 from recipes_lib.training.rehearsal import (
     compare_with_live,
@@ -34,7 +36,7 @@ from recipes_lib.training.sharded_states import (
     load_optimizer_shards,
     load_whole_model,
     load_whole_optimizer,
-    read_trained_state,
+    read_trained_shapes,
     save_model_shards,
     save_optimizer_shards,
     verify_shards,
@@ -63,16 +65,26 @@ class CheckpointingTrainer(Trainer):
         """
         super().__init__(**options)
         engine = "FSDP" if self.is_fsdp_enabled else "DEEPSPEED" if self.is_deepspeed_enabled else ""
-        self._saver = CheckpointSaver(self.args, self._tell, engine=engine)
+        self._saver = CheckpointSaver(self.args, self._tell, engine=engine, num_replicas=read_launch().num_replicas)
         self._is_rehearsed = False
         self._staging: Path | None = None  # Only while a checkpoint is put together.
         self._tasks: list[Task] = []
         self._own_tokenizer: Any = None
 
     @property
+    def is_in_stages(self) -> bool:
+        """True where each process holds a part of the layers."""
+        return hasattr(self.model, "part")
+
+    @property
+    def writes_shards(self) -> bool:
+        """True where every process writes what it alone holds: under FSDP2, and in stages."""
+        return self.is_fsdp_enabled or self.is_in_stages
+
+    @property
     def is_replicated(self) -> bool:
         """True where every process holds the whole model and all states of its optimizer."""
-        is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        is_sharded = self.is_deepspeed_enabled or self.writes_shards
         return not is_sharded and not getattr(self, "is_distributed_loading_by_transformers", False)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +136,7 @@ class CheckpointingTrainer(Trainer):
             stored = copy.deepcopy(self.state.stateful_callbacks)
             staged = self._stage(model, folder)
             self.state.stateful_callbacks = stored
-            if self.is_fsdp_enabled:
+            if self.writes_shards:
                 compare_own_shards(staged.folder, self.model, self.optimizer)
                 self.accelerator.wait_for_everyone()
             return staged
@@ -164,11 +176,11 @@ class CheckpointingTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         tasks, self._tasks = self._tasks, []
         expected = read_expected(self.model, is_replicated=self.is_replicated) if self.args.should_save else {}
-        trained = read_trained_state(self.model) if self.is_fsdp_enabled else {}
+        shapes = read_trained_shapes(self.model) if self.writes_shards else {}
 
         def verify() -> None:
-            if self.is_fsdp_enabled:
-                verify_shards(staged, {name: tensor.shape for name, tensor in trained.items()})
+            if self.writes_shards:
+                verify_shards(staged, shapes)
             # A pickle, which nothing reads; run.json says more.
             (staged / "training_args.bin").unlink(missing_ok=True)
             verify_saved(staged, expected, is_replicated=self.is_replicated)
@@ -177,7 +189,7 @@ class CheckpointingTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Under FSDP2 every process writes its shards into a checkpoint; elsewhere the main process the whole model."""
-        if not self.is_fsdp_enabled:
+        if not self.writes_shards:
             super().save_model(output_dir, _internal_call)
         elif self._staging is None:
             self._save(output_dir, gather_trained_state(self.model))
@@ -211,10 +223,10 @@ class CheckpointingTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Leave the optimizer's states to the thread, where each process holds all of them."""
-        if not (self.is_replicated or self.is_fsdp_enabled):
+        if not (self.is_replicated or self.writes_shards):
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        if self.is_fsdp_enabled:
+        if self.writes_shards:
             save_optimizer_shards(Path(output_dir), self.model, self.optimizer)
         elif self.args.should_save:
             state = self._saver.take(self.optimizer.state_dict())
@@ -237,17 +249,17 @@ class CheckpointingTrainer(Trainer):
         if (folder / MODEL_SHARDS).is_dir():
             load_model_shards(folder, self.model)
             return True
-        if self.is_fsdp_enabled:
+        if self.writes_shards:
             load_whole_model(folder, self.model)
-        return self.is_fsdp_enabled
+        return self.writes_shards
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Read what the update remembers, from whichever form it has."""
         folder = None if checkpoint is None else Path(checkpoint)
         if folder is not None and (folder / OPTIMIZER_SHARDS).is_dir():
             load_optimizer_shards(folder, self.model, self.optimizer)
-        elif folder is not None and self.is_fsdp_enabled:
-            load_whole_optimizer(folder / OPTIMIZER_NAME, self.optimizer)
+        elif folder is not None and self.writes_shards:
+            load_whole_optimizer(folder / OPTIMIZER_NAME, self.optimizer, self._list_whole_groups())
         else:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
@@ -282,6 +294,18 @@ class CheckpointingTrainer(Trainer):
             seed_process(self.args.seed, self.state.global_step, rank)
         else:
             super()._load_rng_state(checkpoint)
+
+    def _list_whole_groups(self) -> list[list[nn.Parameter | None]]:
+        """The parameters of each group as the optimizer of the whole model numbers them; ``None``: not here."""
+        if not self.is_in_stages:
+            return [group["params"] for group in self.optimizer.param_groups]
+        whole, own = build_whole_on_meta(self.model), dict(self.model.named_parameters())
+        names = {id(parameter): name for name, parameter in whole.named_parameters()}
+        # Whatever builds an optimizer groups by what a model says of its parameters.
+        mine, self.optimizer = self.optimizer, None  # type: ignore[assignment]
+        groups = self.create_optimizer(whole).param_groups
+        self.optimizer = mine
+        return [[own.get(names[id(parameter)]) for parameter in group["params"]] for group in groups]
 
     def _list_trained(self) -> list[torch.Tensor]:
         return [tensor for tensor in self.model.parameters() if tensor.requires_grad]

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from recipes_lib.config.layer_keys import WEIGHTS
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.show import flatten_config
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.training.blocked import Blocked, Keys
 from recipes_lib.training.launch import Launch
-
-Keys = Mapping[str, Any]
-"""Keys of a recipe that are in effect; one that is absent has upstream's default."""
+from recipes_lib.training.stage_combinations import BLOCKED_IN_STAGES
 
 BITSANDBYTES: Final = (
     *("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit", "ademamix", "ademamix_8bit"),
@@ -31,29 +28,6 @@ STOCHASTIC_ADAMW: Final = "adamw_bf16_stochastic"
 _UPDATED_ON_HOST: Final = ("adamw_torch", "adamw_torch_fused", "adagrad", "lion_32bit")
 _FUSED: Final = "adamw_torch_fused"
 _ENGINES: Final = ("use_vllm", "use_transformers_continuous_batching")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Blocked:
-    """A combination that would fail late, or compute something else in silence.
-
-    Attributes:
-        recipe: What the recipe says, in Markdown; empty where the launch file alone is at fault.
-        launch: What the launch file says, in Markdown.
-        why: What would happen.
-        remedy: What to do instead.
-        stages: Recipes that it is about; empty: all of them.
-        keys: Of the recipe; it is told at the first of them that is set. Without any it is told of the launch file.
-        applies: Whether a recipe of these stages and a launch are such a combination.
-    """
-
-    recipe: str = ""
-    launch: str
-    why: str
-    remedy: str
-    stages: tuple[str, ...] = ()
-    keys: tuple[str, ...] = ()
-    applies: Callable[[Keys, Launch], bool]
 
 
 def _block_precision(key: str, launched: str) -> Blocked:
@@ -295,6 +269,7 @@ BLOCKED: Final = (
             launch.engine == "DEEPSPEED" and launch.layout.zero_stage == 3 and bool(keys.get("lmbda"))
         ),
     ),
+    *BLOCKED_IN_STAGES,
 )
 """Every combination that is refused."""
 
@@ -325,13 +300,13 @@ def format_table() -> str:
 
 def _tell(row: Blocked, keys: Keys, config: RecipeConfig, file: str) -> Problem:
     if not row.keys:
-        asked = f"recipes/{config.stage}.py and a launch file with {row.launch}" if row.stages else row.launch
+        asked = f"recipes/{config.stage}.py and a launch with {row.launch}" if row.stages else row.launch
         return Problem(file, f"{asked}: {row.why}", row.remedy)
     key = next((key for key in row.keys if keys.get(key)), row.keys[0])
     said = f"`{key}: {keys[key]}`" if key in keys else f"`{key}`, which is not given,"
     where = config.provenance.get(key, "default")
     return Problem(
-        key if where == "default" else where, f"{said} and a launch file with {row.launch}: {row.why}", row.remedy
+        key if where == "default" else where, f"{said} and a launch with {row.launch}: {row.why}", row.remedy
     )
 
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.parts import Part
 
 _EXPECTED: Final = "RECIPES_LAUNCHED"
 """What ``recipes launch`` leaves for the processes to be held against: their number and the engine."""
 _ON_CPUS: Final = "FSDP and DeepSpeed need an accelerator on every process; on CPUs use accelerate_configs/cpu_ddp.yaml"
 _DIMENSIONS: Final = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+_STAGES: Final = "PIPELINE_STAGES"
+"""Of pipelines no launch file has a word: ``recipes launch`` writes their stages here, or who starts the launcher."""
+_SCHEDULE: Final = "PIPELINE_SCHEDULE"
+SCHEDULES: Final = ("1f1b", "gpipe", "interleaved")
+"""In which order the micro-batches of a step go through a pipeline; the first is taken where nothing is said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +37,8 @@ class Layout:
         accumulation: ``gradient_accumulation_steps`` of DeepSpeed; ``None`` leaves it to the recipe.
         clipping: ``gradient_clipping`` of DeepSpeed; ``None`` leaves it to the recipe.
         offloads_optimizer: Whether DeepSpeed updates on the host.
+        stages: Processes of a pipeline, each with a part of the layers; 1 is none.
+        schedule: One of ``SCHEDULES``.
     """
 
     uses_cpu: bool = False
@@ -43,6 +51,8 @@ class Layout:
     accumulation: int | None = None
     clipping: float | None = None
     offloads_optimizer: bool = False
+    stages: int = 1
+    schedule: str = SCHEDULES[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +80,31 @@ class Launch:
         """True on the one process that writes files and prints."""
         return self.rank == 0
 
+    @property
+    def num_replicas(self) -> int:
+        """Data-parallel processes: how many take rows of their own. The stages of a pipeline take the same."""
+        return self.world_size // self.layout.stages
+
+    @property
+    def part(self) -> Part | None:
+        """What this process holds of a model; ``None``: all of it.
+
+        Pipelines lie across the processes, so that those which add up gradients are neighbours.
+        """
+        if self.layout.stages == 1:
+            return None
+        num_chunks = 2 if self.layout.schedule == "interleaved" else 1
+        return Part(self.rank // self.num_replicas, self.layout.stages, num_chunks)
+
 
 def read_launch(variables: Mapping[str, str] | None = None) -> Launch:
     """Return what the launcher put into the environment; one process when there is none.
 
     Args:
         variables: Those of another process, such as the one that a launch file would start; ``None`` is this one's.
+
+    Raises:
+        ConfigError: There is no such schedule of a pipeline.
     """
     told = os.environ if variables is None else variables
     engine = ""
@@ -108,7 +137,22 @@ def _read_layout(told: Mapping[str, str]) -> Layout:
         accumulation=None if accumulation == "auto" else int(accumulation),
         clipping=None if clipping in ("auto", "none") else float(clipping),
         offloads_optimizer=told.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none") != "none",
+        **_read_pipeline(told),
     )
+
+
+def _read_pipeline(told: Mapping[str, str]) -> dict[str, Any]:
+    stages, schedule = told.get(_STAGES, "1"), told.get(_SCHEDULE, SCHEDULES[0]).lower()
+    if not stages.isdecimal() or int(stages) < 1:
+        raise ConfigError(Problem(_STAGES, f"{stages!r} is no number of stages", "write a whole number from 1 on"))
+    if schedule not in SCHEDULES:
+        raise ConfigError(Problem(_SCHEDULE, f"there is no schedule {schedule!r}", f"write {' or '.join(SCHEDULES)}"))
+    return {"stages": int(stages), "schedule": schedule}
+
+
+def name_pipeline(stages: int, schedule: str) -> dict[str, str]:
+    """Return the variables by which a process is told of a pipeline."""
+    return {_STAGES: str(stages), _SCHEDULE: schedule}
 
 
 def _is_true(told: Mapping[str, str], name: str) -> bool:
@@ -120,9 +164,16 @@ def read_environment() -> Mapping[str, str]:
     return dict(os.environ)
 
 
-def expect_launch(num_processes: int, engine: str) -> None:
-    """Tell the processes that this one becomes or starts how many they should be, and what should shard them."""
+def expect_launch(num_processes: int, engine: str, pipeline: Mapping[str, str] | None = None) -> None:
+    """Tell the processes that this one becomes or starts how many they should be, and what should shard them.
+
+    Args:
+        num_processes: Over all machines.
+        engine: As ``Launch`` has it.
+        pipeline: From ``name_pipeline``.
+    """
     os.environ[_EXPECTED] = f"{num_processes} {engine}"
+    os.environ.update(pipeline or {})
 
 
 def verify_expected(launch: Launch) -> None:

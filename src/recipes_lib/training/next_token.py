@@ -26,6 +26,10 @@ class NextTokenTrainer(RecipeTrainer):
                 ``labels`` and ``position_ids``, and the first token of each document is never a target.
         """
         super().__init__(**kwargs)
+        self.add_loss_head()
+
+    def add_loss_head(self) -> None:
+        """Let the model return its loss without logits."""
         add_loss_head(self.model)
 
     def count_terms(self, batch: Batch) -> torch.Tensor:

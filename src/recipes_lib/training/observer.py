@@ -27,6 +27,7 @@ from recipes_lib.training.metrics import METRICS_FILE, MetricsWriter, StepCounte
 from recipes_lib.training.pair_batches import PairScores
 from recipes_lib.training.progress import TrainingProgress, build_progress
 from recipes_lib.training.row_sharing import Rows
+from recipes_lib.training.stage_mesh import build_stage_mesh
 
 
 class ObservedData(Protocol):
@@ -97,6 +98,7 @@ def build_observer(
     Raises:
         ConfigError: A metric cannot be loaded, or no prompt has a reference that it could be scored against.
     """
+    part = getattr(model, "part", None)
     is_main = args.process_index == 0
     output_dir = Path(str(args.output_dir))
     progress = build_progress(is_main=is_main)
@@ -120,10 +122,12 @@ def build_observer(
                 collate=collate,
                 progress=progress,
                 byte_lengths=count_text_bytes(tokenizer),
+                group=None if part is None else build_stage_mesh(part.num_stages).replicas,
             )
         )
-    # A reward model answers nothing.
-    prompts = build_prompts(config.evaluation, data.iterate_examples(), tokenizer) if model.can_generate() else []
+    # A reward model answers nothing, and of a model in stages no process has enough.
+    can_answer = model.can_generate() and part is None
+    prompts = build_prompts(config.evaluation, data.iterate_examples(), tokenizer) if can_answer else []
     metrics = load_metrics(config.evaluation.metrics or [])
     if metrics and all(prompt.reference is None for prompt in prompts):
         remedy = "name held-out data, and leave sample_prompts and num_sample_prompts unset"

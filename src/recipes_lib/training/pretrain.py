@@ -56,7 +56,7 @@ class PretrainTrainer(NextTokenTrainer):
             kwargs["optimizer_cls_and_kwargs"] = (StochasticAdamW, options)
         super().__init__(**kwargs)
         # Before the one that writes, which puts down what the figures are by then.
-        self.callback_handler.callbacks.insert(1, WeightMonitor())
+        self.callback_handler.callbacks.insert(1, WeightMonitor(self.measure_norm, self.list_counted))
         if schedule.first_decay_step is not None:
             self.add_callback(SaveBeforeDecay(schedule.first_decay_step))
         self.router_aux_loss_coef = getattr(self.model.config, "router_aux_loss_coef", 0.0)

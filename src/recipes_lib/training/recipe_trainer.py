@@ -268,7 +268,7 @@ class RecipeTrainer(CheckpointingTrainer):
         if self.is_fsdp_enabled or self.is_deepspeed_enabled or self._has_mixed_mesh_grads(model):
             return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         learning = [parameter for parameter in model.parameters() if parameter.grad is not None]
-        norm = self._measure_norm(learning)
+        norm = self._measure_gradients(learning)
         self.guard.judge(norm)
         clip_grads_with_norm_(learning, self.args.max_grad_norm, norm)
         return norm
@@ -282,11 +282,27 @@ class RecipeTrainer(CheckpointingTrainer):
         if self.is_fsdp_enabled or self.is_deepspeed_enabled or self._has_mixed_mesh_grads(model):
             norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[no-untyped-call]
             return self.guard.judge(norm)
-        return self.guard.judge(self._measure_norm(model.parameters())) if grad_norm is None else grad_norm
+        return self.guard.judge(self._measure_gradients(model.parameters())) if grad_norm is None else grad_norm
 
-    def _measure_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    def _measure_gradients(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
         self.accelerator.unscale_gradients()
-        return get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        counted = self.list_counted(parameters)
+        return self.measure_norm([parameter.grad for parameter in counted if parameter.grad is not None])
+
+    def measure_norm(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the norm of some tensors of the model together."""
+        return get_total_norm(tensors)
+
+    def list_counted(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return those of this process's parameters that no other process counts in a norm."""
+        return list(parameters)
+
+    def find_evaluated(self) -> nn.Module:
+        """Return the model that is evaluated, in the precision of training."""
+        if self.is_in_train:
+            return self.model_wrapped
+        prepared: nn.Module = self.accelerator.prepare_model(self.model, evaluation_mode=True)
+        return prepared
 
     def evaluate(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:
         """Run every hook on the current weights and return their figures, each named ``eval_...``."""
@@ -294,11 +310,7 @@ class RecipeTrainer(CheckpointingTrainer):
         self.is_evaluating = True
         WATCHDOG.enter("an evaluation")
         self._show_averaged_weights()
-        model = (
-            self.accelerator.prepare_model(self.model, evaluation_mode=True)
-            if not self.is_in_train
-            else self.model_wrapped
-        )
+        model = self.find_evaluated()
         for hook in self.observer.hooks:
             figures = hook(model, self.state.global_step)
             metrics |= {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}

@@ -42,11 +42,21 @@ def read_trained_state(model: nn.Module) -> dict[str, Tensor]:
     return dict(unique.values())
 
 
+def read_trained_shapes(model: Any) -> Mapping[str, torch.Size]:
+    """Return the whole shape of every tensor that a checkpoint of all processes holds."""
+    if hasattr(model, "part"):
+        shapes: Mapping[str, torch.Size] = model.whole_shapes
+        return shapes
+    return {name: tensor.shape for name, tensor in read_trained_state(model).items()}
+
+
 def gather_trained_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the whole of what ``read_trained_state`` names, on the host of the main process; elsewhere nothing.
 
-    Tensor by tensor, so that no device holds more than one whole tensor besides its shards; every process must call.
+    Tensor by tensor, so that no device holds more than one whole tensor besides its own; every process must call.
     """
+    if hasattr(model, "part"):
+        return _collect(read_trained_state(model))
     whole: dict[str, Tensor] = {}
     for name, tensor in read_trained_state(model).items():
         shards: Any = tensor.detach()
@@ -113,7 +123,9 @@ def load_optimizer_shards(folder: Path, model: nn.Module, optimizer: torch.optim
     parameters = dict(model.named_parameters())
     states: dict[str, Tensor] = {}
     for full_name, described in HuggingFaceStorageReader(str(source)).read_metadata().state_dict_metadata.items():
-        parameter = parameters[full_name.partition(_SEPARATOR)[2]].detach()
+        if (name := full_name.partition(_SEPARATOR)[2]) not in parameters and hasattr(model, "part"):
+            continue  # Of another stage.
+        parameter = parameters[name].detach()
         dtype = described.properties.dtype  # type: ignore[union-attr]
         is_alike = described.size == parameter.shape  # type: ignore[union-attr]
         shape = described.size  # type: ignore[union-attr]
@@ -126,19 +138,24 @@ def load_optimizer_shards(folder: Path, model: nn.Module, optimizer: torch.optim
     _restore(optimizer, by_parameter, json.loads((source / _GROUPS).read_text(encoding="utf-8")))
 
 
-def load_whole_optimizer(file: Path, optimizer: torch.optim.Optimizer) -> None:
+def load_whole_optimizer(
+    file: Path, optimizer: torch.optim.Optimizer, whole: Sequence[Sequence[nn.Parameter | None]]
+) -> None:
     """Read an optimizer's states that one process wrote whole; each process keeps its shards of them.
 
     The file is mapped, not read: host memory holds one whole state at a time.
 
     Args:
         file: ``optimizer.pt`` of upstream.
-        optimizer: Over the parameters of a sharded model, in the groups that the saved one had.
+        optimizer: Over the parameters of a sharded model, or of a part of one, in the groups that the saved one had.
+        whole: The parameters of each group of the saved one, in its order; ``None`` for those of another process.
     """
     saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     by_parameter: dict[Tensor, dict[str, Tensor]] = {}
-    for group, then in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        for parameter, number in zip(group["params"], then["params"], strict=True):
+    for group, then in zip(whole, saved["param_groups"], strict=True):
+        for parameter, number in zip(group, then["params"], strict=True):
+            if parameter is None:
+                continue
             # What has been frozen or never stepped has none.
             states = saved["state"].get(number, {})
             by_parameter[parameter] = {key: _share_out(value, parameter) for key, value in states.items()}
@@ -260,6 +277,26 @@ def _restore(
     state = {numbers[parameter]: dict(states) for parameter, states in by_parameter.items() if states}
     restored = [_restore_group(now, then) for now, then in zip(packed, groups, strict=True)]
     optimizer.load_state_dict({"state": state, "param_groups": restored})
+
+
+def _collect(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of all processes, on the host of the main one; one that several have is the first one's."""
+    held: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(held, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
+    device, rank = next(iter(tensors.values())).device, distributed.get_rank()
+    whole: dict[str, Tensor] = {}
+    # Backwards, so that of several the first one is the owner.
+    owners = {name: owner for owner, names in reversed([*enumerate(held)]) for name in names}
+    for name, owner in owners.items():
+        if rank == owner != 0:
+            distributed.send(tensors[name].detach().contiguous(), dst=0)
+        elif rank == 0:
+            shape, dtype = held[owner][name]
+            tensor = tensors[name].detach() if owner == 0 else torch.empty(shape, dtype=dtype, device=device)
+            if owner != 0:
+                distributed.recv(tensor, src=owner)
+            whole[name] = tensor.cpu()
+    return whole
 
 
 def _get_rank() -> int:

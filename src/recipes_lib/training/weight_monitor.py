@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -23,8 +23,18 @@ class WeightMonitor(TrainerCallback):
     Source: ``tests/training/test_weight_monitor.py``.
     """
 
-    def __init__(self) -> None:
-        """Watch nothing yet."""
+    def __init__(
+        self,
+        measure_norm: Callable[[Sequence[Tensor]], Tensor] = nn.utils.get_total_norm,
+        list_counted: Callable[[Iterable[nn.Parameter]], list[nn.Parameter]] = list,
+    ) -> None:
+        """Watch nothing yet.
+
+        Args:
+            measure_norm: Gives the norm of some tensors of the model, over all processes that hold such.
+            list_counted: Gives those parameters of this process that no other one counts.
+        """
+        self._measure, self._list_counted = measure_norm, list_counted
         self._parameters: list[nn.Parameter] = []
         self._sample: list[int] = []
         self._before: list[Tensor] = []
@@ -34,7 +44,8 @@ class WeightMonitor(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Find the trained parameters; FSDP2 has put others in the place of those that the model was built with."""
-        self._parameters = [parameter for parameter in kwargs["model"].parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in kwargs["model"].parameters() if parameter.requires_grad]
+        self._parameters = self._list_counted(trained)
         self._sample = choose_sample([parameter.numel() for parameter in self._parameters], MAX_COPIED)
 
     def on_pre_optimizer_step(
@@ -52,10 +63,15 @@ class WeightMonitor(TrainerCallback):
         now = [self._parameters[at].detach() for at in self._sample]
         update = torch._foreach_sub(now, self._before)
         self._figures = {
-            "parameter_norm": _compute_norm([parameter.detach() for parameter in self._parameters]),
-            "update_ratio": _compute_norm(update) / max(_compute_norm(self._before), 1e-30),
+            "parameter_norm": self._compute_norm([parameter.detach() for parameter in self._parameters]),
+            "update_ratio": self._compute_norm(update) / max(self._compute_norm(self._before), 1e-30),
         }
         self._before = []
+
+    def _compute_norm(self, tensors: Sequence[Tensor]) -> float:
+        """The norm of all together, over all shards of sharded ones."""
+        norm: Any = self._measure(tensors)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def on_log(
         self,
@@ -86,9 +102,3 @@ def _is_logged(args: TrainingArguments, state: TrainerState) -> bool:
     step = state.global_step + 1
     every = max(1, int(state.logging_steps))
     return step % every == 0 or (step == 1 and args.logging_first_step)
-
-
-def _compute_norm(tensors: Sequence[Tensor]) -> float:
-    """Return the norm of all together, over all shards of sharded ones."""
-    norm = nn.utils.get_total_norm(tensors)
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)

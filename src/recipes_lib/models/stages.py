@@ -1,0 +1,150 @@
+"""A model cut along its layers: each process of a pipeline has the class of the whole one, and its part of the weights.
+
+What another process holds is replaced by a module that hands on what it is given, so that masks, positions and order
+of layers stay the model's own code, and every weight keeps its name: the parts of all processes are the whole model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.parts import Part
+
+_EMBEDDING: Final = "embed_tokens"
+_LAYERS: Final = "layers"
+_NORM: Final = "norm"
+_PLAN: Final = [_EMBEDDING, _LAYERS, _NORM]
+"""What a model is made of that can be cut here, as transformers names it in ``base_model_pp_plan``."""
+
+
+class Elsewhere(nn.Module):
+    """Stands where another process has a module, and hands on what it is given."""
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return ``hidden``."""
+        return hidden
+
+
+def build_part_class(config: PreTrainedConfig, part: Part) -> type[PreTrainedModel]:
+    """Return the class of a part: the model's own, which leaves out what other processes hold when it is built.
+
+    Loading such a model reads its own tensors alone. It has besides ``part``; ``whole_shapes``, the shape of every
+    tensor of the whole model by its name, tied ones once; and ``whole_names``, the names by which weights may be saved.
+
+    Args:
+        config: Of the whole model.
+        part: What this process holds.
+
+    Raises:
+        ConfigError: transformers has no plan to cut this architecture, it is not made of an embedding, layers, a norm
+            and a projection alone, or its layers do not divide; or it balances its experts, over all layers at once.
+    """
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None or list(config.base_model_pp_plan or ()) != _PLAN:
+        raise _refuse(config, "transformers has no plan by which it is cut into embedding, layers and norm")
+    if getattr(config, "output_router_logits", False):
+        raise _refuse(config, "the balance between its experts is computed over all layers at once")
+    layers = {number for chunk in part.share_layers(config.num_hidden_layers) for number in chunk}
+
+    def initialise(self: Any, config: PreTrainedConfig, *args: Any, **options: Any) -> None:
+        model_class.__init__(self, config, *args, **options)
+        self.part = part
+        self.whole_shapes = _read_whole_shapes(self)
+        self.whole_names = frozenset(self.state_dict())
+        _leave_out(self, part, layers)
+
+    # Under the name of the model's own class, which goes into its configuration.
+    attributes = {"__init__": initialise, "__module__": model_class.__module__, "__qualname__": model_class.__name__}
+    return type(model_class.__name__, (model_class,), attributes)
+
+
+def build_whole_on_meta(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the whole model that this is a part of, without weights."""
+    whole_class: Any = type(model).__bases__[0]
+    with torch.device("meta"):
+        whole: PreTrainedModel = whole_class(model.config)
+    return whole
+
+
+def cut_into_chunks(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """Return the chunks of this process, in their order: models of the whole class that share the modules of ``model``.
+
+    The first chunk of a pipeline takes ``input_ids``, any other ``inputs_embeds``: the states that the one before gave.
+
+    Raises:
+        ConfigError: Between its layers this model does something else, which each chunk would do again.
+    """
+    part: Part = model.part
+    _verify_nothing_between(model)
+    return [
+        _view(model, layers, has_norm=number == part.total_chunks - 1)
+        for number, layers in zip(part.chunks, part.share_layers(model.config.num_hidden_layers), strict=True)
+    ]
+
+
+def _read_whole_shapes(model: nn.Module) -> Mapping[str, torch.Size]:
+    # Backwards, so that of two names of one tensor it is the first that stays.
+    unique = {id(tensor): (name, tensor.shape) for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
+    return dict(reversed(unique.values()))
+
+
+def _leave_out(model: Any, part: Part, layers: Collection[int]) -> None:
+    """Replace what other processes hold; tied embeddings are with the first and with the last one."""
+    base, is_tied = model.base_model, bool(model.all_tied_weights_keys)
+    known = rf"({model.base_model_prefix}\.({'|'.join(_PLAN)})|lm_head)\."
+    if unknown := [name for name in model.whole_names if not re.match(known, name)]:
+        raise _refuse(model.config, f"it has {unknown[0]}, which belongs to no layer")
+    for number in range(len(base.layers)):
+        if number not in layers:
+            base.layers[number] = Elsewhere()
+    if not part.is_first and not (is_tied and part.is_last):
+        base.embed_tokens = Elsewhere()
+    if not part.is_last:
+        base.norm, model.lm_head = Elsewhere(), Elsewhere()
+    if is_tied and not part.is_last:
+        model.all_tied_weights_keys = {}
+
+
+def _view(model: PreTrainedModel, layers: Collection[int], *, has_norm: bool) -> PreTrainedModel:
+    """The model with these layers alone."""
+    view: Any = _share(model, type(model).__bases__[0])
+    base: Any = _share(model.base_model, type(model.base_model))
+    setattr(view, model.base_model_prefix, base)
+    every: Any = model.base_model.layers
+    base.layers = nn.ModuleList(layer if at in layers else Elsewhere() for at, layer in enumerate(every))
+    if not has_norm:
+        base.norm = Elsewhere()
+    return view  # type: ignore[no-any-return]
+
+
+def _share(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    """Another module of the same children, some of which may be replaced."""
+    shared = kind.__new__(kind)
+    vars(shared).update(vars(module))
+    vars(shared)["_modules"] = dict(module._modules)
+    return shared
+
+
+@torch.no_grad()
+def _verify_nothing_between(model: PreTrainedModel) -> None:
+    """Run the model without any layer, which must give what it was given."""
+    device = next(model.parameters()).device
+    view = _view(model, (), has_norm=False)
+    states = torch.linspace(-1, 1, 8 * model.config.hidden_size, device=device, dtype=model.dtype).view(1, 8, -1)
+    positions = torch.arange(8, device=device)[None]
+    given = view.base_model(inputs_embeds=states, position_ids=positions, use_cache=False).last_hidden_state
+    if not torch.equal(given, states):
+        raise _refuse(model.config, "it changes the states between its embedding and its layers")
+
+
+def _refuse(config: PreTrainedConfig, why: str) -> ConfigError:
+    found = f"a {config.model_type} model cannot be cut into stages: {why}"
+    remedy = "launch without stages, by accelerate_configs/fsdp2.yaml where the model does not fit"
+    return ConfigError(Problem("pipeline stages", found, remedy))

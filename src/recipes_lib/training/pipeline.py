@@ -1,0 +1,226 @@
+"""Micro-batches through a model in stages: torch's schedules over chunks that read all but the states from a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from recipes_lib.models.heads import LossHeadOutput, add_loss_head
+from recipes_lib.models.parts import Part
+from recipes_lib.models.stages import cut_into_chunks
+from recipes_lib.training.stage_mesh import StageMesh
+
+Batch = Mapping[str, Any]
+_TRAINING: Final[Mapping[str, Any]] = {
+    "1f1b": pipelining.Schedule1F1B,
+    "gpipe": pipelining.ScheduleGPipe,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+}
+_OF_LAST: Final = ("labels", "loss_head")
+"""What a batch holds for the last chunk alone."""
+
+
+class Chunk(nn.Module):
+    """A chunk as a schedule runs it: states come from the chunk before, and all else from the micro-batch itself.
+
+    Every stage has the batch at hand, so that positions and the boundaries of documents are never sent.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        is_first: bool,
+        is_last: bool,
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """Run ``model``, a chunk of ``cut_into_chunks``, in the precision of ``autocast``."""
+        super().__init__()
+        self.model = model
+        self.is_first, self.is_last = is_first, is_last
+        self.batches: Sequence[Batch] = ()
+        self.results: list[Any] = []
+        self._autocast = autocast
+        self._dtype = model.dtype
+        if is_last:
+            add_loss_head(model)
+
+    def forward(self, states: Tensor | None = None, *, at: Tensor) -> Tensor:
+        """Return the states behind this chunk, ``(B, L, D)``, or the summed loss where it is the last one.
+
+        Args:
+            states: Behind the chunk before; ``None`` where this is the first one.
+            at: Number of the micro-batch; ``int64 (1,)``.
+        """
+        inputs = dict(self.batches[int(at)])
+        if not self.is_first:
+            del inputs["input_ids"]
+            inputs["inputs_embeds"] = states
+        with self._autocast():
+            if self.is_last:
+                self.results.append(self.model(**inputs, use_cache=False))
+                # Of logits nobody asks for gradients.
+                return self.results[-1].get("nll_sum", torch.zeros(()))
+            inputs = {name: value for name, value in inputs.items() if name not in _OF_LAST}
+            hidden: Tensor = self.model.base_model(**inputs, use_cache=False).last_hidden_state
+        # What the next stage waits for: under autocast the sums of a layer are as wide as its weights.
+        return hidden.to(self._dtype)
+
+
+class Pipeline(nn.Module):
+    """The model that the stages are together: what it computes and the gradients it leaves are those of the whole one.
+
+    Source: torch ``torch.distributed.pipelining``; ``tests/training/test_pipeline.py``,
+    ``tests/distributed/test_pipeline.py``.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        mesh: StageMesh,
+        *,
+        schedule: str,
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """Connect the stages; every process must call.
+
+        Args:
+            model: This process's part, from ``build_part_class``, where it will be trained.
+            mesh: With whom it is connected.
+            schedule: One of ``SCHEDULES`` of ``training/launch.py``.
+            autocast: Gives the context in which a forward pass runs.
+        """
+        super().__init__()
+        self.model, self.config, self.part = model, model.config, _read_part(model)
+        last = self.part.total_chunks - 1
+        numbered = zip(self.part.chunks, cut_into_chunks(model), strict=True)
+        self.chunks = nn.ModuleList(
+            Chunk(chunk, is_first=number == 0, is_last=number == last, autocast=autocast) for number, chunk in numbered
+        )
+        self._mesh, self._schedule = mesh, schedule
+        self._built: dict[bool, tuple[Any, Any]] = {}
+        self._scale: Tensor | float = 1.0
+
+    @property
+    def tied_copy(self) -> nn.Parameter | None:
+        """The embedding of the last stage, where the first one has the same; ``None`` elsewhere."""
+        is_copy = self.part.is_last and not self.part.is_first and bool(self.model.all_tied_weights_keys)
+        return self.model.get_input_embeddings().weight if is_copy else None
+
+    @torch.no_grad()
+    def forward(self, **inputs: Any) -> Any:
+        """Return what the whole model gives for a batch, on every process of the pipeline; all of them must call.
+
+        Args:
+            **inputs: As a model with a loss head takes them; the same on all stages.
+
+        Returns:
+            ``LossHeadOutput`` with ``loss_head=True``, else ``loss`` and ``logits``.
+        """
+        inputs.pop("use_cache", None)
+        results = self._run([inputs], has_backward=False)
+        found = [_to_host(results[0]) if self._holds_last else None]
+        size = distributed.get_world_size(self._mesh.pipeline)
+        distributed.broadcast_object_list(found, group=self._mesh.pipeline, group_src=size - 1)
+        kind: Any = LossHeadOutput if inputs.get("loss_head") else CausalLMOutput
+        device = inputs["input_ids"].device
+        return kind(**{name: value.to(device) for name, value in found[0].items()})
+
+    def compute_gradients(self, batches: Sequence[Batch], num_targets: Tensor | int) -> Sequence[LossHeadOutput]:
+        """Run all micro-batches of a step forward and backward; add the gradients of its loss to the parameters'.
+
+        They are those of this pipeline's rows: ``reduce_gradients`` comes next.
+
+        Args:
+            batches: Of one shape, without ``num_tokens``.
+            num_targets: What the summed loss is divided by.
+
+        Returns:
+            The sums of each micro-batch, where the last chunk is here; elsewhere nothing.
+        """
+        self._scale = 1 / num_targets
+        return self._run([{**batch, "loss_head": True} for batch in batches], has_backward=True)
+
+    def reduce_gradients(self) -> None:
+        """Add up the gradients of all replicas, and of tied embeddings those of both ends; every process must call."""
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        if distributed.get_world_size(self._mesh.replicas) > 1:
+            waiting = [distributed.all_reduce(part, group=self._mesh.replicas, async_op=True) for part in gradients]
+            for work in waiting:
+                work.wait()
+        is_end = self.part.is_first or self.part.is_last
+        if self.part.num_stages > 1 and is_end and self.config.tie_word_embeddings:
+            distributed.all_reduce(self.model.get_input_embeddings().weight.grad, group=self._mesh.ends)
+
+    def measure_norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the norm of some tensors of all stages together; every process must call, with what counts here."""
+        squares = nn.utils.get_total_norm(tensors).float().square().to(next(self.model.parameters()).device)
+        distributed.all_reduce(squares, group=self._mesh.pipeline)
+        return squares.sqrt()
+
+    @property
+    def _holds_last(self) -> bool:
+        return bool(self.chunks[-1].is_last)
+
+    def _run(self, batches: Sequence[Batch], *, has_backward: bool) -> Sequence[Any]:
+        """Send micro-batches through; return what the last chunk made of them, where it is here."""
+        schedule = self._prepare(batches, has_backward=has_backward)
+        for chunk in self.chunks:
+            chunk.batches, chunk.results = batches, []
+        numbers = torch.arange(len(batches))
+        target = {"target": numbers} if has_backward and self._holds_last else {}
+        schedule.step(at=numbers, return_outputs=False, **target)
+        results: Sequence[Any] = self.chunks[-1].results
+        for chunk in self.chunks:
+            chunk.batches, chunk.results = (), []
+        return results
+
+    def _prepare(self, batches: Sequence[Batch], *, has_backward: bool) -> Any:
+        """The schedule for so many micro-batches of a shape; the last one of its kind is kept, with its buffers."""
+        key = (len(batches), batches[0]["input_ids"].shape)
+        kept, schedule = self._built.get(has_backward, (None, None))
+        if kept != key:
+            schedule = self._build(*key, has_backward=has_backward)
+            self._built[has_backward] = (key, schedule)
+        return schedule
+
+    def _build(self, num_batches: int, shape: torch.Size, *, has_backward: bool) -> Any:
+        # Told what is sent, torch need not run the model once to find out.
+        options: dict[str, Any] = {"dtype": self.model.dtype, "device": "meta", "requires_grad": True}
+        states, loss = torch.empty(*shape, self.config.hidden_size, **options), torch.empty((), **options)
+        stages = [
+            PipelineStage(
+                chunk,
+                number,
+                self.part.total_chunks,
+                next(self.model.parameters()).device,
+                input_args=() if chunk.is_first else (states,),
+                output_args=(loss if chunk.is_last else states,),
+                group=self._mesh.pipeline,
+            )
+            for number, chunk in zip(self.part.chunks, self.chunks, strict=True)
+        ]
+        is_single = len(stages) == 1
+        kind = _TRAINING[self._schedule] if has_backward else pipelining.ScheduleGPipe
+        if not has_backward and not is_single:
+            kind = pipelining.ScheduleLoopedBFS
+        loss_fn = {"loss_fn": lambda nll_sum, _: nll_sum * self._scale} if has_backward else {}
+        return kind(stages[0] if is_single else stages, num_batches, scale_grads=False, **loss_fn)
+
+
+def _read_part(model: Any) -> Part:
+    part: Part = model.part
+    return part
+
+
+def _to_host(output: Any) -> dict[str, Tensor]:
+    names = ("nll_sum", "num_targets", "num_correct", "loss", "logits")
+    return {name: output[name].cpu() for name in names if output.get(name) is not None}
