@@ -19,10 +19,12 @@ from transformers import (
     PreTrainedTokenizerBase,
     set_seed,
 )
+from transformers.distributed import DistributedConfig
 
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.loading import load_causal_lm, load_model_config
+from recipes_lib.models.tensor_parallel import distribute, verify_can_be_cut
 
 VOCAB_MULTIPLE: Final = 64
 """An embedding whose rows are a multiple of this multiplies faster on tensor cores."""
@@ -89,15 +91,29 @@ def build_model_config(
 
 
 def start_causal_lm(
-    config: ModelConfig, model_config: PreTrainedConfig, attn_implementation: str, *, seed: int
+    config: ModelConfig,
+    model_config: PreTrainedConfig,
+    attn_implementation: str,
+    *,
+    seed: int,
+    distribution: DistributedConfig | None = None,
 ) -> PreTrainedModel:
     """The model that training starts from, in training mode: loaded, or initialised from ``seed``.
 
+    Args:
+        config: Which model.
+        model_config: As ``find_model_config`` found it.
+        attn_implementation: As ``choose_attention`` settled it.
+        seed: Of random weights.
+        distribution: As for ``load_causal_lm``; random weights are drawn whole first, so that they do not depend on it.
+
     Raises:
-        ConfigError: It cannot be loaded, or the architecture is no causal language model or contradicts itself.
+        ConfigError: As ``verify_can_be_cut``; it cannot be loaded, or the architecture is no causal language model or contradicts itself.
     """
     if config.model_config is None:
-        return load_causal_lm(config, attn_implementation)
+        return load_causal_lm(config, attn_implementation, distribution=distribution)
+    if distribution is not None:
+        verify_can_be_cut(model_config, distribution.tp_size or 1)
     # Every process draws the same weights, whatever was drawn before.
     set_seed(seed)
     dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
@@ -108,6 +124,8 @@ def start_causal_lm(
     except (KeyError, ValueError, RuntimeError, ZeroDivisionError) as error:
         found = f"a {model_config.model_type} model cannot be built: {_first_line(error)}"
         raise ConfigError(Problem("model_config", found, "check the sizes against each other")) from error
+    if distribution is not None:
+        model = distribute(model, distribution)
     model.config.use_cache = False
     model.train()
     return model

@@ -27,11 +27,13 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.distributed import DistributedConfig
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.quantization import keep_differentiable
 from recipes_lib.models.remote_code import verify_remote_code
+from recipes_lib.models.tensor_parallel import verify_can_be_cut
 
 
 def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedTokenizerBase:
@@ -97,7 +99,10 @@ def load_model_config(config: ModelConfig) -> tuple[PreTrainedConfig, Generation
 
 
 def load_causal_lm(
-    config: ModelConfig, attn_implementation: str, quantization: BitsAndBytesConfig | None = None
+    config: ModelConfig,
+    attn_implementation: str,
+    quantization: BitsAndBytesConfig | None = None,
+    distribution: DistributedConfig | None = None,
 ) -> PreTrainedModel:
     """The model in training mode, every weight from the checkpoint, in the precision of the master weights.
 
@@ -105,12 +110,17 @@ def load_causal_lm(
         config: Which model.
         attn_implementation: As ``choose_attention`` settled it.
         quantization: As ``build_quantization_config`` made it; linear layers but the output projection are quantised.
+        distribution: As ``build_distribution`` made it; each process reads its part of the model alone.
 
     Raises:
-        ConfigError: It cannot be loaded, its weights are not safetensors, or a weight is missing, superfluous or of
+        ConfigError: As ``verify_can_be_cut``; it cannot be loaded, its weights are not safetensors, or a weight is missing, superfluous or of
             another shape than the architecture's.
     """
-    model, _ = load_pretrained(AutoModelForCausalLM, config, attn_implementation, quantization)
+    options: dict[str, Any] = {}
+    if distribution is not None:
+        verify_can_be_cut(load_model_config(config)[0], distribution.tp_size or 1)
+        options["distributed_config"] = distribution
+    model, _ = load_pretrained(AutoModelForCausalLM, config, attn_implementation, quantization, **options)
     return model
 
 
@@ -133,7 +143,7 @@ def load_pretrained(
         quantization: As for ``load_causal_lm``.
         may_lack: Weights that the checkpoint need not have; transformers initialises them.
         may_hold: Weights for which the architecture has no place, and which are left out.
-        **options: Of the model's configuration.
+        **options: Of the model's configuration, and of how it is loaded.
 
     Raises:
         ConfigError: As ``load_causal_lm``.

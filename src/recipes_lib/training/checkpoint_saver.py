@@ -18,6 +18,7 @@ from recipes_lib.planning.disk import DiskPlan, plan_disk, verify_disk
 from recipes_lib.training.checkpoint_writer import CheckpointWriter, HostCopy
 from recipes_lib.training.checkpoints import REHEARSAL, STAGING, publish, rotate, write_complete
 from recipes_lib.training.rehearsal import describe_rehearsal
+from recipes_lib.training.launch import read_launch
 from recipes_lib.training.resumption import BATCH_KEYS
 from recipes_lib.training.run import read_run_record
 from recipes_lib.training.watchdog import WATCHDOG
@@ -181,6 +182,7 @@ class CheckpointSaver:
         facts = {
             "step": staged.step,
             "world_size": self._args.world_size,
+            "data_size": read_launch().data_size,
             **{key: getattr(self._args, key) for key in BATCH_KEYS},
             "engine": self._engine,
             **{key: record.get(key) for key in ("config_fingerprint", "versions")},

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import SaveStrategy
 
+from recipes_lib.models.tensor_parallel import taken_for_whole
 from recipes_lib.training.checkpoint_saver import CheckpointSaver, Staged, Task, write_state
 from recipes_lib.training.checkpoints import STAGING
 from recipes_lib.training.observer import Observer
@@ -61,8 +62,14 @@ class CheckpointingTrainer(Trainer):
         Args:
             **options: As upstream's trainer; ``args`` may have a ``save_keep_steps``.
         """
-        super().__init__(**options)
-        engine = "FSDP" if self.is_fsdp_enabled else "DEEPSPEED" if self.is_deepspeed_enabled else ""
+        args = options["args"]
+        # Of what is sharded while it is loaded upstream can save the model alone, and refuses to train without saying so.
+        saves_less, args.save_only_model = args.save_only_model, True
+        try:
+            super().__init__(**options)
+        finally:
+            args.save_only_model = saves_less
+        engine = "FSDP" if self.is_in_shards else "DEEPSPEED" if self.is_deepspeed_enabled else ""
         self._saver = CheckpointSaver(self.args, self._tell, engine=engine)
         self._is_rehearsed = False
         self._staging: Path | None = None  # Only while a checkpoint is put together.
@@ -72,8 +79,12 @@ class CheckpointingTrainer(Trainer):
     @property
     def is_replicated(self) -> bool:
         """True where every process holds the whole model and all states of its optimizer."""
-        is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
-        return not is_sharded and not getattr(self, "is_distributed_loading_by_transformers", False)
+        return not (self.is_deepspeed_enabled or self.is_in_shards)
+
+    @property
+    def is_in_shards(self) -> bool:
+        """True where tensors are torch's ``DTensor``: sharded by accelerate, or cut and sharded while they were loaded."""
+        return bool(self.is_fsdp_enabled or self.is_distributed_loading_by_transformers)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, from the checkpoint that the main process names, and leave none half-written, however it ends.
@@ -124,7 +135,7 @@ class CheckpointingTrainer(Trainer):
             stored = copy.deepcopy(self.state.stateful_callbacks)
             staged = self._stage(model, folder)
             self.state.stateful_callbacks = stored
-            if self.is_fsdp_enabled:
+            if self.is_in_shards:
                 compare_own_shards(staged.folder, self.model, self.optimizer)
                 self.accelerator.wait_for_everyone()
             return staged
@@ -164,10 +175,10 @@ class CheckpointingTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         tasks, self._tasks = self._tasks, []
         expected = read_expected(self.model, is_replicated=self.is_replicated) if self.args.should_save else {}
-        trained = read_trained_state(self.model) if self.is_fsdp_enabled else {}
+        trained = read_trained_state(self.model) if self.is_in_shards else {}
 
         def verify() -> None:
-            if self.is_fsdp_enabled:
+            if self.is_in_shards:
                 verify_shards(staged, {name: tensor.shape for name, tensor in trained.items()})
             # A pickle, which nothing reads; run.json says more.
             (staged / "training_args.bin").unlink(missing_ok=True)
@@ -177,10 +188,12 @@ class CheckpointingTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Under FSDP2 every process writes its shards into a checkpoint; elsewhere the main process the whole model."""
-        if not self.is_fsdp_enabled:
+        if not self.is_in_shards:
             super().save_model(output_dir, _internal_call)
         elif self._staging is None:
-            self._save(output_dir, gather_trained_state(self.model))
+            whole = gather_trained_state(self.model)
+            with taken_for_whole(self.model):
+                self._save(output_dir, whole)
         else:
             if self.args.should_save:
                 configs = self.model.peft_config.values() if is_adapter(self.model) else [self.model.config]
@@ -211,10 +224,10 @@ class CheckpointingTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Leave the optimizer's states to the thread, where each process holds all of them."""
-        if not (self.is_replicated or self.is_fsdp_enabled):
+        if not (self.is_replicated or self.is_in_shards):
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        if self.is_fsdp_enabled:
+        if self.is_in_shards:
             save_optimizer_shards(Path(output_dir), self.model, self.optimizer)
         elif self.args.should_save:
             state = self._saver.take(self.optimizer.state_dict())
@@ -237,16 +250,16 @@ class CheckpointingTrainer(Trainer):
         if (folder / MODEL_SHARDS).is_dir():
             load_model_shards(folder, self.model)
             return True
-        if self.is_fsdp_enabled:
+        if self.is_in_shards:
             load_whole_model(folder, self.model)
-        return self.is_fsdp_enabled
+        return self.is_in_shards
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Read what the update remembers, from whichever form it has."""
         folder = None if checkpoint is None else Path(checkpoint)
         if folder is not None and (folder / OPTIMIZER_SHARDS).is_dir():
             load_optimizer_shards(folder, self.model, self.optimizer)
-        elif folder is not None and self.is_fsdp_enabled:
+        elif folder is not None and self.is_in_shards:
             load_whole_optimizer(folder / OPTIMIZER_NAME, self.optimizer)
         else:
             super()._load_optimizer_and_scheduler(checkpoint)

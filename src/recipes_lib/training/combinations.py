@@ -147,14 +147,8 @@ BLOCKED: Final = (
         why="there is nothing to shard over, which accelerate finds out when the model is loaded",
         remedy="write `parallelism_config_dp_shard_size`, or use accelerate_configs/ddp.yaml",
         applies=lambda _, launch: (
-            launch.engine == "FSDP" and bool(launch.layout.sizes) and not {"dp_shard", "cp"} & set(launch.layout.sizes)
+            launch.engine == "FSDP" and bool(launch.layout.sizes) and not {"dp_shard", "tp", "cp"} & set(launch.layout.sizes)
         ),
-    ),
-    Blocked(
-        launch="`parallelism_config_tp_size`",
-        why="accelerate cuts no tensors: each of those processes would hold and compute the same",
-        remedy="write 1; docs/handover.md says which tool cuts tensors",
-        applies=lambda _, launch: "tp" in launch.layout.sizes,
     ),
     Blocked(
         launch="`parallelism_config_cp_size`, `parallelism_config_sp_size`",

@@ -11,6 +11,8 @@ from recipes_lib.errors import ConfigError, Problem
 
 _EXPECTED: Final = "RECIPES_LAUNCHED"
 """What ``recipes launch`` leaves for the processes to be held against: their number and the engine."""
+_LEFT_TO_LOADING: Final = "RECIPES_SHARDED_WHEN_LOADED"
+"""Set where accelerate's own sharding was switched off, since transformers shards the model while it loads it."""
 _DIMENSIONS: Final = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 
 
@@ -69,6 +71,16 @@ class Launch:
         """True on the one process that writes files and prints."""
         return self.rank == 0
 
+    @property
+    def tensor_size(self) -> int:
+        """Processes that share the tensors of each layer; 1: each computes whole layers."""
+        return self.layout.sizes.get("tp", 1)
+
+    @property
+    def data_size(self) -> int:
+        """Processes, or groups of them that share tensors, that take rows of their own."""
+        return self.world_size // self.tensor_size
+
 
 def read_launch(variables: Mapping[str, str] | None = None) -> Launch:
     """Return what the launcher put into the environment; one process when there is none.
@@ -78,7 +90,7 @@ def read_launch(variables: Mapping[str, str] | None = None) -> Launch:
     """
     told = os.environ if variables is None else variables
     engine = ""
-    if _is_true(told, "ACCELERATE_USE_FSDP"):
+    if _is_true(told, "ACCELERATE_USE_FSDP") or _is_true(told, _LEFT_TO_LOADING):
         engine = "FSDP"
     if _is_true(told, "ACCELERATE_USE_DEEPSPEED"):
         engine = "DEEPSPEED"
@@ -117,6 +129,17 @@ def _is_true(told: Mapping[str, str], name: str) -> bool:
 def read_environment() -> Mapping[str, str]:
     """Return the variables of this process."""
     return dict(os.environ)
+
+
+def leave_sharding_to_loading(launch: Launch) -> None:
+    """Keep accelerate from sharding a model whose tensors are cut: transformers does both while it loads it.
+
+    accelerate 1.15 cuts none of a model that was loaded whole, and does not know transformers' classes for one that is
+    cut. It only starts the processes, and deals out the rows.
+    """
+    if launch.tensor_size > 1:
+        os.environ[_LEFT_TO_LOADING] = "true"
+        os.environ["ACCELERATE_USE_FSDP"] = os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
 
 
 def expect_launch(num_processes: int, engine: str) -> None:
@@ -164,7 +187,8 @@ def verify_launch(launch: Launch, num_processes: int, distributed_type: str) -> 
                 "or start with `torchrun --nproc_per_node N`",
             )
         )
-    # accelerate makes FSDP of several accelerators, and of nothing else, once its Accelerator is built.
+    # accelerate makes FSDP of several accelerators, and of nothing else, once its Accelerator is built; and so may who
+    # loads a model.
     becomes = "FSDP" if launch.engine == "FSDP" and distributed_type not in ("NO", "MULTI_CPU") else distributed_type
     if launch.engine and becomes != launch.engine:
         raise ConfigError(
@@ -176,17 +200,24 @@ def verify_launch(launch: Launch, num_processes: int, distributed_type: str) -> 
         )
 
 
-def verify_engine(launch: Launch, distributed_type: str) -> None:
+def verify_engine(launch: Launch, distributed_type: str, *, tensor_size: int = 1) -> None:
     """Stop a run that is not sharded by what it was launched with, now that accelerate has decided.
 
     Args:
         launch: What the launcher asked for.
         distributed_type: Of the finished ``Accelerator``.
+        tensor_size: Processes that share the tensors of the model; more than 1: it was sharded while it was loaded.
 
     Raises:
         ConfigError: The launch file asked for FSDP or DeepSpeed and there is none, or the other way round.
+        ConfigError: It asked for tensors to be shared by another number of processes.
     """
+    if tensor_size != launch.tensor_size:
+        found = f"tensors were to be cut into {launch.tensor_size}, and the model's are in {tensor_size}"
+        raise ConfigError(Problem("launch", found, "start by `accelerate launch --config_file` and one of our files"))
     engine = distributed_type if distributed_type in ("FSDP", "DEEPSPEED") else ""
+    if tensor_size > 1 and not engine:
+        engine = "FSDP"
     if engine != launch.engine:
         found = f"{launch.engine or 'no sharding'} was launched and accelerate is running {distributed_type}"
         raise ConfigError(Problem("launch", found, "start by `accelerate launch --config_file` and one of our files"))

@@ -29,7 +29,7 @@ def share_rows(
 ) -> Iterator[tuple[Sequence[int], bool]]:
     """Yield the numbers of the rows of this process's batches, and whether they count.
 
-    Between two batches the processes agree whether to stop: all of them take the same number.
+    Between two batches all processes, whatever their group, agree whether to stop: all of them take the same number.
 
     A process that has run out of rows repeats the first ones uncounted: where weights are sharded, the others wait for
     it in every forward pass.
@@ -42,7 +42,7 @@ def share_rows(
     rank = distributed.get_rank(group) if distributed.is_initialized() else 0
     world_size, num_batches = _world_size(group), math.ceil(num_rows / batch_size)
     for index in range(rank, count_rounds(num_rows, batch_size, group) * world_size, world_size):
-        stop_if_agreed(group)
+        stop_if_agreed()
         is_counted = index < num_batches
         start = index * batch_size if is_counted else 0
         yield range(start, min(start + batch_size, num_rows)), is_counted

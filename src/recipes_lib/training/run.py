@@ -184,7 +184,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
         config = _resume_batch(config, launch, resume_from, say)
     if differing:
         # With the batch that it had, both are planned for the processes of now.
-        processes = {"world_size": launch.world_size, "world_size_before": launch.world_size}
+        processes = {"world_size": launch.data_size, "world_size_before": launch.data_size}
         resume_from = find_common_checkpoint(config, previous["config"], differing, **processes)
         if resume_from is None:
             raise ConfigError(*_explain_differences(output_dir, previous["config"], effective, differing))
@@ -203,12 +203,12 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
             command=[Path(sys.argv[0]).name, *sys.argv[1:]],
             config=effective,
             provenance=dict(config.provenance),
-            config_fingerprint=fingerprint_config(config, launch.world_size),
+            config_fingerprint=fingerprint_config(config, launch.data_size),
             versions=read_versions(),
             git_commit=read_git_commit(),
             hardware=describe_hardware(),
             num_processes=launch.world_size,
-            rows_per_step=count_rows_per_step(config.training, launch.world_size),
+            rows_per_step=count_rows_per_step(config.training, launch.data_size),
         )
     return run
 
@@ -264,7 +264,7 @@ def _find_differences(previous: Mapping[str, Any], now: Mapping[str, Any], launc
     before = previous.get("config", {})
     plain_now = json.loads(json.dumps(now, default=str))
     names = {name for name in before.keys() | plain_now.keys() if not name.startswith(_HARMLESS)}
-    if count_rows_per_step(now, launch.world_size) == previous.get("rows_per_step"):
+    if count_rows_per_step(now, launch.data_size) == previous.get("rows_per_step"):
         # The same batch, cut otherwise.
         names -= set(BATCH_KEYS)
     return sorted(name for name in names if before.get(name) != plain_now.get(name))
