@@ -108,7 +108,8 @@ def start_causal_lm(
         distribution: As for ``load_causal_lm``; random weights are drawn whole first, so that they do not depend on it.
 
     Raises:
-        ConfigError: As ``verify_can_be_cut``; it cannot be loaded, or the architecture is no causal language model or contradicts itself.
+        ConfigError: As ``verify_can_be_cut``; it cannot be loaded, or the architecture is no causal language model or
+            contradicts itself.
     """
     if config.model_config is None:
         return load_causal_lm(config, attn_implementation, distribution=distribution)

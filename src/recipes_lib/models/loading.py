@@ -113,8 +113,8 @@ def load_causal_lm(
         distribution: As ``build_distribution`` made it; each process reads its part of the model alone.
 
     Raises:
-        ConfigError: As ``verify_can_be_cut``; it cannot be loaded, its weights are not safetensors, or a weight is missing, superfluous or of
-            another shape than the architecture's.
+        ConfigError: As ``verify_can_be_cut``; it cannot be loaded, its weights are not safetensors, or a weight is
+            missing, superfluous or of another shape than the architecture's.
     """
     options: dict[str, Any] = {}
     if distribution is not None:

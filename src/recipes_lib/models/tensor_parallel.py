@@ -1,4 +1,4 @@
-"""Models whose tensors are cut over processes and sharded over groups of them: transformers does both as it loads them."""
+"""Models whose tensors are cut over processes, and sharded over groups of those: transformers does both on loading."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.losses.vocabulary_share import VocabularyShare
 
 PROVED_STYLES: Final = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
-"""How the parts of a layer may be cut, in transformers' words; those of experts and fused projections are not proved."""
+"""How the parts of a layer may be cut, in transformers' words; of experts and fused projections it is not proved."""
 
 
 def build_distribution(sizes: Mapping[str, int], compute_dtype: torch.dtype) -> DistributedConfig | None:
@@ -87,10 +87,13 @@ def distribute(model: PreTrainedModel, distribution: DistributedConfig) -> PreTr
         distribution: From ``build_distribution``.
     """
     model_class: Any = type(model)
+    # Of tied tensors one: with both transformers would keep them apart.
+    tied = set(model.all_tied_weights_keys)
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     distributed: PreTrainedModel = model_class.from_pretrained(
         None,
         config=model.config,
-        state_dict=model.state_dict(),
+        state_dict=state,
         dtype=model.dtype,
         attn_implementation=model.config._attn_implementation,
         distributed_config=distribution,

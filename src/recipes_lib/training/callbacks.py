@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import distributed
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from recipes_lib.training.metrics import MetricsWriter, StepCounter, ThroughputMeter

@@ -17,8 +17,8 @@ from transformers import TrainingArguments
 from recipes_lib.planning.disk import DiskPlan, plan_disk, verify_disk
 from recipes_lib.training.checkpoint_writer import CheckpointWriter, HostCopy
 from recipes_lib.training.checkpoints import REHEARSAL, STAGING, publish, rotate, write_complete
-from recipes_lib.training.rehearsal import describe_rehearsal
 from recipes_lib.training.launch import read_launch
+from recipes_lib.training.rehearsal import describe_rehearsal
 from recipes_lib.training.resumption import BATCH_KEYS
 from recipes_lib.training.run import read_run_record
 from recipes_lib.training.watchdog import WATCHDOG

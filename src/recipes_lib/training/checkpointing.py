@@ -63,7 +63,7 @@ class CheckpointingTrainer(Trainer):
             **options: As upstream's trainer; ``args`` may have a ``save_keep_steps``.
         """
         args = options["args"]
-        # Of what is sharded while it is loaded upstream can save the model alone, and refuses to train without saying so.
+        # Of what was sharded on loading upstream saves the model alone, and refuses to train without being told to.
         saves_less, args.save_only_model = args.save_only_model, True
         try:
             super().__init__(**options)
@@ -83,7 +83,7 @@ class CheckpointingTrainer(Trainer):
 
     @property
     def is_in_shards(self) -> bool:
-        """True where tensors are torch's ``DTensor``: sharded by accelerate, or cut and sharded while they were loaded."""
+        """True where tensors are torch's ``DTensor``: sharded by accelerate, or on loading."""
         return bool(self.is_fsdp_enabled or self.is_distributed_loading_by_transformers)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:

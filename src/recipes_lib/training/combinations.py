@@ -5,20 +5,16 @@
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from recipes_lib.config.layer_keys import WEIGHTS
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.show import flatten_config
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError
+from recipes_lib.training.blocked import Blocked, Keys
+from recipes_lib.training.blocked_meshes import OF_MESHES
 from recipes_lib.training.launch import Launch
-
-Keys = Mapping[str, Any]
-"""Keys of a recipe that are in effect; one that is absent has upstream's default."""
 
 BITSANDBYTES: Final = (
     *("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit", "ademamix", "ademamix_8bit"),
@@ -31,29 +27,6 @@ STOCHASTIC_ADAMW: Final = "adamw_bf16_stochastic"
 _UPDATED_ON_HOST: Final = ("adamw_torch", "adamw_torch_fused", "adagrad", "lion_32bit")
 _FUSED: Final = "adamw_torch_fused"
 _ENGINES: Final = ("use_vllm", "use_transformers_continuous_batching")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Blocked:
-    """A combination that would fail late, or compute something else in silence.
-
-    Attributes:
-        recipe: What the recipe says, in Markdown; empty where the launch file alone is at fault.
-        launch: What the launch file says, in Markdown.
-        why: What would happen.
-        remedy: What to do instead.
-        stages: Recipes that it is about; empty: all of them.
-        keys: Of the recipe; it is told at the first of them that is set. Without any it is told of the launch file.
-        applies: Whether a recipe of these stages and a launch are such a combination.
-    """
-
-    recipe: str = ""
-    launch: str
-    why: str
-    remedy: str
-    stages: tuple[str, ...] = ()
-    keys: tuple[str, ...] = ()
-    applies: Callable[[Keys, Launch], bool]
 
 
 def _block_precision(key: str, launched: str) -> Blocked:
@@ -134,29 +107,7 @@ BLOCKED: Final = (
         remedy="use accelerate_configs/cpu_ddp.yaml",
         applies=lambda _, launch: bool(launch.engine and launch.layout.uses_cpu),
     ),
-    Blocked(
-        launch="sizes of `parallelism_config` that are not `num_processes` together",
-        why="the processes do not fill the mesh, which accelerate finds out when the model is loaded",
-        remedy="write sizes whose product is the number of processes",
-        applies=lambda _, launch: (
-            bool(launch.layout.sizes) and math.prod(launch.layout.sizes.values()) != launch.world_size
-        ),
-    ),
-    Blocked(
-        launch="FSDP with a mesh and without `dp_shard`",
-        why="there is nothing to shard over, which accelerate finds out when the model is loaded",
-        remedy="write `parallelism_config_dp_shard_size`, or use accelerate_configs/ddp.yaml",
-        applies=lambda _, launch: (
-            launch.engine == "FSDP" and bool(launch.layout.sizes) and not {"dp_shard", "tp", "cp"} & set(launch.layout.sizes)
-        ),
-    ),
-    Blocked(
-        launch="`parallelism_config_cp_size`, `parallelism_config_sp_size`",
-        why="a process here has whole rows: cut ones lose targets where they are cut, and packed ones their documents, "
-        "since ring attention takes no mask",
-        remedy="write 1; docs/handover.md says which tool cuts sequences",
-        applies=lambda _, launch: bool({"cp", "sp"} & set(launch.layout.sizes)),
-    ),
+    *OF_MESHES,
     Blocked(
         launch="`fsdp_version: 1`, or none",
         why="checkpoints, precision and adapters are made for FSDP2; accelerate takes 1 where nothing is said",
@@ -307,7 +258,7 @@ def verify_combination(config: RecipeConfig, launch: Launch, file: str = "launch
     Source: ``tests/training/test_combinations.py``.
     """
     keys, of_stage = flatten_config(config), [row for row in BLOCKED if not row.stages or config.stage in row.stages]
-    if problems := [_tell(row, keys, config, file) for row in of_stage if row.applies(keys, launch)]:
+    if problems := [row.tell(keys, config, file) for row in of_stage if row.applies(keys, launch)]:
         raise ConfigError(*problems)
 
 
@@ -315,18 +266,6 @@ def format_table() -> str:
     """Return the table of ``docs/hardware.md``, in Markdown."""
     rows = [f"| {row.recipe or 'any'} | {row.launch} | {row.why} | {row.remedy} |\n" for row in BLOCKED]
     return "".join(("| recipe | launch file | why not | instead |\n", "|---|---|---|---|\n", *rows))
-
-
-def _tell(row: Blocked, keys: Keys, config: RecipeConfig, file: str) -> Problem:
-    if not row.keys:
-        asked = f"recipes/{config.stage}.py and a launch file with {row.launch}" if row.stages else row.launch
-        return Problem(file, f"{asked}: {row.why}", row.remedy)
-    key = next((key for key in row.keys if keys.get(key)), row.keys[0])
-    said = f"`{key}: {keys[key]}`" if key in keys else f"`{key}`, which is not given,"
-    where = config.provenance.get(key, "default")
-    return Problem(
-        key if where == "default" else where, f"{said} and a launch file with {row.launch}: {row.why}", row.remedy
-    )
 
 
 if __name__ == "__main__":

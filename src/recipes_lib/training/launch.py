@@ -25,6 +25,7 @@ class Layout:
         fsdp_version: 1 or 2.
         state_dict_type: ``SHARDED_STATE_DICT`` or another of FSDP's.
         recomputes: Whether FSDP recomputes activations.
+        offloads_weights: Whether FSDP keeps weights on the host.
         sizes: Processes along each dimension of the mesh (``dp_replicate``, ``dp_shard``, ``tp``, ``cp``, ``sp``) that
             has more than one.
         zero_stage: Of DeepSpeed.
@@ -38,6 +39,7 @@ class Layout:
     fsdp_version: int = 1
     state_dict_type: str = "SHARDED_STATE_DICT"
     recomputes: bool = False
+    offloads_weights: bool = False
     sizes: Mapping[str, int] = field(default_factory=dict)
     zero_stage: int = 2
     gathers_on_save: bool = False
@@ -113,6 +115,7 @@ def _read_layout(told: Mapping[str, str]) -> Layout:
         fsdp_version=int(told.get("FSDP_VERSION", "1")),
         state_dict_type=told.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT"),
         recomputes=_is_true(told, "FSDP_ACTIVATION_CHECKPOINTING"),
+        offloads_weights=_is_true(told, "FSDP_OFFLOAD_PARAMS"),
         sizes={name: size for name, size in sizes.items() if size > 1},
         zero_stage=int(told.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")),
         gathers_on_save=_is_true(told, "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from recipes_lib.training.sharded_models import compute_total_norm
 
 MAX_COPIED: Final = 32 * 2**20
 """Parameters of this process whose values before a step are kept to compare: 128 MiB in float32."""
@@ -50,10 +51,10 @@ class WeightMonitor(TrainerCallback):
         if not self._before:
             return
         now = [self._parameters[at].detach() for at in self._sample]
-        update = torch._foreach_sub(now, self._before)
+        update = [after - before for after, before in zip(now, self._before, strict=True)]
         self._figures = {
-            "parameter_norm": _compute_norm([parameter.detach() for parameter in self._parameters]),
-            "update_ratio": _compute_norm(update) / max(_compute_norm(self._before), 1e-30),
+            "parameter_norm": float(compute_total_norm([parameter.detach() for parameter in self._parameters])),
+            "update_ratio": float(compute_total_norm(update)) / max(float(compute_total_norm(self._before)), 1e-30),
         }
         self._before = []
 
@@ -86,9 +87,3 @@ def _is_logged(args: TrainingArguments, state: TrainerState) -> bool:
     step = state.global_step + 1
     every = max(1, int(state.logging_steps))
     return step % every == 0 or (step == 1 and args.logging_first_step)
-
-
-def _compute_norm(tensors: Sequence[Tensor]) -> float:
-    """Return the norm of all together, over all shards of sharded ones."""
-    norm = nn.utils.get_total_norm(tensors)
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
