@@ -22,11 +22,12 @@ from recipes_lib.models.architecture import find_model_config, start_causal_lm
 from recipes_lib.models.attention import choose_attention, prove_isolation
 from recipes_lib.models.heads import verify_loss_head
 from recipes_lib.models.loading import load_tokenizer
+from recipes_lib.models.tensor_parallel import build_distribution
 from recipes_lib.planning.pretraining import count_run_tokens
 from recipes_lib.publish.export import export_model
 from recipes_lib.publishing import publishing
 from recipes_lib.report.page import build_report
-from recipes_lib.training.arguments import build_training_arguments
+from recipes_lib.training.arguments import build_training_arguments, get_compute_dtype
 from recipes_lib.training.launch import read_launch
 from recipes_lib.training.observer import build_observer
 from recipes_lib.training.pipeline_trainer import choose_trainer
@@ -44,9 +45,9 @@ def main(config: RecipeConfig) -> None:
     with run.recording_its_end():
         # Documents become tokens on disk, once; from then on it is known which rows every step will take.
         tokenizer = load_tokenizer(config.model, config.tokens)
-        num_tokens = count_run_tokens(config, run.launch.num_replicas)
+        num_tokens = count_run_tokens(config, run.launch.data_size)
         tokens = prepare_tokens(config, lambda _: tokenizer, local_rank=run.launch.local_rank, num_tokens=num_tokens)
-        rows = build_rows(config, tokens, run.launch.num_replicas)
+        rows = build_rows(config, tokens, run.launch.data_size)
         run.record(data=rows.record, num_tokenized_rows=RowEncoder.num_tokenized_rows)
         args = build_training_arguments(config, run.launch, has_eval=bool(rows.held_out), num_steps=rows.plan.num_steps)
 
@@ -54,8 +55,15 @@ def main(config: RecipeConfig) -> None:
         isolated = not config.pretraining.cross_document_attention
         model_config, _ = find_model_config(config.model, tokenizer, rows.plan.max_length)
         attention = choose_attention(config.model, model_config, args, packing=isolated)
-        part = run.launch.part
-        model = start_causal_lm(config.model, model_config, attention.implementation, seed=args.seed, part=part)
+        distribution = build_distribution(run.launch.layout.sizes, get_compute_dtype(args))
+        model = start_causal_lm(
+            config.model,
+            model_config,
+            attention.implementation,
+            seed=args.seed,
+            part=run.launch.part,
+            distribution=distribution,
+        )
         collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
         trainer = choose_trainer(run.launch)(
             config=config,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -44,7 +45,10 @@ def find_unknown_keys(document: Mapping[str, Any]) -> list[str]:
 
 def test_every_kind_of_hardware_has_its_file() -> None:
     on_one_gpu, by_deepspeed = {"single_gpu", "fp8"}, {"zero1", "zero2", "zero3", "zero3_offload"}
-    assert set(NAMES) == {"cpu", "cpu_ddp", "ddp", "fsdp2", "fsdp2_offload", "hsdp"} | on_one_gpu | by_deepspeed
+    assert (
+        set(NAMES)
+        == {"cpu", "cpu_ddp", "ddp", "fsdp2", "fsdp2_offload", "fsdp2_tp", "hsdp"} | on_one_gpu | by_deepspeed
+    )
 
 
 @pytest.mark.parametrize("file", FILES, ids=NAMES)
@@ -82,6 +86,10 @@ ZERO3 = {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "ACCELERATE_DEEPSPEED_ZERO3_SAV
             "hsdp",
             SHARDED | {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "8"},
         ),
+        (
+            "fsdp2_tp",
+            SHARDED | {"PARALLELISM_CONFIG_TP_SIZE": "8", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"},
+        ),
         ("zero1", {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}),
         ("zero2", {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}),
         ("zero3", ZERO3 | {"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none"}),
@@ -99,8 +107,10 @@ def test_the_processes_are_told_what_the_file_says(
     assert {key: environment[key] for key in expected} == expected
     assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
     if "PARALLELISM_CONFIG_DP_SHARD_SIZE" in expected:
-        sizes = [int(environment[f"PARALLELISM_CONFIG_{part}_SIZE"]) for part in ("DP_REPLICATE", "DP_SHARD")]
-        assert sizes[0] * sizes[1] == yaml.safe_load((FOLDER / f"{name}.yaml").read_text())["num_processes"]
+        sizes = [
+            int(environment[f"PARALLELISM_CONFIG_{part}_SIZE"]) for part in ("DP_REPLICATE", "DP_SHARD", "TP", "CP")
+        ]
+        assert math.prod(sizes) == yaml.safe_load((FOLDER / f"{name}.yaml").read_text())["num_processes"]
 
 
 @pytest.mark.parametrize("file", FILES, ids=NAMES)

@@ -123,7 +123,7 @@ def test_the_processes_are_told_of_a_pipeline(by, monkeypatch, capsys):
     assert "\nPIPELINE_STAGES=4 PIPELINE_SCHEDULE=gpipe " in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "8")
     launch = read_launch()
-    assert (launch.layout.stages, launch.layout.schedule, launch.num_replicas) == (4, "gpipe", 2)
+    assert (launch.layout.stages, launch.layout.schedule, launch.data_size) == (4, "gpipe", 2)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def check(config: RecipeConfig, num_processes: int, console: Console, launch_fil
 
     Args:
         config: The run; it has loaded, so its keys are right.
-        num_processes: Data-parallel processes that it will have.
+        num_processes: Processes that it will have.
         console: Where the findings go.
         launch_file: By which it will be started; ``None`` where that is not known.
     """

@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from tests.distributed import sharding
 from tests.distributed.cells import (
@@ -28,16 +28,41 @@ from tests.distributed.cells import (
 
 from recipes_lib.errors import EXIT_DONE
 
-Layout = tuple[str, int, Sequence[str]]
-"""Launch file, processes, and options of the launcher behind it."""
+
+class Layout(NamedTuple):
+    """How processes share a run.
+
+    Attributes:
+        file: Launch file.
+        num_processes: Over all machines.
+        options: Of the launcher, behind the file.
+        data_size: Those of them, or groups that share tensors, that take rows of their own.
+    """
+
+    file: str
+    num_processes: int
+    options: Sequence[str]
+    data_size: int
+
+
+def cut_tensors(data_size: int, num_parts: int) -> Layout:
+    """The layout of ``data_size`` groups that cut each tensor into ``num_parts``."""
+    sizes = (f"--parallelism_config_dp_shard_size={data_size}", f"--parallelism_config_tp_size={num_parts}")
+    options = (*FULL_PRECISION, "--num_machines=1", "--machine_rank=0", *sizes)
+    return Layout("fsdp2_tp", data_size * num_parts, options, data_size)
+
+
 LAYOUTS: Final[Mapping[str, Layout]] = {
-    "DDP, 2": ("cpu_ddp", 2, ()),
-    "FSDP2, 2": ("fsdp2", 2, FULL_PRECISION),
-    "FSDP2, 4": ("fsdp2", 4, FULL_PRECISION),
-    "HSDP, 2 x 2": (
+    "DDP, 2": Layout("cpu_ddp", 2, (), 2),
+    "FSDP2, 2": Layout("fsdp2", 2, FULL_PRECISION, 2),
+    "TP, 2": cut_tensors(1, 2),
+    "FSDP2, 4": Layout("fsdp2", 4, FULL_PRECISION, 4),
+    "FSDP2 x TP, 2 x 2": cut_tensors(2, 2),
+    "HSDP, 2 x 2": Layout(
         "hsdp",
         4,
         (*FULL_PRECISION, "--num_machines=1", "--parallelism_config_dp_shard_size=2"),
+        4,
     ),
 }
 ALL_CELLS: Final = CELLS | SLOW_CELLS
@@ -47,6 +72,12 @@ CONTROLS: Final = ("mean of means", "forgotten sync", "shifted shard")
 """Faults of ``sharding.break_something``, each in the first cell under DDP."""
 
 
+def runs_in(cell: str, layout: str) -> bool:
+    """Whether a cell is not refused in a layout: where tensors are cut, one model is trained, by AdamW."""
+    stage, _, keys = ALL_CELLS[cell]
+    return LAYOUTS[layout].file != "fsdp2_tp" or (stage in ("sft", "pretrain") and "optim" not in keys)
+
+
 def measure(folder: Path, cells: Sequence[str]) -> dict[str, dict[str, float]]:
     """Return the largest difference from one process: cell -> layout, and fault -> the layout it is in.
 
@@ -54,7 +85,8 @@ def measure(folder: Path, cells: Sequence[str]) -> dict[str, dict[str, float]]:
 
     Args:
         folder: Where runs go; made if it is not there.
-        cells: Of ``ALL_CELLS``; the first is the one that faults are in, and that goes on in the next layout.
+        cells: Of ``ALL_CELLS``; the first is the one that faults are in, and that goes on in the next layout: of those
+            that run in every one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_inputs(folder)
@@ -63,8 +95,9 @@ def measure(folder: Path, cells: Sequence[str]) -> dict[str, dict[str, float]]:
     sharding.run_jobs(build_jobs(folder, chosen, 1), alone)
     table: dict[str, dict[str, float]] = {name: {} for name in (*cells, RESUMED, *CONTROLS)}
     before: Path | None = None
-    for layout, (file, num_processes, options) in LAYOUTS.items():
-        jobs = build_jobs(folder, chosen, num_processes)
+    for layout, (file, num_processes, options, data_size) in LAYOUTS.items():
+        here = {name: cell for name, cell in chosen.items() if runs_in(name, layout)}
+        jobs = build_jobs(folder, here, data_size)
         if before is None:
             jobs |= {fault: {**jobs[first], "fault": fault} for fault in CONTROLS}
         else:

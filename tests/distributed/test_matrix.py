@@ -44,7 +44,7 @@ def test_every_stage_gives_the_same_numbers_in_every_layout_unless_it_is_broken(
     assert max(table[matrix.RESUMED].values()) <= 1e-5
     for cell in matrix.ALL_CELLS:
         tolerance = MUON_TOLERANCE if cell == "muon" else 1e-5
-        assert list(table[cell]) == list(matrix.LAYOUTS)
+        assert list(table[cell]) == [layout for layout in matrix.LAYOUTS if matrix.runs_in(cell, layout)]
         assert not {layout: gap for layout, gap in table[cell].items() if not gap <= tolerance}, cell
     for fault in matrix.CONTROLS:
         assert min(table[fault].values()) > 1e-3, fault

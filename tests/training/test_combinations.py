@@ -51,7 +51,12 @@ def mesh(**sizes: int) -> dict[str, Any]:
     return launch(**{f"parallelism_config_{name}_size": size for name, size in sizes.items()})
 
 
+def cut(precision: str = "bf16", **settings: Any) -> dict[str, Any]:
+    return launch(precision=precision, parallelism_config_tp_size=2, parallelism_config_dp_shard_size=2, **settings)
+
+
 DDP = launch("MULTI_GPU")
+TENSORS = cut()
 FSDP, ZERO = launch(), launch("DEEPSPEED")
 ZERO_3 = launch("DEEPSPEED", zero_stage=3, zero3_save_16bit_model=True)
 LIVE = {"precompute_ref_log_probs": False}
@@ -95,8 +100,21 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
     (({}, launch("DEEPSPEED", use_cpu=True)), [({}, ZERO), ({}, launch("MULTI_GPU", use_cpu=True))]),
     (({}, mesh(dp_replicate=2, dp_shard=4)), [({}, mesh(dp_replicate=2, dp_shard=2))]),
     (({}, mesh(dp_replicate=4)), [({}, mesh(dp_shard=4)), ({}, FSDP)]),
-    (({"use_peft": True}, mesh(dp_shard=2, tp=2)), [({"use_peft": True}, mesh(dp_shard=4, tp=1))]),
     (({}, mesh(dp_shard=2, cp=2)), [({}, mesh(dp_shard=4, cp=1, sp=1))]),
+    (({}, {**DDP, "parallelism_config": {"parallelism_config_tp_size": 4}}), [({}, mesh(tp=4)), ({}, TENSORS)]),
+    (({}, mesh(dp_replicate=2, tp=2)), [({}, TENSORS), ({}, mesh(dp_replicate=2, dp_shard=2))]),
+    (({}, cut("fp16")), [({}, cut("no")), ({}, TENSORS), ({}, launch(precision="fp16"))]),
+    (
+        ({}, cut(fsdp_offload_params=True)),
+        [({}, launch(fsdp_offload_params=True)), ({"activation_checkpointing": True}, TENSORS)],
+    ),
+    (
+        ({"use_peft": True}, TENSORS),
+        [({"use_peft": True}, mesh(dp_shard=4, tp=1)), ({"optim": "adamw_torch"}, TENSORS)],
+    ),
+    (({"fp16": True, "bf16": False}, cut("no")), [({"fp16": True, "bf16": False}, launch(precision="no"))]),
+    (({"optim": "sgd"}, TENSORS), [({"optim": "sgd"}, FSDP), ({"optim": "adamw_torch_fused"}, TENSORS)]),
+    (({"verify_steps": 8}, TENSORS), [({"verify_steps": 8}, FSDP), ({}, TENSORS)]),
     (({}, launch(fsdp_version=1)), [({}, FSDP), ({}, DDP)]),
     (({}, launch(fsdp_state_dict_type="FULL_STATE_DICT")), [({}, launch(fsdp_state_dict_type="SHARDED_STATE_DICT"))]),
     (
@@ -170,6 +188,11 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
 ]
 # What else trips the row of those keys.
 OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    *(({"stage": stage}, TENSORS, "would stand whole beside tensors") for stage in ("reward", "dpo", "distill")),
+    ({"stage": "sft", "neftune_noise_alpha": 5.0}, TENSORS, "would add other noise"),
+    ({"stage": "sft", "torch_compile": True}, TENSORS, "would add other noise"),
+    ({}, cut("fp8"), "8-bit layers take whole tensors"),
+    ({}, cut(fsdp_activation_checkpointing=True), "reads neither"),
     ({"stage": "grpo"}, ZERO, "do not split"),
     (PPO | {"use_vllm": True}, FSDP, "takes over whole weights"),
     *((DISTIL | {key: 0.5}, FSDP, "when their weights are freed") for key in WEIGHTS if key != "attention_weight"),

@@ -1,5 +1,6 @@
 """A launch that accelerate degraded in silence must not train."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from recipes_lib.errors import ConfigError
 from recipes_lib.training.launch import (
     Launch,
     Layout,
+    leave_sharding_to_loading,
     name_pipeline,
     read_launch,
     verify_accelerator,
@@ -41,9 +43,9 @@ def test_pipelines_lie_across_the_processes():
     layout = Layout(stages=3)
     every = [Launch(rank=rank, local_rank=rank, world_size=6, engine="", layout=layout) for rank in range(6)]
     assert [one.part.stage for one in every] == [0, 0, 1, 1, 2, 2]
-    assert {one.num_replicas for one in every} == {2}
+    assert {one.data_size for one in every} == {2}
     assert launch(world_size=6).part is None
-    assert launch(world_size=6).num_replicas == 6
+    assert launch(world_size=6).data_size == 6
 
 
 @pytest.mark.parametrize(("schedule", "num_chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2)])
@@ -105,3 +107,33 @@ def test_what_accelerate_has_decided_is_what_was_launched(engine, distributed_ty
     with pytest.raises(ConfigError, match=f"was launched and accelerate is running {distributed_type}"):
         verify_engine(launch(world_size=2, engine=engine), distributed_type)
     verify_engine(launch(world_size=2, engine=engine), engine or "MULTI_CPU")
+
+
+def test_processes_that_share_tensors_take_the_same_rows():
+    cut = Launch(rank=0, local_rank=0, world_size=8, engine="FSDP", layout=Layout(sizes={"tp": 4, "dp_shard": 2}))
+    assert (cut.tensor_size, cut.data_size) == (4, 2)
+    assert (launch(world_size=8).tensor_size, launch(world_size=8).data_size) == (1, 8)
+
+
+def test_a_model_that_was_not_cut_after_all_is_refused():
+    """accelerate trains it whole on each of those processes, in silence."""
+    cut = Launch(rank=0, local_rank=0, world_size=2, engine="FSDP", layout=Layout(sizes={"tp": 2}))
+    verify_engine(cut, "MULTI_GPU", tensor_size=2)
+    with pytest.raises(ConfigError, match="cut into 2, and the model's are in 1"):
+        verify_engine(cut, "MULTI_GPU", tensor_size=1)
+    with pytest.raises(ConfigError, match="cut into 1, and the model's are in 2"):
+        verify_engine(launch(world_size=2, engine="FSDP"), "FSDP", tensor_size=2)
+
+
+def test_accelerate_leaves_alone_what_is_sharded_on_loading(monkeypatch):
+    told = {"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RECIPES_SHARDED_WHEN_LOADED", "false")
+    leave_sharding_to_loading(read_launch())
+    assert os.environ["ACCELERATE_USE_FSDP"] == "true"
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    before = read_launch()
+    leave_sharding_to_loading(before)
+    assert os.environ["ACCELERATE_USE_FSDP"] == os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] == "false"
+    assert read_launch() == before

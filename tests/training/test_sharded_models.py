@@ -6,10 +6,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from recipes_lib.training.sharded_models import gathered, prepare_frozen, reshard, settle_precision
+from recipes_lib.training.sharded_models import (
+    compute_total_norm,
+    gathered,
+    prepare_frozen,
+    reshard,
+    settle_precision,
+)
 
 
 def build_accelerator(policy: MixedPrecisionPolicy | None, *, is_fsdp2: bool = True) -> SimpleNamespace:
@@ -62,3 +71,21 @@ def test_what_is_not_sharded_is_there_already():
     model = nn.Linear(2, 2)
     with gathered(model):
         assert model.weight.shape == (2, 2)
+
+
+def test_the_norm_is_that_of_all_tensors_together():
+    torch.manual_seed(0)
+    tensors = [torch.randn(3, 4), torch.randn(5)]
+    assert float(compute_total_norm(tensors)) == pytest.approx(float(torch.cat([t.flatten() for t in tensors]).norm()))
+
+
+def test_the_norm_counts_a_part_that_another_process_has():
+    """Of two processes one is not there: what it would add to a sum is left out, but the number of its own counts."""
+    distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        cut, plain = distribute_tensor(torch.full((4,), 2.0), mesh, [Shard(0)], src_data_rank=None), torch.tensor([3.0])
+        # 2, 2 of this process, and 3.
+        assert float(compute_total_norm([cut, plain])) == pytest.approx(17**0.5)
+    finally:
+        distributed.destroy_process_group()

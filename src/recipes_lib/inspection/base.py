@@ -24,10 +24,13 @@ class Inspection(ABC):
     def __init__(
         self, config: RecipeConfig, num_processes: int, console: Console, launch_file: Path | None = None
     ) -> None:
-        """Look at ``config`` as ``num_processes`` data-parallel processes would run it, started by ``launch_file``."""
+        """Look at ``config`` as ``num_processes`` processes would run it, started by ``launch_file``."""
         self.config = config
         self.launch_file = launch_file
         self.num_processes = num_processes
+        # Processes that share tensors take the same rows.
+        self.tensor_size = 1 if launch_file is None else _read_tensor_size(launch_file)
+        self.data_size = num_processes // self.tensor_size
         self.console = console
         self.problems: list[Problem] = []
         self.tokenizer: Any = None
@@ -97,10 +100,13 @@ class Inspection(ABC):
         """The tokenizer and the architecture."""
         from recipes_lib.models.architecture import find_model_config
         from recipes_lib.models.loading import load_tokenizer
+        from recipes_lib.models.tensor_parallel import verify_can_be_cut
 
         self.tokenizer = load_tokenizer(self.config.model, self.config.tokens)
         max_length = self.config.tokens.max_length
         self.model_config, self.generation_config = find_model_config(self.config.model, self.tokenizer, max_length)
+        if self.tensor_size > 1:
+            verify_can_be_cut(self.model_config, self.tensor_size)
         self.num_parameters = int(_build_on_meta(self.model_config).num_parameters())
         say(
             f"{self.model_config.model_type}, {self.num_parameters / 1e6:,.1f} M parameters, "
@@ -157,7 +163,7 @@ class Inspection(ABC):
         from recipes_lib.planning.schedule import compute_learning_rates
         from recipes_lib.planning.steps import compute_steps
 
-        plan = compute_steps(num_rows, self.config.training, self.num_processes)
+        plan = compute_steps(num_rows, self.config.training, self.data_size)
         self.num_steps = plan.num_steps
         say(f"{plan.num_steps:,} steps, {plan.num_epochs:.2f} epochs, {plan.num_warmup_steps:,} steps of warm-up")
         steps = [round(share * (plan.num_steps - 1)) for share in SHARES_OF_A_RUN]
@@ -225,6 +231,13 @@ class Inspection(ABC):
         from recipes_lib.publish.access import find_target
 
         say(str(find_target(self.config.training)))
+
+
+def _read_tensor_size(launch_file: Path) -> int:
+    from recipes_lib.training.launch import read_launch
+    from recipes_lib.training.launch_files import name_variables, read_launch_file
+
+    return read_launch(name_variables(read_launch_file(launch_file))).tensor_size
 
 
 def _build_on_meta(model_config: Any) -> Any:

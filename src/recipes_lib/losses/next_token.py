@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from recipes_lib.losses.projection import Projection, ProjectionGradients, build_projection
+from recipes_lib.losses.vocabulary_share import VocabularyShare
 
 
 class TokenSums(NamedTuple):
@@ -35,6 +36,7 @@ def compute_cross_entropy(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     chunk_size: int | None = None,
+    share: VocabularyShare | None = None,
 ) -> TokenSums:
     """Sum of the cross-entropies of ``softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)``, in nats.
 
@@ -51,13 +53,15 @@ def compute_cross_entropy(
         logit_scale: Factor on the logits, before the cap.
         softcap: Bound of the logits.
         chunk_size: Default: as many tokens as have ``CHUNK_BYTES`` of logits.
+        share: Which rows of the embedding ``weight`` and ``bias`` are, where processes share them: all of these have
+            the same ``hidden`` and ``targets``, and get the same sums and the whole gradient of ``hidden``.
 
     Source: ``torch.nn.functional.cross_entropy``; ``tests/losses/test_next_token.py``.
     """
     is_target = targets >= 0
     projection = build_projection(hidden, weight, logit_scale=logit_scale, softcap=softcap, chunk_size=chunk_size)
     nll_sum, num_correct = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden[is_target], weight, bias, targets[is_target], projection, torch.is_grad_enabled()
+        hidden[is_target], weight, bias, targets[is_target], projection, share, torch.is_grad_enabled()
     )
     return TokenSums(nll_sum, is_target.sum(), num_correct)
 
@@ -71,6 +75,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         projection: Projection,
+        share: VocabularyShare | None,
         is_grad_enabled: bool,
     ) -> tuple[Tensor, Tensor]:
         needed = [is_grad_enabled and is_needed for is_needed in ctx.needs_input_grad[:3]]
@@ -82,15 +87,24 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             for chunk in projection.iterate(hidden, matrix, bias):
                 logits, chunk_targets = chunk.logits, targets[chunk.rows, None]
                 top, best = logits.max(dim=-1, keepdim=True)
+                if share is not None:
+                    top, best = share.find_top(top, best)
                 num_correct += (best == chunk_targets).sum()
-                nll_sum += (top - logits.gather(1, chunk_targets)).sum()
+                places, is_here = _find_places(chunk_targets, logits, share)
+                at_target = logits.gather(1, places) * is_here
                 total = logits.sub_(top).exp_().sum(dim=-1, keepdim=True)
+                if share is not None:
+                    at_target, total = share.add(at_target, total)
+                nll_sum += (top - at_target).sum()
                 nll_sum += total.log().sum()
                 if any(needed):
                     # The logits become their own gradient: softmax minus one-hot.
-                    logits.div_(total).scatter_add_(1, chunk_targets, -torch.ones_like(top))
+                    logits.div_(total).scatter_add_(1, places, -is_here)
                     gradients.add(chunk, matrix)
-        ctx.save_for_backward(*gradients.finish())
+        of_hidden, *of_weights = gradients.finish()
+        if share is not None and of_hidden is not None:
+            (of_hidden,) = share.add(of_hidden)
+        ctx.save_for_backward(of_hidden, *of_weights)
         ctx.mark_non_differentiable(num_correct)
         return nll_sum, num_correct
 
@@ -99,4 +113,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # In place, for a second V x D tensor would come just when activations peak. Should backward run again,
         # autograd finds the saved tensors changed and raises.
         scaled = (None if gradient is None else gradient.mul_(upstream) for gradient in ctx.saved_tensors)
-        return (*scaled, None, None, None)
+        return (*scaled, None, None, None, None)
+
+
+def _find_places(targets: Tensor, logits: Tensor, share: VocabularyShare | None) -> tuple[Tensor, Tensor]:
+    """Where the logits of ``targets``, ``(n, 1)``, stand, and 1; 0 and 0 where another process has them."""
+    if share is None:
+        return targets, torch.ones_like(targets, dtype=logits.dtype)
+    places = targets - share.first
+    is_here = (places >= 0) & (places < logits.shape[1])
+    return places * is_here, is_here.to(logits.dtype)

@@ -19,12 +19,14 @@ from transformers import (
     PreTrainedTokenizerBase,
     set_seed,
 )
+from transformers.distributed import DistributedConfig
 
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.loading import load_causal_lm, load_model_config
 from recipes_lib.models.parts import Part
 from recipes_lib.models.stages import build_part_class
+from recipes_lib.models.tensor_parallel import distribute, verify_can_be_cut
 
 VOCAB_MULTIPLE: Final = 64
 """An embedding whose rows are a multiple of this multiplies faster on tensor cores."""
@@ -97,6 +99,7 @@ def start_causal_lm(
     *,
     seed: int,
     part: Part | None = None,
+    distribution: DistributedConfig | None = None,
 ) -> PreTrainedModel:
     """The model that training starts from, in training mode: loaded, or initialised from ``seed``.
 
@@ -105,18 +108,21 @@ def start_causal_lm(
 
     Args:
         config: Which model.
-        model_config: Its architecture.
+        model_config: As ``find_model_config`` found it.
         attn_implementation: As ``choose_attention`` settled it.
         seed: Of random weights.
         part: What this process of a pipeline holds; ``None`` is all.
+        distribution: As for ``load_causal_lm``.
 
     Raises:
         ConfigError: It cannot be loaded, or the architecture is no causal language model or contradicts itself.
-        ConfigError: As ``build_part_class``.
+        ConfigError: As ``build_part_class`` and ``verify_can_be_cut``.
     """
     model_class: Any = AutoModelForCausalLM if part is None else build_part_class(model_config, part)
     if config.model_config is None:
-        return load_causal_lm(config, attn_implementation, model_class=model_class)
+        return load_causal_lm(config, attn_implementation, model_class=model_class, distribution=distribution)
+    if distribution is not None:
+        verify_can_be_cut(model_config, distribution.tp_size or 1)
     # Every process draws the same weights, whatever was drawn before.
     set_seed(seed)
     dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
@@ -126,6 +132,8 @@ def start_causal_lm(
     except (KeyError, ValueError, RuntimeError, ZeroDivisionError) as error:
         found = f"a {model_config.model_type} model cannot be built: {_first_line(error)}"
         raise ConfigError(Problem("model_config", found, "check the sizes against each other")) from error
+    if distribution is not None:
+        model = distribute(model, distribution)
     model.config.use_cache = False
     model.train()
     return model

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils.generic import ModelOutput
@@ -18,6 +19,7 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.losses.next_token import TokenSums, compute_cross_entropy
 from recipes_lib.losses.token_logps import TokenLogps, compute_token_logps
 from recipes_lib.models.evaluation import halved_for_flash
+from recipes_lib.models.tensor_parallel import find_share, project_on_shares
 
 
 @dataclass
@@ -213,9 +215,19 @@ def _project_or_score(
     projection: nn.Linear, hidden: Tensor, score: Callable[..., Any] | None = None, *args: Any, **options: Any
 ) -> Any:
     """The output projection's ``forward``: logits, or what ``score`` makes of hidden states and weight."""
-    if score is None:
+    weight, bias = projection.weight, projection.bias
+    if isinstance(weight, DTensor):
+        # Processes share the vocabulary.
+        if score is None:
+            return project_on_shares(hidden, weight, bias)
+        if score is compute_cross_entropy:
+            options["share"] = find_share(weight)
+            weight, bias = (None if part is None else part.to_local() for part in (weight, bias))
+        else:
+            weight, bias = (None if part is None else part.full_tensor() for part in (weight, bias))
+    elif score is None:
         return type(projection).forward(projection, hidden)
-    return score(hidden, projection.weight, *args, bias=projection.bias, **options)
+    return score(hidden, weight, *args, bias=bias, **options)
 
 
 def _compute_sums(model: Any, *, labels: Tensor, attention_mask: Tensor | None = None, **inputs: Any) -> LossHeadOutput:

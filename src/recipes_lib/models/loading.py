@@ -27,11 +27,13 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.distributed import DistributedConfig
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.quantization import keep_differentiable
 from recipes_lib.models.remote_code import verify_remote_code
+from recipes_lib.models.tensor_parallel import verify_can_be_cut
 
 
 def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedTokenizerBase:
@@ -102,6 +104,7 @@ def load_causal_lm(
     quantization: BitsAndBytesConfig | None = None,
     *,
     model_class: Any = AutoModelForCausalLM,
+    distribution: DistributedConfig | None = None,
 ) -> PreTrainedModel:
     """The model in training mode, every weight from the checkpoint, in the precision of the master weights.
 
@@ -110,12 +113,17 @@ def load_causal_lm(
         attn_implementation: As ``choose_attention`` settled it.
         quantization: As ``build_quantization_config`` made it; linear layers but the output projection are quantised.
         model_class: That of ``build_part_class``, where a part of the model is loaded, and no more of it read.
+        distribution: As ``build_distribution`` made it; each process reads its part of the model alone.
 
     Raises:
-        ConfigError: It cannot be loaded, its weights are not safetensors, or a weight is missing, superfluous or of
-            another shape than the architecture's.
+        ConfigError: As ``verify_can_be_cut``; it cannot be loaded, its weights are not safetensors, or a weight is
+            missing, superfluous or of another shape than the architecture's.
     """
-    model, _ = load_pretrained(model_class, config, attn_implementation, quantization)
+    options: dict[str, Any] = {}
+    if distribution is not None:
+        verify_can_be_cut(load_model_config(config)[0], distribution.tp_size or 1)
+        options["distributed_config"] = distribution
+    model, _ = load_pretrained(model_class, config, attn_implementation, quantization, **options)
     return model
 
 
@@ -138,7 +146,7 @@ def load_pretrained(
         quantization: As for ``load_causal_lm``.
         may_lack: Weights that the checkpoint need not have; transformers initialises them.
         may_hold: Weights for which the architecture has no place, and which are left out.
-        **options: Of the model's configuration.
+        **options: Of the model's configuration, and of how it is loaded.
 
     Raises:
         ConfigError: As ``load_causal_lm``.

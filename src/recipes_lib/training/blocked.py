@@ -1,4 +1,4 @@
-"""What one row of the table of combinations says that are refused."""
+"""A combination of a recipe and a launch file that is refused, and how it is told."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.errors import Problem
 from recipes_lib.training.launch import Launch
 
 Keys = Mapping[str, Any]
@@ -33,3 +35,20 @@ class Blocked:
     stages: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
     applies: Callable[[Keys, Launch], bool]
+
+    def tell(self, keys: Keys, config: RecipeConfig, file: str) -> Problem:
+        """Return what is wrong with a recipe that it applies to, where that stands, and what to do.
+
+        Args:
+            keys: Of the recipe.
+            config: The recipe.
+            file: The launch file, as it is to be called.
+        """
+        if not self.keys:
+            asked = f"recipes/{config.stage}.py and a launch with {self.launch}" if self.stages else self.launch
+            return Problem(file, f"{asked}: {self.why}", self.remedy)
+        key = next((key for key in self.keys if keys.get(key)), self.keys[0])
+        said = f"`{key}: {keys[key]}`" if key in keys else f"`{key}`, which is not given,"
+        where = config.provenance.get(key, "default")
+        found = f"{said} and a launch with {self.launch}: {self.why}"
+        return Problem(key if where == "default" else where, found, self.remedy)

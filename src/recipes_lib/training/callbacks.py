@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import distributed
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from recipes_lib.training.metrics import MetricsWriter, StepCounter, ThroughputMeter
@@ -30,12 +31,14 @@ class MetricsCallback(TrainerCallback):
         meter: ThroughputMeter,
         writer: MetricsWriter,
         progress: TrainingProgress,
+        group: distributed.ProcessGroup | None = None,
     ) -> None:
-        """Connect the four; ``counter`` is the one the trainer adds to and ``meter`` reads."""
+        """Connect the four; ``counter`` is the one the trainer adds to and ``meter`` reads, ``group`` who counts."""
         self._counter = counter
         self._meter = meter
         self._writer = writer
         self._progress = progress
+        self._group = group
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -103,7 +106,7 @@ class MetricsCallback(TrainerCallback):
     def _interrupt(self, state: TrainerState, control: TrainerControl) -> None:
         if _is_interrupted(control):
             self._meter.stop()
-            self._counter.synchronise()
+            self._counter.synchronise(self._group)
             stored: Any = state.stateful_callbacks
             stored[STATE_KEY] = {**self._counter.totals(), "seconds": self._meter.seconds}
 

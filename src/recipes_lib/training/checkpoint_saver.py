@@ -17,6 +17,7 @@ from transformers import TrainingArguments
 from recipes_lib.planning.disk import DiskPlan, plan_disk, verify_disk
 from recipes_lib.training.checkpoint_writer import CheckpointWriter, HostCopy
 from recipes_lib.training.checkpoints import REHEARSAL, STAGING, publish, rotate, write_complete
+from recipes_lib.training.launch import read_launch
 from recipes_lib.training.rehearsal import describe_rehearsal
 from recipes_lib.training.resumption import BATCH_KEYS
 from recipes_lib.training.run import read_run_record
@@ -48,23 +49,14 @@ class CheckpointSaver:
     Source: ``tests/training/test_checkpoint_saver.py``, ``tests/training/test_checkpointing.py``.
     """
 
-    def __init__(
-        self,
-        args: TrainingArguments,
-        say: Callable[[str], None],
-        *,
-        engine: str = "",
-        num_replicas: int | None = None,
-    ) -> None:
+    def __init__(self, args: TrainingArguments, say: Callable[[str], None], *, engine: str = "") -> None:
         """Save nothing yet.
 
         Args:
             args: What is kept, and where; may have a ``save_keep_steps``.
             say: Tells of what is neither a figure nor an error.
             engine: ``FSDP``, ``DEEPSPEED`` or empty, as a launch names it.
-            num_replicas: Data-parallel processes, which share the rows of a step; ``None``: all.
         """
-        self._num_replicas = args.world_size if num_replicas is None else num_replicas
         self._args, self._say, self._engine = args, say, engine
         self._output_dir = Path(str(args.output_dir))
         self._keep_every: int | None = getattr(args, "save_keep_steps", None)
@@ -189,7 +181,8 @@ class CheckpointSaver:
         record = read_run_record(self._output_dir)
         facts = {
             "step": staged.step,
-            "world_size": self._num_replicas,
+            "world_size": self._args.world_size,
+            "data_size": read_launch().data_size,
             **{key: getattr(self._args, key) for key in BATCH_KEYS},
             "engine": self._engine,
             **{key: record.get(key) for key in ("config_fingerprint", "versions")},

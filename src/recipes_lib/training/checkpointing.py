@@ -15,9 +15,9 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.models.stages import build_whole_on_meta
+from recipes_lib.models.tensor_parallel import taken_for_whole
 from recipes_lib.training.checkpoint_saver import CheckpointSaver, Staged, Task, write_state
 from recipes_lib.training.checkpoints import STAGING
-from recipes_lib.training.launch import read_launch
 from recipes_lib.training.observer import Observer
 from recipes_lib.training.rehearsal import (
     compare_with_live,
@@ -63,9 +63,15 @@ class CheckpointingTrainer(Trainer):
         Args:
             **options: As upstream's trainer; ``args`` may have a ``save_keep_steps``.
         """
-        super().__init__(**options)
-        engine = "FSDP" if self.is_fsdp_enabled else "DEEPSPEED" if self.is_deepspeed_enabled else ""
-        self._saver = CheckpointSaver(self.args, self._tell, engine=engine, num_replicas=read_launch().num_replicas)
+        args = options["args"]
+        # Of what was sharded on loading upstream saves the model alone, and refuses to train without being told to.
+        saves_less, args.save_only_model = args.save_only_model, True
+        try:
+            super().__init__(**options)
+        finally:
+            args.save_only_model = saves_less
+        engine = "FSDP" if self.is_in_shards else "DEEPSPEED" if self.is_deepspeed_enabled else ""
+        self._saver = CheckpointSaver(self.args, self._tell, engine=engine)
         self._is_rehearsed = False
         self._staging: Path | None = None  # Only while a checkpoint is put together.
         self._tasks: list[Task] = []
@@ -77,15 +83,19 @@ class CheckpointingTrainer(Trainer):
         return hasattr(self.model, "part")
 
     @property
+    def is_in_shards(self) -> bool:
+        """True where tensors are torch's ``DTensor``: sharded by accelerate, or on loading."""
+        return bool(self.is_fsdp_enabled or self.is_distributed_loading_by_transformers)
+
+    @property
     def writes_shards(self) -> bool:
-        """True where every process writes what it alone holds: under FSDP2, and in stages."""
-        return self.is_fsdp_enabled or self.is_in_stages
+        """True where every process writes what it alone holds: of tensors, and in stages."""
+        return self.is_in_shards or self.is_in_stages
 
     @property
     def is_replicated(self) -> bool:
         """True where every process holds the whole model and all states of its optimizer."""
-        is_sharded = self.is_deepspeed_enabled or self.writes_shards
-        return not is_sharded and not getattr(self, "is_distributed_loading_by_transformers", False)
+        return not (self.is_deepspeed_enabled or self.writes_shards)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, from the checkpoint that the main process names, and leave none half-written, however it ends.
@@ -192,7 +202,9 @@ class CheckpointingTrainer(Trainer):
         if not self.writes_shards:
             super().save_model(output_dir, _internal_call)
         elif self._staging is None:
-            self._save(output_dir, gather_trained_state(self.model))
+            whole = gather_trained_state(self.model)
+            with taken_for_whole(self.model):
+                self._save(output_dir, whole)
         else:
             if self.args.should_save:
                 configs = self.model.peft_config.values() if is_adapter(self.model) else [self.model.config]

@@ -5,17 +5,17 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import Final
 
 from recipes_lib.config.layer_keys import WEIGHTS
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.show import flatten_config
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError
 from recipes_lib.training.blocked import Blocked, Keys
+from recipes_lib.training.blocked_meshes import OF_MESHES
+from recipes_lib.training.blocked_stages import OF_STAGES
 from recipes_lib.training.launch import Launch
-from recipes_lib.training.stage_combinations import BLOCKED_IN_STAGES
 
 BITSANDBYTES: Final = (
     *("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit", "ademamix", "ademamix_8bit"),
@@ -108,35 +108,7 @@ BLOCKED: Final = (
         remedy="use accelerate_configs/cpu_ddp.yaml",
         applies=lambda _, launch: bool(launch.engine and launch.layout.uses_cpu),
     ),
-    Blocked(
-        launch="sizes of `parallelism_config` that are not `num_processes` together",
-        why="the processes do not fill the mesh, which accelerate finds out when the model is loaded",
-        remedy="write sizes whose product is the number of processes",
-        applies=lambda _, launch: (
-            bool(launch.layout.sizes) and math.prod(launch.layout.sizes.values()) != launch.world_size
-        ),
-    ),
-    Blocked(
-        launch="FSDP with a mesh and without `dp_shard`",
-        why="there is nothing to shard over, which accelerate finds out when the model is loaded",
-        remedy="write `parallelism_config_dp_shard_size`, or use accelerate_configs/ddp.yaml",
-        applies=lambda _, launch: (
-            launch.engine == "FSDP" and bool(launch.layout.sizes) and not {"dp_shard", "cp"} & set(launch.layout.sizes)
-        ),
-    ),
-    Blocked(
-        launch="`parallelism_config_tp_size`",
-        why="accelerate cuts no tensors: each of those processes would hold and compute the same",
-        remedy="write 1; docs/handover.md says which tool cuts tensors",
-        applies=lambda _, launch: "tp" in launch.layout.sizes,
-    ),
-    Blocked(
-        launch="`parallelism_config_cp_size`, `parallelism_config_sp_size`",
-        why="a process here has whole rows: cut ones lose targets where they are cut, and packed ones their documents, "
-        "since ring attention takes no mask",
-        remedy="write 1; docs/handover.md says which tool cuts sequences",
-        applies=lambda _, launch: bool({"cp", "sp"} & set(launch.layout.sizes)),
-    ),
+    *OF_MESHES,
     Blocked(
         launch="`fsdp_version: 1`, or none",
         why="checkpoints, precision and adapters are made for FSDP2; accelerate takes 1 where nothing is said",
@@ -269,7 +241,7 @@ BLOCKED: Final = (
             launch.engine == "DEEPSPEED" and launch.layout.zero_stage == 3 and bool(keys.get("lmbda"))
         ),
     ),
-    *BLOCKED_IN_STAGES,
+    *OF_STAGES,
 )
 """Every combination that is refused."""
 
@@ -288,7 +260,7 @@ def verify_combination(config: RecipeConfig, launch: Launch, file: str = "launch
     Source: ``tests/training/test_combinations.py``.
     """
     keys, of_stage = flatten_config(config), [row for row in BLOCKED if not row.stages or config.stage in row.stages]
-    if problems := [_tell(row, keys, config, file) for row in of_stage if row.applies(keys, launch)]:
+    if problems := [row.tell(keys, config, file) for row in of_stage if row.applies(keys, launch)]:
         raise ConfigError(*problems)
 
 
@@ -296,18 +268,6 @@ def format_table() -> str:
     """Return the table of ``docs/hardware.md``, in Markdown."""
     rows = [f"| {row.recipe or 'any'} | {row.launch} | {row.why} | {row.remedy} |\n" for row in BLOCKED]
     return "".join(("| recipe | launch file | why not | instead |\n", "|---|---|---|---|\n", *rows))
-
-
-def _tell(row: Blocked, keys: Keys, config: RecipeConfig, file: str) -> Problem:
-    if not row.keys:
-        asked = f"recipes/{config.stage}.py and a launch with {row.launch}" if row.stages else row.launch
-        return Problem(file, f"{asked}: {row.why}", row.remedy)
-    key = next((key for key in row.keys if keys.get(key)), row.keys[0])
-    said = f"`{key}: {keys[key]}`" if key in keys else f"`{key}`, which is not given,"
-    where = config.provenance.get(key, "default")
-    return Problem(
-        key if where == "default" else where, f"{said} and a launch with {row.launch}: {row.why}", row.remedy
-    )
 
 
 if __name__ == "__main__":

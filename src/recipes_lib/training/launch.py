@@ -12,6 +12,8 @@ from recipes_lib.models.parts import Part
 
 _EXPECTED: Final = "RECIPES_LAUNCHED"
 """What ``recipes launch`` leaves for the processes to be held against: their number and the engine."""
+_LEFT_TO_LOADING: Final = "RECIPES_SHARDED_WHEN_LOADED"
+"""Set where accelerate's own sharding was switched off, since transformers shards the model while it loads it."""
 _ON_CPUS: Final = "FSDP and DeepSpeed need an accelerator on every process; on CPUs use accelerate_configs/cpu_ddp.yaml"
 _DIMENSIONS: Final = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 _STAGES: Final = "PIPELINE_STAGES"
@@ -30,6 +32,7 @@ class Layout:
         fsdp_version: 1 or 2.
         state_dict_type: ``SHARDED_STATE_DICT`` or another of FSDP's.
         recomputes: Whether FSDP recomputes activations.
+        offloads_weights: Whether FSDP keeps weights on the host.
         sizes: Processes along each dimension of the mesh (``dp_replicate``, ``dp_shard``, ``tp``, ``cp``, ``sp``) that
             has more than one.
         zero_stage: Of DeepSpeed.
@@ -45,6 +48,7 @@ class Layout:
     fsdp_version: int = 1
     state_dict_type: str = "SHARDED_STATE_DICT"
     recomputes: bool = False
+    offloads_weights: bool = False
     sizes: Mapping[str, int] = field(default_factory=dict)
     zero_stage: int = 2
     gathers_on_save: bool = False
@@ -81,9 +85,14 @@ class Launch:
         return self.rank == 0
 
     @property
-    def num_replicas(self) -> int:
-        """Data-parallel processes: how many take rows of their own. The stages of a pipeline take the same."""
-        return self.world_size // self.layout.stages
+    def tensor_size(self) -> int:
+        """Processes that share the tensors of each layer; 1: each computes whole layers."""
+        return self.layout.sizes.get("tp", 1)
+
+    @property
+    def data_size(self) -> int:
+        """Processes that take rows of their own, or groups of them that share tensors or the stages of a pipeline."""
+        return self.world_size // (self.tensor_size * self.layout.stages)
 
     @property
     def part(self) -> Part | None:
@@ -94,7 +103,7 @@ class Launch:
         if self.layout.stages == 1:
             return None
         num_chunks = 2 if self.layout.schedule == "interleaved" else 1
-        return Part(self.rank // self.num_replicas, self.layout.stages, num_chunks)
+        return Part(self.rank // self.data_size, self.layout.stages, num_chunks)
 
 
 def read_launch(variables: Mapping[str, str] | None = None) -> Launch:
@@ -108,7 +117,7 @@ def read_launch(variables: Mapping[str, str] | None = None) -> Launch:
     """
     told = os.environ if variables is None else variables
     engine = ""
-    if _is_true(told, "ACCELERATE_USE_FSDP"):
+    if _is_true(told, "ACCELERATE_USE_FSDP") or _is_true(told, _LEFT_TO_LOADING):
         engine = "FSDP"
     if _is_true(told, "ACCELERATE_USE_DEEPSPEED"):
         engine = "DEEPSPEED"
@@ -131,6 +140,7 @@ def _read_layout(told: Mapping[str, str]) -> Layout:
         fsdp_version=int(told.get("FSDP_VERSION", "1")),
         state_dict_type=told.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT"),
         recomputes=_is_true(told, "FSDP_ACTIVATION_CHECKPOINTING"),
+        offloads_weights=_is_true(told, "FSDP_OFFLOAD_PARAMS"),
         sizes={name: size for name, size in sizes.items() if size > 1},
         zero_stage=int(told.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")),
         gathers_on_save=_is_true(told, "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"),
@@ -162,6 +172,17 @@ def _is_true(told: Mapping[str, str], name: str) -> bool:
 def read_environment() -> Mapping[str, str]:
     """Return the variables of this process."""
     return dict(os.environ)
+
+
+def leave_sharding_to_loading(launch: Launch) -> None:
+    """Keep accelerate from sharding a model whose tensors are cut: transformers does both while it loads it.
+
+    accelerate 1.15 cuts none of a model that was loaded whole, and does not know transformers' classes for one that is
+    cut. It only starts the processes, and deals out the rows.
+    """
+    if launch.tensor_size > 1:
+        os.environ[_LEFT_TO_LOADING] = "true"
+        os.environ["ACCELERATE_USE_FSDP"] = os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
 
 
 def expect_launch(num_processes: int, engine: str, pipeline: Mapping[str, str] | None = None) -> None:
@@ -231,7 +252,8 @@ def verify_launch(launch: Launch, num_processes: int, distributed_type: str) -> 
                 "or start with `torchrun --nproc_per_node N`",
             )
         )
-    # accelerate makes FSDP of several accelerators, and of nothing else, once its Accelerator is built.
+    # accelerate makes FSDP of several accelerators, and of nothing else, once its Accelerator is built; and so may who
+    # loads a model.
     becomes = "FSDP" if launch.engine == "FSDP" and distributed_type not in ("NO", "MULTI_CPU") else distributed_type
     if launch.engine and becomes != launch.engine:
         raise ConfigError(
@@ -243,17 +265,24 @@ def verify_launch(launch: Launch, num_processes: int, distributed_type: str) -> 
         )
 
 
-def verify_engine(launch: Launch, distributed_type: str) -> None:
+def verify_engine(launch: Launch, distributed_type: str, *, tensor_size: int = 1) -> None:
     """Stop a run that is not sharded by what it was launched with, now that accelerate has decided.
 
     Args:
         launch: What the launcher asked for.
         distributed_type: Of the finished ``Accelerator``.
+        tensor_size: Processes that share the tensors of the model; more than 1: it was sharded while it was loaded.
 
     Raises:
         ConfigError: The launch file asked for FSDP or DeepSpeed and there is none, or the other way round.
+        ConfigError: It asked for tensors to be shared by another number of processes.
     """
+    if tensor_size != launch.tensor_size:
+        found = f"tensors were to be cut into {launch.tensor_size}, and the model's are in {tensor_size}"
+        raise ConfigError(Problem("launch", found, "start by `accelerate launch --config_file` and one of our files"))
     engine = distributed_type if distributed_type in ("FSDP", "DEEPSPEED") else ""
+    if tensor_size > 1 and not engine:
+        engine = "FSDP"
     if engine != launch.engine:
         found = f"{launch.engine or 'no sharding'} was launched and accelerate is running {distributed_type}"
         raise ConfigError(Problem("launch", found, "start by `accelerate launch --config_file` and one of our files"))

@@ -15,6 +15,7 @@ from recipes_lib.config.schema import GuardsConfig, RecipeConfig
 from recipes_lib.data.token_bytes import compute_token_byte_lengths
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.hardware import measure_matmul_flops
+from recipes_lib.models.tensor_parallel import find_data_group
 from recipes_lib.planning.compute import compute_flops_per_token, peak_flops
 from recipes_lib.training.arguments import get_compute_dtype
 from recipes_lib.training.callbacks import MetricsCallback
@@ -99,7 +100,9 @@ def build_observer(
         ConfigError: A metric cannot be loaded, or no prompt has a reference that it could be scored against.
     """
     part = getattr(model, "part", None)
-    is_main = args.process_index == 0
+    is_main, group = args.process_index == 0, find_data_group(model)
+    # Of a pipeline the last stage counts alone; of processes that share tensors each counts the same.
+    row_group = group if part is None else build_stage_mesh(part.num_stages).replicas
     output_dir = Path(str(args.output_dir))
     progress = build_progress(is_main=is_main)
     hooks: list[EvaluationHook] = []
@@ -122,7 +125,7 @@ def build_observer(
                 collate=collate,
                 progress=progress,
                 byte_lengths=count_text_bytes(tokenizer),
-                group=None if part is None else build_stage_mesh(part.num_stages).replicas,
+                group=row_group,
             )
         )
     # A reward model answers nothing, and of a model in stages no process has enough.
@@ -146,7 +149,7 @@ def build_observer(
         peak_flops=_sum_peak_flops(args),
     )
     writer = MetricsWriter(output_dir / METRICS_FILE, is_main=is_main)
-    return Observer(counter, hooks, [MetricsCallback(counter, meter, writer, progress)], progress, config.guards)
+    return Observer(counter, hooks, [MetricsCallback(counter, meter, writer, progress, group)], progress, config.guards)
 
 
 def _sum_peak_flops(args: TrainingArguments) -> float | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 from torch.utils.data import Sampler
 from transformers import (
     PreTrainedModel,
@@ -27,6 +27,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import DivergedError, PreemptedError
+from recipes_lib.models.tensor_parallel import count_tensor_parts
 from recipes_lib.planning.steps import compute_steps
 from recipes_lib.stopping import STOP
 from recipes_lib.training.activation_checkpointing import read_selective
@@ -47,7 +48,7 @@ from recipes_lib.training.optimizers import (
 )
 from recipes_lib.training.preemption import LastStep, build_preemption, stop_if_agreed
 from recipes_lib.training.run_sampler import EpochRows, RunSampler
-from recipes_lib.training.sharded_models import settle_precision
+from recipes_lib.training.sharded_models import compute_total_norm, settle_precision
 from recipes_lib.training.step_guard import StepGuard
 from recipes_lib.training.watchdog import WATCHDOG
 
@@ -113,7 +114,8 @@ class RecipeTrainer(CheckpointingTrainer):
             **({} if data_collator is None else {"data_collator": data_collator}),
             **options,
         )
-        verify_engine(read_launch(), self.accelerator.distributed_type)
+        self.launch = read_launch()
+        verify_engine(self.launch, self.accelerator.distributed_type, tensor_size=count_tensor_parts(self.model))
         settle_precision(self.accelerator)
         self.remove_callback(PrinterCallback)
         # Right behind the one that decides what is due, so that the trackers behind report the figures added here.
@@ -205,10 +207,10 @@ class RecipeTrainer(CheckpointingTrainer):
         return batches, counts[0]
 
     def floating_point_ops(self, inputs: Batch) -> int:
-        """Return upstream's ``6 * tokens * parameters`` without walking the model at every micro-batch."""
+        """Return this process's share of upstream's ``6 * tokens * parameters``, the model walked but once."""
         if self._num_parameters is None:
             self._num_parameters = self.model.num_parameters(exclude_embeddings=True)
-        return 6 * int(inputs["input_ids"].numel()) * self._num_parameters
+        return 6 * int(inputs["input_ids"].numel()) * self._num_parameters // self.launch.tensor_size
 
     def training_step(
         self, model: nn.Module, inputs: Batch, num_items_in_batch: torch.Tensor | int | None = None
@@ -241,7 +243,7 @@ class RecipeTrainer(CheckpointingTrainer):
 
     def _plan_epochs(self) -> EpochRows:
         rows: Any = self.train_dataset
-        plan = compute_steps(len(rows), vars(self.args), self.args.world_size)
+        plan = compute_steps(len(rows), vars(self.args), self.launch.data_size)
         return EpochRows(len(rows), plan.steps_per_epoch, plan.rows_per_step)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
@@ -290,8 +292,8 @@ class RecipeTrainer(CheckpointingTrainer):
         return self.measure_norm([parameter.grad for parameter in counted if parameter.grad is not None])
 
     def measure_norm(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the norm of some tensors of the model together."""
-        return get_total_norm(tensors)
+        """Return the norm of some tensors of the model together, over all processes that hold parts of them."""
+        return compute_total_norm(tensors)
 
     def list_counted(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return those of this process's parameters that no other process counts in a norm."""

@@ -78,8 +78,10 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[Re
     Source: ``tests/distributed/test_resumption.py``.
     """
     before = {key: record[key] for key in BATCH_KEYS if key in record}
-    rows = count_rows_per_step(before, record["world_size"])
-    if rows == count_rows_per_step(config.training, launch.num_replicas):
+    # Older ones have no data_size: no tensors were cut then.
+    data_size = record.get("data_size", record["world_size"])
+    rows = count_rows_per_step(before, data_size)
+    if rows == count_rows_per_step(config.training, launch.data_size):
         accumulation = config.training.get("gradient_accumulation_steps", 1)
     else:
         accumulation = _share_rows(config, launch, rows)
@@ -94,7 +96,7 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[Re
     if config.training.get("gradient_accumulation_steps", 1) == accumulation:
         return config, None
     line = (
-        f"{launch.num_replicas} processes instead of {record['world_size']}: gradient_accumulation_steps is "
+        f"{launch.data_size} processes instead of {data_size}: gradient_accumulation_steps is "
         f"{accumulation}, so that a step still takes {rows} rows"
     )
     return dataclasses.replace(config, training=training), line
@@ -132,18 +134,18 @@ def seed_process(seed: int, step: int, rank: int) -> None:
 
 def _share_rows(config: RecipeConfig, launch: Launch, rows: int) -> int:
     per_device: int = config.training.get("per_device_train_batch_size", 8)
-    accumulation, rest = divmod(rows, per_device * launch.num_replicas)
+    accumulation, rest = divmod(rows, per_device * launch.data_size)
     if not rest:
         return accumulation
     where = config.provenance.get("per_device_train_batch_size", "per_device_train_batch_size")
     found = (
-        f"a step of this run takes {rows} rows, which {launch.num_replicas} processes with {per_device} rows each "
+        f"a step of this run takes {rows} rows, which {launch.data_size} processes with {per_device} rows each "
         "cannot share evenly"
     )
     numbers = [number for number in range(1, rows // per_device + 1) if not rows % (per_device * number)]
     choices = [f"start {_list_choices(numbers)} processes"] if numbers else []
-    if not rows % launch.num_replicas:
-        share = rows // launch.num_replicas
+    if not rows % launch.data_size:
+        share = rows // launch.data_size
         sizes = [size for size in range(1, share + 1) if not share % size]
         choices.append(
             f"write per_device_train_batch_size and gradient_accumulation_steps whose product is {share} "

@@ -185,7 +185,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
         config = _resume_batch(config, launch, resume_from, say)
     if differing:
         # With the batch that it had, both are planned for the processes of now.
-        processes = {"world_size": launch.num_replicas, "world_size_before": launch.num_replicas}
+        processes = {"world_size": launch.data_size, "world_size_before": launch.data_size}
         resume_from = find_common_checkpoint(config, previous["config"], differing, **processes)
         if resume_from is None:
             raise ConfigError(*_explain_differences(output_dir, previous["config"], effective, differing))
@@ -204,13 +204,13 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
             command=[Path(sys.argv[0]).name, *sys.argv[1:]],
             config=effective,
             provenance=dict(config.provenance),
-            config_fingerprint=fingerprint_config(config, launch.num_replicas),
+            config_fingerprint=fingerprint_config(config, launch.data_size),
             versions=read_versions(),
             git_commit=read_git_commit(),
             hardware=describe_hardware(),
             num_processes=launch.world_size,
             pipeline_stages=launch.layout.stages,
-            rows_per_step=count_rows_per_step(config.training, launch.num_replicas),
+            rows_per_step=count_rows_per_step(config.training, launch.data_size),
         )
     return run
 
@@ -268,7 +268,7 @@ def _find_differences(previous: Mapping[str, Any], now: Mapping[str, Any], launc
     before = previous.get("config", {})
     plain_now = json.loads(json.dumps(now, default=str))
     names = {name for name in before.keys() | plain_now.keys() if not name.startswith(_HARMLESS)}
-    if count_rows_per_step(now, launch.num_replicas) == previous.get("rows_per_step"):
+    if count_rows_per_step(now, launch.data_size) == previous.get("rows_per_step"):
         # The same batch, cut otherwise.
         names -= set(BATCH_KEYS)
     return sorted(name for name in names if before.get(name) != plain_now.get(name))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import fsdp2_prepare_model
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 
 
 def settle_precision(accelerator: Accelerator) -> None:
@@ -72,6 +75,19 @@ def gathered(model: nn.Module) -> Iterator[None]:
         for group, mesh_info in zip(groups, before, strict=True):
             group.post_forward_mesh_info = mesh_info
         reshard(model)
+
+
+def compute_total_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the norm of all tensors together, over all parts of those that are spread over processes; a plain scalar.
+
+    Those that are spread over the same processes are taken together, as torch can.
+    """
+    together: dict[DeviceMesh | None, list[Tensor]] = {}
+    for tensor in tensors:
+        together.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    totals: list[Any] = [get_total_norm(some) for some in together.values()]
+    norms = [total.full_tensor() if isinstance(total, DTensor) else total for total in totals]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 def prepare_frozen(accelerator: Accelerator, model: nn.Module) -> nn.Module:

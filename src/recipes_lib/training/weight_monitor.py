@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from recipes_lib.training.sharded_models import compute_total_norm
 
 MAX_COPIED: Final = 32 * 2**20
 """Parameters of this process whose values before a step are kept to compare: 128 MiB in float32."""
@@ -25,7 +26,7 @@ class WeightMonitor(TrainerCallback):
 
     def __init__(
         self,
-        measure_norm: Callable[[Sequence[Tensor]], Tensor] = nn.utils.get_total_norm,
+        measure_norm: Callable[[Sequence[Tensor]], Tensor] = compute_total_norm,
         list_counted: Callable[[Iterable[nn.Parameter]], list[nn.Parameter]] = list,
     ) -> None:
         """Watch nothing yet.
@@ -61,7 +62,7 @@ class WeightMonitor(TrainerCallback):
         if not self._before:
             return
         now = [self._parameters[at].detach() for at in self._sample]
-        update = torch._foreach_sub(now, self._before)
+        update = [after - before for after, before in zip(now, self._before, strict=True)]
         self._figures = {
             "parameter_norm": self._compute_norm([parameter.detach() for parameter in self._parameters]),
             "update_ratio": self._compute_norm(update) / max(self._compute_norm(self._before), 1e-30),
@@ -69,9 +70,7 @@ class WeightMonitor(TrainerCallback):
         self._before = []
 
     def _compute_norm(self, tensors: Sequence[Tensor]) -> float:
-        """The norm of all together, over all shards of sharded ones."""
-        norm: Any = self._measure(tensors)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        return float(self._measure(tensors))
 
     def on_log(
         self,

@@ -32,7 +32,7 @@ def _is_by(launch: Launch, schedule: str) -> bool:
     return launch.layout.stages > 1 and launch.layout.schedule == schedule
 
 
-BLOCKED_IN_STAGES: Final = (
+OF_STAGES: Final = (
     Blocked(
         recipe="any but pretraining",
         launch=_STAGES,

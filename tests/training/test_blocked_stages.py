@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from recipes_lib.training.blocked_stages import OF_STAGES
 from recipes_lib.training.combinations import BLOCKED
 from recipes_lib.training.launch import Launch, Layout
-from recipes_lib.training.stage_combinations import BLOCKED_IN_STAGES
 
 EVERYTHING: dict[str, Any] = {
     **{"fp16": True, "batch_ramp_tokens": 1, "max_rollbacks": 1, "verify_steps": 1, "metrics": ["a:B"]},
@@ -18,11 +18,11 @@ EVERYTHING: dict[str, Any] = {
 
 def find_rows(stages: int, schedule: str, keys: dict[str, Any], num_processes: int = 4) -> list[str]:
     launch = Launch(0, 0, num_processes, "", layout=Layout(stages=stages, schedule=schedule))
-    return [row.recipe for row in BLOCKED_IN_STAGES if row.applies(keys, launch) and row.recipe[:3] != "any"]
+    return [row.recipe for row in OF_STAGES if row.applies(keys, launch) and row.recipe[:3] != "any"]
 
 
 def test_they_are_rows_of_the_one_table() -> None:
-    assert set(BLOCKED_IN_STAGES) <= set(BLOCKED)
+    assert set(OF_STAGES) <= set(BLOCKED)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])

@@ -1,0 +1,139 @@
+"""Tensors cut over two processes by the users' launch file: the numbers, checkpoints and models of one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from tests.distributed import sharding
+from tests.distributed.cells import (
+    CELLS,
+    SLOW_CELLS,
+    build_jobs,
+    measure_gaps,
+    read_events,
+    read_weights,
+    write_inputs,
+)
+from tests.distributed.matrix import LAYOUTS
+from tests.faults import stages
+
+from recipes_lib.exporting import export_checkpoint
+
+LAYOUT = LAYOUTS["TP, 2"]
+QWEN = json.dumps({"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 8} | stages.SIZES)
+"""Its norms of queries and keys stand whole between tensors that are cut."""
+OURS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "sft packed": CELLS["sft packed"],
+    "pretrain tied": CELLS["pretrain tied"],
+    "sft padded": SLOW_CELLS["sft padded"],
+    "qwen3": ("pretrain", 4, {"model_config": QWEN}),
+    "recomputed": SLOW_CELLS["recomputed"],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("runs")
+    inputs = tmp_path_factory.mktemp("inputs")
+    write_inputs(inputs)
+    alone = build_jobs(inputs, OURS, 1)
+    alone["bf16"] = {**alone["sft packed"], "keys": {**alone["sft packed"]["keys"], "bf16": "true"}}
+    sharding.run_jobs(alone, folder / "one")
+    jobs = build_jobs(inputs, OURS, LAYOUT.data_size)
+    first = jobs["sft packed"]
+    jobs["bf16"] = {**first, "keys": {**first["keys"], "bf16": "true"}}
+    jobs["resumed"] = {**first, "copy_of": folder / "two" / "sft packed", "step": 2}
+    jobs["from one"] = {**first, "copy_of": folder / "one" / "sft packed", "step": 2}
+    jobs["nan"] = {**first, "fault": "nan loss"}
+    two = sharding.run_jobs(jobs, folder / "two", LAYOUT.file, *LAYOUT.options, num_processes=LAYOUT.num_processes)
+    back = {"from two": {**alone["sft packed"], "copy_of": folder / "two" / "sft packed", "step": 2}}
+    sharding.run_jobs(back, folder / "back")
+    return folder, two
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("cell", OURS)
+def test_cut_tensors_give_the_numbers_of_one_process(runs: tuple[Path, dict[str, Any]], cell: str) -> None:
+    """Counts of tokens among them: rows that two processes both compute count once."""
+    folder, _ = runs
+    gaps = measure_gaps(folder / "one" / cell, folder / "two" / cell)
+    assert not {what: gap for what, gap in gaps.items() if not gap <= 1e-5}
+
+
+@pytest.mark.multiprocess
+def test_no_process_has_a_whole_matrix(runs: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = runs
+    checkpoint = folder / "two" / "sft packed" / "checkpoint-2"
+    whole = read_weights(folder / "two" / "sft packed")
+    for states in ("model_shards", "optimizer_shards"):
+        files = sorted((checkpoint / states).glob("*.safetensors"))
+        assert [file.name[:11] for file in files] == ["shard-00001", "shard-00002"]
+        for file in files:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (it is not a mapping)
+                    parameter = whole[name.rpartition(" of ")[2]]
+                    if tensors.get_tensor(name).ndim > 1:
+                        assert 2 * tensors.get_tensor(name).numel() == parameter.numel(), name
+    record = json.loads((checkpoint / "COMPLETE.json").read_text())
+    assert (record["engine"], record["world_size"], record["data_size"]) == ("FSDP", 2, 1)
+    assert whole["lm_head.weight"].shape == (512, 64)
+
+
+@pytest.mark.multiprocess
+def test_a_run_that_goes_on_gets_the_very_weights(runs: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = runs
+    straight, resumed = (read_weights(folder / "two" / name) for name in ("sft packed", "resumed"))
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in straight.items())
+    assert json.loads((folder / "two" / "resumed" / "run.json").read_text())["resumed_from"] == "checkpoint-2"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("resumed", ["back/from two", "two/from one"])
+def test_a_checkpoint_goes_on_in_the_other_layout(runs: tuple[Path, dict[str, Any]], resumed: str) -> None:
+    folder, _ = runs
+    straight, got = read_weights(folder / "one" / "sft packed"), read_weights(folder / resumed)
+    assert json.loads((folder / resumed / "run.json").read_text())["resumed_from"] == "checkpoint-2"
+    assert straight.keys() == got.keys()
+    for name, tensor in straight.items():
+        torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-5)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("cell", ["sft packed", "pretrain tied"])
+def test_an_exported_checkpoint_is_the_model_of_one_process(
+    runs: tuple[Path, dict[str, Any]], cell: str, tmp_path: Path
+) -> None:
+    folder, _ = runs
+    export_checkpoint(folder / "two" / cell / "checkpoint-2", tmp_path / "out")
+    expected, got = read_weights(folder / "one" / cell / "checkpoint-2"), read_weights(tmp_path / "out")
+    assert expected.keys() == got.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.multiprocess
+def test_in_bf16_sums_over_processes_are_rounded_and_no_more(runs: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = runs
+    expected, got = (
+        [
+            event[name]
+            for event in read_events(folder / place / "bf16")
+            for name in ("loss", "eval_loss")
+            if name in event
+        ]
+        for place in ("one", "two")
+    )
+    assert got == pytest.approx(expected, rel=2e-3)
+
+
+@pytest.mark.multiprocess
+def test_a_loss_that_is_none_on_one_process_stops_both_before_the_update(runs: tuple[Path, dict[str, Any]]) -> None:
+    folder, two = runs
+    assert [code for code in two["codes"].values() if code] == [two["codes"]["nan"]] == [3]
+    assert two["told"].count("step 2 was stopped before its update: the loss of micro-batch 1 of rank 1 is nan") == 2
+    assert len([event for event in read_events(folder / "two" / "nan") if event["kind"] == "train"]) == 1

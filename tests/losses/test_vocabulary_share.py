@@ -1,0 +1,84 @@
+"""Processes that share a vocabulary, threads in their place, compute what one of them would that has all of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed
+
+from recipes_lib.losses.next_token import compute_cross_entropy
+from recipes_lib.losses.vocabulary_share import VocabularyShare
+
+SIZES = (6, 5)
+"""As torch cuts 11 tokens in two."""
+
+
+def run_together(tasks: Sequence[Callable[[], Any]], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Run each task in a thread of its own, with sums and extremes over all of them for those over processes."""
+    barrier, given, own = threading.Barrier(len(tasks), timeout=60), {}, threading.local()
+    total = distributed.ReduceOp.SUM
+    kinds = {total: torch.sum, distributed.ReduceOp.MAX: torch.amax, distributed.ReduceOp.MIN: torch.amin}
+
+    def all_reduce(tensor: Tensor, op: Any = total, group: Any = None) -> None:
+        given[own.rank] = tensor.clone()
+        barrier.wait()
+        reduced = kinds[op](torch.stack([given[rank] for rank in range(len(tasks))]), dim=0)
+        barrier.wait()
+        tensor.copy_(reduced)
+
+    def run(rank: int) -> Any:
+        own.rank = rank
+        return tasks[rank]()
+
+    monkeypatch.setattr(distributed, "all_reduce", all_reduce)
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        return list(pool.map(run, range(len(tasks))))
+
+
+@pytest.mark.parametrize("options", [{}, {"logit_scale": 0.5, "softcap": 2.0}, {"chunk_size": 3}])
+def test_loss_and_gradients_are_those_of_the_whole_vocabulary(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    hidden, weight, bias = torch.randn(2, 5, 4), torch.randn(sum(SIZES), 4), torch.randn(sum(SIZES))
+    targets = torch.tensor([[0, 5, 6, 10, -100], [3, -100, 9, 1, 7]])
+
+    def compute(part: slice, share: VocabularyShare | None) -> tuple[Tensor, ...]:
+        inputs = [tensor.clone().requires_grad_() for tensor in (hidden, weight[part], bias[part])]
+        sums = compute_cross_entropy(*inputs[:2], targets, bias=inputs[2], share=share, **options)
+        (3 * sums.nll_sum).backward()
+        return sums.nll_sum.detach(), sums.num_correct, *(tensor.grad for tensor in inputs)
+
+    group: Any = None
+    starts = (0, SIZES[0])
+    tasks = [
+        lambda start=start, size=size: compute(slice(start, start + size), VocabularyShare(group, start))
+        for start, size in zip(starts, SIZES, strict=True)
+    ]
+    nll, correct, of_hidden, of_weight, of_bias = compute(slice(None), None)
+    parts = run_together(tasks, monkeypatch)
+    for part in parts:
+        torch.testing.assert_close(part[0], nll)
+        assert part[1] == correct
+        torch.testing.assert_close(part[2], of_hidden)
+    torch.testing.assert_close(torch.cat([part[3] for part in parts]), of_weight)
+    torch.testing.assert_close(torch.cat([part[4] for part in parts]), of_bias)
+
+
+def test_of_equal_logits_the_first_token_is_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``argmax`` over all of them has it."""
+    logits = torch.tensor([[1.0, 7.0, 7.0, 7.0], [0.0, 1.0, 2.0, 9.0]])
+    group: Any = None
+
+    def find(start: int) -> tuple[Tensor, Tensor]:
+        top, best = logits[:, start : start + 2].max(dim=-1, keepdim=True)
+        return VocabularyShare(group, start).find_top(top, best)
+
+    for top, best in run_together([lambda: find(0), lambda: find(2)], monkeypatch):
+        assert top.flatten().tolist() == [7.0, 9.0]
+        assert best.flatten().tolist() == [1, 3]
