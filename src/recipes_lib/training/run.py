@@ -162,9 +162,9 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     if launch.world_size > 1:
         sys.stderr.write(f"{describe_process(launch)}\n")
     verify_expected(launch)
-    verify_accelerator(launch, is_available=torch.accelerator.is_available())
     verify_trackers(config)
     verify_combination(config, launch)
+    verify_accelerator(launch, is_available=torch.accelerator.is_available())
     verify_optimizer(config)
     # Upstream's bars for loading and saving would tear the progress line, once a process.
     disable_progress_bar()  # type: ignore[no-untyped-call]
