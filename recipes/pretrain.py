@@ -54,8 +54,7 @@ def main(config: RecipeConfig) -> None:
         isolated = not config.pretraining.cross_document_attention
         model_config, _ = find_model_config(config.model, tokenizer, rows.plan.max_length)
         attention = choose_attention(config.model, model_config, args, packing=isolated)
-        part = run.launch.part
-        model = start_causal_lm(config.model, model_config, attention.implementation, seed=args.seed, part=part)
+        model = start_causal_lm(config.model, model_config, attention.implementation, seed=args.seed, part=run.part)
         collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
         trainer = choose_trainer(run.launch)(
             config=config,

@@ -82,7 +82,8 @@ class Launch:
     @property
     def num_replicas(self) -> int:
         """Data-parallel processes: how many take rows of their own. The stages of a pipeline take the same."""
-        return self.world_size // self.layout.stages
+        # A launch that does not fill one pipeline is refused a moment later.
+        return max(1, self.world_size // self.layout.stages)
 
     @property
     def part(self) -> Part | None:
