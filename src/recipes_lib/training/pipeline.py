@@ -84,7 +84,7 @@ class Pipeline(nn.Module):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: Any,
         mesh: StageMesh,
         *,
         schedule: str,
@@ -99,10 +99,11 @@ class Pipeline(nn.Module):
             autocast: Gives the context in which a forward pass runs.
         """
         super().__init__()
-        self.model, self.config, self.part = model, model.config, _read_part(model)
+        self.model, self.config = model, model.config
+        self.part: Part = model.part
         last = self.part.total_chunks - 1
         numbered = zip(self.part.chunks, cut_into_chunks(model), strict=True)
-        self.chunks = nn.ModuleList(
+        self.chunks: Any = nn.ModuleList(
             Chunk(chunk, is_first=number == 0, is_last=number == last, autocast=autocast) for number, chunk in numbered
         )
         self._mesh, self._schedule = mesh, schedule
@@ -112,7 +113,7 @@ class Pipeline(nn.Module):
     @property
     def tied_copy(self) -> nn.Parameter | None:
         """The embedding of the last stage, where the first one has the same; ``None`` elsewhere."""
-        is_copy = self.part.is_last and not self.part.is_first and bool(self.model.all_tied_weights_keys)
+        is_copy = self.part.is_last and not self.part.is_first and self.model.is_tied
         return self.model.get_input_embeddings().weight if is_copy else None
 
     @torch.no_grad()
@@ -133,7 +134,7 @@ class Pipeline(nn.Module):
         device = inputs["input_ids"].device
         return kind(**{name: value.to(device) for name, value in found[0].items()})
 
-    def compute_gradients(self, batches: Sequence[Batch], num_targets: Tensor | int) -> Sequence[LossHeadOutput]:
+    def compute_gradients(self, batches: Sequence[Batch], num_targets: Tensor | int) -> Sequence[Any]:
         """Run all micro-batches of a step forward and backward; add the gradients of its loss to the parameters'.
 
         They are those of this pipeline's rows: ``reduce_gradients`` comes next.
@@ -143,7 +144,7 @@ class Pipeline(nn.Module):
             num_targets: What the summed loss is divided by.
 
         Returns:
-            The sums of each micro-batch, where the last chunk is here; elsewhere nothing.
+            ``LossHeadOutput`` of each micro-batch, where the last chunk is here; elsewhere nothing.
         """
         self._scale = 1 / num_targets
         return self._give([{**batch, "loss_head": True} for batch in batches], self._run_schedule)
@@ -156,7 +157,7 @@ class Pipeline(nn.Module):
             for work in waiting:
                 work.wait()
         is_end = self.part.is_first or self.part.is_last
-        if self.part.num_stages > 1 and is_end and self.config.tie_word_embeddings:
+        if self.part.num_stages > 1 and is_end and self.model.is_tied:
             distributed.all_reduce(self.model.get_input_embeddings().weight.grad, group=self._mesh.ends)
 
     def measure_norm(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -221,11 +222,6 @@ class Pipeline(nn.Module):
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
-
-
-def _read_part(model: Any) -> Part:
-    part: Part = model.part
-    return part
 
 
 def _to_host(output: Any) -> dict[str, Tensor]:
