@@ -73,6 +73,7 @@ bench: $(STAMP) ## side-by-side benchmarks against transformers and TRL as insta
 	@$(PYTHON) benchmarks/ppo.py --rounds 2 $(if $(TRL_1_12),--trl-python "$(TRL_1_12)") --output build/bench/ppo.json
 	@$(PYTHON) benchmarks/lora.py --rounds 2 --output build/bench/lora.json
 	@$(PYTHON) benchmarks/guards.py --rounds 2 --output build/bench/guards.json
+	@$(PYTHON) benchmarks/pipeline.py --rounds 1 --output build/bench/pipeline.json
 	@$(PYTHON) benchmarks/activation_checkpointing.py --output build/bench/activation_checkpointing.json
 	@$(PYTHON) benchmarks/checkpoints.py --output build/bench/checkpoints.json
 	@$(PYTHON) benchmarks/publishing.py --rounds 2 --output build/bench/publishing.json

@@ -61,7 +61,7 @@ def main(config: RecipeConfig) -> None:
             model_config,
             attention.implementation,
             seed=args.seed,
-            part=run.launch.part,
+            part=run.part,
             distribution=distribution,
         )
         collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)

@@ -20,7 +20,7 @@ from recipes_lib.training.launch import name_pipeline
 
 LAYERS = stages.SIZES | {"num_hidden_layers": 4}
 UNTIED = json.dumps({"model_type": "llama"} | LAYERS)
-TIED = json.dumps({"model_type": "qwen3", "tie_word_embeddings": True} | LAYERS)
+TIED = json.dumps({"model_type": "llama", "tie_word_embeddings": True} | LAYERS)
 # Name -> schedule, and what the recipe says; documents of unlike lengths make micro-batches of unlike many targets.
 CELLS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "packed": ("1f1b", {"model_config": UNTIED}),

@@ -12,6 +12,7 @@ from tests.models.test_stages import POSITIONS, build_parts, build_whole, make_c
 from torch import distributed
 from torch.nn.utils import get_total_norm
 
+from recipes_lib.errors import ConfigError
 from recipes_lib.models.attention import prove_isolation
 from recipes_lib.models.heads import add_loss_head, verify_loss_head
 from recipes_lib.training.pipeline import Pipeline
@@ -68,7 +69,7 @@ def test_gradients_are_those_of_the_mean_over_all_targets(is_tied: bool) -> None
         (sum(output.nll_sum for output in outputs) / num_targets).backward()
         sums = pipeline.compute_gradients(batches, num_targets)
         pipeline.reduce_gradients()
-        assert [float(found.nll_sum) for found in sums] == pytest.approx([float(out.nll_sum) for out in outputs])
+        assert [found.nll_sum.item() for found in sums] == pytest.approx([out.nll_sum.item() for out in outputs])
         assert [int(found.num_targets) for found in sums] == [int(output.num_targets) for output in outputs]
         assert len({int(output.num_targets) for output in outputs}) == num_batches
         assert_same_gradients(whole, pipeline)
@@ -104,7 +105,7 @@ def test_documents_that_see_each_other_in_one_chunk_are_found() -> None:
         return run(self, *args, position_ids=torch.arange(position_ids.shape[1])[None], **kwargs)
 
     later.forward = forget.__get__(later)
-    with pytest.raises(Exception, match="does not keep its logits beside another"):
+    with pytest.raises(ConfigError, match="does not keep its logits beside another"):
         prove_isolation(pipeline, "rows")
 
 

@@ -36,7 +36,8 @@ def build_part_class(config: PreTrainedConfig, part: Part) -> type[PreTrainedMod
     """Return the class of a part: the model's own, which leaves out what other processes hold when it is built.
 
     Loading such a model reads its own tensors alone. It has besides ``part``; ``whole_shapes``, the shape of every
-    tensor of the whole model by its name, tied ones once; and ``whole_names``, the names by which weights may be saved.
+    tensor of the whole model by its name, tied ones once; ``whole_names``, the names by which weights may be saved; and
+    ``is_tied``, whether embeddings are.
 
     Args:
         config: Of the whole model.
@@ -58,6 +59,7 @@ def build_part_class(config: PreTrainedConfig, part: Part) -> type[PreTrainedMod
         self.part = part
         self.whole_shapes = _read_whole_shapes(self)
         self.whole_names = frozenset(self.state_dict())
+        self.is_tied = bool(self.all_tied_weights_keys)
         _leave_out(self, part, layers)
 
     # Under the name of the model's own class, which goes into its configuration.
@@ -73,7 +75,7 @@ def build_whole_on_meta(model: PreTrainedModel) -> PreTrainedModel:
     return whole
 
 
-def cut_into_chunks(model: PreTrainedModel) -> list[PreTrainedModel]:
+def cut_into_chunks(model: Any) -> list[PreTrainedModel]:
     """Return the chunks of this process, in their order: models of the whole class that share the modules of ``model``.
 
     The first chunk of a pipeline takes ``input_ids``, any other ``inputs_embeds``: the states that the one before gave.
@@ -97,7 +99,7 @@ def _read_whole_shapes(model: nn.Module) -> Mapping[str, torch.Size]:
 
 def _leave_out(model: Any, part: Part, layers: Collection[int]) -> None:
     """Replace what other processes hold; tied embeddings are with the first and with the last one."""
-    base, is_tied = model.base_model, bool(model.all_tied_weights_keys)
+    base, is_tied = model.base_model, model.is_tied
     known = rf"({model.base_model_prefix}\.({'|'.join(_PLAN)})|lm_head)\."
     if unknown := [name for name in model.whole_names if not re.match(known, name)]:
         raise _refuse(model.config, f"it has {unknown[0]}, which belongs to no layer")

@@ -92,7 +92,8 @@ class Launch:
     @property
     def data_size(self) -> int:
         """Processes that take rows of their own, or groups of them that share tensors or the stages of a pipeline."""
-        return self.world_size // (self.tensor_size * self.layout.stages)
+        # A launch that does not fill one group is refused a moment later.
+        return max(1, self.world_size // (self.tensor_size * self.layout.stages))
 
     @property
     def part(self) -> Part | None:

@@ -19,7 +19,7 @@ from recipes_lib.models.stages import cut_into_chunks
 from recipes_lib.training.stage_mesh import StageMesh
 
 Batch = Mapping[str, Any]
-_TRAINING: Final[Mapping[str, Any]] = {
+_SCHEDULES: Final[Mapping[str, Any]] = {
     "1f1b": pipelining.Schedule1F1B,
     "gpipe": pipelining.ScheduleGPipe,
     "interleaved": pipelining.ScheduleInterleaved1F1B,
@@ -84,7 +84,7 @@ class Pipeline(nn.Module):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: Any,
         mesh: StageMesh,
         *,
         schedule: str,
@@ -99,20 +99,21 @@ class Pipeline(nn.Module):
             autocast: Gives the context in which a forward pass runs.
         """
         super().__init__()
-        self.model, self.config, self.part = model, model.config, _read_part(model)
+        self.model, self.config = model, model.config
+        self.part: Part = model.part
         last = self.part.total_chunks - 1
         numbered = zip(self.part.chunks, cut_into_chunks(model), strict=True)
-        self.chunks = nn.ModuleList(
+        self.chunks: Any = nn.ModuleList(
             Chunk(chunk, is_first=number == 0, is_last=number == last, autocast=autocast) for number, chunk in numbered
         )
         self._mesh, self._schedule = mesh, schedule
-        self._built: dict[bool, tuple[Any, Any]] = {}
+        self._built: tuple[Any, Any] | None = None  # What the last schedule was for, and its buffers.
         self._scale: Tensor | float = 1.0
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
         """The embedding of the last stage, where the first one has the same; ``None`` elsewhere."""
-        is_copy = self.part.is_last and not self.part.is_first and bool(self.model.all_tied_weights_keys)
+        is_copy = self.part.is_last and not self.part.is_first and self.model.is_tied
         return self.model.get_input_embeddings().weight if is_copy else None
 
     @torch.no_grad()
@@ -126,15 +127,14 @@ class Pipeline(nn.Module):
             ``LossHeadOutput`` with ``loss_head=True``, else ``loss`` and ``logits``.
         """
         inputs.pop("use_cache", None)
-        results = self._run([inputs], has_backward=False)
-        found = [_to_host(results[0]) if self._holds_last else None]
-        size = distributed.get_world_size(self._mesh.pipeline)
-        distributed.broadcast_object_list(found, group=self._mesh.pipeline, group_src=size - 1)
+        results = self._give([inputs], self._hand_through)
+        found = [_to_host(results[0]) if results else None]
+        distributed.broadcast_object_list(found, group=self._mesh.pipeline, group_src=self.part.num_stages - 1)
         kind: Any = LossHeadOutput if inputs.get("loss_head") else CausalLMOutput
         device = inputs["input_ids"].device
         return kind(**{name: value.to(device) for name, value in found[0].items()})
 
-    def compute_gradients(self, batches: Sequence[Batch], num_targets: Tensor | int) -> Sequence[LossHeadOutput]:
+    def compute_gradients(self, batches: Sequence[Batch], num_targets: Tensor | int) -> Sequence[Any]:
         """Run all micro-batches of a step forward and backward; add the gradients of its loss to the parameters'.
 
         They are those of this pipeline's rows: ``reduce_gradients`` comes next.
@@ -144,10 +144,10 @@ class Pipeline(nn.Module):
             num_targets: What the summed loss is divided by.
 
         Returns:
-            The sums of each micro-batch, where the last chunk is here; elsewhere nothing.
+            ``LossHeadOutput`` of each micro-batch, where the last chunk is here; elsewhere nothing.
         """
         self._scale = 1 / num_targets
-        return self._run([{**batch, "loss_head": True} for batch in batches], has_backward=True)
+        return self._give([{**batch, "loss_head": True} for batch in batches], self._run_schedule)
 
     def reduce_gradients(self) -> None:
         """Add up the gradients of all replicas, and of tied embeddings those of both ends; every process must call."""
@@ -157,42 +157,46 @@ class Pipeline(nn.Module):
             for work in waiting:
                 work.wait()
         is_end = self.part.is_first or self.part.is_last
-        if self.part.num_stages > 1 and is_end and self.config.tie_word_embeddings:
+        if self.part.num_stages > 1 and is_end and self.model.is_tied:
             distributed.all_reduce(self.model.get_input_embeddings().weight.grad, group=self._mesh.ends)
 
     def measure_norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the norm of some tensors of all stages together; every process must call, with what counts here."""
-        squares = nn.utils.get_total_norm(tensors).float().square().to(next(self.model.parameters()).device)
+        squares = nn.utils.get_total_norm(tensors).float().square().to(self._device)
         distributed.all_reduce(squares, group=self._mesh.pipeline)
         return squares.sqrt()
 
-    @property
-    def _holds_last(self) -> bool:
-        return bool(self.chunks[-1].is_last)
-
-    def _run(self, batches: Sequence[Batch], *, has_backward: bool) -> Sequence[Any]:
-        """Send micro-batches through; return what the last chunk made of them, where it is here."""
-        schedule = self._prepare(batches, has_backward=has_backward)
+    def _give(self, batches: Sequence[Batch], run: Callable[[Sequence[Batch]], None]) -> Sequence[Any]:
+        """Lay batches before the chunks that ``run`` calls; return what the last one made of them, if it is here."""
         for chunk in self.chunks:
             chunk.batches, chunk.results = batches, []
-        numbers = torch.arange(len(batches))
-        target = {"target": numbers} if has_backward and self._holds_last else {}
-        schedule.step(at=numbers, return_outputs=False, **target)
+        run(batches)
         results: Sequence[Any] = self.chunks[-1].results
         for chunk in self.chunks:
             chunk.batches, chunk.results = (), []
         return results
 
-    def _prepare(self, batches: Sequence[Batch], *, has_backward: bool) -> Any:
-        """The schedule for so many micro-batches of a shape; the last one of its kind is kept, with its buffers."""
-        key = (len(batches), batches[0]["input_ids"].shape)
-        kept, schedule = self._built.get(has_backward, (None, None))
-        if kept != key:
-            schedule = self._build(*key, has_backward=has_backward)
-            self._built[has_backward] = (key, schedule)
-        return schedule
+    def _hand_through(self, batches: Sequence[Batch]) -> None:
+        """Run one batch forward, each chunk when it has the states of the one before."""
+        size, shape = self.part.num_stages, batches[0]["input_ids"].shape
+        states = None
+        for number, chunk in zip(self.part.chunks, self.chunks, strict=True):
+            if not chunk.is_first and size > 1:
+                states = torch.empty(*shape, self.config.hidden_size, dtype=self.model.dtype, device=self._device)
+                distributed.recv(states, group=self._mesh.pipeline, group_src=(number - 1) % size)
+            states = chunk(states, at=torch.zeros(1, dtype=torch.int64))
+            if not chunk.is_last and size > 1:
+                distributed.send(states.contiguous(), group=self._mesh.pipeline, group_dst=(number + 1) % size)
 
-    def _build(self, num_batches: int, shape: torch.Size, *, has_backward: bool) -> Any:
+    def _run_schedule(self, batches: Sequence[Batch]) -> None:
+        key = (len(batches), batches[0]["input_ids"].shape)
+        if self._built is None or self._built[0] != key:
+            self._built = (key, self._build_schedule(*key))
+        numbers = torch.arange(len(batches))
+        target = {"target": numbers} if self.chunks[-1].is_last else {}
+        self._built[1].step(at=numbers, return_outputs=False, **target)
+
+    def _build_schedule(self, num_batches: int, shape: torch.Size) -> Any:
         # Told what is sent, torch need not run the model once to find out.
         options: dict[str, Any] = {"dtype": self.model.dtype, "device": "meta", "requires_grad": True}
         states, loss = torch.empty(*shape, self.config.hidden_size, **options), torch.empty((), **options)
@@ -201,24 +205,23 @@ class Pipeline(nn.Module):
                 chunk,
                 number,
                 self.part.total_chunks,
-                next(self.model.parameters()).device,
+                self._device,
                 input_args=() if chunk.is_first else (states,),
                 output_args=(loss if chunk.is_last else states,),
                 group=self._mesh.pipeline,
             )
             for number, chunk in zip(self.part.chunks, self.chunks, strict=True)
         ]
-        is_single = len(stages) == 1
-        kind = _TRAINING[self._schedule] if has_backward else pipelining.ScheduleGPipe
-        if not has_backward and not is_single:
-            kind = pipelining.ScheduleLoopedBFS
-        loss_fn = {"loss_fn": lambda nll_sum, _: nll_sum * self._scale} if has_backward else {}
-        return kind(stages[0] if is_single else stages, num_batches, scale_grads=False, **loss_fn)
+        return _SCHEDULES[self._schedule](
+            stages[0] if len(stages) == 1 else stages,
+            num_batches,
+            loss_fn=lambda nll_sum, _: nll_sum * self._scale,
+            scale_grads=False,
+        )
 
-
-def _read_part(model: Any) -> Part:
-    part: Part = model.part
-    return part
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
 
 
 def _to_host(output: Any) -> dict[str, Tensor]:
