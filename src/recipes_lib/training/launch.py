@@ -79,9 +79,19 @@ class Launch:
         return self.layout.sizes.get("tp", 1)
 
     @property
+    def context_size(self) -> int:
+        """Processes that share the tokens of a row; 1: each has whole rows."""
+        return self.layout.sizes.get("cp", 1)
+
+    @property
+    def context_rank(self) -> int:
+        """Index of this process among those that share the tokens of its rows."""
+        return self.rank % self.context_size
+
+    @property
     def data_size(self) -> int:
-        """Processes, or groups of them that share tensors, that take rows of their own."""
-        return self.world_size // self.tensor_size
+        """Processes, or groups of them that share tensors or rows, that take rows of their own."""
+        return self.world_size // (self.tensor_size * self.context_size)
 
 
 def read_launch(variables: Mapping[str, str] | None = None) -> Launch:
