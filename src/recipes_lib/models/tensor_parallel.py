@@ -103,6 +103,11 @@ def distribute(model: PreTrainedModel, distribution: DistributedConfig) -> PreTr
     return distributed
 
 
+def was_sharded_on_loading(model: nn.Module) -> bool:
+    """Whether transformers spread a model over processes while it loaded it."""
+    return bool(getattr(model, "is_distributed_loading_by_transformers", False))
+
+
 def find_data_group(model: nn.Module) -> distributed.ProcessGroup | None:
     """One process of each group that shares tensors, this one among them; ``None`` where every process is in it."""
     meshes = getattr(model, "_mesh_manager", None)
