@@ -18,19 +18,20 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.chat import RowEncoder
 from recipes_lib.data.collators import PackedCollator
 from recipes_lib.data.token_data import prepare_tokens
-from recipes_lib.models.architecture import find_model_config, start_causal_lm
+from recipes_lib.models.architecture import find_model_config
 from recipes_lib.models.attention import choose_attention, prove_isolation
 from recipes_lib.models.heads import verify_loss_head
 from recipes_lib.models.loading import load_tokenizer
-from recipes_lib.models.tensor_parallel import build_distribution
 from recipes_lib.planning.pretraining import count_run_tokens
 from recipes_lib.publish.export import export_model
 from recipes_lib.publishing import publishing
 from recipes_lib.report.page import build_report
-from recipes_lib.training.arguments import build_training_arguments, get_compute_dtype
+from recipes_lib.training.arguments import build_training_arguments
+from recipes_lib.training.context_rows import join_context
 from recipes_lib.training.launch import read_launch
 from recipes_lib.training.observer import build_observer
 from recipes_lib.training.pipeline_trainer import choose_trainer
+from recipes_lib.training.policy import load_language_model
 from recipes_lib.training.pretraining_rows import build_rows
 from recipes_lib.training.run import start_run
 
@@ -54,16 +55,9 @@ def main(config: RecipeConfig) -> None:
         # The kernel must keep documents apart unless told otherwise, and the loss head must give the model's own loss.
         isolated = not config.pretraining.cross_document_attention
         model_config, _ = find_model_config(config.model, tokenizer, rows.plan.max_length)
-        attention = choose_attention(config.model, model_config, args, packing=isolated)
-        distribution = build_distribution(run.launch.layout.sizes, get_compute_dtype(args))
-        model = start_causal_lm(
-            config.model,
-            model_config,
-            attention.implementation,
-            seed=args.seed,
-            part=run.part,
-            distribution=distribution,
-        )
+        context = join_context(run.launch, args)
+        attention = choose_attention(config.model, model_config, args, packing=isolated, context=context)
+        model = load_language_model(config, model_config, attention.implementation, args, run.launch)
         collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
         trainer = choose_trainer(run.launch)(
             config=config,
@@ -74,7 +68,7 @@ def main(config: RecipeConfig) -> None:
             eval_dataset=rows.held_out or None,
             data_collator=collate,
             processing_class=tokenizer,
-            observer=build_observer(config, rows, args, model, tokenizer, collate),
+            observer=build_observer(config, rows, args, model, tokenizer, collate, context=context),
         )
         if isolated:
             prove_isolation(trainer.model_wrapped, attention.layout)

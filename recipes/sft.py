@@ -21,14 +21,15 @@ from recipes_lib.data.training_data import load_training_data
 from recipes_lib.models.attention import choose_attention, prove_isolation
 from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.heads import verify_loss_head
-from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
-from recipes_lib.models.tensor_parallel import build_distribution
+from recipes_lib.models.loading import load_model_config, load_tokenizer
 from recipes_lib.publish.export import export_model
 from recipes_lib.publishing import publishing
 from recipes_lib.report.page import build_report
-from recipes_lib.training.arguments import build_training_arguments, get_compute_dtype
+from recipes_lib.training.arguments import build_training_arguments
+from recipes_lib.training.context_rows import join_context
 from recipes_lib.training.launch import read_launch
 from recipes_lib.training.observer import build_observer
+from recipes_lib.training.policy import load_language_model
 from recipes_lib.training.run import start_run
 from recipes_lib.training.sft import SFTTrainer
 
@@ -49,12 +50,12 @@ def main(config: RecipeConfig) -> None:
 
         # The kernel must keep packed documents apart, and the loss head must give the model's own loss.
         model_config, _ = load_model_config(config.model)
-        attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing)
-        distribution = build_distribution(run.launch.layout.sizes, get_compute_dtype(args))
-        model = load_causal_lm(config.model, attention.implementation, distribution=distribution)
+        context = join_context(run.launch, args)
+        attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing, context=context)
+        model = load_language_model(config, model_config, attention.implementation, args, run.launch)
         set_stop_tokens(model, tokenizer, data.audit.terminators)
         collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
-        observer = build_observer(config, data, args, model, tokenizer, collate)
+        observer = build_observer(config, data, args, model, tokenizer, collate, context=context)
         trainer = SFTTrainer(
             model=model,
             args=args,

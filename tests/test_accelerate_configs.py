@@ -45,10 +45,8 @@ def find_unknown_keys(document: Mapping[str, Any]) -> list[str]:
 
 def test_every_kind_of_hardware_has_its_file() -> None:
     on_one_gpu, by_deepspeed = {"single_gpu", "fp8"}, {"zero1", "zero2", "zero3", "zero3_offload"}
-    assert (
-        set(NAMES)
-        == {"cpu", "cpu_ddp", "ddp", "fsdp2", "fsdp2_offload", "fsdp2_tp", "hsdp"} | on_one_gpu | by_deepspeed
-    )
+    by_torch = {"ddp", "fsdp2", "fsdp2_cp", "fsdp2_offload", "fsdp2_tp", "hsdp"}
+    assert set(NAMES) == {"cpu", "cpu_ddp"} | by_torch | on_one_gpu | by_deepspeed
 
 
 @pytest.mark.parametrize("file", FILES, ids=NAMES)
@@ -90,6 +88,7 @@ ZERO3 = {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "ACCELERATE_DEEPSPEED_ZERO3_SAV
             "fsdp2_tp",
             SHARDED | {"PARALLELISM_CONFIG_TP_SIZE": "8", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"},
         ),
+        ("fsdp2_cp", SHARDED | {"PARALLELISM_CONFIG_CP_SIZE": "4", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}),
         ("zero1", {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}),
         ("zero2", {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}),
         ("zero3", ZERO3 | {"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none"}),

@@ -52,10 +52,17 @@ def cut_tensors(data_size: int, num_parts: int) -> Layout:
     return Layout("fsdp2_tp", data_size * num_parts, options, data_size)
 
 
+def share_rows(data_size: int, num_parts: int) -> Layout:
+    """The layout of ``data_size`` groups whose processes share each row, its tokens cut into ``num_parts``."""
+    sizes = (f"--parallelism_config_dp_shard_size={data_size}", f"--parallelism_config_cp_size={num_parts}")
+    return Layout("fsdp2_cp", data_size * num_parts, (*FULL_PRECISION, *sizes), data_size)
+
+
 LAYOUTS: Final[Mapping[str, Layout]] = {
     "DDP, 2": Layout("cpu_ddp", 2, (), 2),
     "FSDP2, 2": Layout("fsdp2", 2, FULL_PRECISION, 2),
     "TP, 2": cut_tensors(1, 2),
+    "CP, 2": share_rows(1, 2),
     "FSDP2, 4": Layout("fsdp2", 4, FULL_PRECISION, 4),
     "FSDP2 x TP, 2 x 2": cut_tensors(2, 2),
     "HSDP, 2 x 2": Layout(
@@ -73,9 +80,11 @@ CONTROLS: Final = ("mean of means", "forgotten sync", "shifted shard")
 
 
 def runs_in(cell: str, layout: str) -> bool:
-    """Whether a cell is not refused in a layout: where tensors are cut, one model is trained, by AdamW."""
+    """Whether a cell is not refused in a layout: groups train one model, and where tensors are cut, by AdamW."""
     stage, _, keys = ALL_CELLS[cell]
-    return LAYOUTS[layout].file != "fsdp2_tp" or (stage in ("sft", "pretrain") and "optim" not in keys)
+    file = LAYOUTS[layout].file
+    is_alone = stage in ("sft", "pretrain")
+    return file not in ("fsdp2_tp", "fsdp2_cp") or (is_alone and (file == "fsdp2_cp" or "optim" not in keys))
 
 
 def measure(folder: Path, cells: Sequence[str]) -> dict[str, dict[str, float]]:

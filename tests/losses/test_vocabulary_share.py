@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed
+from tests.distributed.threads import run_together
+from torch import Tensor
 
 from recipes_lib.losses.next_token import compute_cross_entropy
 from recipes_lib.losses.vocabulary_share import VocabularyShare
 
 SIZES = (6, 5)
 """As torch cuts 11 tokens in two."""
-
-
-def run_together(tasks: Sequence[Callable[[], Any]], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Run each task in a thread of its own, with sums and extremes over all of them for those over processes."""
-    barrier, given, own = threading.Barrier(len(tasks), timeout=60), {}, threading.local()
-    total = distributed.ReduceOp.SUM
-    kinds = {total: torch.sum, distributed.ReduceOp.MAX: torch.amax, distributed.ReduceOp.MIN: torch.amin}
-
-    def all_reduce(tensor: Tensor, op: Any = total, group: Any = None) -> None:
-        given[own.rank] = tensor.clone()
-        barrier.wait()
-        reduced = kinds[op](torch.stack([given[rank] for rank in range(len(tasks))]), dim=0)
-        barrier.wait()
-        tensor.copy_(reduced)
-
-    def run(rank: int) -> Any:
-        own.rank = rank
-        return tasks[rank]()
-
-    monkeypatch.setattr(distributed, "all_reduce", all_reduce)
-    with ThreadPoolExecutor(len(tasks)) as pool:
-        return list(pool.map(run, range(len(tasks))))
 
 
 @pytest.mark.parametrize("options", [{}, {"logit_scale": 0.5, "softcap": 2.0}, {"chunk_size": 3}])

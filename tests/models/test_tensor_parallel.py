@@ -22,7 +22,7 @@ from recipes_lib.models.tensor_parallel import (
     verify_can_be_cut,
 )
 
-SIZES = {"vocab_size": 67, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+SIZES = {"vocab_size": 68, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
@@ -50,8 +50,9 @@ def test_a_model_whose_plan_is_proved_may_be_cut(model_type: str) -> None:
     [
         (AutoConfig.for_model("gpt2"), "no way is proved to cut the tensors of a gpt2 model"),
         (AutoConfig.for_model("mixtral", **SIZES, **HEADS), "no way is proved to cut the tensors of a mixtral model"),
-        (build_config("llama", num_attention_heads=6), "num_attention_heads of the model is 6"),
+        (build_config("llama", num_attention_heads=6, hidden_size=24), "num_attention_heads of the model is 6"),
         (build_config("llama", num_key_value_heads=1), "num_key_value_heads of the model is 1"),
+        (build_config("llama", vocab_size=66), "vocab_size of the model is 66"),
         (build_config("llama", attention_dropout=0.1), "the model has attention_dropout"),
     ],
 )
@@ -80,7 +81,7 @@ def test_every_matrix_of_a_model_is_cut_and_what_is_not_is_found() -> None:
         if tensor.ndim > 1:
             assert tensor.shape == whole.get_parameter(name).shape
             assert tensor.to_local().numel() < tensor.numel()
-    # This process is the second one: it has the last 33 of 67 tokens, and rows of its own.
+    # This process is the second one: it has the last 34 of 68 tokens, and rows of its own.
     own = model.lm_head.weight.to_local()
     torch.testing.assert_close(own, whole.lm_head.weight[34:])
     assert find_share(model.lm_head.weight).first == 34

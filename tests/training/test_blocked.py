@@ -1,14 +1,34 @@
-"""A row of the table of combinations: what it is about where nothing else is said."""
+"""A refused combination is told where it stands: at the key that was written, or at the launch file."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
+from recipes_lib.config.loader import load_config
+from recipes_lib.config.show import flatten_config
 from recipes_lib.training.blocked import Blocked
-from recipes_lib.training.launch import Launch
+
+GIVEN = ["--model_name_or_path=o/m", "--dataset_name=o/d", "--output_dir=out"]
 
 
-def test_a_row_is_about_every_recipe_and_the_launch_unless_it_says_more() -> None:
-    row = Blocked(launch="a thing", why="it fails", remedy="another", applies=lambda keys, launch: bool(keys))
-    assert (row.recipe, row.stages, row.keys) == ("", (), ())
-    launch = Launch(rank=0, local_rank=0, world_size=1, engine="")
-    assert row.applies({"optim": "muon"}, launch)
-    assert not row.applies({}, launch)
+def block(**more: object) -> Blocked:
+    return Blocked(launch="the one", why="it would fail", remedy="use another", applies=lambda *_: True, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("row", "where", "found"),
+    [
+        (block(), "mine.yaml", "the one: it would fail"),
+        (block(stages=("sft",)), "mine.yaml", "recipes/sft.py and a launch with the one: it would fail"),
+        (block(keys=("seed",)), "--seed", "`seed: 7` and a launch with the one: it would fail"),
+        (block(keys=("optim", "seed")), "--seed", "`seed: 7` and a launch with the one: it would fail"),
+        (block(keys=("optim",)), "optim", "`optim`, which is not given, and a launch with the one: it would fail"),
+    ],
+)
+def test_a_row_is_told_at_what_was_written(row: Blocked, where: str, found: str, tmp_path: Path) -> None:
+    config = load_config("sft", [*GIVEN, "--seed=7"])
+    keys = {name: value for name, value in flatten_config(config).items() if name != "optim"}
+    problem = row.tell(keys, config, "mine.yaml")
+    assert (problem.where, problem.found, problem.remedy) == (where, found, "use another")

@@ -10,7 +10,13 @@ from tests.training.trajectories import make_packs, make_trainer, weights_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from recipes_lib.errors import DivergedError
-from recipes_lib.training.invariants import StartChecks, judge_untrained, verify_accumulation, verify_initial_loss
+from recipes_lib.training.invariants import (
+    StartChecks,
+    judge_untrained,
+    verify_accumulation,
+    verify_initial_loss,
+    verify_updated,
+)
 
 V = 4096
 
@@ -75,11 +81,12 @@ def run_checks(trainer, num_steps, *, lose=lambda name, step: False):
     checks = StartChecks(trainer, has_adapter=False)
     trainer.observer.progress.say = lines.append
     model = trainer.model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     checks.on_epoch_begin(trainer.args, trainer.state, trainer.control, model=model)
     for step in range(1, num_steps + 1):
         for name, parameter in model.named_parameters():
             parameter.grad = None if lose(name, step) else torch.ones_like(parameter)
-        checks.on_pre_optimizer_step(trainer.args, trainer.state, trainer.control, model=model)
+        checks.on_pre_optimizer_step(trainer.args, trainer.state, trainer.control, model=model, optimizer=optimizer)
     return lines[1:]
 
 
@@ -186,3 +193,12 @@ def test_weights_drawn_far_too_wide_are_refused():
     model.lm_head.weight.data *= 20
     with pytest.raises(DivergedError, match="or the initialisation is"):
         verify_initial_loss(model, compute_mean_loss(model, batch), [batch])
+
+
+def test_an_optimizer_that_updates_other_tensors_is_found():
+    """As where weights were gathered while it was built: their gradients come, and nothing is made of them."""
+    model = torch.nn.Linear(2, 2)
+    verify_updated(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    partial = torch.optim.SGD([model.weight, torch.nn.Parameter(model.bias.detach().clone())], lr=0.1)
+    with pytest.raises(DivergedError, match=r"does not update 1 of 2 trained tensors: bias"):
+        verify_updated(model, partial)

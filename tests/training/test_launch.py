@@ -109,10 +109,12 @@ def test_what_accelerate_has_decided_is_what_was_launched(engine, distributed_ty
     verify_engine(launch(world_size=2, engine=engine), engine or "MULTI_CPU")
 
 
-def test_processes_that_share_tensors_take_the_same_rows():
+def test_processes_that_share_tensors_or_rows_take_the_same_rows():
     cut = Launch(rank=0, local_rank=0, world_size=8, engine="FSDP", layout=Layout(sizes={"tp": 4, "dp_shard": 2}))
     assert (cut.tensor_size, cut.data_size) == (4, 2)
     assert (launch(world_size=8).tensor_size, launch(world_size=8).data_size) == (1, 8)
+    shared = Launch(rank=0, local_rank=0, world_size=8, engine="FSDP", layout=Layout(sizes={"cp": 4, "dp_shard": 2}))
+    assert (shared.context_size, shared.data_size) == (4, 2)
 
 
 def test_a_model_that_was_not_cut_after_all_is_refused():

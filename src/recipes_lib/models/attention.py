@@ -14,6 +14,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_
 
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.context_parallel import ContextShare, register_context, verify_can_share_rows
 from recipes_lib.models.varlen import register_varlen
 
 Layout = Literal["rows", "flat"]
@@ -42,16 +43,34 @@ class AttentionChoice:
 
     implementation: str
     layout: Layout
+    context: ContextShare | None = None
+    """The processes that share rows; ``None``: each has whole ones."""
 
 
 def choose_attention(
-    config: ModelConfig, model_config: PreTrainedConfig, args: TrainingArguments, *, packing: bool
+    config: ModelConfig,
+    model_config: PreTrainedConfig,
+    args: TrainingArguments,
+    *,
+    packing: bool,
+    context: ContextShare | None = None,
 ) -> AttentionChoice:
     """Settle the kernel for a run: ``choose_kernel`` for its model, device and precision.
 
+    Args:
+        config: Which kernel was asked for.
+        model_config: Of the model.
+        args: Of the trainer.
+        packing: Whether documents share a row.
+        context: The processes that share rows; they need the attention that reaches over them.
+
     Raises:
-        ConfigError: As ``choose_kernel``.
+        ConfigError: As ``choose_kernel`` and ``verify_can_share_rows``.
     """
+    if context is not None:
+        verify_can_share_rows(model_config)
+        register_context(context)
+        return AttentionChoice("context", "rows", context)
     halves = {"bfloat16": torch.bfloat16, "float16": torch.float16}
     is_bf16 = args.bf16 or args.mixed_precision == "fp8"
     compute_dtype = (

@@ -88,7 +88,8 @@ def add_loss_head(model: PreTrainedModel) -> None:
     """Let ``model`` return a loss, log-probabilities, states or what a function makes of them, on demand.
 
     ``model(input_ids=..., position_ids=..., labels=..., loss_head=True)`` sums the loss over a batch: ``labels`` are
-    ``int64 (B, L)``, unshifted, negative where there is no target.
+    ``int64 (B, L)``, unshifted, negative where there is no target. With ``targets`` beside them, ``int64 (B, L)``, each
+    hidden state is scored on the one at its own place, as where rows are cut over processes (``cut_batch``).
 
     ``model(input_ids=..., position_ids=..., predictors=..., targets=..., token_logps=True)`` gives the log-probability
     of each of ``N`` tokens. ``predictors`` are ``int64 (N,)`` indices into the flattened ``(B * L)`` positions,
@@ -230,16 +231,24 @@ def _project_or_score(
     return score(hidden, weight, *args, bias=bias, **options)
 
 
-def _compute_sums(model: Any, *, labels: Tensor, attention_mask: Tensor | None = None, **inputs: Any) -> LossHeadOutput:
+def _compute_sums(
+    model: Any, *, labels: Tensor, targets: Tensor | None = None, attention_mask: Tensor | None = None, **inputs: Any
+) -> LossHeadOutput:
     # A mask or a cache would switch off the isolation of packed documents, which is read from the positions. Padding
     # stands at the end of a row, where causal attention keeps it from the documents.
     if attention_mask is not None:
         raise ValueError("the loss head takes no attention_mask: position_ids tell documents apart")
+    if targets is not None:
+        # Rows are cut over processes. A mask of four axes is taken as it is, and here the attention knows without.
+        inputs["attention_mask"] = torch.empty(1, 1, 0, 0, dtype=torch.bool, device=labels.device)
+        hidden, aux_loss = _run_backbone(model, inputs)
+        sums: TokenSums = _score(model, compute_cross_entropy, hidden, targets)
+        return LossHeadOutput(sums.nll_sum, sums.num_targets, sums.num_correct, aux_loss)
     num_predictors = labels.shape[1] - 1
     if _can_cut(model, num_predictors, inputs):
         inputs = {name: part[:, :num_predictors] for name, part in inputs.items() if name != "use_cache"}
     hidden, aux_loss = _run_backbone(model, inputs)
-    sums: TokenSums = _score(model, compute_cross_entropy, hidden[:, :num_predictors], labels[:, 1:])
+    sums = _score(model, compute_cross_entropy, hidden[:, :num_predictors], labels[:, 1:])
     return LossHeadOutput(sums.nll_sum, sums.num_targets, sums.num_correct, aux_loss)
 
 

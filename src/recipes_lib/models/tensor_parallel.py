@@ -20,6 +20,8 @@ from recipes_lib.losses.vocabulary_share import VocabularyShare
 PROVED_STYLES: Final = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
 """How the parts of a layer may be cut, in transformers' words; of experts and fused projections it is not proved."""
 
+_DIVIDED: Final = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+
 
 def build_distribution(sizes: Mapping[str, int], compute_dtype: torch.dtype) -> DistributedConfig | None:
     """How a model is spread over processes while it is loaded; ``None`` where its tensors are not cut.
@@ -41,8 +43,8 @@ def verify_can_be_cut(config: PreTrainedConfig, num_parts: int) -> None:
     """Refuse a model whose tensors cannot be cut into ``num_parts``, before any of it is loaded.
 
     Raises:
-        ConfigError: Its architecture has no plan for that, or one that is not proved; its heads do not divide; or it
-            has dropout.
+        ConfigError: Its architecture has no plan for that, or one that is not proved; its heads, the width of its MLP
+            or its vocabulary do not divide; or it has dropout.
     """
     text = config.get_text_config()
     plan: Mapping[str, str] = text.base_model_tp_plan or {}
@@ -51,7 +53,7 @@ def verify_can_be_cut(config: PreTrainedConfig, num_parts: int) -> None:
     if not is_known or not plan or set(plan.values()) - PROVED_STYLES:
         found = f"no way is proved to cut the tensors of a {config.model_type} model"
         problems.append(Problem("model_name_or_path", found, "launch with accelerate_configs/fsdp2.yaml"))
-    for key in ("num_attention_heads", "num_key_value_heads"):
+    for key in _DIVIDED:
         number = getattr(text, key, None)
         if isinstance(number, int) and number % num_parts:
             found = f"{key} of the model is {number}, which {num_parts} processes cannot share"
@@ -99,6 +101,11 @@ def distribute(model: PreTrainedModel, distribution: DistributedConfig) -> PreTr
         distributed_config=distribution,
     )
     return distributed
+
+
+def was_sharded_on_loading(model: nn.Module) -> bool:
+    """Whether transformers spread a model over processes while it loaded it."""
+    return bool(getattr(model, "is_distributed_loading_by_transformers", False))
 
 
 def find_data_group(model: nn.Module) -> distributed.ProcessGroup | None:

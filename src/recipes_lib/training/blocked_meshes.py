@@ -8,6 +8,7 @@ from typing import Final
 from recipes_lib.training.blocked import Blocked
 
 _TENSORS: Final = "`parallelism_config_tp_size`"
+_ROWS: Final = "`parallelism_config_cp_size`"
 _WITH_OTHER_MODELS: Final = ("lora", "reward", "dpo", "distill", "ppo", "rloo", "grpo")
 _UNPROVED: Final = ("neftune_noise_alpha", "torch_compile", "verify_steps")
 _ADAMW: Final = ("adamw_torch", "adamw_torch_fused")
@@ -32,11 +33,10 @@ OF_MESHES: Final = (
         ),
     ),
     Blocked(
-        launch="`parallelism_config_cp_size`, `parallelism_config_sp_size`",
-        why="a process here has whole rows: cut ones lose targets where they are cut, and packed ones their documents, "
-        "since ring attention takes no mask",
-        remedy="write 1; docs/handover.md says which tool cuts sequences",
-        applies=lambda _, launch: bool({"cp", "sp"} & set(launch.layout.sizes)),
+        launch="`parallelism_config_sp_size`",
+        why="DeepSpeed doubles the gradients of sequences that it splits, at ZeRO-1 and 2",
+        remedy="use accelerate_configs/fsdp2_cp.yaml, which shares rows over GPUs",
+        applies=lambda _, launch: "sp" in launch.layout.sizes,
     ),
     Blocked(
         launch=f"{_TENSORS} and not `distributed_type: FSDP`",
@@ -95,6 +95,42 @@ OF_MESHES: Final = (
         remedy="delete the line, or use accelerate_configs/fsdp2.yaml",
         keys=_UNPROVED,
         applies=lambda keys, launch: launch.tensor_size > 1 and any(keys.get(key) for key in _UNPROVED),
+    ),
+    Blocked(
+        launch=f"{_ROWS} and not `distributed_type: FSDP`",
+        why="the gradients of a row that is shared are summed by FSDP2 and by nothing else",
+        remedy="use accelerate_configs/fsdp2_cp.yaml",
+        applies=lambda _, launch: launch.context_size > 1 and launch.engine != "FSDP",
+    ),
+    Blocked(
+        launch=f"{_ROWS} with `parallelism_config_tp_size` or `parallelism_config_dp_replicate_size`",
+        why="rows that are shared by processes that also share tensors, or replicate, are not proved",
+        remedy="shard over all processes: write `parallelism_config_dp_shard_size`",
+        applies=lambda _, launch: launch.context_size > 1 and bool({"tp", "dp_replicate"} & set(launch.layout.sizes)),
+    ),
+    Blocked(
+        recipe="LoRA, reward models, DPO, distillation, PPO, RLOO, GRPO",
+        launch=_ROWS,
+        why="a row of these stages holds more than tokens and their successors, and is not cut",
+        remedy="use accelerate_configs/fsdp2.yaml",
+        stages=_WITH_OTHER_MODELS,
+        applies=lambda _, launch: launch.context_size > 1,
+    ),
+    Blocked(
+        recipe="`attn_implementation`",
+        launch=_ROWS,
+        why="a row that is shared needs the attention that reaches over processes",
+        remedy="delete the line",
+        keys=("attn_implementation",),
+        applies=lambda keys, launch: launch.context_size > 1 and bool(keys.get("attn_implementation")),
+    ),
+    Blocked(
+        recipe=", ".join(f"`{key}`" for key in _UNPROVED),
+        launch=_ROWS,
+        why="it is not proved to compute the same where a row is shared",
+        remedy="delete the line, or use accelerate_configs/fsdp2.yaml",
+        keys=_UNPROVED,
+        applies=lambda keys, launch: launch.context_size > 1 and any(keys.get(key) for key in _UNPROVED),
     ),
 )
 """Those of ``combinations.BLOCKED`` that are about ``parallelism_config``."""

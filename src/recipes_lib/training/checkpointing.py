@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.models.stages import build_whole_on_meta
-from recipes_lib.models.tensor_parallel import taken_for_whole
+from recipes_lib.models.tensor_parallel import taken_for_whole, was_sharded_on_loading
 from recipes_lib.training.checkpoint_saver import CheckpointSaver, Staged, Task, write_state
 from recipes_lib.training.checkpoints import STAGING
 from recipes_lib.training.observer import Observer
@@ -63,13 +63,12 @@ class CheckpointingTrainer(Trainer):
         Args:
             **options: As upstream's trainer; ``args`` may have a ``save_keep_steps``.
         """
-        args = options["args"]
+        args: TrainingArguments = options["args"]
+        saves_less = args.save_only_model
         # Of what was sharded on loading upstream saves the model alone, and refuses to train without being told to.
-        saves_less, args.save_only_model = args.save_only_model, True
-        try:
-            super().__init__(**options)
-        finally:
-            args.save_only_model = saves_less
+        args.save_only_model = saves_less or was_sharded_on_loading(options["model"])
+        super().__init__(**options)
+        args.save_only_model = saves_less
         engine = "FSDP" if self.is_in_shards else "DEEPSPEED" if self.is_deepspeed_enabled else ""
         self._saver = CheckpointSaver(self.args, self._tell, engine=engine)
         self._is_rehearsed = False
@@ -85,7 +84,7 @@ class CheckpointingTrainer(Trainer):
     @property
     def is_in_shards(self) -> bool:
         """True where tensors are torch's ``DTensor``: sharded by accelerate, or on loading."""
-        return bool(self.is_fsdp_enabled or self.is_distributed_loading_by_transformers)
+        return bool(self.is_fsdp_enabled or was_sharded_on_loading(self.model))
 
     @property
     def writes_shards(self) -> bool:

@@ -65,6 +65,8 @@ class StartChecks(TrainerCallback):
         """Look at the gradients until each was seen, or was not in the first steps."""
         if not self._unjudged:
             return
+        if self._num_steps == 0:
+            verify_updated(kwargs["model"], kwargs["optimizer"])
         self._num_steps += 1
         verdicts = judge_gradients(kwargs["model"])
         self._unjudged = {name: verdicts.get(name) for name in self._unjudged if verdicts.get(name)}
@@ -74,6 +76,25 @@ class StartChecks(TrainerCallback):
             parameters = dict(kwargs["model"].named_parameters())
             self._trainer.observer.progress.say(judge_untrained(self._unjudged, parameters, self._num_trained))
             self._unjudged = {}
+
+
+def verify_updated(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Hold what an optimizer updates against what is trained: a tensor of another identity would stay as it is.
+
+    Args:
+        model: With its gradients.
+        optimizer: Built for it, before it was sharded or after.
+
+    Raises:
+        DivergedError: It does not update a tensor that is trained.
+    """
+    updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    lost = {name: "it is another tensor" for name, parameter in trained if id(parameter) not in updated}
+    if lost:
+        raise DivergedError(
+            f"the optimizer does not update {len(lost)} of {len(trained)} trained tensors: {_list(list(lost), lost)}"
+        )
 
 
 def verify_accumulation(trainer: RecipeTrainer) -> str:

@@ -90,10 +90,20 @@ class Launch:
         return self.layout.sizes.get("tp", 1)
 
     @property
+    def context_size(self) -> int:
+        """Processes that share the tokens of a row; 1: each has whole rows."""
+        return self.layout.sizes.get("cp", 1)
+
+    @property
+    def context_rank(self) -> int:
+        """Index of this process among those that share the tokens of its rows."""
+        return self.rank % self.context_size
+
+    @property
     def data_size(self) -> int:
-        """Processes that take rows of their own, or groups of them that share tensors or the stages of a pipeline."""
+        """Processes that take rows of their own, or groups of them that share tensors, rows or the stages of a pipeline."""
         # A launch that does not fill one group is refused a moment later.
-        return max(1, self.world_size // (self.tensor_size * self.layout.stages))
+        return max(1, self.world_size // (self.tensor_size * self.context_size * self.layout.stages))
 
     @property
     def part(self) -> Part | None:

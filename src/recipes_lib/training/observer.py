@@ -15,10 +15,12 @@ from recipes_lib.config.schema import GuardsConfig, RecipeConfig
 from recipes_lib.data.token_bytes import compute_token_byte_lengths
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.hardware import measure_matmul_flops
+from recipes_lib.models.context_parallel import ContextShare
 from recipes_lib.models.tensor_parallel import find_data_group
 from recipes_lib.planning.compute import compute_flops_per_token, peak_flops
 from recipes_lib.training.arguments import get_compute_dtype
 from recipes_lib.training.callbacks import MetricsCallback
+from recipes_lib.training.context_rows import cut_batch
 from recipes_lib.training.hooks.evaluation import EvaluateLoss
 from recipes_lib.training.hooks.pair_evaluation import EvaluatePairs
 from recipes_lib.training.hooks.prompts import Example, build_prompts
@@ -84,6 +86,7 @@ def build_observer(
     tokenizer: PreTrainedTokenizerBase,
     collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]],
     score_pairs: Callable[[nn.Module, Any], PairScores] | None = None,
+    context: ContextShare | None = None,
 ) -> Observer:
     """Build what watches a run: on every process, though only the main one writes and shows.
 
@@ -95,6 +98,7 @@ def build_observer(
         tokenizer: Its tokenizer.
         collate: Rows to a batch.
         score_pairs: Scores a batch of pairs; ``None`` where rows are not pairs.
+        context: The processes that share rows with this one.
 
     Raises:
         ConfigError: A metric cannot be loaded, or no prompt has a reference that it could be scored against.
@@ -122,10 +126,12 @@ def build_observer(
             EvaluateLoss(
                 data.held_out,
                 batch_size=args.per_device_eval_batch_size,
-                collate=collate,
+                collate=collate if context is None else _cut_after(collate, context),
                 progress=progress,
                 byte_lengths=count_text_bytes(tokenizer),
-                group=row_group,
+                # Of a row that is shared each process has a part of the sums; of one that all compute, all of them.
+                group=row_group if context is None else context.data_group,
+                sums_group=row_group,
             )
         )
     # A reward model answers nothing, and of a model in stages no process has enough.
@@ -150,6 +156,12 @@ def build_observer(
     )
     writer = MetricsWriter(output_dir / METRICS_FILE, is_main=is_main)
     return Observer(counter, hooks, [MetricsCallback(counter, meter, writer, progress, group)], progress, config.guards)
+
+
+def _cut_after(
+    collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]], share: ContextShare
+) -> Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]:
+    return lambda rows: cut_batch(collate(rows), share.rank, share.size)
 
 
 def _sum_peak_flops(args: TrainingArguments) -> float | None:

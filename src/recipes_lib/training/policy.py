@@ -5,17 +5,49 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.models.adapters import add_adapter
 from recipes_lib.models.adapters_saved import TaskType
+from recipes_lib.models.architecture import start_causal_lm
 from recipes_lib.models.dropout import disable_dropout
 from recipes_lib.models.loading import load_causal_lm
 from recipes_lib.models.quantization import build_quantization_config
 from recipes_lib.models.score_head import add_score_head, load_reward_model, set_pad_token
+from recipes_lib.models.tensor_parallel import build_distribution
 from recipes_lib.training.arguments import get_compute_dtype
 from recipes_lib.training.launch import Launch
+
+
+def load_language_model(
+    config: RecipeConfig,
+    model_config: PreTrainedConfig,
+    attn_implementation: str,
+    args: TrainingArguments,
+    launch: Launch,
+) -> PreTrainedModel:
+    """Load ``config.model``, or start it from random weights, over the processes as the launch file has it.
+
+    Args:
+        config: The run.
+        model_config: Of its model.
+        attn_implementation: As the attention was settled.
+        args: Precision of the products, and seed of random weights.
+        launch: How tensors are cut and shared out, and which layers this process holds.
+
+    Raises:
+        ConfigError: As ``start_causal_lm``.
+    """
+    distribution = build_distribution(launch.layout.sizes, get_compute_dtype(args))
+    return start_causal_lm(
+        config.model,
+        model_config,
+        attn_implementation,
+        seed=args.seed,
+        part=launch.part,
+        distribution=distribution,
+    )
 
 
 def load_policy(config: RecipeConfig, attn_implementation: str, args: TrainingArguments, launch: Launch) -> Any:

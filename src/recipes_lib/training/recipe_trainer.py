@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from recipes_lib.training.activation_checkpointing import read_selective
 from recipes_lib.training.adapter_checks import AdapterChecks
 from recipes_lib.training.callbacks import EVALUATION_KEY
 from recipes_lib.training.checkpointing import CheckpointingTrainer
+from recipes_lib.training.context_rows import cut_batch
 from recipes_lib.training.fp8 import verify_fp8_layers
 from recipes_lib.training.guards import StepInputs, separate_row_ids
 from recipes_lib.training.invariants import StartChecks
@@ -48,7 +49,7 @@ from recipes_lib.training.optimizers import (
 )
 from recipes_lib.training.preemption import LastStep, build_preemption, stop_if_agreed
 from recipes_lib.training.run_sampler import EpochRows, RunSampler
-from recipes_lib.training.sharded_models import compute_total_norm, settle_precision
+from recipes_lib.training.sharded_models import compute_total_norm, reshard, settle_precision
 from recipes_lib.training.step_guard import StepGuard
 from recipes_lib.training.watchdog import WATCHDOG
 
@@ -115,6 +116,9 @@ class RecipeTrainer(CheckpointingTrainer):
             **options,
         )
         self.launch = read_launch()
+        if self.launch.context_size > 1:
+            # accelerate's own would drop the masks of attention, for torch's ring that takes none.
+            self.accelerator._prepare_cp = lambda *args: args
         verify_engine(self.launch, self.accelerator.distributed_type, tensor_size=count_tensor_parts(self.model))
         settle_precision(self.accelerator)
         self.remove_callback(PrinterCallback)
@@ -142,6 +146,8 @@ class RecipeTrainer(CheckpointingTrainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Build the optimizer by name, and give an adapter's B matrices their rate."""
+        # Of what was sharded on loading a forward pass has left some weights whole, and their shards are to be updated.
+        reshard(self.model)
         is_new, ratio = self.optimizer is None, self.adapter.loraplus_lr_ratio
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         if is_new and ratio is not None:
@@ -191,6 +197,9 @@ class RecipeTrainer(CheckpointingTrainer):
         if not batches:
             return [], None
         row_ids = separate_row_ids(batches)
+        if self.launch.context_size > 1:
+            rank, size = self.launch.context_rank, self.launch.context_size
+            batches = [cut_batch(batch, rank, size) for batch in batches]
         num_terms = torch.stack([self.count_terms(batch) for batch in batches]).sum()
         counts = torch.stack([num_terms, torch.tensor(STOP.reason is not None)]).to(device)
         counts = self.accelerator.reduce(counts, reduction="sum")
@@ -205,6 +214,10 @@ class RecipeTrainer(CheckpointingTrainer):
             )
         self.guard.inputs = StepInputs(batches, row_ids, counts[0])
         return batches, counts[0]
+
+    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: Batch) -> Any:
+        """Leave a batch as it is: where rows are shared it is cut already."""
+        return contextlib.nullcontext, inputs
 
     def floating_point_ops(self, inputs: Batch) -> int:
         """Return this process's share of upstream's ``6 * tokens * parameters``, the model walked but once."""
@@ -223,7 +236,7 @@ class RecipeTrainer(CheckpointingTrainer):
         self.guard.inputs.losses.append(loss)
         return loss
 
-    @contextmanager
+    @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
         """While it lasts, what is computed does not count as training."""
         observer, inputs = self.observer, self.guard.inputs

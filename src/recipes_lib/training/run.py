@@ -24,7 +24,6 @@ from recipes_lib.config.show import flatten_config
 from recipes_lib.environment import read_git_commit, read_versions
 from recipes_lib.errors import ConfigError, DivergedError, LostPeerError, PreemptedError, Problem, UserError
 from recipes_lib.models.loading import find_commit
-from recipes_lib.models.parts import Part
 from recipes_lib.peers import explain_lost_connection
 from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints import (
@@ -98,11 +97,6 @@ class Run:
     launch: Launch
     resume_from: Path | None
     finished: bool
-
-    @property
-    def part(self) -> Part | None:
-        """What this process holds of a model; ``None``: all of it."""
-        return self.launch.part
 
     def record(self, **facts: Any) -> None:
         """Add facts to ``run.json``; only the main process writes."""

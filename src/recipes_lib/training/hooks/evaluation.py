@@ -87,6 +87,7 @@ class EvaluateLoss:
         byte_lengths: Tensor | None = None,
         compute_sums: Callable[[nn.Module, Batch], TokenSums] = compute_token_sums,
         group: distributed.ProcessGroup | None = None,
+        sums_group: distributed.ProcessGroup | None = None,
     ) -> None:
         """Prepare an evaluation.
 
@@ -97,7 +98,8 @@ class EvaluateLoss:
             progress: Shows how far the evaluation is.
             byte_lengths: Bytes of text of each id, ``int64 (V,)``, 0 for special tokens; ``None``: no bits per byte.
             compute_sums: Scores a batch.
-            group: Processes that share the rows; ``None`` is all of them.
+            group: Processes that take rows in turn; ``None`` is all of them.
+            sums_group: Processes whose sums together are those of all rows; ``None`` is all of them.
 
         Raises:
             DataError: A set has no rows.
@@ -111,7 +113,7 @@ class EvaluateLoss:
         self._progress = progress
         self._byte_lengths = byte_lengths
         self._compute_sums = compute_sums
-        self._group = group
+        self._group, self._sums_group = group, sums_group
 
     def __call__(self, model: nn.Module, step: int) -> dict[str, float]:
         """Return ``loss`` (nats per target), ``perplexity``, ``bits_per_byte``, ``token_accuracy``, and what it took.
@@ -154,7 +156,7 @@ class EvaluateLoss:
                 scored = self._score(model, self._collate([rows[number] for number in numbers]))
                 if is_counted:
                     sums = _Sums(*(total + value for total, value in zip(sums, scored, strict=True)))
-        sums = _Sums(*sum_over_processes(sums, self._group))
+        sums = _Sums(*sum_over_processes(sums, self._sums_group))
         if sums.num_targets == 0:
             raise DataError(Problem(name, "no token is a target", "see it with `recipes preview`"))
         return sums

@@ -1,0 +1,142 @@
+"""Rows cut along the sequence over processes: the tokens of each attend to those of all, inside their documents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from recipes_lib.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class ContextShare:
+    """The processes that share rows, and this one among them.
+
+    Attributes:
+        group: They.
+        rank: Index of this one.
+        size: Their number.
+        data_group: One of each such group, this one among them.
+    """
+
+    group: distributed.ProcessGroup
+    rank: int
+    size: int
+    data_group: distributed.ProcessGroup
+
+
+def verify_can_share_rows(config: PreTrainedConfig) -> None:
+    """Refuse a model that does not attend from each token to all before it in its document.
+
+    Raises:
+        ConfigError: It has layers of another kind, or what is computed over a whole row besides.
+    """
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    if getattr(text, "sliding_window", None) and not getattr(text, "layer_types", None):
+        kinds.add("sliding_attention")
+    reasons = [f"{kind} layers" for kind in sorted(kinds - {"full_attention"})]
+    reasons += ["capped attention"] if getattr(text, "attn_logit_softcapping", None) is not None else []
+    reasons += ["attention dropout"] if getattr(text, "attention_dropout", 0.0) else []
+    # Its angles follow from the longest row, of which each process sees but a part.
+    rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
+    reasons += [f"{rope} rotary positions"] if rope in ("dynamic", "longrope") else []
+    reasons += ["a balance of experts"] if getattr(text, "output_router_logits", False) else []
+    if reasons:
+        found = f"a {config.model_type} model with {', '.join(reasons)} cannot share a row over processes"
+        raise ConfigError(Problem("model_name_or_path", found, "launch with accelerate_configs/fsdp2.yaml"))
+
+
+def register_context(share: ContextShare) -> None:
+    """Make ``attn_implementation="context"`` known to transformers: over rows that ``cut_batch`` cut, or as ``sdpa``.
+
+    Keys and values are gathered from the processes that share a row; their gradients are summed and shared out.
+
+    Source: ``torch.nn.attention.varlen.varlen_attn``; ``tests/models/test_context_parallel.py``.
+    """
+    AttentionInterface.register("context", partial(_attend, share))
+    AttentionMaskInterface.register("context", sdpa_mask)
+
+
+class _Gather(torch.autograd.Function):
+    """The tokens of all processes, one process behind the other; their gradients back, summed."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, share: ContextShare) -> Tensor:
+        ctx.share = share
+        gathered = own.new_empty(share.size * len(own), *own.shape[1:])
+        distributed.all_gather_into_tensor(gathered, own.contiguous(), group=share.group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        own = gradient.new_empty(len(gradient) // ctx.share.size, *gradient.shape[1:])
+        distributed.reduce_scatter_tensor(own, gradient.contiguous(), group=ctx.share.group)
+        return own, None
+
+
+def _attend(
+    share: ContextShare,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    """Attention of this process's tokens, ``(B, heads, l, D)`` to ``(B, l, heads, D)``."""
+    index: Tensor | None = settings.get("context_index")
+    if index is None:
+        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
+        return output, None
+    num_rows, num_tokens = query.shape[0], query.shape[2]
+    # Norms leave queries and keys in float32 under autocast; values come straight from a projection.
+    flat = [state.to(value.dtype).transpose(1, 2).flatten(0, 1) for state in (query, key, value)]
+    own, *others = flat
+    keys, values = (_Gather.apply(state, share)[index] for state in others)  # type: ignore[no-untyped-call]
+    attend = _attend_on_cuda if value.is_cuda else _attend_by_run
+    return attend(own, keys, values, settings).unflatten(0, (num_rows, num_tokens)), None
+
+
+def _attend_on_cuda(query: Tensor, key: Tensor, value: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    # Where there are more keys than queries, the last of both are the same token.
+    output = varlen_attn(
+        query,
+        key,
+        value,
+        settings["cu_seq_lens_q"],
+        settings["cu_seq_lens_k"],
+        settings["max_length_q"],
+        settings["max_length_k"],
+        scale=settings.get("scaling"),
+        window_size=(-1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(output, Tensor)
+    return output
+
+
+def _attend_by_run(query: Tensor, key: Tensor, value: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    num_queries, num_keys = (settings[f"cu_seq_lens_{which}"].diff().tolist() for which in "qk")
+    parts = zip(query.split(num_queries), key.split(num_keys), value.split(num_keys), strict=True)
+    outputs = []
+    for own, keys, values in parts:
+        before = len(keys) - len(own)
+        mask = torch.ones(len(own), len(keys), dtype=torch.bool).tril(before) if before else None
+        states = (state.transpose(0, 1)[None] for state in (own, keys, values))
+        gqa = own.shape[1] != keys.shape[1]
+        output = functional.scaled_dot_product_attention(
+            *states, mask, is_causal=mask is None, scale=settings.get("scaling"), enable_gqa=gqa
+        )
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs)

@@ -1,0 +1,47 @@
+"""Threads of one process in the place of processes, where what they tell each other is all that is tested."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed
+
+
+def run_together(tasks: Sequence[Callable[[], Any]], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Run each task in a thread of its own, as the process of that rank, and return what they returned.
+
+    Sums, extremes, gathering and scattering over all processes go over all threads.
+    """
+    barrier, given, own = threading.Barrier(len(tasks), timeout=60), {}, threading.local()
+    total = distributed.ReduceOp.SUM
+    kinds = {total: torch.sum, distributed.ReduceOp.MAX: torch.amax, distributed.ReduceOp.MIN: torch.amin}
+
+    def exchange(tensor: Tensor) -> list[Tensor]:
+        given[own.rank] = tensor.detach().clone()
+        barrier.wait()
+        everyones = [given[rank] for rank in range(len(tasks))]
+        barrier.wait()
+        return everyones
+
+    def all_reduce(tensor: Tensor, op: Any = total, group: Any = None) -> None:
+        tensor.copy_(kinds[op](torch.stack(exchange(tensor)), dim=0))
+
+    def all_gather_into_tensor(output: Tensor, tensor: Tensor, group: Any = None) -> None:
+        output.copy_(torch.cat(exchange(tensor)))
+
+    def reduce_scatter_tensor(output: Tensor, tensor: Tensor, group: Any = None) -> None:
+        output.copy_(torch.stack(exchange(tensor)).sum(dim=0).chunk(len(tasks))[own.rank])
+
+    def run(rank: int) -> Any:
+        own.rank = rank
+        return tasks[rank]()
+
+    for fake in (all_reduce, all_gather_into_tensor, reduce_scatter_tensor):
+        monkeypatch.setattr(distributed, fake.__name__, fake)
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        return list(pool.map(run, range(len(tasks))))
