@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.training.pretrain import PretrainTrainer
 
 ROOT = Path(__file__).parents[2]
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "rivers", "carry", "sand", "towards", "sea", "every", "day")
@@ -71,12 +72,12 @@ def run_recipe(config: RecipeConfig, monkeypatch: pytest.MonkeyPatch, *, stop_af
             if state.global_step == stop_after:
                 raise KeyboardInterrupt
 
-    class Stopping(recipe.PretrainTrainer):
+    class Stopping(PretrainTrainer):
         def __init__(self, **kwargs):
             super().__init__(**kwargs)
             self.add_callback(Stop())
 
-    monkeypatch.setattr(recipe, "PretrainTrainer", Stopping)
+    monkeypatch.setattr(recipe, "choose_trainer", lambda _: Stopping)
     if stop_after is None:
         recipe.main(config)
         return

@@ -167,7 +167,7 @@ def load_pretrained(
         )
     model, info = loaded
     architecture, missing = type(model).__name__, set(info["missing_keys"])
-    elsewhere: Collection[str] = getattr(model, "whole_names", frozenset())  # In other parts of a pipeline.
+    elsewhere: frozenset[str] = getattr(model, "whole_names", frozenset())  # In other parts of a pipeline.
     mismatched = {f"{key} {tuple(found)} for {tuple(wanted)}" for key, found, wanted in info["mismatched_keys"]}
     problems = [
         Problem("model_name_or_path", f"{found} {_shorten(keys)}", f"name a complete {architecture} checkpoint")

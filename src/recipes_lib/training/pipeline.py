@@ -68,7 +68,8 @@ class Chunk(nn.Module):
             if self.is_last:
                 self.results.append(self.model(**inputs, use_cache=False))
                 # Of logits nobody asks for gradients.
-                return self.results[-1].get("nll_sum", torch.zeros(()))
+                loss: Tensor = self.results[-1].get("nll_sum", torch.zeros(()))
+                return loss
             inputs = {name: value for name, value in inputs.items() if name not in _OF_LAST}
             hidden: Tensor = self.model.base_model(**inputs, use_cache=False).last_hidden_state
         # What the next stage waits for: under autocast the sums of a layer are as wide as its weights.
@@ -128,7 +129,7 @@ class Pipeline(nn.Module):
         """
         inputs.pop("use_cache", None)
         results = self._give([inputs], self._hand_through)
-        found = [_to_host(results[0]) if results else None]
+        found = [_to_host(results[0]) if results else {}]
         distributed.broadcast_object_list(found, group=self._mesh.pipeline, group_src=self.part.num_stages - 1)
         kind: Any = LossHeadOutput if inputs.get("loss_head") else CausalLMOutput
         device = inputs["input_ids"].device
@@ -221,7 +222,8 @@ class Pipeline(nn.Module):
 
     @property
     def _device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        device: torch.device = next(self.model.parameters()).device
+        return device
 
 
 def _to_host(output: Any) -> dict[str, Tensor]:
