@@ -101,7 +101,7 @@ class Launch:
 
     @property
     def data_size(self) -> int:
-        """Processes that take rows of their own, or groups of them that share tensors, rows or the stages of a pipeline."""
+        """Processes that take rows of their own, or groups that share tensors, rows or the stages of a pipeline."""
         # A launch that does not fill one group is refused a moment later.
         return max(1, self.world_size // (self.tensor_size * self.context_size * self.layout.stages))
 
