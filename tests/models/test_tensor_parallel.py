@@ -38,7 +38,7 @@ def two_processes() -> Iterator[None]:
     distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral", "smollm3", "gemma3_text"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "mistral", "smollm3"])
 def test_a_model_whose_plan_is_proved_may_be_cut(model_type: str) -> None:
     config = build_config(model_type)
     config.attention_dropout = 0.0
@@ -49,6 +49,7 @@ def test_a_model_whose_plan_is_proved_may_be_cut(model_type: str) -> None:
     ("config", "why"),
     [
         (AutoConfig.for_model("gpt2"), "no way is proved to cut the tensors of a gpt2 model"),
+        (build_config("qwen3"), "no way is proved to cut the tensors of a qwen3 model"),
         (AutoConfig.for_model("mixtral", **SIZES, **HEADS), "no way is proved to cut the tensors of a mixtral model"),
         (build_config("llama", num_attention_heads=6, hidden_size=24), "num_attention_heads of the model is 6"),
         (build_config("llama", num_key_value_heads=1), "num_key_value_heads of the model is 1"),
