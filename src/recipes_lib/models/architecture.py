@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     set_seed,
 )
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, Problem

@@ -105,7 +105,7 @@ def _attend(
     own, *others = flat
     keys, values = (_Gather.apply(state, share)[index] for state in others)  # type: ignore[no-untyped-call]
     attend = _attend_on_cuda if value.is_cuda else _attend_by_run
-    return attend(own, keys, values, settings).unflatten(0, (num_rows, num_tokens)), None
+    return attend(own, keys, values, settings).view(num_rows, num_tokens, *own.shape[1:]), None
 
 
 def _attend_on_cuda(query: Tensor, key: Tensor, value: Tensor, settings: Mapping[str, Any]) -> Tensor:
@@ -128,15 +128,15 @@ def _attend_on_cuda(query: Tensor, key: Tensor, value: Tensor, settings: Mapping
 
 def _attend_by_run(query: Tensor, key: Tensor, value: Tensor, settings: Mapping[str, Any]) -> Tensor:
     num_queries, num_keys = (settings[f"cu_seq_lens_{which}"].diff().tolist() for which in "qk")
-    parts = zip(query.split(num_queries), key.split(num_keys), value.split(num_keys), strict=True)
+    parts = zip(*map(torch.split, (query, key, value), (num_queries, num_keys, num_keys)), strict=True)
     outputs = []
     for own, keys, values in parts:
         before = len(keys) - len(own)
         mask = torch.ones(len(own), len(keys), dtype=torch.bool).tril(before) if before else None
-        states = (state.transpose(0, 1)[None] for state in (own, keys, values))
-        gqa = own.shape[1] != keys.shape[1]
+        queries, keys, values = (state.transpose(0, 1)[None] for state in (own, keys, values))
+        gqa = queries.shape[1] != keys.shape[1]
         output = functional.scaled_dot_product_attention(
-            *states, mask, is_causal=mask is None, scale=settings.get("scaling"), enable_gqa=gqa
+            queries, keys, values, mask, is_causal=mask is None, scale=settings.get("scaling"), enable_gqa=gqa
         )
         outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs)

@@ -216,7 +216,8 @@ def _project_or_score(
     projection: nn.Linear, hidden: Tensor, score: Callable[..., Any] | None = None, *args: Any, **options: Any
 ) -> Any:
     """The output projection's ``forward``: logits, or what ``score`` makes of hidden states and weight."""
-    weight, bias = projection.weight, projection.bias
+    weight: Any = projection.weight
+    bias: Any = projection.bias
     if isinstance(weight, DTensor):
         # Processes share the vocabulary.
         if score is None:

@@ -27,7 +27,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.errors import ConfigError, Problem

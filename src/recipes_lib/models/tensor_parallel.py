@@ -12,7 +12,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.losses.vocabulary_share import VocabularyShare
