@@ -215,6 +215,7 @@ def test_the_record_says_what_made_it(tiny_model_dir, tmp_path):
     assert sealed == record | {
         "step": 2,
         "world_size": 1,
+        "data_size": 1,
         "per_device_train_batch_size": 3,
         "gradient_accumulation_steps": 2,
         "engine": "",
