@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write(f"{config}\n")
         return EXIT_DONE
     launch_file = find_launch_file(options.hardware) if options.hardware else None
-    planned = 1 if launch_file is None else int(read_launch_file(launch_file).get("num_processes", 1))
+    planned = 1 if launch_file is None else read_launch_file(launch_file).get("num_processes", 1)
     problems = check(config, options.num_processes or planned, Console(highlight=False), launch_file)
     return EXIT_USER if problems else EXIT_DONE
 

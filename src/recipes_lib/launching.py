@@ -119,7 +119,7 @@ def _count_processes(file: Path, document: dict[str, Any], machines: Machines) -
         ConfigError: The file asks for GPUs, and there are none.
     """
     if document.get("use_cpu") or document["distributed_type"] == "NO":
-        return int(document["num_processes"])
+        return int(document.get("num_processes", 1))
     from recipes_lib.hardware import count_accelerators
 
     here = count_accelerators()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 
 import pytest
 from rich.console import Console
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.inspection.sft import SFTInspection
+from recipes_lib.training.launch_files import find_launch_file
 
 
 @pytest.mark.parametrize(("template", "caution"), [("", False), ("{{ strftime_now('%Y') }}", True)])
@@ -33,3 +35,43 @@ def test_what_is_odd_about_a_template_is_told(tmp_path, tiny_model_dir, template
     assert not inspection.problems
     assert ("warning: the chat template writes today's date" in output.getvalue()) == caution
     assert "exact duplicates of earlier rows: 3" in output.getvalue()
+
+
+def inspect(tmp_path, model, hardware: str) -> tuple[SFTInspection, str]:
+    chats = tmp_path / "chats.jsonl"
+    turns = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}."}] for n in range(16)]
+    chats.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
+    keys = {
+        "model_name_or_path": model,
+        "dataset_name": chats,
+        "output_dir": tmp_path / "out",
+        "prepared_dir": tmp_path / "prepared",
+        "packing": False,
+        "bf16": True,
+        "num_train_epochs": 1,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+    }
+    config = load_config("sft", [f"--{name}={value}" for name, value in keys.items()])
+    output = io.StringIO()
+    inspection = SFTInspection(config, 8, Console(file=output, width=200, highlight=False), find_launch_file(hardware))
+    inspection.look_at_everything()
+    return inspection, output.getvalue()
+
+
+@pytest.mark.parametrize(("hardware", "num_steps"), [("fsdp2", 2), ("fsdp2_cp", 8)])
+def test_processes_that_share_rows_take_fewer_of_them_a_step(tmp_path, tiny_model_dir, hardware, num_steps) -> None:
+    """Eight processes take eight rows; in two groups of four they take two."""
+    inspection, told = inspect(tmp_path, tiny_model_dir, hardware)
+    assert not inspection.problems, told
+    assert inspection.num_steps == num_steps
+
+
+def test_a_model_that_cannot_share_a_row_is_told_before_it_is_rented_for(tmp_path, tiny_model_dir) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model_dir, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.1}))
+    inspection, _ = inspect(tmp_path, model, "fsdp2_cp")
+    assert [problem.found.partition(" cannot ")[2] for problem in inspection.problems] == ["share a row over processes"]
+    assert not inspect(tmp_path, model, "fsdp2")[0].problems

@@ -57,9 +57,16 @@ def test_a_pipeline_is_read_from_its_variables(schedule, num_chunks):
 
 @pytest.mark.parametrize(
     ("variables", "words"),
-    [({"PIPELINE_STAGES": "two"}, "'two' is no number"), ({"PIPELINE_SCHEDULE": "x"}, "write 1f1b or gpipe or inter")],
+    [
+        ({"PIPELINE_STAGES": "two"}, "PIPELINE_STAGES: 'two' is not a whole number from 1 on"),
+        ({"PIPELINE_STAGES": "0"}, "PIPELINE_STAGES: '0' is not a whole number from 1 on"),
+        ({"PIPELINE_SCHEDULE": "x"}, "write 1f1b or gpipe or inter"),
+        ({"PARALLELISM_CONFIG_CP_SIZE": "-4"}, "CP_SIZE: '-4' is not a whole number from 1 on"),
+        ({"ACCELERATE_DEEPSPEED_ZERO_STAGE": "three"}, "ZERO_STAGE: 'three' is not a whole number from 0 on"),
+        ({"ACCELERATE_GRADIENT_CLIPPING": "nan"}, "CLIPPING: 'nan' is not a number from 0 on"),
+    ],
 )
-def test_a_pipeline_that_is_none_is_refused(variables, words):
+def test_what_is_no_layout_is_refused(variables, words):
     with pytest.raises(ConfigError, match=words):
         read_launch(variables)
 

@@ -91,3 +91,26 @@ def test_what_is_no_launch_file_is_refused(tmp_path: Path) -> None:
         read_launch_file(recipe)
     with pytest.raises(ConfigError, match="there is no launch file"):
         find_launch_file(str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("  : [", "no YAML in UTF-8"),
+        ("num_processes: many", "num_processes: 'many' is no number of processes"),
+        ("num_processes: 0", "num_processes: 0 is no number"),
+        ("fsdp_config: [fsdp_version]", "fsdp_config: it is no mapping"),
+    ],
+)
+def test_a_launch_file_that_cannot_be_read_is_named(text: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"distributed_type: FSDP\n{text}\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml") as caught:
+        read_launch_file(file)
+    assert words in str(caught.value)
+
+
+def test_parts_without_entries_are_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("distributed_type: FSDP\nfsdp_config:\nparallelism_config:\n")
+    assert read_launch(name_variables(read_launch_file(file))).engine == "FSDP"

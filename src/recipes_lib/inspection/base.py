@@ -13,6 +13,7 @@ from rich.text import Text
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem, UserError
+from recipes_lib.training.launch import Launch, read_launch
 
 SHARES_OF_A_RUN: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 Say = Callable[[str], None]
@@ -28,9 +29,7 @@ class Inspection(ABC):
         self.config = config
         self.launch_file = launch_file
         self.num_processes = num_processes
-        # Processes that share tensors take the same rows.
-        self.tensor_size = 1 if launch_file is None else _read_tensor_size(launch_file)
-        self.data_size = num_processes // self.tensor_size
+        self.launch = _plan_launch(num_processes, launch_file)
         self.console = console
         self.problems: list[Problem] = []
         self.tokenizer: Any = None
@@ -85,12 +84,10 @@ class Inspection(ABC):
     def look_at_launch(self, say: Say) -> None:
         """Whether recipe and launch file go together."""
         from recipes_lib.training.combinations import verify_combination
-        from recipes_lib.training.launch import read_launch
-        from recipes_lib.training.launch_files import name_variables, read_launch_file
 
         if self.launch_file is None:
             return
-        launch = read_launch(name_variables(read_launch_file(self.launch_file), self.num_processes))
+        launch = self.launch
         verify_combination(self.config, launch, str(self.launch_file))
         self.launched_precision = launch.precision
         shares = f"sharded by {launch.engine}" if launch.engine else "each with the whole model"
@@ -99,14 +96,17 @@ class Inspection(ABC):
     def look_at_model(self, say: Say) -> None:
         """The tokenizer and the architecture."""
         from recipes_lib.models.architecture import find_model_config
+        from recipes_lib.models.context_parallel import verify_can_share_rows
         from recipes_lib.models.loading import load_tokenizer
         from recipes_lib.models.tensor_parallel import verify_can_be_cut
 
         self.tokenizer = load_tokenizer(self.config.model, self.config.tokens)
         max_length = self.config.tokens.max_length
         self.model_config, self.generation_config = find_model_config(self.config.model, self.tokenizer, max_length)
-        if self.tensor_size > 1:
-            verify_can_be_cut(self.model_config, self.tensor_size)
+        if self.launch.tensor_size > 1:
+            verify_can_be_cut(self.model_config, self.launch.tensor_size)
+        if self.launch.context_size > 1:
+            verify_can_share_rows(self.model_config)
         self.num_parameters = int(_build_on_meta(self.model_config).num_parameters())
         say(
             f"{self.model_config.model_type}, {self.num_parameters / 1e6:,.1f} M parameters, "
@@ -163,7 +163,7 @@ class Inspection(ABC):
         from recipes_lib.planning.schedule import compute_learning_rates
         from recipes_lib.planning.steps import compute_steps
 
-        plan = compute_steps(num_rows, self.config.training, self.data_size)
+        plan = compute_steps(num_rows, self.config.training, self.launch.data_size)
         self.num_steps = plan.num_steps
         say(f"{plan.num_steps:,} steps, {plan.num_epochs:.2f} epochs, {plan.num_warmup_steps:,} steps of warm-up")
         steps = [round(share * (plan.num_steps - 1)) for share in SHARES_OF_A_RUN]
@@ -233,11 +233,12 @@ class Inspection(ABC):
         say(str(find_target(self.config.training)))
 
 
-def _read_tensor_size(launch_file: Path) -> int:
-    from recipes_lib.training.launch import read_launch
+def _plan_launch(num_processes: int, launch_file: Path | None) -> Launch:
     from recipes_lib.training.launch_files import name_variables, read_launch_file
 
-    return read_launch(name_variables(read_launch_file(launch_file))).tensor_size
+    if launch_file is None:
+        return read_launch({"WORLD_SIZE": str(num_processes)})
+    return read_launch(name_variables(read_launch_file(launch_file), num_processes))
 
 
 def _build_on_meta(model_config: Any) -> Any:

@@ -32,9 +32,9 @@ class PretrainInspection(Inspection):
 
         if self.tokenizer is None:
             return
-        num_tokens = count_run_tokens(self.config, self.data_size)
+        num_tokens = count_run_tokens(self.config, self.launch.data_size)
         tokens = prepare_tokens(self.config, lambda _: self.tokenizer, num_tokens=num_tokens)
-        self._rows = build_rows(self.config, tokens, self.data_size)
+        self._rows = build_rows(self.config, tokens, self.launch.data_size)
         epochs = self._rows.epochs.values()
         for source, weight, passes in zip(tokens.train, tokens.weights, epochs, strict=True):
             say(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.parts import Part
@@ -21,6 +22,8 @@ _STAGES: Final = "PIPELINE_STAGES"
 _SCHEDULE: Final = "PIPELINE_SCHEDULE"
 SCHEDULES: Final = ("1f1b", "gpipe", "interleaved")
 """In which order the micro-batches of a step go through a pipeline; the first is taken where nothing is said."""
+
+_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +127,7 @@ def read_launch(variables: Mapping[str, str] | None = None) -> Launch:
         variables: Those of another process, such as the one that a launch file would start; ``None`` is this one's.
 
     Raises:
-        ConfigError: There is no such schedule of a pipeline.
+        ConfigError: A number is none, or there is no such schedule of a pipeline.
     """
     told = os.environ if variables is None else variables
     engine = ""
@@ -133,9 +136,9 @@ def read_launch(variables: Mapping[str, str] | None = None) -> Launch:
     if _is_true(told, "ACCELERATE_USE_DEEPSPEED"):
         engine = "DEEPSPEED"
     return Launch(
-        rank=int(told.get("RANK", "0")),
-        local_rank=int(told.get("LOCAL_RANK", "0")),
-        world_size=int(told.get("WORLD_SIZE", "1")),
+        rank=_read_number(told, "RANK", 0),
+        local_rank=_read_number(told, "LOCAL_RANK", 0),
+        world_size=_read_number(told, "WORLD_SIZE", 1, least=1),
         engine=engine,
         precision=told.get("ACCELERATE_MIXED_PRECISION", "no").lower(),
         layout=_read_layout(told),
@@ -143,32 +146,42 @@ def read_launch(variables: Mapping[str, str] | None = None) -> Launch:
 
 
 def _read_layout(told: Mapping[str, str]) -> Layout:
-    sizes = {name: int(told.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) for name in _DIMENSIONS}
-    accumulation = told.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
-    clipping = told.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
+    sizes = {name: _read_number(told, f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1, least=1) for name in _DIMENSIONS}
+    accumulation, clipping = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_CLIPPING"
     return Layout(
         uses_cpu=_is_true(told, "ACCELERATE_USE_CPU"),
-        fsdp_version=int(told.get("FSDP_VERSION", "1")),
+        fsdp_version=_read_number(told, "FSDP_VERSION", 1, least=1),
         state_dict_type=told.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT"),
         recomputes=_is_true(told, "FSDP_ACTIVATION_CHECKPOINTING"),
         offloads_weights=_is_true(told, "FSDP_OFFLOAD_PARAMS"),
         sizes={name: size for name, size in sizes.items() if size > 1},
-        zero_stage=int(told.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")),
+        zero_stage=_read_number(told, "ACCELERATE_DEEPSPEED_ZERO_STAGE", 2),
         gathers_on_save=_is_true(told, "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"),
-        accumulation=None if accumulation == "auto" else int(accumulation),
-        clipping=None if clipping in ("auto", "none") else float(clipping),
+        accumulation=None if told.get(accumulation, "auto") == "auto" else _read_number(told, accumulation, 1, least=1),
+        clipping=None if told.get(clipping, "auto") in ("auto", "none") else _read_number(told, clipping, 1.0),
         offloads_optimizer=told.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none") != "none",
         **_read_pipeline(told),
     )
 
 
 def _read_pipeline(told: Mapping[str, str]) -> dict[str, Any]:
-    stages, schedule = told.get(_STAGES, "1"), told.get(_SCHEDULE, SCHEDULES[0]).lower()
-    if not stages.isdecimal() or int(stages) < 1:
-        raise ConfigError(Problem(_STAGES, f"{stages!r} is no number of stages", "write a whole number from 1 on"))
+    schedule = told.get(_SCHEDULE, SCHEDULES[0]).lower()
     if schedule not in SCHEDULES:
         raise ConfigError(Problem(_SCHEDULE, f"there is no schedule {schedule!r}", f"write {' or '.join(SCHEDULES)}"))
-    return {"stages": int(stages), "schedule": schedule}
+    return {"stages": _read_number(told, _STAGES, 1, least=1), "schedule": schedule}
+
+
+def _read_number(told: Mapping[str, str], name: str, default: _Number, least: int = 0) -> _Number:
+    text = told.get(name, str(default))
+    try:
+        number = type(default)(text)
+        is_right = number >= least and math.isfinite(number)
+    except ValueError:
+        is_right = False
+    if not is_right:
+        kind = "a whole number" if isinstance(default, int) else "a number"
+        raise ConfigError(Problem(name, f"{text!r} is not {kind} from {least} on", f"write {kind}"))
+    return number
 
 
 def name_pipeline(stages: int, schedule: str) -> dict[str, str]:

@@ -13,6 +13,7 @@ from recipes_lib.errors import ConfigError, Problem
 FOLDER: Final = Path("accelerate_configs")
 ENGINES: Final = ("FSDP", "DEEPSPEED")
 """What shards a model, as ``distributed_type`` of a launch file and as accelerate's ``DistributedType``."""
+_PARTS: Final = ("fsdp_config", "deepspeed_config", "parallelism_config")
 _OF_DEEPSPEED: Final = {
     "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
@@ -43,12 +44,23 @@ def read_launch_file(path: Path) -> dict[str, Any]:
     """Return the contents of a launch file.
 
     Raises:
-        ConfigError: It is no mapping, or does not say what kind of launch it is.
+        ConfigError: It is no YAML in UTF-8, no mapping, does not say what kind of launch it is, counts no processes, or
+            a part of it is no mapping.
     """
-    document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(Problem(str(path), f"it is no YAML in UTF-8: {error}", "mend it")) from error
     if not isinstance(document, dict) or "distributed_type" not in document:
         found = "has no `distributed_type`, so it is no launch file of accelerate"
         raise ConfigError(Problem(str(path), found, f"start from one of {FOLDER}/"))
+    for part in _PARTS:
+        if not isinstance(document.get(part) or {}, dict):
+            raise ConfigError(Problem(f"{path}: {part}", "it is no mapping", f"take that of one of {FOLDER}/"))
+    count = document.get("num_processes", 1)
+    if not isinstance(count, int) or count < 1:
+        found = f"{count!r} is no number of processes"
+        raise ConfigError(Problem(f"{path}: num_processes", found, "write a whole number from 1 on"))
     return document
 
 
@@ -71,9 +83,9 @@ def name_variables(document: Mapping[str, Any], num_processes: int | None = None
     if kind in ENGINES:
         variables[f"ACCELERATE_USE_{kind}"] = "true"
     if kind == "FSDP":
-        variables |= {name.upper(): value for name, value in document.get("fsdp_config", {}).items()}
+        variables |= {str(name).upper(): value for name, value in (document.get("fsdp_config") or {}).items()}
     if kind == "DEEPSPEED":
-        given = document.get("deepspeed_config", {})
+        given = document.get("deepspeed_config") or {}
         variables |= {_OF_DEEPSPEED[name]: value for name, value in given.items() if name in _OF_DEEPSPEED}
-    variables |= {name.upper(): value for name, value in document.get("parallelism_config", {}).items()}
+    variables |= {str(name).upper(): value for name, value in (document.get("parallelism_config") or {}).items()}
     return {name: str(value) for name, value in variables.items()}
