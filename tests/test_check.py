@@ -9,6 +9,7 @@ from rich.console import Console
 from recipes_lib.check import check, main
 from recipes_lib.cli import main as recipes
 from recipes_lib.config.loader import load_config
+from recipes_lib.training.launch_files import plan_launch
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def keys_for(chats, tiny_model_dir, tmp_path, **keys):
 
 def run_check(argv):
     output = io.StringIO()
-    problems = check(load_config("sft", argv), 2, Console(file=output, width=200, highlight=False))
+    problems = check(load_config("sft", argv), plan_launch(None, 2), Console(file=output, width=200, highlight=False))
     return problems, output.getvalue()
 
 

@@ -15,7 +15,8 @@ from recipes_lib.config.loader import parse_command, split_stage
 from recipes_lib.config.migrate import migrate
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import EXIT_DONE, EXIT_USER, Problem
-from recipes_lib.training.launch_files import find_launch_file, read_launch_file
+from recipes_lib.training.launch import Launch, add_pipeline_flags, name_pipeline
+from recipes_lib.training.launch_files import find_launch_file, plan_launch
 
 if TYPE_CHECKING:
     from recipes_lib.inspection.base import Inspection
@@ -46,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--num_processes", type=int, help="processes that the run will have (default: of the launch file, or 1)"
     )
+    add_pipeline_flags(parser)
     parser.add_argument("--migrate", type=Path, metavar="OLD", help="print OLD rewritten to a file that loads")
     parser.add_argument("--config", metavar="F", help="the recipe; further --key value flags override it")
     options, overrides = parser.parse_known_args(argv)
@@ -57,22 +59,22 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write(f"{config}\n")
         return EXIT_DONE
     launch_file = find_launch_file(options.hardware) if options.hardware else None
-    planned = 1 if launch_file is None else read_launch_file(launch_file).get("num_processes", 1)
-    problems = check(config, options.num_processes or planned, Console(highlight=False), launch_file)
+    launch = plan_launch(launch_file, options.num_processes, name_pipeline(options))
+    problems = check(config, launch, Console(highlight=False), launch_file)
     return EXIT_USER if problems else EXIT_DONE
 
 
-def check(config: RecipeConfig, num_processes: int, console: Console, launch_file: Path | None = None) -> list[Problem]:
+def check(config: RecipeConfig, launch: Launch, console: Console, launch_file: Path | None = None) -> list[Problem]:
     """Look at a run from end to end and return everything that would stop it; facts and problems are printed.
 
     Args:
         config: The run; it has loaded, so its keys are right.
-        num_processes: Processes that it will have.
+        launch: How it will be started.
         console: Where the findings go.
-        launch_file: By which it will be started; ``None`` where that is not known.
+        launch_file: By which; ``None`` where that is not known.
     """
     module, name = INSPECTIONS[config.stage]
-    inspection: Inspection = getattr(importlib.import_module(module), name)(config, num_processes, console, launch_file)
+    inspection: Inspection = getattr(importlib.import_module(module), name)(config, launch, console, launch_file)
     inspection.look_at_everything()
     count = len(inspection.problems)
     console.print(f"\n{count} problem{'s' * (count != 1)}" if count else "\nready to train")

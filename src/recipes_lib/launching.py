@@ -14,8 +14,8 @@ from recipes_lib.cluster import Machines, find_machines
 from recipes_lib.config.loader import parse_command, split_stage
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
 from recipes_lib.training.combinations import verify_combination
-from recipes_lib.training.launch import SCHEDULES, expect_launch, name_pipeline, read_environment, read_launch
-from recipes_lib.training.launch_files import ENGINES, find_launch_file, name_variables, read_launch_file
+from recipes_lib.training.launch import add_pipeline_flags, expect_launch, name_pipeline, read_environment
+from recipes_lib.training.launch_files import ENGINES, find_launch_file, plan_launch, read_launch_file
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,11 +32,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--hardware", help="file of accelerate_configs/, or path (default: what this machine has)")
     parser.add_argument("--num_processes", type=int, help="over all machines (default: one for each GPU)")
-    layout = read_launch().layout  # Of variables that the user has set.
-    parser.add_argument(
-        "--pipeline_stages", type=int, default=layout.stages, help="processes that share the layers of a model"
-    )
-    parser.add_argument("--pipeline_schedule", default=layout.schedule, help=f"one of {', '.join(SCHEDULES)}")
+    add_pipeline_flags(parser)
     parser.add_argument("--num_machines", type=int, help="default: what SLURM or torchrun's variables say, or 1")
     parser.add_argument("--machine_rank", type=int, help="number of this machine, from 0")
     parser.add_argument("--main_process_ip", help="name or address of machine 0")
@@ -51,10 +47,9 @@ def main(argv: Sequence[str]) -> int:
     file = find_launch_file(options.hardware or choose_for_this_machine())
     document = read_launch_file(file)
     num_processes = options.num_processes or _count_processes(file, document, machines)
-    pipeline = name_pipeline(options.pipeline_stages, options.pipeline_schedule)
+    pipeline = name_pipeline(options)
     if not isinstance(config, str):
-        launch = read_launch(name_variables(document, num_processes) | pipeline)
-        verify_combination(config, launch, str(file))
+        verify_combination(config, plan_launch(file, num_processes, pipeline), str(file))
     command = compose(file, recipe, machines, num_processes)
     told = [f"{name}={value}" for name, value in pipeline.items()] if options.pipeline_stages > 1 else []
     sys.stderr.write(f"{machines.told_by}, {num_processes} processes by {file}:\n{shlex.join([*told, *command])}\n")

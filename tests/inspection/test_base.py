@@ -9,12 +9,13 @@ from tests.training.pretraining import build_config
 
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.inspection.pretrain import PretrainInspection
+from recipes_lib.training.launch_files import plan_launch
 
 
 def test_a_section_prints_its_facts_or_its_problems_or_nothing(tmp_path, tiny_tokenizer_dir) -> None:
     output = io.StringIO()
     config = build_config(tmp_path, tiny_tokenizer_dir)
-    inspection = PretrainInspection(config, 1, Console(file=output, width=200, highlight=False))
+    inspection = PretrainInspection(config, plan_launch(None, 1), Console(file=output, width=200, highlight=False))
     with inspection.section("silent"):
         pass
     with inspection.section("sound") as say:
@@ -33,7 +34,7 @@ def test_a_section_prints_its_facts_or_its_problems_or_nothing(tmp_path, tiny_to
 def test_what_stands_on_broken_ground_says_nothing(tmp_path, tiny_tokenizer_dir) -> None:
     output = io.StringIO()
     config = build_config(tmp_path, tiny_tokenizer_dir, tokenizer_name_or_path=tmp_path)
-    inspection = PretrainInspection(config, 1, Console(file=output, width=200, highlight=False))
+    inspection = PretrainInspection(config, plan_launch(None, 1), Console(file=output, width=200, highlight=False))
     inspection.look_at_everything()
     assert [problem.where for problem in inspection.problems] == ["tokenizer_name_or_path"]
     assert "data\n" not in output.getvalue()

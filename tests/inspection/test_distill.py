@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.inspection.distill import DistillationInspection
+from recipes_lib.training.launch_files import plan_launch
 
 
 def look(folder: Path, student: Path, teacher: Path, **keys: Any) -> tuple[list[Any], str]:
@@ -28,7 +29,7 @@ def look(folder: Path, student: Path, teacher: Path, **keys: Any) -> tuple[list[
     } | keys
     output = io.StringIO()
     config = load_config("distill", [f"--{name}={value}" for name, value in keys.items()])
-    inspection = DistillationInspection(config, 1, Console(file=output, width=200, highlight=False))
+    inspection = DistillationInspection(config, plan_launch(None, 1), Console(file=output, width=200, highlight=False))
     inspection.look_at_everything()
     return list(inspection.problems), output.getvalue()
 

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from recipes_lib.check import check
 from recipes_lib.config.loader import load_config
+from recipes_lib.training.launch_files import plan_launch
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def look(tiny_model_dir, tmp_path):
         }
         config = load_config(stage, [f"--{name}={value}" for name, value in given.items()])
         console = Console(file=io.StringIO(), width=200)
-        return check(config, num_processes, console), console.file.getvalue()
+        return check(config, plan_launch(None, num_processes), console), console.file.getvalue()
 
     return run
 

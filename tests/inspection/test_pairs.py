@@ -10,6 +10,7 @@ from rich.console import Console
 
 from recipes_lib.check import check
 from recipes_lib.config.loader import load_config
+from recipes_lib.training.launch_files import plan_launch
 
 ROWS = [
     {"prompt": f"What is {n} plus {n}? " * 3, "chosen": f"It is {2 * n}.", "rejected": f"Maybe {n}, who knows."}
@@ -32,7 +33,7 @@ def look(tmp_path, tiny_model_dir):
         }
         config = load_config(stage, [f"--{name}={value}" for name, value in given.items()])
         output = io.StringIO()
-        problems = check(config, 1, Console(file=output, width=200, highlight=False))
+        problems = check(config, plan_launch(None, 1), Console(file=output, width=200, highlight=False))
         return problems, output.getvalue()
 
     return look_at

@@ -10,11 +10,13 @@ from tests.training.pretraining import build_config, read_steps, run_recipe, wri
 
 from recipes_lib.check import check
 from recipes_lib.cli import main
+from recipes_lib.training.launch_files import plan_launch
 
 
-def run_check(config, num_processes=1):
+def run_check(config, num_processes=1, pipeline=None):
     output = io.StringIO()
-    problems = check(config, num_processes, Console(file=output, width=200, highlight=False))
+    launch = plan_launch(None, num_processes, pipeline)
+    problems = check(config, launch, Console(file=output, width=200, highlight=False))
     return problems, output.getvalue()
 
 
@@ -35,6 +37,31 @@ def test_a_sound_run_is_ready_and_its_rates_are_those_of_training(tmp_path, tiny
     rates = [step["learning_rate"] for step in read_steps(tmp_path / "out")]
     told = text.split("learning rate at 0, 25, 50, 75, 100 %: ")[1].splitlines()[0].split(", ")
     assert told == [f"{rates[step]:.2e}" for step in (0, 2, 4, 6, 8)]
+
+
+def test_a_run_in_stages_is_planned_for_its_pipelines(tmp_path, tiny_tokenizer_dir) -> None:
+    """Four processes in two pipelines of two stages take the rows of two."""
+    config = build_config(tmp_path, tiny_tokenizer_dir, gradient_accumulation_steps=2, max_steps=4)
+    problems, text = run_check(config, 4, {"PIPELINE_STAGES": "2"})
+    assert not problems
+    assert "4 processes, each with 1/2 of the layers" in text
+    (told,) = [line for line in text.splitlines() if "tokens in all" in line]
+    assert told in run_check(config, 2)[1]
+    assert told not in run_check(config, 4)[1]
+
+
+@pytest.mark.parametrize(
+    ("keys", "variables", "words"),
+    [
+        ({}, {"PIPELINE_STAGES": "4"}, "2 layers cannot be cut into 4 equal chunks"),
+        ({}, {"PIPELINE_STAGES": "3"}, "do not divide the number of processes"),
+        ({"optim": "adafactor"}, {"PIPELINE_STAGES": "2"}, "not known to travel between stages"),
+    ],
+)
+def test_what_cannot_be_computed_in_stages_is_told(tmp_path, tiny_tokenizer_dir, keys, variables, words) -> None:
+    config = build_config(tmp_path, tiny_tokenizer_dir, gradient_accumulation_steps=4, **keys)
+    problems, text = run_check(config, 4, variables)
+    assert any(words in problem.found for problem in problems), text
 
 
 def test_every_problem_is_told_at_once(tmp_path, tiny_tokenizer_dir) -> None:

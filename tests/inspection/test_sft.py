@@ -11,7 +11,7 @@ from rich.console import Console
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.inspection.sft import SFTInspection
-from recipes_lib.training.launch_files import find_launch_file
+from recipes_lib.training.launch_files import find_launch_file, plan_launch
 
 
 @pytest.mark.parametrize(("template", "caution"), [("", False), ("{{ strftime_now('%Y') }}", True)])
@@ -30,7 +30,7 @@ def test_what_is_odd_about_a_template_is_told(tmp_path, tiny_model_dir, template
     }
     config = load_config("sft", [f"--{name}={value}" for name, value in keys.items()])
     output = io.StringIO()
-    inspection = SFTInspection(config, 1, Console(file=output, width=200, highlight=False))
+    inspection = SFTInspection(config, plan_launch(None, 1), Console(file=output, width=200, highlight=False))
     inspection.look_at_everything()
     assert not inspection.problems
     assert ("warning: the chat template writes today's date" in output.getvalue()) == caution
@@ -54,7 +54,8 @@ def inspect(tmp_path, model, hardware: str) -> tuple[SFTInspection, str]:
     }
     config = load_config("sft", [f"--{name}={value}" for name, value in keys.items()])
     output = io.StringIO()
-    inspection = SFTInspection(config, 8, Console(file=output, width=200, highlight=False), find_launch_file(hardware))
+    file = find_launch_file(hardware)
+    inspection = SFTInspection(config, plan_launch(file, 8), Console(file=output, width=200, highlight=False), file)
     inspection.look_at_everything()
     return inspection, output.getvalue()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,13 @@ from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.architecture import start_causal_lm
 from recipes_lib.models.parts import Part
-from recipes_lib.models.stages import Elsewhere, build_part_class, build_whole_on_meta, cut_into_chunks
+from recipes_lib.models.stages import (
+    Elsewhere,
+    build_part_class,
+    build_whole_on_meta,
+    cut_into_chunks,
+    verify_can_be_cut_along_layers,
+)
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4},
@@ -148,6 +155,23 @@ def test_random_weights_are_those_of_one_process() -> None:
 def test_what_cannot_be_cut_is_refused_with_the_reason(config: PreTrainedConfig, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         build_part_class(config, Part(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (LlamaConfig(**SIZES), ""),
+        (LlamaConfig(**SIZES, tie_word_embeddings=True), ""),
+        (GPT2Config(vocab_size=64), "has no plan"),
+        (GraniteConfig(**SIZES, embedding_multiplier=2.0), "changes the states between"),
+        (LlamaConfig(**SIZES | {"num_hidden_layers": 3}), "3 layers cannot be cut into 2"),
+    ],
+    ids=["llama", "tied", "gpt2", "granite", "odd"],
+)
+def test_without_weights_a_model_is_judged_alike(config: PreTrainedConfig, why: str) -> None:
+    for stage in range(2):
+        with pytest.raises(ConfigError, match=why) if why else nullcontext():
+            verify_can_be_cut_along_layers(config, Part(stage, 2))
 
 
 def test_a_model_that_does_more_between_its_layers_is_refused() -> None:

@@ -25,6 +25,7 @@ from recipes_lib.rl.trainer import PPOTrainer
 from recipes_lib.rl.update import Updater
 from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints import list_checkpoints
+from recipes_lib.training.launch_files import plan_launch
 
 # Eight answers a step, two steps an epoch, two epochs: three iterations are twelve steps.
 SHORT = {
@@ -123,7 +124,7 @@ def straight(policy_dir, prompts_file, tmp_path_factory):
 
 def test_a_checkpoint_is_as_large_as_is_told_before_the_run(straight, policy_dir, prompts_file, tmp_path):
     flags = keys_task.build_flags(policy_dir, tmp_path, prompts_file, **SHORT)
-    inspection = PPOInspection(load_config("ppo", flags), 1, Console(quiet=True))
+    inspection = PPOInspection(load_config("ppo", flags), plan_launch(None, 1), Console(quiet=True))
     inspection.look_at_model(lambda line: None)
     plan = compute_disk(
         inspection.num_parameters, 4, 12, inspection.config.training, num_learners=inspection.num_learners

@@ -19,7 +19,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.training.combinations import BLOCKED, format_table, verify_combination
 from recipes_lib.training.launch import Launch, name_pipeline, read_launch
-from recipes_lib.training.launch_files import name_variables
+from recipes_lib.training.launch_files import name_variables, plan_launch
 from recipes_lib.training.run import start_run
 
 ROOT = Path(__file__).parents[2]
@@ -270,11 +270,11 @@ def test_everything_is_told_at_once_and_where_it_stands(tmp_path: Path) -> None:
 def test_check_tells_it_before_anything_is_loaded(tmp_path: Path) -> None:
     file, output = tmp_path / "mine.yaml", io.StringIO()
     file.write_text(yaml.safe_dump(launch(fsdp_version=1)))
-    found = check(read({"max_rollbacks": 1}, tmp_path), 4, Console(file=output, width=200), file)
+    found = check(read({"max_rollbacks": 1}, tmp_path), plan_launch(file, 4), Console(file=output, width=200), file)
     assert [problem.where for problem in found][:2] == [str(file), "--max_rollbacks"]
     output.truncate(0)
     file.write_text(yaml.safe_dump(FSDP))
-    check(read({}, tmp_path), 4, Console(file=output, width=200), file)
+    check(read({}, tmp_path), plan_launch(file, 4), Console(file=output, width=200), file)
     assert "4 processes, sharded by FSDP, mixed_precision bf16" in output.getvalue()
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem, UserError
-from recipes_lib.training.launch import Launch, read_launch
+from recipes_lib.training.launch import Launch
 
 SHARES_OF_A_RUN: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 Say = Callable[[str], None]
@@ -22,14 +22,11 @@ Say = Callable[[str], None]
 class Inspection(ABC):
     """What is known of a run so far; a section whose ground is missing has nothing to say."""
 
-    def __init__(
-        self, config: RecipeConfig, num_processes: int, console: Console, launch_file: Path | None = None
-    ) -> None:
-        """Look at ``config`` as ``num_processes`` processes would run it, started by ``launch_file``."""
+    def __init__(self, config: RecipeConfig, launch: Launch, console: Console, launch_file: Path | None = None) -> None:
+        """Look at ``config`` as the processes of ``launch`` would run it, started by ``launch_file``."""
         self.config = config
         self.launch_file = launch_file
-        self.num_processes = num_processes
-        self.launch = _plan_launch(num_processes, launch_file)
+        self.launch = launch
         self.console = console
         self.problems: list[Problem] = []
         self.tokenizer: Any = None
@@ -44,7 +41,7 @@ class Inspection(ABC):
         """Print every section."""
         for name, look in (
             ("configuration", self.look_at_keys),
-            ("launch file", self.look_at_launch),
+            ("launch", self.look_at_launch),
             ("tokenizer and model", self.look_at_model),
             ("data", self.look_at_data),
             ("model and data together", self.look_at_agreement),
@@ -85,19 +82,22 @@ class Inspection(ABC):
         """Whether recipe and launch file go together."""
         from recipes_lib.training.combinations import verify_combination
 
-        if self.launch_file is None:
-            return
-        launch = self.launch
-        verify_combination(self.config, launch, str(self.launch_file))
+        launch, stages = self.launch, self.launch.layout.stages
+        verify_combination(self.config, launch, str(self.launch_file or "the launch"))
         self.launched_precision = launch.precision
-        shares = f"sharded by {launch.engine}" if launch.engine else "each with the whole model"
-        say(f"{self.launch_file}: {launch.world_size} processes, {shares}, mixed_precision {launch.precision}")
+        if self.launch_file is None and stages == 1:
+            return
+        shares = f"each with 1/{stages} of the layers" if stages > 1 else "each with the whole model"
+        shares = f"sharded by {launch.engine}" if launch.engine else shares
+        by = f"{self.launch_file}: " if self.launch_file else ""
+        say(f"{by}{launch.world_size:,} processes, {shares}, mixed_precision {launch.precision}")
 
     def look_at_model(self, say: Say) -> None:
         """The tokenizer and the architecture."""
         from recipes_lib.models.architecture import find_model_config
         from recipes_lib.models.context_parallel import verify_can_share_rows
         from recipes_lib.models.loading import load_tokenizer
+        from recipes_lib.models.stages import verify_can_be_cut_along_layers
         from recipes_lib.models.tensor_parallel import verify_can_be_cut
 
         self.tokenizer = load_tokenizer(self.config.model, self.config.tokens)
@@ -107,6 +107,8 @@ class Inspection(ABC):
             verify_can_be_cut(self.model_config, self.launch.tensor_size)
         if self.launch.context_size > 1:
             verify_can_share_rows(self.model_config)
+        if self.launch.part:
+            verify_can_be_cut_along_layers(self.model_config, self.launch.part)
         self.num_parameters = int(_build_on_meta(self.model_config).num_parameters())
         say(
             f"{self.model_config.model_type}, {self.num_parameters / 1e6:,.1f} M parameters, "
@@ -231,14 +233,6 @@ class Inspection(ABC):
         from recipes_lib.publish.access import find_target
 
         say(str(find_target(self.config.training)))
-
-
-def _plan_launch(num_processes: int, launch_file: Path | None) -> Launch:
-    from recipes_lib.training.launch_files import name_variables, read_launch_file
-
-    if launch_file is None:
-        return read_launch({"WORLD_SIZE": str(num_processes)})
-    return read_launch(name_variables(read_launch_file(launch_file), num_processes))
 
 
 def _build_on_meta(model_config: Any) -> Any:

@@ -31,7 +31,7 @@ class GroupInspection(PPOInspection):
 
         if self._data is None:
             return
-        plan = plan_groups(len(self._data.train), self.config, self.num_processes)
+        plan = plan_groups(len(self._data.train), self.config, self.launch.world_size)
         steps = plan.steps
         self.num_steps = steps.num_steps
         say(

@@ -88,9 +88,9 @@ class PPOInspection(Inspection):
         say(f"{alone.layout}: {alone.peak / 1e9:.1f} GB at most; `recipes plan` tells its terms")
         if size is not None and not alone.fits(size):
             remedy = "adapters (`use_peft: true`), fewer rows at once"
-            if self.num_processes > 1 and not self.config.adapter.use_peft:
-                shared = counted.plan(self.num_processes).peak / 1e9
-                remedy += f", or accelerate_configs/fsdp2.yaml: {shared:.1f} GB on each of {self.num_processes}"
+            if self.launch.world_size > 1 and not self.config.adapter.use_peft:
+                shared = counted.plan(self.launch.world_size).peak / 1e9
+                remedy += f", or accelerate_configs/fsdp2.yaml: {shared:.1f} GB on each of {self.launch.world_size}"
             say(f"warning: this is more than the {size / 1e9:.1f} GB of the device at hand can hold; {remedy}")
 
     def look_at_steps(self, say: Say) -> None:
@@ -105,7 +105,7 @@ class PPOInspection(Inspection):
         if self._data is None:
             return
         training = self.config.training
-        plan = compute_schedule(len(self._data.train), self.config.ppo, training, self.num_processes)
+        plan = compute_schedule(len(self._data.train), self.config.ppo, training, self.launch.world_size)
         verify_warmup(plan, self.config.rewards.critic_warmup_iterations)
         self.num_steps = plan.num_steps
         say(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -65,6 +66,25 @@ def build_part_class(config: PreTrainedConfig, part: Part) -> type[PreTrainedMod
     # Under the name of the model's own class, which goes into its configuration.
     attributes = {"__init__": initialise, "__module__": model_class.__module__, "__qualname__": model_class.__name__}
     return type(model_class.__name__, (model_class,), attributes)
+
+
+def verify_can_be_cut_along_layers(config: PreTrainedConfig, part: Part) -> None:
+    """Cut a model that has no weights.
+
+    Args:
+        config: Of the whole model.
+        part: What a process would hold.
+
+    Raises:
+        ConfigError: As ``build_part_class`` and ``cut_into_chunks``.
+    """
+    # Any stage is judged alike; the last one has a norm, and so a type.
+    last = replace(part, stage=part.num_stages - 1)
+    with torch.device("meta"):
+        model: Any = build_part_class(config, last)(config)
+    model.base_model.embed_tokens, model.lm_head, model.base_model.layers = Elsewhere(), Elsewhere(), nn.ModuleList()
+    # What is left are a norm and the frequencies of positions, whose values no state depends on.
+    _verify_nothing_between(model.to_empty(device="cpu"))
 
 
 def build_whole_on_meta(model: PreTrainedModel) -> PreTrainedModel:

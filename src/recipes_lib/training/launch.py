@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 from collections.abc import Mapping
@@ -184,9 +185,18 @@ def _read_number(told: Mapping[str, str], name: str, default: _Number, least: in
     return number
 
 
-def name_pipeline(stages: int, schedule: str) -> dict[str, str]:
-    """Return the variables by which a process is told of a pipeline."""
-    return {_STAGES: str(stages), _SCHEDULE: schedule}
+def add_pipeline_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a pipeline, which ``name_pipeline`` reads; without them it is as the variables say."""
+    layout = read_launch().layout
+    parser.add_argument(
+        "--pipeline_stages", type=int, default=layout.stages, help="processes that share the layers of a model"
+    )
+    parser.add_argument("--pipeline_schedule", default=layout.schedule, help=f"one of {', '.join(SCHEDULES)}")
+
+
+def name_pipeline(options: argparse.Namespace) -> dict[str, str]:
+    """Return the variables by which a process is told of the pipeline that the flags ask for."""
+    return {_STAGES: str(options.pipeline_stages), _SCHEDULE: options.pipeline_schedule}
 
 
 def _is_true(told: Mapping[str, str], name: str) -> bool:

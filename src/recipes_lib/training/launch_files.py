@@ -9,6 +9,7 @@ from typing import Any, Final
 import yaml
 
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.training.launch import Launch, read_launch
 
 FOLDER: Final = Path("accelerate_configs")
 ENGINES: Final = ("FSDP", "DEEPSPEED")
@@ -89,3 +90,20 @@ def name_variables(document: Mapping[str, Any], num_processes: int | None = None
         variables |= {_OF_DEEPSPEED[name]: value for name, value in given.items() if name in _OF_DEEPSPEED}
     variables |= {str(name).upper(): value for name, value in (document.get("parallelism_config") or {}).items()}
     return {name: str(value) for name, value in variables.items()}
+
+
+def plan_launch(
+    file: Path | None, num_processes: int | None = None, pipeline: Mapping[str, str] | None = None
+) -> Launch:
+    """Return what the main process of a launch will read, before there is one.
+
+    Args:
+        file: The launch file; ``None``: processes that are started without one.
+        num_processes: Over all machines; ``None`` as the file says, or 1.
+        pipeline: From ``name_pipeline``; ``None``: there is none.
+
+    Raises:
+        ConfigError: The file is none, or a number in it or the schedule.
+    """
+    document = {"distributed_type": "NO"} if file is None else read_launch_file(file)
+    return read_launch({**name_variables(document, num_processes), **(pipeline or {})})
