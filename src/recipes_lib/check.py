@@ -59,7 +59,9 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write(f"{config}\n")
         return EXIT_DONE
     launch_file = find_launch_file(options.hardware) if options.hardware else None
-    launch = plan_launch(launch_file, options.num_processes, name_pipeline(options))
+    launch = plan_launch(
+        launch_file, options.num_processes, name_pipeline(options.pipeline_stages, options.pipeline_schedule)
+    )
     problems = check(config, launch, Console(highlight=False), launch_file)
     return EXIT_USER if problems else EXIT_DONE
 

@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     file = find_launch_file(options.hardware or choose_for_this_machine())
     document = read_launch_file(file)
     num_processes = options.num_processes or _count_processes(file, document, machines)
-    pipeline = name_pipeline(options)
+    pipeline = name_pipeline(options.pipeline_stages, options.pipeline_schedule)
     if not isinstance(config, str):
         verify_combination(config, plan_launch(file, num_processes, pipeline), str(file))
     command = compose(file, recipe, machines, num_processes)

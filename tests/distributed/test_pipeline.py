@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,40 +11,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from tests.distributed import sharding
-from tests.distributed.cells import EVERY, measure_gaps, measure_weight_gap, read_events, read_weights
+from tests.distributed.cells import measure_gaps, measure_weight_gap, read_events, read_weights
+from tests.distributed.pipelines import CELLS, MUON_TOLERANCE, SLOW_CELLS, build_job, resume
 from tests.faults import stages
 
 from recipes_lib.exporting import export_checkpoint
-from recipes_lib.training.launch import name_pipeline
-
-LAYERS = stages.SIZES | {"num_hidden_layers": 4}
-UNTIED = json.dumps({"model_type": "llama"} | LAYERS)
-TIED = json.dumps({"model_type": "llama", "tie_word_embeddings": True} | LAYERS)
-# Name -> schedule, and what the recipe says; documents of unlike lengths make micro-batches of unlike many targets.
-CELLS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "packed": ("1f1b", {"model_config": UNTIED}),
-    "tied": ("gpipe", {"model_config": TIED, "cross_document_attention": "true"}),
-    "in turns": ("interleaved", {"model_config": UNTIED, "max_grad_norm": 0.1}),
-}
-SLOW_CELLS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "tied packed": ("1f1b", {"model_config": TIED}),
-    "tied in turns": ("interleaved", {"model_config": TIED}),
-    "recomputed": ("1f1b", {"model_config": UNTIED, "activation_checkpointing": "true"}),
-    "muon": ("1f1b", {"model_config": UNTIED, "optim": "muon"}),
-}
-MUON_TOLERANCE = 2e-4
-
-
-def build_job(inputs: Path, cell: str, num_stages: int = 1, num_replicas: int = 1) -> dict[str, Any]:
-    """Eight rows a step, in four micro-batches of a pipeline or two of each of two."""
-    schedule, more = (CELLS | SLOW_CELLS)[cell]
-    batch = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2 // num_replicas}
-    keys = {**stages.make_keys(inputs, "pretrain"), **EVERY, "num_sample_prompts": 0, **batch, **more}
-    return {"stage": "pretrain", "keys": keys, "variables": name_pipeline(num_stages, schedule)}
-
-
-def resume(job: dict[str, Any], run: Path) -> dict[str, Any]:
-    return {**job, "copy_of": run, "step": 2}
 
 
 @pytest.fixture(scope="module")

@@ -171,7 +171,8 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
     ),
     ((SFT, stages()), [(PRETRAIN, stages()), (SFT, DDP), (SFT, stages(1))]),
     ((PRETRAIN, stages(3)), [(PRETRAIN, stages(4)), (PRETRAIN, stages(2)), (PRETRAIN, DDP)]),
-    ((PRETRAIN, stages(kind="FSDP")), [(PRETRAIN, FSDP), (PRETRAIN, stages(1, kind="FSDP"))]),
+    ((PRETRAIN, stages(kind="DEEPSPEED")), [(PRETRAIN, stages(kind="FSDP")), (PRETRAIN, ZERO)]),
+    ((PRETRAIN, stages(kind="FSDP", fsdp_offload_params=True)), [(PRETRAIN, launch(fsdp_offload_params=True))]),
     ((PRETRAIN, stages(precision="fp16")), [(PRETRAIN, stages(precision="no")), (PRETRAIN, stages(precision="bf16"))]),
     ((PRETRAIN | {"fp16": True}, stages(precision="no")), [(PRETRAIN | {"bf16": True}, stages(precision="no"))]),
     (
@@ -195,6 +196,8 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
 # What else trips the row of those keys.
 OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     *(({"stage": stage}, TENSORS, "would stand whole beside tensors") for stage in ("reward", "dpo", "distill")),
+    ({"stage": "pretrain"}, TENSORS | {"pipeline": name_pipeline(2, "gpipe")}, "shared out by FSDP2 alone"),
+    ({"stage": "pretrain"}, stages(2, "gpipe", "FSDP", fsdp_activation_checkpointing=True), "does not shard a model"),
     ({"stage": "sft", "neftune_noise_alpha": 5.0}, TENSORS, "would add other noise"),
     ({"stage": "sft", "torch_compile": True}, TENSORS, "would add other noise"),
     *(({"stage": stage}, ROWS_SHARED, "more than tokens and their") for stage in ("reward", "dpo", "distill")),

@@ -127,21 +127,29 @@ def test_processes_that_share_tensors_or_rows_take_the_same_rows():
 def test_a_model_that_was_not_cut_after_all_is_refused():
     """accelerate trains it whole on each of those processes, in silence."""
     cut = Launch(rank=0, local_rank=0, world_size=2, engine="FSDP", layout=Layout(sizes={"tp": 2}))
-    verify_engine(cut, "MULTI_GPU", tensor_size=2)
+    verify_engine(cut, "MULTI_GPU", tensor_size=2, is_in_shards=True)
     with pytest.raises(ConfigError, match="cut into 2, and the model's are in 1"):
         verify_engine(cut, "MULTI_GPU", tensor_size=1)
     with pytest.raises(ConfigError, match="cut into 1, and the model's are in 2"):
         verify_engine(launch(world_size=2, engine="FSDP"), "FSDP", tensor_size=2)
 
 
-def test_accelerate_leaves_alone_what_is_sharded_on_loading(monkeypatch):
+def test_a_stage_that_was_not_shared_out_after_all_is_refused():
+    shared = Launch(rank=0, local_rank=0, world_size=4, engine="FSDP", layout=Layout(stages=2))
+    verify_engine(shared, "MULTI_GPU", is_in_shards=True)
+    with pytest.raises(ConfigError, match="FSDP was launched and accelerate is running MULTI_GPU"):
+        verify_engine(shared, "MULTI_GPU", is_in_shards=False)
+
+
+@pytest.mark.parametrize("variable", ["PARALLELISM_CONFIG_TP_SIZE", "PIPELINE_STAGES"])
+def test_accelerate_leaves_alone_what_is_sharded_without_it(variable, monkeypatch):
     told = {"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("RECIPES_SHARDED_WHEN_LOADED", "false")
     leave_sharding_to_loading(read_launch())
     assert os.environ["ACCELERATE_USE_FSDP"] == "true"
-    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    monkeypatch.setenv(variable, "2")
     before = read_launch()
     leave_sharding_to_loading(before)
     assert os.environ["ACCELERATE_USE_FSDP"] == os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] == "false"

@@ -105,9 +105,9 @@ def cut_into_chunks(model: Any) -> list[PreTrainedModel]:
     """
     part: Part = model.part
     _verify_nothing_between(model)
+    shares = zip(part.chunks, part.share_layers(model.config.num_hidden_layers), strict=True)
     return [
-        _view(model, layers, has_norm=number == part.total_chunks - 1)
-        for number, layers in zip(part.chunks, part.share_layers(model.config.num_hidden_layers), strict=True)
+        _view(model, layers, is_first=number == 0, is_last=number == part.total_chunks - 1) for number, layers in shares
     ]
 
 
@@ -134,15 +134,18 @@ def _leave_out(model: Any, part: Part, layers: Collection[int]) -> None:
         model.all_tied_weights_keys = {}
 
 
-def _view(model: PreTrainedModel, layers: Collection[int], *, has_norm: bool) -> PreTrainedModel:
-    """The model with these layers alone."""
+def _view(model: Any, layers: Collection[int], *, is_first: bool = False, is_last: bool = False) -> PreTrainedModel:
+    """The model with these layers alone, and at an end what is there; no two chunks have a weight in common."""
     view: Any = _share(model, type(model).__bases__[0])
     base: Any = _share(model.base_model, type(model.base_model))
     setattr(view, model.base_model_prefix, base)
     every: Any = model.base_model.layers
     base.layers = nn.ModuleList(layer if at in layers else Elsewhere() for at, layer in enumerate(every))
-    if not has_norm:
-        base.norm = Elsewhere()
+    if not is_last:
+        base.norm = view.lm_head = Elsewhere()
+    # A tied one is the projection too.
+    if not is_first and not (is_last and model.is_tied):
+        base.embed_tokens = Elsewhere()
     return view  # type: ignore[no-any-return]
 
 
@@ -158,7 +161,7 @@ def _share(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
 def _verify_nothing_between(model: PreTrainedModel) -> None:
     """Run the model without any layer, which must give what it was given."""
     device = next(model.parameters()).device
-    view = _view(model, (), has_norm=False)
+    view = _view(model, ())
     states = torch.linspace(-1, 1, 8 * model.config.hidden_size, device=device, dtype=model.dtype).view(1, 8, -1)
     positions = torch.arange(8, device=device)[None]
     given = view.base_model(inputs_embeds=states, position_ids=positions, use_cache=False).last_hidden_state

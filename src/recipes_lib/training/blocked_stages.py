@@ -48,10 +48,20 @@ OF_STAGES: Final = (
         applies=lambda _, launch: bool(launch.world_size % launch.layout.stages),
     ),
     Blocked(
-        launch="`--pipeline_stages` and FSDP, DeepSpeed or a mesh",
-        why="a stage is not sharded any further",
-        remedy="use accelerate_configs/ddp.yaml or cpu_ddp.yaml, by which pipelines stand side by side",
-        applies=lambda _, launch: launch.layout.stages > 1 and bool(launch.engine or launch.layout.sizes),
+        launch="`--pipeline_stages` and DeepSpeed or a mesh",
+        why="a stage is shared out by FSDP2 alone, to all that hold it",
+        remedy="use accelerate_configs/fsdp2.yaml, or ddp.yaml, by which each of them has the whole stage",
+        applies=lambda _, launch: (
+            launch.layout.stages > 1 and (launch.engine == "DEEPSPEED" or bool(launch.layout.sizes))
+        ),
+    ),
+    Blocked(
+        launch="`--pipeline_stages` and `fsdp_offload_params` or `fsdp_activation_checkpointing`",
+        why="accelerate would do it, which does not shard a model in stages",
+        remedy="use accelerate_configs/fsdp2.yaml as it is; `activation_checkpointing: true` is the recipe's",
+        applies=lambda _, launch: (
+            launch.layout.stages > 1 and (launch.layout.offloads_weights or launch.layout.recomputes)
+        ),
     ),
     Blocked(
         launch="`--pipeline_stages` and `mixed_precision: fp16` or `fp8`",

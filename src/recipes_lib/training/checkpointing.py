@@ -27,6 +27,7 @@ from recipes_lib.training.rehearsal import (
     verify_saved,
 )
 from recipes_lib.training.resumption import agree_on_checkpoint, seed_process
+from recipes_lib.training.sharded_models import has_shards
 from recipes_lib.training.sharded_states import (
     MODEL_SHARDS,
     OPTIMIZER_SHARDS,
@@ -83,8 +84,8 @@ class CheckpointingTrainer(Trainer):
 
     @property
     def is_in_shards(self) -> bool:
-        """True where tensors are torch's ``DTensor``: sharded by accelerate, or on loading."""
-        return bool(self.is_fsdp_enabled or was_sharded_on_loading(self.model))
+        """True where tensors are torch's ``DTensor``: sharded by accelerate, on loading, or in stages."""
+        return bool(self.is_fsdp_enabled or has_shards(self.model))
 
     @property
     def writes_shards(self) -> bool:

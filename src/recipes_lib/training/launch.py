@@ -186,7 +186,7 @@ def _read_number(told: Mapping[str, str], name: str, default: _Number, least: in
 
 
 def add_pipeline_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a pipeline, which ``name_pipeline`` reads; without them it is as the variables say."""
+    """Add the flags of a pipeline; without them it is as the variables say."""
     layout = read_launch().layout
     parser.add_argument(
         "--pipeline_stages", type=int, default=layout.stages, help="processes that share the layers of a model"
@@ -194,9 +194,9 @@ def add_pipeline_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pipeline_schedule", default=layout.schedule, help=f"one of {', '.join(SCHEDULES)}")
 
 
-def name_pipeline(options: argparse.Namespace) -> dict[str, str]:
-    """Return the variables by which a process is told of the pipeline that the flags ask for."""
-    return {_STAGES: str(options.pipeline_stages), _SCHEDULE: options.pipeline_schedule}
+def name_pipeline(stages: int, schedule: str) -> dict[str, str]:
+    """Return the variables by which a process is told of a pipeline."""
+    return {_STAGES: str(stages), _SCHEDULE: schedule}
 
 
 def _is_true(told: Mapping[str, str], name: str) -> bool:
@@ -209,12 +209,12 @@ def read_environment() -> Mapping[str, str]:
 
 
 def leave_sharding_to_loading(launch: Launch) -> None:
-    """Keep accelerate from sharding a model whose tensors are cut: transformers does both while it loads it.
+    """Keep accelerate from sharding a model whose tensors are cut, or that is in stages; it only starts the processes.
 
     accelerate 1.15 cuts none of a model that was loaded whole, and does not know transformers' classes for one that is
-    cut. It only starts the processes, and deals out the rows.
+    cut while it is loaded. A stage it would share out to all processes, not to those that hold it.
     """
-    if launch.tensor_size > 1:
+    if launch.engine == "FSDP" and (launch.tensor_size > 1 or launch.layout.stages > 1):
         os.environ[_LEFT_TO_LOADING] = "true"
         os.environ["ACCELERATE_USE_FSDP"] = os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
 
@@ -299,13 +299,14 @@ def verify_launch(launch: Launch, num_processes: int, distributed_type: str) -> 
         )
 
 
-def verify_engine(launch: Launch, distributed_type: str, *, tensor_size: int = 1) -> None:
+def verify_engine(launch: Launch, distributed_type: str, *, tensor_size: int = 1, is_in_shards: bool = False) -> None:
     """Stop a run that is not sharded by what it was launched with, now that accelerate has decided.
 
     Args:
         launch: What the launcher asked for.
         distributed_type: Of the finished ``Accelerator``.
-        tensor_size: Processes that share the tensors of the model; more than 1: it was sharded while it was loaded.
+        tensor_size: Processes that share the tensors of the model.
+        is_in_shards: Whether it is sharded already, without accelerate.
 
     Raises:
         ConfigError: The launch file asked for FSDP or DeepSpeed and there is none, or the other way round.
@@ -315,7 +316,7 @@ def verify_engine(launch: Launch, distributed_type: str, *, tensor_size: int = 1
         found = f"tensors were to be cut into {launch.tensor_size}, and the model's are in {tensor_size}"
         raise ConfigError(Problem("launch", found, "start by `accelerate launch --config_file` and one of our files"))
     engine = distributed_type if distributed_type in ("FSDP", "DEEPSPEED") else ""
-    if tensor_size > 1 and not engine:
+    if is_in_shards and not engine:
         engine = "FSDP"
     if engine != launch.engine:
         found = f"{launch.engine or 'no sharding'} was launched and accelerate is running {distributed_type}"

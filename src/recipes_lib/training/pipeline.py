@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from recipes_lib.models.heads import LossHeadOutput, add_loss_head
 from recipes_lib.models.parts import Part
-from recipes_lib.models.stages import cut_into_chunks
+from recipes_lib.models.stages import Elsewhere, cut_into_chunks
+from recipes_lib.training.sharded_models import compute_total_norm, has_shards, reshard, shard_chunk
 from recipes_lib.training.stage_mesh import StageMesh
 
 Batch = Mapping[str, Any]
@@ -108,6 +110,7 @@ class Pipeline(nn.Module):
             Chunk(chunk, is_first=number == 0, is_last=number == last, autocast=autocast) for number, chunk in numbered
         )
         self._mesh, self._schedule = mesh, schedule
+        self._dtype = model.dtype  # Of states; FSDP2 may hold weights in another one for a while.
         self._built: tuple[Any, Any] | None = None  # What the last schedule was for, and its buffers.
         self._scale: Tensor | float = 1.0
 
@@ -116,6 +119,17 @@ class Pipeline(nn.Module):
         """The embedding of the last stage, where the first one has the same; ``None`` elsewhere."""
         is_copy = self.part.is_last and not self.part.is_first and self.model.is_tied
         return self.model.get_input_embeddings().weight if is_copy else None
+
+    def shard(self, device: torch.device, compute_dtype: torch.dtype) -> None:
+        """Share this stage out to its replicas, layer by layer, before an optimizer sees its weights.
+
+        Args:
+            device: Where the shards go.
+            compute_dtype: Of matrix products.
+        """
+        for chunk in self.chunks:
+            layers = [layer for layer in chunk.model.base_model.layers if not isinstance(layer, Elsewhere)]
+            shard_chunk(chunk, layers, self._mesh.replicas, device, compute_dtype)
 
     @torch.no_grad()
     def forward(self, **inputs: Any) -> Any:
@@ -129,6 +143,7 @@ class Pipeline(nn.Module):
         """
         inputs.pop("use_cache", None)
         results = self._give([inputs], self._hand_through)
+        reshard(self)
         found = [_to_host(results[0]) if results else {}]
         distributed.broadcast_object_list(found, group=self._mesh.pipeline, group_src=self.part.num_stages - 1)
         kind: Any = LossHeadOutput if inputs.get("loss_head") else CausalLMOutput
@@ -153,17 +168,21 @@ class Pipeline(nn.Module):
     def reduce_gradients(self) -> None:
         """Add up the gradients of all replicas, and of tied embeddings those of both ends; every process must call."""
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        if distributed.get_world_size(self._mesh.replicas) > 1:
+        # Of shards FSDP2 has done it.
+        if distributed.get_world_size(self._mesh.replicas) > 1 and not has_shards(self.model):
             waiting = [distributed.all_reduce(part, group=self._mesh.replicas, async_op=True) for part in gradients]
             for work in waiting:
                 work.wait()
         is_end = self.part.is_first or self.part.is_last
         if self.part.num_stages > 1 and is_end and self.model.is_tied:
-            distributed.all_reduce(self.model.get_input_embeddings().weight.grad, group=self._mesh.ends)
+            gradient = self.model.get_input_embeddings().weight.grad
+            # Both ends have the same rows of it.
+            own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            distributed.all_reduce(own, group=self._mesh.ends)
 
     def measure_norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the norm of some tensors of all stages together; every process must call, with what counts here."""
-        squares = nn.utils.get_total_norm(tensors).float().square().to(self._device)
+        squares = compute_total_norm(tensors).float().square().to(self._device)
         distributed.all_reduce(squares, group=self._mesh.pipeline)
         return squares.sqrt()
 
@@ -183,7 +202,7 @@ class Pipeline(nn.Module):
         states = None
         for number, chunk in zip(self.part.chunks, self.chunks, strict=True):
             if not chunk.is_first and size > 1:
-                states = torch.empty(*shape, self.config.hidden_size, dtype=self.model.dtype, device=self._device)
+                states = torch.empty(*shape, self.config.hidden_size, dtype=self._dtype, device=self._device)
                 distributed.recv(states, group=self._mesh.pipeline, group_src=(number - 1) % size)
             states = chunk(states, at=torch.zeros(1, dtype=torch.int64))
             if not chunk.is_last and size > 1:
@@ -199,7 +218,7 @@ class Pipeline(nn.Module):
 
     def _build_schedule(self, num_batches: int, shape: torch.Size) -> Any:
         # Told what is sent, torch need not run the model once to find out.
-        options: dict[str, Any] = {"dtype": self.model.dtype, "device": "meta", "requires_grad": True}
+        options: dict[str, Any] = {"dtype": self._dtype, "device": "meta", "requires_grad": True}
         states, loss = torch.empty(*shape, self.config.hidden_size, **options), torch.empty((), **options)
         stages = [
             PipelineStage(

@@ -9,6 +9,7 @@ import torch
 from torch import distributed, nn
 from torch.utils.data import DataLoader
 
+from recipes_lib.training.arguments import build_autocast, get_compute_dtype
 from recipes_lib.training.launch import Launch, read_launch
 from recipes_lib.training.pipeline import Pipeline
 from recipes_lib.training.pretrain import PretrainTrainer
@@ -39,10 +40,14 @@ class PipelineTrainer(PretrainTrainer):
             model: This process's part.
             **kwargs: As ``PretrainTrainer``.
         """
-        super().__init__(model=model, **kwargs)
-        layout = read_launch().layout
+        launch, args = read_launch(), kwargs["args"]
+        layout = launch.layout
         self._mesh = build_stage_mesh(layout.stages)
-        self.pipeline = Pipeline(self.model, self._mesh, schedule=layout.schedule, autocast=self.accelerator.autocast)
+        self.pipeline = Pipeline(model, self._mesh, schedule=layout.schedule, autocast=build_autocast(args))
+        if launch.engine == "FSDP":
+            # Before upstream looks for what is sharded.
+            self.pipeline.shard(args.device, get_compute_dtype(args))
+        super().__init__(model=model, **kwargs)
         self.model_wrapped = self.pipeline
         self._shares: Sequence[torch.Tensor] = ()
         self.observer.progress.say(

@@ -49,7 +49,7 @@ from recipes_lib.training.optimizers import (
 )
 from recipes_lib.training.preemption import LastStep, build_preemption, stop_if_agreed
 from recipes_lib.training.run_sampler import EpochRows, RunSampler
-from recipes_lib.training.sharded_models import compute_total_norm, reshard, settle_precision
+from recipes_lib.training.sharded_models import compute_total_norm, has_shards, reshard, settle_precision
 from recipes_lib.training.step_guard import StepGuard
 from recipes_lib.training.watchdog import WATCHDOG
 
@@ -119,7 +119,12 @@ class RecipeTrainer(CheckpointingTrainer):
         if self.launch.context_size > 1:
             # accelerate's own would drop the masks of attention, for torch's ring that takes none.
             self.accelerator._prepare_cp = lambda *args: args
-        verify_engine(self.launch, self.accelerator.distributed_type, tensor_size=count_tensor_parts(self.model))
+        verify_engine(
+            self.launch,
+            self.accelerator.distributed_type,
+            tensor_size=count_tensor_parts(self.model),
+            is_in_shards=has_shards(self.model),
+        )
         settle_precision(self.accelerator)
         self.remove_callback(PrinterCallback)
         # Right behind the one that decides what is due, so that the trackers behind report the figures added here.

@@ -10,8 +10,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import fsdp2_prepare_model
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
@@ -26,11 +27,7 @@ def settle_precision(accelerator: Accelerator) -> None:
     """
     plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
     if plugin is not None and plugin.mixed_precision_policy is not None:
-        plugin.mixed_precision_policy = MixedPrecisionPolicy(
-            param_dtype=plugin.mixed_precision_policy.param_dtype,
-            reduce_dtype=torch.float32,
-            output_dtype=torch.float32,
-        )
+        plugin.mixed_precision_policy = _build_policy(plugin.mixed_precision_policy.param_dtype)
 
 
 def shard(accelerator: Accelerator, model: Any) -> Any:
@@ -47,6 +44,37 @@ def shard(accelerator: Accelerator, model: Any) -> Any:
     finally:
         # accelerate would look for the layers of this model in the next one, which may be of another architecture.
         plugin.transformer_cls_names_to_wrap = named
+
+
+def shard_chunk(
+    chunk: nn.Module, layers: Iterable[nn.Module], group: ProcessGroup, device: torch.device, compute_dtype: torch.dtype
+) -> None:
+    """Shard a chunk of a pipeline, layer by layer, over the processes that hold the same; in place.
+
+    Its gradients are summed over them. Once a micro-batch has gathered a layer it stays whole to the end of the step:
+    to gather it for each of them would take as many times as long (as torchtitan does with FSDP in a pipeline).
+
+    Args:
+        chunk: No two have a weight in common.
+        layers: Of the chunk.
+        group: The processes.
+        device: Of this one, where its shards go.
+        compute_dtype: Of products, in which weights are gathered.
+
+    Source: ``tests/distributed/test_pipeline_shards.py``.
+    """
+    mesh = DeviceMesh.from_group(group, device.type)
+    policy = _build_policy(None if compute_dtype == torch.float32 else compute_dtype)
+    for module in (*layers, chunk):
+        sharded = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        sharded.set_gradient_divide_factor(1.0)
+        # gloo knows no other.
+        sharded.set_force_sum_reduction_for_comms(True)
+
+
+def has_shards(model: nn.Module) -> bool:
+    """Return whether some weight of a model is spread over processes."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def is_sharded(model: Any) -> bool:
@@ -99,6 +127,10 @@ def prepare_frozen(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     # accelerate keeps what it prepares, for checkpoints of its own.
     accelerator._models.pop()
     return prepared
+
+
+def _build_policy(param_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
 
 
 def reshard(model: nn.Module) -> None:

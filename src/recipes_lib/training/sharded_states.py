@@ -59,8 +59,7 @@ def gather_trained_state(model: nn.Module) -> dict[str, Tensor]:
         return _collect(read_trained_state(model))
     whole: dict[str, Tensor] = {}
     for name, tensor in read_trained_state(model).items():
-        shards: Any = tensor.detach()
-        gathered = shards.full_tensor() if isinstance(shards, DTensor) else shards
+        gathered = _gather(tensor)
         if _get_rank() == 0:
             whole[name] = gathered.cpu()
     return whole
@@ -288,15 +287,22 @@ def _collect(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     # Backwards, so that of several the first one is the owner.
     owners = {name: owner for owner, names in reversed([*enumerate(held)]) for name in names}
     for name, owner in owners.items():
+        shape, dtype = held[owner][name]
+        # All that hold a part of it gather it.
+        tensor = _gather(tensors[name]) if name in tensors else torch.empty(shape, dtype=dtype, device=device)
         if rank == owner != 0:
-            distributed.send(tensors[name].detach().contiguous(), dst=0)
+            distributed.send(tensor.contiguous(), dst=0)
         elif rank == 0:
-            shape, dtype = held[owner][name]
-            tensor = tensors[name].detach() if owner == 0 else torch.empty(shape, dtype=dtype, device=device)
             if owner != 0:
                 distributed.recv(tensor, src=owner)
             whole[name] = tensor.cpu()
     return whole
+
+
+def _gather(tensor: Tensor) -> Tensor:
+    """A whole tensor; every process that has a shard of it must call."""
+    shards = tensor.detach()
+    return shards.full_tensor() if isinstance(shards, DTensor) else shards
 
 
 def _get_rank() -> int:
