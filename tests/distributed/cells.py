@@ -15,6 +15,8 @@ from tests.distributed import sharding
 from tests.faults import stages
 
 LEFT_OUT = ("seconds", "per_second", "runtime", "time", "mfu", "memory", "epoch", "flos")
+OF_WEIGHTS = {"parameter_norm", "update_ratio"}
+"""Figures that a run under DeepSpeed has not."""
 TIED = json.dumps({"model_type": "llama", "tie_word_embeddings": True} | stages.SIZES)
 EVERY = {"max_steps": 3, "save_steps": 2, "eval_steps": 2}
 MUON_TOLERANCE = 2e-4
@@ -93,9 +95,9 @@ def measure_gaps(one: Path, two: Path) -> dict[str, float]:
     assert len(set(losses)) >= 2, "a run that stands still proves nothing"
     gaps: dict[str, float] = {}
     for expected, got in zip(*events, strict=True):
-        assert expected.keys() == got.keys()
+        assert expected.keys() - OF_WEIGHTS <= got.keys() <= expected.keys()
         for figure, value in expected.items():
-            if isinstance(value, int | float) and not any(part in figure for part in LEFT_OUT):
+            if figure in got and isinstance(value, int | float) and not any(part in figure for part in LEFT_OUT):
                 gap = abs(got[figure] - value) / max(abs(value), 1)
                 # Of a gap that is not a number nobody can say that it is the largest.
                 gaps[figure] = max(gaps.get(figure, 0.0), math.inf if math.isnan(gap) else gap)

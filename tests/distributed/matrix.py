@@ -71,6 +71,7 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
         (*FULL_PRECISION, "--num_machines=1", "--parallelism_config_dp_shard_size=2"),
         4,
     ),
+    **{f"ZeRO-{stage}, 2": Layout(f"zero{stage}", 2, FULL_PRECISION, 2) for stage in (1, 2, 3)},
 }
 ALL_CELLS: Final = CELLS | SLOW_CELLS
 RESUMED: Final = "gone on from the layout before"
@@ -79,10 +80,22 @@ CONTROLS: Final = ("mean of means", "forgotten sync", "shifted shard")
 """Faults of ``sharding.break_something``, each in the first cell under DDP."""
 
 
+def is_of_deepspeed(layout: str) -> bool:
+    """Whether DeepSpeed shards it; its checkpoints no other engine reads."""
+    return LAYOUTS[layout].file.startswith("zero")
+
+
 def runs_in(cell: str, layout: str) -> bool:
-    """Whether a cell is not refused in a layout: groups train one model, and where tensors are cut, by AdamW."""
+    """Whether a cell is not refused in a layout.
+
+    Groups train one model, and where tensors are cut, by AdamW. DeepSpeed knows no muon and no live reference that is
+    another model, and samples from no shards.
+    """
     stage, _, keys = ALL_CELLS[cell]
     file = LAYOUTS[layout].file
+    if is_of_deepspeed(layout):
+        has_copy = stage == "dpo" and "precompute_ref_log_probs" in keys
+        return not (has_copy or "optim" in keys or (file == "zero3" and "lmbda" in keys))
     is_alone = stage in ("sft", "pretrain")
     return file not in ("fsdp2_tp", "fsdp2_cp") or (is_alone and (file == "fsdp2_cp" or "optim" not in keys))
 
@@ -109,7 +122,7 @@ def measure(folder: Path, cells: Sequence[str]) -> dict[str, dict[str, float]]:
         jobs = build_jobs(folder, here, data_size)
         if before is None:
             jobs |= {fault: {**jobs[first], "fault": fault} for fault in CONTROLS}
-        else:
+        elif not is_of_deepspeed(layout):
             jobs[RESUMED] = {**jobs[first], "copy_of": before / first, "step": 2}
         ended = sharding.run_jobs(jobs, folder / layout, file, *options, num_processes=num_processes)
         for name in jobs:

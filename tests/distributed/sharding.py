@@ -28,7 +28,7 @@ A run that is asked to stop goes on by the same command.
 
 def take_cpus_for_gpus() -> None:
     """Have accelerate shard on CPUs; left alone it would make DDP of FSDP there, in silence."""
-    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    os.environ["ACCELERATE_TORCH_DEVICE"] = os.environ["DS_ACCELERATOR"] = "cpu"
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 

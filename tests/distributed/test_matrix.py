@@ -40,7 +40,8 @@ def test_a_gap_is_the_largest_and_what_is_no_number_is_farther_than_any(
 def test_every_stage_gives_the_same_numbers_in_every_layout_unless_it_is_broken(tmp_path: Path) -> None:
     table = matrix.measure(tmp_path, list(matrix.ALL_CELLS))
     assert list(table) == [*matrix.ALL_CELLS, matrix.RESUMED, *matrix.CONTROLS]
-    assert len(table[matrix.RESUMED]) == len(matrix.LAYOUTS) - 1
+    readers = [layout for layout in matrix.LAYOUTS if not matrix.is_of_deepspeed(layout)]
+    assert list(table[matrix.RESUMED]) == readers[1:]
     assert max(table[matrix.RESUMED].values()) <= 1e-5
     for cell in matrix.ALL_CELLS:
         tolerance = MUON_TOLERANCE if cell == "muon" else 1e-5

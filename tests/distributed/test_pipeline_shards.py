@@ -15,7 +15,7 @@ from tests.faults import stages
 
 LAUNCH = ("fsdp2", *FULL_PRECISION)
 # In bfloat16 FSDP2 rounds what runs through the layers, which autocast keeps wider.
-TOLERANCES = {"muon": MUON_TOLERANCE, "bf16": 2e-2}
+TOLERANCES = {"muon": MUON_TOLERANCE, "bf16": 5e-3}
 
 
 @pytest.fixture(scope="module")

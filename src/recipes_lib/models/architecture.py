@@ -27,6 +27,7 @@ from recipes_lib.models.loading import load_causal_lm, load_model_config
 from recipes_lib.models.parts import Part
 from recipes_lib.models.stages import build_part_class
 from recipes_lib.models.tensor_parallel import distribute, verify_can_be_cut
+from recipes_lib.models.zero3 import loaded_whole
 
 VOCAB_MULTIPLE: Final = 64
 """An embedding whose rows are a multiple of this multiplies faster on tensor cores."""
@@ -128,7 +129,9 @@ def start_causal_lm(
     dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
     build = model_class.from_config if part is None else model_class._from_config
     try:
-        model: PreTrainedModel = build(model_config, attn_implementation=attn_implementation, dtype=dtype)
+        # ZeRO-3 would draw others; the engine shares these out.
+        with loaded_whole():
+            model: PreTrainedModel = build(model_config, attn_implementation=attn_implementation, dtype=dtype)
     except (KeyError, ValueError, RuntimeError, ZeroDivisionError) as error:
         found = f"a {model_config.model_type} model cannot be built: {_first_line(error)}"
         raise ConfigError(Problem("model_config", found, "check the sizes against each other")) from error

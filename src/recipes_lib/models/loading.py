@@ -34,6 +34,7 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.quantization import keep_differentiable
 from recipes_lib.models.remote_code import verify_remote_code
 from recipes_lib.models.tensor_parallel import verify_can_be_cut
+from recipes_lib.models.zero3 import gather_where_used
 
 
 def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedTokenizerBase:
@@ -180,6 +181,7 @@ def load_pretrained(
     ]
     if problems:
         raise ConfigError(*problems)
+    gather_where_used(model)
     # transformers 5.23 keeps no trace of it; before, this was its own name for it.
     model.config._commit_hash = find_commit(name, config.model_revision)
     keep_differentiable(model)

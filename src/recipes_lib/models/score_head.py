@@ -23,6 +23,7 @@ from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.heads import _base_model, _run_backbone, _spell_mask
 from recipes_lib.models.loading import load_pretrained
+from recipes_lib.models.zero3 import written_whole
 
 HEAD: Final = "score"
 """What transformers calls the head of every decoder that classifies; also ``modules_to_save`` of an adapter."""
@@ -81,8 +82,8 @@ def load_reward_model(
         if head.weight.is_meta:
             # transformers leaves it so on all but one process of a machine, which FSDP2 will give its weights.
             head.to_empty(device=model.device)
-        weight = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed))
-        with torch.no_grad():
+        with torch.no_grad(), written_whole(head.weight):
+            weight = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed))
             head.weight.copy_(weight / math.sqrt(head.in_features + 1))
     return model
 

@@ -23,6 +23,7 @@ from recipes_lib.models.adapters import (
 from recipes_lib.models.adapters_saved import ADAPTER_WEIGHTS, restate_for_original_base
 from recipes_lib.models.saved_weights import BrokenSaveError, read_published_shapes, verify_weights
 from recipes_lib.models.scoring import SCALE_FILE, read_reward_statistics
+from recipes_lib.models.zero3 import loaded_whole
 from recipes_lib.publish.card import write_card
 
 UNVERIFIED: Final = "_unverified"
@@ -87,10 +88,15 @@ def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor, 
     """
     # What began with a part of the weights is restated with more rows than were trained.
     is_restated = hasattr(model, "initial_factors")
-    shapes = {name: None if is_restated else tensor.shape for name, tensor in read_adapter_state(model).items()}
+    # Under ZeRO-3 something empty is in the place of what is shared out.
+    shapes = {
+        name: None if is_restated or not tensor.numel() else tensor.shape
+        for name, tensor in read_adapter_state(model).items()
+    }
     verify_weights(folder, shapes, ADAPTER_WEIGHTS)
     try:
-        reopened = load_adapter(load_fresh_base(model), str(folder), task_type=_read_task(model))
+        with loaded_whole():
+            reopened = load_adapter(load_fresh_base(model), str(folder), task_type=_read_task(model))
     except ConfigError as error:
         raise BrokenSaveError(f"{folder} cannot be opened again: {error}") from error
     shift = find_logit_shift(logits, compute_probe_logits(reopened), torch.bfloat16 if is_half else reopened.dtype)

@@ -176,7 +176,8 @@ def _summarise(parameter: nn.Parameter) -> tuple[float, float]:
 
 
 def _sample(parameter: nn.Parameter) -> Tensor:
-    values = parameter.detach()
+    # ZeRO-3 puts something empty in the place of what it shares out.
+    values = getattr(parameter, "ds_tensor", parameter).detach()
     values = (values.to_local() if hasattr(values, "to_local") else values).reshape(-1)
     # As bytes: 4-bit codes that are stored as floating-point numbers may look like NaN.
     return values[:: max(1, values.numel() // SAMPLE_SIZE)][:SAMPLE_SIZE].clone().view(torch.uint8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -84,6 +85,9 @@ def build_training_arguments(
     """
     verify_fp8(launch.precision)
     leave_sharding_to_loading(launch)
+    if launch.engine == "DEEPSPEED":
+        # By their old names DeepSpeed 0.19 calls collectives of torch 2.13, several times a step.
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     precision = resolve_precision(config, launch.precision)
     arguments = {**config.training, **_OF_STAGE.get(config.stage, {}), **_ALWAYS, **precision}
     if config.stage in ("rloo", "grpo"):

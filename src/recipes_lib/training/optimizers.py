@@ -38,6 +38,7 @@ _IN_BACKWARD: Final = ("lomo", "_layerwise")
 """Ends of the values of ``optim`` that update each weight as soon as its gradient is known."""
 
 _SHOWN_PARAMETERS: Final = 6
+_FLATTENED: Final = "this process's share of what DeepSpeed has flattened"
 
 _WITHOUT_RESUME: Final = ("galore", "apollo", "grokadamw")
 """Beginnings of the values of ``optim`` whose states a checkpoint does not bring back: they are objects that it refuses
@@ -167,7 +168,7 @@ def describe_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[
                     weight_decay=group["weight_decay"],
                     learning_rate=group.get("initial_lr", group["lr"]),
                     state_bytes=state_bytes / _count_numbers(parameters) if state_bytes else None,
-                    parameters=tuple(dict.fromkeys(names[id(parameter)] for parameter in parameters)),
+                    parameters=tuple(dict.fromkeys(names.get(id(parameter), _FLATTENED) for parameter in parameters)),
                 )
             )
     return rows

@@ -55,8 +55,10 @@ class PretrainTrainer(NextTokenTrainer):
             options = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
             kwargs["optimizer_cls_and_kwargs"] = (StochasticAdamW, options)
         super().__init__(**kwargs)
-        # Before the one that writes, which puts down what the figures are by then.
-        self.callback_handler.callbacks.insert(1, WeightMonitor(self.measure_norm, self.list_counted))
+        # DeepSpeed has updated the weights by the time that it could look, and under ZeRO-3 no process has them.
+        if not self.is_deepspeed_enabled:
+            # Before the one that writes, which puts down what the figures are by then.
+            self.callback_handler.callbacks.insert(1, WeightMonitor(self.measure_norm, self.list_counted))
         if schedule.first_decay_step is not None:
             self.add_callback(SaveBeforeDecay(schedule.first_decay_step))
         self.router_aux_loss_coef = getattr(self.model.config, "router_aux_loss_coef", 0.0)

@@ -28,6 +28,7 @@ from transformers.trainer_utils import SaveStrategy
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import DivergedError, PreemptedError
 from recipes_lib.models.tensor_parallel import count_tensor_parts
+from recipes_lib.models.zero3 import leave_to_engine
 from recipes_lib.planning.steps import compute_steps
 from recipes_lib.stopping import STOP
 from recipes_lib.training.activation_checkpointing import read_selective
@@ -171,6 +172,7 @@ class RecipeTrainer(CheckpointingTrainer):
             # Upstream hands on what a YAML file can hold, which no function is.
             self.model.activation_checkpointing_enable(**selective)
             self.args.activation_checkpointing = False
+        leave_to_engine(self.model)
         with STOP.deferred(), WATCHDOG.watching(Path(str(self.args.output_dir)), is_main=self.args.process_index == 0):
             try:
                 output = self.guard.train(super().train, resume_from_checkpoint)

@@ -12,6 +12,7 @@ from recipes_lib.models.attention import AttentionChoice, choose_attention, prov
 from recipes_lib.models.heads import add_loss_head, verify_loss_head
 from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
 from recipes_lib.models.vocabulary import VocabularyMap, adopt_vocabulary, map_vocabulary
+from recipes_lib.models.zero3 import loaded_whole
 
 TEACHER = "teacher_model_name_or_path"
 """The key that names it."""
@@ -64,7 +65,9 @@ def load_teacher(
         model_config, _ = load_model_config(chosen)
         requested = replace(chosen, attn_implementation=attention.implementation)
         choose_attention(requested, model_config, args, packing=config.tokens.packing)
-        teacher = load_causal_lm(chosen, attention.implementation)
+        # Its rows are put into the student's order, which nobody could who has a share of them.
+        with loaded_whole():
+            teacher = load_causal_lm(chosen, attention.implementation)
         teacher.requires_grad_(False)
         teacher.train(False)
         adopt_vocabulary(teacher, vocabulary, where)

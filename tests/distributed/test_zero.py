@@ -1,0 +1,76 @@
+"""DeepSpeed's ZeRO by the users' launch files over gloo: what it shares out gives the numbers of one process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.distributed import sharding
+from tests.distributed.cells import (
+    CELLS,
+    FULL_PRECISION,
+    build_jobs,
+    measure_gaps,
+    measure_weight_gap,
+    read_weights,
+    write_inputs,
+)
+from tests.distributed.matrix import ALL_CELLS, runs_in
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(
+        shutil.which("g++") is None, reason="DeepSpeed compiles its collectives, for which g++ is missing"
+    ),
+]
+CHOSEN = {name: CELLS[name] for name in ("sft packed", "pretrain tied", "lora padded", "reward")}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("runs")
+    write_inputs(folder)
+    sharding.run_jobs(build_jobs(folder, CHOSEN, 1), folder / "one")
+    jobs = build_jobs(folder, CHOSEN, 2)
+    jobs["resumed"] = {**jobs["sft packed"], "copy_of": folder / "zero3" / "sft packed", "step": 2}
+    return folder, sharding.run_jobs(jobs, folder / "zero3", "zero3", *FULL_PRECISION)
+
+
+@pytest.mark.parametrize("cell", CHOSEN)
+def test_shares_of_zero_3_give_the_numbers_of_one_process(runs: tuple[Path, dict[str, Any]], cell: str) -> None:
+    """Random weights and a fresh reward head among them, and the checks of the start, which run before the engine."""
+    folder, ended = runs
+    assert not ended["codes"][cell]
+    gaps = measure_gaps(folder / "one" / cell, folder / "zero3" / cell)
+    assert not {what: gap for what, gap in gaps.items() if not gap <= 1e-5}
+    assert {"loss", "grad_norm", "eval_loss", "weights"} <= gaps.keys()
+
+
+def test_a_run_goes_on_from_its_shares(runs: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = runs
+    assert json.loads((folder / "zero3" / "resumed" / "run.json").read_text())["resumed_from"] == "checkpoint-2"
+    assert measure_weight_gap(folder / "one" / "sft packed", folder / "zero3" / "resumed") < 1e-5
+
+
+def test_no_figure_is_told_that_deepspeed_hides(runs: tuple[Path, dict[str, Any]]) -> None:
+    """Weights have been updated, and are empty, by the time that their change could be measured."""
+    folder, ended = runs
+    assert "update_ratio" in (folder / "one" / "pretrain tied" / "metrics.jsonl").read_text()
+    assert "update_ratio" not in (folder / "zero3" / "pretrain tied" / "metrics.jsonl").read_text()
+    assert "is deprecated. Please use" not in ended["told"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_so_does_every_other_run(stage: int, tmp_path: Path) -> None:
+    cells = {name: cell for name, cell in ALL_CELLS.items() if runs_in(name, f"ZeRO-{stage}, 2")}
+    write_inputs(tmp_path)
+    sharding.run_jobs(build_jobs(tmp_path, cells, 1), tmp_path / "one")
+    sharding.run_jobs(build_jobs(tmp_path, cells, 2), tmp_path / "two", f"zero{stage}", *FULL_PRECISION)
+    for name in cells:
+        gap = max(measure_gaps(tmp_path / "one" / name, tmp_path / "two" / name).values())
+        assert gap <= 1e-5, (name, gap)
+        assert read_weights(tmp_path / "one" / name).keys() == read_weights(tmp_path / "two" / name).keys()
