@@ -35,6 +35,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     write_inputs(folder)
     sharding.run_jobs(build_jobs(folder, CHOSEN, 1), folder / "one")
     jobs = build_jobs(folder, CHOSEN, 2)
+    jobs["nan"] = {**jobs["sft packed"], "fault": "nan loss"}
     jobs["resumed"] = {**jobs["sft packed"], "copy_of": folder / "zero3" / "sft packed", "step": 2}
     return folder, sharding.run_jobs(jobs, folder / "zero3", "zero3", *FULL_PRECISION)
 
@@ -53,6 +54,12 @@ def test_a_run_goes_on_from_its_shares(runs: tuple[Path, dict[str, Any]]) -> Non
     folder, _ = runs
     assert json.loads((folder / "zero3" / "resumed" / "run.json").read_text())["resumed_from"] == "checkpoint-2"
     assert measure_weight_gap(folder / "one" / "sft packed", folder / "zero3" / "resumed") < 1e-5
+
+
+def test_a_loss_that_is_none_stops_both_behind_the_update(runs: tuple[Path, dict[str, Any]]) -> None:
+    _, ended = runs
+    assert [code for code in ended["codes"].values() if code] == [ended["codes"]["nan"]] == [3]
+    assert ended["told"].count("step 2 was stopped behind its update, which DeepSpeed makes first: ") == 2
 
 
 def test_no_figure_is_told_that_deepspeed_hides(runs: tuple[Path, dict[str, Any]]) -> None:

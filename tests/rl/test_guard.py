@@ -18,7 +18,7 @@ LENGTHS = [(3, 4), (2, 1), (2, 3)]
 
 @pytest.fixture
 def guard(tmp_path):
-    return UpdateGuard(tmp_path, 0, lambda number: 100 + number)
+    return UpdateGuard(tmp_path, lambda number: 100 + number)
 
 
 def test_answers_that_are_made_of_numbers_pass(guard, tmp_path):

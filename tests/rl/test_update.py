@@ -58,7 +58,7 @@ def build(policy_dir, prompts_file, tmp_path):
             contextlib.nullcontext,
             torch.float32,
             CPU,
-            UpdateGuard(tmp_path, 0, lambda number: number),
+            UpdateGuard(tmp_path, lambda number: number),
             SilentProgress(),
         )
         rollout = build_rollout(LENGTHS)

@@ -72,7 +72,7 @@ def test_the_message_says_where_everything_lies(tmp_path):
     inputs = StepInputs([], [], None, [torch.tensor(1.0)])
     with pytest.raises(DivergedError) as caught:
         stop_before_update(
-            build_chain(bad=(1,)), inputs, step=7, output_dir=tmp_path, rank=0, facts={"learning_rate": 0.1}, why=""
+            build_chain(bad=(1,)), inputs, step=7, output_dir=tmp_path, facts={"learning_rate": 0.1}, why=""
         )
     message = str(caught.value)
     assert message.startswith("step 7 was stopped before its update: on rank 0 the gradient of 1.weight is not finite")
@@ -84,6 +84,4 @@ def test_the_message_says_where_everything_lies(tmp_path):
 def test_where_a_step_is_made_of_several_the_message_says_whose_it_is(tmp_path):
     inputs = StepInputs([], [], None, [torch.tensor(float("inf"))])
     with pytest.raises(DivergedError, match="step 7 was stopped before its update of the critic: the loss of micro"):
-        stop_before_update(
-            build_chain(), inputs, step=7, output_dir=tmp_path, rank=0, facts={}, why="", learner="critic"
-        )
+        stop_before_update(build_chain(), inputs, step=7, output_dir=tmp_path, facts={}, why="", learner="critic")

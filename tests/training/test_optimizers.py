@@ -348,3 +348,11 @@ def test_pretraining_warms_up_by_its_own_schedule(packages):
     verify(training, stage="pretrain")
     with pytest.raises(ConfigError, match="not by a share"):
         verify(training)
+
+
+def test_a_group_that_deepspeed_has_flattened_is_told_as_such():
+    """Its tensor is none of the model's."""
+    flat = torch.nn.Parameter(torch.zeros(10))
+    (row,) = describe_groups(torch.optim.AdamW([flat], lr=3e-4, weight_decay=0.1), build("llama-tied"))
+    assert (row.num_parameters, row.weight_decay, row.learning_rate) == (10, 0.1, 3e-4)
+    assert row.parameters == ("this process's share of what DeepSpeed has flattened",)

@@ -29,14 +29,12 @@ class UpdateGuard:
 
     Attributes:
         output_dir: Of the run.
-        rank: Of this process.
         find_prompt: Gives the place of an answer's prompt among the prompts of the run, by the answer's number.
 
     Source: ``recipes_lib.training.guards``, by which every stage stops; ``tests/rl/test_guard.py``.
     """
 
     output_dir: Path
-    rank: int
     find_prompt: Callable[[int], int]
 
     def judge_answers(self, rollout: Rollout, *, step: int) -> None:
@@ -92,7 +90,7 @@ class UpdateGuard:
         self._stop(parameters, inputs, step=step, facts=facts, learner=learner)
 
     def _stop(self, parameters: Mapping[str, Tensor], inputs: StepInputs, why: str = "", **more: Any) -> None:
-        stop_before_update(parameters, inputs, output_dir=self.output_dir, rank=self.rank, why=why, **more)
+        stop_before_update(parameters, inputs, output_dir=self.output_dir, why=why, **more)
 
     def _describe(self, parts: Sequence[Rollout]) -> tuple[list[dict[str, Tensor]], list[list[int]]]:
         """Everything known of each part's answers, prompts and answers as tokens besides; and their prompts' places."""

@@ -95,7 +95,7 @@ class PPOTrainer:
         self._output_dir = Path(str(args.output_dir))
         engine = "FSDP" if models.is_sharded else ""
         self._saver = CheckpointSaver(args, self._log.progress.say, engine=engine)
-        self._guard = UpdateGuard(self._output_dir, self._rank, self._find_prompt)
+        self._guard = UpdateGuard(self._output_dir, self._find_prompt)
         build = functools.partial(Learner, args=args, schedule=self.schedule)
         verify_warmup(self.schedule, config.rewards.critic_warmup_iterations)
         num_idle = config.rewards.critic_warmup_iterations * self.schedule.steps_per_iteration

@@ -101,10 +101,10 @@ def stop_before_update(
     *,
     step: int,
     output_dir: Path,
-    rank: int,
     facts: Mapping[str, Any],
     why: str,
     learner: str = "",
+    is_updated: bool = False,
 ) -> None:
     """Put down what the step was made of, on every process, and stop; all of them must call.
 
@@ -113,15 +113,16 @@ def stop_before_update(
         inputs: The step's.
         step: Its number, from 1.
         output_dir: Of the run; the dump goes into ``diverged/step-N/``.
-        rank: Of this process.
         facts: Further JSON values: learning rate, loss, norm.
         why: What was seen, in a clause; empty where it is the first thing that is not finite.
         learner: Whose update it is, where a step is made of several.
+        is_updated: Whether DeepSpeed has made the update already, inside the backward pass.
 
     Raises:
         DivergedError: Always; the same one on every process.
     """
     found = find_faults(parameters, [float(loss) for loss in inputs.losses])
+    rank = distributed.get_rank() if distributed.is_initialized() else 0
     folder = output_dir / DUMP_DIR / f"step-{step}"
     write_dump(folder, rank, inputs, {"step": step, "rank": rank, **facts, **found})
     faults: list[Any] = [found]
@@ -129,10 +130,13 @@ def stop_before_update(
         faults = [None] * distributed.get_world_size()
         distributed.all_gather_object(faults, found)
     whose = f" of the {learner}" if learner else ""
+    when = "behind its update, which DeepSpeed makes first" if is_updated else f"before its update{whose}"
+    weights = "The last checkpoint is whole, and from before"
+    if not is_updated:
+        weights = f"The weights are those of step {step - 1}, and the last checkpoint is whole"
     raise DivergedError(
-        f"step {step} was stopped before its update{whose}: {why or describe_faults(faults)}. The weights are those of "
-        f"step {step - 1}, and the last checkpoint is whole. Look at the rows, batches and gradients of the step, "
-        f"which are in {folder} (docs/guards.md), or lower learning_rate"
+        f"step {step} was stopped {when}: {why or describe_faults(faults)}. {weights}. Look at the rows, batches and "
+        f"gradients of the step, which are in {folder} (docs/guards.md), or lower learning_rate"
     )
 
 

@@ -149,7 +149,6 @@ class StepGuard(TrainerCallback):
             self.inputs,
             step=trainer.state.global_step + 1,
             output_dir=self._output_dir,
-            rank=trainer.args.process_index,
             facts={
                 "loss": loss,
                 "grad_norm": grad_norm,
@@ -157,6 +156,7 @@ class StepGuard(TrainerCallback):
                 "loss_scale": None if scaler is None else scaler.get_scale(),
             },
             why=why,
+            is_updated=trainer.is_deepspeed_enabled,
         )
 
     def _answer(self, spike: Spike, loss: float, grad_norm: float) -> None:
