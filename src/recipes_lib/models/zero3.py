@@ -47,7 +47,7 @@ def written_whole(weight: Any) -> Iterator[None]:
 
 @contextmanager
 def loaded_whole() -> Iterator[None]:
-    """Load models on this process alone meanwhile: transformers shares out every one where ZeRO-3 trains."""
+    """Load or build models on this process alone meanwhile: where ZeRO-3 trains, transformers shares out every one."""
     told = integration._hf_deepspeed_config_weak_ref
     config = None if told is None else told()
     integration.unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]

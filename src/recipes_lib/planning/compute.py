@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 FORWARD_AND_BACKWARD = 3
 """A backward pass multiplies twice what the forward pass did: once for the inputs, once for the weights."""
@@ -48,9 +47,7 @@ def compute_flops_per_token(config: PretrainedConfig, sequence_length: int) -> T
     ``tests/planning/test_compute.py``.
     """
     with torch.device("meta"):
-        # Not by ``from_config``, which under ZeRO-3 would share out weights that are nowhere.
-        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        model = model_class(copy.deepcopy(config))
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     text_config: Any = config.get_text_config(decoder=True)
     head = model.get_output_embeddings()
     num_weights = sum(

@@ -17,7 +17,8 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.hardware import measure_matmul_flops
 from recipes_lib.models.context_parallel import ContextShare
 from recipes_lib.models.tensor_parallel import find_data_group
-from recipes_lib.planning.compute import compute_flops_per_token, peak_flops
+from recipes_lib.models.zero3 import loaded_whole
+from recipes_lib.planning.compute import TokenFlops, compute_flops_per_token, peak_flops
 from recipes_lib.training.arguments import get_compute_dtype
 from recipes_lib.training.callbacks import MetricsCallback
 from recipes_lib.training.context_rows import cut_batch
@@ -151,7 +152,7 @@ def build_observer(
     counter = StepCounter()
     meter = ThroughputMeter(
         counter,
-        flops=compute_flops_per_token(model.config, data.typical_length),
+        flops=_count_flops(model, data.typical_length),
         peak_flops=_sum_peak_flops(args),
     )
     writer = MetricsWriter(output_dir / METRICS_FILE, is_main=is_main)
@@ -162,6 +163,12 @@ def _cut_after(
     collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]], share: ContextShare
 ) -> Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]:
     return lambda rows: cut_batch(collate(rows), share.rank, share.size)
+
+
+def _count_flops(model: Any, length: int) -> TokenFlops:
+    # Of a model of its own, which has no weights for ZeRO-3 to share out.
+    with loaded_whole():
+        return compute_flops_per_token(model.config, length)
 
 
 def _sum_peak_flops(args: TrainingArguments) -> float | None:
