@@ -29,6 +29,8 @@ A run that is asked to stop goes on by the same command.
 def take_cpus_for_gpus() -> None:
     """Have accelerate shard on CPUs; left alone it would make DDP of FSDP there, in silence."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = os.environ["DS_ACCELERATOR"] = "cpu"
+    # DeepSpeed compiles by ninja, which lies beside Python where no environment is active.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
