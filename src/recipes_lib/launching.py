@@ -46,7 +46,9 @@ def main(argv: Sequence[str]) -> int:
     machines = _settle_machines(options, find_machines(read_environment()))
     file = find_launch_file(options.hardware or choose_for_this_machine())
     document = read_launch_file(file)
-    num_processes = options.num_processes or _count_processes(file, document, machines)
+    num_processes = options.num_processes
+    if num_processes is None:
+        num_processes = _count_processes(file, document, machines)
     pipeline = name_pipeline(options.pipeline_stages, options.pipeline_schedule)
     if not isinstance(config, str):
         verify_combination(config, plan_launch(file, num_processes, pipeline), str(file))

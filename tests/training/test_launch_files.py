@@ -10,7 +10,7 @@ from tests.test_accelerate_configs import FILES, NAMES, read_environment
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.training.launch import read_launch
-from recipes_lib.training.launch_files import find_launch_file, name_variables, read_launch_file
+from recipes_lib.training.launch_files import find_launch_file, name_variables, plan_launch, read_launch_file
 
 MULTI_GPU = {
     "distributed_type": "FSDP",
@@ -99,6 +99,7 @@ def test_what_is_no_launch_file_is_refused(tmp_path: Path) -> None:
         ("  : [", "no YAML in UTF-8"),
         ("num_processes: many", "num_processes: 'many' is no number of processes"),
         ("num_processes: 0", "num_processes: 0 is no number"),
+        ("num_processes: true", "num_processes: True is no number"),
         ("fsdp_config: [fsdp_version]", "fsdp_config: it is no mapping"),
     ],
 )
@@ -108,6 +109,12 @@ def test_a_launch_file_that_cannot_be_read_is_named(text: str, words: str, tmp_p
     with pytest.raises(ConfigError, match=r"mine\.yaml") as caught:
         read_launch_file(file)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("count", [0, -3])
+def test_no_launch_is_without_processes(count: int) -> None:
+    with pytest.raises(ConfigError, match=f"--num_processes: is {count}"):
+        plan_launch(None, count)
 
 
 def test_parts_without_entries_are_left_out(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def read_launch_file(path: Path) -> dict[str, Any]:
         if not isinstance(document.get(part) or {}, dict):
             raise ConfigError(Problem(f"{path}: {part}", "it is no mapping", f"take that of one of {FOLDER}/"))
     count = document.get("num_processes", 1)
-    if not isinstance(count, int) or count < 1:
+    if type(count) is not int or count < 1:
         found = f"{count!r} is no number of processes"
         raise ConfigError(Problem(f"{path}: num_processes", found, "write a whole number from 1 on"))
     return document
@@ -76,7 +76,7 @@ def name_variables(document: Mapping[str, Any], num_processes: int | None = None
     ``tests/training/test_launch_files.py`` holds both against each other.
     """
     variables: dict[str, Any] = {
-        "WORLD_SIZE": num_processes or document.get("num_processes", 1),
+        "WORLD_SIZE": document.get("num_processes", 1) if num_processes is None else num_processes,
         "ACCELERATE_MIXED_PRECISION": document.get("mixed_precision") or "no",
         "ACCELERATE_USE_CPU": document.get("use_cpu", False),
     }
@@ -103,7 +103,9 @@ def plan_launch(
         pipeline: From ``name_pipeline``; ``None``: there is none.
 
     Raises:
-        ConfigError: The file is none, or a number in it or the schedule.
+        ConfigError: The file is none, or a number in it or the schedule; there would be no process.
     """
+    if num_processes is not None and num_processes < 1:
+        raise ConfigError(Problem("--num_processes", f"is {num_processes}", "write 1 or more"))
     document = {"distributed_type": "NO"} if file is None else read_launch_file(file)
     return read_launch({**name_variables(document, num_processes), **(pipeline or {})})
