@@ -44,7 +44,7 @@ def find_unknown_keys(document: Mapping[str, Any]) -> list[str]:
 
 
 def test_every_kind_of_hardware_has_its_file() -> None:
-    on_one_gpu, by_deepspeed = {"single_gpu", "fp8"}, {"zero1", "zero2", "zero3", "zero3_offload"}
+    on_one_gpu, by_deepspeed = {"single_gpu", "fp8"}, {"zero1", "zero2", "zero3", "zero3_offload", "zero3_sp"}
     by_torch = {"ddp", "fsdp2", "fsdp2_cp", "fsdp2_offload", "fsdp2_tp", "hsdp"}
     assert set(NAMES) == {"cpu", "cpu_ddp"} | by_torch | on_one_gpu | by_deepspeed
 
@@ -66,7 +66,9 @@ def read_environment(file: Path, *flags: str) -> dict[str, str]:
     args, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
     if args.use_deepspeed:
         args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
-        return prepare_deepspeed_cmd_env(args)[1]
+        command, environment = prepare_deepspeed_cmd_env(args)
+        assert command is None, "processes of several machines would be started over ssh by the first of them"
+        return environment
     return prepare_multi_gpu_env(args)
 
 
@@ -92,6 +94,7 @@ ZERO3 = {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "ACCELERATE_DEEPSPEED_ZERO3_SAV
         ("zero1", {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}),
         ("zero2", {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}),
         ("zero3", ZERO3 | {"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none"}),
+        ("zero3_sp", ZERO3 | {"PARALLELISM_CONFIG_SP_SIZE": "4", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}),
         (
             "zero3_offload",
             ZERO3 | {f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_DEVICE": "cpu" for what in ("PARAM", "OPTIMIZER")},
@@ -106,10 +109,16 @@ def test_the_processes_are_told_what_the_file_says(
     assert {key: environment[key] for key in expected} == expected
     assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
     if "PARALLELISM_CONFIG_DP_SHARD_SIZE" in expected:
-        sizes = [
-            int(environment[f"PARALLELISM_CONFIG_{part}_SIZE"]) for part in ("DP_REPLICATE", "DP_SHARD", "TP", "CP")
-        ]
+        parts = ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP")
+        sizes = [int(environment[f"PARALLELISM_CONFIG_{part}_SIZE"]) for part in parts]
         assert math.prod(sizes) == yaml.safe_load((FOLDER / f"{name}.yaml").read_text())["num_processes"]
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "zero3_offload", "zero3_sp"])
+def test_each_of_several_machines_starts_its_own_processes(name: str) -> None:
+    """By torch's launcher; left alone, DeepSpeed on each of them would start processes on a list of hosts."""
+    told = ("--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "127.0.0.1")
+    assert read_environment(FOLDER / f"{name}.yaml", *told)["ACCELERATE_USE_DEEPSPEED"] == "true"
 
 
 @pytest.mark.parametrize("file", FILES, ids=NAMES)

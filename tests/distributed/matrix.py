@@ -36,26 +36,33 @@ class Layout(NamedTuple):
         file: Launch file.
         num_processes: Over all machines.
         options: Of the launcher, behind the file.
-        data_size: Those of them, or groups that share tensors, that take rows of their own.
+        data_size: Those of them, or groups that share tensors or rows, that take rows of their own.
+        num_machines: Each with a launcher of its own.
     """
 
     file: str
     num_processes: int
     options: Sequence[str]
     data_size: int
+    num_machines: int = 1
 
 
 def cut_tensors(data_size: int, num_parts: int) -> Layout:
     """The layout of ``data_size`` groups that cut each tensor into ``num_parts``."""
     sizes = (f"--parallelism_config_dp_shard_size={data_size}", f"--parallelism_config_tp_size={num_parts}")
-    options = (*FULL_PRECISION, "--num_machines=1", "--machine_rank=0", *sizes)
-    return Layout("fsdp2_tp", data_size * num_parts, options, data_size)
+    return Layout("fsdp2_tp", data_size * num_parts, (*FULL_PRECISION, *sizes), data_size, num_machines=data_size)
 
 
 def share_rows(data_size: int, num_parts: int) -> Layout:
     """The layout of ``data_size`` groups whose processes share each row, its tokens cut into ``num_parts``."""
     sizes = (f"--parallelism_config_dp_shard_size={data_size}", f"--parallelism_config_cp_size={num_parts}")
     return Layout("fsdp2_cp", data_size * num_parts, (*FULL_PRECISION, *sizes), data_size)
+
+
+def share_rows_by_heads(data_size: int, num_parts: int) -> Layout:
+    """As ``share_rows``, the processes of a group attending with some of the heads each, sharded by DeepSpeed."""
+    sizes = (f"--parallelism_config_dp_shard_size={data_size}", f"--parallelism_config_sp_size={num_parts}")
+    return Layout("zero3_sp", data_size * num_parts, (*FULL_PRECISION, *sizes), data_size, num_machines=data_size)
 
 
 LAYOUTS: Final[Mapping[str, Layout]] = {
@@ -65,13 +72,10 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
     "CP, 2": share_rows(1, 2),
     "FSDP2, 4": Layout("fsdp2", 4, FULL_PRECISION, 4),
     "FSDP2 x TP, 2 x 2": cut_tensors(2, 2),
-    "HSDP, 2 x 2": Layout(
-        "hsdp",
-        4,
-        (*FULL_PRECISION, "--num_machines=1", "--parallelism_config_dp_shard_size=2"),
-        4,
-    ),
+    "FSDP2 x CP, 2 x 2": share_rows(2, 2),
+    "HSDP, 2 x 2": Layout("hsdp", 4, (*FULL_PRECISION, "--parallelism_config_dp_shard_size=2"), 4, num_machines=2),
     **{f"ZeRO-{stage}, 2": Layout(f"zero{stage}", 2, FULL_PRECISION, 2) for stage in (1, 2, 3)},
+    "ZeRO-3 x SP, 2 x 2": share_rows_by_heads(2, 2),
 }
 ALL_CELLS: Final = CELLS | SLOW_CELLS
 RESUMED: Final = "gone on from the layout before"
@@ -93,11 +97,12 @@ def runs_in(cell: str, layout: str) -> bool:
     """
     stage, _, keys = ALL_CELLS[cell]
     file = LAYOUTS[layout].file
+    if file in ("fsdp2_tp", "fsdp2_cp", "zero3_sp") and stage not in ("sft", "pretrain"):
+        return False
     if is_of_deepspeed(layout):
         has_copy = stage == "dpo" and "precompute_ref_log_probs" in keys
         return not (has_copy or "optim" in keys or (file == "zero3" and "lmbda" in keys))
-    is_alone = stage in ("sft", "pretrain")
-    return file not in ("fsdp2_tp", "fsdp2_cp") or (is_alone and (file == "fsdp2_cp" or "optim" not in keys))
+    return file != "fsdp2_tp" or "optim" not in keys
 
 
 def measure(folder: Path, cells: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -117,14 +122,15 @@ def measure(folder: Path, cells: Sequence[str]) -> dict[str, dict[str, float]]:
     sharding.run_jobs(build_jobs(folder, chosen, 1), alone)
     table: dict[str, dict[str, float]] = {name: {} for name in (*cells, RESUMED, *CONTROLS)}
     before: Path | None = None
-    for layout, (file, num_processes, options, data_size) in LAYOUTS.items():
+    for layout, (file, num_processes, options, data_size, num_machines) in LAYOUTS.items():
         here = {name: cell for name, cell in chosen.items() if runs_in(name, layout)}
         jobs = build_jobs(folder, here, data_size)
         if before is None:
             jobs |= {fault: {**jobs[first], "fault": fault} for fault in CONTROLS}
         elif not is_of_deepspeed(layout):
             jobs[RESUMED] = {**jobs[first], "copy_of": before / first, "step": 2}
-        ended = sharding.run_jobs(jobs, folder / layout, file, *options, num_processes=num_processes)
+        counts = {"num_processes": num_processes, "num_machines": num_machines}
+        ended = sharding.run_jobs(jobs, folder / layout, file, *options, **counts)
         for name in jobs:
             one, several = alone / (name if name in cells else first), folder / layout / name
             if ended["codes"][name] != EXIT_DONE:

@@ -7,9 +7,11 @@ import json
 import os
 import runpy
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -44,7 +46,12 @@ def take_cpus_for_gpus() -> None:
 
 
 def run_jobs(
-    jobs: Mapping[str, Job], output_dir: Path, file: str | None = None, *options: str, num_processes: int = 2
+    jobs: Mapping[str, Job],
+    output_dir: Path,
+    file: str | None = None,
+    *options: str,
+    num_processes: int = 2,
+    num_machines: int = 1,
 ) -> dict[str, Any]:
     """Run recipes in processes of their own and return the exit code of each.
 
@@ -54,18 +61,43 @@ def run_jobs(
         file: The users' launch file that starts the processes; ``None`` is one process, without a launcher.
         options: Of the launcher, after those of the file.
         num_processes: Started by the launch file.
+        num_machines: That this one stands for, each with a launcher of its own.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable]
-    if file is not None:
-        command += ["-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"]
-        command += ["--config_file", str(ROOT / "accelerate_configs" / f"{file}.yaml")]
-        command += ["--num_processes", str(num_processes), *options]
-    command += ["-m", "tests.distributed.sharding", str(output_dir), json.dumps(jobs, default=str)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-9000:] + done.stdout[-3000:]
+    module = ["-m", "tests.distributed.sharding", str(output_dir), json.dumps(jobs, default=str)]
+    counts = {"num_processes": num_processes, "num_machines": num_machines}
+    told = run_module(module, file, *options, **counts)
     codes: dict[str, Any] = json.loads((output_dir / "codes.json").read_text())
-    return {"codes": codes, "told": done.stderr + done.stdout}
+    return {"codes": codes, "told": told}
+
+
+def run_module(
+    module: Sequence[str], file: str | None, *options: str, num_processes: int = 2, num_machines: int = 1
+) -> str:
+    """Run a module in processes of its own, as ``run_jobs``, to its good end, and return what it told."""
+    launches: list[list[str]] = [[]]
+    if file is not None:
+        launch = ["-m", "accelerate.commands.accelerate_cli", "launch"]
+        launch += ["--config_file", str(ROOT / "accelerate_configs" / f"{file}.yaml")]
+        launch += ["--num_processes", str(num_processes), "--num_machines", str(num_machines), *options]
+        # Of several machines all must know the port beforehand.
+        launch += ["--main_process_ip", "127.0.0.1"] if num_machines > 1 else []
+        launch += ["--main_process_port", str(find_free_port() if num_machines > 1 else 0)]
+        launches = [[*launch, "--machine_rank", str(rank)] for rank in range(num_machines)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
+    machines = [subprocess.Popen([sys.executable, *launch, *module], **pipes) for launch in launches]
+    with ThreadPoolExecutor(num_machines) as pool:
+        outputs = list(pool.map(lambda machine: machine.communicate(timeout=1800)[0], machines))
+    for machine, output in zip(machines, outputs, strict=True):
+        assert machine.returncode == 0, output[-12000:]
+    return "".join(outputs)
+
+
+def find_free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port
 
 
 def cut(source: Path, target: Path, step: int) -> None:
@@ -147,6 +179,22 @@ def break_something(fault: str | None) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def written_by_one() -> Iterator[None]:
+    """Fail where another process than the first saves a model: it would be late now and then, and find no folder."""
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("a process that is not the first saves a model")
+
+    with contextlib.ExitStack() as patches:
+        if int(os.environ.get("RANK", "0")):
+            for kind in (PreTrainedModel, PeftModel):
+                patches.enter_context(mock.patch.object(kind, "save_pretrained", fail))
+        yield
+
+
 def is_last_process() -> bool:
     """Whether this is the last process of the launch."""
     return int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
@@ -181,7 +229,7 @@ def main() -> None:
             cut(Path(job["copy_of"]), output_dir / name, job["step"])
         if distributed.is_initialized():
             distributed.barrier()
-        with break_something(job.get("fault")), mock.patch.dict(os.environ, job.get("variables", {})):
+        with break_something(job.get("fault")), written_by_one(), mock.patch.dict(os.environ, job.get("variables", {})):
             codes[name] = run_recipe(job["stage"], {**job["keys"], "output_dir": output_dir / name})
         if codes[name] == EXIT_PREEMPTED:
             from recipes_lib.stopping import STOP

@@ -15,7 +15,7 @@ from torch import Tensor, distributed
 def run_together(tasks: Sequence[Callable[[], Any]], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Run each task in a thread of its own, as the process of that rank, and return what they returned.
 
-    Sums, extremes, gathering and scattering over all processes go over all threads.
+    Sums, extremes, gathering, scattering and exchange over all processes go over all threads.
     """
     barrier, given, own = threading.Barrier(len(tasks), timeout=60), {}, threading.local()
     total = distributed.ReduceOp.SUM
@@ -37,11 +37,14 @@ def run_together(tasks: Sequence[Callable[[], Any]], monkeypatch: pytest.MonkeyP
     def reduce_scatter_tensor(output: Tensor, tensor: Tensor, group: Any = None) -> None:
         output.copy_(torch.stack(exchange(tensor)).sum(dim=0).chunk(len(tasks))[own.rank])
 
+    def all_to_all_single(output: Tensor, tensor: Tensor, group: Any = None) -> None:
+        output.copy_(torch.cat([theirs.chunk(len(tasks))[own.rank] for theirs in exchange(tensor)]))
+
     def run(rank: int) -> Any:
         own.rank = rank
         return tasks[rank]()
 
-    for fake in (all_reduce, all_gather_into_tensor, reduce_scatter_tensor):
+    for fake in (all_reduce, all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single):
         monkeypatch.setattr(distributed, fake.__name__, fake)
     with ThreadPoolExecutor(len(tasks)) as pool:
         return list(pool.map(run, range(len(tasks))))

@@ -21,9 +21,9 @@ SIZES = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 32, "num_hidd
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def build_model(attention: str) -> Any:
+def build_model(attention: str, **changes: int) -> Any:
     torch.manual_seed(0)
-    config = AutoConfig.for_model("llama", **SIZES, **HEADS)
+    config = AutoConfig.for_model("llama", **SIZES | HEADS | changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     add_loss_head(model)
     return model.train()
@@ -35,17 +35,36 @@ def compute(model: Any, batch: dict[str, Any]) -> tuple[float, int, list[torch.T
     return float(sums.nll_sum.detach()), int(sums.num_targets), [tensor.grad for tensor in model.parameters()]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_loss_and_gradients_are_those_of_whole_rows(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def build_share(rank: int, size: int, *, by_heads: bool) -> ContextShare:
+    group: Any = None
+    return ContextShare(group, rank, size, group, by_heads)
+
+
+@pytest.mark.parametrize(
+    ("size", "by_heads", "heads"),
+    [
+        (2, False, {}),
+        (3, False, {}),
+        # Two key-value heads for two processes; one that both have; six query heads, and as many of either kind.
+        (2, True, {}),
+        (2, True, {"num_key_value_heads": 1}),
+        (4, True, {}),
+        (3, True, {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 24}),
+    ],
+)
+def test_loss_and_gradients_are_those_of_whole_rows(
+    size: int, by_heads: bool, heads: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Documents stay apart, and those that are cut attend to what another process has."""
-    batch, group = build_batch(*ROWS), None
+    batch = build_batch(*ROWS)
     models = []
     for rank in range(size):
-        share = ContextShare(group, rank, size, group)  # type: ignore[arg-type]
+        share = build_share(rank, size, by_heads=by_heads)
         AttentionInterface.register(f"context{rank}", partial(_attend, share))
         AttentionMaskInterface.register(f"context{rank}", sdpa_mask)
-        models.append((build_model(f"context{rank}"), cut_batch(batch, rank, size)))
-    loss, num_targets, gradients = compute(build_model("sdpa"), batch)
+        own = cut_batch(batch, rank, size, by_heads=by_heads)
+        models.append((build_model(f"context{rank}", **heads), own))
+    loss, num_targets, gradients = compute(build_model("sdpa", **heads), batch)
     parts = run_together([partial(compute, *each) for each in models], monkeypatch)
     assert sum(part[0] for part in parts) == pytest.approx(loss, rel=1e-6)
     assert sum(part[1] for part in parts) == num_targets
@@ -54,8 +73,7 @@ def test_loss_and_gradients_are_those_of_whole_rows(size: int, monkeypatch: pyte
 
 
 def test_what_is_not_cut_attends_as_with_sdpa() -> None:
-    group: Any = None
-    register_context(ContextShare(group, 0, 2, group))
+    register_context(build_share(0, 2, by_heads=False))
     batch = {name: build_batch(*ROWS)[name] for name in ("input_ids", "position_ids")}
     with torch.no_grad():
         own, plain = (build_model(name)(**batch, use_cache=False).logits for name in ("context", "sdpa"))
@@ -74,9 +92,28 @@ def test_what_is_not_cut_attends_as_with_sdpa() -> None:
 )
 def test_what_needs_the_whole_row_is_refused(model_type: str, changes: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        verify_can_share_rows(AutoConfig.for_model(model_type, **SIZES, **HEADS, **changes))
+        verify_can_share_rows(AutoConfig.for_model(model_type, **SIZES, **HEADS, **changes), 2, by_heads=False)
+
+
+@pytest.mark.parametrize(
+    ("heads", "why"),
+    [
+        ({"num_attention_heads": 8, "num_key_value_heads": 8}, "8 heads for 3 processes, 8 key-value heads"),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 24},
+            "with 4 key-value heads for 3 processes cannot",
+        ),
+    ],
+)
+def test_heads_that_cannot_be_dealt_out_are_refused(heads: dict[str, int], why: str) -> None:
+    config = AutoConfig.for_model("llama", **SIZES | heads)
+    with pytest.raises(ConfigError, match=why):
+        verify_can_share_rows(config, 3, by_heads=True)
+    verify_can_share_rows(config, 3, by_heads=False)
+    verify_can_share_rows(config, 4, by_heads=True)
 
 
 def test_plain_attention_may_share_rows() -> None:
     for model_type in ("llama", "qwen3", "qwen2", "smollm3"):
-        verify_can_share_rows(AutoConfig.for_model(model_type, **SIZES, **HEADS))
+        for by_heads in (False, True):
+            verify_can_share_rows(AutoConfig.for_model(model_type, **SIZES, **HEADS), 4, by_heads=by_heads)

@@ -60,6 +60,7 @@ TENSORS = cut()
 ROWS_SHARED = mesh(dp_shard=2, cp=2)
 FSDP, ZERO = launch(), launch("DEEPSPEED")
 ZERO_3 = launch("DEEPSPEED", zero_stage=3, zero3_save_16bit_model=True)
+HEADS_SHARED = ZERO_3 | {"parallelism_config": mesh(dp_shard=2, sp=2)["parallelism_config"]}
 LIVE = {"precompute_ref_log_probs": False}
 PRETRAIN, SFT = {"stage": "pretrain", "gradient_accumulation_steps": 4}, {"stage": "sft"}
 PPO, RLOO, DISTIL = ({"stage": stage} for stage in ("ppo", "rloo", "distill"))
@@ -101,7 +102,6 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
     (({}, launch("DEEPSPEED", use_cpu=True)), [({}, ZERO), ({}, launch("MULTI_GPU", use_cpu=True))]),
     (({}, mesh(dp_replicate=2, dp_shard=4)), [({}, mesh(dp_replicate=2, dp_shard=2))]),
     (({}, mesh(dp_replicate=4)), [({}, mesh(dp_shard=4)), ({}, FSDP)]),
-    (({}, mesh(dp_shard=2, sp=2)), [({}, mesh(dp_shard=4, cp=1, sp=1)), ({}, ROWS_SHARED)]),
     (({}, {**DDP, "parallelism_config": {"parallelism_config_tp_size": 4}}), [({}, mesh(tp=4)), ({}, TENSORS)]),
     (({}, mesh(dp_replicate=2, tp=2)), [({}, TENSORS), ({}, mesh(dp_replicate=2, dp_shard=2))]),
     (({}, cut("fp16")), [({}, cut("no")), ({}, TENSORS), ({}, launch(precision="fp16"))]),
@@ -117,6 +117,7 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
     (({"optim": "sgd"}, TENSORS), [({"optim": "sgd"}, FSDP), ({"optim": "adamw_torch_fused"}, TENSORS)]),
     (({"verify_steps": 8}, TENSORS), [({"verify_steps": 8}, FSDP), ({}, TENSORS)]),
     (({}, {**DDP, "parallelism_config": {"parallelism_config_cp_size": 4}}), [({}, mesh(cp=4)), ({}, ROWS_SHARED)]),
+    (({}, mesh(dp_shard=2, sp=2)), [({}, mesh(dp_shard=4, cp=1, sp=1)), ({}, HEADS_SHARED)]),
     (({}, mesh(cp=2, tp=2)), [({}, ROWS_SHARED), ({}, TENSORS)]),
     (({"use_peft": True}, ROWS_SHARED), [({"optim": "muon"}, ROWS_SHARED)]),
     (({"attn_implementation": "sdpa"}, ROWS_SHARED), [({"attn_implementation": "sdpa"}, FSDP), ({}, ROWS_SHARED)]),
@@ -201,6 +202,9 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"stage": "sft", "neftune_noise_alpha": 5.0}, TENSORS, "would add other noise"),
     ({"stage": "sft", "torch_compile": True}, TENSORS, "would add other noise"),
     *(({"stage": stage}, ROWS_SHARED, "more than tokens and their") for stage in ("reward", "dpo", "distill")),
+    *(({"stage": stage}, HEADS_SHARED, "more than tokens and their") for stage in ("reward", "dpo", "distill")),
+    ({"stage": "sft", "attn_implementation": "sdpa"}, HEADS_SHARED, "that reaches over processes"),
+    ({"stage": "sft", "torch_compile": True}, HEADS_SHARED, "compute the same where a row is shared"),
     ({}, mesh(dp_replicate=2, cp=2), "by processes that also share tensors"),
     ({"stage": "sft", "neftune_noise_alpha": 5.0}, ROWS_SHARED, "compute the same where a row is shared"),
     ({}, cut("fp8"), "8-bit layers take whole tensors"),

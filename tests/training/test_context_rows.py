@@ -24,8 +24,8 @@ def build_batch(*lengths: list[int]) -> dict[str, Any]:
     return PackedCollator(pad_token_id=0)(rows)
 
 
-def cut(batch: dict[str, Any], size: int) -> list[dict[str, Any]]:
-    return [cut_batch(batch, rank, size) for rank in range(size)]
+def cut(batch: dict[str, Any], size: int, *, by_heads: bool = False) -> list[dict[str, Any]]:
+    return [cut_batch(batch, rank, size, by_heads=by_heads) for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -64,6 +64,21 @@ def test_the_keys_of_a_token_are_its_document_up_to_itself(size: int) -> None:
             assert [int(at) for _, at in last] == positions[index][-len(last) :].tolist()
         assert part["max_length_q"] == int(queries.diff().max())
         assert part["max_length_k"] == int(keys.diff().max())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_by_heads_every_process_attends_within_whole_documents(size: int) -> None:
+    batch = build_batch(*ROWS)
+    parts = cut(batch, size, by_heads=True)
+    tokens, positions = (torch.cat([part[name].flatten() for part in parts]) for name in ("input_ids", "position_ids"))
+    for part in parts:
+        bounds, index = part["cu_seq_lens_q"], part["context_index"]
+        assert bounds.equal(part["cu_seq_lens_k"])
+        # Every token once, so that what was computed for it finds back; in the order of the rows.
+        assert index.sort().values.tolist() == list(range(len(positions)))
+        assert tokens[index].view(len(ROWS), -1)[:, : batch["input_ids"].shape[1]].equal(batch["input_ids"])
+        documents = torch.split(positions[index], bounds.diff().tolist())
+        assert all(document.tolist() == list(range(len(document))) for document in documents)
 
 
 def test_of_one_long_document_each_process_has_as_many_pairs() -> None:

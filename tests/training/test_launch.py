@@ -11,7 +11,7 @@ from recipes_lib.errors import ConfigError
 from recipes_lib.training.launch import (
     Launch,
     Layout,
-    leave_sharding_to_loading,
+    keep_from_accelerate,
     name_pipeline,
     read_launch,
     verify_accelerator,
@@ -44,6 +44,7 @@ def test_pipelines_lie_across_the_processes():
     every = [Launch(rank=rank, local_rank=rank, world_size=6, engine="", layout=layout) for rank in range(6)]
     assert [one.part.stage for one in every] == [0, 0, 1, 1, 2, 2]
     assert {one.data_size for one in every} == {2}
+    assert [one.data_rank for one in every] == [0, 1, 0, 1, 0, 1]
     assert launch(world_size=6).part is None
     assert launch(world_size=6).data_size == 6
 
@@ -120,8 +121,12 @@ def test_processes_that_share_tensors_or_rows_take_the_same_rows():
     cut = Launch(rank=0, local_rank=0, world_size=8, engine="FSDP", layout=Layout(sizes={"tp": 4, "dp_shard": 2}))
     assert (cut.tensor_size, cut.data_size) == (4, 2)
     assert (launch(world_size=8).tensor_size, launch(world_size=8).data_size) == (1, 8)
-    shared = Launch(rank=0, local_rank=0, world_size=8, engine="FSDP", layout=Layout(sizes={"cp": 4, "dp_shard": 2}))
-    assert (shared.context_size, shared.data_size) == (4, 2)
+    for kind in ("cp", "sp"):
+        layout = Layout(sizes={kind: 4, "dp_shard": 2})
+        shared = [Launch(rank=rank, local_rank=0, world_size=8, engine="", layout=layout) for rank in range(8)]
+        assert {(each.context_size, each.data_size, each.shares_by_heads) for each in shared} == {(4, 2, kind == "sp")}
+        assert [each.data_rank for each in shared] == [0] * 4 + [1] * 4
+        assert [each.context_rank for each in shared] == [*range(4), *range(4)]
 
 
 def test_a_model_that_was_not_cut_after_all_is_refused():
@@ -147,10 +152,27 @@ def test_accelerate_leaves_alone_what_is_sharded_without_it(variable, monkeypatc
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("RECIPES_SHARDED_WHEN_LOADED", "false")
-    leave_sharding_to_loading(read_launch())
+    keep_from_accelerate(read_launch())
     assert os.environ["ACCELERATE_USE_FSDP"] == "true"
     monkeypatch.setenv(variable, "2")
     before = read_launch()
-    leave_sharding_to_loading(before)
+    keep_from_accelerate(before)
     assert os.environ["ACCELERATE_USE_FSDP"] == os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] == "false"
+    assert read_launch() == before
+
+
+@pytest.mark.parametrize(
+    ("engine", "variable"), [("FSDP", "PARALLELISM_CONFIG_CP_SIZE"), ("DEEPSPEED", "PARALLELISM_CONFIG_SP_SIZE")]
+)
+def test_accelerate_is_not_told_of_rows_that_are_shared(engine, variable, monkeypatch):
+    told = {"WORLD_SIZE": "2", f"ACCELERATE_USE_{engine}": "true", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    keep_from_accelerate(read_launch())
+    assert os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
+    monkeypatch.setenv(variable, "2")
+    before = read_launch()
+    keep_from_accelerate(before)
+    assert os.environ[f"ACCELERATE_USE_{engine}"] == "true"
+    assert os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] == "false"
     assert read_launch() == before

@@ -104,7 +104,8 @@ def test_the_parts_are_those_of_all_states_at_once(compute, student_dir, tiny_mo
     loss, parts, _ = compute(packs, **ALL)
     batch = PackedCollator(pad_token_id=1)([packs[at] for at in range(4)])
     for name, expected in reference_parts(batch, student_dir, tiny_model_dir).items():
-        assert parts[name] == pytest.approx(expected, rel=1e-5), name
+        # Attention hardly differs, so that its logarithms, in float32, agree in all but their last digits.
+        assert parts[name] == pytest.approx(expected, rel=1e-5, abs=2e-8), name
     response = 0.5 * parts["nll"] + 0.5 * parts["divergence"]
     assert loss == pytest.approx(response + sum(weight * parts[name] for name, weight in WEIGHTS.items()), rel=1e-6)
 

@@ -106,7 +106,7 @@ class Inspection(ABC):
         if self.launch.tensor_size > 1:
             verify_can_be_cut(self.model_config, self.launch.tensor_size)
         if self.launch.context_size > 1:
-            verify_can_share_rows(self.model_config)
+            verify_can_share_rows(self.model_config, self.launch.context_size, by_heads=self.launch.shares_by_heads)
         if self.launch.part:
             verify_can_be_cut_along_layers(self.model_config, self.launch.part)
         self.num_parameters = int(_build_on_meta(self.model_config).num_parameters())

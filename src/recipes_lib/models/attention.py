@@ -68,7 +68,7 @@ def choose_attention(
         ConfigError: As ``choose_kernel`` and ``verify_can_share_rows``.
     """
     if context is not None:
-        verify_can_share_rows(model_config)
+        verify_can_share_rows(model_config, context.size, by_heads=context.by_heads)
         register_context(context)
         return AttentionChoice("context", "rows", context)
     halves = {"bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -27,19 +27,28 @@ class ContextShare:
         rank: Index of this one.
         size: Their number.
         data_group: One of each such group, this one among them.
+        by_heads: Whether each of them attends from all tokens of a row with some of the heads; otherwise from its own
+            tokens with all of them.
     """
 
     group: distributed.ProcessGroup
     rank: int
     size: int
     data_group: distributed.ProcessGroup
+    by_heads: bool
 
 
-def verify_can_share_rows(config: PreTrainedConfig) -> None:
+def verify_can_share_rows(config: PreTrainedConfig, num_processes: int, *, by_heads: bool) -> None:
     """Refuse a model that does not attend from each token to all before it in its document.
+
+    Args:
+        config: Of the model.
+        num_processes: That share a row.
+        by_heads: As ``ContextShare``.
 
     Raises:
         ConfigError: It has layers of another kind, or what is computed over a whole row besides.
+        ConfigError: Its heads cannot be dealt out to the processes.
     """
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
@@ -52,6 +61,14 @@ def verify_can_share_rows(config: PreTrainedConfig) -> None:
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
     reasons += [f"{rope} rotary positions"] if rope in ("dynamic", "longrope") else []
     reasons += ["a balance of experts"] if getattr(text, "output_router_logits", False) else []
+    if by_heads:
+        counts = {"": text.num_attention_heads, "key-value ": getattr(text, "num_key_value_heads", None)}
+        # Fewer key-value heads than processes are repeated, if each then has one.
+        reasons += [
+            f"{count} {kind}heads for {num_processes} processes"
+            for kind, count in counts.items()
+            if count and count % num_processes and (not kind or num_processes % count)
+        ]
     if reasons:
         found = f"a {config.model_type} model with {', '.join(reasons)} cannot share a row over processes"
         raise ConfigError(Problem("model_name_or_path", found, "launch with accelerate_configs/fsdp2.yaml"))
@@ -60,9 +77,11 @@ def verify_can_share_rows(config: PreTrainedConfig) -> None:
 def register_context(share: ContextShare) -> None:
     """Make ``attn_implementation="context"`` known to transformers: over rows that ``cut_batch`` cut, or as ``sdpa``.
 
-    Keys and values are gathered from the processes that share a row; their gradients are summed and shared out.
+    Keys and values are gathered from the processes that share a row, and their gradients summed and shared out. By
+    heads the processes exchange tokens for heads before they attend, and back behind it.
 
-    Source: ``torch.nn.attention.varlen.varlen_attn``; ``tests/models/test_context_parallel.py``.
+    Source: https://arxiv.org/abs/2309.14509 (by heads); ``torch.nn.attention.varlen.varlen_attn``;
+    ``tests/models/test_context_parallel.py``.
     """
     AttentionInterface.register("context", partial(_attend, share))
     AttentionMaskInterface.register("context", sdpa_mask)
@@ -85,6 +104,23 @@ class _Gather(torch.autograd.Function):
         return own, None
 
 
+class _Exchange(torch.autograd.Function):
+    """A part for each process, ``(processes, ...)``, for what they have for this one; gradients return the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, share: ContextShare) -> Tensor:
+        ctx.share = share
+        received = torch.empty_like(parts)
+        distributed.all_to_all_single(received, parts, group=share.group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        returned = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+        distributed.all_to_all_single(returned, gradient.contiguous(), group=ctx.share.group)
+        return returned, None
+
+
 def _attend(
     share: ContextShare,
     module: torch.nn.Module,
@@ -101,11 +137,33 @@ def _attend(
         return output, None
     num_rows, num_tokens = query.shape[0], query.shape[2]
     # Norms leave queries and keys in float32 under autocast; values come straight from a projection.
-    flat = [state.to(value.dtype).transpose(1, 2).flatten(0, 1) for state in (query, key, value)]
-    own, *others = flat
-    keys, values = (_Gather.apply(state, share)[index] for state in others)  # type: ignore[no-untyped-call]
+    own, *others = [state.to(value.dtype).transpose(1, 2).flatten(0, 1) for state in (query, key, value)]
     attend = _attend_on_cuda if value.is_cuda else _attend_by_run
-    return attend(own, keys, values, settings).view(num_rows, num_tokens, *own.shape[1:]), None
+    if share.by_heads:
+        queries, keys, values = (_take_heads(state, share)[index] for state in (own, *others))
+        output = _take_tokens(attend(queries, keys, values, settings), index, share)
+    else:
+        keys, values = (_Gather.apply(state, share)[index] for state in others)  # type: ignore[no-untyped-call]
+        output = attend(own, keys, values, settings)
+    return output.view(num_rows, num_tokens, *output.shape[1:]), None
+
+
+def _take_heads(state: Tensor, share: ContextShare) -> Tensor:
+    """All tokens of the processes, one process behind the other, with this one's heads: ``(n * T, heads / n, D)``."""
+    if state.shape[1] < share.size:
+        state = state.repeat_interleave(share.size // state.shape[1], dim=1)
+    num_tokens, num_heads, _ = state.shape
+    parts = state.view(num_tokens, share.size, num_heads // share.size, -1).transpose(0, 1).contiguous()
+    received: Tensor = _Exchange.apply(parts, share)  # type: ignore[no-untyped-call]
+    return received.flatten(0, 1)
+
+
+def _take_tokens(output: Tensor, index: Tensor, share: ContextShare) -> Tensor:
+    """This process's tokens with all heads, of all in the order of ``index`` with some: ``(T, heads, D)``."""
+    ordered = torch.empty_like(output).index_copy(0, index, output)
+    parts = ordered.view(share.size, -1, *output.shape[1:])
+    received: Tensor = _Exchange.apply(parts, share)  # type: ignore[no-untyped-call]
+    return received.transpose(0, 1).flatten(1, 2)
 
 
 def _attend_on_cuda(query: Tensor, key: Tensor, value: Tensor, settings: Mapping[str, Any]) -> Tensor:

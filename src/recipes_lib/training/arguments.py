@@ -16,7 +16,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.stages import ADDED_CHOICES
 from recipes_lib.hardware import supports_bf16
 from recipes_lib.training.fp8 import verify_fp8
-from recipes_lib.training.launch import Launch, leave_sharding_to_loading, verify_launch
+from recipes_lib.training.launch import Launch, keep_from_accelerate, verify_launch
 
 # Rows arrive tokenised, masked and packed; upstream must not touch them again.
 _PREPARED: Final = {"dataset_kwargs": {"skip_prepare_dataset": True}, "packing": False, "max_length": None}
@@ -84,7 +84,7 @@ def build_training_arguments(
         ConfigError: The launch file asks for fp8, which cannot be had here.
     """
     verify_fp8(launch.precision)
-    leave_sharding_to_loading(launch)
+    keep_from_accelerate(launch)
     if launch.engine == "DEEPSPEED":
         # By their old names DeepSpeed 0.19 calls collectives of torch 2.13, several times a step.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)

@@ -8,7 +8,7 @@ from typing import Final
 from recipes_lib.training.blocked import Blocked
 
 _TENSORS: Final = "`parallelism_config_tp_size`"
-_ROWS: Final = "`parallelism_config_cp_size`"
+_ROWS: Final = "`parallelism_config_cp_size` or `parallelism_config_sp_size`"
 _WITH_OTHER_MODELS: Final = ("lora", "reward", "dpo", "distill", "ppo", "rloo", "grpo")
 _UNPROVED: Final = ("neftune_noise_alpha", "torch_compile", "verify_steps")
 _ADAMW: Final = ("adamw_torch", "adamw_torch_fused")
@@ -31,12 +31,6 @@ OF_MESHES: Final = (
             and bool(launch.layout.sizes)
             and not {"dp_shard", "tp", "cp"} & set(launch.layout.sizes)
         ),
-    ),
-    Blocked(
-        launch="`parallelism_config_sp_size`",
-        why="DeepSpeed doubles the gradients of sequences that it splits, at ZeRO-1 and 2",
-        remedy="use accelerate_configs/fsdp2_cp.yaml, which shares rows over GPUs",
-        applies=lambda _, launch: "sp" in launch.layout.sizes,
     ),
     Blocked(
         launch=f"{_TENSORS} and not `distributed_type: FSDP`",
@@ -97,10 +91,16 @@ OF_MESHES: Final = (
         applies=lambda keys, launch: launch.tensor_size > 1 and any(keys.get(key) for key in _UNPROVED),
     ),
     Blocked(
-        launch=f"{_ROWS} and not `distributed_type: FSDP`",
-        why="the gradients of a row that is shared are summed by FSDP2 and by nothing else",
-        remedy="use accelerate_configs/fsdp2_cp.yaml",
-        applies=lambda _, launch: launch.context_size > 1 and launch.engine != "FSDP",
+        launch="`parallelism_config_cp_size` and not `distributed_type: FSDP`",
+        why="rows that long need a model that is sharded, and what shares them by keys is proved with FSDP2",
+        remedy="use accelerate_configs/fsdp2_cp.yaml, or zero3_sp.yaml by DeepSpeed",
+        applies=lambda _, launch: "cp" in launch.layout.sizes and launch.engine != "FSDP",
+    ),
+    Blocked(
+        launch="`parallelism_config_sp_size` and not `distributed_type: DEEPSPEED`",
+        why="rows that long need a model that is sharded, and what shares them by heads is proved with DeepSpeed",
+        remedy="use accelerate_configs/zero3_sp.yaml, or fsdp2_cp.yaml by FSDP2",
+        applies=lambda _, launch: launch.shares_by_heads and launch.engine != "DEEPSPEED",
     ),
     Blocked(
         launch=f"{_ROWS} with `parallelism_config_tp_size` or `parallelism_config_dp_replicate_size`",

@@ -219,13 +219,16 @@ class CheckpointingTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Leave the weights to the thread while a checkpoint is put together; otherwise do as upstream."""
+        if not self.args.should_save:
+            # Upstream's would look into the folder, from which the main process may have taken the model by then.
+            return
         if self.is_deepspeed_enabled and state_dict is not None:
             # ZeRO-1 and 2 hand over a copy under each name of a tied tensor.
             tied = getattr(self.model, "all_tied_weights_keys", {})
             state_dict = {name: tensor for name, tensor in state_dict.items() if name not in tied}
         if self._staging is None or not self.is_replicated:
             super()._save(output_dir, state_dict)
-        elif self.args.should_save:
+        else:
             folder = Path(str(output_dir))
             folder.mkdir(parents=True, exist_ok=True)  # Another process may have its random state there.
             if self._own_tokenizer is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,11 +29,15 @@ def join_context(launch: Launch, args: TrainingArguments) -> ContextShare | None
     sizes = (launch.data_size, launch.context_size)
     mesh = init_device_mesh(args.device.type, sizes, mesh_dim_names=("data", "context"))
     return ContextShare(
-        mesh.get_group("context"), mesh.get_local_rank("context"), launch.context_size, mesh.get_group("data")
+        group=mesh.get_group("context"),
+        rank=launch.context_rank,
+        size=launch.context_size,
+        data_group=mesh.get_group("data"),
+        by_heads=launch.shares_by_heads,
     )
 
 
-def cut_batch(batch: Mapping[str, Any], rank: int, num_processes: int) -> dict[str, Any]:
+def cut_batch(batch: Mapping[str, Any], rank: int, num_processes: int, *, by_heads: bool) -> dict[str, Any]:
     """This process's part of a batch: of each row the tokens of one piece from its head and one from its tail.
 
     A row is cut into twice as many pieces as there are processes. The first attends to the fewest tokens and the last
@@ -43,13 +47,14 @@ def cut_batch(batch: Mapping[str, Any], rank: int, num_processes: int) -> dict[s
         batch: As ``PackedCollator`` makes it in the layout ``rows``; alike on all processes that share it.
         rank: Of this process among them.
         num_processes: That share it.
+        by_heads: As ``ContextShare``.
 
     Returns:
         The tokens of this process, ``(B, 2 * L / 2n)``: ``input_ids``, ``position_ids``, ``labels``, and ``targets``,
         the label of the token behind each, which may be another process's; ``num_tokens`` of the whole batch on the
         first process and 0 on the others. Besides, for the attention: ``cu_seq_lens_q``, ``cu_seq_lens_k``,
         ``max_length_q`` and ``max_length_k`` of what attends together, and ``context_index``, where among the gathered
-        tokens the keys of each stand.
+        tokens the keys of each stand: by heads those of whole documents, which are the queries too.
     """
     length = batch["input_ids"].shape[1]
     piece = -(-length // (2 * num_processes))
@@ -68,22 +73,24 @@ def cut_batch(batch: Mapping[str, Any], rank: int, num_processes: int) -> dict[s
     columns = torch.cat([torch.arange(start, start + piece) for start in starts])
     own = {name: tensor[:, columns].contiguous() for name, tensor in whole.items()}
     num_tokens = batch["num_tokens"] if rank == 0 else torch.zeros_like(batch["num_tokens"])
-    return {**own, "num_tokens": num_tokens, **_find_keys(positions.numpy(), starts, piece, num_processes)}
+    attending = [(0, positions.shape[1])] if by_heads else [(start, start + piece) for start in starts]
+    return {**own, "num_tokens": num_tokens, **_find_keys(positions.numpy(), attending, num_processes)}
 
 
-def _find_keys(positions: Any, starts: tuple[int, int], piece: int, num_processes: int) -> dict[str, Any]:
-    """Which tokens each run of queries attends to: a run is what a document has in one piece of a row."""
+def _find_keys(positions: Any, attending: Sequence[tuple[int, int]], num_processes: int) -> dict[str, Any]:
+    """Which tokens each run of queries attends to: a run is what a document has in one ``attending`` part of a row."""
     # The pieces of a row, in its order, as gathered from process after process.
     owners = [min(at, 2 * num_processes - 1 - at) for at in range(2 * num_processes)]
-    row = np.arange(2 * num_processes * piece)
+    row = np.arange(positions.shape[1])
+    piece = len(row) // len(owners)
     number, offset = row // piece, row % piece
     place = np.array(owners)[number] * len(positions) * 2 * piece + np.where(number < num_processes, 0, piece) + offset
     queries, keys, index = [0], [0], []
     for at, line in enumerate(positions):
         bounds = np.append(np.flatnonzero(line == 0), len(line))
-        for start in starts:
+        for start, stop in attending:
             for first, behind in itertools.pairwise(bounds):
-                begin, end = max(first, start), min(behind, start + piece)
+                begin, end = max(first, start), min(behind, stop)
                 if begin < end:
                     queries.append(end - begin)
                     keys.append(end - first)

@@ -96,7 +96,12 @@ class Launch:
     @property
     def context_size(self) -> int:
         """Processes that share the tokens of a row; 1: each has whole rows."""
-        return self.layout.sizes.get("cp", 1)
+        return self.layout.sizes.get("cp", 1) * self.layout.sizes.get("sp", 1)
+
+    @property
+    def shares_by_heads(self) -> bool:
+        """Whether those exchange tokens for heads to attend, as Ulysses does; otherwise each gathers all keys."""
+        return "sp" in self.layout.sizes
 
     @property
     def context_rank(self) -> int:
@@ -110,11 +115,14 @@ class Launch:
         return max(1, self.world_size // (self.tensor_size * self.context_size * self.layout.stages))
 
     @property
-    def part(self) -> Part | None:
-        """What this process holds of a model; ``None``: all of it.
+    def data_rank(self) -> int:
+        """Index of this process, or of its group, among those."""
+        # Pipelines lie across the processes, so that those which add up gradients are neighbours.
+        return self.rank % self.data_size if self.layout.stages > 1 else self.rank * self.data_size // self.world_size
 
-        Pipelines lie across the processes, so that those which add up gradients are neighbours.
-        """
+    @property
+    def part(self) -> Part | None:
+        """What this process holds of a model; ``None``: all of it."""
         if self.layout.stages == 1:
             return None
         num_chunks = 2 if self.layout.schedule == "interleaved" else 1
@@ -208,15 +216,19 @@ def read_environment() -> Mapping[str, str]:
     return dict(os.environ)
 
 
-def leave_sharding_to_loading(launch: Launch) -> None:
-    """Keep accelerate from sharding a model whose tensors are cut, or that is in stages; it only starts the processes.
+def keep_from_accelerate(launch: Launch) -> None:
+    """Keep accelerate from what it would do otherwise than this library; it starts the processes all the same.
 
     accelerate 1.15 cuts none of a model that was loaded whole, and does not know transformers' classes for one that is
-    cut while it is loaded. A stage it would share out to all processes, not to those that hold it.
+    cut while it is loaded. A stage it would share out to all processes, not to those that hold it. Of rows that are
+    shared it would drop the masks, under FSDP for torch's ring and under DeepSpeed for sdpa, so that packed documents
+    see each other, and DeepSpeed, once told of them, doubles gradients at ZeRO-1 and 2.
     """
     if launch.engine == "FSDP" and (launch.tensor_size > 1 or launch.layout.stages > 1):
         os.environ[_LEFT_TO_LOADING] = "true"
         os.environ["ACCELERATE_USE_FSDP"] = os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
+    if launch.context_size > 1:
+        os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
 
 
 def expect_launch(num_processes: int, engine: str, pipeline: Mapping[str, str] | None = None) -> None:

@@ -162,7 +162,7 @@ def build_observer(
 def _cut_after(
     collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]], share: ContextShare
 ) -> Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]:
-    return lambda rows: cut_batch(collate(rows), share.rank, share.size)
+    return lambda rows: cut_batch(collate(rows), share.rank, share.size, by_heads=share.by_heads)
 
 
 def _count_flops(model: Any, length: int) -> TokenFlops:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
-from torch.utils.data import DataLoader
 
 from recipes_lib.training.arguments import build_autocast, get_compute_dtype
 from recipes_lib.training.launch import Launch, read_launch
@@ -126,15 +125,6 @@ class PipelineTrainer(PretrainTrainer):
     def _wrap_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
         """Keep accelerate from averaging over all processes what each holds alone."""
         return self.pipeline
-
-    def _get_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        """Deal rows out to pipelines instead of processes."""
-        loader: Any = super()._get_dataloader(*args, **kwargs)
-        if self.args.world_size > 1:
-            replicas = self._mesh.replicas
-            loader.batch_sampler.num_processes = distributed.get_world_size(replicas)
-            loader.batch_sampler.process_index = distributed.get_rank(replicas)
-        return loader  # type: ignore[no-any-return]
 
 
 def _describe(pipeline: Pipeline, schedule: str, *, num_batches: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -117,9 +117,6 @@ class RecipeTrainer(CheckpointingTrainer):
             **options,
         )
         self.launch = read_launch()
-        if self.launch.context_size > 1:
-            # accelerate's own would drop the masks of attention, for torch's ring that takes none.
-            self.accelerator._prepare_cp = lambda *args: args
         verify_engine(
             self.launch,
             self.accelerator.distributed_type,
@@ -205,8 +202,8 @@ class RecipeTrainer(CheckpointingTrainer):
             return [], None
         row_ids = separate_row_ids(batches)
         if self.launch.context_size > 1:
-            rank, size = self.launch.context_rank, self.launch.context_size
-            batches = [cut_batch(batch, rank, size) for batch in batches]
+            rank, size, by_heads = self.launch.context_rank, self.launch.context_size, self.launch.shares_by_heads
+            batches = [cut_batch(batch, rank, size, by_heads=by_heads) for batch in batches]
         num_terms = torch.stack([self.count_terms(batch) for batch in batches]).sum()
         counts = torch.stack([num_terms, torch.tensor(STOP.reason is not None)]).to(device)
         counts = self.accelerator.reduce(counts, reduction="sum")
@@ -221,10 +218,6 @@ class RecipeTrainer(CheckpointingTrainer):
             )
         self.guard.inputs = StepInputs(batches, row_ids, counts[0])
         return batches, counts[0]
-
-    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: Batch) -> Any:
-        """Leave a batch as it is: where rows are shared it is cut already."""
-        return contextlib.nullcontext, inputs
 
     def floating_point_ops(self, inputs: Batch) -> int:
         """Return this process's share of upstream's ``6 * tokens * parameters``, the model walked but once."""
@@ -278,6 +271,14 @@ class RecipeTrainer(CheckpointingTrainer):
             skips=self.guard.rollbacks.skips,
             read_epoch=lambda: self.state.global_step // epochs.steps_per_epoch,
         )
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        """Deal rows out to groups that share them, or to pipelines; accelerate knows of processes alone."""
+        loader: Any = super()._get_dataloader(*args, **kwargs)
+        if self.launch.context_size > 1 or self.launch.layout.stages > 1:
+            loader.batch_sampler.num_processes = self.launch.data_size
+            loader.batch_sampler.process_index = self.launch.data_rank
+        return loader  # type: ignore[no-any-return]
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Clip the gradients by their global norm and return it; no step may be made that is not finite.

@@ -1,0 +1,133 @@
+"""Host memory of each process from the loading of a checkpoint to the first step: ``docs/results.md``'s table.
+
+The CPUs stand in for GPUs here, so that what a process keeps of a model is in the same memory.
+
+python -m tests.distributed.loading FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+from tests.distributed import sharding
+from tests.distributed.cells import FULL_PRECISION
+from tests.distributed.matrix import cut_tensors
+from tests.faults import stages
+
+from recipes_lib.training.launch import name_pipeline, read_launch
+
+SHAPE: Final = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16}
+LAYOUTS: Final[Mapping[str, tuple[str, tuple[str, ...], Mapping[str, str]]]] = {
+    "DDP": ("cpu_ddp", (), {}),
+    "FSDP2": ("fsdp2", FULL_PRECISION, {}),
+    "ZeRO-3": ("zero3", FULL_PRECISION, {}),
+    "TP": ("fsdp2_tp", tuple(cut_tensors(1, 2).options), {}),
+    "stages": ("cpu_ddp", (), name_pipeline(2, "gpipe")),
+}
+"""Launch file, options of the launcher and variables; each of two processes."""
+
+
+def write_inputs(folder: Path, shape: Mapping[str, int] = SHAPE) -> int:
+    """Write documents and a checkpoint in many files; return the bytes of its weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    stages.write_inputs(folder)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=32_000, **shape))
+    model.save_pretrained(folder / "large", max_shard_size="100MB")
+    return sum(file.stat().st_size for file in (folder / "large").glob("*.safetensors"))
+
+
+def measure(folder: Path, layout: str) -> list[int]:
+    """Return by how many bytes the memory of each process rose at most, files that are mapped left out.
+
+    Args:
+        folder: Where ``write_inputs`` has written.
+        layout: Of ``LAYOUTS``.
+    """
+    file, options, variables = LAYOUTS[layout]
+    keys = stages.make_keys(folder, "pretrain", model_name_or_path=folder / "large")
+    keys = {name: value for name, value in keys.items() if name != "model_config"} | {"num_sample_prompts": 0}
+    job = json.dumps({"keys": keys, "variables": variables}, default=str)
+    (folder / layout).mkdir()
+    sharding.run_module(["-m", "tests.distributed.loading", str(folder / layout), "--job", job], file, *options)
+    return [int((folder / layout / f"peak-{rank}").read_text()) for rank in range(2)]
+
+
+def read_memory() -> int:
+    """Return the bytes of this process that are in no file."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("Linux tells")
+
+
+def watch(peak: list[int]) -> None:
+    """Leave in ``peak`` by how many bytes the memory of this process rises at most from now on."""
+    before = read_memory()
+    peak[:] = [0]
+
+    def look() -> None:
+        while True:
+            peak[0] = max(peak[0], read_memory() - before)
+            time.sleep(0.002)
+
+    threading.Thread(target=look, daemon=True).start()
+
+
+def load(folder: Path, job: Mapping[str, Any]) -> None:
+    """Run a recipe in this process, one of several, up to where its training begins."""
+    os.environ.update(job["variables"])
+    if read_launch().engine:
+        sharding.take_cpus_for_gpus()
+    from torch import distributed
+    from transformers.trainer_callback import CallbackHandler
+
+    from recipes_lib.training import policy
+
+    peak: list[int] = []
+    start = policy.load_language_model
+
+    def begin(*args: Any) -> Any:
+        watch(peak)
+        return start(*args)
+
+    def leave(*_: Any) -> None:
+        (folder / f"peak-{os.environ['RANK']}").write_text(str(peak[0]))
+        distributed.barrier()
+        os._exit(0)
+
+    with (
+        mock.patch.object(policy, "load_language_model", begin),
+        mock.patch.object(CallbackHandler, "on_train_begin", leave),
+    ):
+        sharding.run_recipe("pretrain", {**job["keys"], "output_dir": folder})
+
+
+def main() -> None:
+    """Measure every layout and print; or be one of the processes of one, for which there is a job."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--job", type=json.loads)
+    options = parser.parse_args()
+    if options.job:
+        load(options.folder, options.job)
+        raise AssertionError("it left where training begins")
+    num_bytes = write_inputs(options.folder)
+    lines = ["| layout | process 0 | process 1 |", "|---|---|---|"]
+    for layout in LAYOUTS:
+        peaks = measure(options.folder, layout)
+        lines.append(f"| {layout} | {' | '.join(f'{peak / num_bytes:.2f}' for peak in peaks)} |")
+    sys.stdout.write(f"{num_bytes / 1e9:.2f} GB of weights; of these:\n" + "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
