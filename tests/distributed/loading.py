@@ -18,22 +18,21 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
-from tests.distributed import sharding
-from tests.distributed.cells import FULL_PRECISION
-from tests.distributed.matrix import cut_tensors
+from tests.distributed import matrix, sharding
+from tests.distributed.matrix import Layout
 from tests.faults import stages
 
 from recipes_lib.training.launch import name_pipeline, read_launch
 
 SHAPE: Final = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16}
-LAYOUTS: Final[Mapping[str, tuple[str, tuple[str, ...], Mapping[str, str]]]] = {
-    "DDP": ("cpu_ddp", (), {}),
-    "FSDP2": ("fsdp2", FULL_PRECISION, {}),
-    "ZeRO-3": ("zero3", FULL_PRECISION, {}),
-    "TP": ("fsdp2_tp", tuple(cut_tensors(1, 2).options), {}),
-    "stages": ("cpu_ddp", (), name_pipeline(2, "gpipe")),
+LAYOUTS: Final[Mapping[str, tuple[Layout, Mapping[str, str]]]] = {
+    "DDP": (matrix.LAYOUTS["DDP, 2"], {}),
+    "FSDP2": (matrix.LAYOUTS["FSDP2, 2"], {}),
+    "ZeRO-3": (matrix.LAYOUTS["ZeRO-3, 2"], {}),
+    "TP": (matrix.LAYOUTS["TP, 2"], {}),
+    "stages": (matrix.LAYOUTS["DDP, 2"], name_pipeline(2, "gpipe")),
 }
-"""Launch file, options of the launcher and variables; each of two processes."""
+"""How two processes hold a model, and variables of theirs."""
 
 
 def write_inputs(folder: Path, shape: Mapping[str, int] = SHAPE) -> int:
@@ -53,12 +52,12 @@ def measure(folder: Path, layout: str) -> list[int]:
         folder: Where ``write_inputs`` has written.
         layout: Of ``LAYOUTS``.
     """
-    file, options, variables = LAYOUTS[layout]
+    how, variables = LAYOUTS[layout]
     keys = stages.make_keys(folder, "pretrain", model_name_or_path=folder / "large")
     keys = {name: value for name, value in keys.items() if name != "model_config"} | {"num_sample_prompts": 0}
     job = json.dumps({"keys": keys, "variables": variables}, default=str)
     (folder / layout).mkdir()
-    sharding.run_module(["-m", "tests.distributed.loading", str(folder / layout), "--job", job], file, *options)
+    how.run_module(["-m", "tests.distributed.loading", str(folder / layout), "--job", job])
     return [int((folder / layout / f"peak-{rank}").read_text()) for rank in range(2)]
 
 

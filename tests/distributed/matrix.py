@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from tests.distributed import sharding
 from tests.distributed.cells import (
@@ -26,7 +26,11 @@ from tests.distributed.cells import (
     write_inputs,
 )
 
-from recipes_lib.errors import EXIT_DONE
+from recipes_lib.config.loader import load_config
+from recipes_lib.errors import EXIT_DONE, ConfigError
+from recipes_lib.training.combinations import verify_combination
+from recipes_lib.training.launch import Launch, read_launch
+from recipes_lib.training.launch_files import name_variables, read_launch_file
 
 
 class Layout(NamedTuple):
@@ -35,47 +39,58 @@ class Layout(NamedTuple):
     Attributes:
         file: Launch file.
         num_processes: Over all machines.
-        options: Of the launcher, behind the file.
         data_size: Those of them, or groups that share tensors or rows, that take rows of their own.
+        sizes: Of ``parallelism_config``, where they are not the file's.
         num_machines: Each with a launcher of its own.
     """
 
     file: str
     num_processes: int
-    options: Sequence[str]
     data_size: int
+    sizes: Mapping[str, int] = {}
     num_machines: int = 1
 
+    def read(self) -> Launch:
+        """What the main process is told, in full precision."""
+        document = read_launch_file(sharding.ROOT / "accelerate_configs" / f"{self.file}.yaml")
+        document |= {"mixed_precision": "no"}
+        document["parallelism_config"] = (document.get("parallelism_config") or {}) | self._name_sizes()
+        return read_launch(name_variables(document, self.num_processes))
 
-def cut_tensors(data_size: int, num_parts: int) -> Layout:
-    """The layout of ``data_size`` groups that cut each tensor into ``num_parts``."""
-    sizes = (f"--parallelism_config_dp_shard_size={data_size}", f"--parallelism_config_tp_size={num_parts}")
-    return Layout("fsdp2_tp", data_size * num_parts, (*FULL_PRECISION, *sizes), data_size, num_machines=data_size)
+    def run(self, jobs: Mapping[str, sharding.Job], output_dir: Path) -> dict[str, Any]:
+        """Run recipes laid out so, in full precision."""
+        return sharding.run_jobs(jobs, output_dir, self.file, *self._list_options(), **self._count())
+
+    def run_module(self, module: Sequence[str]) -> str:
+        """As ``sharding.run_module``, laid out so."""
+        return sharding.run_module(module, self.file, *self._list_options(), **self._count())
+
+    def _list_options(self) -> list[str]:
+        return [*FULL_PRECISION, *(f"--{name}={size}" for name, size in self._name_sizes().items())]
+
+    def _count(self) -> dict[str, int]:
+        return {"num_processes": self.num_processes, "num_machines": self.num_machines}
+
+    def _name_sizes(self) -> dict[str, int]:
+        return {f"parallelism_config_{name}_size": size for name, size in self.sizes.items()}
 
 
-def share_rows(data_size: int, num_parts: int) -> Layout:
-    """The layout of ``data_size`` groups whose processes share each row, its tokens cut into ``num_parts``."""
-    sizes = (f"--parallelism_config_dp_shard_size={data_size}", f"--parallelism_config_cp_size={num_parts}")
-    return Layout("fsdp2_cp", data_size * num_parts, (*FULL_PRECISION, *sizes), data_size)
-
-
-def share_rows_by_heads(data_size: int, num_parts: int) -> Layout:
-    """As ``share_rows``, the processes of a group attending with some of the heads each, sharded by DeepSpeed."""
-    sizes = (f"--parallelism_config_dp_shard_size={data_size}", f"--parallelism_config_sp_size={num_parts}")
-    return Layout("zero3_sp", data_size * num_parts, (*FULL_PRECISION, *sizes), data_size, num_machines=data_size)
+def share(file: str, kind: str, data_size: int, num_machines: int = 1) -> Layout:
+    """The layout of ``data_size`` groups of two processes, which share what ``kind`` of ``parallelism_config`` says."""
+    return Layout(file, 2 * data_size, data_size, {"dp_shard": data_size, kind: 2}, num_machines)
 
 
 LAYOUTS: Final[Mapping[str, Layout]] = {
-    "DDP, 2": Layout("cpu_ddp", 2, (), 2),
-    "FSDP2, 2": Layout("fsdp2", 2, FULL_PRECISION, 2),
-    "TP, 2": cut_tensors(1, 2),
-    "CP, 2": share_rows(1, 2),
-    "FSDP2, 4": Layout("fsdp2", 4, FULL_PRECISION, 4),
-    "FSDP2 x TP, 2 x 2": cut_tensors(2, 2),
-    "FSDP2 x CP, 2 x 2": share_rows(2, 2),
-    "HSDP, 2 x 2": Layout("hsdp", 4, (*FULL_PRECISION, "--parallelism_config_dp_shard_size=2"), 4, num_machines=2),
-    **{f"ZeRO-{stage}, 2": Layout(f"zero{stage}", 2, FULL_PRECISION, 2) for stage in (1, 2, 3)},
-    "ZeRO-3 x SP, 2 x 2": share_rows_by_heads(2, 2),
+    "DDP, 2": Layout("cpu_ddp", 2, 2),
+    "FSDP2, 2": Layout("fsdp2", 2, 2),
+    "TP, 2": share("fsdp2_tp", "tp", 1),
+    "CP, 2": share("fsdp2_cp", "cp", 1),
+    "FSDP2, 4": Layout("fsdp2", 4, 4),
+    "FSDP2 x TP, 2 x 2": share("fsdp2_tp", "tp", 2, num_machines=2),
+    "FSDP2 x CP, 2 x 2": share("fsdp2_cp", "cp", 2),
+    "HSDP, 2 x 2": Layout("hsdp", 4, 4, {"dp_shard": 2}, num_machines=2),
+    **{f"ZeRO-{stage}, 2": Layout(f"zero{stage}", 2, 2) for stage in (1, 2, 3)},
+    "ZeRO-3 x SP, 2 x 2": share("zero3_sp", "sp", 2, num_machines=2),
 }
 ALL_CELLS: Final = CELLS | SLOW_CELLS
 RESUMED: Final = "gone on from the layout before"
@@ -89,20 +104,22 @@ def is_of_deepspeed(layout: str) -> bool:
     return LAYOUTS[layout].file.startswith("zero")
 
 
-def runs_in(cell: str, layout: str) -> bool:
-    """Whether a cell is not refused in a layout.
+def find_reason(cell: str, layout: str) -> str | None:
+    """Return why a cell is refused in a layout; ``None`` where it runs."""
+    job = build_jobs(Path("inputs"), {cell: ALL_CELLS[cell]}, 1)[cell]
+    # Nothing is read: the names of the Hub stand for what would be.
+    keys = {name: "of/nobody" if isinstance(value, Path) else value for name, value in job["keys"].items()}
+    config = load_config(job["stage"], [f"--{name}={value}" for name, value in keys.items()] + ["--output_dir=out"])
+    try:
+        verify_combination(config, LAYOUTS[layout].read())
+    except ConfigError as error:
+        return error.problems[0].found.rpartition(": ")[2]
+    return None
 
-    Groups train one model, and where tensors are cut, by AdamW. DeepSpeed knows no muon and no live reference that is
-    another model, and samples from no shards.
-    """
-    stage, _, keys = ALL_CELLS[cell]
-    file = LAYOUTS[layout].file
-    if file in ("fsdp2_tp", "fsdp2_cp", "zero3_sp") and stage not in ("sft", "pretrain"):
-        return False
-    if is_of_deepspeed(layout):
-        has_copy = stage == "dpo" and "precompute_ref_log_probs" in keys
-        return not (has_copy or "optim" in keys or (file == "zero3" and "lmbda" in keys))
-    return file != "fsdp2_tp" or "optim" not in keys
+
+def list_cells(layout: str) -> dict[str, Any]:
+    """Return the cells that run in a layout."""
+    return {name: cell for name, cell in ALL_CELLS.items() if find_reason(name, layout) is None}
 
 
 def measure(folder: Path, cells: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -122,15 +139,14 @@ def measure(folder: Path, cells: Sequence[str]) -> dict[str, dict[str, float]]:
     sharding.run_jobs(build_jobs(folder, chosen, 1), alone)
     table: dict[str, dict[str, float]] = {name: {} for name in (*cells, RESUMED, *CONTROLS)}
     before: Path | None = None
-    for layout, (file, num_processes, options, data_size, num_machines) in LAYOUTS.items():
-        here = {name: cell for name, cell in chosen.items() if runs_in(name, layout)}
-        jobs = build_jobs(folder, here, data_size)
+    for layout, how in LAYOUTS.items():
+        here = {name: cell for name, cell in list_cells(layout).items() if name in chosen}
+        jobs = build_jobs(folder, here, how.data_size)
         if before is None:
             jobs |= {fault: {**jobs[first], "fault": fault} for fault in CONTROLS}
         elif not is_of_deepspeed(layout):
             jobs[RESUMED] = {**jobs[first], "copy_of": before / first, "step": 2}
-        counts = {"num_processes": num_processes, "num_machines": num_machines}
-        ended = sharding.run_jobs(jobs, folder / layout, file, *options, **counts)
+        ended = how.run(jobs, folder / layout)
         for name in jobs:
             one, several = alone / (name if name in cells else first), folder / layout / name
             if ended["codes"][name] != EXIT_DONE:
@@ -144,16 +160,21 @@ def measure(folder: Path, cells: Sequence[str]) -> dict[str, dict[str, float]]:
 
 
 def format_table(table: Mapping[str, Mapping[str, float]]) -> str:
-    """Return the table in Markdown; a layout that a row was not run in is left empty."""
+    """Return the table in Markdown, and below it why a run is refused in a layout."""
+    letters: dict[str, str] = {}
     lines = [f"| run | {' | '.join(LAYOUTS)} |", f"|---|{'---|' * len(LAYOUTS)}"]
     for name, gaps in table.items():
-        lines.append(f"| {name} | {' | '.join(_format(gaps.get(layout)) for layout in LAYOUTS)} |")
-    return "\n".join(lines)
+        cells = []
+        for layout in LAYOUTS:
+            reason = find_reason(name, layout) if name in ALL_CELLS else None
+            # Where a row is neither refused nor run it has no place.
+            letter = letters.setdefault(reason, "abcdefghijklmnop"[len(letters)]) if reason else ""
+            cells.append(_format(gaps[layout]) if layout in gaps else letter)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *(f"- {letter}: {reason}" for reason, letter in letters.items())])
 
 
-def _format(gap: float | None) -> str:
-    if gap is None:
-        return ""
+def _format(gap: float) -> str:
     return "stopped by its own checks" if gap == math.inf else f"{gap:.0e}"
 
 

@@ -109,7 +109,7 @@ def cut(source: Path, target: Path, step: int) -> None:
 
 
 def run_recipe(stage: str, keys: Mapping[str, Any]) -> int:
-    """Run a recipe to its end in this process, and return its exit code."""
+    """Run a recipe to its end in this process, but for the charts of its report, and return its exit code."""
     sys.argv = [str(ROOT / "recipes" / f"{stage}.py"), *(f"--{name}={value}" for name, value in keys.items())]
 
     def leave(code: int) -> None:
@@ -117,7 +117,7 @@ def run_recipe(stage: str, keys: Mapping[str, Any]) -> int:
 
     try:
         # By which one process of several leaves without waiting for the others.
-        with mock.patch("os._exit", leave):
+        with mock.patch("os._exit", leave), mock.patch("recipes_lib.report.page.build_report"):
             runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as end:
         return int(end.code or 0)

@@ -28,7 +28,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     jobs["resumed"] = {**first, "copy_of": folder / "two" / "sft packed", "step": 2}
     jobs["from one"] = {**first, "copy_of": folder / "one" / "sft packed", "step": 2}
     jobs["nan"] = {**first, "fault": "nan loss"}
-    two = sharding.run_jobs(jobs, folder / "two", LAYOUT.file, *LAYOUT.options, num_processes=LAYOUT.num_processes)
+    two = LAYOUT.run(jobs, folder / "two")
     return folder, two
 
 

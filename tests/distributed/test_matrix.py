@@ -35,6 +35,24 @@ def test_a_gap_is_the_largest_and_what_is_no_number_is_farther_than_any(
     assert measure_gaps(write_run(tmp_path / "one"), write_run(tmp_path / "two", **other)) == gaps
 
 
+def test_every_cell_runs_or_has_its_reason() -> None:
+    """Whole models run in every layout; what groups refuse is more than one model, not more."""
+    for layout, how in matrix.LAYOUTS.items():
+        cells = matrix.list_cells(layout).keys()
+        assert {"sft packed", "sft padded", "pretrain tied", "recomputed"} <= cells
+        assert len({"reward", "lora padded"} & cells) == (0 if how.data_size < how.num_processes else 2)
+    assert matrix.list_cells("HSDP, 2 x 2").keys() == matrix.ALL_CELLS.keys()
+    assert "orthogonalises" in str(matrix.find_reason("muon", "ZeRO-1, 2"))
+
+
+def test_the_table_tells_reasons() -> None:
+    told = matrix.format_table({"sft packed": dict.fromkeys(matrix.LAYOUTS, 1e-7), "muon": {"DDP, 2": math.inf}})
+    _, _, packed, muon, _, *reasons = told.splitlines()
+    assert packed.count("1e-07") == len(matrix.LAYOUTS)
+    assert muon.startswith("| muon | stopped by its own checks |  | a |  |")
+    assert [reason[:5] for reason in reasons] == ["- a: ", "- b: "]
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_every_stage_gives_the_same_numbers_in_every_layout_unless_it_is_broken(tmp_path: Path) -> None:
@@ -45,7 +63,7 @@ def test_every_stage_gives_the_same_numbers_in_every_layout_unless_it_is_broken(
     assert max(table[matrix.RESUMED].values()) <= 1e-5
     for cell in matrix.ALL_CELLS:
         tolerance = MUON_TOLERANCE if cell == "muon" else 1e-5
-        assert list(table[cell]) == [layout for layout in matrix.LAYOUTS if matrix.runs_in(cell, layout)]
+        assert list(table[cell]) == [layout for layout in matrix.LAYOUTS if cell in matrix.list_cells(layout)]
         assert not {layout: gap for layout, gap in table[cell].items() if not gap <= tolerance}, cell
     for fault in matrix.CONTROLS:
         assert min(table[fault].values()) > 1e-3, fault

@@ -19,7 +19,7 @@ from tests.distributed.cells import (
     read_weights,
     write_inputs,
 )
-from tests.distributed.matrix import ALL_CELLS, LAYOUTS, is_of_deepspeed, runs_in, share_rows_by_heads
+from tests.distributed.matrix import LAYOUTS, is_of_deepspeed, list_cells, share
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -55,9 +55,8 @@ def test_shares_of_zero_3_give_the_numbers_of_one_process(runs: tuple[Path, dict
 def test_so_do_rows_that_two_processes_share(runs: tuple[Path, dict[str, Any]]) -> None:
     """Each attends with half of the heads to all that are packed into a row."""
     folder, _ = runs
-    file, num_processes, options, data_size, _ = share_rows_by_heads(1, 2)
-    jobs = build_jobs(folder, {name: CELLS[name] for name in ("sft packed", "pretrain tied")}, data_size)
-    sharding.run_jobs(jobs, folder / "shared", file, *options, num_processes=num_processes)
+    jobs = build_jobs(folder, {name: CELLS[name] for name in ("sft packed", "pretrain tied")}, 1)
+    share("zero3_sp", "sp", 1).run(jobs, folder / "shared")
     for name in jobs:
         gaps = measure_gaps(folder / "one" / name, folder / "shared" / name)
         assert not {what: gap for what, gap in gaps.items() if not gap <= 1e-5}, name
@@ -86,13 +85,10 @@ def test_no_figure_is_told_that_deepspeed_hides(runs: tuple[Path, dict[str, Any]
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if is_of_deepspeed(name)])
 def test_so_does_every_other_run(layout: str, tmp_path: Path) -> None:
-    cells = {name: cell for name, cell in ALL_CELLS.items() if runs_in(name, layout)}
-    file, num_processes, options, data_size, num_machines = LAYOUTS[layout]
+    cells = list_cells(layout)
     write_inputs(tmp_path)
     sharding.run_jobs(build_jobs(tmp_path, cells, 1), tmp_path / "one")
-    jobs = build_jobs(tmp_path, cells, data_size)
-    counts = {"num_processes": num_processes, "num_machines": num_machines}
-    sharding.run_jobs(jobs, tmp_path / "several", file, *options, **counts)
+    LAYOUTS[layout].run(build_jobs(tmp_path, cells, LAYOUTS[layout].data_size), tmp_path / "several")
     for name in cells:
         gap = max(measure_gaps(tmp_path / "one" / name, tmp_path / "several" / name).values())
         assert gap <= 1e-5, (name, gap)
