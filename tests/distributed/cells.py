@@ -22,18 +22,18 @@ EVERY = {"max_steps": 3, "save_steps": 2, "eval_steps": 2}
 MUON_TOLERANCE = 2e-4
 """Muon iterates in bf16, which makes more of the order of a sum."""
 FULL_PRECISION = ("--mixed_precision", "no")
-# The other half of the product is in the slow tier.
+# What every test run has time for; the rest is in the slow tier.
 CELLS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "sft packed": ("sft", 4, {}),
     "pretrain tied": ("pretrain", 1, {"model_config": TIED}),
     "lora padded": ("lora", 1, {}),
     "reward": ("reward", 1, {}),
     "dpo live": ("dpo", 4, {"precompute_ref_log_probs": "false"}),
+}
+SLOW_CELLS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dpo adapter stored": ("dpo adapter", 1, {}),
     "distill": ("distill", 4, {}),
     "distill on policy": ("distill", 4, {"lmbda": 0.5, "distillation_beta": 1.0, "response_length": 8}),
-}
-SLOW_CELLS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "sft packed once": ("sft", 1, {}),
     "sft padded": ("sft", 1, {"packing": "false"}),
     "sft padded, accumulated": ("sft", 4, {"packing": "false"}),

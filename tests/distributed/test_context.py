@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from tests.distributed import sharding
-from tests.distributed.cells import CELLS, SLOW_CELLS, build_jobs, measure_gaps, read_weights, write_inputs
+from tests.distributed.cells import CELLS, build_jobs, measure_gaps, read_weights, write_inputs
 from tests.distributed.matrix import LAYOUTS
 
 LAYOUT = LAYOUTS["CP, 2"]
-OURS = {name: (CELLS | SLOW_CELLS)[name] for name in ("sft packed", "sft padded", "pretrain tied", "recomputed")}
+OURS = {name: CELLS[name] for name in ("sft packed", "pretrain tied")}
 
 
 @pytest.fixture(scope="module")

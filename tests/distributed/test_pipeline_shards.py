@@ -13,6 +13,7 @@ from tests.distributed.cells import FULL_PRECISION, measure_gaps, measure_weight
 from tests.distributed.pipelines import CELLS, MUON_TOLERANCE, SLOW_CELLS, build_job, resume
 from tests.faults import stages
 
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 LAUNCH = ("fsdp2", *FULL_PRECISION)
 # In bfloat16 FSDP2 rounds what runs through the layers, which autocast keeps wider.
 TOLERANCES = {"muon": MUON_TOLERANCE, "bf16": 5e-3}
@@ -34,14 +35,12 @@ def runs(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.multiprocess
 def test_shared_stages_give_the_numbers_of_one_process(runs: Path) -> None:
     gaps = measure_gaps(runs / "one" / "tied", runs / "four" / "tied")
     assert not {what: gap for what, gap in gaps.items() if not gap <= 1e-5}
     assert {"eval_bits_per_byte", "grad_norm", "parameter_norm", "update_ratio", "num_target_tokens"} <= gaps.keys()
 
 
-@pytest.mark.multiprocess
 def test_each_process_writes_half_of_its_stage(runs: Path) -> None:
     whole = read_weights(runs / "one" / "tied")
     checkpoint = runs / "four" / "tied" / "checkpoint-2"
@@ -57,8 +56,6 @@ def test_each_process_writes_half_of_its_stage(runs: Path) -> None:
     assert (record["engine"], record["world_size"], record["data_size"]) == ("FSDP", 4, 2)
 
 
-@pytest.mark.slow
-@pytest.mark.multiprocess
 def test_a_checkpoint_goes_on_here_and_in_one_process(inputs: Path, runs: Path, tmp_path: Path) -> None:
     job = build_job(inputs, "tied", 2, 2)
     jobs = {f"from {count}": resume(job, runs / count / "tied") for count in ("one", "four")}
@@ -71,8 +68,6 @@ def test_a_checkpoint_goes_on_here_and_in_one_process(inputs: Path, runs: Path, 
     assert all(torch.equal(resumed[name], tensor) for name, tensor in straight.items())
 
 
-@pytest.mark.slow
-@pytest.mark.multiprocess
 def test_so_do_all_other_runs(inputs: Path, tmp_path: Path) -> None:
     cells = [cell for cell in CELLS | SLOW_CELLS if cell != "tied"]
     narrow = {"bf16": "true"}

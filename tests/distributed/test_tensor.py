@@ -12,7 +12,6 @@ from safetensors import safe_open
 from tests.distributed import sharding
 from tests.distributed.cells import (
     CELLS,
-    SLOW_CELLS,
     build_jobs,
     measure_gaps,
     read_events,
@@ -24,13 +23,7 @@ from tests.distributed.matrix import LAYOUTS
 from recipes_lib.exporting import export_checkpoint
 
 LAYOUT = LAYOUTS["TP, 2"]
-OURS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "sft packed": CELLS["sft packed"],
-    "pretrain tied": CELLS["pretrain tied"],
-    "sft padded": SLOW_CELLS["sft padded"],
-    "pretrain accumulated": SLOW_CELLS["pretrain accumulated"],
-    "recomputed": SLOW_CELLS["recomputed"],
-}
+OURS = {name: CELLS[name] for name in ("sft packed", "pretrain tied")}
 
 
 @pytest.fixture(scope="module")

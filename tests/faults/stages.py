@@ -28,7 +28,7 @@ COMMON = {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
 }
-SAMPLES = {"num_sample_prompts": 1, "sample_max_new_tokens": 16}
+SAMPLES = {"num_sample_prompts": 1, "sample_max_new_tokens": 8}
 _PPO: Mapping[str, Any] = {
     # Two steps of each learner an iteration.
     "test_split_size": 6,
