@@ -71,6 +71,11 @@ def build_jobs(inputs: Path, cells: Mapping[str, Any], num_processes: int) -> di
     return jobs
 
 
+def in_bf16(job: sharding.Job) -> sharding.Job:
+    """Return a job whose products are in bf16."""
+    return {**job, "keys": {**job["keys"], "bf16": "true"}}
+
+
 def read_events(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 

@@ -8,12 +8,13 @@ python -m tests.distributed.loading FOLDER
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import os
 import sys
 import threading
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -22,6 +23,7 @@ from tests.distributed import matrix, sharding
 from tests.distributed.matrix import Layout
 from tests.faults import stages
 
+from recipes_lib.errors import EXIT_DONE
 from recipes_lib.training.launch import name_pipeline, read_launch
 
 SHAPE: Final = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16}
@@ -45,8 +47,10 @@ def write_inputs(folder: Path, shape: Mapping[str, int] = SHAPE) -> int:
     return sum(file.stat().st_size for file in (folder / "large").glob("*.safetensors"))
 
 
-def measure(folder: Path, layout: str) -> list[int]:
+def measure(folder: Path, layout: str) -> list[tuple[int, int]]:
     """Return by how many bytes the memory of each process rose at most, files that are mapped left out.
+
+    While the model was loaded, and by the first step.
 
     Args:
         folder: Where ``write_inputs`` has written.
@@ -58,7 +62,7 @@ def measure(folder: Path, layout: str) -> list[int]:
     job = json.dumps({"keys": keys, "variables": variables}, default=str)
     (folder / layout).mkdir()
     how.run_module(["-m", "tests.distributed.loading", str(folder / layout), "--job", job])
-    return [int((folder / layout / f"peak-{rank}").read_text()) for rank in range(2)]
+    return [json.loads((folder / layout / f"peaks-{rank}").read_text()) for rank in range(2)]
 
 
 def read_memory() -> int:
@@ -69,17 +73,24 @@ def read_memory() -> int:
     raise AssertionError("Linux tells")
 
 
-def watch(peak: list[int]) -> None:
-    """Leave in ``peak`` by how many bytes the memory of this process rises at most from now on."""
-    before = read_memory()
-    peak[:] = [0]
+@contextlib.contextmanager
+def watching() -> Iterator[list[int]]:
+    """While it lasts, keep in a list of one by how many bytes the memory of this process has risen at most."""
+    before, is_over = read_memory(), threading.Event()
+    peak = [0]
 
     def look() -> None:
-        while True:
+        while not is_over.wait(0.002):
             peak[0] = max(peak[0], read_memory() - before)
-            time.sleep(0.002)
 
-    threading.Thread(target=look, daemon=True).start()
+    watcher = threading.Thread(target=look, daemon=True)
+    watcher.start()
+    try:
+        yield peak
+    finally:
+        is_over.set()
+        watcher.join()
+        peak[0] = max(peak[0], read_memory() - before)
 
 
 def load(folder: Path, job: Mapping[str, Any]) -> None:
@@ -92,23 +103,30 @@ def load(folder: Path, job: Mapping[str, Any]) -> None:
 
     from recipes_lib.training import policy
 
-    peak: list[int] = []
+    watch = contextlib.ExitStack()
+    peaks: list[int] = []
     start = policy.load_language_model
 
     def begin(*args: Any) -> Any:
-        watch(peak)
-        return start(*args)
+        peak = watch.enter_context(watching())
+        watch.callback(lambda: peaks.append(peak[0]))
+        with watching() as of_loading:
+            model = start(*args)
+        peaks.append(of_loading[0])
+        return model
 
     def leave(*_: Any) -> None:
-        (folder / f"peak-{os.environ['RANK']}").write_text(str(peak[0]))
+        watch.close()
+        (folder / f"peaks-{os.environ['RANK']}").write_text(json.dumps(peaks))
         distributed.barrier()
-        os._exit(0)
+        raise SystemExit(EXIT_DONE)
 
     with (
         mock.patch.object(policy, "load_language_model", begin),
         mock.patch.object(CallbackHandler, "on_train_begin", leave),
     ):
-        sharding.run_recipe("pretrain", {**job["keys"], "output_dir": folder})
+        assert sharding.run_recipe("pretrain", {**job["keys"], "output_dir": folder}) == EXIT_DONE
+    distributed.destroy_process_group()
 
 
 def main() -> None:
@@ -119,11 +137,14 @@ def main() -> None:
     options = parser.parse_args()
     if options.job:
         load(options.folder, options.job)
-        raise AssertionError("it left where training begins")
+        return
     num_bytes = write_inputs(options.folder)
-    lines = ["| layout | process 0 | process 1 |", "|---|---|---|"]
+    lines = [
+        "| layout | process 0 loading | by the first step | process 1 loading | by the first step |",
+        "|---|---|---|---|---|",
+    ]
     for layout in LAYOUTS:
-        peaks = measure(options.folder, layout)
+        peaks = itertools.chain(*measure(options.folder, layout))
         lines.append(f"| {layout} | {' | '.join(f'{peak / num_bytes:.2f}' for peak in peaks)} |")
     sys.stdout.write(f"{num_bytes / 1e9:.2f} GB of weights; of these:\n" + "\n".join(lines) + "\n")
 

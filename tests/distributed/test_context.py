@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.distributed import sharding
-from tests.distributed.cells import CELLS, build_jobs, measure_gaps, read_weights, write_inputs
+from tests.distributed.cells import CELLS, build_jobs, measure_gaps, read_weights
 from tests.distributed.matrix import LAYOUTS
 
 LAYOUT = LAYOUTS["CP, 2"]
@@ -17,19 +16,15 @@ OURS = {name: CELLS[name] for name in ("sft packed", "pretrain tied")}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def runs(inputs: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("runs")
-    inputs = tmp_path_factory.mktemp("inputs")
-    write_inputs(inputs)
-    alone = build_jobs(inputs, OURS, 1)
-    sharding.run_jobs(alone, folder / "one")
+    (folder / "one").symlink_to(alone)
     jobs = build_jobs(inputs, OURS, LAYOUT.data_size)
     first = jobs["sft packed"]
     jobs["resumed"] = {**first, "copy_of": folder / "two" / "sft packed", "step": 2}
-    jobs["from one"] = {**first, "copy_of": folder / "one" / "sft packed", "step": 2}
+    jobs["from one"] = {**first, "copy_of": alone / "sft packed", "step": 2}
     jobs["nan"] = {**first, "fault": "nan loss"}
-    two = LAYOUT.run(jobs, folder / "two")
-    return folder, two
+    return folder, LAYOUT.run(jobs, folder / "two")
 
 
 @pytest.mark.multiprocess

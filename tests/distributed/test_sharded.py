@@ -14,38 +14,29 @@ from tests.distributed.cells import (
     CELLS,
     FULL_PRECISION,
     build_jobs,
+    in_bf16,
     measure_gaps,
     read_events,
     read_weights,
-    write_inputs,
 )
 
 from recipes_lib.exporting import export_checkpoint
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    write_inputs(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def runs(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def runs(inputs: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("runs")
-    alone = build_jobs(inputs, CELLS, 1)
-    alone["bf16"] = {**alone["sft packed"], "keys": {**alone["sft packed"]["keys"], "bf16": "true"}}
-    sharding.run_jobs(alone, folder / "one")
+    (folder / "one").symlink_to(alone)
     jobs = build_jobs(inputs, CELLS, 2)
     for name in ("sft packed", "lora padded"):
         jobs[f"{name}, resumed"] = {**jobs[name], "copy_of": folder / "two" / name, "step": 2}
-        jobs[f"{name}, from one"] = {**jobs[name], "copy_of": folder / "one" / name, "step": 2}
-    jobs["bf16"] = {**jobs["sft packed"], "keys": {**jobs["sft packed"]["keys"], "bf16": "true"}}
+        jobs[f"{name}, from one"] = {**jobs[name], "copy_of": alone / name, "step": 2}
+    jobs["bf16"] = in_bf16(jobs["sft packed"])
     jobs["bf16 as accelerate has it"] = {**jobs["bf16"], "fault": "narrow sums"}
     jobs["nan"] = {**jobs["sft packed"], "fault": "nan loss"}
     two = sharding.run_jobs(jobs, folder / "two", "fsdp2", *FULL_PRECISION)
     back = {
-        f"{name}, from two": {**alone[name], "copy_of": folder / "two" / name, "step": 2}
+        f"{name}, from two": {**build_jobs(inputs, CELLS, 1)[name], "copy_of": folder / "two" / name, "step": 2}
         for name in ("sft packed", "lora padded")
     }
     sharding.run_jobs(back, folder / "back")

@@ -13,10 +13,10 @@ from tests.distributed import sharding
 from tests.distributed.cells import (
     CELLS,
     build_jobs,
+    in_bf16,
     measure_gaps,
     read_events,
     read_weights,
-    write_inputs,
 )
 from tests.distributed.matrix import LAYOUTS
 
@@ -27,22 +27,18 @@ OURS = {name: CELLS[name] for name in ("sft packed", "pretrain tied")}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def runs(inputs: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("runs")
-    inputs = tmp_path_factory.mktemp("inputs")
-    write_inputs(inputs)
-    alone = build_jobs(inputs, OURS, 1)
-    alone["bf16"] = {**alone["sft packed"], "keys": {**alone["sft packed"]["keys"], "bf16": "true"}}
-    sharding.run_jobs(alone, folder / "one")
+    (folder / "one").symlink_to(alone)
     jobs = build_jobs(inputs, OURS, LAYOUT.data_size)
     first = jobs["sft packed"]
-    jobs["bf16"] = {**first, "keys": {**first["keys"], "bf16": "true"}}
+    jobs["bf16"] = in_bf16(first)
     jobs["resumed"] = {**first, "copy_of": folder / "two" / "sft packed", "step": 2}
-    jobs["from one"] = {**first, "copy_of": folder / "one" / "sft packed", "step": 2}
+    jobs["from one"] = {**first, "copy_of": alone / "sft packed", "step": 2}
     jobs["nan"] = {**first, "fault": "nan loss"}
     two = LAYOUT.run(jobs, folder / "two")
-    back = {"from two": {**alone["sft packed"], "copy_of": folder / "two" / "sft packed", "step": 2}}
-    sharding.run_jobs(back, folder / "back")
+    back = {**build_jobs(inputs, OURS, 1)["sft packed"], "copy_of": folder / "two" / "sft packed", "step": 2}
+    sharding.run_jobs({"from two": back}, folder / "back")
     return folder, two
 
 

@@ -32,11 +32,10 @@ CHOSEN = {name: CELLS[name] for name in ("sft packed", "pretrain tied", "lora pa
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def runs(inputs: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("runs")
-    write_inputs(folder)
-    sharding.run_jobs(build_jobs(folder, CHOSEN, 1), folder / "one")
-    jobs = build_jobs(folder, CHOSEN, 2)
+    (folder / "one").symlink_to(alone)
+    jobs = build_jobs(inputs, CHOSEN, 2)
     jobs["nan"] = {**jobs["sft packed"], "fault": "nan loss"}
     jobs["resumed"] = {**jobs["sft packed"], "copy_of": folder / "zero3" / "sft packed", "step": 2}
     return folder, sharding.run_jobs(jobs, folder / "zero3", "zero3", *FULL_PRECISION)
@@ -52,13 +51,12 @@ def test_shares_of_zero_3_give_the_numbers_of_one_process(runs: tuple[Path, dict
     assert {"loss", "grad_norm", "eval_loss", "weights"} <= gaps.keys()
 
 
-def test_so_do_rows_that_two_processes_share(runs: tuple[Path, dict[str, Any]]) -> None:
+def test_so_do_rows_that_two_processes_share(inputs: Path, alone: Path, tmp_path: Path) -> None:
     """Each attends with half of the heads to all that are packed into a row."""
-    folder, _ = runs
-    jobs = build_jobs(folder, {name: CELLS[name] for name in ("sft packed", "pretrain tied")}, 1)
-    share("zero3_sp", "sp", 1).run(jobs, folder / "shared")
+    jobs = build_jobs(inputs, {name: CELLS[name] for name in ("sft packed", "pretrain tied")}, 1)
+    share("zero3_sp", "sp", 1).run(jobs, tmp_path)
     for name in jobs:
-        gaps = measure_gaps(folder / "one" / name, folder / "shared" / name)
+        gaps = measure_gaps(alone / name, tmp_path / name)
         assert not {what: gap for what, gap in gaps.items() if not gap <= 1e-5}, name
 
 

@@ -60,7 +60,7 @@ def inspect(tmp_path, model, hardware: str) -> tuple[SFTInspection, str]:
     return inspection, output.getvalue()
 
 
-@pytest.mark.parametrize(("hardware", "num_steps"), [("fsdp2", 2), ("fsdp2_cp", 8)])
+@pytest.mark.parametrize(("hardware", "num_steps"), [("fsdp2", 2), ("fsdp2_cp", 8), ("zero3_sp", 8)])
 def test_processes_that_share_rows_take_fewer_of_them_a_step(tmp_path, tiny_model_dir, hardware, num_steps) -> None:
     """Eight processes take eight rows; in two groups of four they take two."""
     inspection, told = inspect(tmp_path, tiny_model_dir, hardware)
@@ -73,6 +73,11 @@ def test_a_model_that_cannot_share_a_row_is_told_before_it_is_rented_for(tmp_pat
     shutil.copytree(tiny_model_dir, model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.1}))
-    inspection, _ = inspect(tmp_path, model, "fsdp2_cp")
-    assert [problem.found.partition(" cannot ")[2] for problem in inspection.problems] == ["share a row over processes"]
+    for hardware in ("fsdp2_cp", "zero3_sp"):
+        (problem,) = inspect(tmp_path, model, hardware)[0].problems
+        assert problem.found.partition(" cannot ")[2] == "share a row over processes"
     assert not inspect(tmp_path, model, "fsdp2")[0].problems
+    (model / "config.json").write_text(json.dumps({**config, "num_attention_heads": 2, "head_dim": 32}))
+    assert not inspect(tmp_path, model, "fsdp2_cp")[0].problems
+    (problem,) = inspect(tmp_path, model, "zero3_sp")[0].problems
+    assert "with 2 heads for 4 processes cannot share" in problem.found

@@ -1,0 +1,30 @@
+"""A checkpoint is in the memory of a host no more often than it must be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.distributed import loading
+
+
+def test_a_peak_is_what_was_held() -> None:
+    with loading.watching() as peak:
+        held = np.ones(64 << 17)  # 64 MiB.
+    assert 0.9 * held.nbytes < peak[0] < 1.5 * held.nbytes
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_of_a_sharded_model_no_process_holds_the_whole(tmp_path: Path) -> None:
+    """DDP, which must, shows that it would be seen."""
+    num_bytes = loading.write_inputs(tmp_path)
+    peaks = {
+        layout: [[peak / num_bytes for peak in of_process] for of_process in loading.measure(tmp_path, layout)]
+        for layout in ("DDP", "FSDP2", "TP", "stages")
+    }
+    for layout in ("FSDP2", "TP", "stages"):
+        assert max(loaded for loaded, _ in peaks[layout]) < 0.25, layout
+        assert max(begun for _, begun in peaks[layout]) < 1.0, layout
+    assert min(begun for _, begun in peaks["DDP"]) > 1.5
