@@ -140,7 +140,7 @@ def main() -> None:
         return
     num_bytes = write_inputs(options.folder)
     lines = [
-        "| layout | process 0 loading | by the first step | process 1 loading | by the first step |",
+        "| layout | process 0, loading | by the first step | process 1, loading | by the first step |",
         "|---|---|---|---|---|",
     ]
     for layout in LAYOUTS:
