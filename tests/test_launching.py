@@ -73,6 +73,7 @@ def test_the_machine_decides_where_nobody_else_does(num, name, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("recipes_lib.hardware.count_accelerators", lambda: num)
     assert launching.choose_for_this_machine() == name
+    assert launching.choose_for_this_machine(2) == ("ddp" if num else "cpu_ddp")
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,10 @@ def test_the_machine_decides_where_nobody_else_does(num, name, monkeypatch):
         (["--hardware", "fsdp2"], "this machine has none"),
         (["--num_machines", "2"], "nobody says which this is"),
         (["--num_machines", "2", "--machine_rank", "2", "--main_process_ip", "a"], "they count from 0"),
+        (
+            ["--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "a", "--hardware", "single_gpu"],
+            "each of 2 machines would train a model of its own",
+        ),
         (["--learning_rat", "1"], "learning_rate"),
         (["--hardware", "fsdp2", "--num_processes", "8", "--optim", "adafactor"], "sharded"),
     ],

@@ -44,8 +44,11 @@ def main(argv: Sequence[str]) -> int:
     # A wrong key is told before any process starts, and so is what the two files cannot ask for together.
     config = parse_command(stage, recipe[1:])
     machines = _settle_machines(options, find_machines(read_environment()))
-    file = find_launch_file(options.hardware or choose_for_this_machine())
+    file = find_launch_file(options.hardware or choose_for_this_machine(machines.num_machines))
     document = read_launch_file(file)
+    if machines.num_machines > 1 and document["distributed_type"] == "NO":
+        found = f"{file} is for one process: each of {machines.num_machines} machines would train a model of its own"
+        raise ConfigError(Problem("--hardware", found, "use accelerate_configs/ddp.yaml, or cpu_ddp.yaml on CPUs"))
     num_processes = options.num_processes
     if num_processes is None:
         num_processes = _count_processes(file, document, machines)
@@ -102,11 +105,12 @@ def _settle_machines(options: argparse.Namespace, found: Machines) -> Machines:
     return settled
 
 
-def choose_for_this_machine() -> str:
-    """Return the name of the launch file that suits this machine."""
+def choose_for_this_machine(num_machines: int = 1) -> str:
+    """Return the name of the launch file that suits this machine, one of ``num_machines`` like it."""
     from recipes_lib.hardware import count_accelerators
 
-    return {0: "cpu", 1: "single_gpu"}.get(count_accelerators(), "ddp")
+    alone, together = {0: ("cpu", "cpu_ddp"), 1: ("single_gpu", "ddp")}.get(count_accelerators(), ("ddp", "ddp"))
+    return alone if num_machines == 1 else together
 
 
 def _count_processes(file: Path, document: dict[str, Any], machines: Machines) -> int:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from tests import tiny
@@ -22,15 +25,20 @@ EVERY = {"max_steps": 3, "save_steps": 2, "eval_steps": 2}
 MUON_TOLERANCE = 2e-4
 """Muon iterates in bf16, which makes more of the order of a sum."""
 FULL_PRECISION = ("--mixed_precision", "no")
-# What every test run has time for; the rest is in the slow tier.
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None or " " in sys.prefix,
+    reason="DeepSpeed compiles its collectives, for which it needs g++ and an environment in a path without spaces",
+)
+"""What starts DeepSpeed is marked by it."""
+# Those that the tests of single layouts take; the matrix takes all.
 CELLS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "sft packed": ("sft", 4, {}),
     "pretrain tied": ("pretrain", 1, {"model_config": TIED}),
     "lora padded": ("lora", 1, {}),
     "reward": ("reward", 1, {}),
-    "dpo live": ("dpo", 4, {"precompute_ref_log_probs": "false"}),
 }
-SLOW_CELLS: dict[str, tuple[str, int, dict[str, Any]]] = {
+FURTHER_CELLS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "dpo live": ("dpo", 4, {"precompute_ref_log_probs": "false"}),
     "dpo adapter stored": ("dpo adapter", 1, {}),
     "distill": ("distill", 4, {}),
     "distill on policy": ("distill", 4, {"lmbda": 0.5, "distillation_beta": 1.0, "response_length": 8}),

@@ -104,20 +104,20 @@ def load(folder: Path, job: Mapping[str, Any]) -> None:
     from recipes_lib.training import policy
 
     watch = contextlib.ExitStack()
-    peaks: list[int] = []
+    peaks: list[list[int]] = []
     start = policy.load_language_model
 
     def begin(*args: Any) -> Any:
-        peak = watch.enter_context(watching())
-        watch.callback(lambda: peaks.append(peak[0]))
+        peaks.append(watch.enter_context(watching()))
         with watching() as of_loading:
             model = start(*args)
-        peaks.append(of_loading[0])
+        peaks.append(of_loading)
         return model
 
     def leave(*_: Any) -> None:
         watch.close()
-        (folder / f"peaks-{os.environ['RANK']}").write_text(json.dumps(peaks))
+        (begun,), (loaded,) = peaks
+        (folder / f"peaks-{os.environ['RANK']}").write_text(json.dumps([loaded, begun]))
         distributed.barrier()
         raise SystemExit(EXIT_DONE)
 

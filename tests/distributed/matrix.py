@@ -19,7 +19,7 @@ from tests.distributed import sharding
 from tests.distributed.cells import (
     CELLS,
     FULL_PRECISION,
-    SLOW_CELLS,
+    FURTHER_CELLS,
     build_jobs,
     measure_gaps,
     measure_weight_gap,
@@ -92,7 +92,7 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
     **{f"ZeRO-{stage}, 2": Layout(f"zero{stage}", 2, 2) for stage in (1, 2, 3)},
     "ZeRO-3 x SP, 2 x 2": share("zero3_sp", "sp", 2, num_machines=2),
 }
-ALL_CELLS: Final = CELLS | SLOW_CELLS
+ALL_CELLS: Final = CELLS | FURTHER_CELLS
 RESUMED: Final = "gone on from the layout before"
 """The row of weights at the end of the first cell, from its checkpoint in the layout to the left."""
 CONTROLS: Final = ("mean of means", "forgotten sync", "shifted shard")

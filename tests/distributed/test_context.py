@@ -11,6 +11,8 @@ import torch
 from tests.distributed.cells import CELLS, build_jobs, measure_gaps, read_weights
 from tests.distributed.matrix import LAYOUTS
 
+# Every test run does one of these, in test_matrix.
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 LAYOUT = LAYOUTS["CP, 2"]
 OURS = {name: CELLS[name] for name in ("sft packed", "pretrain tied")}
 
@@ -27,7 +29,6 @@ def runs(inputs: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return folder, LAYOUT.run(jobs, folder / "two")
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("cell", OURS)
 def test_shared_rows_give_the_numbers_of_one_process(runs: tuple[Path, dict[str, Any]], cell: str) -> None:
     folder, _ = runs
@@ -35,7 +36,6 @@ def test_shared_rows_give_the_numbers_of_one_process(runs: tuple[Path, dict[str,
     assert not {what: gap for what, gap in gaps.items() if not gap <= 1e-5}
 
 
-@pytest.mark.multiprocess
 def test_a_run_that_goes_on_gets_the_very_weights(runs: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = runs
     straight, resumed = (read_weights(folder / "two" / name) for name in ("sft packed", "resumed"))
@@ -43,7 +43,6 @@ def test_a_run_that_goes_on_gets_the_very_weights(runs: tuple[Path, dict[str, An
     assert json.loads((folder / "two" / "resumed" / "run.json").read_text())["resumed_from"] == "checkpoint-2"
 
 
-@pytest.mark.multiprocess
 def test_a_checkpoint_of_one_process_goes_on(runs: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = runs
     straight, got = read_weights(folder / "one" / "sft packed"), read_weights(folder / "two" / "from one")
@@ -52,7 +51,6 @@ def test_a_checkpoint_of_one_process_goes_on(runs: tuple[Path, dict[str, Any]]) 
         torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-5)
 
 
-@pytest.mark.multiprocess
 def test_a_loss_that_is_none_on_one_process_stops_both_before_the_update(runs: tuple[Path, dict[str, Any]]) -> None:
     _, two = runs
     assert [code for code in two["codes"].values() if code] == [two["codes"]["nan"]] == [3]

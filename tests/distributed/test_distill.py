@@ -43,13 +43,8 @@ def run_on_two_processes(module: str, *arguments: Any) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "more",
-    [
-        pytest.param({}, id="texts"),
-        pytest.param({"lmbda": 0.5, "response_length": 6}, id="answers", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, {"lmbda": 0.5, "response_length": 6}], ids=["texts", "answers"])
 def test_two_processes_distil_as_one_does(
     tiny_model_dir: Path, tiny_tokenizer_dir: Path, tmp_path: Path, more: dict[str, Any]
 ) -> None:

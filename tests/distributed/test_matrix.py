@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.distributed import matrix
-from tests.distributed.cells import MUON_TOLERANCE, measure_gaps
+from tests.distributed.cells import CELLS, MUON_TOLERANCE, build_jobs, measure_gaps, needs_compiler
 
 
 def write_run(folder: Path, *, loss: float = 2.0, weight: float = 0.5) -> Path:
@@ -51,6 +51,25 @@ def test_the_table_tells_reasons() -> None:
     assert packed.count("1e-07") == len(matrix.LAYOUTS)
     assert muon.startswith("| muon | stopped by its own checks |  | a |  |")
     assert [reason[:5] for reason in reasons] == ["- a: ", "- b: "]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(matrix.LAYOUTS["TP, 2"], id="TP"),
+        pytest.param(matrix.LAYOUTS["CP, 2"], id="CP"),
+        pytest.param(matrix.LAYOUTS["ZeRO-3, 2"], id="ZeRO-3", marks=needs_compiler),
+        pytest.param(matrix.share("zero3_sp", "sp", 1), id="ZeRO-3 x SP", marks=needs_compiler),
+    ],
+)
+def test_a_run_gives_the_same_numbers_in_a_layout(
+    layout: matrix.Layout, inputs: Path, alone: Path, tmp_path: Path
+) -> None:
+    """What every test run has time for, besides FSDP2 and stages in files of their own."""
+    layout.run(build_jobs(inputs, {"sft packed": CELLS["sft packed"]}, layout.data_size), tmp_path)
+    gaps = measure_gaps(alone / "sft packed", tmp_path / "sft packed")
+    assert not {what: gap for what, gap in gaps.items() if not gap <= 1e-5}
 
 
 @pytest.mark.slow

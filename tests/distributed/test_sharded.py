@@ -22,13 +22,16 @@ from tests.distributed.cells import (
 
 from recipes_lib.exporting import export_checkpoint
 
+# The others are in the matrix.
+OURS = {name: CELLS[name] for name in ("sft packed", "lora padded")}
+
 
 @pytest.fixture(scope="module")
 def runs(inputs: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("runs")
     (folder / "one").symlink_to(alone)
-    jobs = build_jobs(inputs, CELLS, 2)
-    for name in ("sft packed", "lora padded"):
+    jobs = build_jobs(inputs, OURS, 2)
+    for name in OURS:
         jobs[f"{name}, resumed"] = {**jobs[name], "copy_of": folder / "two" / name, "step": 2}
         jobs[f"{name}, from one"] = {**jobs[name], "copy_of": alone / name, "step": 2}
     jobs["bf16"] = in_bf16(jobs["sft packed"])
@@ -36,8 +39,8 @@ def runs(inputs: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) ->
     jobs["nan"] = {**jobs["sft packed"], "fault": "nan loss"}
     two = sharding.run_jobs(jobs, folder / "two", "fsdp2", *FULL_PRECISION)
     back = {
-        f"{name}, from two": {**build_jobs(inputs, CELLS, 1)[name], "copy_of": folder / "two" / name, "step": 2}
-        for name in ("sft packed", "lora padded")
+        f"{name}, from two": {**job, "copy_of": folder / "two" / name, "step": 2}
+        for name, job in build_jobs(inputs, OURS, 1).items()
     }
     sharding.run_jobs(back, folder / "back")
     return folder, two
@@ -49,7 +52,7 @@ def assert_same_run(one: Path, two: Path, tolerance: float = 1e-5) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", OURS)
 def test_fsdp2_gives_the_numbers_of_one_process(runs: tuple[Path, dict[str, Any]], cell: str) -> None:
     folder, _ = runs
     assert_same_run(folder / "one" / cell, folder / "two" / cell)
@@ -82,7 +85,7 @@ def test_a_checkpoint_is_shards_that_no_process_has_gathered(runs: tuple[Path, d
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("cell", ["sft packed", "lora padded"])
+@pytest.mark.parametrize("cell", OURS)
 def test_a_run_that_goes_on_gets_the_very_weights(runs: tuple[Path, dict[str, Any]], cell: str) -> None:
     folder, _ = runs
     straight, resumed = (read_weights(folder / "two" / name) for name in (cell, f"{cell}, resumed"))
@@ -91,7 +94,7 @@ def test_a_run_that_goes_on_gets_the_very_weights(runs: tuple[Path, dict[str, An
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("cell", ["sft packed", "lora padded"])
+@pytest.mark.parametrize("cell", OURS)
 @pytest.mark.parametrize("resumed", ["back/{}, from two", "two/{}, from one"], ids=["back", "there"])
 def test_a_checkpoint_goes_on_in_the_other_layout(runs: tuple[Path, dict[str, Any]], cell: str, resumed: str) -> None:
     """What the optimizer remembers, too: without it the next step would be another one."""
@@ -105,19 +108,32 @@ def test_a_checkpoint_goes_on_in_the_other_layout(runs: tuple[Path, dict[str, An
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("cell", ["sft packed", "pretrain tied", "lora padded", "reward"])
+@pytest.mark.parametrize("cell", OURS)
 def test_an_exported_checkpoint_is_the_model_of_one_process(
     runs: tuple[Path, dict[str, Any]], cell: str, tmp_path: Path
 ) -> None:
     """Held against the same step's whole checkpoint; and what stands beside the weights is what a run's end leaves."""
     folder, _ = runs
-    export_checkpoint(folder / "two" / cell / "checkpoint-2", tmp_path / "out")
-    expected, got = read_weights(folder / "one" / cell / "checkpoint-2"), read_weights(tmp_path / "out")
+    assert_exported(folder / "one" / cell, folder / "two" / cell, tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_so_are_tied_embeddings_and_a_head(inputs: Path, alone: Path, tmp_path: Path) -> None:
+    jobs = build_jobs(inputs, {name: CELLS[name] for name in ("pretrain tied", "reward")}, 2)
+    sharding.run_jobs(jobs, tmp_path, "fsdp2", *FULL_PRECISION)
+    for cell in jobs:
+        assert_exported(alone / cell, tmp_path / cell, tmp_path / f"{cell} out")
+
+
+def assert_exported(one: Path, two: Path, out: Path) -> None:
+    export_checkpoint(two / "checkpoint-2", out)
+    expected, got = read_weights(one / "checkpoint-2"), read_weights(out)
     assert expected.keys() == got.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
     for file in ("config.json", "generation_config.json", "tokenizer.json", "adapter_config.json"):
-        assert (tmp_path / "out" / file).exists() == (folder / "one" / cell / file).exists(), file
+        assert (out / file).exists() == (one / file).exists(), file
 
 
 @pytest.mark.multiprocess

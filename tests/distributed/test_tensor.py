@@ -22,6 +22,8 @@ from tests.distributed.matrix import LAYOUTS
 
 from recipes_lib.exporting import export_checkpoint
 
+# Every test run does one of these, in test_matrix.
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 LAYOUT = LAYOUTS["TP, 2"]
 OURS = {name: CELLS[name] for name in ("sft packed", "pretrain tied")}
 
@@ -42,7 +44,6 @@ def runs(inputs: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return folder, two
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("cell", OURS)
 def test_cut_tensors_give_the_numbers_of_one_process(runs: tuple[Path, dict[str, Any]], cell: str) -> None:
     """Counts of tokens among them: rows that two processes both compute count once."""
@@ -51,7 +52,6 @@ def test_cut_tensors_give_the_numbers_of_one_process(runs: tuple[Path, dict[str,
     assert not {what: gap for what, gap in gaps.items() if not gap <= 1e-5}
 
 
-@pytest.mark.multiprocess
 def test_no_process_has_a_whole_matrix(runs: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = runs
     checkpoint = folder / "two" / "sft packed" / "checkpoint-2"
@@ -70,7 +70,6 @@ def test_no_process_has_a_whole_matrix(runs: tuple[Path, dict[str, Any]]) -> Non
     assert whole["lm_head.weight"].shape == (512, 64)
 
 
-@pytest.mark.multiprocess
 def test_a_run_that_goes_on_gets_the_very_weights(runs: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = runs
     straight, resumed = (read_weights(folder / "two" / name) for name in ("sft packed", "resumed"))
@@ -78,7 +77,6 @@ def test_a_run_that_goes_on_gets_the_very_weights(runs: tuple[Path, dict[str, An
     assert json.loads((folder / "two" / "resumed" / "run.json").read_text())["resumed_from"] == "checkpoint-2"
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("resumed", ["back/from two", "two/from one"])
 def test_a_checkpoint_goes_on_in_the_other_layout(runs: tuple[Path, dict[str, Any]], resumed: str) -> None:
     folder, _ = runs
@@ -89,7 +87,6 @@ def test_a_checkpoint_goes_on_in_the_other_layout(runs: tuple[Path, dict[str, An
         torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-5)
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("cell", ["sft packed", "pretrain tied"])
 def test_an_exported_checkpoint_is_the_model_of_one_process(
     runs: tuple[Path, dict[str, Any]], cell: str, tmp_path: Path
@@ -102,7 +99,6 @@ def test_an_exported_checkpoint_is_the_model_of_one_process(
         torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.multiprocess
 def test_in_bf16_sums_over_processes_are_rounded_and_no_more(runs: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = runs
     expected, got = (
@@ -117,7 +113,6 @@ def test_in_bf16_sums_over_processes_are_rounded_and_no_more(runs: tuple[Path, d
     assert got == pytest.approx(expected, rel=2e-3)
 
 
-@pytest.mark.multiprocess
 def test_a_loss_that_is_none_on_one_process_stops_both_before_the_update(runs: tuple[Path, dict[str, Any]]) -> None:
     folder, two = runs
     assert [code for code in two["codes"].values() if code] == [two["codes"]["nan"]] == [3]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +14,14 @@ from tests.distributed.cells import (
     build_jobs,
     measure_gaps,
     measure_weight_gap,
+    needs_compiler,
     read_weights,
     write_inputs,
 )
 from tests.distributed.matrix import LAYOUTS, is_of_deepspeed, list_cells, share
 
-pytestmark = [
-    pytest.mark.multiprocess,
-    pytest.mark.skipif(
-        shutil.which("g++") is None or " " in sys.prefix,
-        reason="DeepSpeed compiles its collectives, for which it needs g++ and an environment in a path without spaces",
-    ),
-]
+# Every test run does one of these, in test_matrix.
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, needs_compiler]
 CHOSEN = {name: CELLS[name] for name in ("sft packed", "pretrain tied", "lora padded", "reward")}
 
 
@@ -80,7 +74,6 @@ def test_no_figure_is_told_that_deepspeed_hides(runs: tuple[Path, dict[str, Any]
     assert "is deprecated. Please use" not in ended["told"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if is_of_deepspeed(name)])
 def test_so_does_every_other_run(layout: str, tmp_path: Path) -> None:
     cells = list_cells(layout)

@@ -6,6 +6,7 @@ import copy
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ from transformers import (
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.attention import LAYOUTS, AttentionChoice, choose_attention, choose_kernel, prove_isolation
+from recipes_lib.models.context_parallel import ContextShare
 from recipes_lib.models.loading import load_model_config
 from recipes_lib.models.varlen import register_varlen
 
@@ -251,6 +253,17 @@ def test_a_run_s_model_device_and_precision_are_what_counts(tiny_model_dir: Path
         assert choose_attention(config, model_config, args, packing=True) == AttentionChoice(chosen, LAYOUTS[chosen])
     with pytest.raises(ConfigError, match="runs on CUDA devices only"):
         choose_attention(replace(config, attn_implementation="flash_attention_2"), model_config, args, packing=True)
+
+
+def test_rows_that_are_shared_on_gpus_need_half_precision() -> None:
+    args: Any = SimpleNamespace(device=CUDA, bf16=False, fp16=False, mixed_precision="no")
+    group: Any = None
+    share = ContextShare(group, 0, 2, group, by_heads=False)
+    with pytest.raises(ConfigError, match="needs bf16 or fp16"):
+        choose_attention(ModelConfig(dtype="float32"), LlamaConfig(), args, packing=True, context=share)
+    args.bf16 = True
+    chosen = choose_attention(ModelConfig(dtype="float32"), LlamaConfig(), args, packing=True, context=share)
+    assert chosen == AttentionChoice("context", "rows", share)
 
 
 @pytest.mark.parametrize("kernel", ["eager", "sdpa", "varlen"])

@@ -107,8 +107,9 @@ def test_what_needs_the_whole_row_is_refused(model_type: str, changes: dict[str,
 )
 def test_heads_that_cannot_be_dealt_out_are_refused(heads: dict[str, int], why: str) -> None:
     config = AutoConfig.for_model("llama", **SIZES | heads)
-    with pytest.raises(ConfigError, match=why):
+    with pytest.raises(ConfigError, match=why) as refused:
         verify_can_share_rows(config, 3, by_heads=True)
+    assert "fsdp2_cp" in str(refused.value)
     verify_can_share_rows(config, 3, by_heads=False)
     verify_can_share_rows(config, 4, by_heads=True)
 

@@ -65,17 +65,20 @@ def choose_attention(
         context: The processes that share rows; they need the attention that reaches over them.
 
     Raises:
-        ConfigError: As ``choose_kernel`` and ``verify_can_share_rows``.
+        ConfigError: As ``choose_kernel`` and ``verify_can_share_rows``; rows are shared on GPUs in float32.
     """
-    if context is not None:
-        verify_can_share_rows(model_config, context.size, by_heads=context.by_heads)
-        register_context(context)
-        return AttentionChoice("context", "rows", context)
     halves = {"bfloat16": torch.bfloat16, "float16": torch.float16}
     is_bf16 = args.bf16 or args.mixed_precision == "fp8"
     compute_dtype = (
         torch.bfloat16 if is_bf16 else torch.float16 if args.fp16 else halves.get(config.dtype, torch.float32)
     )
+    if context is not None:
+        if args.device.type == "cuda" and compute_dtype == torch.float32:
+            found = "on a GPU the attention of rows that are shared needs bf16 or fp16"
+            raise ConfigError(Problem("launch", found, "use a launch file with `mixed_precision: bf16`"))
+        verify_can_share_rows(model_config, context.size, by_heads=context.by_heads)
+        register_context(context)
+        return AttentionChoice("context", "rows", context)
     return choose_kernel(
         model_config, config.attn_implementation, device=args.device, compute_dtype=compute_dtype, packing=packing
     )

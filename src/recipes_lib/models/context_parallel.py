@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, distributed
@@ -16,6 +16,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from recipes_lib.errors import ConfigError, Problem
+
+_HEADS: Final = {"": "attention", "key-value ": "key_value"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +63,10 @@ def verify_can_share_rows(config: PreTrainedConfig, num_processes: int, *, by_he
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
     reasons += [f"{rope} rotary positions"] if rope in ("dynamic", "longrope") else []
     reasons += ["a balance of experts"] if getattr(text, "output_router_logits", False) else []
-    if by_heads:
-        counts = {"": text.num_attention_heads, "key-value ": getattr(text, "num_key_value_heads", None)}
+    remedy = "launch with accelerate_configs/fsdp2.yaml"
+    if by_heads and not reasons:
+        remedy = "write another `parallelism_config_sp_size`, or launch with accelerate_configs/fsdp2_cp.yaml"
+        counts = {kind: getattr(text, f"num_{name}_heads", None) for kind, name in _HEADS.items()}
         # Fewer key-value heads than processes are repeated, if each then has one.
         reasons += [
             f"{count} {kind}heads for {num_processes} processes"
@@ -71,7 +75,7 @@ def verify_can_share_rows(config: PreTrainedConfig, num_processes: int, *, by_he
         ]
     if reasons:
         found = f"a {config.model_type} model with {', '.join(reasons)} cannot share a row over processes"
-        raise ConfigError(Problem("model_name_or_path", found, "launch with accelerate_configs/fsdp2.yaml"))
+        raise ConfigError(Problem("model_name_or_path", found, remedy))
 
 
 def register_context(share: ContextShare) -> None:

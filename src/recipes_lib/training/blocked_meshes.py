@@ -97,10 +97,12 @@ OF_MESHES: Final = (
         applies=lambda _, launch: "cp" in launch.layout.sizes and launch.engine != "FSDP",
     ),
     Blocked(
-        launch="`parallelism_config_sp_size` and not `distributed_type: DEEPSPEED`",
-        why="rows that long need a model that is sharded, and what shares them by heads is proved with DeepSpeed",
+        launch="`parallelism_config_sp_size` and not ZeRO-3",
+        why="rows that long need a model that is sharded, and what shares them by heads is proved with ZeRO-3",
         remedy="use accelerate_configs/zero3_sp.yaml, or fsdp2_cp.yaml by FSDP2",
-        applies=lambda _, launch: launch.shares_by_heads and launch.engine != "DEEPSPEED",
+        applies=lambda _, launch: (
+            launch.shares_by_heads and (launch.engine != "DEEPSPEED" or launch.layout.zero_stage != 3)
+        ),
     ),
     Blocked(
         launch=f"{_ROWS} with `parallelism_config_tp_size` or `parallelism_config_dp_replicate_size`",
@@ -115,6 +117,14 @@ OF_MESHES: Final = (
         remedy="use accelerate_configs/fsdp2.yaml",
         stages=_WITH_OTHER_MODELS,
         applies=lambda _, launch: launch.context_size > 1,
+    ),
+    Blocked(
+        recipe="`dataset_streaming: true`",
+        launch=_ROWS,
+        why="a stream is dealt out to processes, and those that share a row would each have another",
+        remedy="delete the line: rows are prepared once and read from the disk",
+        keys=("dataset_streaming",),
+        applies=lambda keys, launch: launch.context_size > 1 and bool(keys.get("dataset_streaming")),
     ),
     Blocked(
         recipe="`attn_implementation`",

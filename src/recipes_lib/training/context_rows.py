@@ -41,7 +41,7 @@ def cut_batch(batch: Mapping[str, Any], rank: int, num_processes: int, *, by_hea
     """This process's part of a batch: of each row the tokens of one piece from its head and one from its tail.
 
     A row is cut into twice as many pieces as there are processes. The first attends to the fewest tokens and the last
-    to the most, so that every process has as much to do.
+    to the most, so that every process has as much to do; by heads it would have anyhow.
 
     Args:
         batch: As ``PackedCollator`` makes it in the layout ``rows``; alike on all processes that share it.

@@ -278,7 +278,14 @@ class RecipeTrainer(CheckpointingTrainer):
         if self.launch.context_size > 1 or self.launch.layout.stages > 1:
             loader.batch_sampler.num_processes = self.launch.data_size
             loader.batch_sampler.process_index = self.launch.data_rank
+        if self.launch.context_size > 1 and self.launch.data_size == 1:
+            # Nobody waits for the rows by which accelerate fills up the last batch of several processes.
+            loader.batch_sampler.even_batches = False
         return loader  # type: ignore[no-any-return]
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Return the rows of a step over all groups."""
+        return int(self._train_batch_size * args.gradient_accumulation_steps * self.launch.data_size)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Clip the gradients by their global norm and return it; no step may be made that is not finite.
