@@ -52,6 +52,9 @@ def main(argv: Sequence[str]) -> int:
     num_processes = options.num_processes
     if num_processes is None:
         num_processes = _count_processes(file, document, machines)
+    if num_processes % machines.num_machines:
+        found = f"{num_processes} processes cannot be shared out to {machines.num_machines} machines"
+        raise ConfigError(Problem("--num_processes", found, "write as many for each machine"))
     pipeline = name_pipeline(options.pipeline_stages, options.pipeline_schedule)
     if not isinstance(config, str):
         verify_combination(config, plan_launch(file, num_processes, pipeline), str(file))

@@ -15,10 +15,8 @@ from tests.distributed.cells import (
     measure_gaps,
     measure_weight_gap,
     needs_compiler,
-    read_weights,
-    write_inputs,
 )
-from tests.distributed.matrix import LAYOUTS, is_of_deepspeed, list_cells, share
+from tests.distributed.matrix import share
 
 # Every test run does one of these, in test_matrix.
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, needs_compiler]
@@ -72,15 +70,3 @@ def test_no_figure_is_told_that_deepspeed_hides(runs: tuple[Path, dict[str, Any]
     assert "update_ratio" in (folder / "one" / "pretrain tied" / "metrics.jsonl").read_text()
     assert "update_ratio" not in (folder / "zero3" / "pretrain tied" / "metrics.jsonl").read_text()
     assert "is deprecated. Please use" not in ended["told"]
-
-
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if is_of_deepspeed(name)])
-def test_so_does_every_other_run(layout: str, tmp_path: Path) -> None:
-    cells = list_cells(layout)
-    write_inputs(tmp_path)
-    sharding.run_jobs(build_jobs(tmp_path, cells, 1), tmp_path / "one")
-    LAYOUTS[layout].run(build_jobs(tmp_path, cells, LAYOUTS[layout].data_size), tmp_path / "several")
-    for name in cells:
-        gap = max(measure_gaps(tmp_path / "one" / name, tmp_path / "several" / name).values())
-        assert gap <= 1e-5, (name, gap)
-        assert read_weights(tmp_path / "one" / name).keys() == read_weights(tmp_path / "several" / name).keys()
