@@ -5,6 +5,7 @@ from tests.training.trajectories import assert_equal_weights, make_packs, make_t
 
 from recipes_lib.errors import DivergedError
 from recipes_lib.training.checkpoints import is_complete
+from recipes_lib.training.launch import Launch, Layout
 
 
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
@@ -64,3 +65,15 @@ def test_only_the_last_checkpoints_are_kept_and_each_is_sealed(tiny_model_dir, t
     kept = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
     assert kept == ["checkpoint-3", "checkpoint-4"]
     assert all(is_complete(tmp_path / name) for name in kept)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_groups"),
+    [(Layout(), 8), (Layout(sizes={"tp": 2, "dp_shard": 4}), 4), (Layout(sizes={"cp": 4, "dp_shard": 2}), 2)],
+)
+def test_the_rows_of_a_step_are_those_of_all_groups(tiny_model_dir, tmp_path, layout, num_groups):
+    keys = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+    trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(), **keys)
+    assert trainer.get_total_train_batch_size(trainer.args) == 2 * 3
+    trainer.launch = Launch(rank=0, local_rank=0, world_size=8, engine="", layout=layout)
+    assert trainer.get_total_train_batch_size(trainer.args) == 2 * 3 * num_groups

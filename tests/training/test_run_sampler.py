@@ -3,11 +3,15 @@
 import numpy as np
 import pytest
 import torch
+from accelerate.data_loader import BatchSamplerShard
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.training.trajectories import make_packs, make_trainer
+from torch.utils.data import BatchSampler, SequentialSampler
 from transformers import Trainer
 
 from recipes_lib.data.row_skips import RowSkips
-from recipes_lib.training.run_sampler import EpochRows, RunSampler
+from recipes_lib.training.run_sampler import EpochRows, RunSampler, deal_out
 
 
 def record_rows(trainer):
@@ -64,3 +68,25 @@ def test_the_last_step_of_an_epoch_takes_what_is_left():
     rows = EpochRows(num_rows=11, steps_per_epoch=3, rows_per_step=4)
     assert [rows.find(step) for step in range(5)] == [(0, 4), (4, 8), (8, 11), (11, 15), (15, 19)]
     assert np.diff([rows.find(step)[0] for step in range(30)]).sum() == 11 * 9 + 8
+
+
+@given(num_rows=st.integers(1, 60), batch_size=st.integers(1, 9), num_takers=st.integers(1, 5), drop_last=st.booleans())
+def test_all_take_the_same_number_of_batches_and_each_row_counts_once(num_rows, batch_size, num_takers, drop_last):
+    counted, lengths = [], set()
+    for taker in range(num_takers):
+        batches = BatchSampler(SequentialSampler(range(num_rows)), batch_size, drop_last)
+        # What accelerate takes for the number of processes does not matter.
+        shard = BatchSamplerShard(batches, num_processes=num_takers + 1, process_index=0)
+        is_last_repeated = deal_out(shard, num_takers, taker)
+        for _ in range(2):
+            taken = list(shard)
+            assert len(taken) == len(shard)
+            assert all(taken)
+        lengths.add(len(taken))
+        # In turns, as accelerate deals them.
+        own = taken[: -1 if is_last_repeated else None]
+        assert [batch[0] for batch in own] == [(at * num_takers + taker) * batch_size for at in range(len(own))]
+        counted += [row for batch in own for row in batch]
+    rows_per_round = batch_size * num_takers
+    assert lengths == {num_rows // rows_per_round if drop_last else -(-num_rows // rows_per_round)}
+    assert sorted(counted) == list(range(num_rows // rows_per_round * rows_per_round if drop_last else num_rows))

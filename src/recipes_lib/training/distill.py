@@ -95,17 +95,23 @@ class DistillationTrainer(SFTTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], torch.Tensor | None]:
-        """As ``RecipeTrainer``; where it is due, the student answers the prompts of the micro-batches itself."""
+        """Take the micro-batches of a step, and say of which kind its loss is: of texts or of the student's answers."""
+        taken = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.answers is not None and self.answers.is_due(self.state.global_step):
+            self.guard.inputs.kind = ANSWERED
+        return taken
+
+    def take_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """As ``RecipeTrainer``; where it is due, the student answers the prompts itself."""
         answers, step = self.answers, self.state.global_step
+        taken = super().take_batches(batches)
         if answers is None or not answers.is_due(step):
-            return super().get_batch_samples(epoch_iterator, num_batches, device)
+            yield from taken
+            return
         student = extract_model_from_parallel(self.model_wrapped, keep_torch_compile=False)
         with gathered(student):
-            own = (answers.replace(student, batch, step) for batch in epoch_iterator)
-            taken = super().get_batch_samples(own, num_batches, device)
-        # Its loss is another one than that of texts.
-        self.guard.inputs.kind = ANSWERED
-        return taken
+            for batch in taken:
+                yield answers.replace(student, batch, step)
 
     def compute_loss(
         self,

@@ -61,6 +61,10 @@ class GroupTrainer(RecipeTrainer):
         """Return the number of answers."""
         return torch.tensor(len(batch))
 
+    def leave_out(self, batch: Any) -> Any:
+        """Return the batch: TRL's sampler makes whole rounds, so that none is repeated."""
+        return batch
+
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], torch.Tensor | None]:

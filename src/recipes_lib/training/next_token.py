@@ -37,6 +37,11 @@ class NextTokenTrainer(RecipeTrainer):
         labels: torch.Tensor = batch["labels"]
         return labels.ne(IGNORE_INDEX).sum()
 
+    def leave_out(self, batch: Batch) -> Batch:
+        """Return the batch without targets."""
+        none = {"labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
+        return {**batch, **none, "num_tokens": torch.zeros_like(batch["num_tokens"])}
+
     def compute_loss(
         self,
         model: nn.Module,

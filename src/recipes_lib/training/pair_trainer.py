@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.data_loader import BatchSamplerShard
 from torch import nn
 
 from recipes_lib.training.figures import TermFigures
@@ -38,15 +37,13 @@ class PairTrainer(RecipeTrainer):
     def score_pairs(self, model: nn.Module, batch: Batch) -> PairScores:
         """Score a batch."""
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
-    ) -> tuple[list[dict[str, Any]], torch.Tensor | None]:
-        """Take the micro-batches of one optimizer step and count their pairs over all processes."""
-        return super().get_batch_samples(self._mark_repeats(epoch_iterator), num_batches, device)
-
     def count_terms(self, batch: dict[str, Any]) -> torch.Tensor:
         """Return the number of pairs."""
         return torch.tensor(count_pairs(batch))
+
+    def leave_out(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return the batch with pairs that do not count."""
+        return {**batch, "num_counted_pairs": 0}
 
     def compute_loss(
         self,
@@ -64,7 +61,8 @@ class PairTrainer(RecipeTrainer):
         if scores.aux_loss is not None:
             loss = loss + self.router_aux_loss_coef * scores.aux_loss / self.current_gradient_accumulation_steps
         self.figures.add(scores.sums(counted), counted)
-        self.observer.counter.add(inputs["num_tokens"], scores.num_targets, scores.num_correct)
+        if counted:
+            self.observer.counter.add(inputs["num_tokens"], scores.num_targets, scores.num_correct)
         return (loss, scores) if return_outputs else loss
 
     @contextmanager
@@ -76,20 +74,3 @@ class PairTrainer(RecipeTrainer):
                 yield
         finally:
             self.figures = figures
-
-    def _mark_repeats(self, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield batches; in the last ones of an epoch ``num_counted_pairs`` tells which pairs are not repeated.
-
-        Where pairs do not go round, accelerate fills the processes' last batches up with the first pairs of the epoch,
-        so that none waits for another. They would count twice, and a step would depend on the number of processes.
-        """
-        # accelerate tells how many are over too, but no longer after a resumption.
-        shard: Any = getattr(self.callback_handler.train_dataloader, "batch_sampler", None)
-        num_over = 0
-        if isinstance(shard, BatchSamplerShard) and not shard.drop_last:
-            num_over = len(self.train_dataset) % (shard.batch_size * shard.num_processes)  # type: ignore[arg-type]
-        for batch in batches:
-            if num_over and self.accelerator.gradient_state.end_of_dataloader:
-                num_own = min(max(num_over - shard.process_index * shard.batch_size, 0), shard.batch_size)
-                batch = {**batch, "num_counted_pairs": num_own}
-            yield batch

@@ -6,10 +6,12 @@ import contextlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.data_loader import BatchSamplerShard
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.utils.data import DataLoader, Sampler
@@ -49,7 +51,7 @@ from recipes_lib.training.optimizers import (
     split_loraplus_groups,
 )
 from recipes_lib.training.preemption import LastStep, build_preemption, stop_if_agreed
-from recipes_lib.training.run_sampler import EpochRows, RunSampler
+from recipes_lib.training.run_sampler import EpochRows, RunSampler, deal_out
 from recipes_lib.training.sharded_models import compute_total_norm, has_shards, reshard, settle_precision
 from recipes_lib.training.step_guard import StepGuard
 from recipes_lib.training.watchdog import WATCHDOG
@@ -75,6 +77,7 @@ class RecipeTrainer(CheckpointingTrainer):
     control: TrainerControl
     last_evaluated_step = -1
     is_evaluating = False
+    _is_last_repeated = False
     _num_parameters: int | None = None
 
     def __init__(
@@ -143,6 +146,10 @@ class RecipeTrainer(CheckpointingTrainer):
     def count_terms(self, batch: Batch) -> torch.Tensor:
         """Return how many terms a micro-batch adds to the objective; ``int64`` scalar."""
 
+    @abstractmethod
+    def leave_out(self, batch: Batch) -> Batch:
+        """Return a batch that adds nothing to the objective and is computed all the same: others wait for it."""
+
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Return the parameters that ``weight_decay`` applies to."""
         return get_decay_names(model, decay_embeddings=self.decay_embeddings)
@@ -197,7 +204,7 @@ class RecipeTrainer(CheckpointingTrainer):
             # Upstream would make one more step of a run that goes on at its very end.
             self.control.should_training_stop = True
             return [], None
-        batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
+        batches = list(self.take_batches(islice(epoch_iterator, num_batches)))
         if not batches:
             return [], None
         row_ids = separate_row_ids(batches)
@@ -218,6 +225,12 @@ class RecipeTrainer(CheckpointingTrainer):
             )
         self.guard.inputs = StepInputs(batches, row_ids, counts[0])
         return batches, counts[0]
+
+    def take_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the micro-batches of a step as they are trained on; nothing counts twice."""
+        for batch in batches:
+            is_repeated = self._is_last_repeated and self.accelerator.gradient_state.end_of_dataloader
+            yield self.leave_out(batch) if is_repeated else batch
 
     def floating_point_ops(self, inputs: Batch) -> int:
         """Return this process's share of upstream's ``6 * tokens * parameters``, the model walked but once."""
@@ -272,16 +285,13 @@ class RecipeTrainer(CheckpointingTrainer):
             read_epoch=lambda: self.state.global_step // epochs.steps_per_epoch,
         )
 
-    def _get_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        """Deal rows out to groups that share them, or to pipelines; accelerate knows of processes alone."""
-        loader: Any = super()._get_dataloader(*args, **kwargs)
-        if self.launch.context_size > 1 or self.launch.layout.stages > 1:
-            loader.batch_sampler.num_processes = self.launch.data_size
-            loader.batch_sampler.process_index = self.launch.data_rank
-        if self.launch.context_size > 1 and self.launch.data_size == 1:
-            # Nobody waits for the rows by which accelerate fills up the last batch of several processes.
-            loader.batch_sampler.even_batches = False
-        return loader  # type: ignore[no-any-return]
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Deal rows out to processes, or to groups of them that share rows or tensors."""
+        loader: DataLoader[Any] = super().get_train_dataloader()
+        shard = loader.batch_sampler
+        if isinstance(shard, BatchSamplerShard):
+            self._is_last_repeated = deal_out(shard, self.launch.data_size, self.launch.data_rank)
+        return loader
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the rows of a step over all groups."""

@@ -1,4 +1,4 @@
-"""The order in which a run reads rows by their number: shuffled in every epoch, without those that are left out."""
+"""The order in which a run reads rows by their number, without those that are left out, and who takes which batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
+from accelerate.data_loader import BatchSamplerShard
+from torch.utils.data import BatchSampler, Sampler
 
 from recipes_lib.data.row_skips import RowSkips
 
@@ -79,3 +80,45 @@ class RunSampler(Sampler[int]):
             self._num_rows, generator=generator
         ).numpy()
         return permutation
+
+
+class EvenBatches(BatchSampler):
+    """Batches, the last one over and over until there are as many for each taker as for any other."""
+
+    def __init__(self, batches: BatchSampler, num_takers: int) -> None:
+        """Repeat the last of ``batches``, unless those that not all of ``num_takers`` could have are dropped."""
+        super().__init__(batches.sampler, batches.batch_size, batches.drop_last)
+        self._batches = batches
+        self.num_repeats = 0 if batches.drop_last else -len(batches) % num_takers
+
+    def __len__(self) -> int:
+        return len(self._batches) + self.num_repeats
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batch: list[int] = []
+        for batch in self._batches:
+            yield batch
+        for _ in range(self.num_repeats):
+            yield batch
+
+
+def deal_out(shard: BatchSamplerShard, num_takers: int, taker: int) -> bool:
+    """Deal the batches of an epoch out in turns, so that all takers have the same number of them.
+
+    accelerate would have the last ones filled up with the first rows of the epoch, which would count twice; and of
+    takers that are several processes it knows nothing.
+
+    Args:
+        shard: As accelerate has made it, of all batches; changed in place.
+        num_takers: Processes, or groups of them, that take batches of their own.
+        taker: Which of them this is.
+
+    Returns:
+        Whether this one's last batch is a repeated one, which must not count.
+
+    Source: ``tests/training/test_run_sampler.py``.
+    """
+    batches = EvenBatches(shard.batch_sampler, num_takers)
+    shard.batch_sampler, shard.even_batches = batches, False
+    shard.num_processes, shard.process_index = num_takers, taker
+    return taker >= num_takers - batches.num_repeats
