@@ -61,7 +61,7 @@ def measure(folder: Path, layout: str) -> list[tuple[int, int]]:
     keys = {name: value for name, value in keys.items() if name != "model_config"} | {"num_sample_prompts": 0}
     job = json.dumps({"keys": keys, "variables": variables}, default=str)
     (folder / layout).mkdir()
-    how.run_module(["-m", "tests.distributed.loading", str(folder / layout), "--job", job])
+    how.launch("tests.distributed.loading", str(folder / layout), "--job", job)
     return [json.loads((folder / layout / f"peaks-{rank}").read_text()) for rank in range(2)]
 
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -25,6 +27,7 @@ from tests.distributed.cells import (
     measure_weight_gap,
     write_inputs,
 )
+from tests.forked import ROOT, find_free_port
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import EXIT_DONE, ConfigError
@@ -52,24 +55,45 @@ class Layout(NamedTuple):
 
     def read(self) -> Launch:
         """What the main process is told, in full precision."""
-        document = read_launch_file(sharding.ROOT / "accelerate_configs" / f"{self.file}.yaml")
+        document = read_launch_file(ROOT / "accelerate_configs" / f"{self.file}.yaml")
         document |= {"mixed_precision": "no"}
         document["parallelism_config"] = (document.get("parallelism_config") or {}) | self._name_sizes()
         return read_launch(name_variables(document, self.num_processes))
 
     def run(self, jobs: Mapping[str, sharding.Job], output_dir: Path) -> dict[str, Any]:
-        """Run recipes laid out so, in full precision."""
-        return sharding.run_jobs(jobs, output_dir, self.file, *self._list_options(), **self._count())
+        """Run recipes laid out so, in full precision, in processes that are told what the launcher would tell them."""
+        return sharding.run_jobs(jobs, output_dir, self.file, *self._list_options(), num_processes=self.num_processes)
 
-    def run_module(self, module: Sequence[str]) -> str:
-        """As ``sharding.run_module``, laid out so."""
-        return sharding.run_module(module, self.file, *self._list_options(), **self._count())
+    def launch_jobs(self, jobs: Mapping[str, sharding.Job], output_dir: Path) -> dict[str, Any]:
+        """As ``run``, by the launcher itself: of each machine one."""
+        return sharding.read_end(output_dir, self.launch(*sharding.prepare_jobs(jobs, output_dir)))
+
+    def launch(self, module: str, *arguments: str) -> str:
+        """Run a module in processes of the launcher, to its good end, and return what they told."""
+        command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+        command += ["--config_file", str(ROOT / "accelerate_configs" / f"{self.file}.yaml")]
+        command += ["--num_processes", str(self.num_processes), "--num_machines", str(self.num_machines)]
+        # Of several machines all must know the port beforehand.
+        command += ["--main_process_ip", "127.0.0.1"] if self.num_machines > 1 else []
+        command += ["--main_process_port", str(find_free_port() if self.num_machines > 1 else 0)]
+        command += self._list_options()
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
+        machines = [
+            subprocess.Popen([*command, "--machine_rank", str(rank), "-m", module, *arguments], **pipes)
+            for rank in range(self.num_machines)
+        ]
+        try:
+            with ThreadPoolExecutor(self.num_machines) as pool:
+                outputs = list(pool.map(lambda machine: machine.communicate(timeout=900)[0], machines))
+        finally:
+            for machine in machines:
+                # To a launcher, which ends its processes; to one that has ended it means nothing.
+                machine.terminate()
+        assert not any(machine.returncode for machine in machines), "\n".join(output[-8000:] for output in outputs)
+        return "".join(outputs)
 
     def _list_options(self) -> list[str]:
         return [*FULL_PRECISION, *(f"--{name}={size}" for name, size in self._name_sizes().items())]
-
-    def _count(self) -> dict[str, int]:
-        return {"num_processes": self.num_processes, "num_machines": self.num_machines}
 
     def _name_sizes(self) -> dict[str, int]:
         return {f"parallelism_config_{name}_size": size for name, size in self.sizes.items()}
@@ -146,7 +170,7 @@ def measure(folder: Path, cells: Sequence[str]) -> dict[str, dict[str, float]]:
             jobs |= {fault: {**jobs[first], "fault": fault} for fault in CONTROLS}
         elif not is_of_deepspeed(layout):
             jobs[RESUMED] = {**jobs[first], "copy_of": before / first, "step": 2}
-        ended = how.run(jobs, folder / layout)
+        ended = how.launch_jobs(jobs, folder / layout)
         for name in jobs:
             one, several = alone / (name if name in cells else first), folder / layout / name
             if ended["codes"][name] != EXIT_DONE:

@@ -7,19 +7,18 @@ import json
 import os
 import runpy
 import shutil
-import socket
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests.forked import ROOT, run_forked
+from tests.test_accelerate_configs import read_environment
+
 from recipes_lib.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_PREEMPTED
 from recipes_lib.training.launch import read_launch
 
-ROOT = Path(__file__).parents[2]
 Job = Mapping[str, Any]
 """``stage``; ``keys`` of the configuration; and, where they are wanted, ``fault``, ``copy_of`` and ``step``, and
 ``variables`` of the environment.
@@ -51,57 +50,35 @@ def run_jobs(
     file: str | None = None,
     *options: str,
     num_processes: int = 2,
-    num_machines: int = 1,
 ) -> dict[str, Any]:
     """Run recipes in processes of their own and return the exit code of each.
 
     Args:
         jobs: By their name, which is also their folder's under ``output_dir``.
         output_dir: Where they go.
-        file: The users' launch file that starts the processes; ``None`` is one process, without a launcher.
+        file: The users' launch file that says how; ``None`` is one process, without a launcher.
         options: Of the launcher, after those of the file.
-        num_processes: Started by the launch file.
-        num_machines: That this one stands for, each with a launcher of its own.
+        num_processes: Told by the launch file.
     """
+    arguments, given = prepare_jobs(jobs, output_dir), f"--num_processes={num_processes}"
+    if file is None:
+        told = run_forked(*arguments, num_processes=None)
+    else:
+        variables = read_environment(ROOT / "accelerate_configs" / f"{file}.yaml", given, *options)
+        told = run_forked(*arguments, variables=variables, num_processes=num_processes)
+    return read_end(output_dir, told)
+
+
+def prepare_jobs(jobs: Mapping[str, Job], output_dir: Path) -> list[str]:
+    """Return the module that runs them and its arguments."""
     output_dir.mkdir(parents=True, exist_ok=True)
-    module = ["-m", "tests.distributed.sharding", str(output_dir), json.dumps(jobs, default=str)]
-    counts = {"num_processes": num_processes, "num_machines": num_machines}
-    told = run_module(module, file, *options, **counts)
+    return ["tests.distributed.sharding", str(output_dir), json.dumps(jobs, default=str)]
+
+
+def read_end(output_dir: Path, told: str) -> dict[str, Any]:
+    """Return the exit codes of jobs, and what their processes told."""
     codes: dict[str, Any] = json.loads((output_dir / "codes.json").read_text())
     return {"codes": codes, "told": told}
-
-
-def run_module(
-    module: Sequence[str], file: str | None, *options: str, num_processes: int = 2, num_machines: int = 1
-) -> str:
-    """Run a module in processes of its own, as ``run_jobs``, to its good end, and return what it told."""
-    launches: list[list[str]] = [[]]
-    if file is not None:
-        launch = ["-m", "accelerate.commands.accelerate_cli", "launch"]
-        launch += ["--config_file", str(ROOT / "accelerate_configs" / f"{file}.yaml")]
-        launch += ["--num_processes", str(num_processes), "--num_machines", str(num_machines), *options]
-        # Of several machines all must know the port beforehand.
-        launch += ["--main_process_ip", "127.0.0.1"] if num_machines > 1 else []
-        launch += ["--main_process_port", str(find_free_port() if num_machines > 1 else 0)]
-        launches = [[*launch, "--machine_rank", str(rank)] for rank in range(num_machines)]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
-    machines = [subprocess.Popen([sys.executable, *launch, *module], **pipes) for launch in launches]
-    try:
-        with ThreadPoolExecutor(num_machines) as pool:
-            outputs = list(pool.map(lambda machine: machine.communicate(timeout=900)[0], machines))
-    finally:
-        for machine in machines:
-            # To a launcher, which ends its processes; to one that has ended it means nothing.
-            machine.terminate()
-    assert not any(machine.returncode for machine in machines), "\n".join(output[-8000:] for output in outputs)
-    return "".join(outputs)
-
-
-def find_free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
 
 
 def cut(source: Path, target: Path, step: int) -> None:

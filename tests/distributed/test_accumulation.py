@@ -1,10 +1,9 @@
 """How a batch is cut, over micro-batches or processes, changes nothing."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+from tests.forked import run_forked
 from tests.training import trajectories
 
 EIGHT_BY_ONE = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
@@ -20,10 +19,7 @@ def run_here(model_dir, output_dir, **training):
 
 def run_on_two_processes(model_dir, output_dir, **training):
     output_dir.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [trajectories.__file__, str(model_dir), str(output_dir), json.dumps(training)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_forked("tests.training.trajectories", model_dir, output_dir, json.dumps(training))
     return json.loads((output_dir / "trajectory.json").read_text())
 
 

@@ -11,8 +11,7 @@ import torch
 from tests.distributed.cells import CELLS, build_jobs, measure_gaps, read_weights
 from tests.distributed.matrix import LAYOUTS
 
-# Every test run does one of these, in test_matrix.
-pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+pytestmark = pytest.mark.multiprocess
 LAYOUT = LAYOUTS["CP, 2"]
 OURS = {name: CELLS[name] for name in ("sft packed", "pretrain tied")}
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.forked import run_forked
 from tests.models.test_distillation import load, make_batch
 from tests.training import students
 from tests.training.trajectories import make_packs
@@ -19,7 +19,6 @@ from torch.distributed.fsdp import fully_shard
 from recipes_lib.losses.distillation import Objective
 from recipes_lib.models.distillation import score_beside_teacher
 
-ROOT = Path(__file__).parents[2]
 KEYS: dict[str, Any] = {"distillation_alpha": 0.3, "distillation_beta": 0.5, "distillation_temperature": 2.0}
 LAYERS: dict[str, Any] = {
     "feature_weight": 0.5,
@@ -35,15 +34,7 @@ TWO: dict[str, Any] = {"per_device_train_batch_size": 1, "gradient_accumulation_
 LEFT_OUT = ("epoch", "runtime", "per_second", "flos")
 
 
-def run_on_two_processes(module: str, *arguments: Any) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", module]
-    command += map(str, arguments)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 @pytest.mark.multiprocess
-@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"lmbda": 0.5, "response_length": 6}], ids=["texts", "answers"])
 def test_two_processes_distil_as_one_does(
     tiny_model_dir: Path, tiny_tokenizer_dir: Path, tmp_path: Path, more: dict[str, Any]
@@ -56,7 +47,7 @@ def test_two_processes_distil_as_one_does(
     two = tmp_path / "two"
     two.mkdir()
     keys = json.dumps(KEYS | LAYERS | TWO | more)
-    run_on_two_processes("tests.training.students", student_dir, tiny_model_dir, two, keys)
+    run_forked("tests.training.students", student_dir, tiny_model_dir, two, keys)
     logs = json.loads((two / "logs.json").read_text())
     assert len(logs) == len(recorder.logs) == 4
     for expected, got in zip(recorder.logs, logs, strict=True):
@@ -73,7 +64,7 @@ def test_a_sharded_teacher_and_student_have_the_loss_and_gradient_of_whole_ones(
     tiny_model_dir: Path, tiny_tokenizer_dir: Path, tmp_path: Path
 ) -> None:
     student_dir = students.save_student(tmp_path / "student", tiny_tokenizer_dir)
-    run_on_two_processes("tests.distributed.test_distill", student_dir, tiny_model_dir, tmp_path / "sharded.pt")
+    run_forked("tests.distributed.test_distill", student_dir, tiny_model_dir, tmp_path / "sharded.pt")
     loss, gradients = _score(student_dir, tiny_model_dir, is_sharded=False)
     sharded_loss, sharded_gradients = torch.load(tmp_path / "sharded.pt", weights_only=True)
     torch.testing.assert_close(sharded_loss, loss)

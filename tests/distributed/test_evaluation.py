@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed, multiprocessing
+from tests.forked import FORKING
+from torch import distributed
+from torch.multiprocessing import start_processes
 from transformers import AutoModelForCausalLM
 
 from recipes_lib.data.collators import PackedCollator
@@ -66,7 +68,7 @@ def run_process(rank: int, folder: Path, model_dir: Path) -> None:
 def test_two_processes_report_what_one_does(tiny_model_dir: Path, tmp_path: Path) -> None:
     expected, _ = evaluate(tiny_model_dir, 1)
 
-    multiprocessing.spawn(run_process, (tmp_path, tiny_model_dir), nprocs=2)
+    start_processes(run_process, (tmp_path, tiny_model_dir), nprocs=2, start_method=FORKING.get_start_method())
 
     reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     for report in reports:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.forked import run_forked
 from tests.training import spiking
 
 from recipes_lib.training.rollback import read_rollbacks
 
-ROOT = Path(__file__).parents[2]
 TWO = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
 ONE = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
 LEFT = [row for row in range(180) if not 100 <= row < 116]
@@ -31,10 +28,7 @@ CELLS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def reports(tiny_model_dir, tmp_path_factory):
     output_dir = tmp_path_factory.mktemp("guards")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += ["-m", "tests.training.spiking", str(tiny_model_dir), str(output_dir), json.dumps(CELLS)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_forked("tests.training.spiking", tiny_model_dir, output_dir, json.dumps(CELLS))
     return output_dir, json.loads((output_dir / "reports.json").read_text())
 
 

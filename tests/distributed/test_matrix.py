@@ -57,8 +57,6 @@ def test_the_table_tells_reasons() -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(matrix.LAYOUTS["TP, 2"], id="TP"),
-        pytest.param(matrix.LAYOUTS["CP, 2"], id="CP"),
         pytest.param(matrix.LAYOUTS["ZeRO-3, 2"], id="ZeRO-3", marks=needs_compiler),
         pytest.param(matrix.share("zero3_sp", "sp", 1), id="ZeRO-3 x SP", marks=needs_compiler),
     ],
@@ -66,7 +64,7 @@ def test_the_table_tells_reasons() -> None:
 def test_a_run_gives_the_same_numbers_in_a_layout(
     layout: matrix.Layout, inputs: Path, alone: Path, tmp_path: Path
 ) -> None:
-    """What every test run has time for, besides FSDP2 and stages in files of their own."""
+    """What every test run has time for, besides the layouts that have files of their own."""
     layout.run(build_jobs(inputs, {"sft packed": CELLS["sft packed"]}, layout.data_size), tmp_path)
     gaps = measure_gaps(alone / "sft packed", tmp_path / "sft packed")
     assert not {what: gap for what, gap in gaps.items() if not gap <= 1e-5}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.forked import run_forked
 from tests.training import pairs
 
 # Thirteen pairs are a step of eight and one of five, which two processes with batches of one cannot share evenly.
@@ -43,10 +42,7 @@ LEFT_OUT = ("epoch", "seconds", "runtime", "per_second", "flos")
 
 def run_on_two_processes(model_dir: Path, output_dir: Path, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     output_dir.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [pairs.__file__, str(model_dir), str(output_dir), json.dumps(runs)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_forked("tests.training.pairs", model_dir, output_dir, json.dumps(runs))
     reports: list[dict[str, Any]] = json.loads((output_dir / "reports.json").read_text())
     return reports
 

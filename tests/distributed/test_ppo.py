@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from tests.distributed import sharding
 from tests.distributed.cells import FULL_PRECISION, read_events, read_weights
+from tests.forked import run_forked
 from tests.rl import keys_task
 from transformers import (
     AutoModelForCausalLM,
@@ -49,10 +48,7 @@ def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
         return keys_task.build_flags(policy, tmp_path / place / name, prompts, **keys)
 
     jobs = [*(build(name, "two", 4) for name in RUNS), build("adapters", "stopped", 4)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [keys_task.__file__, json.dumps(jobs), "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_forked("tests.rl.keys_task", json.dumps(jobs), 1)
 
     for name in RUNS:
         keys_task.train(build(name, "one", 8))

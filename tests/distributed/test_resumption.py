@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.forked import run_forked
 from tests.training import resumptions
 
-ROOT = Path(__file__).parents[2]
 STAGES = ("sft", "dpo", "pretrain")
 STEP = 3
 
@@ -40,30 +37,25 @@ def assert_goes_on(straight: list[dict[str, Any]], resumed: list[dict[str, Any]]
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("stages", [STAGES[:1], pytest.param(STAGES, marks=pytest.mark.slow)], ids=["one", "all"])
 def test_the_batch_is_kept_and_the_data_go_on_at_the_right_row(
-    stages: Sequence[str],
     tiny_model_dir: Path,
     tiny_tokenizer_dir: Path,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     places = tiny_model_dir, tiny_tokenizer_dir
-    one = {stage: resumptions.run(stage, tmp_path / stage / "one", *places, 4) for stage in stages}
-    for stage in stages:
+    one = {stage: resumptions.run(stage, tmp_path / stage / "one", *places, 4) for stage in STAGES}
+    for stage in STAGES:
         resumptions.cut(tmp_path / stage / "one", tmp_path / stage / "one to two", STEP, damaged=2 * STEP)
     # The same four micro-batches as one process has are written for two, which take two each.
-    runs = [(stage, f"{stage}/one to two", 4) for stage in stages] + [(stage, f"{stage}/two", 2) for stage in stages]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += ["--module", resumptions.__name__, *map(str, places), str(tmp_path), json.dumps(runs)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-9000:]
-    assert done.stderr.count("2 processes instead of 1: gradient_accumulation_steps is 2") == len(stages)
+    runs = [(stage, f"{stage}/one to two", 4) for stage in STAGES] + [(stage, f"{stage}/two", 2) for stage in STAGES]
+    told = run_forked(resumptions.__name__, *places, tmp_path, json.dumps(runs))
+    assert told.count("2 processes instead of 1: gradient_accumulation_steps is 2") == len(STAGES)
     # Only the main process reads the checkpoints through; the other goes where it goes.
-    assert done.stderr.count("checkpoint-6 is not whole: optimizer.pt holds other bytes") == len(stages)
+    assert told.count("checkpoint-6 is not whole: optimizer.pt holds other bytes") == len(STAGES)
     ranks = [json.loads((tmp_path / f"reports-{rank}.json").read_text()) for rank in (0, 1)]
-    for number, stage in enumerate(stages):
-        resumed, two = ([rank[number + offset] for rank in ranks] for offset in (0, len(stages)))
+    for number, stage in enumerate(STAGES):
+        resumed, two = ([rank[number + offset] for rank in ranks] for offset in (0, len(STAGES)))
         assert_goes_on([one[stage]], resumed, f"{stage}, from one to two")
         resumptions.cut(tmp_path / stage / "two", tmp_path / stage / "two to one", STEP, damaged=2 * STEP)
         capfd.readouterr()

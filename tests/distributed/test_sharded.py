@@ -117,7 +117,6 @@ def test_an_exported_checkpoint_is_the_model_of_one_process(
     assert_exported(folder / "one" / cell, folder / "two" / cell, tmp_path / "out")
 
 
-@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_so_are_tied_embeddings_and_a_head(inputs: Path, alone: Path, tmp_path: Path) -> None:
     jobs = build_jobs(inputs, {name: CELLS[name] for name in ("pretrain tied", "reward")}, 2)

@@ -22,8 +22,7 @@ from tests.distributed.matrix import LAYOUTS
 
 from recipes_lib.exporting import export_checkpoint
 
-# Every test run does one of these, in test_matrix.
-pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+pytestmark = pytest.mark.multiprocess
 LAYOUT = LAYOUTS["TP, 2"]
 OURS = {name: CELLS[name] for name in ("sft packed", "pretrain tied")}
 

@@ -208,8 +208,6 @@ def train_with_a_stop(flags: list[str], *, asked: bool) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    # Rewards are named by their path from the root of the repository.
-    sys.path.insert(0, str(Path(__file__).parents[2]))
     jobs = json.loads(sys.argv[1])
     for job in jobs[:-1]:
         train(job)

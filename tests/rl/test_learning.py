@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.forked import run_forked
 from tests.rl import keys_task
 from transformers import LlamaForCausalLM
 
@@ -165,10 +164,7 @@ def test_check_b_on_two_processes(fine_tuned, tmp_path):
     prompts = keys_task.write_prompts(tmp_path / "prompts.jsonl", 10_240, 6)
     given = ONE_TOKEN | {"seed": 0, "per_device_train_batch_size": 32, "save_strategy": "steps", "save_steps": 320}
     flags = keys_task.build_flags(fine_tuned(0), tmp_path / "b", prompts, **given)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [keys_task.__file__, json.dumps([flags])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_forked("tests.rl.keys_task", json.dumps([flags]))
     policy = LlamaForCausalLM.from_pretrained(fine_tuned(0))
     before = read_logps(policy)
     policy.load_state_dict(load_file(tmp_path / "b" / "checkpoint-320" / "policy.safetensors"))

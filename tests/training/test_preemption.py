@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.forked import FORKING
 from tests.training.trajectories import assert_equal_weights, make_packs, make_trainer, weights_of
-from torch import distributed, multiprocessing
+from torch import distributed
+from torch.multiprocessing import start_processes
 from transformers import TrainerState
 
 from recipes_lib.errors import PreemptedError
@@ -53,7 +55,7 @@ def run_process(rank: int, folder: Path) -> None:
 
 @pytest.mark.multiprocess
 def test_all_stop_at_the_same_place_whoever_was_asked(tmp_path):
-    multiprocessing.spawn(run_process, (tmp_path,), nprocs=2)
+    start_processes(run_process, (tmp_path,), nprocs=2, start_method=FORKING.get_start_method())
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert first[0] == [0, 1, 4, 5, 8, 9, 12, 13]
     assert first[1][:-1] == [0, 1, 4, 5]
