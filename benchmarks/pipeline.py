@@ -1,6 +1,6 @@
 """How long the stages of a pipeline stand still, beside what their number and the micro-batches say: (p - 1) / (m v).
 
-The layers wait instead of computing, 2 ms forward and 4 ms backward each, so that processes never compete for cores:
+The layers wait instead of computing, 10 ms forward and 20 ms backward each, so that processes never compete for cores:
 what is left over is the order in which micro-batches go through, and what handing their states on takes. A real model's
 layers do not all take the same time, and over a network states take longer; a CPU cannot show either.
 
@@ -27,8 +27,8 @@ from recipes_lib.training.pipeline import Pipeline
 from recipes_lib.training.stage_mesh import build_stage_mesh
 
 LAYERS: Final = 16
-FORWARD_SECONDS: Final = 0.002
-BACKWARD_SECONDS: Final = 0.004
+FORWARD_SECONDS: Final = 0.01
+BACKWARD_SECONDS: Final = 0.02
 CHUNKS: Final = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
 VARIANTS: Final = [(schedule, p, m) for schedule in CHUNKS for p, m in ((2, 2), (2, 4), (2, 8), (4, 4), (4, 16))]
 

@@ -48,17 +48,15 @@ def run_forked(
         num_processes: Of the launch; ``None`` is one, by itself.
         timeout: Seconds after which they are killed.
     """
-    environment = dict(os.environ) | dict(variables or {})
-    if num_processes is not None:
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port()), "OMP_NUM_THREADS": "1"}
-        environment |= {name: str(num_processes) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    common = os.environ | dict(variables or {})
+    environments = [{}] if num_processes is None else name_processes(num_processes)
     with tempfile.NamedTemporaryFile("r", errors="replace") as output:
         processes = [
             FORKING.Process(
                 target=_become,
-                args=(module, list(map(str, arguments)), environment | _number(rank, num_processes), output.name),
+                args=(module, list(map(str, arguments)), common | environment, output.name),
             )
-            for rank in range(num_processes or 1)
+            for environment in environments
         ]
         try:
             for process in processes:
@@ -77,16 +75,19 @@ def run_forked(
     return told
 
 
+def name_processes(num_processes: int) -> list[dict[str, str]]:
+    """Return the variables by which processes of one launch on this machine find each other."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port()), "OMP_NUM_THREADS": "1"}
+    common |= {name: str(num_processes) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    return [common | {name: str(rank) for name in ("RANK", "LOCAL_RANK")} for rank in range(num_processes)]
+
+
 def find_free_port() -> int:
     """Return a port that nobody listens to."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
     return port
-
-
-def _number(rank: int, num_processes: int | None) -> dict[str, str]:
-    return {} if num_processes is None else {"RANK": str(rank), "LOCAL_RANK": str(rank)}
 
 
 def _become(module: str, arguments: list[str], environment: Mapping[str, str], output: str) -> None:

@@ -47,6 +47,12 @@ TEXT_LAWS: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         # What a process must know of the others before any room is opened; the demo is the user's shell.
         ("src/recipes_lib/training/launch.py", "src/recipes_lib/peers.py", "src/recipes_lib/demo/run.py"),
     ),
+    "where a model computes has one owner": (
+        r"parameters\(\)\)\.device",
+        ("src/",),
+        # A layer that is put beside others lies where they do.
+        ("src/recipes_lib/models/adapter_roles.py",),
+    ),
     "nothing is left to do": (r"\b(TODO|FIXME|XXX)\b", ("",), ("tests/test_ratchets.py",)),
     "no path of anyone's machine": (r"(?<![\w.~}])/(home|root|Users|work)/\w", ("",), ("tests/test_ratchets.py",)),
 }
@@ -179,6 +185,7 @@ def test_every_module_has_its_test_file() -> None:
         ("the environment is read in one place", "rank = os.environ['RANK']"),
         ("the environment is read in one place", "rank = os.getenv('RANK')"),
         ("the environment is read in one place", "from os import environ"),
+        ("where a model computes has one owner", "device = next(model.parameters()).device"),
         ("nothing is left to do", "# TODO: later"),
         ("no path of anyone's machine", "data = '/home/ada/data'"),
     ],

@@ -113,7 +113,9 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
     "FSDP2 x TP, 2 x 2": share("fsdp2_tp", "tp", 2, num_machines=2),
     "FSDP2 x CP, 2 x 2": share("fsdp2_cp", "cp", 2),
     "HSDP, 2 x 2": Layout("hsdp", 4, 4, {"dp_shard": 2}, num_machines=2),
+    "FSDP2 offload, 2": Layout("fsdp2_offload", 2, 2),
     **{f"ZeRO-{stage}, 2": Layout(f"zero{stage}", 2, 2) for stage in (1, 2, 3)},
+    "ZeRO-3 offload, 2": Layout("zero3_offload", 2, 2),
     "ZeRO-3 x SP, 2 x 2": share("zero3_sp", "sp", 2, num_machines=2),
 }
 ALL_CELLS: Final = CELLS | FURTHER_CELLS

@@ -32,9 +32,12 @@ def take_cpus_for_gpus() -> None:
     os.environ["ACCELERATE_TORCH_DEVICE"] = os.environ["DS_ACCELERATOR"] = "cpu"
     # DeepSpeed compiles by ninja, which lies beside Python where no environment is active.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    import torch
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
+    # What is offloaded is pinned, for a device that there is none of.
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor
     original = PartialState.__init__
 
     def initialise(self: PartialState, cpu: bool = False, **kwargs: Any) -> None:

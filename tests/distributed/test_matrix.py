@@ -10,7 +10,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.distributed import matrix
-from tests.distributed.cells import CELLS, MUON_TOLERANCE, build_jobs, measure_gaps, needs_compiler
+from tests.distributed.cells import (
+    CELLS,
+    HOST_ADAM_TOLERANCE,
+    MUON_TOLERANCE,
+    build_jobs,
+    measure_gaps,
+    needs_compiler,
+)
 
 
 def write_run(folder: Path, *, loss: float = 2.0, weight: float = 0.5) -> Path:
@@ -79,8 +86,9 @@ def test_every_stage_gives_the_same_numbers_in_every_layout_unless_it_is_broken(
     assert list(table[matrix.RESUMED]) == readers[1:]
     assert max(table[matrix.RESUMED].values()) <= 1e-5
     for cell in matrix.ALL_CELLS:
-        tolerance = MUON_TOLERANCE if cell == "muon" else 1e-5
         assert list(table[cell]) == [layout for layout in matrix.LAYOUTS if cell in matrix.list_cells(layout)]
-        assert not {layout: gap for layout, gap in table[cell].items() if not gap <= tolerance}, cell
+        for layout, gap in table[cell].items():
+            of_layout = HOST_ADAM_TOLERANCE if layout == "ZeRO-3 offload, 2" else 1e-5
+            assert gap <= (MUON_TOLERANCE if cell == "muon" else of_layout), (cell, layout)
     for fault in matrix.CONTROLS:
         assert min(table[fault].values()) > 1e-3, fault

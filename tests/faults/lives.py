@@ -6,7 +6,6 @@ import faulthandler
 import os
 import runpy
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -15,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.forked import ROOT, name_processes
+
 from recipes_lib.stopping import STOP
 
-ROOT = Path(__file__).parents[2]
 SECONDS = 180
 """After which a life that has not ended counts as hanging."""
 SECONDS_TO_FOLLOW = 60
@@ -73,16 +73,10 @@ def begin(
     """Start the processes of ``live`` and return their numbers."""
     told.mkdir(parents=True, exist_ok=True)
     arguments = [f"--{name}={value}" for name, value in keys.items()]
-    environment: dict[str, str] = {}
-    if num_processes > 1:
-        environment = {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes)}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_find_port())}
     pids = []
-    for rank in range(num_processes):
-        own = dict(environment)
-        if num_processes > 1:
+    for rank, own in enumerate(name_processes(num_processes) if num_processes > 1 else [{}]):
+        if own:
             (told / str(rank)).mkdir(exist_ok=True)
-            own |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             own["TORCHELASTIC_ERROR_FILE"] = str(told / str(rank) / "error.json")
         pids.append(_fork(stage, arguments, own, told / f"told-{rank}", (faults or {}).get(rank)))
     return pids
@@ -147,9 +141,3 @@ def _fork(stage: str, arguments: list[str], environment: dict[str, str], told: P
 def _signal(pids: set[int], number: int) -> None:
     for pid in pids:
         os.kill(pid, number)
-
-
-def _find_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -15,6 +15,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.context_parallel import ContextShare, register_context, verify_can_share_rows
+from recipes_lib.models.devices import find_device
 from recipes_lib.models.varlen import register_varlen
 
 Layout = Literal["rows", "flat"]
@@ -189,7 +190,7 @@ def prove_isolation(model: Any, layout: Layout) -> None:
 
     Source: ``tests/models/test_attention.py`` shows leaks found and isolation proved, per kernel and architecture.
     """
-    device = next(model.parameters()).device
+    device = find_device(model)
     lengths = (7, 9)
     documents = [torch.arange(2, 2 + length, device=device) for length in lengths]
     changed = [document + 9 for document in documents]

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from recipes_lib.models.devices import find_device
+
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
@@ -32,4 +34,4 @@ def halved_for_flash(model: Any) -> AbstractContextManager[Any]:
     """Products in ``bfloat16`` where the model's kernel is flash-attention, which multiplies in half precision only."""
     if "flash" not in str(model.config.get_text_config()._attn_implementation):
         return nullcontext()
-    return torch.autocast(next(model.parameters()).device.type, torch.bfloat16)
+    return torch.autocast(find_device(model).type, torch.bfloat16)

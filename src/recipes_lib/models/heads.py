@@ -18,6 +18,7 @@ from transformers.utils.generic import ModelOutput
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.losses.next_token import TokenSums, compute_cross_entropy
 from recipes_lib.losses.token_logps import TokenLogps, compute_token_logps
+from recipes_lib.models.devices import find_device
 from recipes_lib.models.evaluation import halved_for_flash
 from recipes_lib.models.tensor_parallel import find_share, project_on_shares
 
@@ -167,7 +168,7 @@ def verify_loss_head(model: Any) -> None:
         ConfigError: The losses differ: between backbone and logits the model does something that is unknown here.
     """
     config = _base_model(model).config.get_text_config()
-    input_ids = torch.arange(1, 9, device=next(model.parameters()).device)[None] % config.vocab_size
+    input_ids = torch.arange(1, 9, device=find_device(model))[None] % config.vocab_size
     was_training = model.training
     model.eval()
     with torch.no_grad(), halved_for_flash(model):

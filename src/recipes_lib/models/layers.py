@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.devices import find_device
 from recipes_lib.models.evaluation import halved_for_flash
 
 Read = Callable[[Tensor], Tensor]
@@ -112,7 +113,7 @@ def verify_layers(model: Any, *, attentions: bool) -> None:
         ConfigError: As ``hearing``; or they differ.
     """
     config = model.config.get_text_config()
-    input_ids = torch.arange(1, 9, device=next(model.parameters()).device)[None] % config.vocab_size
+    input_ids = torch.arange(1, 9, device=find_device(model))[None] % config.vocab_size
     numbers = range(1, config.num_hidden_layers + 1)
     was_training = model.training
     model.eval()

@@ -17,6 +17,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from recipes_lib.models.devices import find_device
 from recipes_lib.models.generation import build_plain_generation, pad_left
 from recipes_lib.models.generation_cache import build_cache
 
@@ -114,7 +115,7 @@ class GenerateBackend:
 
     def generate(self, policy: Any, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> Generated:
         """Answer every prompt once, as one left-padded batch that loses the answers that ended."""
-        device = next(policy.parameters()).device
+        device = find_device(policy)
         ids, mask = (part.to(device) for part in pad_left(prompts, self._sampling.pad_id))
         uniforms, rows = uniforms.to(device), torch.arange(len(prompts), device=device)
         length, done = self._sampling.response_length, 0

@@ -21,6 +21,7 @@ from recipes_lib.models.adapter_roles import add_reward
 from recipes_lib.models.adapters import load_adapter
 from recipes_lib.models.adapters_saved import find_adapter, read_base
 from recipes_lib.models.attention import choose_kernel
+from recipes_lib.models.devices import find_device
 from recipes_lib.models.evaluation import evaluating
 from recipes_lib.models.loading import load_model_config, load_tokenizer
 from recipes_lib.models.reward_tokens import Answer, encode_answers
@@ -165,7 +166,7 @@ class RewardModel:
         input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
         for at, row in enumerate(rows):
             input_ids[at, : len(row)] = torch.as_tensor(np.asarray(row, np.int64))
-        device = next(self.model.parameters()).device
+        device = find_device(self.model)
         output = self.model(
             input_ids=input_ids.to(device),
             position_ids=torch.arange(width, device=device).expand(len(rows), -1),

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.attention import choose_kernel
+from recipes_lib.models.devices import find_device
 
 TAKES_A_MASK: Final = ("sdpa", "eager")
 """Every ``attn_implementation`` that goes by whatever mask it is given."""
@@ -173,7 +174,7 @@ def _run_shared(model: Any, pairs: Sequence[Sequence[Tensor]]) -> dict[_Answer, 
         for prompt, *answers in pairs
         for first, part in ((0, prompt), *((len(prompt), answer) for answer in answers))
     ]
-    device, implementation = next(model.parameters()).device, model.config.get_text_config()._attn_implementation
+    device, implementation = find_device(model), model.config.get_text_config()._attn_implementation
     if implementation in TAKES_BOUNDS:
         apart = build_shared_prompt_bounds(lengths.view(-1, 3))
     else:
@@ -202,7 +203,7 @@ def _run_beside_another(
 
 def _run(model: Any, ids: Tensor, **inputs: Tensor | int) -> Tensor:
     """Hidden states ``(T, H)`` behind the last norm."""
-    ids = ids.to(next(model.parameters()).device) % model.config.get_text_config().vocab_size
+    ids = ids.to(find_device(model)) % model.config.get_text_config().vocab_size
     outputs = model(input_ids=ids[None], use_cache=False, output_hidden_states=True, **inputs)
     states: Tensor = outputs.hidden_states[-1][0]
     return states

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.devices import find_device
 from recipes_lib.models.parts import Part
 
 _EMBEDDING: Final = "embed_tokens"
@@ -160,7 +161,7 @@ def _share(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
 @torch.no_grad()
 def _verify_nothing_between(model: PreTrainedModel) -> None:
     """Run the model without any layer, which must give what it was given."""
-    device = next(model.parameters()).device
+    device = find_device(model)
     view = _view(model, ())
     states = torch.linspace(-1, 1, 8 * model.config.hidden_size, device=device, dtype=model.dtype).view(1, 8, -1)
     positions = torch.arange(8, device=device)[None]

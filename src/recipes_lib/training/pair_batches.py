@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes_lib.losses.preference import sum_logps
+from recipes_lib.models.devices import find_device
 from recipes_lib.models.shared_prompt import build_shared_prompt_bounds, build_shared_prompt_mask
 
 _ROUNDING: Final = {
@@ -66,7 +67,7 @@ def read_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
         model: With a head on it that takes a ``bool`` mask and spells it for the kernel, or a kernel that takes bounds.
         batch: On any device.
     """
-    device = next(model.parameters()).device
+    device = find_device(model)
     inputs = {name: batch[name] for name in _INPUTS if name in batch}
     if "part_lengths" in batch:
         inputs |= build_shared_prompt_bounds(batch["part_lengths"].cpu())
@@ -113,7 +114,7 @@ def compute_answer_logps(model: nn.Module, batch: Batch, *, ld_alpha: float | No
         batch: From ``PairCollator``.
         ld_alpha: As ``sum_logps``.
     """
-    device = next(model.parameters()).device
+    device = find_device(model)
     predictors, targets = batch["predictors"].to(device), batch["targets"].to(device)
     outputs = model(**read_inputs(model, batch), predictors=predictors, targets=targets, token_logps=True)
     ids, chosen, _ = split_sequences(batch, device)

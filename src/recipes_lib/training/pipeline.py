@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
+from recipes_lib.models.devices import find_device
 from recipes_lib.models.heads import LossHeadOutput, add_loss_head
 from recipes_lib.models.parts import Part
 from recipes_lib.models.stages import Elsewhere, cut_into_chunks
@@ -241,7 +242,7 @@ class Pipeline(nn.Module):
 
     @property
     def _device(self) -> torch.device:
-        device: torch.device = next(self.model.parameters()).device
+        device: torch.device = find_device(self.model)
         return device
 
 

@@ -25,6 +25,7 @@ from recipes_lib.losses.preference import (
     verify_preference_options,
 )
 from recipes_lib.models.adapters import adapters_off
+from recipes_lib.models.devices import find_device
 from recipes_lib.training.pair_batches import (
     Batch,
     PairScores,
@@ -81,7 +82,7 @@ class PreferenceObjective:
             batch: From ``PairCollator``.
             mean_chosen_tokens: Tokens of a chosen answer, on average over the whole step; for ``sft``.
         """
-        device = next(model.parameters()).device
+        device = find_device(model)
         outputs = model(
             **read_inputs(model, batch),
             predictors=batch["predictors"].to(device),

@@ -20,6 +20,7 @@ import recipes_lib.models
 from recipes_lib.data.pair_data import PairData, PairRows
 from recipes_lib.data.store import choose_staging, compute_key, explain_disk_errors, find_set, hold_lock, publish_set
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.devices import find_device
 from recipes_lib.training.hooks.training_state import preserve_training_state
 from recipes_lib.training.pair_batches import compute_rounding
 from recipes_lib.training.progress import TrainingProgress
@@ -138,7 +139,7 @@ class StoredReference:
                     scores = score([rows.rows[number] for number in numbers])
                     if is_counted:
                         logps[list(numbers)] = scores.T.float().cpu().numpy()
-                rows.logps[:] = _sum_over_processes(logps, next(model.parameters()).device)
+                rows.logps[:] = _sum_over_processes(logps, find_device(model))
 
     def store(self, *, replaces: bool) -> None:
         """Write the numbers to the cache and to the run's own folder, where there are none; for the main process.

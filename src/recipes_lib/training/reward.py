@@ -10,6 +10,7 @@ from trl import RewardConfig
 
 from recipes_lib.config.schema import PreferenceConfig
 from recipes_lib.losses.reward import compute_bradley_terry
+from recipes_lib.models.devices import find_device
 from recipes_lib.training.pair_batches import Batch, PairScores, read_inputs
 from recipes_lib.training.pair_trainer import PairTrainer
 
@@ -33,7 +34,7 @@ class RewardObjective:
             model: With a score head on it.
             batch: From ``PairCollator``.
         """
-        device = next(model.parameters()).device
+        device = find_device(model)
         outputs = model(**read_inputs(model, batch), last_positions=batch["last_positions"].to(device))
         chosen, rejected = outputs.scores[0::2], outputs.scores[1::2]
         margins: Tensor | None = batch["margin"].to(device) if "margin" in batch else None

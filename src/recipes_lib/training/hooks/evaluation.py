@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, distributed, nn
 
 from recipes_lib.errors import DataError, Problem
+from recipes_lib.models.devices import find_device
 from recipes_lib.training.hooks.training_state import preserve_training_state
 from recipes_lib.training.metrics import sum_over_processes
 from recipes_lib.training.progress import TrainingProgress
@@ -56,7 +57,7 @@ class TokenSums(Protocol):
 
 def compute_token_sums(model: nn.Module, batch: Batch) -> TokenSums:
     """Run a model with a loss head on a batch that lies on any device."""
-    device = next(model.parameters()).device
+    device = find_device(model)
     inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
     del inputs["num_tokens"]
     inputs.pop("row_ids", None)

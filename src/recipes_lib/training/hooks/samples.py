@@ -12,6 +12,7 @@ from evaluate import Metric
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
+from recipes_lib.models.devices import find_device
 from recipes_lib.models.generation import build_plain_generation, pad_left
 from recipes_lib.training.hooks.prompts import Prompt
 from recipes_lib.training.hooks.training_state import preserve_training_state
@@ -63,7 +64,7 @@ def generate_samples(
     input_ids, attention_mask = pad_left([prompt.input_ids for prompt in prompts], pad_id)
     limit = getattr(unwrapped.config.get_text_config(), "max_position_embeddings", None)
     room = max_new_tokens if limit is None else max(1, min(max_new_tokens, limit - input_ids.shape[1]))
-    device = next(unwrapped.parameters()).device
+    device = find_device(unwrapped)
     stopping = _StopTogether(room)
     generated = unwrapped.generate(
         input_ids=input_ids.to(device),
