@@ -14,7 +14,6 @@ from typing import Any
 from unittest import mock
 
 from tests.forked import ROOT, run_forked
-from tests.test_accelerate_configs import read_environment
 
 from recipes_lib.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_PREEMPTED
 from recipes_lib.training.launch import read_launch
@@ -67,6 +66,9 @@ def run_jobs(
     if file is None:
         told = run_forked(*arguments, num_processes=None)
     else:
+        # Not for the processes that it starts.
+        from tests.test_accelerate_configs import read_environment
+
         variables = read_environment(ROOT / "accelerate_configs" / f"{file}.yaml", given, *options)
         told = run_forked(*arguments, variables=variables, num_processes=num_processes)
     return read_end(output_dir, told)

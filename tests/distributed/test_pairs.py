@@ -36,7 +36,7 @@ RUNS: list[dict[str, Any]] = [
 ]
 ONE: dict[str, Any] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 TWO: dict[str, Any] = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
-# The epoch is counted in batches, and the last one filled up; the others are measured.
+# The epoch is counted in batches, of which a process may repeat one; the others are measured.
 LEFT_OUT = ("epoch", "seconds", "runtime", "per_second", "flos")
 
 

@@ -215,3 +215,19 @@ def test_a_stop_in_an_evaluation_half_precision_and_another_number_of_processes(
     one, two = (next(e for e in read_events(tmp_path / n / "bf16") if e["kind"] == "train") for n in ("one", "two"))
     for figure in ("objective/score", "value/loss", "policy/entropy"):
         assert two[figure] == pytest.approx(one[figure], rel=0.005), figure
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("file", "num_processes", "options"),
+    [("fsdp2_offload", 2, ()), ("hsdp", 4, ("--parallelism_config_dp_shard_size=2",))],
+    ids=["offload", "HSDP"],
+)
+def test_so_do_models_that_wait_on_the_host_or_are_there_twice(
+    sharded: tuple[Path, dict[str, Any]], tmp_path: Path, file: str, num_processes: int, options: tuple[str, ...]
+) -> None:
+    folder, _ = sharded
+    job = build_sharded(folder, num_processes)
+    sharding.run_jobs({"ppo": job}, tmp_path, file, *FULL_PRECISION, *options, num_processes=num_processes)
+    assert_same_figures(folder / "one" / "ppo", tmp_path / "ppo", tolerance=1e-5)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.distributed import sharding
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -42,11 +43,10 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run(stage: str, model_dir: Path, folder: Path, name: str, **keys: object) -> subprocess.CompletedProcess[str]:
-    given = {
+def make_keys(model_dir: Path, folder: Path) -> dict[str, object]:
+    return {
         "model_name_or_path": model_dir,
         "dataset_name": folder / "prompts.jsonl",
-        "output_dir": folder / name,
         "reward_funcs": "[my_rewards:prefer_short]",
         "test_split_size": 4,
         "per_device_train_batch_size": 4,
@@ -58,11 +58,31 @@ def run(stage: str, model_dir: Path, folder: Path, name: str, **keys: object) ->
         "bf16": False,
         "eval_steps": 2,
         "save_steps": 4,
-        **keys,
     }
+
+
+def run(stage: str, model_dir: Path, folder: Path, name: str, **keys: object) -> subprocess.CompletedProcess[str]:
+    given = {**make_keys(model_dir, folder), "output_dir": folder / name, **keys}
     command = [sys.executable, str(RECIPES / f"{stage}.py"), *(f"--{name}={value}" for name, value in given.items())]
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path})
+
+
+@pytest.mark.multiprocess
+def test_two_processes_answer_the_groups_of_a_step_between_them(tiny_model_dir, folder, tmp_path):
+    keys = make_keys(tiny_model_dir, folder) | {"reward_funcs": "[tests.faults.stages:prefer_short]"}
+    # Three prompts a process and a step of the sixteen: the last ones of an epoch make no step.
+    jobs = {
+        name: {"stage": "grpo", "keys": keys | {"per_device_train_batch_size": size}}
+        for name, size in (("three", 12), ("one", 4))
+    }
+    sharding.run_jobs(jobs, tmp_path, "cpu_ddp")
+    for name, num_answers in (("three", 24), ("one", 8)):
+        record = json.loads((tmp_path / name / "run.json").read_text())
+        told = [record[key] for key in ("status", "num_processes", "answers_per_generation")]
+        assert told == ["done", 2, num_answers]
+        events = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        assert [event["step"] for event in events if event["kind"] == "train"] == [1, 2, 3, 4]
 
 
 def test_it_leaves_a_model_its_record_and_a_report(tiny_model_dir, folder):

@@ -202,7 +202,7 @@ def load_fresh_base(model: PeftModel) -> PreTrainedModel:
     """
     settings, base = model.peft_config[model.active_adapter], model.get_base_model()
     auto_class = AutoModelForSequenceClassification if settings.task_type == "SEQ_CLS" else AutoModelForCausalLM
-    device = base.device
+    device = find_device(base)
     if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 1.2 * base.get_memory_footprint():
         device = torch.device("cpu")
     options = {"num_labels": base.config.num_labels} if settings.task_type == "SEQ_CLS" else {}

@@ -55,7 +55,7 @@ class PairScores:
 
 
 def count_pairs(batch: Batch) -> int:
-    """Return the number of pairs in a batch that count: the first so many; those behind only fill it up."""
+    """Return the number of pairs in a batch that count: the first so many."""
     counted: int = batch.get("num_counted_pairs", len(batch["num_completion_tokens"]) // 2)
     return counted
 

@@ -12,7 +12,6 @@ from evaluate import Metric
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
-from recipes_lib.models.devices import find_device
 from recipes_lib.models.generation import build_plain_generation, pad_left
 from recipes_lib.training.hooks.prompts import Prompt
 from recipes_lib.training.hooks.training_state import preserve_training_state
@@ -64,7 +63,7 @@ def generate_samples(
     input_ids, attention_mask = pad_left([prompt.input_ids for prompt in prompts], pad_id)
     limit = getattr(unwrapped.config.get_text_config(), "max_position_embeddings", None)
     room = max_new_tokens if limit is None else max(1, min(max_new_tokens, limit - input_ids.shape[1]))
-    device = find_device(unwrapped)
+    device = unwrapped.device  # As ``generate`` has it, which hands on what the model takes.
     stopping = _StopTogether(room)
     generated = unwrapped.generate(
         input_ids=input_ids.to(device),
