@@ -15,4 +15,7 @@ def find_device(model: nn.Module) -> torch.device:
     Source: torch ``CPUOffloadPolicy``; ``tests/models/test_devices.py``.
     """
     weight = next(model.parameters())
-    return torch.device(weight.device_mesh.device_type) if isinstance(weight, DTensor) else weight.device
+    if not isinstance(weight, DTensor) or weight.device_mesh.device_type == weight.device.type:
+        return weight.device
+    kind = weight.device_mesh.device_type
+    return torch.device(kind, torch.get_device_module(kind).current_device())
