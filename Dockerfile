@@ -3,8 +3,7 @@
 #   docker build --target cuda -t recipes:cuda .
 #   docker build --target cpu -t recipes:cpu --build-arg PIP_EXTRA_INDEX_URL=<PyTorch's index of CPU builds> .
 #   docker run --rm recipes:cpu doctor
-#   docker run --rm --init --gpus all --ipc host -v "$PWD:/data" recipes:cuda sft --config mine.yaml
-#   docker run --rm --init --gpus all --ipc host -v "$PWD:/data" -e LAUNCH=fsdp2 recipes:cuda sft --config mine.yaml
+#   docker run --rm --init --gpus all --ipc host -v "$PWD:/data" -v recipes-cache:/cache recipes:cuda sft --config mine.yaml
 
 FROM python:3.11.14-slim-bookworm AS build
 ENV PIP_CACHE_DIR=/tmp/pip PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -27,10 +26,12 @@ RUN --mount=type=cache,target=/var/cache/apt,sharing=locked \
     --mount=type=cache,target=/var/lib/apt,sharing=locked \
     apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
-    && useradd --create-home --uid 1000 recipes \
+    && useradd --home-dir /cache --uid 1000 recipes \
     && mkdir /cache /data \
-    && chown recipes /cache /data
-ENV PATH=/opt/venv/bin:$PATH HF_HOME=/cache HF_HUB_DISABLE_TELEMETRY=1 PYTHONUNBUFFERED=1
+    && chown recipes /cache /data \
+    && chmod 1777 /cache
+# Whoever it runs as keeps models, prepared rows and kernels in /cache: `--user` may name somebody without a home or a name.
+ENV PATH=/opt/venv/bin:$PATH HOME=/cache USER=recipes HF_HOME=/cache HF_HUB_DISABLE_TELEMETRY=1 PYTHONUNBUFFERED=1
 WORKDIR /app
 COPY LICENSE ./
 COPY accelerate_configs accelerate_configs

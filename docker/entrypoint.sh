@@ -1,5 +1,6 @@
 #!/bin/sh
-# `STAGE --config F ...` trains; anything else is a command of `recipes`. LAUNCH names a file of accelerate_configs/.
+# `STAGE --config F ...` trains; anything else is a command of `recipes`. LAUNCH names a file of
+# accelerate_configs/, and NUM_PROCESSES what stands there instead of the file's number.
 set -eu
 stage=${1-}
 case "$stage" in
@@ -12,7 +13,8 @@ case "$stage" in
             if [ -z "${LAUNCH-}" ]; then
                 exec python "$recipe" "$@"
             fi
-            exec accelerate launch --config_file "/app/accelerate_configs/$LAUNCH.yaml" "$recipe" "$@"
+            exec accelerate launch --config_file "/app/accelerate_configs/$LAUNCH.yaml" \
+                ${NUM_PROCESSES:+--num_processes "$NUM_PROCESSES"} "$recipe" "$@"
         fi
         ;;
 esac

@@ -128,13 +128,23 @@ STUB = '#!/bin/sh\necho "$(basename "$0") $*"\n'
 @pytest.mark.parametrize(
     ("arguments", "launch", "expected"),
     [
-        (["sft", "--config", "my file.yaml"], "", "python {app}/recipes/sft.py --config my file.yaml"),
-        (["dpo"], "fsdp2", "accelerate launch --config_file {app}/accelerate_configs/fsdp2.yaml {app}/recipes/dpo.py"),
-        (["doctor"], "", "recipes doctor"),
-        (["check", "--config", "sft.yaml"], "ddp", "recipes check --config sft.yaml"),
-        (["--help"], "", "recipes --help"),
-        (["../../etc/sft"], "", "recipes ../../etc/sft"),
-        ([], "", "recipes "),
+        (["sft", "--config", "my file.yaml"], {}, "python {app}/recipes/sft.py --config my file.yaml"),
+        (
+            ["dpo"],
+            {"LAUNCH": "fsdp2"},
+            "accelerate launch --config_file {app}/accelerate_configs/fsdp2.yaml {app}/recipes/dpo.py",
+        ),
+        (
+            ["dpo"],
+            {"LAUNCH": "fsdp2", "NUM_PROCESSES": "4"},
+            "accelerate launch --config_file {app}/accelerate_configs/fsdp2.yaml "
+            "--num_processes 4 {app}/recipes/dpo.py",
+        ),
+        (["doctor"], {}, "recipes doctor"),
+        (["check", "--config", "sft.yaml"], {"LAUNCH": "ddp"}, "recipes check --config sft.yaml"),
+        (["--help"], {}, "recipes --help"),
+        (["../../etc/sft"], {}, "recipes ../../etc/sft"),
+        ([], {}, "recipes "),
     ],
 )
 def test_the_entry_point_takes_a_stage_or_a_command(tmp_path, arguments, launch, expected):
@@ -143,7 +153,7 @@ def test_the_entry_point_takes_a_stage_or_a_command(tmp_path, arguments, launch,
         (tmp_path / name).chmod(0o755)
     script = tmp_path / "entrypoint.sh"
     script.write_text((ROOT / "docker" / "entrypoint.sh").read_text().replace("/app/", f"{ROOT}/"))
-    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "LAUNCH": launch}
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", **launch}
     done = subprocess.run(["sh", script, *arguments], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.rstrip("\n") == expected.format(app=ROOT).rstrip("\n")
 
