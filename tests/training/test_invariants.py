@@ -75,6 +75,16 @@ def test_pairs_hold_too_and_the_first_step_is_still_judged_by_ln_two(tiny_model_
     assert kinds.index("accumulation") < kinds.index("step 0")
 
 
+@pytest.mark.parametrize("loss", ["aot", "aot_unpaired"])
+def test_a_loss_that_compares_rows_goes_on_after_its_first_steps(tiny_model_dir, tmp_path, loss):
+    keys = {"loss_type": [loss], "learning_rate": 1e-2, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs(), **keys)[0].train()
+    trainer, recorder = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs(), **keys)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert trainer.state.global_step == 4
+    assert any(line.startswith("accumulation: not checked") for line in recorder.lines)
+
+
 def run_checks(trainer, num_steps, *, lose=lambda name, step: False):
     """Let ``StartChecks`` see the gradients of some steps, of which ``lose`` takes some away."""
     lines = []

@@ -332,3 +332,17 @@ def test_a_run_goes_on_with_its_own_copy_and_not_without_it(tiny_model_dir, tmp_
     shutil.rmtree(tmp_path / "run" / "reference")
     with pytest.raises(ConfigError, match="the run stands at step 2"):
         go_on()
+
+
+def test_training_that_begins_again_keeps_the_numbers_of_the_reference(tiny_model_dir, tmp_path, computed):
+    """As behind a spike before the first checkpoint: the reference is gone by then, and the policy is not it."""
+    other_model = perturb_model(tiny_model_dir, tmp_path / "other model", std=1e-2)
+    named = with_preference(ref_model_name_or_path=str(other_model))
+    trainer, recorder = begin(tiny_model_dir, tmp_path / "run", make_pairs(), setting=named)
+    (rows,) = trainer.stored.rows.values()
+    before = rows.logps.copy()
+    trainer.train()
+    assert len(computed) == 1
+    np.testing.assert_array_equal(rows.logps, before)
+    # Nor are the numbers compared with those of another model.
+    assert not any("stored numbers" in line for line in recorder.lines)

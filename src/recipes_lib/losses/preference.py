@@ -13,6 +13,8 @@ from torch.nn.functional import logsigmoid
 
 REFERENCE_FREE: Final = frozenset({"simpo", "orpo", "sft"})
 """Losses that read no reference log-probabilities: a run of these alone needs no reference model."""
+COMPARING: Final = frozenset({"aot", "aot_unpaired"})
+"""Losses that compare the pairs of one call with each other, so that how a step is cut decides what is learnt."""
 F_DIVERGENCES: Final = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 
 
@@ -167,7 +169,7 @@ def verify_preference_options(names: Sequence[str], options: PreferenceOptions, 
         ),
         "exo_pair needs a positive label_smoothing, such as 0.001": "exo_pair" in given and smoothing == 0,
         "use_weighting weighs pairs, which aot and aot_unpaired take apart": (
-            use_weighting and bool(given & {"aot", "aot_unpaired"})
+            use_weighting and bool(given & COMPARING)
         ),
     }
     found = [fault for fault, applies in faults.items() if applies]
@@ -389,4 +391,4 @@ _WITH_DIVERGENCE: Final = frozenset(
     {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
 )
 """The others hold a term that cancels only in a difference of scores of one divergence."""
-_WITH_SMOOTHING: Final = frozenset({"exo_pair", "robust", "aot", "aot_unpaired"})
+_WITH_SMOOTHING: Final = COMPARING | {"exo_pair", "robust"}

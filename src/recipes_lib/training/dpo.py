@@ -18,6 +18,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.pair_data import PairData, PairRows
 from recipes_lib.data.prepare import find_root
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.losses.preference import COMPARING
 from recipes_lib.models.adapters import is_taken_out_of_weights
 from recipes_lib.models.heads import add_loss_head, verify_loss_head
 from recipes_lib.models.loading import load_causal_lm
@@ -52,11 +53,13 @@ class DPOTrainer(PairTrainer):
         """
         self.objective: PreferenceObjective = objective
         self.stored: StoredReference | None = stored
+        self._has_numbers = False
         self._mean_chosen_tokens: torch.Tensor | None = None
         args = kwargs["args"]
         # With dropout on, the policy is not its own reference.
         self._has_first_scores = not (is_own_reference and objective.needs_reference and args.disable_dropout)
         super().__init__(**kwargs)
+        self.compares_rows = not COMPARING.isdisjoint(objective.names)
         self.router_aux_loss_coef = getattr(self.model.config, "router_aux_loss_coef", 0.0)
         add_loss_head(self.model)
         verify_loss_head(self.model)
@@ -102,12 +105,14 @@ class DPOTrainer(PairTrainer):
             DataError: They cannot be stored.
         """
         self._has_first_scores = self._has_first_scores or step > 0
-        if self.stored is None:
+        # Behind a spike training begins again in this process, where the reference is gone and its numbers are there.
+        if self.stored is None or self._has_numbers:
             return
         if step == 0:
             self._settle(self.stored)
         elif not self.stored.find():
             refuse_missing(step)
+        self._has_numbers = True
         if self.objective.reference is not None:
             # What is stored takes no memory while training. A model with a head on it refers to itself.
             self.objective.reference = None

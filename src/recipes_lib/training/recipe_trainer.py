@@ -73,6 +73,8 @@ class RecipeTrainer(CheckpointingTrainer):
     router_aux_loss_coef = 0.0
     has_own_objective = True
     """Whether the objective is a mean over terms, known before the step: what the checks of the start rely on."""
+    compares_rows = False
+    """Whether the rows of a micro-batch are compared with each other, so that how a batch is cut does change it."""
     model: PreTrainedModel
     control: TrainerControl
     last_evaluated_step = -1
