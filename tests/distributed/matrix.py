@@ -60,9 +60,12 @@ class Layout(NamedTuple):
         document["parallelism_config"] = (document.get("parallelism_config") or {}) | self._name_sizes()
         return read_launch(name_variables(document, self.num_processes))
 
-    def run(self, jobs: Mapping[str, sharding.Job], output_dir: Path) -> dict[str, Any]:
+    def run(
+        self, jobs: Mapping[str, sharding.Job], output_dir: Path, variables: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
         """Run recipes laid out so, in full precision, in processes that are told what the launcher would tell them."""
-        return sharding.run_jobs(jobs, output_dir, self.file, *self._list_options(), num_processes=self.num_processes)
+        options, size = self._list_options(), self.num_processes
+        return sharding.run_jobs(jobs, output_dir, self.file, *options, num_processes=size, variables=variables)
 
     def launch_jobs(self, jobs: Mapping[str, sharding.Job], output_dir: Path) -> dict[str, Any]:
         """As ``run``, by the launcher itself: of each machine one."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests import simulated_device
 from tests.forked import ROOT, run_forked
 
 from recipes_lib.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_PREEMPTED
@@ -28,7 +29,8 @@ A run that is asked to stop goes on by the same command.
 
 def take_cpus_for_gpus() -> None:
     """Have accelerate shard on CPUs; left alone it would make DDP of FSDP there, in silence."""
-    os.environ["ACCELERATE_TORCH_DEVICE"] = os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
+    os.environ["DS_ACCELERATOR"] = "cpu"
     # DeepSpeed compiles by ninja, which lies beside Python where no environment is active.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     import torch
@@ -52,6 +54,7 @@ def run_jobs(
     file: str | None = None,
     *options: str,
     num_processes: int = 2,
+    variables: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Run recipes in processes of their own and return the exit code of each.
 
@@ -61,16 +64,17 @@ def run_jobs(
         file: The users' launch file that says how; ``None`` is one process, without a launcher.
         options: Of the launcher, after those of the file.
         num_processes: Told by the launch file.
+        variables: Of the environment besides: ``SIMULATED`` has them compute on a device that is not the CPU.
     """
     arguments, given = prepare_jobs(jobs, output_dir), f"--num_processes={num_processes}"
     if file is None:
-        told = run_forked(*arguments, num_processes=None)
+        told = run_forked(*arguments, variables=variables, num_processes=None)
     else:
         # Not for the processes that it starts.
         from tests.test_accelerate_configs import read_environment
 
-        variables = read_environment(ROOT / "accelerate_configs" / f"{file}.yaml", given, *options)
-        told = run_forked(*arguments, variables=variables, num_processes=num_processes)
+        of_file = read_environment(ROOT / "accelerate_configs" / f"{file}.yaml", given, *options)
+        told = run_forked(*arguments, variables={**of_file, **(variables or {})}, num_processes=num_processes)
     return read_end(output_dir, told)
 
 
@@ -205,7 +209,9 @@ def main() -> None:
     """Run the jobs in this process, one of several: ``OUTPUT JSON_JOBS``."""
     output_dir, jobs = Path(sys.argv[1]), json.loads(sys.argv[2])
     rank, is_alone = int(os.environ.get("RANK", "0")), "WORLD_SIZE" not in os.environ
-    if read_launch().engine:
+    if simulated_device.is_chosen():
+        simulated_device.install()
+    if read_launch().engine or (simulated_device.is_chosen() and not is_alone):
         take_cpus_for_gpus()
     from torch import distributed
 

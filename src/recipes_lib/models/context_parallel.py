@@ -194,7 +194,8 @@ def _attend_by_run(query: Tensor, key: Tensor, value: Tensor, settings: Mapping[
     outputs = []
     for own, keys, values in parts:
         before = len(keys) - len(own)
-        mask = torch.ones(len(own), len(keys), dtype=torch.bool).tril(before) if before else None
+        whole = torch.ones(len(own), len(keys), dtype=torch.bool, device=own.device)
+        mask = whole.tril(before) if before else None
         queries, keys, values = (state.transpose(0, 1)[None] for state in (own, keys, values))
         gqa = queries.shape[1] != keys.shape[1]
         output = functional.scaled_dot_product_attention(

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
+from accelerate.utils import send_to_device
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -19,3 +24,31 @@ def find_device(model: nn.Module) -> torch.device:
         return weight.device
     kind = weight.device_mesh.device_type
     return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+@contextmanager
+def taking_inputs_from_anywhere(model: Any) -> Iterator[None]:
+    """Have a model whose weights wait elsewhere bring what it is given to where it computes.
+
+    ``generate`` brings it to where the weights are. FSDP2 brings it back before the outermost call alone, and that is
+    ``generate`` itself.
+
+    Args:
+        model: Of transformers or PEFT; where it computes where its weights are there is nothing to do.
+
+    Source: ``tests/distributed/test_simulated_device.py``.
+    """
+    device = find_device(model)
+    if model.device == device:
+        yield
+        return
+
+    def bring(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return send_to_device(args, device), send_to_device(kwargs, device)
+
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    handle = inner.register_forward_pre_hook(bring, prepend=True, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -56,6 +56,8 @@ def cut_batch(batch: Mapping[str, Any], rank: int, num_processes: int, *, by_hea
         ``max_length_q`` and ``max_length_k`` of what attends together, and ``context_index``, where among the gathered
         tokens the keys of each stand: by heads those of whole documents, which are the queries too.
     """
+    # Which keys a token has is worked out on the host, wherever the loader has brought the batch.
+    batch = {name: batch[name].cpu() for name in ("input_ids", "position_ids", "labels", "num_tokens")}
     length = batch["input_ids"].shape[1]
     piece = -(-length // (2 * num_processes))
     padding = 2 * num_processes * piece - length

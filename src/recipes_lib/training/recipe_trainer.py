@@ -213,8 +213,9 @@ class RecipeTrainer(CheckpointingTrainer):
         if self.launch.context_size > 1:
             rank, size, by_heads = self.launch.context_rank, self.launch.context_size, self.launch.shares_by_heads
             batches = [cut_batch(batch, rank, size, by_heads=by_heads) for batch in batches]
-        num_terms = torch.stack([self.count_terms(batch) for batch in batches]).sum()
-        counts = torch.stack([num_terms, torch.tensor(STOP.reason is not None)]).to(device)
+        # A stage counts where its labels lie: on the host, or where the loader has brought them.
+        num_terms = torch.stack([self.count_terms(batch) for batch in batches]).sum().to(device)
+        counts = torch.stack([num_terms, torch.tensor(STOP.reason is not None, device=device)])
         counts = self.accelerator.reduce(counts, reduction="sum")
         # One synchronisation per optimizer step buys that all stop together and no update is ever made from nothing.
         total, num_asked = counts.tolist()

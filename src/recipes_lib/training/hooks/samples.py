@@ -12,6 +12,7 @@ from evaluate import Metric
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
+from recipes_lib.models.devices import find_device, taking_inputs_from_anywhere
 from recipes_lib.models.generation import build_plain_generation, pad_left
 from recipes_lib.training.hooks.prompts import Prompt
 from recipes_lib.training.hooks.training_state import preserve_training_state
@@ -63,14 +64,15 @@ def generate_samples(
     input_ids, attention_mask = pad_left([prompt.input_ids for prompt in prompts], pad_id)
     limit = getattr(unwrapped.config.get_text_config(), "max_position_embeddings", None)
     room = max_new_tokens if limit is None else max(1, min(max_new_tokens, limit - input_ids.shape[1]))
-    device = unwrapped.device  # As ``generate`` has it, which hands on what the model takes.
+    device = find_device(unwrapped)
     stopping = _StopTogether(room)
-    generated = unwrapped.generate(
-        input_ids=input_ids.to(device),
-        attention_mask=attention_mask.to(device),
-        generation_config=build_plain_generation(stop_ids, pad_id, room),
-        stopping_criteria=[stopping],
-    )
+    with taking_inputs_from_anywhere(unwrapped):
+        generated = unwrapped.generate(
+            input_ids=input_ids.to(device),
+            attention_mask=attention_mask.to(device),
+            generation_config=build_plain_generation(stop_ids, pad_id, room),
+            stopping_criteria=[stopping],
+        )
     stopping.finish()
     answers = generated[:, input_ids.shape[1] :].tolist()
     return [_read_answer(prompt, answer, stop_ids, tokenizer) for prompt, answer in zip(prompts, answers, strict=True)]

@@ -1,0 +1,70 @@
+"""Recipes on a device that is not the CPU: no tensor is where a GPU could not take it, and the numbers are the same.
+
+On a CPU alone a batch that the loader has brought to the GPU and a number that was made on the host are no mistake.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.distributed import sharding
+from tests.distributed.cells import CELLS, FURTHER_CELLS, build_jobs, measure_gaps, measure_weight_gap
+from tests.distributed.matrix import LAYOUTS, list_cells
+from tests.rl import keys_task
+from tests.simulated_device import SIMULATED
+
+pytestmark = pytest.mark.multiprocess
+FAST = ("sft packed", "dpo adapter stored", "distill on policy")
+OF_ANSWERS = {"max_steps": 4, "num_sample_prompts": 2, "save_strategy": "steps", "save_steps": 2}
+
+
+def place(jobs: dict[str, sharding.Job]) -> dict[str, sharding.Job]:
+    return {name: {**job, "keys": {**job["keys"], "use_cpu": "false"}} for name, job in jobs.items()}
+
+
+def verify_equal(one: Path, other: Path) -> None:
+    gaps = measure_gaps(one, other)
+    # Where a margin is 0 rounding decides which answer is preferred.
+    wrong = {what: gap for what, gap in gaps.items() if not gap <= 1e-5 and "accuracies" not in what}
+    assert not wrong, (other, wrong)
+
+
+@pytest.mark.parametrize("cells", [FAST, pytest.param({**CELLS, **FURTHER_CELLS}, marks=pytest.mark.slow)])
+def test_one_process_has_the_numbers_of_the_cpu(inputs, tmp_path, cells) -> None:
+    jobs = build_jobs(inputs, {name: (CELLS | FURTHER_CELLS)[name] for name in cells}, 1)
+    sharding.run_jobs(jobs, tmp_path / "cpu")
+    told = sharding.run_jobs(place(jobs), tmp_path / "device", variables=SIMULATED)
+    assert set(told["codes"].values()) == {0}
+    for cell in cells:
+        verify_equal(tmp_path / "cpu" / cell, tmp_path / "device" / cell)
+
+
+def test_what_learns_from_its_own_answers_learns_the_same(tmp_path) -> None:
+    policy = keys_task.write_policy(tmp_path / "policy", 0, num_steps=30)
+    prompts = keys_task.write_prompts(tmp_path / "prompts.jsonl", 100, seed=5)
+    builders: dict[str, Any] = {"ppo": keys_task.build_flags, "grpo": keys_task.build_group_flags}
+    jobs = {}
+    for stage, build in builders.items():
+        flags = build(policy, tmp_path, prompts, per_device_train_batch_size=8, **OF_ANSWERS)
+        jobs[stage] = {"stage": stage, "keys": dict(flag.removeprefix("--").split("=", 1) for flag in flags)}
+    sharding.run_jobs(jobs, tmp_path / "cpu")
+    sharding.run_jobs(place(jobs), tmp_path / "device", variables=SIMULATED)
+    for stage in jobs:
+        assert measure_weight_gap(tmp_path / "cpu" / stage, tmp_path / "device" / stage) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "CP, 2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("DDP, 2", "FSDP2, 2", "TP, 2", "FSDP2 offload, 2")),
+    ],
+)
+def test_processes_that_share_a_run_have_the_numbers_of_one(inputs, alone, tmp_path, layout) -> None:
+    how = LAYOUTS[layout]
+    cells = {name: CELLS[name] for name in ("sft packed", "lora padded") if list_cells(layout).get(name)}
+    how.run(place(build_jobs(inputs, cells, how.data_size)), tmp_path, variables=SIMULATED)
+    for cell in cells:
+        verify_equal(alone / cell, tmp_path / cell)

@@ -1,0 +1,216 @@
+"""An accelerator that is none: tensors with a device of their own, computed on the CPU, that refuse the CPU's tensors.
+
+Where a GPU would stop a run since tensors of two devices meet, or since numpy was to read its memory, this device does.
+It says nothing of kernels, of speed or of what only CUDA takes: ``torch.cuda`` is as absent as before.
+
+A process that has called ``install`` keeps it; ``SIMULATED`` chooses it for accelerate and upstream's trainer.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+NAME: Final = "simulated"
+SIMULATED: Final = {"ACCELERATE_TORCH_DEVICE": f"{NAME}:0"}
+"""Variables of the environment that choose the device."""
+ATEN: Final = torch.ops.aten
+# On a GPU too these take indices from the host, and no scalar of it, which arithmetic does.
+INDEXED: Final = {ATEN.index, ATEN.index_put, ATEN.index_put_, ATEN._index_put_impl_, ATEN._unsafe_index}
+JOINING: Final = {ATEN.cat, ATEN.stack}
+# Upstream makes these by resizing what was empty, which a tensor that stands for another one cannot be.
+FACTORIES: Final = ("arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace", "randperm")
+_REGISTERED: list[torch.library.Library] = []
+
+
+class SimulatedTensor(Tensor):
+    """A tensor of the device; ``held`` is the same one on the CPU."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> SimulatedTensor:
+        made: SimulatedTensor = Tensor._make_wrapper_subclass(
+            cls,
+            held.size(),
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            layout=held.layout,
+            device=torch.device(NAME, 0),
+            requires_grad=held.requires_grad,
+        )
+        made.held = held
+        return made
+
+    def __repr__(self, **_: Any) -> str:
+        return f"{NAME}({self.held!r})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return run(func, args, dict(kwargs or {}))
+
+    def numpy(self, **_: Any) -> Any:
+        raise TypeError(f"can't convert {NAME}:0 device type tensor to numpy: copy it to the host first")
+
+    __array__ = numpy
+
+    def tolist(self) -> Any:
+        return self.held.detach().tolist()
+
+    # What is compared or written is the memory behind it.
+    def untyped_storage(self) -> Any:
+        return self.held.untyped_storage()
+
+    def storage(self) -> Any:
+        return self.held.storage()
+
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.held.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SimulatedTensor:
+        copy: Any = SimulatedTensor(self.held.detach().clone()).requires_grad_(self.requires_grad)
+        copy._is_param = getattr(self, "_is_param", False)
+        memo[id(self)] = copy
+        return copy
+
+
+def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Compute an operation that has a tensor of the device among its arguments.
+
+    Raises:
+        RuntimeError: Another one is on the CPU, where a GPU would not take it.
+    """
+    if func is ATEN._to_copy.default:
+        return _copy(args[0], **kwargs)
+    if func is ATEN.copy_.default:
+        _hold(args[0]).copy_(_hold(args[1]))
+        return args[0]
+    if func is ATEN.record_stream.default:
+        return None
+    given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    placed = given
+    if func.overloadpacket in INDEXED:
+        placed = [value for value in (args[0], *args[2:3]) if isinstance(value, Tensor)]
+    is_strict = func.overloadpacket in JOINING
+    foreign = [value for value in placed if not isinstance(value, SimulatedTensor) and (value.dim() or is_strict)]
+    if foreign:
+        shapes = [tuple(value.shape) for value in foreign]
+        raise RuntimeError(f"{func}: expected all tensors to be on {NAME}:0, and those of {shapes} are on the CPU")
+    is_ours = True
+    if kwargs.get("device") is not None:
+        is_ours = torch.device(kwargs["device"]).type == NAME
+        kwargs["device"] = torch.device("cpu")
+    result = func(*pytree.tree_map(_hold, args), **pytree.tree_map(_hold, kwargs))
+    known = {id(value.held): value for value in given if isinstance(value, SimulatedTensor)}
+    for value in known.values():
+        assert value.size() == value.held.size(), f"{func} has resized what it was given"
+
+    def present(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not is_ours:
+            return value
+        # What was changed in place is what was given.
+        return known[id(value)] if id(value) in known else SimulatedTensor(value)
+
+    return pytree.tree_map(present, result)
+
+
+def _hold(value: Any) -> Any:
+    return value.held if isinstance(value, SimulatedTensor) else value
+
+
+def _copy(value: Tensor, device: Any = None, non_blocking: bool = False, **options: Any) -> Tensor:
+    copied: Tensor = ATEN._to_copy.default(_hold(value), **options)
+    return copied if torch.device(device or value.device).type == "cpu" else SimulatedTensor(copied)
+
+
+class Stream(torch.cpu.Stream):
+    """What is asked of it is done at once."""
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
+
+
+class DeviceModule:
+    """What ``torch.simulated`` is: as ``torch.cpu``, with several devices."""
+
+    Stream = Stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cpu, name)
+
+    def is_available(self) -> bool:
+        return True
+
+    is_initialized = is_available
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return 8
+
+    def current_device(self) -> int:
+        return 0
+
+    def current_stream(self, device: Any = None) -> Stream:
+        return Stream()
+
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        return torch.zeros(1, dtype=torch.uint8)
+
+    def do_nothing(self, *_: Any) -> None:
+        """Of what has no meaning here."""
+
+    set_device = manual_seed = manual_seed_all = set_rng_state = empty_cache = synchronize = do_nothing
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+
+def install() -> None:
+    """Make the device known to torch, in this process."""
+    if _REGISTERED:
+        return
+    _setup_privateuseone_for_python_backend(NAME, backend_module=DeviceModule())
+    library = torch.library.Library("aten", "IMPL")
+
+    def empty(size: Sequence[int], dtype: Any = None, *_: Any, **__: Any) -> Tensor:
+        return SimulatedTensor(torch.empty(size, dtype=dtype, device="cpu"))
+
+    def empty_strided(size: Sequence[int], stride: Sequence[int], dtype: Any = None, *_: Any, **__: Any) -> Tensor:
+        return SimulatedTensor(torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
+
+    def copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+        _hold(target).copy_(_hold(source))
+        return target
+
+    def build(operation: Any) -> Callable[..., Tensor]:
+        return lambda *args, dtype=None, **_: SimulatedTensor(operation(*args, dtype=dtype, device=torch.device("cpu")))
+
+    kernels = {"empty.memory_format": empty, "empty_strided": empty_strided, "_copy_from": copy_from}
+    for name in FACTORIES:
+        packet, _, overload = name.partition(".")
+        kernels[name] = build(getattr(getattr(ATEN, packet), overload or "default"))
+    for name, kernel in kernels.items():
+        library.impl(name, kernel, "PrivateUse1")
+    _REGISTERED.append(library)
+    # A parameter that is moved stays the one that others are tied to.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    Tensor.pin_memory = lambda tensor, *_: tensor
+
+
+def is_chosen() -> bool:
+    """Whether this process is to compute on the device."""
+    return os.environ.get("ACCELERATE_TORCH_DEVICE") == SIMULATED["ACCELERATE_TORCH_DEVICE"]
