@@ -87,6 +87,20 @@ def test_a_merged_model_is_published_as_it_is(hub, run, tmp_path):
     assert len(repository.branches["main"]) == 1
 
 
+@pytest.mark.parametrize(("word", "is_private"), [("no", False), ("FALSE", False), ("yes", True), ("on", True)])
+def test_who_sees_it_is_said_as_in_a_recipe(hub, run, word, is_private):
+    assert main(["publish", str(finish(run)), "--hub_private_repo", word]) == EXIT_DONE
+    assert hub.repositories["me/mine"].private is is_private
+
+
+def test_a_word_that_is_no_answer_is_a_mistake_of_the_user(hub, run, capsys):
+    with pytest.raises(SystemExit) as caught:
+        publishing.main([str(finish(run)), "--hub_private_repo", "perhaps"])
+    assert caught.value.code == EXIT_USER
+    assert "--hub_private_repo: 'perhaps' is neither true nor false" in capsys.readouterr().err
+    assert hub.repositories == {}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

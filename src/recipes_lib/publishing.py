@@ -20,6 +20,7 @@ from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-def
 
 from recipes_lib import peers
 from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.config.values import BOOLEANS
 from recipes_lib.errors import EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, ConfigError, DataError, Problem
 from recipes_lib.publish.access import DEFAULT_BRANCH, Target, open_target
 from recipes_lib.publish.hub_session import RequestCount, describe
@@ -315,7 +316,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _read_flag(text: str) -> bool:
-    return {"true": True, "false": False}[text.lower()]
+    """Return a flag as a recipe writes it.
+
+    Raises:
+        ArgumentTypeError: It is neither true nor false.
+    """
+    if text.lower() not in BOOLEANS:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is neither true nor false")
+    return BOOLEANS[text.lower()]
 
 
 if __name__ == "__main__":
