@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 from safetensors.numpy import save
-from tests.publish.hub_server import Fault
+from tests.publish.hub_server import Commit, Fault
 from tests.publish.runs import finish, link_files, make_run, read_weight, save_checkpoint
 
 from recipes_lib import publishing
@@ -131,6 +131,47 @@ def test_linked_files_are_published_as_they_are(hub, run):
     after = hub.repositories["me/mine"].find("main").files
     assert after.keys() == before.keys()
     assert read_weight(after) == 7
+
+
+def lose_repository(hub):
+    del hub.repositories["me/mine"]
+
+
+def lose_branch(hub):
+    del hub.repositories["me/mine"].branches["trial"]
+
+
+def push_over(hub):
+    """As another run does that has the same target."""
+    history = hub.repositories["me/mine"].branches["trial"]
+    files = dict(history[-1].files, **{"model.safetensors": save({"weight": np.full(300, 7, np.float32)})})
+    history.append(Commit("f" * 40, "Publish model", files))
+
+
+def squash(hub):
+    """The history becomes one commit, with the files that the last one had."""
+    history = hub.repositories["me/mine"].branches["trial"]
+    history[:] = [Commit("e" * 40, "squashed", history[-1].files)]
+
+
+@pytest.mark.parametrize("lose", [lose_repository, lose_branch, push_over, squash])
+def test_what_the_hub_has_no_longer_is_not_told_to_be_published(hub, run, capsys, lose):
+    command = ["publish", str(finish(run)), "--hub_revision", "trial", "--tag", "v1"]
+    assert main(command) == EXIT_DONE
+    before = dict(hub.repositories["me/mine"].find("trial").files)
+    lose(hub)
+    assert main(command) == EXIT_DONE
+    repository = hub.repositories["me/mine"]
+    assert repository.find("trial").files == repository.find("v1").files == before
+    assert "model was published, and is no longer there" in capsys.readouterr().out
+
+
+def test_what_somebody_wrote_over_the_card_stays(hub, run):
+    assert main(["publish", str(finish(run))]) == EXIT_DONE
+    history = hub.repositories["me/mine"].branches["main"]
+    history.append(Commit("d" * 40, "a better card", dict(history[-1].files, **{"README.md": b"by hand"})))
+    assert main(["publish", str(run)]) == EXIT_DONE
+    assert history[-1].files["README.md"] == b"by hand"
 
 
 @pytest.mark.parametrize(("word", "is_private"), [("no", False), ("FALSE", False), ("yes", True), ("on", True)])
