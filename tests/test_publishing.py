@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
-from tests.publish.hub_server import Fault
-from tests.publish.runs import finish, make_run, read_weight, save_checkpoint
+from safetensors.numpy import save
+from tests.publish.hub_server import Commit, Fault
+from tests.publish.runs import finish, link_files, make_run, read_weight, save_checkpoint
 
 from recipes_lib import publishing
 from recipes_lib.cli import main
@@ -85,6 +87,105 @@ def test_a_merged_model_is_published_as_it_is(hub, run, tmp_path):
     assert json.loads(files["merge.json"]) == {"base": "owner/base", "adapter": "lora"}
     assert files["README.md"].endswith(b"# merged\n")
     assert len(repository.branches["main"]) == 1
+
+
+def test_of_a_folder_only_the_model_leaves_the_machine(hub, run):
+    finish(run)
+    published = {"README.md", "run.json", "metrics.jsonl", "model.safetensors", "config.json", "tokenizer.json"}
+    for path in ("tokenizer_corpus/rows.jsonl", "tokenizer_corpus/.env", "clean.py", ".env", "tokenizer_rows.jsonl"):
+        (run / path).parent.mkdir(exist_ok=True)
+        (run / path).write_text("private")
+    assert main(["publish", str(run)]) == EXIT_DONE
+    assert set(hub.repositories["me/mine"].find("main").files) == {".gitattributes", *published}
+
+
+def test_of_a_whole_checkpoint_only_what_was_sealed_does(hub, run):
+    sealed = {path.name for path in save_checkpoint(run, 10).iterdir()}
+    (run / "checkpoint-10" / ".env").write_text("private")
+    finish(run)
+    assert main(["publish", str(run), "--hub_strategy", "checkpoint"]) == EXIT_DONE
+    files = hub.repositories["me/mine"].find("main").files
+    assert {path for path in files if "/" in path} == {f"last-checkpoint/{name}" for name in sealed}
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "metrics.jsonl"])
+def test_a_secret_does_not_leave_the_machine_and_is_not_repeated(hub, run, capsys, name):
+    secret = "hf_" + "k" * 34
+    with (finish(run) / name).open("a") as file:
+        file.write(f'{{"told": "{secret}"}}')
+    assert main(["publish", str(run)]) == EXIT_USER
+    told = capsys.readouterr().err
+    assert f"{run / name}: it would be published, and holds what looks like an access token" in told
+    assert secret not in told
+    assert read_messages(hub) == []
+
+
+def test_linked_files_are_published_as_they_are(hub, run):
+    """What the Hub has is not deleted for a link that is laid over a file, as the Hub's cache does it."""
+    assert main(["publish", str(finish(run))]) == EXIT_DONE
+    before = dict(hub.repositories["me/mine"].find("main").files)
+    (run / JOURNAL).unlink()
+    link_files(run)
+    (run / "model.safetensors").resolve().write_bytes(save({"weight": np.full(300, 7, np.float32)}))
+    assert main(["publish", str(run)]) == EXIT_DONE
+    after = hub.repositories["me/mine"].find("main").files
+    assert after.keys() == before.keys()
+    assert read_weight(after) == 7
+
+
+def lose_repository(hub):
+    del hub.repositories["me/mine"]
+
+
+def lose_branch(hub):
+    del hub.repositories["me/mine"].branches["trial"]
+
+
+def push_over(hub):
+    """As another run does that has the same target."""
+    history = hub.repositories["me/mine"].branches["trial"]
+    files = dict(history[-1].files, **{"model.safetensors": save({"weight": np.full(300, 7, np.float32)})})
+    history.append(Commit("f" * 40, "Publish model", files))
+
+
+def squash(hub):
+    """The history becomes one commit, with the files that the last one had."""
+    history = hub.repositories["me/mine"].branches["trial"]
+    history[:] = [Commit("e" * 40, "squashed", history[-1].files)]
+
+
+@pytest.mark.parametrize("lose", [lose_repository, lose_branch, push_over, squash])
+def test_what_the_hub_has_no_longer_is_not_told_to_be_published(hub, run, capsys, lose):
+    command = ["publish", str(finish(run)), "--hub_revision", "trial", "--tag", "v1"]
+    assert main(command) == EXIT_DONE
+    before = dict(hub.repositories["me/mine"].find("trial").files)
+    lose(hub)
+    assert main(command) == EXIT_DONE
+    repository = hub.repositories["me/mine"]
+    assert repository.find("trial").files == repository.find("v1").files == before
+    assert "model was published, and is no longer there" in capsys.readouterr().out
+
+
+def test_what_somebody_wrote_over_the_card_stays(hub, run):
+    assert main(["publish", str(finish(run))]) == EXIT_DONE
+    history = hub.repositories["me/mine"].branches["main"]
+    history.append(Commit("d" * 40, "a better card", dict(history[-1].files, **{"README.md": b"by hand"})))
+    assert main(["publish", str(run)]) == EXIT_DONE
+    assert history[-1].files["README.md"] == b"by hand"
+
+
+@pytest.mark.parametrize(("word", "is_private"), [("no", False), ("FALSE", False), ("yes", True), ("on", True)])
+def test_who_sees_it_is_said_as_in_a_recipe(hub, run, word, is_private):
+    assert main(["publish", str(finish(run)), "--hub_private_repo", word]) == EXIT_DONE
+    assert hub.repositories["me/mine"].private is is_private
+
+
+def test_a_word_that_is_no_answer_is_a_mistake_of_the_user(hub, run, capsys):
+    with pytest.raises(SystemExit) as caught:
+        publishing.main([str(finish(run)), "--hub_private_repo", "perhaps"])
+    assert caught.value.code == EXIT_USER
+    assert "--hub_private_repo: 'perhaps' is neither true nor false" in capsys.readouterr().err
+    assert hub.repositories == {}
 
 
 @pytest.mark.parametrize(

@@ -20,15 +20,17 @@ from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-def
 
 from recipes_lib import peers
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.errors import EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, ConfigError, DataError, Problem
+from recipes_lib.config.values import BOOLEANS
+from recipes_lib.errors import EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, ConfigError, Problem
 from recipes_lib.publish.access import DEFAULT_BRANCH, Target, open_target
 from recipes_lib.publish.hub_session import RequestCount, describe
 from recipes_lib.publish.journal import Journal, read_journal
 from recipes_lib.publish.publication import SECONDS_BETWEEN_LOOKS, Publication, Story, is_refusal
 from recipes_lib.publish.push import Publisher
-from recipes_lib.publish.snapshots import MODEL, Contents, find_damage, is_model
+from recipes_lib.publish.selection import is_model
+from recipes_lib.publish.snapshots import MODEL, Contents
 from recipes_lib.report.run_files import read_run
-from recipes_lib.training.checkpoints import is_complete, list_checkpoints, read_complete
+from recipes_lib.training.checkpoints import COMPLETE, is_complete, list_checkpoints, read_complete
 
 LOG: Final = "_published.log"
 _LOCK: Final = "_published.lock"
@@ -117,6 +119,7 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         ConfigError: There is nothing to publish, this account may not, another process does it, or the Hub refuses or
             could not take it for too long.
+        DataError: The model is not whole, or what would be published holds a secret.
     """
     options = _parse(argv)
     folder: Path = options.folder
@@ -178,7 +181,8 @@ def find_contents(folder: Path, keys: Mapping[str, Any]) -> dict[str, Contents]:
         if record is not None and is_complete(path) and is_model(path):
             sealed = {name: file["sha256"] for name, file in record["files"].items()}
             state = _STATES.get(strategy, "").format(name=path.name)
-            found[path.name] = Contents(source=path, sealed=sealed, state=state, tag=f"step-{step}")
+            whole = (*sealed, COMPLETE) if state else ()
+            found[path.name] = Contents(source=path, sealed=sealed, state=state, state_files=whole, tag=f"step-{step}")
     if _read_record(folder).get("status", "done") == "done" and is_model(folder):
         found[MODEL] = Contents(source=folder, sealed={}, tag=keys.get("tag"))
     return found
@@ -235,14 +239,7 @@ def _publish(journal: Journal, publish: Callable[[], object]) -> BaseException |
 
 
 def _inspect(folder: Path, name: str) -> Story:
-    """Return the record of a run and its last evaluation before a checkpoint; open a finished model again first.
-
-    Raises:
-        DataError: The model is not whole. A checkpoint was opened again before it was sealed.
-    """
-    damage = find_damage(folder) if name == MODEL else None
-    if damage is not None:
-        raise DataError(Problem(str(folder), f"the model is not whole: {damage}", "train or merge it anew"))
+    """Return the record of a run and its last evaluation, that before a checkpoint."""
     record = _read_record(folder)
     if not record:
         return {}, {}
@@ -315,7 +312,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _read_flag(text: str) -> bool:
-    return {"true": True, "false": False}[text.lower()]
+    """Return a flag as a recipe writes it.
+
+    Raises:
+        ArgumentTypeError: It is neither true nor false.
+    """
+    if text.lower() not in BOOLEANS:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is neither true nor false")
+    return BOOLEANS[text.lower()]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
-from recipes_lib.models.remote_code import verify_remote_code
+from recipes_lib.models.remote_code import list_code, verify_remote_code
 
 COMMIT = "0" * 40
 
@@ -69,3 +69,15 @@ def test_what_is_pinned_goes_on_to_be_loaded() -> None:
     with pytest.raises(ConfigError) as caught:
         load_model_config(pinned)
     assert caught.value.problems[0].where == "model_name_or_path"
+
+
+def test_the_code_of_a_folder_is_what_it_names_and_what_that_imports(tmp_path: Path) -> None:
+    auto_map = {"AutoConfig": "own.Config", "AutoModel": "other/repo--foreign.Model", "AutoTokenizer": ["gone.T", None]}
+    (tmp_path / "config.json").write_text(json.dumps({"auto_map": auto_map}))
+    assert list_code(tmp_path) == set()
+    texts = {"own.py": "from .near import a\nimport beside", "near.py": "from .own import Config", "beside.py": ""}
+    for name, text in {**texts, "foreign.py": ""}.items():
+        (tmp_path / name).write_text(text)
+    assert list_code(tmp_path) == {"own.py", "near.py"}
+    (tmp_path / "config.json").write_text("{")
+    assert list_code(tmp_path) == set()

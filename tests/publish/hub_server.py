@@ -27,6 +27,7 @@ ROUTES = (
     ("POST", "yaml", r"/api/validate-yaml"),
     ("GET", "auth", r"/api/models/(?P<repo>[^/]+/[^/]+)/auth-check/write"),
     ("GET", "tree", r"/api/models/(?P<repo>[^/]+/[^/]+)/tree/(?P<rev>[^/]+)"),
+    ("GET", "commits", r"/api/models/(?P<repo>[^/]+/[^/]+)/commits/(?P<rev>[^/]+)"),
     ("GET", "info", r"/api/models/(?P<repo>[^/]+/[^/]+)(/revision/(?P<rev>[^/]+))?"),
     ("POST", "preupload", r"/api/models/(?P<repo>[^/]+/[^/]+)/preupload/(?P<rev>[^/]+)"),
     ("POST", "commit", r"/api/models/(?P<repo>[^/]+/[^/]+)/commit/(?P<rev>[^/]+)"),
@@ -190,6 +191,12 @@ class Hub:
             {"type": "file", "path": name, "size": len(content), "oid": hash_blob(content)}
             for name, content in files.items()
         ]
+
+    def _commits(self, path, body):
+        self._at(path)
+        told = {"authors": [], "date": "2026-01-01T00:00:00.000Z", "message": ""}
+        history = self._repository(path).branches[path["rev"]]
+        return [{"id": commit.oid, "title": commit.message} | told for commit in reversed(history)]
 
     def _file(self, path, body):
         commit = self._at(path)

@@ -63,6 +63,16 @@ def finish(run: Path) -> Path:
     return run
 
 
+def link_files(folder: Path) -> Path:
+    """Lay a folder out as the Hub's cache does: each file is a link, and what it holds lies in the folder returned."""
+    blobs = folder.parent / "blobs"
+    blobs.mkdir()
+    for path in [path for path in folder.iterdir() if path.is_file()]:
+        path.rename(blobs / path.name)
+        path.symlink_to(Path("..") / blobs.name / path.name)
+    return blobs
+
+
 def read_weight(files: Files) -> float:
     """The value of all weights of a published model."""
     from safetensors.numpy import load

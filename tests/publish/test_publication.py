@@ -9,6 +9,7 @@ import pytest
 from tests.publish.hub_server import Fault
 from tests.publish.runs import finish, make_run, read_weight, save_checkpoint
 
+from recipes_lib.errors import DataError
 from recipes_lib.publish import publication
 from recipes_lib.publish.access import Target
 from recipes_lib.publish.hub_session import GivenUpError, RequestCount
@@ -194,6 +195,59 @@ def test_following_a_run_keeps_what_is_deleted_while_the_hub_is_silent(hub, run)
     thread.join(timeout=60)
     assert done
     assert read_messages(hub) == [*(f"Publish checkpoint-{step}" for step in (10, 20, 30, 40, 50)), "Publish model"]
+
+
+def test_what_is_remembered_and_gone_is_published_by_the_run_that_goes_on(hub, run):
+    """The Hub says only at the sixth attempt that it has nothing of it; until then what is new is kept."""
+    save_checkpoint(run, 10)
+    publish(run)
+    hub.add("me/mine", private=True)
+    hub.faults["commits"] = [Fault(503)] * 5
+    save_checkpoint(run, 20)
+    lines = []
+    begin(finish(run), lines=lines).follow()
+    assert read_messages(hub) == ["Publish checkpoint-10", "Publish checkpoint-20", "Publish model"]
+    assert "checkpoint-10 was published, and is no longer there" in lines
+
+
+def test_an_ancestor_is_there_though_the_branch_has_gone_on(hub, run):
+    for step in (10, 20):
+        save_checkpoint(run, step)
+    publish(finish(run))
+    begin(run).follow()
+    assert len(read_messages(hub)) == 3
+
+
+def test_a_hub_that_does_not_tell_what_it_has_is_believed_neither_way(hub, run):
+    publish(finish(run))
+    hub.sabotage = lambda kind: Fault(503) if kind == "commits" else None
+    with pytest.raises(GivenUpError):
+        begin(run).follow()
+    assert read_journal(run, TARGET).commits.keys() == {MODEL}
+
+
+def test_a_secret_is_told_while_the_run_goes_on_and_ends_the_publishing(hub, run):
+    checkpoint = save_checkpoint(run, 10)
+    (checkpoint / "tokenizer.json").write_text("hf_" + "k" * 34)
+    write_complete(checkpoint, step=10)
+    lines = []
+    publication = begin(run, is_over=False, lines=lines)
+    ended = []
+
+    def follow():
+        with pytest.raises(DataError) as caught:
+            publication.follow()
+        ended.append(caught.value)
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    while not lines:
+        pass
+    assert "checkpoint-10/tokenizer.json: it would be published" in lines[0]
+    publication._is_finishing.set()
+    thread.join(timeout=60)
+    assert [str(error) for error in ended] == lines
+    assert read_messages(hub) == []
 
 
 def read_tags(hub):

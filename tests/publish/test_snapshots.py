@@ -7,28 +7,26 @@ import json
 import shutil
 
 import pytest
-from safetensors.numpy import save_file
-from tests.publish.runs import finish, make_run, save_checkpoint
+from tests.publish.runs import finish, link_files, make_run, save_checkpoint
 
+from recipes_lib.errors import DataError
 from recipes_lib.publish import snapshots
 from recipes_lib.publish.snapshots import (
     MODEL,
     Contents,
     drop_snapshots,
-    find_damage,
     fingerprint,
-    is_model,
     list_snapshots,
     read_fingerprint,
     read_push,
     take_snapshot,
 )
+from recipes_lib.training.checkpoints import read_complete
 
-INDEX = "model.safetensors.index.json"
-SHARDS = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
 LOADED = {"model.safetensors", "config.json", "tokenizer.json"}
 TOLD = {"README.md", "run.json"}
 STATES = {"optimizer.pt", "trainer_state.json", "COMPLETE.json", "README.md", "samples.jsonl"}
+SECRET = "hf_" + "k" * 34
 
 
 @pytest.fixture
@@ -40,6 +38,10 @@ def take(run, name, contents):
     record = json.loads((run / "run.json").read_text())
     take_snapshot(run / "_publishing", name, contents, record, {"eval_loss": 1.5})
     return read_push(run / "_publishing", name)
+
+
+def refuse_links(*paths):
+    raise OSError(errno.EXDEV, "no links here")
 
 
 def test_of_a_checkpoint_the_model_its_card_and_its_record_are_published(run):
@@ -54,8 +56,9 @@ def test_of_a_checkpoint_the_model_its_card_and_its_record_are_published(run):
 
 def test_optimizer_states_only_where_the_whole_checkpoint_was_asked_for(run):
     checkpoint = save_checkpoint(run, 10)
-    seals = {"optimizer.pt": "b" * 64}
-    contents = Contents(source=checkpoint, sealed=seals, state="last-checkpoint")
+    (checkpoint / ".env").write_text("what somebody put there after it was sealed")
+    seals, files = {"optimizer.pt": "b" * 64}, (*read_complete(checkpoint)["files"], "COMPLETE.json")
+    contents = Contents(source=checkpoint, sealed=seals, state="last-checkpoint", state_files=files)
     push = take(run, "checkpoint-10", contents)
     whole = {f"last-checkpoint/{name}" for name in LOADED | STATES}
     assert set(push.files) == LOADED | TOLD | whole
@@ -91,13 +94,23 @@ def test_what_training_deletes_stays_and_took_no_room_while_it_was_there(run):
 
 
 def test_a_file_system_without_links_gets_copies(run, monkeypatch):
-    def refuse(*paths):
-        raise OSError(errno.EPERM, "no links here")
-
-    monkeypatch.setattr(snapshots.os, "link", refuse)
+    monkeypatch.setattr(snapshots.os, "link", refuse_links)
     checkpoint = save_checkpoint(run, 10)
     push = take(run, "checkpoint-10", Contents(source=checkpoint, sealed={}))
     assert push.files["model.safetensors"].read_bytes() == (checkpoint / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_of_links_the_files_are_kept(run, monkeypatch, is_elsewhere):
+    """A folder as the Hub's cache lays it out: every name leads to a file elsewhere, on another file system or not."""
+    blobs = link_files(finish(run))
+    if is_elsewhere:
+        monkeypatch.setattr(snapshots.os, "link", refuse_links)
+    contents = {name: (run / name).read_bytes() for name in LOADED}
+    push = take(run, MODEL, Contents(source=run, sealed={}))
+    assert set(push.files) >= LOADED
+    shutil.rmtree(blobs)
+    assert {name: push.files[name].read_bytes() for name in LOADED} == contents
 
 
 def test_a_snapshot_that_was_not_finished_is_none(run):
@@ -127,44 +140,31 @@ def test_a_fingerprint_follows_the_model_and_not_what_is_told_of_it(run):
 def test_a_deleted_source_is_told(run, monkeypatch):
     checkpoint = save_checkpoint(run, 10)
     contents = Contents(source=checkpoint, sealed={})
-    listed = snapshots._list_published(checkpoint)
+    listed = snapshots.list_published(checkpoint)
     shutil.rmtree(checkpoint)
-    monkeypatch.setattr(snapshots, "_list_published", lambda source: listed)
+    monkeypatch.setattr(snapshots, "list_published", lambda source: listed)
     with pytest.raises(FileNotFoundError):
         take(run, "checkpoint-10", contents)
     assert list_snapshots(run / "_publishing") == []
 
 
 @pytest.mark.parametrize(
-    ("names", "holds"),
+    ("change", "words"),
     [
-        (["model.safetensors", "config.json"], True),
-        (["model-00001-of-00002.safetensors", "config.json"], True),
-        (["adapter_model.safetensors", "adapter_config.json"], True),
-        (["policy.safetensors", "ppo_state.json"], False),
-        (["config.json"], False),
-        ([], False),
+        (lambda run: (run / "model.safetensors").write_bytes(b"torn"), "not whole: model.safetensors cannot be opened"),
+        (lambda run: (run / "config.json").unlink(), "not whole: there are no weights with a configuration"),
+        (lambda run: (run / "tokenizer.json").write_text(SECRET), "tokenizer.json: it would be published, and holds"),
+        (lambda run: change_record(run, {"command": ["sft.py", SECRET]}), "run.json: it would be published, and holds"),
     ],
 )
-def test_only_what_can_be_loaded_is_a_model(tmp_path, names, holds):
-    for name in names:
-        (tmp_path / name).touch()
-    assert is_model(tmp_path) is holds
-    assert not is_model(tmp_path / "nowhere")
+def test_what_must_not_be_published_is_named_and_leaves_no_snapshot(run, change, words):
+    change(finish(run))
+    with pytest.raises(DataError, match=words) as caught:
+        take(run, MODEL, Contents(source=run, sealed={}))
+    assert SECRET not in str(caught.value)
+    assert caught.value.problems[0].remedy
+    assert list((run / "_publishing").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("change", "found"),
-    [
-        (lambda file: None, None),
-        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "model.safetensors cannot be opened again"),
-        (lambda file: file.write_bytes(b""), "model.safetensors cannot be opened again"),
-        (lambda file: save_file({}, file), "model.safetensors holds no tensor"),
-        (lambda file: file.with_name(INDEX).write_text(json.dumps(SHARDS)), "model-00002-of-00002.safetensors cannot"),
-    ],
-)
-def test_weights_are_opened_again(run, change, found):
-    file = finish(run) / "model.safetensors"
-    change(file)
-    damage = find_damage(run)
-    assert damage is None if found is None else damage.startswith(found)
+def change_record(run, facts):
+    (run / "run.json").write_text(json.dumps(json.loads((run / "run.json").read_text()) | facts))

@@ -17,7 +17,7 @@ from recipes_lib.config.table import Schema, describe
 from recipes_lib.errors import Problem
 
 _NULL = {"", "~", "null", "Null", "NULL"}
-_BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+BOOLEANS: Final[Mapping[str, bool]] = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]{1,3})?")
 _CORE_TAG = re.compile(r"tag:yaml\.org,2002:(str|int|float|bool|null|seq|map|timestamp|merge|value)")
@@ -71,8 +71,8 @@ class Reader:
             )
         if plain and text == "None" and "null" in kinds:
             return self._refuse(node, f"`{name}` is the text 'None'", "write null")
-        if "boolean" in kinds and text.lower() in _BOOLEANS and (plain or "string" not in kinds):
-            return _BOOLEANS[text.lower()]
+        if "boolean" in kinds and text.lower() in BOOLEANS and (plain or "string" not in kinds):
+            return BOOLEANS[text.lower()]
         if "string" in kinds:
             return self._read_choice(name, node, schema)
         value = _read_number(text, kinds)
@@ -139,8 +139,8 @@ def plain_value(node: yaml.Node) -> Any:
         return text
     if text in _NULL:
         return None
-    if text.lower() in _BOOLEANS:
-        return _BOOLEANS[text.lower()]
+    if text.lower() in BOOLEANS:
+        return BOOLEANS[text.lower()]
     number = _read_number(text, ("number",))
     return text if number is None else number
 

@@ -1,4 +1,4 @@
-"""Which code of others may run: what a repository holds at a commit that was named, or a folder itself holds."""
+"""Which code a model comes with, and which may run: of a repository at a commit that was named, or of a folder."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from transformers.dynamic_module_utils import get_relative_imports
 from transformers.utils.hub import cached_file
 
 from recipes_lib.config.schema import ModelConfig
@@ -42,17 +43,38 @@ def verify_remote_code(config: ModelConfig) -> None:
             raise ConfigError(Problem("trust_remote_code", found, remedy))
 
 
+def list_code(folder: Path) -> set[str]:
+    """Return the files at the top of a folder with the code that its configurations name, and what that imports."""
+    references = [one for file in _NAMES_CODE for one in _list_references(folder / file) if "--" not in one]
+    waiting = {f"{reference.split('.')[0]}.py" for reference in references}
+    found: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name not in found and (folder / name).is_file():
+            found.add(name)
+            waiting |= {f"{module}.py" for module in get_relative_imports(folder / name)}
+    return found
+
+
 def _list_owners(name: str, revision: str | None) -> Iterator[str]:
     """The repositories whose code a repository or folder names."""
     for file in _NAMES_CODE:
         try:
             path = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
-            content = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
         except (OSError, ValueError):
             continue  # Whoever loads it next fails as well, and says of what.
-        for reference in _iterate_leaves(content.get("auto_map")):
+        for reference in _list_references(Path(path)) if path else ():
             if "--" in reference:
                 yield reference.split("--")[0]
+
+
+def _list_references(path: Path) -> Iterator[str]:
+    """The classes that a configuration names; none where it cannot be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # Whoever loads it next fails as well, and says of what.
+    yield from _iterate_leaves(content.get("auto_map"))
 
 
 def _iterate_leaves(value: Any) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from huggingface_hub.errors import HfHubHTTPError
 
+from recipes_lib.errors import DataError
 from recipes_lib.publish.hub_session import GivenUpError
 from recipes_lib.publish.journal import Journal
 from recipes_lib.publish.push import DamagedError, Publisher
@@ -73,7 +74,11 @@ class Publication:
         self._damaged: set[str] = set()
 
     def look(self) -> None:
-        """Keep what could be published and is neither published nor kept yet."""
+        """Keep what could be published and is neither published nor kept yet.
+
+        Raises:
+            DataError: It must not be published (``take_snapshot``).
+        """
         found = self._find_contents()
         checkpoints = [name for name in found if name != MODEL and self._is_newer(name, is_over=MODEL in found)]
         for name in [*(checkpoints if self._pushes_all else checkpoints[-1:]), *([MODEL] if MODEL in found else [])]:
@@ -113,15 +118,36 @@ class Publication:
             self._journal.write()
             drop_snapshots(self._place, [name])
 
+    def recall(self) -> None:
+        """Forget what is remembered as published and is not there: with its branch deleted, or pushed over.
+
+        Raises:
+            GivenUpError: The Hub could not tell for too long after the run had ended.
+            HfHubHTTPError: The Hub refuses to tell.
+        """
+        commits = self._journal.commits
+        if not commits:
+            return
+        pushed = {name: entry["commit"] for name, entry in commits.items()}
+        present = self._publisher.find_present(pushed, MODEL, self._may_ask)
+        for name in sorted(commits.keys() - present):
+            self._say(f"{name} was published, and is no longer there")
+        # Another mapping, because the looks beside this read the one that is there.
+        self._journal.commits = {name: entry for name, entry in commits.items() if name in present}
+        self._journal.write()
+
     def follow(self) -> None:
         """Push what a run leaves for as long as it goes on, and then the rest.
 
         Raises:
+            DataError: As ``look``.
             GivenUpError: As ``push_all``.
             HfHubHTTPError: The Hub refuses.
         """
         watcher = threading.Thread(target=self._keep_looking, name="looking", daemon=True)
         watcher.start()
+        # Beside the looks, which may find published what is not: after this, they are made again.
+        self.recall()
         while not self._is_finishing.wait(SECONDS_BETWEEN_LOOKS):
             self.push_all()
         watcher.join()
@@ -129,12 +155,19 @@ class Publication:
         self.push_all()
 
     def _may_wait(self, name: str, seconds: float) -> bool:
-        return name in self._choose() and (seconds <= PATIENCE_SECONDS or not self._is_finishing.is_set())
+        return name in self._choose() and self._may_ask(seconds)
+
+    def _may_ask(self, seconds: float) -> bool:
+        return seconds <= PATIENCE_SECONDS or not self._is_finishing.is_set()
 
     def _keep_looking(self) -> None:
         # Beside the pushes: what is deleted while one takes long must have been kept before.
         while not self._is_finishing.wait(SECONDS_BETWEEN_LOOKS):
-            self.look()
+            try:
+                self.look()
+            except DataError as error:  # The last look ends with it.
+                self._say(str(error))
+                return
 
     def _choose(self) -> list[str]:
         """Return which snapshots to push, in order; drop those that a newer one has overtaken."""

@@ -10,6 +10,7 @@ from typing import Final
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.hf_api import RepoFile
 
 from recipes_lib.publish.access import Target
 from recipes_lib.publish.hub_session import persist, read_status
@@ -74,6 +75,33 @@ class Publisher:
         say = self._say
         return persist(lambda: self._attempt(push, hashes), may_wait, lambda line: say(f"{push.name}: {line}"))
 
+    def find_present(self, names: Mapping[str, str], current: str, may_wait: Callable[[float], bool]) -> set[str]:
+        """Return which of some commits the branch still has.
+
+        Args:
+            names: Commit of each push by name.
+            current: Name of the push whose weights the branch must moreover hold today, whoever committed after it.
+            may_wait: As of ``persist``.
+
+        Raises:
+            GivenUpError: As of ``publish``.
+            HfHubHTTPError: The Hub refuses to tell.
+        """
+        return persist(lambda: self._find_present(names, current), may_wait, self._say)
+
+    def _find_present(self, names: Mapping[str, str], current: str) -> set[str]:
+        history = self._api.list_repo_commits(self._target.repository, revision=self._target.branch)
+        commits = [commit.commit_id for commit in history]
+        present = {name for name, commit in names.items() if commit in commits}
+        if current in present and self._read_weights(names[current]) != self._read_weights(commits[0]):
+            present.remove(current)
+        return present
+
+    def _read_weights(self, revision: str) -> dict[str, str]:
+        """Return what git calls the content of each file of weights."""
+        tree = self._api.list_repo_tree(self._target.repository, revision=revision)
+        return {entry.path: entry.blob_id for entry in tree if isinstance(entry, RepoFile) and _is_weight(entry.path)}
+
     def _attempt(self, push: Push, hashes: Mapping[str, bytes]) -> str:
         # ``create_commit``, because ``upload_folder`` makes several commits of what takes it longer than five minutes,
         # and whoever loads the branch between them gets shards of two models. What an attempt before has sent is not
@@ -91,8 +119,7 @@ class Publisher:
     def _list_deletions(self, push: Push) -> Iterator[CommitOperationDelete]:
         for path in self._api.list_repo_files(self._target.repository, revision=self._target.branch):
             is_stale = path.startswith(f"{push.folder}/") if push.folder else False
-            is_weight = "/" not in path and any(fnmatch.fnmatch(path, pattern) for pattern in WEIGHT_FILES)
-            if (is_stale or is_weight) and path not in push.files:
+            if (is_stale or _is_weight(path)) and path not in push.files:
                 yield CommitOperationDelete(path, is_folder=False)
 
     def _tag(self, tag: str, commit: str) -> None:
@@ -104,6 +131,10 @@ class Publisher:
                 raise
             self._api.delete_tag(repository, tag=tag)
             self._api.create_tag(repository, tag=tag, revision=commit)
+
+
+def _is_weight(path: str) -> bool:
+    return "/" not in path and any(fnmatch.fnmatch(path, pattern) for pattern in WEIGHT_FILES)
 
 
 def _list_additions(push: Push, hashes: Mapping[str, bytes]) -> Iterator[CommitOperationAdd]:

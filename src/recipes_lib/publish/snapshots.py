@@ -6,39 +6,23 @@ between stays in it. Optimizer states are in none unless they were asked for.
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from safetensors import SafetensorError, safe_open
-
+from recipes_lib.errors import DataError, Problem
 from recipes_lib.publish.card import CHART, make_portable, write_card
 from recipes_lib.publish.push import Push
+from recipes_lib.publish.selection import MANIFESTS, RECORDS, find_damage, find_secret, is_model, list_published
 
 SNAPSHOTS: Final = "_publishing"
 MODEL: Final = "model"
 """Name of the snapshot of a finished run."""
-_WEIGHTS: Final = ("model*.safetensors", "adapter_model*.safetensors")
-_MODEL_FILES: Final = (
-    *(*_WEIGHTS, "model.safetensors.index.json", "reward_scale.json"),
-    *(
-        "config.json",
-        "adapter_config.json",
-        "generation_config.json",
-        "chat_template.jinja",
-        "additional_chat_templates",
-    ),
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.py"),
-)
-"""What a Hugging Face tool needs to load a model or an adapter; nothing else of a run leaves the machine unasked."""
-_MANIFESTS: Final = ("run.json", "merge.json")
-_RECORDS: Final = ("README.md", *_MANIFESTS, "metrics.jsonl", "reward_report.json")
 _MAKING: Final = ".making"
 _NOTE: Final = ".json"
 
@@ -51,40 +35,15 @@ class Contents:
         source: Checkpoint or output directory.
         sealed: SHA-256 of files by their path in it; empty where none are known.
         state: Folder of the repository that gets the whole checkpoint, to go on from; empty for none.
+        state_files: Files that the whole checkpoint is.
         tag: Name that its commit gets.
     """
 
     source: Path
     sealed: Mapping[str, str]
     state: str = ""
+    state_files: Collection[str] = ()
     tag: str | None = None
-
-
-def is_model(folder: Path) -> bool:
-    """Return whether a folder holds a model or an adapter that Hugging Face tools load."""
-    has_config = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
-    return has_config and bool(_list_weights(folder))
-
-
-def find_damage(folder: Path) -> str | None:
-    """Return what is wrong with the weights of a model: a shard that is missing, a file that is cut off; else ``None``.
-
-    Without torch: whoever saved them has looked at every tensor.
-    """
-    weights = {
-        path.name for path in folder.iterdir() if any(fnmatch.fnmatch(path.name, one) for one in _MODEL_FILES[:2])
-    }
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weights |= set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    for name in sorted(weights):
-        try:
-            with safe_open(folder / name, framework="numpy") as tensors:
-                if not tensors.keys():
-                    return f"{name} holds no tensor"
-        except (OSError, SafetensorError) as error:
-            return f"{name} cannot be opened again: {error}"
-    return None
 
 
 def take_snapshot(
@@ -100,24 +59,27 @@ def take_snapshot(
         figures: Last evaluation by name.
 
     Raises:
+        DataError: The model is not whole, or a text holds a secret; then there is no snapshot.
         FileNotFoundError: The source was deleted meanwhile.
     """
     making = place / f"{name}{_MAKING}"
     shutil.rmtree(making, ignore_errors=True)
     making.mkdir(parents=True)
-    links = {path: path for path in _list_published(contents.source)}
-    if contents.state:
-        links |= {f"{contents.state}/{path}": path for path in _list_files(contents.source)}
+    links = _choose(contents)
     for path, source in links.items():
         _keep(contents.source / source, making / path)
-    manifests = {path: json.loads((making / path).read_text(encoding="utf-8")) for path in links if path in _MANIFESTS}
+    manifests = {path: json.loads((making / path).read_text(encoding="utf-8")) for path in links if path in MANIFESTS}
     for path, manifest in (manifests | ({"run.json": record} if record else {})).items():
         _write(making / path, json.dumps(_tell_portably(manifest), indent=1))
     if record:
         (making / "README.md").unlink(missing_ok=True)
         write_card(making, record, figures)
+    problem = _find_problem(contents, links, making)
+    if problem is not None:
+        shutil.rmtree(making)
+        raise DataError(problem)
     # The card and the records are written anew; PEFT leaves a card of its own in checkpoints.
-    held = [(path, source) for path, source in links.items() if source in contents.sealed and path not in _RECORDS]
+    held = [(path, source) for path, source in links.items() if source in contents.sealed and path not in RECORDS]
     sealed = {path: contents.sealed[source] for path, source in held}
     push = {"sealed": sealed, "folder": contents.state, "tag": contents.tag}
     note = {"push": push, "fingerprint": fingerprint(contents)}
@@ -156,11 +118,12 @@ def fingerprint(contents: Contents) -> str:
     """Return 16 hex digits that change when what would be published does; reads no file.
 
     Raises:
+        DataError: A file is a link that leads nowhere.
         FileNotFoundError: The source was deleted meanwhile.
     """
-    paths = _list_files(contents.source) if contents.state else _list_published(contents.source)
+    paths = sorted(set(_choose(contents).values()))
     # What is told of the run may be written again without being another model.
-    stats = [(path, (contents.source / path).stat()) for path in paths if path not in (*_RECORDS, CHART)]
+    stats = [(path, (contents.source / path).stat()) for path in paths if path not in (*RECORDS, CHART)]
     facts = [contents.state, contents.tag, *((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
@@ -170,14 +133,27 @@ def _read_note(place: Path, name: str) -> dict[str, Any]:
     return note
 
 
-def _list_weights(folder: Path) -> set[str]:
-    return {path.name for pattern in _WEIGHTS for path in folder.glob(pattern)}
+def _choose(contents: Contents) -> dict[str, str]:
+    """Return the files of a source by the paths that they are published at."""
+    model = {path: path for path in list_published(contents.source)}
+    return model | {f"{contents.state}/{path}": path for path in contents.state_files}
 
 
-def _list_published(source: Path) -> list[str]:
-    patterns = (*_MODEL_FILES, *_RECORDS)
-    names = {path: path.split("/")[0] for path in _list_files(source)}
-    return [path for path in names if path == CHART or any(fnmatch.fnmatch(names[path], one) for one in patterns)]
+def _find_problem(contents: Contents, links: Mapping[str, str], making: Path) -> Problem | None:
+    """Return why a snapshot must not be published, looked for in what would be sent."""
+    assert all((making / path).is_file() for path in links)
+    damage = find_damage(making) if is_model(making) else "there are no weights with a configuration"
+    # What was sealed was opened again before, and is held against its seal when it is sent.
+    if damage is not None and not contents.sealed:
+        return Problem(str(contents.source), f"the model is not whole: {damage}", "train or merge it anew")
+    leak = find_secret(making)
+    if leak is None:
+        return None
+    remedy = "take it out, and revoke it if others may have seen it"
+    if contents.sealed:
+        remedy = "revoke it, and publish no checkpoints: `--hub_strategy end`"
+    where = str(contents.source / links[leak]) if leak in links else leak
+    return Problem(where, "it would be published, and holds what looks like an access token", remedy)
 
 
 def _list_files(folder: Path) -> list[str]:
@@ -187,10 +163,11 @@ def _list_files(folder: Path) -> list[str]:
 def _keep(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        os.link(source, target)
+        # Of the file itself: Linux would give a symbolic link another name, from where it leads elsewhere.
+        os.link(source.resolve(), target)
     except FileNotFoundError:
         raise
-    except OSError:  # A file system without links.
+    except OSError:  # A file system without links, or two.
         shutil.copy2(source, target)
 
 

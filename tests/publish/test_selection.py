@@ -1,0 +1,135 @@
+"""What of a folder leaves the machine: what a model is loaded by and what is told of it, and no secret."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from safetensors.numpy import save_file
+from tests.publish.runs import finish, make_run
+from tests.tiny import build_tokenizer
+from transformers import AutoTokenizer
+
+from recipes_lib.errors import DataError
+from recipes_lib.publish.selection import find_damage, find_secret, is_model, list_published
+
+INDEX = "model.safetensors.index.json"
+SHARDS = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+SECRET = "hf_" + "k" * 34
+
+
+@pytest.fixture
+def run(tmp_path):
+    return make_run(tmp_path / "run")
+
+
+def test_whatever_upstream_saves_of_model_and_tokenizer_is_published(tiny_model_dir, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model_dir, folder)
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "rag": "{{ messages }}"}
+    tokenizer.save_pretrained(folder)
+    saved = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert "additional_chat_templates/rag.jinja" in saved
+    assert set(list_published(folder)) == saved
+    assert AutoTokenizer.from_pretrained(folder).chat_template.keys() == {"default", "rag"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("tokenizer_corpus/rows.jsonl", "tokenizer_corpus/.env", "tokenizer.d/tokenizer.json", "data/config.json"),
+        *("private.model/rows.jsonl", "additional_chat_templates/rows.jsonl", "additional_chat_templates/a/b.jinja"),
+        *(
+            "additional_chat_templates/.private.jinja",
+            ".env",
+            ".private.model",
+            "report/rows.jsonl",
+            "report/.loss.png",
+        ),
+        *("tokenizer_corpus.jsonl", "vocab.csv", "clean_data.py", "modeling_private.py", "config.json.bak"),
+        *("samples.jsonl", "checkpoint-10/model.safetensors", "_publishing/model/config.json"),
+    ],
+)
+def test_what_no_model_needs_stays_here(run, path):
+    before = list_published(finish(run))
+    (run / path).parent.mkdir(parents=True, exist_ok=True)
+    (run / path).write_text("private")
+    assert list_published(run) == before
+
+
+def test_code_is_published_where_the_model_is_loaded_by_it(run):
+    finish(run)
+    config = {"auto_map": {"AutoConfig": "configuration_own.Config", "AutoModel": "other/repo--private.Model"}}
+    (run / "config.json").write_text(json.dumps(config))
+    (run / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["tokens.Slow", None]}}))
+    texts = {"configuration_own.py": "from .layers import Layer", "layers.py": "from .gone import nothing"}
+    for name, text in {**texts, "tokens.py": "import re", "private.py": "", "re.py": ""}.items():
+        (run / name).write_text(text)
+    assert {path for path in list_published(run) if path.endswith(".py")} == {*texts, "tokens.py"}
+
+
+def test_a_link_that_leads_nowhere_is_told(run):
+    (finish(run) / "tokenizer.json").unlink()
+    (run / "tokenizer.json").symlink_to("nowhere.json")
+    with pytest.raises(DataError, match=r"tokenizer\.json: it is a link to a file that is not there"):
+        list_published(run)
+
+
+@pytest.mark.parametrize("path", ["README.md", "run.json", "config.json", "state/deep/notes.txt"])
+@pytest.mark.parametrize("place", [0, 9000, 300_000])
+def test_a_secret_is_found_wherever_it_stands(tmp_path, path, place):
+    (tmp_path / "state" / "deep").mkdir(parents=True)
+    for name in ("README.md", "config.json"):
+        (tmp_path / name).write_text("hf_hub is no secret")
+    assert find_secret(tmp_path) is None
+    (tmp_path / path).write_text("word " * (place // 5) + SECRET)
+    assert find_secret(tmp_path) == path
+
+
+def test_bytes_that_are_no_text_hold_none(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"\0" + SECRET.encode())
+    (tmp_path / "latin.txt").write_bytes("Größe".encode("latin-1"))
+    assert find_secret(tmp_path) is None
+
+
+def test_of_a_record_and_the_card_that_is_made_of_it_the_record_is_named(tmp_path):
+    for name in ("README.md", "run.json"):
+        (tmp_path / name).write_text(SECRET)
+    assert find_secret(tmp_path) == "run.json"
+
+
+@pytest.mark.parametrize(
+    ("names", "holds"),
+    [
+        (["model.safetensors", "config.json"], True),
+        (["model-00001-of-00002.safetensors", "config.json"], True),
+        (["adapter_model.safetensors", "adapter_config.json"], True),
+        (["policy.safetensors", "ppo_state.json"], False),
+        (["config.json"], False),
+        ([], False),
+    ],
+)
+def test_only_what_can_be_loaded_is_a_model(tmp_path, names, holds):
+    for name in names:
+        (tmp_path / name).touch()
+    assert is_model(tmp_path) is holds
+    assert not is_model(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda file: None, None),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "model.safetensors cannot be opened again"),
+        (lambda file: file.write_bytes(b""), "model.safetensors cannot be opened again"),
+        (lambda file: save_file({}, file), "model.safetensors holds no tensor"),
+        (lambda file: file.with_name(INDEX).write_text(json.dumps(SHARDS)), "model-00002-of-00002.safetensors cannot"),
+    ],
+)
+def test_weights_are_opened_again(run, change, found):
+    file = finish(run) / "model.safetensors"
+    change(file)
+    damage = find_damage(run)
+    assert damage is None if found is None else damage.startswith(found)
