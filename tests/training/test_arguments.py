@@ -40,6 +40,14 @@ def test_keys_of_the_recipe_reach_the_trainer(tmp_path):
     assert (args.learning_rate, args.seed) == (3e-4, 7)
 
 
+def test_one_process_takes_one_gpu_however_many_it_sees(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    config = make_config(tmp_path, bf16=False, per_device_train_batch_size=4, per_device_eval_batch_size=3)
+    args = build_training_arguments(config, ONE, has_eval=True)
+    assert (args.n_gpu, args.train_batch_size, args.eval_batch_size) == (1, 4, 3)
+
+
 def test_without_held_out_data_nothing_is_evaluated(tmp_path):
     config = make_config(tmp_path, eval_strategy="steps", eval_steps=5, eval_on_start=True)
     args = build_training_arguments(config, ONE, has_eval=False)

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 import trl
+from safetensors.torch import load_file
 from tests.rl import keys_task
 from trl.trainer.utils import RepeatSampler
 
@@ -20,6 +21,7 @@ from recipes_lib.training.arguments import build_training_arguments
 from recipes_lib.training.group_trainer import TRAINERS
 from recipes_lib.training.launch import read_launch
 from recipes_lib.training.run import start_run
+from recipes_lib.training.watchdog import TELLING, WATCHDOG
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +100,29 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_weights(build, stage):
     again.train(resume_from_checkpoint=run.resume_from)
     for one, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_run_that_goes_on_at_its_very_end_makes_no_step_more(build):
+    keys = {"max_steps": 4, "save_strategy": "steps", "save_steps": 4}
+    build("grpo", "ended", **keys)[0].train()
+    again, run, _, _ = build("grpo", "ended", **keys)
+    before = [parameter.clone() for parameter in again.model.parameters()]
+    again.train(resume_from_checkpoint=run.resume_from)
+    assert again.state.global_step == 4
+    straight = load_file(run.output_dir / "checkpoint-4" / "model.safetensors")
+    for name, parameter in again.model.named_parameters():
+        torch.testing.assert_close(parameter, straight[name], rtol=0, atol=0)
+    assert any(not torch.equal(one, other) for one, other in zip(before, again.model.parameters(), strict=True))
+
+
+def test_sampling_and_scoring_have_the_time_that_they_need(build, monkeypatch):
+    trainer, _, _, _ = build("rloo", max_steps=2)
+    phases = []
+    monkeypatch.setattr(WATCHDOG, "enter", phases.append)
+    trainer.train()
+    at = phases.index("sampling groups of answers")
+    assert phases[at : at + 3] == ["sampling groups of answers", "scoring answers", "a step from new answers"]
+    assert not set(phases[at : at + 3]) & TELLING
 
 
 def test_without_its_adapter_the_policy_is_the_reference_and_no_copy_is_left(build):

@@ -77,6 +77,34 @@ def test_a_step_takes_as_many_rows_as_before(before, written, now, accumulation)
 
 
 @pytest.mark.parametrize(
+    ("before", "written", "now", "steps"),
+    [
+        ((1, 4, 4, 8), (4, 4, 8), 2, 4),
+        ((2, 4, 2, 4), (4, 4, 8), 2, 4),  # The file still says what one process began with.
+        ((2, 4, 2, 4), (4, 4, 8), 1, 8),
+        ((1, 4, 4, 8), (8, 2, 8), 1, 4),  # The user has planned the batch anew, on as many processes.
+        ((1, 4, 4, 8), (4, 4, 8), 1, 8),
+    ],
+)
+def test_as_many_answers_are_sampled_at_a_time_as_before(before, written, now, steps):
+    *cut, written_steps = written
+    given = config(*cut)
+    given.training["steps_per_generation"] = written_steps
+    kept, line = keep_batch(given, launch(now), record(*before[:3]) | {"steps_per_generation": before[3]})
+    assert kept.training["steps_per_generation"] == steps
+    assert cut[0] * steps * now == before[0] * before[1] * before[3]
+    assert count_rows_per_step(kept.training, now) == before[0] * before[1] * before[2]
+    assert ("steps_per_generation" in (line or "")) == (steps != written_steps)
+
+
+def test_answers_that_cannot_be_shared_are_refused():
+    given = config(4, 2)
+    given.training["steps_per_generation"] = 3
+    with pytest.raises(ConfigError, match="12 answers of this run are sampled at a time, which 2 processes with 4"):
+        keep_batch(given, launch(2), record(1, 4, 2) | {"steps_per_generation": 3})
+
+
+@pytest.mark.parametrize(
     ("now", "before", "remedy"),
     [
         (3, (1, 2, 4), "start 1, 2 or 4 processes"),

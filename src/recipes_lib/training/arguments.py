@@ -102,6 +102,9 @@ def build_training_arguments(
         # Upstream has no such name; the trainer builds it.
         arguments["optim"] = "adamw_torch"
     args: TrainingArguments = _CLASSES.get(config.stage, TrainingArguments)(**arguments)
+    # Upstream would spread the rows of one process over all GPUs that it sees by `DataParallel`: another batch than was
+    # planned, on copies of a model that is not made to be copied.
+    args._n_gpu = min(args.n_gpu, 1)
     # Ours among upstream's save_ keys.
     args.save_keep_steps = config.checkpoints.save_keep_steps  # type: ignore[attr-defined]
     verify_launch(launch, args.world_size, args.distributed_state.distributed_type)

@@ -19,7 +19,7 @@ from recipes_lib.training.checkpoint_writer import CheckpointWriter, HostCopy
 from recipes_lib.training.checkpoints import REHEARSAL, STAGING, publish, rotate, write_complete
 from recipes_lib.training.launch import read_launch
 from recipes_lib.training.rehearsal import describe_rehearsal
-from recipes_lib.training.resumption import BATCH_KEYS
+from recipes_lib.training.resumption import BATCH_KEYS, GENERATION_KEY
 from recipes_lib.training.run import read_run_record
 from recipes_lib.training.watchdog import WATCHDOG
 
@@ -183,7 +183,7 @@ class CheckpointSaver:
             "step": staged.step,
             "world_size": self._args.world_size,
             "data_size": read_launch().data_size,
-            **{key: getattr(self._args, key) for key in BATCH_KEYS},
+            **{key: getattr(self._args, key) for key in (*BATCH_KEYS, GENERATION_KEY) if hasattr(self._args, key)},
             "engine": self._engine,
             **{key: record.get(key) for key in ("config_fingerprint", "versions")},
         }

@@ -109,6 +109,13 @@ class CheckpointingTrainer(Trainer):
         finally:
             self._saver.settle()
 
+    def stops_at_end(self) -> bool:
+        """Stop where all steps are made: upstream would make one more of a run that goes on at its very end."""
+        if self.state.global_step < self.state.max_steps:
+            return False
+        self.control.should_training_stop = True
+        return True
+
     def finish_saving(self) -> None:
         """Wait until the checkpoint that is being written has its name; raise what went wrong with it."""
         self._saver.finish()

@@ -16,6 +16,7 @@ from recipes_lib.data.prompts import PromptRow
 from recipes_lib.training.guards import StepInputs
 from recipes_lib.training.preemption import stop_if_agreed
 from recipes_lib.training.recipe_trainer import RecipeTrainer
+from recipes_lib.training.watchdog import WATCHDOG
 
 Score = Callable[[Sequence[PromptRow], Sequence[str], Sequence[list[int]], Callable[[str, float], None]], list[float]]
 """Prompts, answers as texts, their tokens, and what logs a figure -> what each answer is worth."""
@@ -47,7 +48,10 @@ class GroupTrainer(RecipeTrainer):
             *, prompts: Sequence[str], completions: Sequence[str], completion_ids: Sequence[list[int]], **given: Any
         ) -> list[float]:
             rows = [self._prompts[int(number)] for number in prompts]
-            return score(rows, completions, completion_ids, given["log_metric"])
+            WATCHDOG.enter("scoring answers")
+            scores = score(rows, completions, completion_ids, given["log_metric"])
+            WATCHDOG.enter("a step from new answers")
+            return scores
 
         numbers = Dataset.from_dict({"prompt": [str(number) for number in range(len(prompts))]})
         # Upstream asks for held-out rows where something is evaluated, which is the hooks' affair.
@@ -74,6 +78,8 @@ class GroupTrainer(RecipeTrainer):
             PreemptedError: A process was asked to stop; the step is not begun.
         """
         stop_if_agreed()
+        if self.stops_at_end():
+            return [], None
         self.guard.inputs = StepInputs()
         return [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)], None
 
@@ -106,7 +112,8 @@ class GroupTrainer(RecipeTrainer):
         return sampler
 
     def _tokenize_prompts(self, prompts: Sequence[str]) -> tuple[list[list[int]], None, dict[str, Any]]:
-        """Return the tokens of numbered prompts; there are no images."""
+        """Return the tokens of numbered prompts, which are answered next; there are no images."""
+        WATCHDOG.enter("sampling groups of answers")
         return [self._prompts[int(number)].input_ids for number in prompts], None, {}
 
     def _send_telemetry(self) -> None:

@@ -76,7 +76,6 @@ class RecipeTrainer(CheckpointingTrainer):
     compares_rows = False
     """Whether the rows of a micro-batch are compared with each other, so that how a batch is cut does change it."""
     model: PreTrainedModel
-    control: TrainerControl
     last_evaluated_step = -1
     is_evaluating = False
     _is_last_repeated = False
@@ -202,9 +201,7 @@ class RecipeTrainer(CheckpointingTrainer):
             PreemptedError: A process was asked to stop; the step is not begun.
             DivergedError: The whole step holds none: there is nothing to learn from it.
         """
-        if self.state.global_step >= self.state.max_steps:
-            # Upstream would make one more step of a run that goes on at its very end.
-            self.control.should_training_stop = True
+        if self.stops_at_end():
             return [], None
         batches = list(self.take_batches(islice(epoch_iterator, num_batches)))
         if not batches:

@@ -19,6 +19,9 @@ from recipes_lib.training.launch import Launch
 BATCH_KEYS: Final = ("per_device_train_batch_size", "gradient_accumulation_steps")
 """Keys whose product with the number of processes is the batch; only the product makes a run what it is."""
 
+GENERATION_KEY: Final = "steps_per_generation"
+"""Micro-batches for which answers are sampled together, where that is another number than those of a step."""
+
 
 def count_rows_per_step(training: Mapping[str, Any], world_size: int) -> int:
     """Return the rows of an optimizer step over all processes and micro-batches.
@@ -61,6 +64,8 @@ def verify_checkpoint_fits(record: Record, name: str, launch: Launch) -> None:
 def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[RecipeConfig, str | None]:
     """Plan the accumulation anew so that an optimizer step takes as many rows as before, and so the same rows.
 
+    What is sampled at a time stays as many answers, too.
+
     Rows are dealt out in turn, one micro-batch to each process: which rows a step takes depends on their number alone,
     as long as that is the same.
 
@@ -73,7 +78,8 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[Re
         The configuration to train with, and what is to be told of it; ``None`` when nothing changed.
 
     Raises:
-        ConfigError: The rows of a step cannot be shared evenly, or the batch grows in steps that would change.
+        ConfigError: The rows of a step or of a generation cannot be shared evenly, or the batch grows in steps that
+            would change.
 
     Source: ``tests/distributed/test_resumption.py``.
     """
@@ -92,14 +98,18 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[Re
         )
         remedy = "keep the product of per_device_train_batch_size and the number of processes"
         raise ConfigError(Problem(config.provenance.get("batch_ramp_tokens", "batch_ramp_tokens"), found, remedy))
-    training = {**config.training, "gradient_accumulation_steps": accumulation}
-    if config.training.get("gradient_accumulation_steps", 1) == accumulation:
+    planned = {"gradient_accumulation_steps": accumulation}
+    if (written := config.training.get(GENERATION_KEY)) is not None:
+        answers = before.get("per_device_train_batch_size", 8) * (record.get(GENERATION_KEY) or written) * data_size
+        planned[GENERATION_KEY] = _share_answers(config, launch, answers)
+    changed = [f"{key} is {value}" for key, value in planned.items() if config.training.get(key, 1) != value]
+    if not changed:
         return config, None
     line = (
-        f"{launch.data_size} processes instead of {data_size}: gradient_accumulation_steps is "
-        f"{accumulation}, so that a step still takes {rows} rows"
+        f"{launch.data_size} processes instead of {data_size}: {' and '.join(changed)}, so that a step still takes "
+        f"{rows} rows"
     )
-    return dataclasses.replace(config, training=training), line
+    return dataclasses.replace(config, training={**config.training, **planned}), line
 
 
 def agree_on_checkpoint(resume_from: str | Path | None, args: TrainingArguments) -> Path | None:
@@ -152,6 +162,19 @@ def _share_rows(config: RecipeConfig, launch: Launch, rows: int) -> int:
             f"(the former {_list_choices(sizes)})"
         )
     raise ConfigError(Problem(where, found, ", or ".join(choices)))
+
+
+def _share_answers(config: RecipeConfig, launch: Launch, answers: int) -> int:
+    per_device: int = config.training.get("per_device_train_batch_size", 8)
+    steps, rest = divmod(answers, per_device * launch.data_size)
+    if rest:
+        found = (
+            f"{answers} answers of this run are sampled at a time, which {launch.data_size} processes with "
+            f"{per_device} rows each cannot share evenly"
+        )
+        remedy = "start as many processes as before, or write a smaller per_device_train_batch_size"
+        raise ConfigError(Problem(config.provenance.get(GENERATION_KEY, GENERATION_KEY), found, remedy))
+    return steps
 
 
 def _list_choices(numbers: list[int]) -> str:

@@ -258,6 +258,8 @@ def describe_process(launch: Launch) -> str:
     device = torch.device("cpu") if not torch.cuda.is_available() else torch.device("cuda", launch.local_rank)
     name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
     told = f"process {launch.rank} of {launch.world_size}: {socket.gethostname()}, {name}"
+    if launch.world_size == 1 and torch.cuda.device_count() > 1:
+        told += f", the only one of {torch.cuda.device_count()} GPUs in use (`recipes launch` takes all)"
     if launch.part is not None:
         return f"{told}, stage {launch.part.stage} of {launch.part.num_stages}"
     return f"{told}, {launch.engine}" if launch.engine else told
