@@ -94,6 +94,20 @@ def test_what_is_scored_is_the_text_and_the_tokens_with_their_end(collector_and_
         assert text.split() == [word for word in words if not word.startswith("<")]
 
 
+def test_an_answer_of_which_no_reward_says_anything_is_not_scored(collector_and_prompts):
+    collector, prompts = collector_and_prompts
+
+    def say_of_odd(*, completion_ids, **_):
+        return [float(at) if at % 2 else None for at in range(len(completion_ids))]
+
+    rewards = Rewards({"odd": say_of_odd, "length": score}, None, [1.0, 0.0])
+    rollout, _ = dataclasses.replace(collector, rewards=rewards).answer(prompts[:4], range(4))
+    assert rollout.scored.tolist() == [False, True, False, True]
+    assert rollout.scores.tolist() == [0, 1, 0, 3]
+    assert rollout.rewards[:, 0].isnan().tolist() == [True, False, True, False]
+    assert rollout.rewards[:, 1].tolist() == rollout.lengths.tolist()
+
+
 def test_before_any_update_policy_reference_and_engine_agree(collector_and_prompts):
     collector, prompts = collector_and_prompts
     rollout, seconds = collector.collect(prompts[:16], range(16))

@@ -40,6 +40,44 @@ def test_an_answer_is_worth_its_weighted_rewards_less_the_penalty_and_the_figure
     }
 
 
+def some(*, completion_ids, **_):
+    """Says nothing of answers of an odd number of tokens."""
+    return [None if len(ids) % 2 else float(sum(ids)) / len(ids) for ids in completion_ids]
+
+
+def test_an_answer_of_which_no_reward_says_anything_has_no_worth_and_no_penalty():
+    logged = {}
+    ids = [[5, 9], [5], [5, 6, 7, 8]]
+    score = build_score(Rewards({"some": some}, None, [2.0]), stop_ids=[9], penalty=1.5)
+    assert score(PROMPTS, ["a"] * 3, ids, logged.__setitem__) == [14.0, None, 13.0 - 1.5]
+    assert (logged["objective/score"], logged["objective/finish_rate"]) == (13.5, pytest.approx(1 / 3))
+    logged.clear()
+    assert score(PROMPTS[:1], ["a"], [[5]], logged.__setitem__) == [None]
+    assert "objective/score" not in logged
+
+
+@pytest.mark.parametrize("stage", ["rloo", "grpo"])
+def test_answers_that_no_reward_scores_teach_what_they_teach_where_trl_is_told_so(
+    policy_dir, prompts_file, tmp_path, monkeypatch, stage
+):
+    """The same run, and one in which TRL is given what the function returned, with nothing of ours in between."""
+
+    def build_plain(rewards, *_):
+        function = rewards.functions["some"]
+        return lambda prompts, texts, ids, log: function(completion_ids=ids)
+
+    found = []
+    for name in ("ours", "plain"):
+        folder = tmp_path / name
+        keys = {"max_steps": 4, "missing_eos_penalty": 0, "reward_funcs": "[tests.rl.test_groups:some]"}
+        keys_task.train_groups(stage, keys_task.build_group_flags(policy_dir, folder, prompts_file, **keys))
+        figures = ("loss", "grad_norm", "reward", "reward_std", "frac_reward_zero_std")
+        found.append([[event.get(figure) for figure in figures] for event in keys_task.read_metrics(folder)])
+        monkeypatch.setattr("recipes_lib.rl.groups.build_score", build_plain)
+    assert len(found[0]) == 4
+    assert found[0] == found[1]
+
+
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
     """Problems, and a policy that half knows the answers."""

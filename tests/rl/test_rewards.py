@@ -35,9 +35,18 @@ def whole(*, prompts, completions, **_):
 def test_the_score_is_the_weighted_sum():
     rewards = Rewards({"exact": exact, "length": length}, None, [2.0, -0.5])
     scores = rewards.score(CHATS, ["0", "x", "2"], [[5], [5, 6], []])
-    assert scores.parts == {"exact": [1.0, 0.0, 1.0], "length": [1.0, 2.0, 0.0]}
+    assert scores.parts == {"exact": [1.0, 0.0, 1.0], "length": [1.0, 2.0, None]}
     assert scores.total == [1.5, -1.0, 2.0]
     assert Rewards({"whole": whole}, None, [1.0]).score(TEXTS, ["a", "", "abc"], [[1]] * 3).total == [4, 3, 6]
+
+
+def test_an_answer_of_which_no_reward_says_anything_is_worth_nothing_that_is_known():
+    ids = [[5], [5, 6], []]
+    assert Rewards({"length": length}, None, [2.0]).score(CHATS, ["a"] * 3, ids).total == [2.0, 4.0, None]
+    # What is measured and not learnt from makes no difference to what is learnt.
+    measured = Rewards({"length": length, "exact": exact}, None, [2.0, 0.0]).score(CHATS, ["0"] * 3, ids)
+    assert measured.total == [2.0, 4.0, None]
+    assert measured.parts["exact"] == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(

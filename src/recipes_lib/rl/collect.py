@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -135,6 +136,7 @@ class Collector:
                 ids[rows, :width], logps[rows, :width] = answered.response_ids, answered.engine_logps
         mask, finished = mask_answers(ids, self.models.stop_ids)
         none = torch.zeros(len(prompts))
+        unscored = torch.zeros(len(prompts), dtype=torch.bool)
         by_token = torch.zeros_like(logps)
         everything = Rollout(
             prompts=prompts,
@@ -142,6 +144,7 @@ class Collector:
             response_ids=torch.where(mask, ids, 0),
             mask=mask,
             finished=finished,
+            scored=unscored,
             scores=none,
             rewards=none[:, None],
             engine_logps=torch.where(mask, logps, 0.0),
@@ -163,8 +166,12 @@ class Collector:
         texts = [str(text) for text in self.tokenizer.batch_decode(answers, skip_special_tokens=True)]
         with held_whole(None if self.rewards.model is None else self.rewards.model.model):
             scores = self.rewards.score(rollout.prompts, texts, answers)
-        parts = torch.tensor(list(scores.parts.values())).T
-        return dataclasses.replace(rollout, scores=torch.tensor(scores.total), rewards=parts), texts
+        known: dict[str, Any] = {
+            "scored": torch.tensor([total is not None for total in scores.total]),
+            "scores": torch.tensor([0.0 if total is None else total for total in scores.total]),
+            "rewards": torch.tensor([[math.nan if s is None else s for s in part] for part in scores.parts.values()]).T,
+        }
+        return dataclasses.replace(rollout, **known), texts
 
     def _read(self, rollout: Rollout) -> Rollout:
         WATCHDOG.enter("reading answers")

@@ -69,7 +69,8 @@ def build_group_trainer(
 def build_score(rewards: Rewards, stop_ids: Sequence[int], penalty: float) -> Score:
     """What answers are worth to the policy: the weighted rewards, less ``penalty`` where one ran into the limit.
 
-    The rewards are logged under PPO's names, so that the runs can be laid over each other.
+    TRL leaves answers of which no reward says anything out of their group. The rewards are logged under PPO's names, so
+    that the runs can be laid over each other.
     """
 
     def score(
@@ -77,16 +78,21 @@ def build_score(rewards: Rewards, stop_ids: Sequence[int], penalty: float) -> Sc
         texts: Sequence[str],
         ids: Sequence[list[int]],
         log: Callable[[str, float], None],
-    ) -> list[float]:
+    ) -> list[float | None]:
         scores = rewards.score(prompts, texts, ids)
         finished = torch.tensor([answer[-1] in stop_ids for answer in ids])
-        log("objective/score", sum(scores.total) / len(ids))
+        figures = {"objective/score": scores.total}
+        if len(scores.parts) > 1:
+            figures |= {f"objective/score/{name}": part for name, part in scores.parts.items()}
+        for name, values in figures.items():
+            known = [value for value in values if value is not None]
+            if known:
+                log(name, sum(known) / len(known))
         log("objective/finish_rate", float(finished.float().mean()))
         log("objective/length", sum(map(len, ids)) / len(ids))
-        for name, part in scores.parts.items() if len(scores.parts) > 1 else ():
-            log(f"objective/score/{name}", sum(part) / len(ids))
-        penalised: list[float] = penalise_missing_end(torch.tensor(scores.total), finished, penalty).tolist()
-        return penalised
+        totals = torch.tensor([0.0 if total is None else total for total in scores.total])
+        penalised: list[float] = penalise_missing_end(totals, finished, penalty).tolist()
+        return [None if total is None else worth for total, worth in zip(scores.total, penalised, strict=True)]
 
     return score
 
@@ -109,7 +115,7 @@ class AnswerPrompts:
         with preserve_training_state(model):
             return self._samples.answer(step)
 
-    def _write(self, step: int, sample: Sample, reward: float) -> None:
+    def _write(self, step: int, sample: Sample, reward: float | None) -> None:
         self._writer.write({"step": step, **asdict(sample), "reward": reward})
 
 

@@ -26,10 +26,14 @@ RewardFunction = Callable[..., Sequence[float | None]]
 
 
 class Scores(NamedTuple):
-    """What answers are worth: the weighted sum, and each reward by its name; a number for each answer."""
+    """What answers are worth: the weighted sum, and each reward by its name; a number or ``None`` for each answer.
 
-    total: list[float]
-    parts: dict[str, list[float]]
+    A reward that says nothing of an answer is no part of its sum. Where none with a weight says anything, the answer
+    is worth nothing that is known, which is not 0: nothing can be learnt from it.
+    """
+
+    total: list[float | None]
+    parts: dict[str, list[float | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +71,19 @@ class Rewards:
             ConfigError: A function failed, or returned something else than one finite number or ``None`` each.
             DataError: As ``RewardModel.score``.
         """
-        parts = {name: _call(name, function, prompts, texts, ids) for name, function in self.functions.items()}
+        parts: dict[str, list[float | None]] = {
+            name: _call(name, function, prompts, texts, ids) for name, function in self.functions.items()
+        }
         if self.model is not None:
             answers = [_join(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
             scores = self.model.score(answers)
             parts[MODEL] = [min(max(score, -MAX_MODEL_SCORE), MAX_MODEL_SCORE) for score in scores]
-        columns = zip(*parts.values(), strict=True)
-        total = [sum(w * s for w, s in zip(self.weights, column, strict=True)) for column in columns]
-        return Scores(total, parts)
+        return Scores([self._add(column) for column in zip(*parts.values(), strict=True)], parts)
+
+    def _add(self, column: Sequence[float | None]) -> float | None:
+        """The weighted sum of an answer's rewards; ``None`` where none of those that are learnt from says anything."""
+        said = [(weight, score) for weight, score in zip(self.weights, column, strict=True) if score is not None]
+        return sum(weight * score for weight, score in said) if any(weight for weight, _ in said) else None
 
 
 def load_rewards(
@@ -142,7 +151,7 @@ def _call(
     prompts: Sequence[PromptRow],
     texts: Sequence[str],
     ids: Sequence[list[int]],
-) -> list[float]:
+) -> list[float | None]:
     is_chat = not isinstance(prompts[0].content, str)
     completions: list[Any] = [[{"role": "assistant", "content": text}] for text in texts] if is_chat else list(texts)
     columns = {column: [prompt.columns.get(column) for prompt in prompts] for column in prompts[0].columns}
@@ -162,7 +171,7 @@ def _call(
         if score is not None and not (isinstance(score, Real) and math.isfinite(score)):
             found = f"{name} returned {score!r} for the answer {texts[index]!r:.80}"
             raise ConfigError(Problem("reward_funcs", found, "return finite numbers, or None where it says nothing"))
-    return [0.0 if score is None else float(score) for score in scores]
+    return [None if score is None else float(score) for score in scores]
 
 
 def _join(prompt: PromptRow, text: str) -> Answer:

@@ -17,8 +17,10 @@ from recipes_lib.training.guards import StepInputs
 from recipes_lib.training.preemption import stop_if_agreed
 from recipes_lib.training.recipe_trainer import RecipeTrainer
 
-Score = Callable[[Sequence[PromptRow], Sequence[str], Sequence[list[int]], Callable[[str, float], None]], list[float]]
-"""Prompts, answers as texts, their tokens, and what logs a figure -> what each answer is worth."""
+Score = Callable[
+    [Sequence[PromptRow], Sequence[str], Sequence[list[int]], Callable[[str, float], None]], list[float | None]
+]
+"""Prompts, answers as texts, their tokens, and what logs a figure -> what each answer is worth; ``None``: not known."""
 
 
 class GroupTrainer(RecipeTrainer):
@@ -45,7 +47,7 @@ class GroupTrainer(RecipeTrainer):
 
         def reward(
             *, prompts: Sequence[str], completions: Sequence[str], completion_ids: Sequence[list[int]], **given: Any
-        ) -> list[float]:
+        ) -> list[float | None]:
             rows = [self._prompts[int(number)] for number in prompts]
             return score(rows, completions, completion_ids, given["log_metric"])
 
