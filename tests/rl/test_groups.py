@@ -6,13 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.rl import arithmetic_task, keys_task
 
 from recipes_lib.data.prompts import PromptRow
 from recipes_lib.rl.groups import build_score
-from recipes_lib.rl.rewards import Rewards
+from recipes_lib.rl.rewards import Rewards, Scores
 
 PROMPTS = [PromptRow("here", [1], f"{n}", {"wanted": n}) for n in range(3)]
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "neighbours.py"
@@ -54,6 +55,18 @@ def test_an_answer_of_which_no_reward_says_anything_has_no_worth_and_no_penalty(
     logged.clear()
     assert score(PROMPTS[:1], ["a"], [[5]], logged.__setitem__) == [None]
     assert "objective/score" not in logged
+
+
+def test_rewards_are_told_which_answers_ended():
+    told = []
+
+    def keep(prompts, texts, ids, finished):
+        told.extend(finished)
+        return Scores([1.0] * 3, {"model": [1.0] * 3})
+
+    score = build_score(SimpleNamespace(score=keep), stop_ids=[9, 8], penalty=0.0)
+    score(PROMPTS, ["a"] * 3, [[5, 9], [9, 5], [8]], lambda *_: None)
+    assert told == [True, False, True]
 
 
 @pytest.mark.parametrize("stage", ["rloo", "grpo"])

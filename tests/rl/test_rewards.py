@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from tests.rl.reward_models import read_the_end
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 from recipes_lib.config.schema import RewardsConfig
@@ -15,6 +16,7 @@ from recipes_lib.models.scoring import RewardModel
 from recipes_lib.rl.rewards import MAX_MODEL_SCORE, Rewards, load_reward_functions, load_rewards
 
 CHATS = [PromptRow("here", [1], [{"role": "user", "content": f"{n}?"}], {"solution": str(n)}) for n in range(3)]
+ENDED = [True] * 3
 TEXTS = [PromptRow("here", [1], f"{n}: ", {}) for n in range(3)]
 
 
@@ -34,17 +36,17 @@ def whole(*, prompts, completions, **_):
 
 def test_the_score_is_the_weighted_sum():
     rewards = Rewards({"exact": exact, "length": length}, None, [2.0, -0.5])
-    scores = rewards.score(CHATS, ["0", "x", "2"], [[5], [5, 6], []])
+    scores = rewards.score(CHATS, ["0", "x", "2"], [[5], [5, 6], []], ENDED)
     assert scores.parts == {"exact": [1.0, 0.0, 1.0], "length": [1.0, 2.0, None]}
     assert scores.total == [1.5, -1.0, 2.0]
-    assert Rewards({"whole": whole}, None, [1.0]).score(TEXTS, ["a", "", "abc"], [[1]] * 3).total == [4, 3, 6]
+    assert Rewards({"whole": whole}, None, [1.0]).score(TEXTS, ["a", "", "abc"], [[1]] * 3, ENDED).total == [4, 3, 6]
 
 
 def test_an_answer_of_which_no_reward_says_anything_is_worth_nothing_that_is_known():
     ids = [[5], [5, 6], []]
-    assert Rewards({"length": length}, None, [2.0]).score(CHATS, ["a"] * 3, ids).total == [2.0, 4.0, None]
+    assert Rewards({"length": length}, None, [2.0]).score(CHATS, ["a"] * 3, ids, ENDED).total == [2.0, 4.0, None]
     # What is measured and not learnt from makes no difference to what is learnt.
-    measured = Rewards({"length": length, "exact": exact}, None, [2.0, 0.0]).score(CHATS, ["0"] * 3, ids)
+    measured = Rewards({"length": length, "exact": exact}, None, [2.0, 0.0]).score(CHATS, ["0"] * 3, ids, ENDED)
     assert measured.total == [2.0, 4.0, None]
     assert measured.parts["exact"] == [1.0, 0.0, 0.0]
 
@@ -61,7 +63,7 @@ def test_an_answer_of_which_no_reward_says_anything_is_worth_nothing_that_is_kno
 )
 def test_a_broken_function_is_named_with_what_it_returned(function, words):
     with pytest.raises(ConfigError, match=words) as caught:
-        Rewards({"mine": function}, None, [1.0]).score(CHATS, ["a", "b", "c"], [[1]] * 3)
+        Rewards({"mine": function}, None, [1.0]).score(CHATS, ["a", "b", "c"], [[1]] * 3, ENDED)
     assert "mine" in str(caught.value)
 
 
@@ -83,7 +85,7 @@ def test_a_function_is_found_in_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     functions = load_reward_functions(["rewards_of_mine:always"])
-    assert Rewards(functions, None, [1.0]).score(TEXTS, ["a"] * 3, [[1]] * 3).total == [1, 1, 1]
+    assert Rewards(functions, None, [1.0]).score(TEXTS, ["a"] * 3, [[1]] * 3, ENDED).total == [1, 1, 1]
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +109,9 @@ def test_a_reward_model_scores_by_its_own_template_and_tokenizer(reward_model_di
     own = RewardModel.load(reward_model_dir)
     texts = ["Four.", "Five.", "No"]
     expected = own.score([[*p.content, {"role": "assistant", "content": t}] for p, t in zip(CHATS, texts, strict=True)])
-    assert rewards.score(CHATS, texts, [[1]] * 3).total == pytest.approx([3 * score for score in expected])
+    assert rewards.score(CHATS, texts, [[1]] * 3, ENDED).total == pytest.approx([3 * score for score in expected])
     plain = own.score([(prompt.content, text) for prompt, text in zip(TEXTS, texts, strict=True)])
-    assert rewards.score(TEXTS, texts, [[1]] * 3).parts["reward_model"] == pytest.approx(plain)
+    assert rewards.score(TEXTS, texts, [[1]] * 3, ENDED).parts["reward_model"] == pytest.approx(plain)
 
 
 def test_a_reward_models_score_is_bounded(reward_model_dir):
@@ -117,5 +119,17 @@ def test_a_reward_models_score_is_bounded(reward_model_dir):
     assert rewards.model is not None
     with torch.no_grad():
         rewards.model.model.score.weight.mul_(1e4)
-    scores = rewards.score(CHATS, ["Four.", "Five.", "No"], [[1]] * 3).total
+    scores = rewards.score(CHATS, ["Four.", "Five.", "No"], [[1]] * 3, ENDED).total
     assert {abs(score) for score in scores} == {MAX_MODEL_SCORE}
+
+
+def test_an_answer_that_ran_into_the_limit_is_scored_without_an_end(reward_model_dir):
+    """By a model that knows nothing but whether the last token is an end."""
+    rewards = load_rewards(RewardsConfig(reward_model_name_or_path=str(reward_model_dir)), "cpu")
+    assert rewards.model is not None
+    read_the_end(rewards.model, ["<|im_end|>", "<|endoftext|>"])
+    finished = [True, False, True]
+    for prompts in (CHATS, TEXTS):
+        first, second, third = rewards.score(prompts, ["Four.", "Fi", "No"], [[1]] * 3, finished).total
+        assert first == third > 1
+        assert second == 0

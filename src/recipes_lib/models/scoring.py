@@ -116,23 +116,30 @@ class RewardModel:
         saved = ModelConfig(model_name_or_path=str(folder), dtype="auto")
         return cls(scorer, load_tokenizer(saved, TokensConfig()))
 
-    def encode(self, answers: Sequence[Answer]) -> list[list[int]]:
-        """Token ids of each answer behind its prompt; the last one ends the answer.
+    def encode(self, answers: Sequence[Answer], *, finished: Sequence[bool] | None = None) -> list[list[int]]:
+        """Token ids of each answer behind its prompt; the last one ends the answer, where it is ``finished``.
 
         Raises:
             ConfigError: As ``encode_answers``.
             DataError: As ``encode_answers``.
         """
-        return encode_answers(self.tokenizer, answers)
+        return encode_answers(self.tokenizer, answers, finished=finished)
 
-    def score(self, answers: Sequence[Answer], *, overlong: Overlong = "error") -> list[float]:
+    def score(
+        self, answers: Sequence[Answer], *, finished: Sequence[bool] | None = None, overlong: Overlong = "error"
+    ) -> list[float]:
         """Rewards of answers, in their order; in standard deviations from the mean where the model has statistics.
+
+        Args:
+            answers: What is scored.
+            finished: False where an answer was broken off before its end; unset, all have ended.
+            overlong: As for ``compute_raw_scores``.
 
         Raises:
             ConfigError: As ``encode_answers``.
             DataError: As ``encode_answers`` and ``compute_raw_scores``.
         """
-        raw = self.compute_raw_scores(self.encode(answers), overlong=overlong)
+        raw = self.compute_raw_scores(self.encode(answers, finished=finished), overlong=overlong)
         mean, std = read_reward_statistics(self.model) or (0.0, 1.0)
         return [(score - mean) / std for score in raw]
 

@@ -165,7 +165,7 @@ class Collector:
         answers = [ids[mask].tolist() for ids, mask in zip(rollout.response_ids, rollout.mask, strict=True)]
         texts = [str(text) for text in self.tokenizer.batch_decode(answers, skip_special_tokens=True)]
         with held_whole(None if self.rewards.model is None else self.rewards.model.model):
-            scores = self.rewards.score(rollout.prompts, texts, answers)
+            scores = self.rewards.score(rollout.prompts, texts, answers, rollout.finished.tolist())
         known: dict[str, Any] = {
             "scored": torch.tensor([total is not None for total in scores.total]),
             "scores": torch.tensor([0.0 if total is None else total for total in scores.total]),

@@ -79,8 +79,8 @@ def build_score(rewards: Rewards, stop_ids: Sequence[int], penalty: float) -> Sc
         ids: Sequence[list[int]],
         log: Callable[[str, float], None],
     ) -> list[float | None]:
-        scores = rewards.score(prompts, texts, ids)
-        finished = torch.tensor([answer[-1] in stop_ids for answer in ids])
+        ended = [answer[-1] in stop_ids for answer in ids]
+        scores, finished = rewards.score(prompts, texts, ids, ended), torch.tensor(ended)
         figures = {"objective/score": scores.total}
         if len(scores.parts) > 1:
             figures |= {f"objective/score/{name}": part for name, part in scores.parts.items()}

@@ -59,13 +59,16 @@ class Rewards:
         """Of the rewards, in their order."""
         return [*self.functions, *([] if self.model is None else [MODEL])]
 
-    def score(self, prompts: Sequence[PromptRow], texts: Sequence[str], ids: Sequence[list[int]]) -> Scores:
+    def score(
+        self, prompts: Sequence[PromptRow], texts: Sequence[str], ids: Sequence[list[int]], finished: Sequence[bool]
+    ) -> Scores:
         """What answers are worth.
 
         Args:
             prompts: What was asked.
             texts: The answers without special tokens.
             ids: Their tokens, the one that ended them included.
+            finished: False where an answer ran into the limit: the reward model reads no end of it.
 
         Raises:
             ConfigError: A function failed, or returned something else than one finite number or ``None`` each.
@@ -76,7 +79,7 @@ class Rewards:
         }
         if self.model is not None:
             answers = [_join(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
-            scores = self.model.score(answers)
+            scores = self.model.score(answers, finished=finished)
             parts[MODEL] = [min(max(score, -MAX_MODEL_SCORE), MAX_MODEL_SCORE) for score in scores]
         return Scores([self._add(column) for column in zip(*parts.values(), strict=True)], parts)
 
