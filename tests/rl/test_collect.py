@@ -93,9 +93,11 @@ def test_what_is_scored_is_the_text_and_the_tokens_with_their_end(collector_and_
     rollout, texts = collector.answer(prompts[:8], range(8))
     assert rollout.scores.tolist() == rollout.lengths.tolist()
     assert texts == SEEN
-    for text, ids, mask in zip(texts, rollout.response_ids, rollout.mask, strict=True):
+    for prompt, text, ids, mask in zip(prompts[:8], texts, rollout.response_ids, rollout.mask, strict=True):
         words = [keys_task.WORDS[index] for index in ids[mask].tolist()]
         assert text.split() == [word for word in words if not word.startswith("<")]
+        # Behind its prompt it is what was sampled, though the decoder writes no blank before a first word.
+        assert (prompt.content + text).split() == prompt.content.split() + text.split()
 
 
 def test_an_answer_of_which_no_reward_says_anything_is_not_scored(collector_and_prompts):

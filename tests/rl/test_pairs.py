@@ -41,10 +41,9 @@ class Collector:
     """Answers with the number of the answer, which is also its worth; those of prompt 2 are worth the same."""
 
     batch_size = 5
-    tokenizer = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
 
-    def __init__(self, unscored=()):
-        self.asked, self.unscored = [], unscored
+    def __init__(self, unscored=(), first=" 0"):
+        self.asked, self.unscored, self.first = [], unscored, first
 
     def answer(self, prompts, numbers):
         self.asked.append(list(numbers))
@@ -57,10 +56,8 @@ class Collector:
             scores=torch.tensor(scores),
             finished=torch.tensor(finished),
             scored=torch.tensor([n not in self.unscored for n in numbers]),
-            response_ids=torch.tensor([[n, 0] for n in numbers]),
-            mask=torch.tensor([[True, False]] * len(numbers)),
         )
-        return known, [f"text {n}" for n in numbers]
+        return known, [f" {n}" if n else self.first for n in numbers]
 
 
 PROMPTS = [PromptRow("here", [1], f"prompt {n}", {}) for n in range(5)]
@@ -91,8 +88,7 @@ def test_a_row_is_of_the_preference_layout(content):
 
 
 def test_an_answer_that_says_nothing_is_in_no_pair():
-    collector = Collector()
-    collector.tokenizer = SimpleNamespace(decode=lambda ids, **_: " ".join(str(n) for n in ids if n))
+    collector = Collector(first=" ")
     rows = [row for batch in sample_pairs(collector, PROMPTS[:2], 3, PairCounts()) for row in batch]
     assert [(row["chosen"], row["rejected"]) for row in rows] == [(" 2", " 1"), (" 5", " 3")]
 

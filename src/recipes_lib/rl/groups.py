@@ -16,7 +16,7 @@ from recipes_lib.models.attention import choose_attention
 from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.loading import load_model_config
 from recipes_lib.rl.answering import build_collector, hold_policy
-from recipes_lib.rl.collect import Collector
+from recipes_lib.rl.collect import Collector, read_answers
 from recipes_lib.rl.ppo_math import penalise_missing_end
 from recipes_lib.rl.rewards import Rewards
 from recipes_lib.rl.samples import ScoredSamples, choose_samples
@@ -60,13 +60,13 @@ def build_group_trainer(
         model=policy,
         args=args,
         prompts=prompts.train,
-        score=build_score(rewards, stop_ids, config.rewards.missing_eos_penalty or 0.0),
+        score=build_score(rewards, tokenizer, stop_ids, config.rewards.missing_eos_penalty or 0.0),
         processing_class=tokenizer,
         observer=_build_observer(config, hooks, output_dir, progress, is_main=launch.is_main),
     )
 
 
-def build_score(rewards: Rewards, stop_ids: Sequence[int], penalty: float) -> Score:
+def build_score(rewards: Rewards, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], penalty: float) -> Score:
     """What answers are worth to the policy: the weighted rewards, less ``penalty`` where one ran into the limit.
 
     TRL leaves answers of which no reward says anything out of their group. The rewards are logged under PPO's names, so
@@ -74,11 +74,9 @@ def build_score(rewards: Rewards, stop_ids: Sequence[int], penalty: float) -> Sc
     """
 
     def score(
-        prompts: Sequence[PromptRow],
-        texts: Sequence[str],
-        ids: Sequence[list[int]],
-        log: Callable[[str, float], None],
+        prompts: Sequence[PromptRow], ids: Sequence[list[int]], log: Callable[[str, float], None]
     ) -> list[float | None]:
+        texts = read_answers(tokenizer, prompts, ids)
         ended = [answer[-1] in stop_ids for answer in ids]
         scores, finished = rewards.score(prompts, texts, ids, ended), torch.tensor(ended)
         figures = {"objective/score": scores.total}

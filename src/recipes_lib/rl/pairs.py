@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from recipes_lib.data.prompts import PromptRow
-from recipes_lib.models.sampling import read_continuation
 from recipes_lib.rl.collect import Collector
 
 
@@ -84,10 +83,6 @@ def sample_pairs(
         asked = [prompt for prompt in batch for _ in range(num_answers)]
         first = start * num_answers
         answers, texts = collector.answer(asked, range(first, first + len(asked)))
-        for at, prompt in enumerate(asked):
-            if isinstance(prompt.content, str):
-                ids = answers.response_ids[at][answers.mask[at]].tolist()
-                texts[at] = read_continuation(collector.tokenizer, prompt.input_ids, ids)
         known = zip(texts, answers.scores.tolist(), (answers.finished & answers.scored).tolist(), strict=True)
         # An answer that says nothing is none to learn from, and neither is one of which no reward says anything.
         answered = [Answered(text, score, usable and bool(text.strip())) for text, score, usable in known]

@@ -17,10 +17,8 @@ from recipes_lib.training.guards import StepInputs
 from recipes_lib.training.preemption import stop_if_agreed
 from recipes_lib.training.recipe_trainer import RecipeTrainer
 
-Score = Callable[
-    [Sequence[PromptRow], Sequence[str], Sequence[list[int]], Callable[[str, float], None]], list[float | None]
-]
-"""Prompts, answers as texts, their tokens, and what logs a figure -> what each answer is worth; ``None``: not known."""
+Score = Callable[[Sequence[PromptRow], Sequence[list[int]], Callable[[str, float], None]], list[float | None]]
+"""Prompts, the tokens of answers, and what logs a figure -> what each answer is worth; ``None``: not known."""
 
 
 class GroupTrainer(RecipeTrainer):
@@ -45,11 +43,9 @@ class GroupTrainer(RecipeTrainer):
         """
         self._prompts = prompts
 
-        def reward(
-            *, prompts: Sequence[str], completions: Sequence[str], completion_ids: Sequence[list[int]], **given: Any
-        ) -> list[float | None]:
+        def reward(*, prompts: Sequence[str], completion_ids: Sequence[list[int]], **given: Any) -> list[float | None]:
             rows = [self._prompts[int(number)] for number in prompts]
-            return score(rows, completions, completion_ids, given["log_metric"])
+            return score(rows, completion_ids, given["log_metric"])
 
         numbers = Dataset.from_dict({"prompt": [str(number) for number in range(len(prompts))]})
         # Upstream asks for held-out rows where something is evaluated, which is the hooks' affair.
