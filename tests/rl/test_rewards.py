@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 
 import pytest
 import torch
+from tests.rl import keys_task
 from tests.rl.reward_models import read_the_end
-from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+from transformers import AutoTokenizer, BloomConfig, LlamaConfig, LlamaForSequenceClassification
 
 from recipes_lib.config.schema import RewardsConfig
 from recipes_lib.data.prompts import PromptRow
-from recipes_lib.errors import ConfigError
+from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.models.scoring import RewardModel
-from recipes_lib.rl.rewards import MAX_MODEL_SCORE, Rewards, load_reward_functions, load_rewards
+from recipes_lib.rl.rewards import MAX_MODEL_SCORE, Rewards, load_reward_functions, load_rewards, verify_positions
 
 CHATS = [PromptRow("here", [1], [{"role": "user", "content": f"{n}?"}], {"solution": str(n)}) for n in range(3)]
 ENDED = [True] * 3
@@ -133,3 +135,25 @@ def test_an_answer_that_ran_into_the_limit_is_scored_without_an_end(reward_model
         first, second, third = rewards.score(prompts, ["Four.", "Fi", "No"], [[1]] * 3, finished).total
         assert first == third > 1
         assert second == 0
+
+
+def test_an_answer_too_long_for_the_reward_model_is_named_by_its_prompt(reward_model_dir):
+    rewards = load_rewards(RewardsConfig(reward_model_name_or_path=str(reward_model_dir)), "cpu")
+    assert rewards.model is not None
+    rewards.model.model.config.max_position_embeddings = 40
+    prompts = [PromptRow(f"prompts.jsonl:{line}", [1], "Why? ", {}) for line in (4, 9, 17)]
+    with pytest.raises(DataError, match=r"prompts\.jsonl:9: \d+ tokens are more than the 40 positions") as caught:
+        rewards.score(prompts, ["No", "word " * 60, "No"], [[1]] * 3, ENDED)
+    assert len(caught.value.problems) == 1
+
+
+def test_positions_are_compared_with_the_longest_answer_in_the_same_tokens(tiny_tokenizer):
+    few, any_number = LlamaConfig(max_position_embeddings=100), BloomConfig()
+    for config, length in ((few, 100), (any_number, 10**6)):
+        assert verify_positions(config, tiny_tokenizer, tiny_tokenizer, length) == ""
+    with pytest.raises(ConfigError, match="has 100 positions, and the longest prompt with its answer 101 tokens"):
+        verify_positions(few, tiny_tokenizer, copy.deepcopy(tiny_tokenizer), 101)
+    # Another tokenizer may need fewer, or more: that is not known before.
+    assert verify_positions(few, keys_task.build_tokenizer(), tiny_tokenizer, 101).startswith(
+        "warning: the reward model"
+    )

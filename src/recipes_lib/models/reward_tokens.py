@@ -30,7 +30,11 @@ _REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
 
 
 def encode_answers(
-    tokenizer: PreTrainedTokenizerBase, answers: Sequence[Answer], *, finished: Sequence[bool] | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    answers: Sequence[Answer],
+    *,
+    finished: Sequence[bool] | None = None,
+    where: Sequence[str] = (),
 ) -> list[list[int]]:
     """Token ids of each answer behind its prompt; the last one ends the answer, and none follows it.
 
@@ -43,6 +47,7 @@ def encode_answers(
         answers: What is scored.
         finished: False where an answer was broken off: its last token is then the last one of its text, as in the pairs
             of ``UnfinishedAnswers``. Unset, all have ended.
+        where: The place of each, for errors; without, its number.
 
     Raises:
         ConfigError: There are chats, and the tokenizer has no chat template.
@@ -60,7 +65,7 @@ def encode_answers(
         try:
             texts.append("".join(answer) if _is_plain(answer) else _render(tokenizer, answer, finished=has_ended))
         except Exception as error:  # Foreign code met the user's data: whatever it raises is about this answer.
-            problems.append(Problem(f"answer {index}", f"cannot be rendered: {error}"))
+            problems.append(Problem(name_answer(index, where), f"cannot be rendered: {error}"))
     if problems:
         raise DataError(*problems)
     encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
@@ -75,6 +80,11 @@ def encode_answers(
         while ids[-2:-1] == ids[-1:]:
             ids.pop()
     return encoded
+
+
+def name_answer(index: int, where: Sequence[str] = ()) -> str:
+    """An answer as an error names it: by its place among ``where``, or by its number."""
+    return where[index] if where else f"answer {index}"
 
 
 def _is_plain(answer: Answer) -> TypeGuard[tuple[str, str]]:

@@ -52,7 +52,7 @@ def build_group_trainer(
     output_dir = Path(str(args.output_dir))
 
     models = hold_policy(policy, stop_ids)
-    collector = build_collector(config, args, models, rewards, tokenizer, progress, WATCHDOG.beat)
+    collector = build_collector(config, args, models, rewards, tokenizer, progress, WATCHDOG.beat, prompts.max_length)
     asked = choose_samples(prompts, config.evaluation.num_sample_prompts)
     writer = MetricsWriter(output_dir / SAMPLES_FILE, is_main=launch.is_main)
     hooks = [AnswerPrompts(collector, asked, writer)] if asked else []

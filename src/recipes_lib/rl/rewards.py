@@ -11,11 +11,13 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
 from recipes_lib.config.schema import RewardsConfig
 from recipes_lib.data.prompts import PromptRow
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.reward_tokens import Answer
-from recipes_lib.models.scoring import RewardModel
+from recipes_lib.models.scoring import TOO_LONG, RewardModel, read_positions
 
 MAX_MODEL_SCORE: Final = 10.0
 """Bound of a reward model's score, in its standard deviations: what lies beyond is not what it was trained on."""
@@ -79,7 +81,7 @@ class Rewards:
         }
         if self.model is not None:
             answers = [_join(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
-            scores = self.model.score(answers, finished=finished)
+            scores = self.model.score(answers, finished=finished, where=[prompt.where for prompt in prompts])
             parts[MODEL] = [min(max(score, -MAX_MODEL_SCORE), MAX_MODEL_SCORE) for score in scores]
         return Scores([self._add(column) for column in zip(*parts.values(), strict=True)], parts)
 
@@ -135,6 +137,31 @@ def load_reward_functions(paths: Sequence[str]) -> dict[str, RewardFunction]:
     if problems:
         raise ConfigError(*problems)
     return functions
+
+
+def verify_positions(
+    config: PreTrainedConfig, own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, max_length: int
+) -> str:
+    """Compare what a reward model has positions for with what it may have to score; a warning, or nothing.
+
+    Args:
+        config: Of the reward model.
+        own: Its tokenizer.
+        policy: The policy's.
+        max_length: Tokens of the longest prompt with its longest answer, by the policy's tokenizer.
+
+    Raises:
+        ConfigError: The longest answer does not fit, and both have the same tokens.
+    """
+    positions = read_positions(config)
+    if max_length <= positions:
+        return ""
+    found = (
+        f"the reward model has {positions:,} positions, and the longest prompt with its answer {max_length:,} tokens"
+    )
+    if own.get_vocab() == policy.get_vocab():
+        raise ConfigError(Problem("reward_model_name_or_path", found, TOO_LONG))
+    return f"warning: {found} of the policy; one that is too long in the reward model's own ends the run: {TOO_LONG}"
 
 
 def _find_function(module_name: str, name: str) -> RewardFunction:

@@ -108,7 +108,7 @@ class PPOTrainer:
         critic = build("critic", trunk, models.critic_parameters(), learning_rate=critic_rate)
         self._learners = {"policy": policy, "critic": critic}
         self._collector = build_collector(
-            config, args, models, rewards, tokenizer, self._log.progress, beat=leave_if_asked
+            config, args, models, rewards, tokenizer, self._log.progress, leave_if_asked, prompts.max_length
         )
         asked = choose_samples(prompts, config.evaluation.num_sample_prompts)
         self._samples = ScoredSamples(self._collector, asked, self._log.write_sample)
