@@ -77,7 +77,7 @@ def write_pairs(config: RecipeConfig, output: Path, num_answers: int) -> str:
     stop_ids = set_stop_tokens(policy, tokenizer, prompts.terminators)
     models = hold_policy(policy.to(args.device), stop_ids)
     progress = build_progress(is_main=True)
-    collector = build_collector(config, args, models, rewards, tokenizer, progress, lambda: None)
+    collector = build_collector(config, args, models, rewards, tokenizer, progress, lambda: None, prompts.max_length)
     facts = {"prompts": prompts.record["fingerprint"], "num_answers": num_answers, "stop_ids": stop_ids}
     tokens = [prompt.input_ids for prompt in prompts.train]
     key = compute_key({**facts, "tokens": tokens, **describe_sampling(config, collector)})

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 
 import pytest
 from rich.console import Console
+from tests.rl import keys_task
 
 from recipes_lib.check import check
 from recipes_lib.config.loader import load_config
@@ -58,6 +60,23 @@ def test_a_reward_that_cannot_be_imported_is_found(look):
 def test_an_answer_for_which_the_model_has_no_positions_is_found(look):
     problems, _ = look(response_length=600)
     assert [problem.where for problem in problems] == ["max_length"]
+
+
+def test_a_reward_model_without_positions_for_an_answer_is_found(look, tiny_model_dir, tmp_path):
+    reward, other = tmp_path / "reward", tmp_path / "other"
+    for folder in (reward, other):
+        shutil.copytree(tiny_model_dir, folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 40}))
+    keys_task.build_tokenizer().save_pretrained(other)
+    keys = {"reward_funcs": "null", "response_length": 32}
+    problems, _ = look(reward_model_name_or_path=reward, **keys)
+    assert [problem.where for problem in problems] == ["reward_model_name_or_path"]
+    assert "the reward model has 40 positions" in problems[0].found
+    problems, told = look(reward_model_name_or_path=other, **keys)
+    assert problems == []
+    assert "warning: the reward model has 40 positions" in told
+    assert "warning" not in look(reward_model_name_or_path=tiny_model_dir, **keys)[1]
 
 
 def test_a_prompt_that_is_too_long_is_found_or_left_out(look):

@@ -54,6 +54,49 @@ def test_every_shipped_template_ends_where_training_ends_it(name: str, more: dic
     assert encode_answers(tokenizer, [messages]) == [read_trained(tokenizer, row, eos_token)]
 
 
+@pytest.mark.parametrize("name", [*SHIPPED_NAMES, *OURS])
+def test_an_answer_that_was_broken_off_has_no_end(name: str) -> None:
+    """Neither of the turn nor of the text, whatever stands between and behind them; all of its own is there."""
+    template = SHIPPED / f"{name}.jinja"
+    text = template.read_text(encoding="utf-8") if template.exists() else source(name)
+    tokenizer = copy.deepcopy(build_byte_level(text, extra=CHATML_ENDS))
+    if name.startswith("glm4moe"):
+        tokenizer.eos_token = "<|user|>"
+    messages = [*TURNS, answer("bye")]
+    if name.startswith(READS_PARTS):
+        messages = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in messages]
+    (whole,) = encode_answers(tokenizer, [messages])
+    (broken,) = encode_answers(tokenizer, [messages], finished=[False])
+    assert tokenizer.decode(broken).rstrip("\n").endswith("bye")
+    assert broken == whole[: len(broken)]
+    assert all(
+        tokenizer.decode([index]).isspace() or index in tokenizer.all_special_ids for index in whole[len(broken) :]
+    )
+
+
+@pytest.mark.parametrize("name", ["chatml", "marked", "bracketed", "thinking"])
+@settings(max_examples=25)
+@given(content=contents)
+def test_an_answer_that_was_broken_off_is_read_as_training_reads_one(name: str, content: str) -> None:
+    tokenizer = build_byte_level(source(name), extra=CHATML_ENDS)
+    trained = read_trained(tokenizer, chat(*TURNS, answer(content)))
+    asked: list[Any] = [[*TURNS, answer(content)], [*TURNS, answer(content)]]
+    assert encode_answers(tokenizer, asked, finished=[False, True]) == [trained[:-1], trained]
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_a_plain_answer_that_was_broken_off_is_read_as_training_reads_one(adds_bos: bool) -> None:
+    tokenizer = build_metaspace(None, adds_bos=adds_bos)
+    trained = read_trained(tokenizer, plain("Say:", " hello there"))
+    asked: list[Any] = [("Say:", " hello there")] * 2
+    assert encode_answers(tokenizer, asked, finished=[True, False]) == [trained, trained[:-1]]
+
+
+def test_what_white_space_an_answer_was_broken_off_with_is_its_own(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    (ids,) = encode_answers(tiny_tokenizer, [[user("hi"), answer("One,\n\n")]], finished=[False])
+    assert tiny_tokenizer.decode(ids).endswith("One,\n\n")
+
+
 @pytest.mark.parametrize("name", OURS)
 @settings(max_examples=25)
 @given(content=contents)
@@ -125,6 +168,8 @@ def test_chats_that_cannot_be_scored_are_all_named(tiny_tokenizer: PreTrainedTok
     with pytest.raises(DataError) as caught:
         encode_answers(tiny_tokenizer, answers)
     assert [problem.where for problem in caught.value.problems] == ["answer 0", "answer 2"]
+    with pytest.raises(DataError, match=r"mine\.jsonl:3: cannot be rendered"):
+        encode_answers(tiny_tokenizer, answers, where=[f"mine.jsonl:{line}" for line in (1, 2, 3)])
     assert "the last message is of the role 'user'" in caught.value.problems[0].found
 
 

@@ -124,16 +124,19 @@ def test_an_answer_beyond_the_model_s_positions_is_an_error_or_nan(reward_model:
     rows = [[5] * 512, [5] * 513, [6], [5] * 600]
     with pytest.raises(DataError) as caught:
         reward_model.compute_raw_scores(rows)
-    assert [str(problem) for problem in caught.value.problems] == [
-        "answer 1: 513 tokens are more than the 512 positions of the reward model",
-        "answer 3: 600 tokens are more than the 512 positions of the reward model",
+    assert [(problem.where, problem.found) for problem in caught.value.problems] == [
+        ("answer 1", "513 tokens are more than the 512 positions of the reward model"),
+        ("answer 3", "600 tokens are more than the 512 positions of the reward model"),
     ]
+    assert "response_length" in caught.value.problems[0].remedy
     scores = reward_model.compute_raw_scores(rows, overlong="nan")
     assert [math.isnan(score) for score in scores] == [False, True, False, True]
     assert [scores[0], scores[2]] == pytest.approx(reward_model.compute_raw_scores([rows[0], rows[2]]), abs=1e-6)
     long = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "word " * 600}]
     with pytest.raises(DataError, match="answer 1: "):
         reward_model.score([CHATS[0], long])
+    with pytest.raises(DataError, match=r"mine\.jsonl:7: "):
+        reward_model.score([CHATS[0], long], where=["mine.jsonl:6", "mine.jsonl:7"])
     assert math.isnan(reward_model.score([CHATS[0], long], overlong="nan")[1])
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.rl import keys_task
+from tests.rl.reward_adapters import write_reward_model
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.prompts import load_prompt_data
+from recipes_lib.errors import ConfigError
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.rl.answering import build_collector, hold_policy
 from recipes_lib.rl.models import load_actor_critic
@@ -19,7 +21,7 @@ from recipes_lib.training.progress import SilentProgress
 
 @pytest.fixture
 def build(policy_dir, prompts_file, tmp_path):
-    def load(**keys):
+    def load(num_positions=64, **keys):
         flags = keys_task.build_flags(policy_dir, tmp_path / "out", prompts_file, **keys)
         config, launch = load_config("ppo", flags), read_launch()
         tokenizer = load_tokenizer(config.model, config.tokens)
@@ -27,9 +29,13 @@ def build(policy_dir, prompts_file, tmp_path):
         args = build_training_arguments(config, launch, has_eval=True)
         models = load_actor_critic(config, args, launch, tokenizer, prompts.terminators)
         rewards = load_rewards(config.rewards, "cpu")
+        if rewards.model is not None:
+            rewards.model.model.config.max_position_embeddings = num_positions
 
         def collect(models):
-            return build_collector(config, args, models, rewards, tokenizer, SilentProgress(), lambda: None)
+            return build_collector(
+                config, args, models, rewards, tokenizer, SilentProgress(), lambda: None, prompts.max_length
+            )
 
         return collect(models), collect(hold_policy(models.policy, models.stop_ids)), prompts.train
 
@@ -41,6 +47,20 @@ def test_a_policy_alone_answers_as_it_does_in_training(build):
     (first, first_texts), (second, second_texts) = (each.answer(prompts[:8], range(8)) for each in (collector, alone))
     assert first_texts == second_texts
     assert torch.equal(first.scores, second.scores)
+
+
+def test_a_reward_model_without_positions_for_the_longest_answer_is_refused_at_the_start(build, policy_dir, tmp_path):
+    reward_model = {
+        "reward_model_name_or_path": write_reward_model(policy_dir, tmp_path / "reward"),
+        "reward_funcs": "null",
+    }
+    _, _, prompts = build(**reward_model)
+    longest = max(len(prompt.input_ids) for prompt in prompts) + 8
+    build(num_positions=longest, **reward_model)
+    with pytest.raises(
+        ConfigError, match=f"{longest - 1} positions, and the longest prompt with its answer {longest} "
+    ):
+        build(num_positions=longest - 1, **reward_model)
 
 
 def test_settings_reach_the_sampler(build):

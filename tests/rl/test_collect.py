@@ -9,11 +9,15 @@ import dataclasses
 import pytest
 import torch
 from tests.rl import keys_task
+from tests.rl.reward_models import read_the_end
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.models.sampling import GenerateBackend, Sampling
+from recipes_lib.models.score_head import add_score_head
+from recipes_lib.models.scoring import RewardModel
 from recipes_lib.rl.collect import Collector
 from recipes_lib.rl.models import load_actor_critic
 from recipes_lib.rl.rewards import Rewards
@@ -89,9 +93,40 @@ def test_what_is_scored_is_the_text_and_the_tokens_with_their_end(collector_and_
     rollout, texts = collector.answer(prompts[:8], range(8))
     assert rollout.scores.tolist() == rollout.lengths.tolist()
     assert texts == SEEN
-    for text, ids, mask in zip(texts, rollout.response_ids, rollout.mask, strict=True):
+    for prompt, text, ids, mask in zip(prompts[:8], texts, rollout.response_ids, rollout.mask, strict=True):
         words = [keys_task.WORDS[index] for index in ids[mask].tolist()]
         assert text.split() == [word for word in words if not word.startswith("<")]
+        # Behind its prompt it is what was sampled, though the decoder writes no blank before a first word.
+        assert (prompt.content + text).split() == prompt.content.split() + text.split()
+
+
+def test_an_answer_of_which_no_reward_says_anything_is_not_scored(collector_and_prompts):
+    collector, prompts = collector_and_prompts
+
+    def say_of_odd(*, completion_ids, **_):
+        return [float(at) if at % 2 else None for at in range(len(completion_ids))]
+
+    rewards = Rewards({"odd": say_of_odd, "length": score}, None, [1.0, 0.0])
+    rollout, _ = dataclasses.replace(collector, rewards=rewards).answer(prompts[:4], range(4))
+    assert rollout.scored.tolist() == [False, True, False, True]
+    assert rollout.scores.tolist() == [0, 1, 0, 3]
+    assert rollout.rewards[:, 0].isnan().tolist() == [True, False, True, False]
+    assert rollout.rewards[:, 1].tolist() == rollout.lengths.tolist()
+
+
+def test_a_reward_model_reads_an_end_of_those_answers_alone_that_have_one(collector_and_prompts):
+    collector, prompts = collector_and_prompts
+    sizes = {"vocab_size": keys_task.VOCABULARY, "hidden_size": 16, "intermediate_size": 16}
+    config = LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, num_labels=1)
+    model = LlamaForSequenceClassification(config).eval()
+    add_score_head(model)
+    reward_model = RewardModel(model, collector.tokenizer)
+    read_the_end(reward_model, ["<eos>"])
+    rollout, _ = dataclasses.replace(collector, rewards=Rewards({}, reward_model, [1.0])).answer(
+        prompts[:32], range(32)
+    )
+    assert 0 < rollout.finished.sum() < 32
+    assert ((rollout.scores > 1) == rollout.finished).all()
 
 
 def test_before_any_update_policy_reference_and_engine_agree(collector_and_prompts):

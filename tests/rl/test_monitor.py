@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from math import nan
 
 import numpy as np
 import pytest
@@ -41,6 +42,28 @@ def test_figures_are_means_over_answers_or_tokens_and_know_no_padding():
     assert "objective/score/only" not in figures
     two = dataclasses.replace(rollout, rewards=torch.tensor([[1.0, 2.0]] * 4))
     assert describe_rollout(two, ["one", "other"], total)["objective/score/other"] == 2
+
+
+def test_figures_of_scores_are_of_the_answers_that_have_them_and_the_others_of_all():
+    scored = torch.tensor([True, False, True, False])
+    rewards = torch.tensor([[1.0, 2.0], [nan, nan], [nan, 4.0], [nan, nan]])
+    rollout, total = build_rollout(LENGTHS), torch.tensor([1.0, 9.0, 3.0, 9.0])
+    some = dataclasses.replace(rollout, scored=scored, rewards=rewards, returns=rollout.returns)
+    figures = describe_rollout(some, ["one", "other"], total)
+    assert figures["objective/score"] == pytest.approx(float(rollout.scores[scored].mean()))
+    assert (figures["objective/score/one"], figures["objective/score/other"]) == (1, 3)
+    assert figures["objective/reward_total"] == 2
+    assert (figures["objective/length"], figures["objective/finish_rate"]) == (
+        3,
+        float(rollout.finished.float().mean()),
+    )
+    expected = describe_values(rollout.take([0, 2]))
+    assert describe_values(some) == pytest.approx(expected, abs=1e-6)
+    nothing = dataclasses.replace(some, scored=scored & False, rewards=rewards * nan)
+    told = describe_rollout(nothing, ["one", "other"], total)
+    assert not any("score" in name or "reward" in name for name in told)
+    assert told["objective/kl_seq"] == figures["objective/kl_seq"]
+    assert describe_values(nothing) == {}
 
 
 def test_the_critics_figures():

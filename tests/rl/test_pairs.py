@@ -15,7 +15,7 @@ from recipes_lib.rl.pairs import Answered, PairCounts, choose_pair, sample_pairs
 
 
 def answers(*scores):
-    return [Answered(f"answer {at}", score, finished=True) for at, score in enumerate(scores)]
+    return [Answered(f"answer {at}", score, usable=True) for at, score in enumerate(scores)]
 
 
 def test_the_best_and_the_worst_are_the_pair():
@@ -27,11 +27,11 @@ def test_the_best_and_the_worst_are_the_pair():
 
 def test_answers_alike_in_worth_or_in_words_are_no_pair():
     assert choose_pair(answers(2.0, 2.0, 2.0)) is None
-    assert choose_pair([Answered("same", 1.0, finished=True), Answered("same", 2.0, finished=True)]) is None
+    assert choose_pair([Answered("same", 1.0, usable=True), Answered("same", 2.0, usable=True)]) is None
 
 
 def test_an_answer_that_ran_into_the_limit_takes_no_part():
-    cut = Answered("cut", 9.0, finished=False)
+    cut = Answered("cut", 9.0, usable=False)
     best, worst = choose_pair([cut, *answers(0.0, 1.0)])
     assert (best.text, worst.text) == ("answer 1", "answer 0")
     assert choose_pair([cut, *answers(0.0)]) is None
@@ -41,22 +41,23 @@ class Collector:
     """Answers with the number of the answer, which is also its worth; those of prompt 2 are worth the same."""
 
     batch_size = 5
-    tokenizer = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
 
-    def __init__(self):
-        self.asked = []
+    def __init__(self, unscored=(), first=" 0"):
+        self.asked, self.unscored, self.first = [], unscored, first
 
     def answer(self, prompts, numbers):
         self.asked.append(list(numbers))
-        scores = [0.0 if prompt.content == "prompt 2" else float(n) for prompt, n in zip(prompts, numbers, strict=True)]
+        scores = [
+            0.0 if prompt.content == "prompt 2" or n in self.unscored else float(n)
+            for prompt, n in zip(prompts, numbers, strict=True)
+        ]
         finished = [prompt.content != "prompt 3" for prompt in prompts]
         known = SimpleNamespace(
             scores=torch.tensor(scores),
             finished=torch.tensor(finished),
-            response_ids=torch.tensor([[n, 0] for n in numbers]),
-            mask=torch.tensor([[True, False]] * len(numbers)),
+            scored=torch.tensor([n not in self.unscored for n in numbers]),
         )
-        return known, [f"text {n}" for n in numbers]
+        return known, [f" {n}" if n else self.first for n in numbers]
 
 
 PROMPTS = [PromptRow("here", [1], f"prompt {n}", {}) for n in range(5)]
@@ -87,10 +88,16 @@ def test_a_row_is_of_the_preference_layout(content):
 
 
 def test_an_answer_that_says_nothing_is_in_no_pair():
-    collector = Collector()
-    collector.tokenizer = SimpleNamespace(decode=lambda ids, **_: " ".join(str(n) for n in ids if n))
+    collector = Collector(first=" ")
     rows = [row for batch in sample_pairs(collector, PROMPTS[:2], 3, PairCounts()) for row in batch]
     assert [(row["chosen"], row["rejected"]) for row in rows] == [(" 2", " 1"), (" 5", " 3")]
+
+
+def test_an_answer_that_no_reward_scores_is_in_no_pair_and_in_no_mean():
+    collector, counts = Collector(unscored=(0, 3, 4)), PairCounts()
+    rows = [row for batch in sample_pairs(collector, PROMPTS[:2], 3, counts) for row in batch]
+    assert [(row["chosen"], row["rejected"]) for row in rows] == [(" 2", " 1")]
+    assert (counts.num_unfinished, counts.num_answers, counts.score_sum) == (1, 3, 1.0 + 2.0 + 5.0)
 
 
 def test_a_killed_command_goes_on_with_the_prompts_that_are_left(tmp_path):

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+from tests.rl import keys_task
+from tests.rl.reward_models import read_the_end
+from transformers import AutoTokenizer, BloomConfig, LlamaConfig, LlamaForSequenceClassification
 
 from recipes_lib.config.schema import RewardsConfig
 from recipes_lib.data.prompts import PromptRow
-from recipes_lib.errors import ConfigError
+from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.models.scoring import RewardModel
-from recipes_lib.rl.rewards import MAX_MODEL_SCORE, Rewards, load_reward_functions, load_rewards
+from recipes_lib.rl.rewards import MAX_MODEL_SCORE, Rewards, load_reward_functions, load_rewards, verify_positions
 
 CHATS = [PromptRow("here", [1], [{"role": "user", "content": f"{n}?"}], {"solution": str(n)}) for n in range(3)]
+ENDED = [True] * 3
 TEXTS = [PromptRow("here", [1], f"{n}: ", {}) for n in range(3)]
 
 
@@ -34,10 +38,19 @@ def whole(*, prompts, completions, **_):
 
 def test_the_score_is_the_weighted_sum():
     rewards = Rewards({"exact": exact, "length": length}, None, [2.0, -0.5])
-    scores = rewards.score(CHATS, ["0", "x", "2"], [[5], [5, 6], []])
-    assert scores.parts == {"exact": [1.0, 0.0, 1.0], "length": [1.0, 2.0, 0.0]}
+    scores = rewards.score(CHATS, ["0", "x", "2"], [[5], [5, 6], []], ENDED)
+    assert scores.parts == {"exact": [1.0, 0.0, 1.0], "length": [1.0, 2.0, None]}
     assert scores.total == [1.5, -1.0, 2.0]
-    assert Rewards({"whole": whole}, None, [1.0]).score(TEXTS, ["a", "", "abc"], [[1]] * 3).total == [4, 3, 6]
+    assert Rewards({"whole": whole}, None, [1.0]).score(TEXTS, ["a", "", "abc"], [[1]] * 3, ENDED).total == [4, 3, 6]
+
+
+def test_an_answer_of_which_no_reward_says_anything_is_worth_nothing_that_is_known():
+    ids = [[5], [5, 6], []]
+    assert Rewards({"length": length}, None, [2.0]).score(CHATS, ["a"] * 3, ids, ENDED).total == [2.0, 4.0, None]
+    # What is measured and not learnt from makes no difference to what is learnt.
+    measured = Rewards({"length": length, "exact": exact}, None, [2.0, 0.0]).score(CHATS, ["0"] * 3, ids, ENDED)
+    assert measured.total == [2.0, 4.0, None]
+    assert measured.parts["exact"] == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +65,7 @@ def test_the_score_is_the_weighted_sum():
 )
 def test_a_broken_function_is_named_with_what_it_returned(function, words):
     with pytest.raises(ConfigError, match=words) as caught:
-        Rewards({"mine": function}, None, [1.0]).score(CHATS, ["a", "b", "c"], [[1]] * 3)
+        Rewards({"mine": function}, None, [1.0]).score(CHATS, ["a", "b", "c"], [[1]] * 3, ENDED)
     assert "mine" in str(caught.value)
 
 
@@ -74,7 +87,7 @@ def test_a_function_is_found_in_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     functions = load_reward_functions(["rewards_of_mine:always"])
-    assert Rewards(functions, None, [1.0]).score(TEXTS, ["a"] * 3, [[1]] * 3).total == [1, 1, 1]
+    assert Rewards(functions, None, [1.0]).score(TEXTS, ["a"] * 3, [[1]] * 3, ENDED).total == [1, 1, 1]
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +111,9 @@ def test_a_reward_model_scores_by_its_own_template_and_tokenizer(reward_model_di
     own = RewardModel.load(reward_model_dir)
     texts = ["Four.", "Five.", "No"]
     expected = own.score([[*p.content, {"role": "assistant", "content": t}] for p, t in zip(CHATS, texts, strict=True)])
-    assert rewards.score(CHATS, texts, [[1]] * 3).total == pytest.approx([3 * score for score in expected])
+    assert rewards.score(CHATS, texts, [[1]] * 3, ENDED).total == pytest.approx([3 * score for score in expected])
     plain = own.score([(prompt.content, text) for prompt, text in zip(TEXTS, texts, strict=True)])
-    assert rewards.score(TEXTS, texts, [[1]] * 3).parts["reward_model"] == pytest.approx(plain)
+    assert rewards.score(TEXTS, texts, [[1]] * 3, ENDED).parts["reward_model"] == pytest.approx(plain)
 
 
 def test_a_reward_models_score_is_bounded(reward_model_dir):
@@ -108,5 +121,39 @@ def test_a_reward_models_score_is_bounded(reward_model_dir):
     assert rewards.model is not None
     with torch.no_grad():
         rewards.model.model.score.weight.mul_(1e4)
-    scores = rewards.score(CHATS, ["Four.", "Five.", "No"], [[1]] * 3).total
+    scores = rewards.score(CHATS, ["Four.", "Five.", "No"], [[1]] * 3, ENDED).total
     assert {abs(score) for score in scores} == {MAX_MODEL_SCORE}
+
+
+def test_an_answer_that_ran_into_the_limit_is_scored_without_an_end(reward_model_dir):
+    """By a model that knows nothing but whether the last token is an end."""
+    rewards = load_rewards(RewardsConfig(reward_model_name_or_path=str(reward_model_dir)), "cpu")
+    assert rewards.model is not None
+    read_the_end(rewards.model, ["<|im_end|>", "<|endoftext|>"])
+    finished = [True, False, True]
+    for prompts in (CHATS, TEXTS):
+        first, second, third = rewards.score(prompts, ["Four.", "Fi", "No"], [[1]] * 3, finished).total
+        assert first == third > 1
+        assert second == 0
+
+
+def test_an_answer_too_long_for_the_reward_model_is_named_by_its_prompt(reward_model_dir):
+    rewards = load_rewards(RewardsConfig(reward_model_name_or_path=str(reward_model_dir)), "cpu")
+    assert rewards.model is not None
+    rewards.model.model.config.max_position_embeddings = 40
+    prompts = [PromptRow(f"prompts.jsonl:{line}", [1], "Why? ", {}) for line in (4, 9, 17)]
+    with pytest.raises(DataError, match=r"prompts\.jsonl:9: \d+ tokens are more than the 40 positions") as caught:
+        rewards.score(prompts, ["No", "word " * 60, "No"], [[1]] * 3, ENDED)
+    assert len(caught.value.problems) == 1
+
+
+def test_positions_are_compared_with_the_longest_answer_in_the_same_tokens(tiny_tokenizer):
+    few, any_number = LlamaConfig(max_position_embeddings=100), BloomConfig()
+    for config, length in ((few, 100), (any_number, 10**6)):
+        assert verify_positions(config, tiny_tokenizer, tiny_tokenizer, length) == ""
+    with pytest.raises(ConfigError, match="has 100 positions, and the longest prompt with its answer 101 tokens"):
+        verify_positions(few, tiny_tokenizer, copy.deepcopy(tiny_tokenizer), 101)
+    # Another tokenizer may need fewer, or more: that is not known before.
+    assert verify_positions(few, keys_task.build_tokenizer(), tiny_tokenizer, 101).startswith(
+        "warning: the reward model"
+    )

@@ -37,7 +37,8 @@ def build_rollout(lengths: list[tuple[int, int]], seed: int = 0) -> Rollout:
     by_token = [torch.from_numpy(random.normal(size=mask.shape)).float() * mask for _ in range(6)]
     by_row = torch.from_numpy(random.normal(size=len(lengths))).float()
     numbers = torch.arange(len(lengths))
-    return Rollout(prompts, numbers, ids * mask, mask, by_row > 0, by_row, by_row[:, None], *by_token)
+    scored = torch.ones(len(lengths), dtype=torch.bool)
+    return Rollout(prompts, numbers, ids * mask, mask, by_row > 0, scored, by_row, by_row[:, None], *by_token)
 
 
 LENGTHS = [(3, 5), (7, 1), (1, 4), (4, 2)]
@@ -127,6 +128,12 @@ def test_a_part_has_the_rows_asked_for_and_no_more_width_than_they_need():
     assert part.returns is None
     assert part.scores.tolist() == rollout.scores[[3, 1]].tolist()
     assert part.num_tokens == 3
+
+
+def test_targets_are_the_tokens_of_answers_that_are_scored():
+    rollout = dataclasses.replace(build_rollout(LENGTHS), scored=torch.tensor([True, False, True, False]))
+    assert rollout.loss_mask.sum(dim=1).tolist() == [5, 0, 4, 0]
+    assert (rollout.num_targets, rollout.num_tokens) == (9, 12)
 
 
 def test_parts_hold_every_answer_once_those_of_like_length_together():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import nan
 from types import SimpleNamespace
 
 import pytest
@@ -14,12 +15,14 @@ from recipes_lib.rl.samples import ScoredSamples, choose_samples
 PROMPTS = [PromptRow("here", [n], f"prompt {n}", {}) for n in range(3)]
 
 
-def build(functions):
-    rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])[:, : len(functions)]
+def build(functions, known=True):
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]] if known else [[1.0, nan], [nan, nan], [0.0, 2.0]])
+    rewards = rewards[:, : len(functions)]
     answers = SimpleNamespace(
         finished=torch.tensor([True, False, True]),
         lengths=torch.tensor([2, 4, 3]),
-        scores=rewards.sum(1),
+        scored=~rewards.isnan().all(1),
+        scores=rewards.nansum(1),
         rewards=rewards,
     )
     collector = SimpleNamespace(
@@ -47,6 +50,14 @@ def test_answers_are_written_with_their_rewards():
         (7, "prompt 2", "text 2", 2.0),
     ]
     assert [sample.stopped for _, sample, _ in written] == [True, False, True]
+
+
+def test_an_answer_that_no_reward_scores_is_written_without_one_and_counts_in_no_mean():
+    samples, written = build({"right": print, "short": print}, known=False)
+    figures = samples.answer(7)
+    assert [reward for _, _, reward in written] == [1.0, None, 2.0]
+    assert (figures["reward"], figures["reward/right"], figures["reward/short"]) == (1.5, 0.5, 2.0)
+    assert figures["stop_rate"] == pytest.approx(2 / 3)
 
 
 def test_one_reward_is_not_told_twice():

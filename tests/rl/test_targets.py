@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
+import pytest
 import torch
 from tests.rl.test_rollout import build_rollout
 
@@ -31,3 +34,16 @@ def test_an_iterations_targets_are_those_of_their_definition():
     whitened = compute_targets(rollout, PPOConfig(gamma=0.9, lam=0.8, whiten_rewards=True), 0.5, 0.1)
     assert not torch.allclose(whitened.returns, targets.returns)
     assert torch.equal(whitened.total, targets.total)
+
+
+@pytest.mark.parametrize("whiten_rewards", [False, True])
+def test_answers_that_are_not_scored_change_no_target(whiten_rewards):
+    """Whatever else is known of them: the others have what they would have alone."""
+    rollout, config = build_rollout([(3, 4), (2, 5), (2, 3), (4, 2)]), PPOConfig(whiten_rewards=whiten_rewards)
+    scored = torch.tensor([True, False, True, True])
+    among = compute_targets(dataclasses.replace(rollout, scored=scored), config, 0.5, 0.1)
+    alone = compute_targets(rollout.take([0, 2, 3]), config, 0.5, 0.1)
+    torch.testing.assert_close(among.advantages[scored, :4], alone.advantages)
+    torch.testing.assert_close(among.returns[scored, :4], alone.returns)
+    assert torch.equal(among.total[scored], alone.total)
+    assert not among.advantages[~scored].any()

@@ -214,6 +214,27 @@ def test_while_the_critic_warms_up_the_policy_stands_still(policy_dir, prompts_f
     assert events[2]["policy/lr"] == pytest.approx(1e-3 / 4)
 
 
+def say_nothing(*, completions, **_):
+    return [None] * len(completions)
+
+
+def test_from_answers_that_no_reward_scores_nothing_is_learnt(policy_dir, prompts_file, tmp_path, capsys):
+    functions = "[tests.rl.test_trainer:say_nothing]"
+    flags = keys_task.build_flags(policy_dir, tmp_path, prompts_file, **SHORT | {"reward_funcs": functions})
+    models = keys_task.train(flags)
+    given = load_file(policy_dir / "model.safetensors")
+    trained = dict(models.policy.named_parameters())
+    assert all(torch.equal(trained[name], weight) for name, weight in given.items() if name in trained)
+    assert not models.critic.score.weight.any()
+    for event in keys_task.read_metrics(tmp_path):
+        assert not any(name.startswith(("objective/score", "policy/", "value/")) for name in event)
+        assert (event["loss"], event["num_target_tokens"]) == (None, 0)
+    assert not any("eval_reward" in event for event in keys_task.read_metrics(tmp_path, "eval"))
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert {sample["reward"] for sample in samples} == {None}
+    assert capsys.readouterr().err.count("nothing is learnt from them") == 3
+
+
 def test_it_reports_what_is_promised(policy_dir, prompts_file, tmp_path):
     keys_task.train(keys_task.build_flags(policy_dir, tmp_path, prompts_file, **SHORT))
     train, evaluations = keys_task.read_metrics(tmp_path), keys_task.read_metrics(tmp_path, "eval")

@@ -98,6 +98,39 @@ def test_how_a_minibatch_is_cut_changes_no_gradient(build, monkeypatch, batch_si
         assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
 
 
+def test_what_is_not_scored_changes_no_gradient_and_no_figure(build, monkeypatch):
+    """Other answers than the scored ones make no step another than the scored ones alone make."""
+    kept, found = [0, 2, 3, 6], []
+    for with_others in (True, False):
+        updater, rollout = build(WHOLE, batch_size=3)
+        scored = torch.tensor([row in kept for row in range(8)])
+        rollout = dataclasses.replace(rollout, scored=scored) if with_others else rollout.take(kept)
+        gradients = {}
+
+        def keep(learner, judge, gradients=gradients):
+            gradients[learner.name] = [p.grad.clone() for p in learner.parameters.values()]
+            learner.discard()
+            return 0.0
+
+        monkeypatch.setattr(Learner, "step", keep)
+        found.append((gradients, [updater.update_policy(rollout, 0)[0], updater.update_critic(rollout, 0)[0]]))
+    for name in ("policy", "critic"):
+        for among, alone in zip(found[0][0][name], found[1][0][name], strict=True):
+            torch.testing.assert_close(among, alone, rtol=1e-4, atol=1e-6)
+    for among, alone in zip(found[0][1], found[1][1], strict=True):
+        assert among == pytest.approx(alone, rel=1e-4, abs=1e-6)
+
+
+def test_a_minibatch_of_which_nothing_is_scored_is_a_step_without_an_update(build):
+    updater, rollout = build(PPOConfig(num_ppo_epochs=1, num_mini_batches=4, target_kl=None))
+    _, second, *_ = updater._minibatches(8, 0)
+    some = dataclasses.replace(rollout, scored=torch.tensor([row not in second for row in range(8)]))
+    assert [len(updater.update_policy(some, 0)), len(updater.update_critic(some, 0))] == [3, 3]
+    for learner in (updater.policy, updater.critic):
+        assert {int(state["step"]) for state in learner.optimizer.state.values()} == {3}
+        assert learner.scheduler.last_epoch == 4
+
+
 def test_the_first_ratio_is_exactly_1_in_batches_of_the_same_shape(build, monkeypatch):
     """Scored and learnt from as one batch, in the same order: not a digit differs."""
     monkeypatch.setattr(update.Updater, "_share", lambda _, batch: iter([batch]))

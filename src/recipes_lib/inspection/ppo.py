@@ -58,21 +58,28 @@ class PPOInspection(Inspection):
             say("answers are sampled by transformers' continuous batching, not from the seed")
 
     def _look_at_rewards(self, say: Say) -> None:
-        from recipes_lib.config.schema import ModelConfig
-        from recipes_lib.models.adapters_saved import find_adapter
-        from recipes_lib.models.loading import load_model_config
         from recipes_lib.rl.rewards import MODEL, load_reward_functions
 
         rewards = self.config.rewards
         names = list(load_reward_functions(rewards.reward_funcs or []))
         if rewards.reward_model_name_or_path is not None:
-            name, revision = rewards.reward_model_name_or_path, rewards.reward_model_revision
-            if find_adapter(name, revision) is None:
-                load_model_config(ModelConfig(model_name_or_path=name, model_revision=revision))
+            self._look_at_reward_model(rewards.reward_model_name_or_path, say)
             names.append(MODEL)
         weights = rewards.reward_weights or [1.0] * len(names)
         told = " + ".join(f"{weight:g} {name}" for weight, name in zip(weights, names, strict=True))
         say(f"reward: {told}")
+
+    def _look_at_reward_model(self, name: str, say: Say) -> None:
+        """Whether it is there, and has positions for what it will score."""
+        from recipes_lib.config.schema import TokensConfig
+        from recipes_lib.models.loading import load_model_config, load_tokenizer
+        from recipes_lib.models.scoring import find_saved
+        from recipes_lib.rl.rewards import verify_positions
+
+        named, weights, _ = find_saved(name, self.config.rewards.reward_model_revision)
+        model_config, own = load_model_config(weights)[0], load_tokenizer(named, TokensConfig())
+        if self._data and (warning := verify_positions(model_config, own, self.tokenizer, self._data.max_length)):
+            say(warning)
 
     def look_at_kernels(self, say: Say) -> None:
         """As in every stage; and whether the models fit into this machine's accelerator, if it has one."""

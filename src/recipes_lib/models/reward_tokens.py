@@ -1,9 +1,13 @@
-"""Answers as the tokens that a reward model reads: in its own chat template, up to the one token that ends them."""
+"""Answers as the tokens that a reward model reads: in its own chat template, up to the one token that ends them.
+
+An answer that was broken off has no such token, and is read as far as it goes.
+"""
 
 from __future__ import annotations
 
 import datetime
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeGuard
 
@@ -25,12 +29,25 @@ _TEMPLATE_DATE: Final = datetime.datetime(2025, 1, 1)
 _REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
 
 
-def encode_answers(tokenizer: PreTrainedTokenizerBase, answers: Sequence[Answer]) -> list[list[int]]:
+def encode_answers(
+    tokenizer: PreTrainedTokenizerBase,
+    answers: Sequence[Answer],
+    *,
+    finished: Sequence[bool] | None = None,
+    where: Sequence[str] = (),
+) -> list[list[int]]:
     """Token ids of each answer behind its prompt; the last one ends the answer, and none follows it.
 
     Chats are rendered by the tokenizer's template, and end where training ends them: with the last ``{% generation %}``
     block where there are such marks, otherwise with the special token that closes the last turn. A turn left open is
     ended by ``eos_token``, as plain answers are. An end token that the text already had is not doubled.
+
+    Args:
+        tokenizer: Of the reward model.
+        answers: What is scored.
+        finished: False where an answer was broken off: its last token is then the last one of its text, as in the pairs
+            of ``UnfinishedAnswers``. Unset, all have ended.
+        where: The place of each, for errors; without, its number.
 
     Raises:
         ConfigError: There are chats, and the tokenizer has no chat template.
@@ -43,31 +60,39 @@ def encode_answers(tokenizer: PreTrainedTokenizerBase, answers: Sequence[Answer]
         raise ConfigError(Problem("chat_template_path", "the reward model's tokenizer has no chat template", remedy))
     problems: list[Problem] = []
     texts: list[str] = []
-    for index, answer in enumerate(answers):
+    ended = [True] * len(answers) if finished is None else finished
+    for index, (answer, has_ended) in enumerate(zip(answers, ended, strict=True)):
         try:
-            texts.append("".join(answer) if _is_plain(answer) else _render(tokenizer, answer))
+            texts.append("".join(answer) if _is_plain(answer) else _render(tokenizer, answer, finished=has_ended))
         except Exception as error:  # Foreign code met the user's data: whatever it raises is about this answer.
-            problems.append(Problem(f"answer {index}", f"cannot be rendered: {error}"))
+            problems.append(Problem(name_answer(index, where), f"cannot be rendered: {error}"))
     if problems:
         raise DataError(*problems)
     encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
     begin = _find_begin(tokenizer)
-    for answer, ids in zip(answers, encoded, strict=True):
+    for answer, ids, has_ended in zip(answers, encoded, ended, strict=True):
+        if _is_plain(answer) and ids[:1] != begin:
+            ids[:0] = begin
+        if not has_ended:
+            continue
         if _is_plain(answer):
-            if ids[:1] != begin:
-                ids[:0] = begin
             ids.append(tokenizer.eos_token_id)
         while ids[-2:-1] == ids[-1:]:
             ids.pop()
     return encoded
 
 
+def name_answer(index: int, where: Sequence[str] = ()) -> str:
+    """An answer as an error names it: by its place among ``where``, or by its number."""
+    return where[index] if where else f"answer {index}"
+
+
 def _is_plain(answer: Answer) -> TypeGuard[tuple[str, str]]:
     return isinstance(answer[0], str)
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, answer: Answer) -> str:
-    """The chat as text, up to its end token.
+def _render(tokenizer: PreTrainedTokenizerBase, answer: Answer, *, finished: bool) -> str:
+    """The chat as text, up to its end token, or up to where it was broken off.
 
     Raises:
         ValueError: The last message is not the assistant's.
@@ -78,11 +103,18 @@ def _render(tokenizer: PreTrainedTokenizerBase, answer: Answer) -> str:
     template = _compile(tokenizer.get_chat_template())
     render: Callable[..., tuple[str, list[tuple[int, int]]]] = _render_with_assistant_indices
     text, marked = render(template, chat, None, None, False, **tokenizer.special_tokens_map)
-    if marked:  # The template itself says where the answer ends.
-        return text[: marked[-1][1]]
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    ended = text.rstrip()
-    return ended if ended.endswith(tuple(special)) else f"{text}{tokenizer.eos_token}"
+    if marked:  # The template itself says where the answer ends.
+        text = text[: marked[-1][1]]
+    elif text.rstrip().endswith(tuple(special)):
+        text = text.rstrip()
+    else:
+        text += str(tokenizer.eos_token)
+    if finished:
+        return text
+    # An end of the turn, and perhaps one of the text, with line breaks between and behind them: none was written.
+    end = f"(?:{'|'.join(map(re.escape, special))})"
+    return re.sub(rf"{end}(?:\s*{end})*\s*\Z", "", text)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.errors import ConfigError, DataError, Problem
@@ -24,7 +24,7 @@ from recipes_lib.models.attention import choose_kernel
 from recipes_lib.models.devices import find_device
 from recipes_lib.models.evaluation import evaluating
 from recipes_lib.models.loading import load_model_config, load_tokenizer
-from recipes_lib.models.reward_tokens import Answer, encode_answers
+from recipes_lib.models.reward_tokens import Answer, encode_answers, name_answer
 from recipes_lib.models.score_head import add_score_head, load_reward_model
 
 SCALE_FILE: Final = "reward_scale.json"
@@ -37,6 +37,13 @@ TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 MAX_BATCH_TOKENS = 8192
 """Tokens in a batch, padding counted; a longer input is a batch of its own."""
+
+
+TOO_LONG: Final = (
+    "shorten prompt or answer (in a run: `response_length`, or `max_length` with `overlong: drop`), or take a reward "
+    "model with more positions"
+)
+"""What to do about answers for which a reward model has no positions."""
 
 
 class RewardStatistics(NamedTuple):
@@ -81,9 +88,7 @@ class RewardModel:
         Raises:
             ConfigError: It cannot be loaded, its checkpoint has no head, or it is an adapter without its scale.
         """
-        adapter = find_adapter(str(name), revision)
-        saved = ModelConfig(model_name_or_path=str(name), model_revision=revision, dtype="auto")
-        config = saved if adapter is None else replace(saved, **read_base(adapter)._asdict())
+        saved, config, adapter = find_saved(str(name), revision)
         model_config, _ = load_model_config(config)
         kernel = choose_kernel(
             model_config, None, device=torch.device(device), compute_dtype=torch.float32, packing=False
@@ -116,41 +121,62 @@ class RewardModel:
         saved = ModelConfig(model_name_or_path=str(folder), dtype="auto")
         return cls(scorer, load_tokenizer(saved, TokensConfig()))
 
-    def encode(self, answers: Sequence[Answer]) -> list[list[int]]:
-        """Token ids of each answer behind its prompt; the last one ends the answer.
+    def encode(
+        self, answers: Sequence[Answer], *, finished: Sequence[bool] | None = None, where: Sequence[str] = ()
+    ) -> list[list[int]]:
+        """Token ids of each answer behind its prompt; the last one ends the answer, where it is ``finished``.
 
         Raises:
             ConfigError: As ``encode_answers``.
             DataError: As ``encode_answers``.
         """
-        return encode_answers(self.tokenizer, answers)
+        return encode_answers(self.tokenizer, answers, finished=finished, where=where)
 
-    def score(self, answers: Sequence[Answer], *, overlong: Overlong = "error") -> list[float]:
+    def score(
+        self,
+        answers: Sequence[Answer],
+        *,
+        finished: Sequence[bool] | None = None,
+        where: Sequence[str] = (),
+        overlong: Overlong = "error",
+    ) -> list[float]:
         """Rewards of answers, in their order; in standard deviations from the mean where the model has statistics.
+
+        Args:
+            answers: What is scored.
+            finished: False where an answer was broken off before its end; unset, all have ended.
+            where: The place of each, for errors; without, its number.
+            overlong: As for ``compute_raw_scores``.
 
         Raises:
             ConfigError: As ``encode_answers``.
             DataError: As ``encode_answers`` and ``compute_raw_scores``.
         """
-        raw = self.compute_raw_scores(self.encode(answers), overlong=overlong)
+        rows = self.encode(answers, finished=finished, where=where)
+        raw = self.compute_raw_scores(rows, where=where, overlong=overlong)
         mean, std = read_reward_statistics(self.model) or (0.0, 1.0)
         return [(score - mean) / std for score in raw]
 
-    def compute_raw_scores(self, rows: Sequence[TokenIds], *, overlong: Overlong = "error") -> list[float]:
+    def compute_raw_scores(
+        self, rows: Sequence[TokenIds], *, where: Sequence[str] = (), overlong: Overlong = "error"
+    ) -> list[float]:
         """What the head says at the last token of each row, not normalised, in the order of ``rows``.
 
         Args:
             rows: Token ids, at least one each, as ``encode`` gives them or as pairs are prepared.
+            where: As for ``score``.
             overlong: What becomes of a row that is longer than the model's positions.
 
         Raises:
             DataError: Rows are too long, and ``overlong`` is ``error``; all of them.
         """
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+        limit = read_positions(self.model.config)
         too_long = [index for index, row in enumerate(rows) if len(row) > limit]
         if too_long and overlong == "error":
             found = "{} tokens are more than the {} positions of the reward model"
-            raise DataError(*(Problem(f"answer {index}", found.format(len(rows[index]), limit)) for index in too_long))
+            raise DataError(
+                *(Problem(name_answer(at, where), found.format(len(rows[at]), limit), TOO_LONG) for at in too_long)
+            )
         scores = [math.nan] * len(rows)
         fitting = [index for index, row in enumerate(rows) if len(row) <= limit]
         with evaluating(self.model):
@@ -174,6 +200,36 @@ class RewardModel:
         )
         scores: list[float] = output.scores.tolist()
         return scores
+
+
+class Saved(NamedTuple):
+    """Where a reward model lies.
+
+    Attributes:
+        named: What was named, with the tokenizer.
+        weights: What has the configuration and the weights: the same, or what an adapter was trained on.
+        adapter: Its folder, or ``None``.
+    """
+
+    named: ModelConfig
+    weights: ModelConfig
+    adapter: Path | None
+
+
+def find_saved(name: str, revision: str | None) -> Saved:
+    """Find a saved reward model by its folder or Hub id, and the revision of a Hub model.
+
+    Raises:
+        ConfigError: As ``find_adapter``.
+    """
+    adapter = find_adapter(name, revision)
+    named = ModelConfig(model_name_or_path=name, model_revision=revision, dtype="auto")
+    return Saved(named, named if adapter is None else replace(named, **read_base(adapter)._asdict()), adapter)
+
+
+def read_positions(config: PreTrainedConfig) -> float:
+    """Tokens of the longest row that a model has positions for; infinite where its configuration says nothing."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
 
 
 def compute_reward_statistics(raw_scores: Sequence[float]) -> RewardStatistics:

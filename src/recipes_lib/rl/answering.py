@@ -13,7 +13,7 @@ from recipes_lib.models.sampling import Sampling
 from recipes_lib.rl.collect import Collector
 from recipes_lib.rl.engines import build_generator
 from recipes_lib.rl.models import ActorCritic
-from recipes_lib.rl.rewards import Rewards
+from recipes_lib.rl.rewards import Rewards, verify_positions
 from recipes_lib.training.arguments import build_autocast, get_compute_dtype
 from recipes_lib.training.progress import TrainingProgress
 
@@ -26,6 +26,7 @@ def build_collector(
     tokenizer: PreTrainedTokenizerBase,
     progress: TrainingProgress,
     beat: Callable[[], None],
+    max_length: int,
 ) -> Collector:
     """Build what answers prompts and scores the answers.
 
@@ -37,10 +38,15 @@ def build_collector(
         tokenizer: Of the policy.
         progress: What the terminal shows.
         beat: Called whenever there is progress in sampling.
+        max_length: Tokens of the longest prompt with its longest answer.
 
     Raises:
-        ConfigError: As ``build_generator``.
+        ConfigError: As ``build_generator`` and ``verify_positions``.
     """
+    if rewards.model is not None:
+        model = rewards.model
+        if warning := verify_positions(model.model.config, model.tokenizer, tokenizer, max_length):
+            progress.say(warning)
     # Where FSDP2 shards, it gathers weights in the type of products.
     precision = contextlib.nullcontext if models.is_sharded else build_autocast(args)
     sampling = Sampling(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import Tensor, distributed
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from recipes_lib.data.prompts import PromptRow
-from recipes_lib.models.sampling import Generator, mask_answers
+from recipes_lib.models.sampling import Generator, mask_answers, read_continuation
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.rewards import Rewards
 from recipes_lib.rl.rollout import (
@@ -135,6 +136,7 @@ class Collector:
                 ids[rows, :width], logps[rows, :width] = answered.response_ids, answered.engine_logps
         mask, finished = mask_answers(ids, self.models.stop_ids)
         none = torch.zeros(len(prompts))
+        unscored = torch.zeros(len(prompts), dtype=torch.bool)
         by_token = torch.zeros_like(logps)
         everything = Rollout(
             prompts=prompts,
@@ -142,6 +144,7 @@ class Collector:
             response_ids=torch.where(mask, ids, 0),
             mask=mask,
             finished=finished,
+            scored=unscored,
             scores=none,
             rewards=none[:, None],
             engine_logps=torch.where(mask, logps, 0.0),
@@ -160,11 +163,15 @@ class Collector:
         # here, because what a library loads at its first use may draw too.
         set_seed((self.seed + 7919 * number) % 2**32)
         answers = [ids[mask].tolist() for ids, mask in zip(rollout.response_ids, rollout.mask, strict=True)]
-        texts = [str(text) for text in self.tokenizer.batch_decode(answers, skip_special_tokens=True)]
+        texts = read_answers(self.tokenizer, rollout.prompts, answers)
         with held_whole(None if self.rewards.model is None else self.rewards.model.model):
-            scores = self.rewards.score(rollout.prompts, texts, answers)
-        parts = torch.tensor(list(scores.parts.values())).T
-        return dataclasses.replace(rollout, scores=torch.tensor(scores.total), rewards=parts), texts
+            scores = self.rewards.score(rollout.prompts, texts, answers, rollout.finished.tolist())
+        known: dict[str, Any] = {
+            "scored": torch.tensor([total is not None for total in scores.total]),
+            "scores": torch.tensor([0.0 if total is None else total for total in scores.total]),
+            "rewards": torch.tensor([[math.nan if s is None else s for s in part] for part in scores.parts.values()]).T,
+        }
+        return dataclasses.replace(rollout, **known), texts
 
     def _read(self, rollout: Rollout) -> Rollout:
         WATCHDOG.enter("reading answers")
@@ -190,3 +197,15 @@ class Collector:
                 part = compute(lay_out(rollout.take(rows), self.device))
                 result[rows, : part.shape[1]] = part.float().cpu()
         return result
+
+
+def read_answers(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[PromptRow], answers: Sequence[list[int]]
+) -> list[str]:
+    """The texts of answers without special tokens; behind a plain prompt they go on as they do in the tokens."""
+    return [
+        read_continuation(tokenizer, prompt.input_ids, ids)
+        if isinstance(prompt.content, str)
+        else str(tokenizer.decode(ids, skip_special_tokens=True))
+        for prompt, ids in zip(prompts, answers, strict=True)
+    ]

@@ -16,7 +16,7 @@ from recipes_lib.models.attention import choose_attention
 from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.loading import load_model_config
 from recipes_lib.rl.answering import build_collector, hold_policy
-from recipes_lib.rl.collect import Collector
+from recipes_lib.rl.collect import Collector, read_answers
 from recipes_lib.rl.ppo_math import penalise_missing_end
 from recipes_lib.rl.rewards import Rewards
 from recipes_lib.rl.samples import ScoredSamples, choose_samples
@@ -52,7 +52,7 @@ def build_group_trainer(
     output_dir = Path(str(args.output_dir))
 
     models = hold_policy(policy, stop_ids)
-    collector = build_collector(config, args, models, rewards, tokenizer, progress, WATCHDOG.beat)
+    collector = build_collector(config, args, models, rewards, tokenizer, progress, WATCHDOG.beat, prompts.max_length)
     asked = choose_samples(prompts, config.evaluation.num_sample_prompts)
     writer = MetricsWriter(output_dir / SAMPLES_FILE, is_main=launch.is_main)
     hooks = [AnswerPrompts(collector, asked, writer)] if asked else []
@@ -60,33 +60,37 @@ def build_group_trainer(
         model=policy,
         args=args,
         prompts=prompts.train,
-        score=build_score(rewards, stop_ids, config.rewards.missing_eos_penalty or 0.0),
+        score=build_score(rewards, tokenizer, stop_ids, config.rewards.missing_eos_penalty or 0.0),
         processing_class=tokenizer,
         observer=_build_observer(config, hooks, output_dir, progress, is_main=launch.is_main),
     )
 
 
-def build_score(rewards: Rewards, stop_ids: Sequence[int], penalty: float) -> Score:
+def build_score(rewards: Rewards, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], penalty: float) -> Score:
     """What answers are worth to the policy: the weighted rewards, less ``penalty`` where one ran into the limit.
 
-    The rewards are logged under PPO's names, so that the runs can be laid over each other.
+    TRL leaves answers of which no reward says anything out of their group. The rewards are logged under PPO's names, so
+    that the runs can be laid over each other.
     """
 
     def score(
-        prompts: Sequence[PromptRow],
-        texts: Sequence[str],
-        ids: Sequence[list[int]],
-        log: Callable[[str, float], None],
-    ) -> list[float]:
-        scores = rewards.score(prompts, texts, ids)
-        finished = torch.tensor([answer[-1] in stop_ids for answer in ids])
-        log("objective/score", sum(scores.total) / len(ids))
+        prompts: Sequence[PromptRow], ids: Sequence[list[int]], log: Callable[[str, float], None]
+    ) -> list[float | None]:
+        texts = read_answers(tokenizer, prompts, ids)
+        ended = [answer[-1] in stop_ids for answer in ids]
+        scores, finished = rewards.score(prompts, texts, ids, ended), torch.tensor(ended)
+        figures = {"objective/score": scores.total}
+        if len(scores.parts) > 1:
+            figures |= {f"objective/score/{name}": part for name, part in scores.parts.items()}
+        for name, values in figures.items():
+            known = [value for value in values if value is not None]
+            if known:
+                log(name, sum(known) / len(known))
         log("objective/finish_rate", float(finished.float().mean()))
         log("objective/length", sum(map(len, ids)) / len(ids))
-        for name, part in scores.parts.items() if len(scores.parts) > 1 else ():
-            log(f"objective/score/{name}", sum(part) / len(ids))
-        penalised: list[float] = penalise_missing_end(torch.tensor(scores.total), finished, penalty).tolist()
-        return penalised
+        totals = torch.tensor([0.0 if total is None else total for total in scores.total])
+        penalised: list[float] = penalise_missing_end(totals, finished, penalty).tolist()
+        return [None if total is None else worth for total, worth in zip(scores.total, penalised, strict=True)]
 
     return score
 
@@ -109,7 +113,7 @@ class AnswerPrompts:
         with preserve_training_state(model):
             return self._samples.answer(step)
 
-    def _write(self, step: int, sample: Sample, reward: float) -> None:
+    def _write(self, step: int, sample: Sample, reward: float | None) -> None:
         self._writer.write({"step": step, **asdict(sample), "reward": reward})
 
 

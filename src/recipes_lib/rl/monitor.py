@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Final
 
@@ -38,19 +39,15 @@ def describe_rollout(rollout: Rollout, reward_names: Collection[str], total: Ten
     weights = compute_importance_weights(rollout.logps, rollout.engine_logps, mask, cap=MAX_IMPORTANCE_WEIGHT)
     gap = torch.where(mask, rollout.engine_logps - rollout.logps, 0.0)
     num_tokens = rollout.num_tokens
-    parts = dict(zip(reward_names, rollout.rewards.mean(dim=0).tolist(), strict=True))
     prompt_lengths = [len(prompt.input_ids) for prompt in rollout.prompts]
     longest = max(p + int(n) for p, n in zip(prompt_lengths, rollout.lengths, strict=True))
     return {
-        "objective/score": float(rollout.scores.mean()),
-        "objective/score_std": float(rollout.scores.std(unbiased=False)),
-        **({f"objective/score/{name}": value for name, value in parts.items()} if len(parts) > 1 else {}),
-        "objective/reward_total": float(total.mean()),
+        **average_rewards("objective/score", rollout, reward_names),
+        **_describe_scores(rollout, total),
         "objective/kl_seq": float(kl.sum(dim=1).mean()),
         "objective/kl_token": float(kl.sum()) / num_tokens,
         "objective/finish_rate": float(rollout.finished.float().mean()),
         "objective/length": float(lengths.mean()),
-        "objective/score_length_correlation": correlate(rollout.scores, lengths),
         "objective/unique_4_grams": measure_variety(rollout),
         "rollout/engine_mismatch_kl": float(gap.sum()) / num_tokens,
         "rollout/is_weight_mean": float(weights.sum()) / num_tokens,
@@ -59,13 +56,39 @@ def describe_rollout(rollout: Rollout, reward_names: Collection[str], total: Ten
     }
 
 
-def describe_values(rollout: Rollout) -> Figures:
-    """Return how well the critic foresaw the returns of an iteration."""
-    assert rollout.returns is not None
+def average_rewards(name: str, rollout: Rollout, reward_names: Collection[str]) -> Figures:
+    """Return the mean score as ``name``, and of several rewards each as ``name/<reward>``.
+
+    Each is over the answers that have it, and is not there where none has.
+    """
+    scores, means = rollout.scores[rollout.scored], rollout.rewards.nanmean(dim=0).tolist()
+    parts = {f"{name}/{reward}": mean for reward, mean in zip(reward_names, means, strict=True) if not math.isnan(mean)}
+    return ({name: float(scores.mean())} if len(scores) else {}) | (parts if len(means) > 1 else {})
+
+
+def _describe_scores(rollout: Rollout, total: Tensor) -> Figures:
+    """What else there is to say of the answers that are scored; nothing where none is."""
+    scored = rollout.scored
+    if not scored.any():
+        return {}
+    scores, lengths = rollout.scores[scored], rollout.lengths[scored].float()
     return {
-        "value/explained_var": compute_explained_variance(rollout.values, rollout.returns, rollout.mask),
-        "value/mean": float(rollout.values[rollout.mask].mean()),
-        "value/return_mean": float(rollout.returns[rollout.mask].mean()),
+        "objective/score_std": float(scores.std(unbiased=False)),
+        "objective/reward_total": float(total[scored].mean()),
+        "objective/score_length_correlation": correlate(scores, lengths),
+    }
+
+
+def describe_values(rollout: Rollout) -> Figures:
+    """Return how well the critic foresaw the returns of an iteration; nothing where no answer is scored."""
+    assert rollout.returns is not None
+    mask = rollout.loss_mask
+    if not mask.any():
+        return {}
+    return {
+        "value/explained_var": compute_explained_variance(rollout.values, rollout.returns, mask),
+        "value/mean": float(rollout.values[mask].mean()),
+        "value/return_mean": float(rollout.returns[mask].mean()),
     }
 
 

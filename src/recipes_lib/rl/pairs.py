@@ -7,16 +7,18 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from recipes_lib.data.prompts import PromptRow
-from recipes_lib.models.sampling import read_continuation
 from recipes_lib.rl.collect import Collector
 
 
 class Answered(NamedTuple):
-    """An answer: its text without special tokens, its worth, and whether it says something and ended by itself."""
+    """An answer: its text without special tokens, its worth, and whether it may stand in a pair.
+
+    That takes a worth that is known, something that it says, and an end of its own.
+    """
 
     text: str
     score: float
-    finished: bool
+    usable: bool
 
 
 @dataclass(slots=True)
@@ -27,9 +29,9 @@ class PairCounts:
         num_prompts: Prompts that were answered.
         num_pairs: Those that gave a pair.
         num_alike: Those whose answers are worth the same, or are the same.
-        num_unfinished: Those with fewer than two answers that ended by themselves.
-        score_sum: Of all answers.
-        num_answers: Of all prompts.
+        num_unfinished: Those with fewer than two answers that may stand in a pair.
+        score_sum: Of all answers whose worth is known.
+        num_answers: Those, of all prompts.
         num_bytes: Of the file, as of these prompts.
     """
 
@@ -46,20 +48,20 @@ class PairCounts:
         mean = self.score_sum / max(self.num_answers, 1)
         return (
             f"{self.num_prompts:,} prompts, {self.num_pairs:,} pairs; {self.num_alike:,} have answers worth the same, "
-            f"{self.num_unfinished:,} fewer than two that end; mean score {mean:.4g}"
+            f"{self.num_unfinished:,} fewer than two that end and are scored; mean score {mean:.4g}"
         )
 
 
 def choose_pair(answers: Sequence[Answered]) -> tuple[Answered, Answered] | None:
-    """The best and the worst of the answers that ended; ``None`` where they are alike in worth or in words.
+    """The best and the worst of the answers that may be a pair; ``None`` where they are alike in worth or in words.
 
     Those that ran into the limit do not take part: as rows they would end where nobody ended them. Of answers that are
     worth the same the first counts.
     """
-    ended = [answer for answer in answers if answer.finished]
-    if len(ended) < 2:
+    usable = [answer for answer in answers if answer.usable]
+    if len(usable) < 2:
         return None
-    best, worst = (choose(ended, key=lambda answer: answer.score) for choose in (max, min))
+    best, worst = (choose(usable, key=lambda answer: answer.score) for choose in (max, min))
     return (best, worst) if best.score > worst.score and best.text != worst.text else None
 
 
@@ -81,24 +83,20 @@ def sample_pairs(
         asked = [prompt for prompt in batch for _ in range(num_answers)]
         first = start * num_answers
         answers, texts = collector.answer(asked, range(first, first + len(asked)))
-        for at, prompt in enumerate(asked):
-            if isinstance(prompt.content, str):
-                ids = answers.response_ids[at][answers.mask[at]].tolist()
-                texts[at] = read_continuation(collector.tokenizer, prompt.input_ids, ids)
-        known = zip(texts, answers.scores.tolist(), answers.finished.tolist(), strict=True)
-        # An answer that says nothing is none to learn from.
-        answered = [Answered(text, score, ended and bool(text.strip())) for text, score, ended in known]
+        known = zip(texts, answers.scores.tolist(), (answers.finished & answers.scored).tolist(), strict=True)
+        # An answer that says nothing is none to learn from, and neither is one of which no reward says anything.
+        answered = [Answered(text, score, usable and bool(text.strip())) for text, score, usable in known]
         rows = []
         for at, prompt in enumerate(batch):
             of_prompt = answered[at * num_answers : (at + 1) * num_answers]
             pair = choose_pair(of_prompt)
-            counts.num_unfinished += sum(answer.finished for answer in of_prompt) < 2
-            counts.num_alike += pair is None and sum(answer.finished for answer in of_prompt) > 1
+            counts.num_unfinished += sum(answer.usable for answer in of_prompt) < 2
+            counts.num_alike += pair is None and sum(answer.usable for answer in of_prompt) > 1
             if pair is not None:
                 rows.append(_build_row(prompt, *pair))
         counts.num_prompts += len(batch)
         counts.num_pairs += len(rows)
-        counts.num_answers += len(answered)
+        counts.num_answers += int(answers.scored.sum())
         counts.score_sum += sum(answer.score for answer in answered)
         yield rows
 

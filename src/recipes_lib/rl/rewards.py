@@ -11,11 +11,13 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
 from recipes_lib.config.schema import RewardsConfig
 from recipes_lib.data.prompts import PromptRow
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.reward_tokens import Answer
-from recipes_lib.models.scoring import RewardModel
+from recipes_lib.models.scoring import TOO_LONG, RewardModel, read_positions
 
 MAX_MODEL_SCORE: Final = 10.0
 """Bound of a reward model's score, in its standard deviations: what lies beyond is not what it was trained on."""
@@ -26,10 +28,14 @@ RewardFunction = Callable[..., Sequence[float | None]]
 
 
 class Scores(NamedTuple):
-    """What answers are worth: the weighted sum, and each reward by its name; a number for each answer."""
+    """What answers are worth: the weighted sum, and each reward by its name; a number or ``None`` for each answer.
 
-    total: list[float]
-    parts: dict[str, list[float]]
+    A reward that says nothing of an answer is no part of its sum. Where none with a weight says anything, the answer
+    is worth nothing that is known, which is not 0: nothing can be learnt from it.
+    """
+
+    total: list[float | None]
+    parts: dict[str, list[float | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +61,34 @@ class Rewards:
         """Of the rewards, in their order."""
         return [*self.functions, *([] if self.model is None else [MODEL])]
 
-    def score(self, prompts: Sequence[PromptRow], texts: Sequence[str], ids: Sequence[list[int]]) -> Scores:
+    def score(
+        self, prompts: Sequence[PromptRow], texts: Sequence[str], ids: Sequence[list[int]], finished: Sequence[bool]
+    ) -> Scores:
         """What answers are worth.
 
         Args:
             prompts: What was asked.
             texts: The answers without special tokens.
             ids: Their tokens, the one that ended them included.
+            finished: False where an answer ran into the limit: the reward model reads no end of it.
 
         Raises:
             ConfigError: A function failed, or returned something else than one finite number or ``None`` each.
             DataError: As ``RewardModel.score``.
         """
-        parts = {name: _call(name, function, prompts, texts, ids) for name, function in self.functions.items()}
+        parts: dict[str, list[float | None]] = {
+            name: _call(name, function, prompts, texts, ids) for name, function in self.functions.items()
+        }
         if self.model is not None:
             answers = [_join(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
-            scores = self.model.score(answers)
+            scores = self.model.score(answers, finished=finished, where=[prompt.where for prompt in prompts])
             parts[MODEL] = [min(max(score, -MAX_MODEL_SCORE), MAX_MODEL_SCORE) for score in scores]
-        columns = zip(*parts.values(), strict=True)
-        total = [sum(w * s for w, s in zip(self.weights, column, strict=True)) for column in columns]
-        return Scores(total, parts)
+        return Scores([self._add(column) for column in zip(*parts.values(), strict=True)], parts)
+
+    def _add(self, column: Sequence[float | None]) -> float | None:
+        """The weighted sum of an answer's rewards; ``None`` where none of those that are learnt from says anything."""
+        said = [(weight, score) for weight, score in zip(self.weights, column, strict=True) if score is not None]
+        return sum(weight * score for weight, score in said) if any(weight for weight, _ in said) else None
 
 
 def load_rewards(
@@ -125,6 +139,31 @@ def load_reward_functions(paths: Sequence[str]) -> dict[str, RewardFunction]:
     return functions
 
 
+def verify_positions(
+    config: PreTrainedConfig, own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, max_length: int
+) -> str:
+    """Compare what a reward model has positions for with what it may have to score; a warning, or nothing.
+
+    Args:
+        config: Of the reward model.
+        own: Its tokenizer.
+        policy: The policy's.
+        max_length: Tokens of the longest prompt with its longest answer, by the policy's tokenizer.
+
+    Raises:
+        ConfigError: The longest answer does not fit, and both have the same tokens.
+    """
+    positions = read_positions(config)
+    if max_length <= positions:
+        return ""
+    found = (
+        f"the reward model has {positions:,} positions, and the longest prompt with its answer {max_length:,} tokens"
+    )
+    if own.get_vocab() == policy.get_vocab():
+        raise ConfigError(Problem("reward_model_name_or_path", found, TOO_LONG))
+    return f"warning: {found} of the policy; one that is too long in the reward model's own ends the run: {TOO_LONG}"
+
+
 def _find_function(module_name: str, name: str) -> RewardFunction:
     # Python looks beside the recipe, not where the command is given; last, so that nothing is shadowed.
     if str(Path.cwd()) not in sys.path:
@@ -142,7 +181,7 @@ def _call(
     prompts: Sequence[PromptRow],
     texts: Sequence[str],
     ids: Sequence[list[int]],
-) -> list[float]:
+) -> list[float | None]:
     is_chat = not isinstance(prompts[0].content, str)
     completions: list[Any] = [[{"role": "assistant", "content": text}] for text in texts] if is_chat else list(texts)
     columns = {column: [prompt.columns.get(column) for prompt in prompts] for column in prompts[0].columns}
@@ -162,7 +201,7 @@ def _call(
         if score is not None and not (isinstance(score, Real) and math.isfinite(score)):
             found = f"{name} returned {score!r} for the answer {texts[index]!r:.80}"
             raise ConfigError(Problem("reward_funcs", found, "return finite numbers, or None where it says nothing"))
-    return [0.0 if score is None else float(score) for score in scores]
+    return [None if score is None else float(score) for score in scores]
 
 
 def _join(prompt: PromptRow, text: str) -> Answer:

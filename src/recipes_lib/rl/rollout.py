@@ -23,8 +23,9 @@ class Rollout:
         response_ids: Tokens of the answers, ``int64 (B, T)``; 0 behind them.
         mask: True where a token of an answer stands, ``bool (B, T)``; at least one in each row.
         finished: True where the answer ended by itself, ``bool (B,)``.
-        scores: Weighted rewards, before any penalty, ``float32 (B,)``.
-        rewards: Each reward by itself, ``float32 (B, R)``.
+        scored: True where a reward says what the answer is worth, ``bool (B,)``; the others teach nothing.
+        scores: Weighted rewards, before any penalty, ``float32 (B,)``; 0 of an answer that is not scored.
+        rewards: Each reward by itself, ``float32 (B, R)``; NaN where it says nothing.
         engine_logps: Of the engine that sampled, ``float32 (B, T)``.
         logps: Of the policy that answered, by the training graph.
         ref_logps: Of the reference.
@@ -38,6 +39,7 @@ class Rollout:
     response_ids: Tensor
     mask: Tensor
     finished: Tensor
+    scored: Tensor
     scores: Tensor
     rewards: Tensor
     engine_logps: Tensor
@@ -55,6 +57,16 @@ class Rollout:
     def num_tokens(self) -> int:
         """Tokens of all answers."""
         return int(self.mask.sum())
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """True at the tokens that something is learnt from, ``bool (B, T)``: those of answers that are scored."""
+        return self.mask & self.scored[:, None]
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens that something is learnt from."""
+        return int(self.loss_mask.sum())
 
     @property
     def lengths(self) -> Tensor:

@@ -71,8 +71,8 @@ class RunLog:
         self.progress.show(event)
         self._trackers.log(state.step, counts)
 
-    def write_sample(self, step: int, sample: Sample, reward: float) -> None:
-        """Write an answer after ``step`` optimizer steps, and what it is worth."""
+    def write_sample(self, step: int, sample: Sample, reward: float | None) -> None:
+        """Write an answer after ``step`` optimizer steps, and what it is worth, if that is known."""
         self._samples.write({"step": step, **asdict(sample), "reward": reward})
 
     def end(self) -> None:

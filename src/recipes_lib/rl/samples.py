@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from recipes_lib.data.prompts import PromptData, PromptRow
 from recipes_lib.rl.collect import Collector
+from recipes_lib.rl.monitor import Figures, average_rewards
 from recipes_lib.training.hooks.samples import Sample
-
-Figures = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,17 +18,17 @@ class ScoredSamples:
     Attributes:
         collector: Answers and scores.
         prompts: At least one.
-        write: Takes the step, an answer and what it is worth.
+        write: Takes the step, an answer and what it is worth, ``None`` where no reward says that.
     """
 
     collector: Collector
     prompts: Sequence[PromptRow]
-    write: Callable[[int, Sample, float], None]
+    write: Callable[[int, Sample, float | None], None]
 
     def answer(self, step: int) -> Figures:
         """Write the answers after ``step`` optimizer steps, and return ``reward``, ``stop_rate`` and the mean length.
 
-        Where there are several rewards, each is there as ``reward/<name>`` besides.
+        Rewards are there as ``average_rewards`` has them.
         """
         answers, texts = self.collector.answer(self.prompts, range(len(self.prompts)))
         for at, (row, text) in enumerate(zip(self.prompts, texts, strict=True)):
@@ -40,11 +39,9 @@ class ScoredSamples:
                 stopped=bool(answers.finished[at]),
                 num_tokens=int(answers.lengths[at]),
             )
-            self.write(step, sample, float(answers.scores[at]))
-        names, means = self.collector.rewards.names, answers.rewards.mean(dim=0).tolist()
+            self.write(step, sample, float(answers.scores[at]) if answers.scored[at] else None)
         return {
-            "reward": float(answers.scores.mean()),
-            **({f"reward/{n}": mean for n, mean in zip(names, means, strict=True)} if len(names) > 1 else {}),
+            **average_rewards("reward", answers, self.collector.rewards.names),
             "stop_rate": float(answers.finished.float().mean()),
             "mean_sample_tokens": float(answers.lengths.float().mean()),
         }

@@ -16,9 +16,9 @@ class Targets:
     """What an iteration learns from.
 
     Attributes:
-        advantages: Whitened, ``(B, T)``.
-        returns: What the critic should have said, ``(B, T)``.
-        total: Sum of each answer's rewards, ``(B,)``.
+        advantages: Whitened, ``(B, T)``; 0 where nothing is learnt.
+        returns: What the critic should have said, ``(B, T)``; as ``advantages``.
+        total: Sum of each answer's rewards, ``(B,)``; of an answer that is not scored, what it costs alone.
     """
 
     advantages: Tensor
@@ -35,11 +35,11 @@ def compute_targets(rollout: Rollout, config: PPOConfig, penalty: float, kl_coef
         penalty: Taken off the score of an answer that ran into the limit.
         kl_coef: Price of a nat of KL.
     """
-    mask = rollout.mask
+    learnt = rollout.loss_mask
     scores = penalise_missing_end(rollout.scores, rollout.finished, penalty)
-    rewards = compute_rewards(scores, estimate_kl(rollout.logps, rollout.ref_logps), mask, kl_coef)
+    rewards = compute_rewards(scores, estimate_kl(rollout.logps, rollout.ref_logps), rollout.mask, kl_coef)
     total = rewards.sum(dim=1)
     if config.whiten_rewards:
-        rewards = whiten(rewards, mask, shift_mean=False)
-    advantages, returns = compute_advantages(rewards, rollout.values, mask, gamma=config.gamma, lam=config.lam)
-    return Targets(whiten(advantages, mask), returns, total)
+        rewards = whiten(rewards, learnt, shift_mean=False)
+    advantages, returns = compute_advantages(rewards, rollout.values, learnt, gamma=config.gamma, lam=config.lam)
+    return Targets(whiten(advantages, learnt), returns, total)

@@ -108,7 +108,7 @@ class PPOTrainer:
         critic = build("critic", trunk, models.critic_parameters(), learning_rate=critic_rate)
         self._learners = {"policy": policy, "critic": critic}
         self._collector = build_collector(
-            config, args, models, rewards, tokenizer, self._log.progress, beat=leave_if_asked
+            config, args, models, rewards, tokenizer, self._log.progress, leave_if_asked, prompts.max_length
         )
         asked = choose_samples(prompts, config.evaluation.num_sample_prompts)
         self._samples = ScoredSamples(self._collector, asked, self._log.write_sample)
@@ -199,6 +199,9 @@ class PPOTrainer:
             self._log.progress.say(verify_first_rollout(rollout, self._dtype))
         if iteration == self._first_iteration:
             self._log.progress.say(verify_engine(rollout, self._collector.generator, self._dtype))
+        if not rollout.scored.any():
+            found = f"no reward says what any of the {len(rollout)} answers is worth"
+            self._log.progress.say(f"iteration {iteration + 1}: {found}: nothing is learnt from them")
         price = state.kl_coef
         targets = compute_targets(rollout, self._config.ppo, self._config.rewards.missing_eos_penalty or 0.0, price)
         rollout = dataclasses.replace(rollout, advantages=targets.advantages, returns=targets.returns)
@@ -221,7 +224,7 @@ class PPOTrainer:
             num_answers=state.num_answers + len(rollout),
             kl_coef=next_price,
             num_tokens=state.num_tokens + num_tokens,
-            num_target_tokens=state.num_target_tokens + rollout.num_tokens,
+            num_target_tokens=state.num_target_tokens + rollout.num_targets,
             seconds=state.seconds + ended - began,
         )
         policy = average_steps("policy", policy_steps)
@@ -238,7 +241,7 @@ class PPOTrainer:
             "time/update_policy": updated - updating,
             "time/update_critic": ended - updated,
             "tokens_per_second": num_tokens / (ended - began),
-            "target_tokens_per_second": rollout.num_tokens / (ended - began),
+            "target_tokens_per_second": rollout.num_targets / (ended - began),
         }
 
     def _collect(self, iteration: int) -> tuple[Rollout, dict[str, float]]:

@@ -159,7 +159,8 @@ class Updater:
 
     Every process holds all answers. Each takes its share of a minibatch, answers of like length together; gradients are
     summed before a step, and the normaliser is the number of the whole step's tokens, so that neither processes nor
-    micro-batches nor lengths change what is learnt.
+    micro-batches nor lengths change what is learnt. Answers that are not scored are read and count nowhere; a minibatch
+    of such answers alone is a step without an update.
 
     Attributes:
         models: Policy and critic.
@@ -204,13 +205,13 @@ class Updater:
         self.models.set_training(training=True)
         with self.models.as_policy() as policy:
             for step, rows in self._steps(len(rollout), iteration, "updating the policy"):
-                if is_over:
+                batch = rollout.take(rows)
+                if is_over or not batch.num_targets:
                     self.policy.discard()
                     continue
-                batch = rollout.take(rows)
                 sums, parts = Sums(), list(self._share(batch))
-                losses = [self._learn_policy(policy, part, batch.num_tokens, sums) for part in parts]
-                figures = {**_per_token(sums.read(), batch.num_tokens), "lr": self.policy.learning_rate}
+                losses = [self._learn_policy(policy, part, batch.num_targets, sums) for part in parts]
+                figures = {**_per_token(sums.read(), batch.num_targets), "lr": self.policy.learning_rate}
                 is_finite = math.isfinite(figures["loss"])
                 if not steps and is_finite:
                     verify_first_minibatch(figures, self.dtype)
@@ -237,9 +238,12 @@ class Updater:
         with self.models.as_critic() as critic:
             for step, rows in self._steps(len(rollout), iteration, "updating the critic"):
                 batch = rollout.take(rows)
+                if not batch.num_targets:
+                    self.critic.discard()
+                    continue
                 sums, parts = Sums(), list(self._share(batch))
-                losses = [self._learn_critic(critic, part, batch.num_tokens, sums) for part in parts]
-                figures = {**_per_token(sums.read(), batch.num_tokens), "lr": self.critic.learning_rate}
+                losses = [self._learn_critic(critic, part, batch.num_targets, sums) for part in parts]
+                figures = {**_per_token(sums.read(), batch.num_targets), "lr": self.critic.learning_rate}
                 judge = self._build_judge(self.critic, parts, losses, step, figures)
                 steps.append({**figures, "grad_norm": self.critic.step(judge)})
                 WATCHDOG.finish_step()
@@ -262,7 +266,7 @@ class Updater:
     def _learn_policy(self, policy: Any, part: Rollout, num_tokens: int, sums: Sums) -> Tensor:
         WATCHDOG.beat()
         assert part.advantages is not None
-        mask, old, engine = (t.to(self.device) for t in (part.mask, part.logps, part.engine_logps))
+        mask, old, engine = (t.to(self.device) for t in (part.loss_mask, part.logps, part.engine_logps))
         with self.precision():
             sequences = lay_out(part, self.device)
             logps, entropy = compute_response_logps(policy, sequences, temperature=self.temperature, with_entropy=True)
@@ -284,7 +288,7 @@ class Updater:
                 "approx_kl": result.kl_sum,
                 "clipfrac_low": result.num_low,
                 "clipfrac_high": result.num_high,
-                "entropy": entropy.sum(),
+                "entropy": torch.where(mask, entropy, 0.0).sum(),
             },
             {"ratio_max": 1 + result.max_ratio_shift},
         )
@@ -299,7 +303,7 @@ class Updater:
             values,
             part.values.to(self.device),
             part.returns.to(self.device),
-            part.mask.to(self.device),
+            part.loss_mask.to(self.device),
             cliprange=self.config.cliprange_value,
             num_tokens=num_tokens,
         )

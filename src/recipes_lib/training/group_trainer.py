@@ -18,8 +18,8 @@ from recipes_lib.training.preemption import stop_if_agreed
 from recipes_lib.training.recipe_trainer import RecipeTrainer
 from recipes_lib.training.watchdog import WATCHDOG
 
-Score = Callable[[Sequence[PromptRow], Sequence[str], Sequence[list[int]], Callable[[str, float], None]], list[float]]
-"""Prompts, answers as texts, their tokens, and what logs a figure -> what each answer is worth."""
+Score = Callable[[Sequence[PromptRow], Sequence[list[int]], Callable[[str, float], None]], list[float | None]]
+"""Prompts, the tokens of answers, and what logs a figure -> what each answer is worth; ``None``: not known."""
 
 
 class GroupTrainer(RecipeTrainer):
@@ -44,12 +44,10 @@ class GroupTrainer(RecipeTrainer):
         """
         self._prompts = prompts
 
-        def reward(
-            *, prompts: Sequence[str], completions: Sequence[str], completion_ids: Sequence[list[int]], **given: Any
-        ) -> list[float]:
+        def reward(*, prompts: Sequence[str], completion_ids: Sequence[list[int]], **given: Any) -> list[float | None]:
             rows = [self._prompts[int(number)] for number in prompts]
             WATCHDOG.enter("scoring answers")
-            scores = score(rows, completions, completion_ids, given["log_metric"])
+            scores = score(rows, completion_ids, given["log_metric"])
             WATCHDOG.enter("a step from new answers")
             return scores
 
