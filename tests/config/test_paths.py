@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from recipes_lib.config.loader import load_config
+from recipes_lib.config.paths import names_path
+from recipes_lib.data.source_files import READERS
 
 
 @pytest.mark.parametrize(
@@ -13,6 +15,8 @@ from recipes_lib.config.loader import load_config
         "chat_template_path: template.jinja",
         "tokenizer_name_or_path: ./tokenizer",
         "dataset_test_split: held_out.jsonl",
+        "dataset_test_split: ./test",
+        "dataset_test_split: data/test",
         "prepared_dir: {file}",
     ],
 )
@@ -20,6 +24,18 @@ def test_a_path_that_cannot_be_meant_is_refused(problems_of, tmp_path: Path, lin
     (tmp_path / "file").touch()
     (problem,) = problems_of(line.format(file=tmp_path / "file") + "\n")
     assert problem.where == "recipe.yaml:5"
+
+
+@pytest.mark.parametrize("split", ["test", "test_sft", "train[90%:]", "v1.5"])
+def test_a_bare_word_is_a_held_out_split(problems_of, split: str) -> None:
+    assert not names_path(split)
+    assert not problems_of(f"dataset_test_split: {split}\n")
+
+
+@pytest.mark.parametrize("suffix", READERS)
+def test_whatever_can_be_read_is_known_as_a_file_by_its_suffix(suffix: str) -> None:
+    assert names_path(f"held_out{suffix}")
+    assert names_path(f"held_out{suffix}.gz")
 
 
 @pytest.mark.parametrize("name", ["./gone", "~/gone-for-ever", "/gone", "gone.jsonl", "a/b/c", "a b", "''", "C:\\data"])

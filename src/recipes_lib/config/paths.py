@@ -11,7 +11,10 @@ from recipes_lib.config.settings import Settings, is_local
 from recipes_lib.errors import Problem
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_FILE_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt", ".gz", ".zst", ".jinja", ".safetensors", ".arrow")
+_FILE_SUFFIXES = (
+    *(".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt", ".md", ".gz", ".zst"),
+    *(".jinja", ".safetensors", ".arrow"),
+)
 _REFERENCES = (
     *("model_name_or_path", "tokenizer_name_or_path", "adapter_name_or_path", "ref_model_name_or_path"),
     *("reward_model_name_or_path", "critic_model_name_or_path", "teacher_model_name_or_path", "dataset_name"),
@@ -24,6 +27,11 @@ def expand_home(text: str) -> str:
     return str(Path.home()) + text[1:] if text == "~" or text.startswith("~/") else text
 
 
+def names_path(dataset_test_split: str) -> bool:
+    """Return whether held-out data are named by a path; a bare word is a split, whatever lies there."""
+    return "/" in dataset_test_split or _looks_local(dataset_test_split)
+
+
 def check_paths(settings: Settings) -> Iterator[Problem]:
     """Yield a problem for each path that does not exist, and for each reference that is neither path nor Hub id."""
     for key in _REFERENCES:
@@ -32,7 +40,7 @@ def check_paths(settings: Settings) -> Iterator[Problem]:
     for index, entry in enumerate(settings["dataset_mixture"] or []):
         where = _locate_entry(settings, index)
         yield from _check_reference(where, f"dataset_mixture[{index}].name", entry["name"])
-    if settings.gives("dataset_test_split") and _looks_local(settings["dataset_test_split"]):
+    if settings.gives("dataset_test_split") and names_path(settings["dataset_test_split"]):
         yield from _check_exists(
             settings.where("dataset_test_split"), "dataset_test_split", settings["dataset_test_split"]
         )

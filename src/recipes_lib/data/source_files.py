@@ -128,7 +128,10 @@ def load_files(path: Path, name: str, split: str, text_documents: TextDocuments 
         splits = _find_splits(path, name)
     if split not in splits:
         found = f"no split `{split}`; found {', '.join(f'`{found}`' for found in splits)}"
-        remedy = "name one of these; or a file, with `dataset_test_split`; or hold rows out, with `test_split_size`"
+        remedy = (
+            f"name one of these; or a path (./{split}), with `dataset_test_split`; "
+            "or hold rows out, with `test_split_size`"
+        )
         raise DataError(Problem(name, found, remedy))
     return FileSource(name, {_label(file, path, name): file for file in splits[split]}, text_documents)
 
