@@ -38,6 +38,14 @@ def test_a_weight_is_a_number_of_passes(weight: float, expected: int, files: tup
     assert len(counts) == min(NUM_ROWS, expected)
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_part_of_which_no_row_is_drawn_is_named(others: int, files: tuple[str, str]) -> None:
+    with pytest.raises(DataError, match="its weight, 0.01, draws none of its 40 rows") as caught:
+        texts(build_mixture([{"name": files[0], "weight": 0.01}, {"name": files[1]}][: 1 + others]))
+    assert [problem.where for problem in caught.value.problems] == [files[0]]
+    assert len(texts(build_mixture([{"name": files[0], "weight": 1.01}]))) == NUM_ROWS
+
+
 def test_parts_keep_their_order_and_follow_one_another(files: tuple[str, str]) -> None:
     found = texts(build_mixture([{"name": files[1], "weight": 0.5}, {"name": files[0]}]))
     numbers = [int(text.split()[1]) for text in found]

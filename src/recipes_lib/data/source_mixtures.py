@@ -57,7 +57,7 @@ class Mixture:
         """Read every ``world_size``-th row from ``rank`` on; all ranks check all rows, so all raise the same error.
 
         Raises:
-            DataError: Once, after all parts are read: every problem.
+            DataError: Once, after all parts are read: every problem, a part of which no row is drawn among them.
         """
         return islice(self._read(), rank, None, world_size)
 
@@ -71,6 +71,9 @@ class Mixture:
         problems: list[Problem] = []
         for part in self.parts:
             drawn = self._draw(part)
+            if part.weight < 1 and drawn and not any(drawn):
+                found = f"its weight, {part.weight:g}, draws none of its {len(drawn):,} rows"
+                problems.append(Problem(part.source.name, found, "raise the weight, or take it out of the mixture"))
             for number in range(math.ceil(part.weight)):
                 rows = collect_rows(part.source, part.format, problems)
                 is_whole = number < math.floor(part.weight)
