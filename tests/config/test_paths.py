@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from recipes_lib.config.loader import load_config
-from recipes_lib.config.paths import names_path
+from recipes_lib.config.paths import expand_home, names_path
 from recipes_lib.data.source_files import READERS
+from recipes_lib.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,19 @@ def test_home_is_expanded_and_existing_paths_pass(monkeypatch, write, tmp_path: 
     config = load_config("sft", ["--config", str(path)])
     assert config.model.model_name_or_path == str(tmp_path / "model")
     assert config.training["output_dir"] == str(tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["~data", "~data/x", "~no-such-user/x"])
+def test_a_name_that_begins_with_a_tilde_is_no_home(name: str) -> None:
+    assert expand_home(name) == name
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    with pytest.raises(ConfigError, match="no home folder"):
+        expand_home("~/x")
+    assert expand_home("x") == "x"
 
 
 def test_a_revision_of_a_local_path_contradicts_and_a_flag_overrules_it(problems_of, write, sound, tmp_path) -> None:

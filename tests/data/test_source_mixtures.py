@@ -40,7 +40,7 @@ def test_a_weight_is_a_number_of_passes(weight: float, expected: int, files: tup
 
 @pytest.mark.parametrize("others", [0, 1])
 def test_a_part_of_which_no_row_is_drawn_is_named(others: int, files: tuple[str, str]) -> None:
-    with pytest.raises(DataError, match="its weight, 0.01, draws none of its 40 rows") as caught:
+    with pytest.raises(DataError, match=r"its weight, 0\.01, draws none of its 40 rows") as caught:
         texts(build_mixture([{"name": files[0], "weight": 0.01}, {"name": files[1]}][: 1 + others]))
     assert [problem.where for problem in caught.value.problems] == [files[0]]
     assert len(texts(build_mixture([{"name": files[0], "weight": 1.01}]))) == NUM_ROWS

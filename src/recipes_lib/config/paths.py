@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from recipes_lib.config.settings import Settings, is_local
-from recipes_lib.errors import Problem
+from recipes_lib.errors import ConfigError, Problem
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _FILE_SUFFIXES = (
@@ -23,8 +23,18 @@ _OUTPUTS = ("output_dir", "prepared_dir")
 
 
 def expand_home(text: str) -> str:
-    """Return a path with a leading ``~`` replaced by the home folder."""
-    return str(Path.home()) + text[1:] if text == "~" or text.startswith("~/") else text
+    """Return a path with ``~/`` at its beginning replaced by the home folder; ``~name`` is a name like any other.
+
+    Raises:
+        ConfigError: This user has no home folder.
+    """
+    if text != "~" and not text.startswith("~/"):
+        return text
+    try:
+        return str(Path.home()) + text[1:]
+    except RuntimeError:
+        found = "this user has no home folder"
+        raise ConfigError(Problem(text, found, "set the variable HOME, or write the path whole")) from None
 
 
 def names_path(dataset_test_split: str) -> bool:
