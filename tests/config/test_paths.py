@@ -19,6 +19,7 @@ from recipes_lib.errors import ConfigError
         "dataset_test_split: ./test",
         "dataset_test_split: data/test",
         "prepared_dir: {file}",
+        "prepared_dir: ~cachedir/x",
     ],
 )
 def test_a_path_that_cannot_be_meant_is_refused(problems_of, tmp_path: Path, line: str) -> None:
