@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import hypothesis
 import pytest
 import torch
-from tests.tiny import build_tokenizer, save_model
+from tests.tiny import build_tokenizer, leave_ids_out, save_model
 from transformers import PreTrainedTokenizerFast
 
 torch.set_num_threads(1)
@@ -30,6 +30,12 @@ hypothesis.settings.load_profile("untimed")
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE of 512 entries that covers every byte, with a ChatML template; treat it as read-only."""
     return build_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def sparse_tokenizer(tiny_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """``tiny_tokenizer`` with 512 tokens and the largest id 541; treat it as read-only."""
+    return leave_ids_out(tiny_tokenizer, 30)
 
 
 @pytest.fixture(scope="session")

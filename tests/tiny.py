@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from pathlib import Path
 
 import torch
@@ -52,6 +54,16 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
     fast.chat_template = CHATML_TEMPLATE
     return fast
+
+
+def leave_ids_out(tokenizer: PreTrainedTokenizerFast, shift: int) -> PreTrainedTokenizerFast:
+    """The same tokens, the last of which has an id larger by ``shift``."""
+    spelled = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary = spelled["model"]["vocab"]
+    vocabulary[max(vocabulary, key=vocabulary.__getitem__)] += shift
+    sparse = copy.deepcopy(tokenizer)
+    sparse._tokenizer = Tokenizer.from_str(json.dumps(spelled))
+    return sparse
 
 
 def save_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Path:

@@ -71,6 +71,7 @@ def test_a_line_of_the_file_that_a_flag_overrides_is_not_judged(tmp_path: Path) 
         (["recipe.yaml"], "recipe.yaml", "not a flag"),
         (["--sample_prompts", "[a"], "--sample_prompts", "expected"),
         (["--config"], "--config", "no value"),
+        (["--config", "~data/sft.yaml"], "~data/sft.yaml", "no such file"),
         (["--no-packing"], "--no_packing", "unknown"),
         (["--learning_rte", "1"], "--learning_rte", "unknown"),
         (["--warmup_ratio", "0.1"], "--warmup_ratio", "removed"),

@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 
 from recipes_lib.config.loader import load_config
+from recipes_lib.config.paths import expand_home, names_path
+from recipes_lib.data.source_files import READERS
+from recipes_lib.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -13,13 +16,28 @@ from recipes_lib.config.loader import load_config
         "chat_template_path: template.jinja",
         "tokenizer_name_or_path: ./tokenizer",
         "dataset_test_split: held_out.jsonl",
+        "dataset_test_split: ./test",
+        "dataset_test_split: data/test",
         "prepared_dir: {file}",
+        "prepared_dir: ~cachedir/x",
     ],
 )
 def test_a_path_that_cannot_be_meant_is_refused(problems_of, tmp_path: Path, line: str) -> None:
     (tmp_path / "file").touch()
     (problem,) = problems_of(line.format(file=tmp_path / "file") + "\n")
     assert problem.where == "recipe.yaml:5"
+
+
+@pytest.mark.parametrize("split", ["test", "test_sft", "train[90%:]", "v1.5"])
+def test_a_bare_word_is_a_held_out_split(problems_of, split: str) -> None:
+    assert not names_path(split)
+    assert not problems_of(f"dataset_test_split: {split}\n")
+
+
+@pytest.mark.parametrize("suffix", READERS)
+def test_whatever_can_be_read_is_known_as_a_file_by_its_suffix(suffix: str) -> None:
+    assert names_path(f"held_out{suffix}")
+    assert names_path(f"held_out{suffix}.gz")
 
 
 @pytest.mark.parametrize("name", ["./gone", "~/gone-for-ever", "/gone", "gone.jsonl", "a/b/c", "a b", "''", "C:\\data"])
@@ -46,6 +64,19 @@ def test_home_is_expanded_and_existing_paths_pass(monkeypatch, write, tmp_path: 
     config = load_config("sft", ["--config", str(path)])
     assert config.model.model_name_or_path == str(tmp_path / "model")
     assert config.training["output_dir"] == str(tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["~data", "~data/x", "~no-such-user/x"])
+def test_a_name_that_begins_with_a_tilde_is_no_home(name: str) -> None:
+    assert expand_home(name) == name
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    with pytest.raises(ConfigError, match="no home folder"):
+        expand_home("~/x")
+    assert expand_home("x") == "x"
 
 
 def test_a_revision_of_a_local_path_contradicts_and_a_flag_overrules_it(problems_of, write, sound, tmp_path) -> None:

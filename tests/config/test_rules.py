@@ -89,6 +89,14 @@ def test_missing_keys_are_named_together(problems_of) -> None:
     assert {problem.where for problem in problems} == {"recipe.yaml"}
 
 
+@pytest.mark.parametrize("key", ["dataset_config", "dataset_revision", "dataset_train_split"])
+def test_what_a_mixture_says_of_each_part_is_not_said_beside_it(problems_of, key: str) -> None:
+    text = f"model_name_or_path: a/b\noutput_dir: o\ndataset_mixture: [{{name: c/d}}]\n{key}: validation\n"
+    (problem,) = problems_of(text=text)
+    assert (problem.where, "both set" in problem.found) == ("recipe.yaml:3", True)
+    assert "in the mixture's entries" in problem.remedy
+
+
 def test_a_broken_value_is_not_reported_as_a_contradiction_too(problems_of) -> None:
     assert len(problems_of("max_steps: x\ndataset_streaming: true\n")) == 1
     assert len(problems_of("max_length: x\noverlong: drop\n")) == 1

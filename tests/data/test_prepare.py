@@ -17,7 +17,7 @@ from rich.console import Console
 
 from recipes_lib.data import prepare as module
 from recipes_lib.data.chat import RowEncoder
-from recipes_lib.data.prepare import main, prepare, prepare_once, render_summary
+from recipes_lib.data.prepare import find_root, main, prepare, prepare_once, render_summary
 from recipes_lib.data.source_mixtures import load_train_data
 from recipes_lib.data.store import find_set
 from recipes_lib.errors import ConfigError, DataError
@@ -288,6 +288,13 @@ def test_a_set_of_which_nothing_is_left_is_refused_whatever_is_accepted(build_co
         config = build_config(max_length=1, overlong=overlong, max_truncated_fraction=1.0)
     with pytest.raises(DataError, match="no row is left"):
         prepare(config, load_tokenizer)
+
+
+def test_sets_are_kept_where_the_run_says(build_config, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find_root(build_config(prepared_dir=None)) == tmp_path / ".cache/recipes_lib/prepared"
+    assert find_root(build_config(prepared_dir="~/sets")) == tmp_path / "sets"
+    assert find_root(build_config(prepared_dir="~cachedir/x")) == Path("~cachedir/x")
 
 
 def test_the_summary_names_the_figures_of_both_sides(build_config, load_tokenizer):

@@ -16,6 +16,7 @@ from recipes_lib.data.packing import Examples, build_examples
 from recipes_lib.data.preview import Piece, PreviewRow, build_preview, compute_pieces, main, render_html, render_text
 from recipes_lib.data.rows import EncodedRow
 from recipes_lib.data.source_mixtures import load_train_data
+from recipes_lib.errors import ConfigError
 
 TEXTS = ["The capital is Paris.", " two  spaces\nand\ta tab", "naïve café", "<script>alert(1)</script> & \"x\" 'y'"]
 
@@ -92,22 +93,43 @@ def test_special_tokens_are_marked(tiny_tokenizer):
     assert not pieces[1].is_special
 
 
-def test_the_command_shows_the_first_rows_and_writes_the_page(build_config, tiny_tokenizer, capsys, tmp_path):
-    config, page = build_config(), tmp_path / "page.html"
-    argv = [
-        *("--rows", "2", "--html", str(page)),
-        *("--model_name_or_path", config.model.model_name_or_path),
-        *("--dataset_name", config.data.dataset_name),
-        *("--output_dir", str(tmp_path / "out")),
-    ]
-    main("sft", argv, lambda config: tiny_tokenizer)
+@pytest.fixture
+def show(build_config, tiny_tokenizer, tmp_path):
+    config = build_config()
+
+    def run(*flags):
+        keys = {"model_name_or_path": config.model.model_name_or_path, "dataset_name": config.data.dataset_name}
+        argv = [*flags, *(f"--{key}={value}" for key, value in keys.items()), f"--output_dir={tmp_path / 'out'}"]
+        main("sft", argv, lambda config: tiny_tokenizer)
+
+    return run
+
+
+def test_the_command_shows_the_first_rows_and_writes_the_page(show, build_config, tiny_tokenizer, capsys, tmp_path):
+    page = tmp_path / "page.html"
+    show("--rows", "2", "--html", str(page))
     out = "".join(capsys.readouterr().out.split())
-    expected = build_preview(config, tiny_tokenizer, 2)
+    expected = build_preview(build_config(), tiny_tokenizer, 2)
     assert len(expected) == 2
     for row in expected:
         assert "".join(row.title.split()) in out
         assert html.escape(row.title) in page.read_text()
     assert "train.jsonl:3" not in out
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_a_preview_of_no_rows_is_refused(show, count):
+    with pytest.raises(ConfigError, match=f"--rows: {count} rows cannot be shown"):
+        show(f"--rows={count}")
+
+
+def test_the_page_goes_into_a_new_folder_or_is_refused_by_name(show, tmp_path):
+    show("--html", str(tmp_path / "new" / "folder" / "page.html"))
+    assert (tmp_path / "new" / "folder" / "page.html").read_text().startswith("<!doctype html>")
+    for place in (tmp_path / "new", tmp_path / "train.jsonl" / "page.html"):
+        with pytest.raises(ConfigError, match="cannot be written") as caught:
+            show("--html", str(place))
+        assert caught.value.problems[0].where == str(place)
 
 
 def test_the_preview_is_what_the_encoder_gives(build_config, tiny_tokenizer):

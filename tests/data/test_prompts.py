@@ -11,6 +11,7 @@ from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.errors import DataError
 
 QUESTION = [{"role": "user", "content": "What is 2 plus 2?"}]
+FOUR, FIVE = ({"role": "assistant", "content": text} for text in ("Four.", "Five."))
 
 
 @pytest.fixture
@@ -36,11 +37,14 @@ def load(tmp_path, tiny_tokenizer):
     "row",
     [
         {"prompt": QUESTION},
-        {"messages": [*QUESTION, {"role": "assistant", "content": "Four."}]},
-        {"prompt": "What is 2 plus 2?", "messages": [*QUESTION, {"role": "assistant", "content": "Four."}]},
+        {"messages": [*QUESTION, FOUR]},
+        {"prompt": "What is 2 plus 2?", "messages": [*QUESTION, FOUR]},
+        {"prompt": "What is 2 plus 2?", "conversations": [*QUESTION, FOUR]},
+        {"prompt": "What is 2 plus 2?", "chosen": [*QUESTION, FOUR], "rejected": [*QUESTION, FIVE]},
+        {"prompt": QUESTION, "chosen": [FOUR], "rejected": [FIVE]},
         {"instruction": "What is 2 plus 2?", "output": "Four."},
         {"question": "What is 2 plus 2?", "answer": "2 + 2 = 4 #### 4"},
-        {"question": "ignored", "messages": [*QUESTION, {"role": "assistant", "content": "Four."}]},
+        {"question": "ignored", "messages": [*QUESTION, FOUR]},
         {"conversations": [{"from": "human", "value": "What is 2 plus 2?"}, {"from": "gpt", "value": "Four."}]},
     ],
 )
@@ -60,6 +64,29 @@ def test_a_plain_text_is_given_as_it_is(load, tiny_tokenizer):
     assert tiny_tokenizer.decode(data.train[0].input_ids) == "Once upon a time"
     assert data.train[0].content == "Once upon a time"
     assert data.terminators == []
+
+
+def test_the_end_of_an_answer_does_not_hang_on_the_order_of_the_rows(load):
+    rows = [{"prompt": "Once upon a time"}, {"prompt": QUESTION}]
+    assert load(rows).terminators == load(rows[::-1]).terminators == load(rows[1:]).terminators != []
+
+
+def test_each_template_of_a_tokenizer_ends_answers_as_it_trains_them(load, tiny_tokenizer, monkeypatch):
+    turns = "{% for m in messages %}{{ m.role }}:\n{{ m.content }}END{% endfor %}"
+    turns += "{% if add_generation_prompt %}assistant:\n{% endif %}"
+    ends = {"default": "<|im_end|>", "tool_use": "<|endoftext|>"}
+    monkeypatch.setattr(
+        tiny_tokenizer, "chat_template", {name: turns.replace("END", end) for name, end in ends.items()}
+    )
+    chat = [*QUESTION, FOUR]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    data = load([{"messages": chat}, {"messages": chat, "tools": tools}])
+    assert data.terminators == sorted(map(tiny_tokenizer.convert_tokens_to_ids, ends.values()))
+
+
+def test_a_text_beside_an_answer_in_messages_is_refused_as_in_training(load):
+    with pytest.raises(DataError, match="`prompt` is a string, `completion` is a list"):
+        load([{"prompt": "What is 2 plus 2?", "completion": [FOUR]}])
 
 
 def test_prompts_are_held_out_and_never_trained_on(load):

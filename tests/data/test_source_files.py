@@ -11,7 +11,8 @@ import pyarrow as pa
 import pytest
 
 from recipes_lib.data.source_files import FileSource, load_files, open_file
-from recipes_lib.errors import DataError
+from recipes_lib.data.source_rows import RawRow
+from recipes_lib.errors import DataError, Problem
 
 LAYOUTS = [
     ["a.jsonl"],
@@ -46,6 +47,38 @@ def test_a_file_has_the_one_split_train(tmp_path: Path) -> None:
     assert list(load_files(path, "test.jsonl", "train").files) == ["test.jsonl"]
     with pytest.raises(DataError, match="test_split_size"):
         load_files(path, "test.jsonl", "test")
+
+
+@pytest.mark.parametrize(("loop", "onto"), [("itself", "."), ("sub/above", "..")])
+def test_links_give_no_row_twice(loop: str, onto: str, tmp_path: Path) -> None:
+    data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    for path in (data / "a.jsonl", data / "sub" / "b.jsonl", elsewhere / "c.jsonl"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f'{{"text": "{path.stem}"}}\n')
+    for link, target in {
+        loop: onto,
+        "sub/beside": "../../elsewhere",
+        "elsewhere": "../elsewhere",
+        "z.jsonl": "a.jsonl",
+    }.items():
+        (data / link).symlink_to(target)
+    source = load_files(data, "data", "train")
+    assert list(source.files) == ["data/a.jsonl", "data/elsewhere/c.jsonl", "data/sub/b.jsonl"]
+    assert [entry.columns["text"] for entry in source.rows() if isinstance(entry, RawRow)] == ["a", "c", "b"]
+    for split in ("train", "test"):
+        (elsewhere / f"{split}.jsonl").symlink_to("../data/a.jsonl")
+    (elsewhere / "c.jsonl").unlink()
+    assert [list(load_files(elsewhere, "e", split).files) for split in ("train", "test")] == [
+        ["e/train.jsonl"],
+        ["e/test.jsonl"],
+    ]
+
+
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").symlink_to("a.jsonl")
+    (problem,) = load_files(tmp_path, "data", "train").rows()
+    assert isinstance(problem, Problem)
+    assert problem.where == "data/a.jsonl"
 
 
 def test_the_fingerprint_is_of_the_bytes_and_their_order_and_not_of_the_names(tmp_path: Path) -> None:

@@ -38,6 +38,14 @@ def test_a_weight_is_a_number_of_passes(weight: float, expected: int, files: tup
     assert len(counts) == min(NUM_ROWS, expected)
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_part_of_which_no_row_is_drawn_is_named(others: int, files: tuple[str, str]) -> None:
+    with pytest.raises(DataError, match=r"its weight, 0\.01, draws none of its 40 rows") as caught:
+        texts(build_mixture([{"name": files[0], "weight": 0.01}, {"name": files[1]}][: 1 + others]))
+    assert [problem.where for problem in caught.value.problems] == [files[0]]
+    assert len(texts(build_mixture([{"name": files[0], "weight": 1.01}]))) == NUM_ROWS
+
+
 def test_parts_keep_their_order_and_follow_one_another(files: tuple[str, str]) -> None:
     found = texts(build_mixture([{"name": files[1], "weight": 0.5}, {"name": files[0]}]))
     numbers = [int(text.split()[1]) for text in found]
@@ -144,6 +152,37 @@ def test_data_that_cannot_be_meant_are_a_configuration_error(data: DataConfig) -
         load_train_data(data)
 
 
-def test_a_split_of_a_mixture_is_a_configuration_error() -> None:
-    with pytest.raises(ConfigError, match="test_split_size"):
+def test_held_out_data_that_are_not_there_are_a_configuration_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no file or folder `b/c`"):
+        load_test_data(DataConfig(dataset_name="a", dataset_test_split="b/c"))
+    (tmp_path / "test").mkdir()
+    with pytest.raises(ConfigError, match=r"a held-out path \(\./test\), or set `test_split_size`"):
         load_test_data(DataConfig(dataset_mixture=[{"name": "a"}], dataset_test_split="test"))
+
+
+def test_a_bare_word_is_a_split_whatever_lies_there(
+    tmp_path: Path, files: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for split in ("train", "test"):
+        (tmp_path / "data" / split).mkdir(parents=True)
+        (tmp_path / "data" / split / "1.jsonl").write_text(json.dumps({"text": f"the split {split}"}))
+    monkeypatch.chdir(tmp_path)
+    held_out = {}
+    for state in ("nothing there", "an empty folder", "a folder of data"):
+        if state == "an empty folder":
+            Path("test").mkdir()
+        elif state == "a folder of data":
+            Path("test", "1.jsonl").write_text('{"text": "the folder"}')
+        mixture = load_test_data(DataConfig(dataset_name="data", dataset_test_split="test"))
+        assert mixture is not None
+        held_out[state] = texts(mixture)
+    assert all(found == ["the split test"] for found in held_out.values()), held_out
+    for path in ("./test", "test/", str(tmp_path / "test"), "test/1.jsonl"):
+        mixture = load_test_data(DataConfig(dataset_name="data", dataset_test_split=path))
+        assert mixture is not None
+        assert texts(mixture) == ["the folder"]
+    with pytest.raises(DataError, match=r"a path \(\./test\)"):
+        load_test_data(DataConfig(dataset_name=files[0], dataset_test_split="test"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+import json
+from datetime import UTC, date, datetime, time
 from typing import Any
 
 import pyarrow as pa
@@ -13,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes_lib.data.source_rows import RawRow
-from recipes_lib.data.source_tables import drop_nulls, read_csv, read_parquet
+from recipes_lib.data.source_tables import read_csv, read_parquet, spell_as_json
 
 CELLS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8)
 
@@ -62,4 +64,15 @@ def test_parquet_is_read_in_order_across_batches() -> None:
     ],
 )
 def test_null_keys_go_and_nothing_else(value: object, expected: object) -> None:
-    assert drop_nulls(value) == expected
+    assert spell_as_json(value) == expected
+
+
+def test_a_table_with_dates_is_read_as_its_rows_written_in_json() -> None:
+    said = {"role": "user", "content": "Hi", "timestamp": datetime(2024, 5, 1, 12, 30, tzinfo=UTC)}
+    rows: list[dict[str, Any]] = [{"messages": [said], "day": date(2024, 5, 1), "at": time(12, 30)}]
+    file = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    (entry,) = read_parquet(open_bytes(file.getvalue()), "d.parquet")
+    assert isinstance(entry, RawRow)
+    written = json.dumps(rows, default=lambda value: value.isoformat())
+    assert [entry.columns] == json.loads(written)

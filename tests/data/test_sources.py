@@ -77,7 +77,7 @@ def test_a_wrong_layout_is_told_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["./data.jsonl", "/no/such/folder", "~/no-such-file", "data.parquet", "a/b/c", "x.csv.gz"]
+    "name", ["./data.jsonl", "/no/such/folder", "~/no-such-file", "~data", "data.parquet", "a/b/c", "x.csv.gz"]
 )
 def test_a_path_that_does_not_exist_is_not_looked_for_on_the_hub(name: str) -> None:
     with pytest.raises(DataError, match="no such file or folder"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from datetime import datetime
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -114,6 +116,21 @@ def test_rows_that_say_the_same_have_one_digest(kind: str) -> None:
 def test_rows_that_differ_have_two_digests(kind: str) -> None:
     first, second = DIFFERENT[kind]()
     assert compute_row_digest(first) != compute_row_digest(second)
+
+
+@pytest.mark.parametrize(
+    "value", [b"png", Decimal("0.5"), {"a": {"b": b"png"}}, [datetime(2024, 5, 1)], {"a": "\ud83d"}]
+)
+@pytest.mark.parametrize("column", ["messages", "rejected"])
+def test_what_json_has_no_word_for_is_named_with_its_row(column: str, value: object) -> None:
+    turns = [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b", "extra": value}]
+    row = Row(**{"messages": turns[:1], column: turns}, source="d.parquet", index=7)  # type: ignore[arg-type]
+    with pytest.raises(DataError) as caught:
+        compute_row_digest(row)
+    (problem,) = caught.value.problems
+    assert problem.where == "d.parquet row 7"
+    assert problem.found.startswith(f"{column}[1].extra cannot be written as JSON: ")
+    assert problem.remedy
 
 
 def test_overlap_is_counted_and_its_first_pairs_are_named() -> None:

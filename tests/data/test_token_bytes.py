@@ -46,6 +46,18 @@ def test_byte_level_tokens_add_up_to_the_text(tiny_tokenizer: PreTrainedTokenize
     assert int(lengths[ids].sum()) == len(tiny_tokenizer.decode(ids).encode()) == len(text.encode())
 
 
+def test_tokens_add_up_to_the_text_where_ids_are_left_out(sparse_tokenizer: PreTrainedTokenizerFast) -> None:
+    last = sparse_tokenizer.convert_ids_to_tokens(max(sparse_tokenizer.get_vocab().values()))
+    text = sparse_tokenizer.convert_tokens_to_string([last, "a"])
+    ids = sparse_tokenizer.encode(text, add_special_tokens=False)
+    lengths = compute_token_byte_lengths(sparse_tokenizer)
+
+    assert lengths is not None
+    assert max(ids) >= len(sparse_tokenizer)
+    assert int(lengths[ids].sum()) == len(text.encode())
+    assert np.count_nonzero(lengths) == len(sparse_tokenizer)
+
+
 METASPACE = build_metaspace_tokenizer()
 
 

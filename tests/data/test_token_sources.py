@@ -170,13 +170,15 @@ def test_a_document_of_a_text_file_is_what_was_asked_for(build_config, texts):
     assert found == {"file": ["a one\n\na two\n"], "paragraph": ["a one", "a two"], "line": ["a one", "a two"]}
 
 
-def test_held_out_data_are_a_path_or_a_split_of_the_one_dataset(build_config, texts, tmp_path):
+def test_held_out_data_are_a_path_or_a_split_of_the_one_dataset(build_config, texts, tmp_path, monkeypatch):
     assert load_held_out(build_config(dataset_name=texts["a"])) is None
     by_path = load_held_out(build_config(dataset_name=texts["a"], dataset_test_split=texts["b"], test_split_size=0.5))
     assert (by_path.name, by_path.test_size) == (texts["b"], None)
     for split in ("train", "test"):
         (tmp_path / "d" / split).mkdir(parents=True)
         (tmp_path / "d" / split / "1.txt").write_text(split)
+    (tmp_path / "test").mkdir()
+    monkeypatch.chdir(tmp_path)
     by_split = load_held_out(build_config(dataset_name=str(tmp_path / "d"), dataset_test_split="test"))
     assert [row.text for row in by_split.rows()] == ["test"]
     with pytest.raises(ConfigError, match="a mixture has no splits"):

@@ -31,6 +31,13 @@ def test_what_the_recipe_leaves_out_comes_from_the_run(tiny_tokenizer, model_typ
     assert check_agreement(config, GenerationConfig.from_model_config(config), tiny_tokenizer, max_length=96) == []
 
 
+def test_every_id_has_a_row_where_ids_are_left_out(sparse_tokenizer) -> None:
+    assert len(sparse_tokenizer) == 512
+    config = build_model_config({"model_type": "llama"} | SMALL, sparse_tokenizer, 96)
+    assert config.vocab_size == 576
+    assert check_agreement(config, GenerationConfig.from_model_config(config), sparse_tokenizer) == []
+
+
 def test_what_the_recipe_says_stands_under_either_name(tiny_tokenizer) -> None:
     for spelling in ("n_positions", "max_position_embeddings"):
         written = {"model_type": "gpt2", spelling: 200, "vocab_size": 600}

@@ -10,6 +10,7 @@ from typing import Literal
 import yaml
 
 from recipes_lib.config.document import Entry, compose
+from recipes_lib.config.paths import expand_home
 from recipes_lib.config.secrets import has_secret_shape
 from recipes_lib.config.table import Key, KeyTable
 from recipes_lib.errors import Problem
@@ -69,7 +70,7 @@ def _add(
         command.wants = command.wants or "print"
     elif name == "config":
         if text:
-            command.config = Path(text).expanduser()
+            command.config = Path(expand_home(text))
         else:
             problems.append(Problem(flag, "has no value", "write `--config FILE`"))
     else:

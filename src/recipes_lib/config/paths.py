@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from recipes_lib.config.settings import Settings, is_local
-from recipes_lib.errors import Problem
+from recipes_lib.errors import ConfigError, Problem
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_FILE_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt", ".gz", ".zst", ".jinja", ".safetensors", ".arrow")
+_FILE_SUFFIXES = (
+    *(".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt", ".md", ".gz", ".zst"),
+    *(".jinja", ".safetensors", ".arrow"),
+)
 _REFERENCES = (
     *("model_name_or_path", "tokenizer_name_or_path", "adapter_name_or_path", "ref_model_name_or_path"),
     *("reward_model_name_or_path", "critic_model_name_or_path", "teacher_model_name_or_path", "dataset_name"),
@@ -20,8 +23,23 @@ _OUTPUTS = ("output_dir", "prepared_dir")
 
 
 def expand_home(text: str) -> str:
-    """Return a path with a leading ``~`` replaced by the home folder."""
-    return str(Path.home()) + text[1:] if text == "~" or text.startswith("~/") else text
+    """Return a path with ``~/`` at its beginning replaced by the home folder; ``~name`` is a name like any other.
+
+    Raises:
+        ConfigError: This user has no home folder.
+    """
+    if text != "~" and not text.startswith("~/"):
+        return text
+    try:
+        return str(Path.home()) + text[1:]
+    except RuntimeError:
+        found = "this user has no home folder"
+        raise ConfigError(Problem(text, found, "set the variable HOME, or write the path whole")) from None
+
+
+def names_path(dataset_test_split: str) -> bool:
+    """Return whether held-out data are named by a path; a bare word is a split, whatever lies there."""
+    return "/" in dataset_test_split or _looks_local(dataset_test_split)
 
 
 def check_paths(settings: Settings) -> Iterator[Problem]:
@@ -32,7 +50,7 @@ def check_paths(settings: Settings) -> Iterator[Problem]:
     for index, entry in enumerate(settings["dataset_mixture"] or []):
         where = _locate_entry(settings, index)
         yield from _check_reference(where, f"dataset_mixture[{index}].name", entry["name"])
-    if settings.gives("dataset_test_split") and _looks_local(settings["dataset_test_split"]):
+    if settings.gives("dataset_test_split") and names_path(settings["dataset_test_split"]):
         yield from _check_exists(
             settings.where("dataset_test_split"), "dataset_test_split", settings["dataset_test_split"]
         )
@@ -43,6 +61,9 @@ def check_paths(settings: Settings) -> Iterator[Problem]:
     for key in _OUTPUTS:
         if settings.gives(key) and is_local(settings[key]) and not Path(settings[key]).is_dir():
             yield Problem(settings.where(key), f"`{key}` is an existing file", "name a folder")
+        if settings.gives(key) and settings[key].startswith("~"):
+            found = f"`{key}` begins with `{settings[key].partition('/')[0]}`, and only `~/` is your home folder"
+            yield Problem(settings.where(key), found, f"write `~/...`, or `./{settings[key]}` if that is its name")
 
 
 def _locate_entry(settings: Settings, index: int) -> str:

@@ -29,6 +29,7 @@ _EXCLUSIVE = (
     ("fp16", "bf16", "keep one"),
     ("dataset_config", "dataset_mixture", "write `config` in the mixture's entries"),
     ("dataset_revision", "dataset_mixture", "write `revision` in the mixture's entries"),
+    ("dataset_train_split", "dataset_mixture", "write `split` in the mixture's entries"),
 )
 _METRIC = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -57,7 +57,7 @@ class DataConfig:
     dataset_train_split: str = "train"
     """Split to train on."""
     dataset_test_split: str | None = None
-    """Held-out split, by name; or the path of a held-out file. Unset: see ``test_split_size``."""
+    """Held-out split, by name; or a path, which has a ``/`` or a suffix: ``./test``. Unset: see ``test_split_size``."""
     test_split_size: float | int | None = None
     """Hold out this share (below 1) or number (1 and above) of rows when no test split is named."""
     dataset_mixture: list[dict[str, Any]] | None = field(default=None, metadata={"items": MixtureEntry})

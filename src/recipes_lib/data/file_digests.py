@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from recipes_lib.config.paths import expand_home
+
 MIN_BYTES: Final = 64 * 2**20
 """Smaller files are read every time: that takes a tenth of a second."""
 
@@ -31,6 +33,7 @@ def compute_digest(path: Path, cache: Path | None = None) -> bytes:
 
     Raises:
         OSError: The file cannot be read.
+        ConfigError: It is large, and this user has no home folder.
 
     Source: ``hashlib.file_digest``; ``tests/data/test_file_digests.py``.
     """
@@ -39,7 +42,7 @@ def compute_digest(path: Path, cache: Path | None = None) -> bytes:
         if before["size"] < MIN_BYTES:
             return hashlib.file_digest(file, "sha256").digest()
         name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
-        entry = (Path("~/.cache/recipes_lib/digests").expanduser() if cache is None else cache) / f"{name}.json"
+        entry = (Path(expand_home("~/.cache/recipes_lib/digests")) if cache is None else cache) / f"{name}.json"
         remembered = _read(entry)
         if remembered.get("file") == before:
             return bytes.fromhex(str(remembered["sha256"]))

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
+from recipes_lib.config.paths import expand_home
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 
@@ -81,7 +82,7 @@ def read_chat_template(config: RecipeConfig) -> str | None:
     """
     path = config.tokens.chat_template_path
     try:
-        return None if path is None else Path(path).expanduser().read_text(encoding="utf-8")
+        return None if path is None else Path(expand_home(path)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         found = f"the chat template {path} cannot be read: {reason}"

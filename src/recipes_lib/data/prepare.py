@@ -16,6 +16,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
 from recipes_lib.config.loader import parse_command
+from recipes_lib.config.paths import expand_home
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.audit import SplitAudit, describe_overlong, pack_split, refuse_errors
 from recipes_lib.data.encoding import (
@@ -150,7 +151,7 @@ def identify_set(config: RecipeConfig, **decisions: str) -> SetIdentity:
 
 def find_root(config: RecipeConfig) -> Path:
     """The folder of prepared sets."""
-    return Path(config.tokens.prepared_dir or _DEFAULT_ROOT).expanduser()
+    return Path(expand_home(config.tokens.prepared_dir or _DEFAULT_ROOT))
 
 
 def _build(

@@ -23,6 +23,7 @@ from recipes_lib.data.packing import Examples, build_examples
 from recipes_lib.data.rows import EncodedRow
 from recipes_lib.data.source_mixtures import load_train_data
 from recipes_lib.data.token_sources import load_corpora, select_options
+from recipes_lib.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -192,6 +193,10 @@ def main(stage: str, argv: Sequence[str], load_tokenizer: TokenizerLoader) -> No
         stage: Name of the recipe.
         argv: Arguments after the command: ``--rows``, ``--html``, and what the run's script takes.
         load_tokenizer: Loads the run's tokenizer.
+
+    Raises:
+        ConfigError: There is no row to show, or the page cannot be written; as ``build_preview``.
+        DataError: As ``build_preview``.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--rows", type=int, default=3)
@@ -201,10 +206,17 @@ def main(stage: str, argv: Sequence[str], load_tokenizer: TokenizerLoader) -> No
     if isinstance(parsed, str):
         sys.stdout.write(f"usage: recipes preview --config FILE [--rows N] [--html OUT.html]\n\n{parsed}")
         return
+    if options.rows < 1:
+        raise ConfigError(Problem("--rows", f"{options.rows} rows cannot be shown", "write a number from 1 on"))
     rows = build_preview(parsed, load_tokenizer(parsed), options.rows)
     if options.html is not None:
         title = f"{parsed.data.dataset_name or 'dataset_mixture'}: what is trained on"
-        options.html.write_text(render_html(title, rows), encoding="utf-8")
+        try:
+            options.html.parent.mkdir(parents=True, exist_ok=True)
+            options.html.write_text(render_html(title, rows), encoding="utf-8")
+        except OSError as error:
+            found = f"cannot be written: {error.strerror}"
+            raise ConfigError(Problem(str(options.html), found, "name another file after --html")) from None
     console = Console(highlight=False)
     for row in rows:
         console.print(render_text(row), end="\n\n", soft_wrap=True)

@@ -25,6 +25,9 @@ from recipes_lib.errors import DataError, Problem
 _CHATS: Final = ("messages", "conversations", "instruction", "chosen")
 """Columns of layouts that have a question of their own."""
 
+_TURNS: Final = ("messages", "conversations", "chosen", "completion")
+"""Columns that make a row a chat when they are lists of messages."""
+
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
@@ -67,7 +70,7 @@ def load_prompt_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -
 
     A row has a column ``prompt``, a text or messages; or it is a chat in any known layout, whose last answer is left
     out; or it has a column ``question``, as GSM8K. Texts are given to the model as they are, chats and questions by its
-    template.
+    template; a text ``prompt`` beside a chat is not read.
 
     Args:
         config: The run; a prompt and ``response_length`` tokens fit into ``max_length``, where that is set.
@@ -101,7 +104,7 @@ def load_prompt_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -
     return PromptData(
         train=train,
         eval=eval_,
-        terminators=_find_terminators(rows[0][0], encoder),
+        terminators=_find_terminators([row for row, _ in (*rows, *held_out)], encoder),
         max_length=int(lengths.max()) + config.rewards.response_length,
         record={
             "num_prompts": len(train),
@@ -139,7 +142,8 @@ def _read(mixture: Mixture, data: DataConfig) -> Iterator[tuple[Row, dict[str, A
 
 def _take_prompt(raw: RawRow, data: DataConfig) -> tuple[Row, dict[str, Any]]:
     prompt = raw.columns.get("prompt")
-    if isinstance(prompt, str) and raw.columns.get("messages"):
+    turns = filter(None, map(raw.columns.get, _TURNS))
+    if isinstance(prompt, str) and any(isinstance(value, list | tuple) for value in turns):
         prompt = None  # The text of a chat that is there whole.
     if prompt is None and isinstance(raw.columns.get("question"), str) and not any(map(raw.columns.get, _CHATS)):
         prompt = [{"role": "user", "content": raw.columns["question"]}]
@@ -187,13 +191,18 @@ def _encode(
             yield PromptRow(row.where, ids, content, columns)
 
 
-def _find_terminators(row: Row, encoder: RowEncoder) -> list[int]:
-    """What ends an answer to such a prompt when it is trained on; nothing for a plain text, which ends as text does."""
-    if row.messages is None:
-        return []
-    answered = [*row.messages, {"role": "assistant", "content": "a"}]
-    (encoded,) = encoder.encode([Row(source=row.source, index=row.index, messages=answered, tools=row.tools)])
-    return [int(encoded.input_ids[np.flatnonzero(encoded.loss_mask)[-1]])]
+def _find_terminators(rows: Sequence[Row], encoder: RowEncoder) -> list[int]:
+    """What ends answers to such prompts when they are trained on; of plain texts nothing: they end as text does.
+
+    Rows with tools may have a template of their own, so one row of each kind is asked.
+    """
+    answered: dict[bool, Row] = {}
+    for row in rows:
+        if row.messages is not None and bool(row.tools) not in answered:
+            messages = [*row.messages, {"role": "assistant", "content": "a"}]
+            answered[bool(row.tools)] = dataclasses.replace(row, messages=messages)
+    encoded = encoder.encode(list(answered.values()))
+    return sorted({int(row.input_ids[np.flatnonzero(row.loss_mask)[-1]]) for row in encoded})
 
 
 def _name(rows: Sequence[tuple[Row, Any]]) -> Callable[[int], str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from io import BufferedReader
+from os.path import realpath
 from pathlib import Path
 from typing import Final
 
@@ -109,6 +110,8 @@ def open_file(path: Path) -> BufferedReader:
 def load_files(path: Path, name: str, split: str, text_documents: TextDocuments = "line") -> FileSource:
     """Choose the files of a split: of a file, its only split ``train``; of a folder, by names as ``datasets`` does.
 
+    A file that links give several names is read once, under the first.
+
     Source: ``datasets.data_files.get_data_patterns``; proved in ``tests/data/test_source_files.py``.
 
     Args:
@@ -128,9 +131,15 @@ def load_files(path: Path, name: str, split: str, text_documents: TextDocuments 
         splits = _find_splits(path, name)
     if split not in splits:
         found = f"no split `{split}`; found {', '.join(f'`{found}`' for found in splits)}"
-        remedy = "name one of these; or a file, with `dataset_test_split`; or hold rows out, with `test_split_size`"
+        remedy = (
+            f"name one of these; or a path (./{split}), with `dataset_test_split`; "
+            "or hold rows out, with `test_split_size`"
+        )
         raise DataError(Problem(name, found, remedy))
-    return FileSource(name, {_label(file, path, name): file for file in splits[split]}, text_documents)
+    files: dict[str, Path] = {}
+    for file in splits[split]:
+        files.setdefault(realpath(file), file)
+    return FileSource(name, {_label(file, path, name): file for file in files.values()}, text_documents)
 
 
 def _find_splits(folder: Path, name: str) -> dict[str, list[Path]]:
@@ -151,12 +160,15 @@ def _find_splits(folder: Path, name: str) -> dict[str, list[Path]]:
     return _group_by_split(files, folder, name)
 
 
-def _enumerate_files(folder: Path) -> Iterator[Path]:
+def _enumerate_files(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """Yield the data files in a folder and the folders in it, but no folder inside itself, as a link can have it."""
+    above |= {realpath(folder)}
     for path in folder.iterdir():
         if path.name.startswith((".", "__")) or path.name in _IGNORED_NAMES:
             continue
         if path.is_dir():
-            yield from _enumerate_files(path)
+            if realpath(path) not in above:
+                yield from _enumerate_files(path, above)
         elif _suffix(path) in READERS:
             yield path
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from recipes_lib.data.file_digests import compute_digest
 from recipes_lib.data.source_rows import Entry, RawRow
-from recipes_lib.data.source_tables import drop_nulls
+from recipes_lib.data.source_tables import spell_as_json
 from recipes_lib.errors import DataError, Problem
 
 _BATCH_ROWS: Final = 1000
@@ -150,7 +150,7 @@ def _enumerate_rows(dataset: Any, name: str) -> Iterator[Entry]:
     index = 0
     for batch in dataset.iter(batch_size=_BATCH_ROWS):
         for values in zip(*batch.values(), strict=True):
-            yield RawRow(name, index, "row", drop_nulls(dict(zip(batch, values, strict=True))))
+            yield RawRow(name, index, "row", spell_as_json(dict(zip(batch, values, strict=True))))
             index += 1
 
 

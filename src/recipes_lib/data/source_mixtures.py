@@ -9,15 +9,17 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any, Final, get_args
 
 import numpy as np
 
+from recipes_lib.config.paths import expand_home, names_path
 from recipes_lib.config.schema import DataConfig, DatasetFormat
+from recipes_lib.config.settings import is_local
 from recipes_lib.data.rows import Row
 from recipes_lib.data.source_rows import Source
 from recipes_lib.data.sources import collect_rows, load_source, raise_problems
+from recipes_lib.data.token_weights import list_entries
 from recipes_lib.errors import ConfigError, DataError, Problem
 
 PART_KEYS: Final = ("name", "weight", "config", "revision", "split", "format")
@@ -55,7 +57,7 @@ class Mixture:
         """Read every ``world_size``-th row from ``rank`` on; all ranks check all rows, so all raise the same error.
 
         Raises:
-            DataError: Once, after all parts are read: every problem.
+            DataError: Once, after all parts are read: every problem, a part of which no row is drawn among them.
         """
         return islice(self._read(), rank, None, world_size)
 
@@ -69,6 +71,9 @@ class Mixture:
         problems: list[Problem] = []
         for part in self.parts:
             drawn = self._draw(part)
+            if part.weight < 1 and drawn and not any(drawn):
+                found = f"its weight, {part.weight:g}, draws none of its {len(drawn):,} rows"
+                problems.append(Problem(part.source.name, found, "raise the weight, or take it out of the mixture"))
             for number in range(math.ceil(part.weight)):
                 rows = collect_rows(part.source, part.format, problems)
                 is_whole = number < math.floor(part.weight)
@@ -102,7 +107,8 @@ def load_train_data(data: DataConfig, *, seed: int = 0) -> Mixture:
         state = "neither is set" if data.dataset_name is None else "both are set"
         raise ConfigError(Problem("dataset_name, dataset_mixture", state, "set one of the two"))
     if data.dataset_mixture is None:
-        return Mixture(parts=[Part(source=_load_named(data, data.dataset_train_split), format=data.dataset_format)])
+        source = load_source(**list_entries(data)[0], streaming=data.dataset_streaming)
+        return Mixture(parts=[Part(source=source, format=data.dataset_format)])
     if data.dataset_streaming:
         found = "a mixture cannot be streamed: its parts would be trained on one after another"
         raise ConfigError(Problem("dataset_streaming", found, "set it to false, or mix the data on disk first"))
@@ -110,22 +116,42 @@ def load_train_data(data: DataConfig, *, seed: int = 0) -> Mixture:
 
 
 def load_test_data(data: DataConfig) -> Mixture | None:
-    """Open the held-out data that ``dataset_test_split`` names, a path or a split of the same dataset.
+    """Open the held-out data that ``dataset_test_split`` names.
 
     Raises:
-        ConfigError: It names a split, yet the training data are a mixture.
+        ConfigError: As ``find_held_out``.
         DataError: It cannot be opened.
     """
-    if data.dataset_test_split is None:
+    entry = find_held_out(data)
+    if entry is None:
         return None
-    if Path(data.dataset_test_split).expanduser().exists():
-        source = load_source(data.dataset_test_split)
-    elif data.dataset_name is not None:
-        source = _load_named(data, data.dataset_test_split)
-    else:
-        found = f"`{data.dataset_test_split}` is no path, and a mixture has no splits"
-        raise ConfigError(Problem("dataset_test_split", found, "name a held-out file, or set `test_split_size`"))
+    source = load_source(**entry, streaming=data.dataset_streaming)
     return Mixture(parts=[Part(source=source, format=data.dataset_format)])
+
+
+def find_held_out(data: DataConfig, where: str = "dataset_test_split") -> dict[str, Any] | None:
+    """What ``dataset_test_split`` names, as an entry of a mixture: a split of ``dataset_name``, or a path.
+
+    The spelling alone says which, so that no file that happens to lie there changes what is held out.
+
+    Args:
+        data: Which data.
+        where: Where the key stands, for the error.
+
+    Raises:
+        ConfigError: It is a path and nothing is there, or a split and the training data are a mixture.
+    """
+    name = data.dataset_test_split
+    if name is None:
+        return None
+    if names_path(name):
+        if not is_local(expand_home(name)):
+            raise ConfigError(Problem(where, f"there is no file or folder `{name}`", "correct the path"))
+        return {"name": name}
+    if data.dataset_name is None:
+        found = f"`{name}` is the name of a split, and a mixture has no splits"
+        raise ConfigError(Problem(where, found, f"name a held-out path (./{name}), or set `test_split_size`"))
+    return {**list_entries(data)[0], "split": name}
 
 
 def build_mixture(
@@ -152,16 +178,6 @@ def build_mixture(
             problems += error.problems
     raise_problems(problems, "dataset_mixture")
     return Mixture(parts=loaded, seed=seed)
-
-
-def _load_named(data: DataConfig, split: str) -> Source:
-    return load_source(
-        str(data.dataset_name),
-        config=data.dataset_config,
-        revision=data.dataset_revision,
-        split=split,
-        streaming=data.dataset_streaming,
-    )
 
 
 def _load_part(part: Mapping[str, Any], default_format: DatasetFormat) -> Part:

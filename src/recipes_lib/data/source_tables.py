@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
+from datetime import date, time
 from io import BufferedReader
 from typing import Any, Final
 
@@ -54,7 +55,7 @@ def _check_header(columns: list[str], where: str) -> None:
 
 
 def read_parquet(file: BufferedReader, name: str) -> Iterator[Entry]:
-    """Read a Parquet file a batch at a time; a null inside a struct is a key that the row does not have.
+    """Read a Parquet file a batch at a time, its values as ``spell_as_json`` has them.
 
     Raises:
         BrokenFileError: What follows cannot be read.
@@ -68,20 +69,23 @@ def read_parquet(file: BufferedReader, name: str) -> Iterator[Entry]:
         index = 0
         for batch in table.iter_batches(batch_size=_BATCH_ROWS):
             for columns in batch.to_pylist():
-                yield RawRow(name, index, "row", drop_nulls(columns))
+                yield RawRow(name, index, "row", spell_as_json(columns))
                 index += 1
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         found = f"not a whole Parquet file: {str(error).partition(chr(10))[0]}"
         raise BrokenFileError(Problem(name, found, "write or download it again")) from None
 
 
-def drop_nulls(value: Any) -> Any:
-    """Drop the null keys of every object: Arrow gives all rows the keys that any row has."""
+def spell_as_json(value: Any) -> Any:
+    """Return an Arrow value as a JSON file would have it.
+
+    An object's null keys are dropped, for Arrow gives all rows the keys that any row has; dates and times are ISO text.
+    """
     if isinstance(value, dict):
-        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
+        return {key: spell_as_json(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [drop_nulls(item) for item in value]
-    return value
+        return [spell_as_json(item) for item in value]
+    return value.isoformat() if isinstance(value, date | time) else value
 
 
 _QUOTING: Final = 'quote cells that hold the delimiter, a quote or a line end: "like, this", with "" for a quote'

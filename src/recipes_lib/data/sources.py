@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from recipes_lib.config.paths import expand_home
 from recipes_lib.config.schema import DatasetFormat
 from recipes_lib.data.formats import RowFormat, canonicalize, detect_format
 from recipes_lib.data.rows import Row
@@ -42,7 +43,7 @@ def load_source(
     Raises:
         DataError: There is no such file, folder, Hub dataset or split, or it is of an unknown kind.
     """
-    path = Path(name).expanduser()
+    path = Path(expand_home(name))
     try:
         is_folder, is_local = path.is_dir(), bool(name) and path.exists()
     except OSError as error:

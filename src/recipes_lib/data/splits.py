@@ -42,9 +42,16 @@ def compute_row_digest(row: Row) -> bytes:
 
     Where the row stands, which part of it is the prompt, and the template's variables do not count: a model that has
     seen it knows it.
+
+    Raises:
+        DataError: A message holds what JSON has no word for.
     """
     content = [row.messages, row.tools, row.prompt, row.completion, row.text, row.rejected]
-    return hashlib.blake2b(_ENCODER.encode(_strip(content)).encode(), digest_size=16).digest()
+    try:
+        text = _ENCODER.encode(_strip(content)).encode()
+    except (TypeError, ValueError) as error:
+        raise DataError(_name_unwritable(row, str(error))) from None
+    return hashlib.blake2b(text, digest_size=16).digest()
 
 
 def split_rows(
@@ -130,6 +137,18 @@ def _count_test_rows(num_rows: int, test_split_size: float | int) -> int:
         found = f"of {num_rows:,} rows, {num_test:,} would be held out and {max(num_rows - num_test, 0):,} trained on"
         raise DataError(Problem(where, found, "choose a size that leaves rows on both sides"))
     return num_test
+
+
+def _name_unwritable(row: Row, reason: str) -> Problem:
+    for column, turns in (("messages", row.messages), ("rejected", row.rejected)):
+        for number, turn in enumerate(turns if isinstance(turns, list | tuple) else ()):
+            for key, value in turn.items():
+                try:
+                    _ENCODER.encode(value).encode()
+                except (TypeError, ValueError):
+                    found = f"{column}[{number}].{key} cannot be written as JSON: {reason}"
+                    return Problem(row.where, found, "write it as text, or leave it out")
+    raise AssertionError(reason)
 
 
 def _strip(value: Any) -> Any:

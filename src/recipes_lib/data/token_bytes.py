@@ -12,6 +12,8 @@ import numpy.typing as npt
 from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
+from recipes_lib.config.token_ids import count_ids
+
 _RAW_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _METASPACE = "\u2581"
 
@@ -20,7 +22,8 @@ def compute_token_byte_lengths(tokenizer: PreTrainedTokenizerBase) -> npt.NDArra
     """Bytes of UTF-8 that each id decodes to, ``int64 (V,)``; a special token stands for its own text.
 
     The lengths of a text's tokens add up to the length of the text, whatever the tokens cut through. In
-    SentencePiece-style vocabularies the space in front of the first word counts, although decoding drops it.
+    SentencePiece-style vocabularies the space in front of the first word counts, although decoding drops it. An id that
+    no token has stands for nothing.
 
     Returns:
         ``None`` for a tokenizer that does not keep its text (WordPiece), or that has no fast implementation.
@@ -33,7 +36,7 @@ def compute_token_byte_lengths(tokenizer: PreTrainedTokenizerBase) -> npt.NDArra
     decoders = set(_iterate_types(json.loads(backend.to_str())["decoder"]))
     if "ByteLevel" not in decoders and not decoders & {"ByteFallback", "Metaspace"}:
         return None
-    lengths = np.zeros(len(tokenizer), dtype=np.int64)
+    lengths = np.zeros(count_ids(tokenizer), dtype=np.int64)
     for token, index in tokenizer.get_vocab().items():
         lengths[index] = len(token) if "ByteLevel" in decoders else _count_bytes(token)
     for index, added in tokenizer.added_tokens_decoder.items():

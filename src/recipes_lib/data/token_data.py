@@ -13,6 +13,7 @@ from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextCol
 from rich.text import Text
 
 from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.config.token_ids import count_ids
 from recipes_lib.data.encoding import TokenizerLoader, build_encoder
 from recipes_lib.data.prepare import find_root, wait_for_set
 from recipes_lib.data.sources import raise_problems
@@ -102,7 +103,7 @@ def _prepare(
     @functools.cache
     def load_encoder() -> tuple[RowEncoder, int]:
         tokenizer = load_tokenizer(config)
-        return build_encoder(select_options(config), tokenizer), max(tokenizer.get_vocab().values()) + 1
+        return build_encoder(select_options(config), tokenizer), count_ids(tokenizer)
 
     parts: list[_Part] = []
     problems: list[Problem] = []

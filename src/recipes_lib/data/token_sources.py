@@ -6,13 +6,13 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.config.schema import DataConfig, DatasetFormat, RecipeConfig, TokensConfig
 from recipes_lib.data.encoding import read_seed
 from recipes_lib.data.keys import collect_inputs
 from recipes_lib.data.rows import Row
+from recipes_lib.data.source_mixtures import find_held_out
 from recipes_lib.data.source_rows import Source
 from recipes_lib.data.sources import load_source, raise_problems, read_rows
 from recipes_lib.data.token_weights import compute_budgets, list_entries
@@ -126,23 +126,17 @@ def load_corpora(config: RecipeConfig, num_tokens: int | None = None) -> list[Co
 
 
 def load_held_out(config: RecipeConfig) -> Corpus | None:
-    """Open the held-out source that ``dataset_test_split`` names, a path or a split of the same dataset.
+    """Open the held-out source that ``dataset_test_split`` names.
 
     Raises:
-        ConfigError: It names a split, yet the training data are a mixture.
+        ConfigError: As ``find_held_out``.
         DataError: It cannot be opened.
     """
-    name = config.data.dataset_test_split
-    if name is None:
+    where = config.provenance.get("dataset_test_split", "dataset_test_split")
+    entry = find_held_out(config.data, where)
+    if entry is None:
         return None
-    if Path(name).expanduser().exists():
-        entry = {"name": name}
-    elif config.data.dataset_name is not None:
-        entry = {**list_entries(config.data)[0], "split": name}
-    else:
-        where = config.provenance.get("dataset_test_split", "dataset_test_split")
-        found = f"`{name}` is no path, and a mixture has no splits"
-        raise ConfigError(Problem(where, found, "name a held-out file, or set `test_split_size`"))
+    name = str(config.data.dataset_test_split)
     return Corpus(name=name, source=_load_entry(config, entry), format=config.data.dataset_format)
 
 

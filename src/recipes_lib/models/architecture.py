@@ -22,6 +22,7 @@ from transformers import (
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from recipes_lib.config.schema import ModelConfig
+from recipes_lib.config.token_ids import count_ids
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.loading import load_causal_lm, load_model_config
 from recipes_lib.models.parts import Part
@@ -54,8 +55,8 @@ def build_model_config(
 ) -> PreTrainedConfig:
     """The configuration of a model that does not exist yet.
 
-    What the recipe leaves out and the run knows is filled in: ``vocab_size`` (the tokenizer's, rounded up to a multiple
-    of 64), the ids of the special tokens, and as many positions as a row has tokens.
+    What the recipe leaves out and the run knows is filled in: ``vocab_size`` (a row for every id of the tokenizer,
+    rounded up to a multiple of 64), the ids of the special tokens, and as many positions as a row has tokens.
 
     Args:
         architecture: ``model_config``: ``model_type`` and keys of its ``config.json``.
@@ -77,7 +78,7 @@ def build_model_config(
     known = {field.name for field in dataclasses.fields(config_class)} | set(aliases)
     if unknown := [key for key in given if key not in known]:
         raise ConfigError(*(_explain_unknown(key, model_type, known) for key in unknown))
-    rows = -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    rows = -(-count_ids(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     derived: dict[str, Any] = {"vocab_size": rows, "max_position_embeddings": max_length}
     derived |= {name: getattr(tokenizer, name) for name in _SPECIAL_TOKENS}
     spelled = {aliases.get(key, key) for key in given}
