@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+import trl
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.prompts import load_prompt_data
@@ -82,6 +84,19 @@ def test_each_template_of_a_tokenizer_ends_answers_as_it_trains_them(load, tiny_
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     data = load([{"messages": chat}, {"messages": chat, "tools": tools}])
     assert data.terminators == sorted(map(tiny_tokenizer.convert_tokens_to_ids, ends.values()))
+
+
+def test_a_line_break_that_a_template_trains_on_ends_no_answer(load, tiny_tokenizer, monkeypatch):
+    template = Path(trl.__file__).parent / "chat_templates" / "qwen3_training.jinja"
+    monkeypatch.setattr(tiny_tokenizer, "chat_template", template.read_text(encoding="utf-8"))
+    assert load([{"messages": [*QUESTION, FOUR]}]).terminators == [tiny_tokenizer.convert_tokens_to_ids("<|im_end|>")]
+
+
+def test_a_held_out_prompt_may_be_the_longest(load, tmp_path):
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps({"prompt": "Once upon a time there was a king"}) + "\n")
+    data = load([{"prompt": "Once"}], dataset_test_split=str(held_out))
+    assert data.max_length == len(data.eval[0].input_ids) + 10 > len(data.train[0].input_ids) + 10
 
 
 def test_a_text_beside_an_answer_in_messages_is_refused_as_in_training(load):

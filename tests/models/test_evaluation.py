@@ -1,12 +1,16 @@
 """A look at a model changes no module's mode, whatever happens in between."""
 
-from types import SimpleNamespace
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
-from recipes_lib.models.evaluation import evaluating, halved_for_flash
+from recipes_lib.models import evaluation
+from recipes_lib.models.attention import prove_isolation
+from recipes_lib.models.evaluation import evaluating, suited_to_kernel
+from recipes_lib.models.heads import add_loss_head, verify_loss_head
 
 
 def test_every_module_is_in_the_mode_it_was_in_after_an_error_too():
@@ -24,11 +28,45 @@ def test_every_module_is_in_the_mode_it_was_in_after_an_error_too():
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize(("kernel", "dtype"), [("flash_attention_2", torch.bfloat16), ("sdpa", torch.float32)])
-def test_only_flash_attention_makes_products_half(kernel, dtype):
-    model = nn.Linear(2, 2)
-    model.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(_attn_implementation=kernel))
-    with halved_for_flash(model):
-        assert model(torch.ones(1, 2)).dtype == dtype
-    with torch.autocast("cpu", torch.bfloat16), halved_for_flash(model):
-        assert model(torch.ones(1, 2)).dtype == torch.bfloat16
+@pytest.fixture
+def flash_model(tiny_model_dir, monkeypatch):
+    """A model whose kernel is flash-attention, which is neither installed here nor runs on CPUs."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir).eval()
+
+    def choose(self, name):
+        self.config._attn_implementation = name
+
+    monkeypatch.setattr(type(model), "set_attn_implementation", choose)
+    model.set_attn_implementation("flash_attention_2")
+    return model
+
+
+def test_while_weights_are_on_the_host_another_kernel_stands_in_for_flash_attention(flash_model, tiny_model_dir):
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir, attn_implementation="sdpa").eval()
+    tokens = {"input_ids": torch.arange(1, 9)[None], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}
+    bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 5, "max_length_k": 5}
+    with torch.no_grad():
+        with suited_to_kernel(flash_model):
+            packed = flash_model(**tokens, **lengths, use_cache=False).logits[0]
+        for first, behind in ((0, 3), (3, 8)):
+            alone = plain(tokens["input_ids"][:, first:behind]).logits[0]
+            torch.testing.assert_close(packed[first:behind], alone, rtol=0, atol=1e-5)
+    assert flash_model.config._attn_implementation == "flash_attention_2"
+    # What is asked of a run before its weights are sharded.
+    prove_isolation(flash_model, "flat")
+    add_loss_head(flash_model)
+    verify_loss_head(flash_model)
+    assert flash_model.config._attn_implementation == "flash_attention_2"
+
+
+def test_where_flash_attention_runs_it_has_half_precision(flash_model, monkeypatch):
+    contexts = []
+    monkeypatch.setattr(evaluation, "find_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch, "autocast", lambda *given: contexts.append(given) or nullcontext())
+    with suited_to_kernel(flash_model):
+        assert flash_model.config._attn_implementation == "flash_attention_2"
+    assert contexts == [("cuda", torch.bfloat16)]
+    flash_model.set_attn_implementation("sdpa")
+    with suited_to_kernel(flash_model):
+        assert len(contexts) == 1

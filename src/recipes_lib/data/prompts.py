@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.config.schema import DataConfig, RecipeConfig
 from recipes_lib.data.chat import RowEncoder
-from recipes_lib.data.encoding import build_encoder, read_seed
+from recipes_lib.data.encoding import build_encoder, find_end_tokens, read_seed
 from recipes_lib.data.format_messages import RowError, check_text, clean_messages
 from recipes_lib.data.formats import canonicalize, detect_format
 from recipes_lib.data.rows import Message, Row
@@ -104,8 +104,8 @@ def load_prompt_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -
     return PromptData(
         train=train,
         eval=eval_,
-        terminators=_find_terminators([row for row, _ in (*rows, *held_out)], encoder),
-        max_length=int(lengths.max()) + config.rewards.response_length,
+        terminators=_find_terminators([row for row, _ in (*rows, *held_out)], encoder, find_end_tokens(tokenizer)),
+        max_length=max(len(prompt.input_ids) for prompt in (*train, *eval_)) + config.rewards.response_length,
         record={
             "num_prompts": len(train),
             "num_eval_prompts": len(eval_),
@@ -191,10 +191,11 @@ def _encode(
             yield PromptRow(row.where, ids, content, columns)
 
 
-def _find_terminators(rows: Sequence[Row], encoder: RowEncoder) -> list[int]:
+def _find_terminators(rows: Sequence[Row], encoder: RowEncoder, end_tokens: Collection[int]) -> list[int]:
     """What ends answers to such prompts when they are trained on; of plain texts nothing: they end as text does.
 
-    Rows with tools may have a template of their own, so one row of each kind is asked.
+    Rows with tools may have a template of their own, so one row of each kind is asked. Behind the end token a template
+    may train on a line break besides, which ends nothing.
     """
     answered: dict[bool, Row] = {}
     for row in rows:
@@ -202,7 +203,8 @@ def _find_terminators(rows: Sequence[Row], encoder: RowEncoder) -> list[int]:
             messages = [*row.messages, {"role": "assistant", "content": "a"}]
             answered[bool(row.tools)] = dataclasses.replace(row, messages=messages)
     encoded = encoder.encode(list(answered.values()))
-    return sorted({int(row.input_ids[np.flatnonzero(row.loss_mask)[-1]]) for row in encoded})
+    targets = [row.input_ids[np.flatnonzero(row.loss_mask)] for row in encoded]
+    return sorted({int(ids[np.isin(ids, list(end_tokens))][-1]) for ids in targets})
 
 
 def _name(rows: Sequence[tuple[Row, Any]]) -> Callable[[int], str]:

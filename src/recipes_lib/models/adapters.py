@@ -39,7 +39,7 @@ from recipes_lib.models.adapters_saved import (
     read_commit,
 )
 from recipes_lib.models.devices import find_device
-from recipes_lib.models.evaluation import evaluating, halved_for_flash
+from recipes_lib.models.evaluation import evaluating, suited_to_kernel
 from recipes_lib.models.loading import explained, without_report
 from recipes_lib.models.quantization import keep_differentiable
 
@@ -261,7 +261,7 @@ def compute_probe_logits(model: Any) -> Tensor:
     """
     config = model.config.get_text_config()
     input_ids = torch.arange(1, 9, device=find_device(model))[None] % config.vocab_size
-    with evaluating(model), halved_for_flash(model):
+    with evaluating(model), suited_to_kernel(model):
         logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
     return logits.float().cpu()
 

@@ -16,6 +16,7 @@ from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.context_parallel import ContextShare, register_context, verify_can_share_rows
 from recipes_lib.models.devices import find_device
+from recipes_lib.models.evaluation import suited_to_kernel
 from recipes_lib.models.varlen import register_varlen
 
 Layout = Literal["rows", "flat"]
@@ -197,12 +198,13 @@ def prove_isolation(model: Any, layout: Layout) -> None:
     was_training = model.training
     model.eval()
     try:
-        together = _packed_logits(model, documents, layout)
-        alone = [_packed_logits(model, [document], layout)[0] for document in documents]
-        beside_another = [
-            _packed_logits(model, [documents[0], changed[1]], layout)[0],
-            _packed_logits(model, [changed[0], documents[1]], layout)[1],
-        ]
+        with suited_to_kernel(model):
+            together = _packed_logits(model, documents, layout)
+            alone = [_packed_logits(model, [document], layout)[0] for document in documents]
+            beside_another = [
+                _packed_logits(model, [documents[0], changed[1]], layout)[0],
+                _packed_logits(model, [changed[0], documents[1]], layout)[1],
+            ]
     except (RuntimeError, TypeError, ValueError) as error:
         remedy = "set packing: false, or another attn_implementation"
         raise ConfigError(Problem("packing", f"this model fails on a packed batch: {error}", remedy)) from error

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from recipes_lib.models.devices import find_device
+from recipes_lib.models.varlen import register_varlen
 
 
 @contextmanager
@@ -30,8 +31,29 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def halved_for_flash(model: Any) -> AbstractContextManager[Any]:
-    """Products in ``bfloat16`` where the model's kernel is flash-attention, which multiplies in half precision only."""
-    if "flash" not in str(model.config.get_text_config()._attn_implementation):
-        return nullcontext()
-    return torch.autocast(find_device(model).type, torch.bfloat16)
+@contextmanager
+def suited_to_kernel(model: Any) -> Iterator[None]:
+    """Have forward passes that no trainer has prepared run, whatever the kernel of the model.
+
+    flash-attention multiplies in half precision only, so that products are in ``bfloat16``; and on GPUs only. While
+    weights wait on the host, as they do until they are sharded, ``varlen`` computes the same from the same batches.
+
+    Args:
+        model: Of transformers or PEFT.
+
+    Source: ``tests/models/test_evaluation.py``.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    kernel, device = str(inner.config.get_text_config()._attn_implementation), find_device(model)
+    if not kernel.startswith("flash_attention"):
+        yield
+    elif device.type != "cpu":
+        with torch.autocast(device.type, torch.bfloat16):
+            yield
+    else:
+        register_varlen()
+        inner.set_attn_implementation("varlen")
+        try:
+            yield
+        finally:
+            inner.set_attn_implementation(kernel)

@@ -19,7 +19,7 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.losses.next_token import TokenSums, compute_cross_entropy
 from recipes_lib.losses.token_logps import TokenLogps, compute_token_logps
 from recipes_lib.models.devices import find_device
-from recipes_lib.models.evaluation import halved_for_flash
+from recipes_lib.models.evaluation import suited_to_kernel
 from recipes_lib.models.tensor_parallel import find_share, project_on_shares
 
 
@@ -171,7 +171,7 @@ def verify_loss_head(model: Any) -> None:
     input_ids = torch.arange(1, 9, device=find_device(model))[None] % config.vocab_size
     was_training = model.training
     model.eval()
-    with torch.no_grad(), halved_for_flash(model):
+    with torch.no_grad(), suited_to_kernel(model):
         own = model(input_ids=input_ids, labels=input_ids, use_cache=False)
         sums = model(input_ids=input_ids, labels=input_ids, loss_head=True)
     model.train(was_training)

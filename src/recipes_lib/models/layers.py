@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.devices import find_device
-from recipes_lib.models.evaluation import halved_for_flash
+from recipes_lib.models.evaluation import suited_to_kernel
 
 Read = Callable[[Tensor], Tensor]
 
@@ -119,7 +119,7 @@ def verify_layers(model: Any, *, attentions: bool) -> None:
     model.eval()
     try:
         listening = hearing(model, states=numbers, attentions=numbers if attentions else ())
-        with halved_for_flash(model), listening as heard:
+        with suited_to_kernel(model), listening as heard:
             own: Any = model.base_model(
                 input_ids=input_ids, use_cache=False, output_hidden_states=True, output_attentions=attentions
             )
