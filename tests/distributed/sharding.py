@@ -43,9 +43,11 @@ def take_cpus_for_gpus() -> None:
 
     def initialise(self: PartialState, cpu: bool = False, **kwargs: Any) -> None:
         original(self, cpu=False, **kwargs)
+        self.backend = "gloo"  # By which accelerate knows how tensors are gathered.
 
     PartialState.__init__ = initialise
-    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
+    backend = f"cpu:gloo,{simulated_device.NAME}:gloo" if simulated_device.is_chosen() else "gloo"
+    PartialState._prepare_backend = lambda *_: (backend, DistributedType.MULTI_GPU)
 
 
 def run_jobs(

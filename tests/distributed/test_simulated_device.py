@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.distributed import sharding
+from tests.distributed import pipelines, sharding
 from tests.distributed.cells import CELLS, FURTHER_CELLS, build_jobs, measure_gaps, measure_weight_gap
 from tests.distributed.matrix import LAYOUTS, list_cells
 from tests.rl import keys_task
@@ -53,6 +53,16 @@ def test_what_learns_from_its_own_answers_learns_the_same(tmp_path) -> None:
     sharding.run_jobs(place(jobs), tmp_path / "device", variables=SIMULATED)
     for stage in jobs:
         assert measure_weight_gap(tmp_path / "cpu" / stage, tmp_path / "device" / stage) < 1e-5
+
+
+@pytest.mark.slow
+def test_stages_of_a_pipeline_have_the_numbers_of_one_process(inputs, tmp_path) -> None:
+    schedules = pipelines.CELLS
+    sharding.run_jobs({cell: pipelines.build_job(inputs, cell) for cell in schedules}, tmp_path / "cpu")
+    jobs = place({cell: pipelines.build_job(inputs, cell, 2) for cell in schedules})
+    sharding.run_jobs(jobs, tmp_path / "device", "cpu_ddp", variables=SIMULATED)
+    for cell in schedules:
+        verify_equal(tmp_path / "cpu" / cell, tmp_path / "device" / cell)
 
 
 @pytest.mark.parametrize(
