@@ -18,6 +18,9 @@ from transformers import TrainingArguments
 
 from recipes_lib.training import checkpoint_saver, checkpoints, sharded_states
 from recipes_lib.training.checkpoint_saver import CheckpointSaver, Staged
+from recipes_lib.training.checkpoints import find_last_complete
+from recipes_lib.training.launch import read_launch
+from recipes_lib.training.resumption import agree_on_checkpoint
 from recipes_lib.training.sharded_states import (
     read_trained_shapes,
     save_model_shards,
@@ -93,10 +96,19 @@ def build() -> tuple[Any, torch.optim.Optimizer]:
     return model, optimizer
 
 
+def choose(output_dir: Path) -> None:
+    """Tell which checkpoint each process goes on from."""
+    checkpoint = agree_on_checkpoint(find_last_complete(output_dir)[0], read_launch(), 1, print)
+    sys.stdout.write(f"process {distributed.get_rank()} chooses {checkpoint and checkpoint.name}\n")
+
+
 def main() -> None:
-    """Save two checkpoints, the second one with the fault; tell what went wrong."""
+    """Save two checkpoints, the second one with the fault, and tell what went wrong; or ``choose`` one."""
     output_dir, fault = Path(sys.argv[1]), sys.argv[2]
     args = TrainingArguments(output_dir=str(output_dir), use_cpu=True, report_to="none")
+    if fault == "choose":
+        choose(output_dir)
+        return
     model, optimizer = build()
     sharded_states.safe_open = Telling
     saver, shapes = CheckpointSaver(args, print, engine="FSDP"), read_trained_shapes(model)

@@ -46,6 +46,19 @@ def test_each_process_opens_the_weights_again_that_it_wrote(tmp_path: Path) -> N
         assert json.loads((checkpoint / "COMPLETE.json").read_text())["files"].keys() == files - {"COMPLETE.json"}
 
 
+def test_one_bit_of_a_shard_is_found_by_whoever_reads_it_and_all_take_the_checkpoint_before(tmp_path: Path) -> None:
+    run_forked(sealing.__name__, tmp_path, "none")
+    (shard,) = (tmp_path / "checkpoint-2" / "model_shards").glob("shard-00002-*")
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    told = run_forked(sealing.__name__, tmp_path, "choose")
+    assert told.count(f"checkpoint-2 is not whole: model_shards/{shard.name} holds other bytes than were written") == 1
+    assert sorted(re.findall(r"process \d chooses .*", told)) == [
+        f"process {rank} chooses checkpoint-1" for rank in (0, 1)
+    ]
+
+
 @pytest.mark.parametrize("moment", sealing.MOMENTS)
 def test_whoever_is_killed_a_checkpoint_is_whole_or_not_there(moment: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"ended with .*-9"):

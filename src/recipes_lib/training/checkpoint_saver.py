@@ -232,7 +232,7 @@ class CheckpointSaver:
                     remedy = "put output_dir on storage that all machines share"
                     raise BrokenSaveError(f"{staged.folder}: {wrong}, which another process wrote; {remedy}")
 
-        files = {name: file for files in self._do_together(do_own_share) for name, file in files.items()}
+        files = {name: file for share in self._do_together(do_own_share) for name, file in share.items()}
         self._do_together(seal)
 
     def _do_together(self, do: Task) -> list[Any]:
