@@ -3,6 +3,8 @@
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --time=04:00:00
 #SBATCH --signal=B:USR1@300
 #SBATCH --requeue
@@ -19,7 +21,7 @@ began=$(mktemp)
 trap 'touch "$output_dir/STOP"' USR1 TERM
 
 # One launcher a node; it starts a process for each of the node's GPUs, laid out by accelerate_configs/$hardware.yaml.
-srun --kill-on-bad-exit=1 --ntasks-per-node=1 recipes launch ${stage:+--stage "$stage"} \
+srun --kill-on-bad-exit=1 --ntasks-per-node=1 --cpu-bind=none recipes launch ${stage:+--stage "$stage"} \
     --config "$config" --hardware "$hardware" --output_dir "$output_dir" &
 job=$!
 # A signal ends `wait`, not what it waits for.

@@ -67,7 +67,7 @@ def main(config: RecipeConfig) -> None:
         if config.tokens.packing:
             prove_isolation(model, attention.layout)
         verify_loss_head(model)
-        trainer.train(resume_from_checkpoint=run.resume_from)
+        trainer.train(resume_from_checkpoint=run.choose_checkpoint())
         export_model(trainer, run.output_dir)
     if run.launch.is_main:
         build_report(run.output_dir)

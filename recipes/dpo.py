@@ -68,7 +68,7 @@ def main(config: RecipeConfig) -> None:
             processing_class=tokenizer,
             observer=build_observer(config, data, args, model, tokenizer, collate, objective.score_held_out),
         )
-        trainer.train(resume_from_checkpoint=run.resume_from)
+        trainer.train(resume_from_checkpoint=run.choose_checkpoint())
         export_model(trainer, run.output_dir)
     if run.launch.is_main:
         build_report(run.output_dir)

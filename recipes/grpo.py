@@ -46,7 +46,7 @@ def main(config: RecipeConfig) -> None:
         rewards = load_rewards(config.rewards, device=str(args.device))
 
         trainer = build_group_trainer(config, args, launch, rewards, prompts, tokenizer)
-        trainer.train(resume_from_checkpoint=run.resume_from)
+        trainer.train(resume_from_checkpoint=run.choose_checkpoint())
         export_model(trainer, run.output_dir)
     if launch.is_main:
         build_report(run.output_dir)

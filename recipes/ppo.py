@@ -50,7 +50,7 @@ def main(config: RecipeConfig) -> None:
         place = choose_placement(args, launch)
         rewards = load_rewards(config.rewards, device=str(args.device), shared=models.reward, place=place)
         trainer = PPOTrainer(config, args, models, rewards, prompts, tokenizer)
-        trainer.train(run.resume_from)
+        trainer.train(run.choose_checkpoint())
         export_model(build_exporter(models, args, tokenizer), run.output_dir)
         if config.rewards.save_critic:
             save_critic(models.critic, tokenizer, run.output_dir / CRITIC_FOLDER, is_main=launch.is_main)

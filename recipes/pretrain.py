@@ -73,7 +73,7 @@ def main(config: RecipeConfig) -> None:
         if isolated:
             prove_isolation(trainer.model_wrapped, attention.layout)
         verify_loss_head(trainer.model_wrapped)
-        trainer.train(resume_from_checkpoint=run.resume_from)
+        trainer.train(resume_from_checkpoint=run.choose_checkpoint())
         export_model(trainer, run.output_dir)
     if run.launch.is_main:
         build_report(run.output_dir)

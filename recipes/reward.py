@@ -65,7 +65,7 @@ def main(config: RecipeConfig) -> None:
             processing_class=tokenizer,
             observer=build_observer(config, data, args, model, tokenizer, collate, objective.score),
         )
-        trainer.train(resume_from_checkpoint=run.resume_from)
+        trainer.train(resume_from_checkpoint=run.choose_checkpoint())
         # Its scale travels with it; the verdict says whether it may serve.
         reward_model = RewardModel(model, tokenizer)
         settle_scale(reward_model, data.train)

@@ -84,10 +84,10 @@ def test_the_batch_script_starts_a_launcher_a_node_and_queues_itself_again(
     words = (tmp_path / "log").read_text().splitlines()
     assert (words[-1] == "scontrol requeue 77") is is_queued, done
     started = words[: words.index(str(tmp_path / "a run")) + 1]
-    assert started[:2] == ["--kill-on-bad-exit=1", "--ntasks-per-node=1"]
+    assert started[:3] == ["--kill-on-bad-exit=1", "--ntasks-per-node=1", "--cpu-bind=none"]
     step = {"SLURM_JOB_ID": "77", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
     step |= {"SLURM_STEP_NODELIST": "gpu-[3-4]", "SLURM_NODEID": "1"}
-    composed = compose(read_launch_flags(started[2:]), step, monkeypatch, capsys)
+    composed = compose(read_launch_flags(started[3:]), step, monkeypatch, capsys)
     assert composed[6:14] == [
         "--num_processes",
         "16",
@@ -99,6 +99,35 @@ def test_the_batch_script_starts_a_launcher_a_node_and_queues_itself_again(
         "gpu-3",
     ]
     assert composed[-4:] == ["--learning_rate", "2e-5", "--output_dir", str(tmp_path / "a run")]
+
+
+def read_asked(script: str) -> set[str]:
+    """What a batch script asks of SLURM."""
+    return {line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")}
+
+
+ALL_OF_A_NODE = {"--exclusive", "--mem=0"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "asked"),
+    [
+        (TWO, ALL_OF_A_NODE),
+        (("--gpus_per_node", "8"), ALL_OF_A_NODE),
+        (("--num_nodes", "2"), ALL_OF_A_NODE),
+        ((), {"--cpus-per-gpu=8"}),
+        (("--gpus_per_node", "4", "--cpus_per_gpu", "12"), {"--cpus-per-gpu=12"}),
+    ],
+)
+def test_a_batch_script_asks_for_cores_and_memory(write, flags, asked):
+    """Of whole nodes, or for each GPU: never of one core, which is what SLURM gives who asks for none."""
+    script = read_asked(write("slurm", *flags))
+    of_interest = ("--exclusive", "--mem", "--cpus")
+    assert {line for line in script if line.startswith(of_interest)} == asked
+
+
+def test_so_does_the_documented_one():
+    assert read_asked((ROOT / "docs" / "slurm_requeue.sh").read_text()) >= ALL_OF_A_NODE
 
 
 def test_a_batch_script_without_its_secret_does_not_start(write, tmp_path):
@@ -325,6 +354,8 @@ def test_a_job_of_hugging_face_is_read_by_its_own_command_line(write):
         ("slurm", ["--num_nodes", "0"], "write 1 or more"),
         ("kubernetes", [*CLOUD, "--hours", "0"], "write 1 or more"),
         ("skypilot", [*CLOUD, "--hours", "9"], "no use for it"),
+        ("slurm", ["--cpus_per_gpu", "0"], "write 1 or more"),
+        ("kubernetes", [*CLOUD, "--cpus_per_gpu", "8"], "no use for it"),
         ("slurm", ["--secret", "hf_abc=1"], "its name, never its value"),
         ("slurm", ["--name", "My Job"], "no name for every cluster"),
         ("slurm", ["--learning_rat", "1"], "learning_rate"),

@@ -66,7 +66,9 @@ def test_before_the_time_is_over_the_run_is_asked_to_stop_and_the_job_is_queued_
     process.send_signal(number)
     assert process.wait(timeout=30) == 0
     launched, requeued = read_calls(tmp_path)
-    assert launched.startswith("srun --kill-on-bad-exit=1 --ntasks-per-node=1 recipes launch --config sft.yaml ")
+    assert launched.startswith(
+        "srun --kill-on-bad-exit=1 --ntasks-per-node=1 --cpu-bind=none recipes launch --config sft.yaml "
+    )
     assert launched.endswith(f"--hardware ddp --output_dir {tmp_path / 'a run'}")
     assert requeued == "scontrol requeue 77"
 

@@ -19,6 +19,8 @@ from recipes_lib.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, C
 
 DATA: Final = "/data"
 """Where the volume is mounted; the image's own working directory."""
+CPUS_PER_GPU: Final = 8
+"""Where one GPU of a machine is asked for: most have more, whatever its kind."""
 HOURS: Final = 24
 RESTARTS: Final = 20
 """Of a JobSet, whose machines may be taken back."""
@@ -38,6 +40,7 @@ class Job:
         output_dir: Where the run leaves its record.
         num_nodes: Machines.
         gpus_per_node: Of each.
+        cpus_per_gpu: Of machines that are shared with other jobs; ``None``: machines are asked for whole.
         gpu: Kind of GPU, as the cluster names it; on HF Jobs the flavor.
         image: Container image.
         volume: Storage that outlives the machines.
@@ -50,6 +53,7 @@ class Job:
     output_dir: str
     num_nodes: int
     gpus_per_node: int
+    cpus_per_gpu: int | None
     gpu: str | None
     image: str | None
     volume: str | None
@@ -72,6 +76,11 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--hardware", help="file of accelerate_configs/ (default: single_gpu, or ddp on several GPUs)")
     parser.add_argument("--num_nodes", type=int, default=1, help="machines (default: 1)")
     parser.add_argument("--gpus_per_node", type=int, default=1, help="GPUs of each (default: 1)")
+    parser.add_argument(
+        "--cpus_per_gpu",
+        type=int,
+        help=f"share machines (default: whole ones, but for one GPU, with {CPUS_PER_GPU}); SLURM",
+    )
     parser.add_argument(
         "--gpu", help="kind of GPU as the cluster names it, such as H100; on HF Jobs the flavor, a100x8"
     )
@@ -112,6 +121,7 @@ def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> Job:
         output_dir=output_dir,
         num_nodes=options.num_nodes,
         gpus_per_node=options.gpus_per_node,
+        cpus_per_gpu=options.cpus_per_gpu or (CPUS_PER_GPU if num_processes == 1 else None),
         gpu=options.gpu,
         image=options.image,
         volume=options.volume,
@@ -131,13 +141,16 @@ def write_slurm(job: Job) -> str:
         "signal": "B:USR1@300",
         "open-mode": "append",
     }
-    lines = ["#!/bin/bash", *(f"#SBATCH --{key}={value}" for key, value in head.items()), "#SBATCH --requeue"]
+    # Without a word a task has one core, and the memory of one.
+    head |= {"mem": 0} if job.cpus_per_gpu is None else {"cpus-per-gpu": job.cpus_per_gpu}
+    flags = ["#SBATCH --requeue", *(["#SBATCH --exclusive"] if job.cpus_per_gpu is None else [])]
+    lines = ["#!/bin/bash", *(f"#SBATCH --{key}={value}" for key, value in head.items()), *flags]
     lines += [f"# Start it in the project's folder, with the environment active: sbatch {job.name}.sh", "set -u"]
     lines += [f': "${{{name}:?set it before sbatch, which hands it on}}"' for name in job.secrets]
     lines += [f"output_dir={shlex.quote(job.output_dir)}", "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300", ""]
     lines += ['mkdir -p "$output_dir"', 'rm -f "$output_dir/STOP"', "began=$(mktemp)"]
     lines += ["""trap 'touch "$output_dir/STOP"' USR1 TERM""", ""]
-    lines += [f"srun --kill-on-bad-exit=1 --ntasks-per-node=1 {shlex.join(job.command)} &", "job=$!"]
+    lines += [f"srun --kill-on-bad-exit=1 --ntasks-per-node=1 --cpu-bind=none {shlex.join(job.command)} &", "job=$!"]
     return "\n".join([*lines, *_WAIT_AND_REQUEUE, ""])
 
 
@@ -250,7 +263,12 @@ _NEEDS: Final = {
     "skypilot": ("gpu", "volume"),
     "hf-jobs": ("gpu", "image", "volume"),
 }
-_KNOWS_NOT: Final = {"slurm": ("image", "volume"), "skypilot": ("hours",)}
+_KNOWS_NOT: Final = {
+    "slurm": ("image", "volume"),
+    "kubernetes": ("cpus_per_gpu",),
+    "skypilot": ("cpus_per_gpu", "hours"),
+    "hf-jobs": ("cpus_per_gpu",),
+}
 _WAIT_AND_REQUEUE: Final = (
     "# A signal ends `wait`, not what it waits for.",
     'wait "$job"',
@@ -310,13 +328,13 @@ def _leave_out(overrides: Sequence[str], key: str) -> list[str]:
 
 
 def _find_problems(options: argparse.Namespace) -> Iterator[Problem]:
-    for flag in ("num_nodes", "gpus_per_node", "hours"):
+    for flag in ("num_nodes", "gpus_per_node", "cpus_per_gpu", "hours"):
         if getattr(options, flag) is not None and getattr(options, flag) < 1:
             yield Problem(f"--{flag}", f"is {getattr(options, flag)}", "write 1 or more")
     for flag in _NEEDS[options.to]:
         if getattr(options, flag) is None:
             yield Problem(f"--{flag}", f"{options.to} needs it", f"write --{flag} ... (docs/cloud.md)")
-    for flag in _KNOWS_NOT.get(options.to, ()):
+    for flag in _KNOWS_NOT[options.to]:
         if getattr(options, flag) is not None:
             yield Problem(f"--{flag}", f"{options.to} has no use for it here", "leave it away")
     if options.to == "hf-jobs" and options.num_nodes > 1:

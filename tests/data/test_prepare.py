@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import json
 import multiprocessing
@@ -16,6 +17,7 @@ import pytest
 from rich.console import Console
 
 from recipes_lib.data import prepare as module
+from recipes_lib.data import store
 from recipes_lib.data.chat import RowEncoder
 from recipes_lib.data.prepare import find_root, main, prepare, prepare_once, render_summary
 from recipes_lib.data.source_mixtures import load_train_data
@@ -151,6 +153,73 @@ def test_other_ranks_give_up_when_the_first_one_did(build_config, monkeypatch):
     monkeypatch.setattr(module, "_POLL_SECONDS", 0.001)
     monkeypatch.setattr(module, "_SECONDS_TO_START", 0.01)
     with pytest.raises(DataError, match="first process of this node"):
+        prepare_once(build_config(), None, local_rank=3)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """No file locks, and a clock on which a hundred seconds pass whenever somebody waits for a set."""
+
+    class Clock:
+        seconds = 0.0
+
+        def monotonic(self):
+            return self.seconds
+
+        def sleep(self, _):
+            self.seconds += 100
+
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(store.fcntl, "flock", refuse)
+    monkeypatch.setattr(store, "_BEAT_SECONDS", 0.001)
+    monkeypatch.setattr(module, "time", Clock())
+    return module.time
+
+
+def test_without_locks_other_ranks_wait_for_as_long_as_the_first_one_is_at_work(
+    build_config, load_tokenizer, monkeypatch, clock
+):
+    """Twenty minutes of tokenising, in which nothing is written."""
+    config, (root, key, *_) = build_config(), module.identify_set(build_config())
+    begun, enough, made = threading.Event(), threading.Event(), threading.Event()
+
+    def sleep(seconds, pass_time=clock.sleep):
+        seen = store.read_beat(root, key)
+        while store.read_beat(root, key) == seen and not made.wait(0.001):
+            pass
+        pass_time(seconds)
+        if clock.seconds == 1200:
+            enough.set()
+            made.wait(60)
+
+    def tokenise_for_long(_):
+        begun.set()
+        enough.wait(60)
+        return load_tokenizer(config)
+
+    def prepare_first():
+        prepare_once(config, tokenise_for_long, local_rank=0)
+        made.set()
+
+    monkeypatch.setattr(clock, "sleep", sleep)
+    thread = threading.Thread(target=prepare_first)
+    thread.start()
+    try:
+        begun.wait(60)
+        assert prepare_once(config, None, local_rank=1).key == key
+    finally:
+        enough.set()
+        thread.join()
+    assert clock.seconds == 1200
+
+
+def test_without_locks_a_first_process_that_died_is_noticed_and_the_words_say_so(build_config, clock):
+    root, key, *_ = module.identify_set(build_config())
+    with store.hold_lock(root, key):
+        pass
+    with pytest.raises(DataError, match=r"first process .* nor shown for 120 s .*files cannot be locked there"):
         prepare_once(build_config(), None, local_rank=3)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import runpy
@@ -164,6 +165,7 @@ def break_something(fault: str | None) -> Iterator[None]:
         "shifted shard": (RunSampler, "__iter__", shift),
         "nan in the first stage": (PipelineTrainer, "_run_step", spoil_first_stage),
         "no sums over stages": (Pipeline, "reduce_gradients", lambda _: None),
+        "told reads": (hashlib, "file_digest", _tell(hashlib.file_digest)),
         # As accelerate would have it.
         "narrow sums": (recipe_trainer, "settle_precision", lambda _: None),
     }
@@ -205,6 +207,17 @@ def _ask_in(generate: Callable[..., Any], call: int) -> Callable[..., Any]:
         return generate(*args, **kwargs)
 
     return asking
+
+
+def _tell(digest: Callable[..., Any]) -> Callable[..., Any]:
+    """Hash a file, and print which process did."""
+
+    def telling(file: Any, *args: Any) -> Any:
+        sys.stdout.write(f"process {os.environ['RANK']} hashes {file.name}\n")
+        sys.stdout.flush()
+        return digest(file, *args)
+
+    return telling
 
 
 def main() -> None:

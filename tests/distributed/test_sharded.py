@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ def runs(inputs: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) ->
     (folder / "one").symlink_to(alone)
     jobs = build_jobs(inputs, OURS, 2)
     for name in OURS:
-        jobs[f"{name}, resumed"] = {**jobs[name], "copy_of": folder / "two" / name, "step": 2}
+        resumed = {**jobs[name], "copy_of": folder / "two" / name, "step": 2}
+        jobs[f"{name}, resumed"] = {**resumed, "fault": "told reads"}
         jobs[f"{name}, from one"] = {**jobs[name], "copy_of": alone / name, "step": 2}
     jobs["bf16"] = in_bf16(jobs["sft packed"])
     jobs["bf16 as accelerate has it"] = {**jobs["bf16"], "fault": "narrow sums"}
@@ -91,6 +93,28 @@ def test_a_run_that_goes_on_gets_the_very_weights(runs: tuple[Path, dict[str, An
     straight, resumed = (read_weights(folder / "two" / name) for name in (cell, f"{cell}, resumed"))
     assert all(torch.equal(resumed[name], tensor) for name, tensor in straight.items())
     assert json.loads((folder / "two" / f"{cell}, resumed" / "run.json").read_text())["resumed_from"] == "checkpoint-2"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("cell", OURS)
+def test_no_process_reads_more_than_its_share(runs: tuple[Path, dict[str, Any]], cell: str) -> None:
+    """Of what is saved each hashes what it wrote; of what is gone on from, as much as the other; and no file twice."""
+    folder, two = runs
+    run = folder / "two" / f"{cell}, resumed"
+    read: dict[str, list[list[str]]] = {}
+    for rank, name in re.findall(rf"process (\d) hashes {re.escape(str(run))}/(\S+)", two["told"]):
+        checkpoint, file = re.fullmatch(r"(\S*checkpoint-\d+)/(\S+)", name).groups()
+        read.setdefault(checkpoint, [[], []])[int(rank)].append(file)
+    resumed = read.pop("checkpoint-2")
+    listed = json.loads((run / "checkpoint-2" / "COMPLETE.json").read_text())["files"]
+    assert sorted([*resumed[0], *resumed[1]]) == sorted(listed)
+    sizes = [sum((run / "checkpoint-2" / file).stat().st_size for file in files) for files in resumed]
+    assert max(sizes) < 0.6 * sum(sizes)
+    ((name, (first, second)),) = read.items()
+    assert name == "_saving/checkpoint-3"
+    listed = json.loads((run / "checkpoint-3" / "COMPLETE.json").read_text())["files"]
+    assert sorted([*first, *second]) == sorted(listed)
+    assert sorted(second) == [name for name in sorted(listed) if "/shard-00002-" in name or name == "rng_state_1.pth"]
 
 
 @pytest.mark.multiprocess

@@ -74,8 +74,9 @@ def _train(trainer: Any, recorder: Any, started: Any, training: dict[str, Any]) 
     # It looks at rows too.
     trainer.remove_callback(StartChecks)
     trainer.data_collator = Watched(trainer.data_collator, batches)
-    trainer.train(resume_from_checkpoint=started.resume_from)
-    first = 0 if started.resume_from is None else int(started.resume_from.name.rpartition("-")[2])
+    checkpoint = started.choose_checkpoint()
+    trainer.train(resume_from_checkpoint=checkpoint)
+    first = 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
     losses = {str(first + number + 1): step["loss"] for number, step in enumerate(recorder.steps)}
     return {"losses": losses, "batches": batches, "accumulation": training["gradient_accumulation_steps"]}
 

@@ -9,7 +9,7 @@ import pytest
 from tests.training.trajectories import assert_equal_weights, make_packs, make_trainer, weights_of
 
 from recipes_lib.training import checkpointing, checkpoints
-from recipes_lib.training.checkpoints import clear_leftovers, find_damage, find_last_whole
+from recipes_lib.training.checkpoints import clear_leftovers, find_damage, list_checkpoints
 
 KEYS = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "max_steps": 3}
 # What changes the disk: each is done, or killed before it.
@@ -63,9 +63,9 @@ def train_in_child(model_dir, output_dir, number):
 def go_on(model_dir, output_dir):
     """Do as the next start does, and train to the end."""
     clear_leftovers(output_dir)
-    told = []
-    resume_from = find_last_whole(output_dir, told.append)
-    assert not told
+    checkpoints = [path for _, path in list_checkpoints(output_dir)]
+    assert not any(map(find_damage, checkpoints))
+    resume_from = next(iter(checkpoints), None)
     trainer, recorder = make_trainer(model_dir, output_dir, make_packs(), **KEYS)
     trainer.train(resume_from_checkpoint=resume_from)
     return trainer, recorder, resume_from

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from recipes_lib.training import checkpoints
 from recipes_lib.training.checkpoints import (
     COMPLETE,
     REHEARSAL,
@@ -12,7 +13,7 @@ from recipes_lib.training.checkpoints import (
     clear_leftovers,
     find_damage,
     find_last_complete,
-    find_last_whole,
+    flush_files,
     is_complete,
     publish,
     read_complete,
@@ -115,24 +116,68 @@ def flip_a_bit(path):
         (lambda path: (path / COMPLETE).write_text('{"files": {"a": 3}}'), "it has no readable COMPLETE.json"),
     ],
 )
-def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(tmp_path, damage, words):
-    make_checkpoint(tmp_path, 8)
-    good, bad = make_checkpoint(tmp_path, 9), make_checkpoint(tmp_path, 10)
-    damage(bad)
-    lines = []
-    assert find_last_whole(tmp_path, lines.append) == good
-    assert len(lines) == 1
-    assert words in lines[0]
-    # It neither counts any more nor is it gone.
-    assert steps_in(tmp_path) == ["checkpoint-8", "checkpoint-9", "damaged-checkpoint-10"]
-    rotate(tmp_path, 2, ())
-    assert find_last_whole(tmp_path, lines.append) == good
-    assert steps_in(tmp_path) == ["checkpoint-8", "checkpoint-9", "damaged-checkpoint-10"]
+def test_a_damaged_file_is_named(tmp_path, damage, words):
+    checkpoint = make_checkpoint(tmp_path, 10)
+    damage(checkpoint)
+    assert words in find_damage(checkpoint)
 
 
-def test_where_nothing_is_whole_there_is_nothing_to_go_on_from(tmp_path):
-    flip_a_bit(make_checkpoint(tmp_path, 3) / "model.safetensors")
-    assert find_last_whole(tmp_path, lambda _: None) is None
+NAMES = [
+    "config.json",
+    "model.safetensors",
+    "model_shards/shard-00001-model-00001-of-00001.safetensors",
+    "model_shards/shard-00003-model-00001-of-00001.safetensors",
+    "policy/optimizer_shards/shard-00002-model-00001-of-00001.safetensors",
+    "rng_state.pth",
+    "rng_state_0.pth",
+    "rng_state_2.pth",
+    "global_step4/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+    "global_step4/zero_pp_rank_2_mp_rank_00_model_states.pt",
+    "global_step4/mp_rank_00_model_states.pt",
+]
+WRITERS = [0, 0, 0, 2, 1, 0, 0, 2, 1, 2, 0]
+"""Of ``NAMES``, in a launch of three processes."""
+
+
+def write_files(checkpoint):
+    for size, name in enumerate(NAMES):
+        (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkpoint / name).write_bytes(name.encode() * (size + 1))
+
+
+def test_each_process_flushes_what_it_wrote_and_together_they_seal_as_one_would(tmp_path):
+    for folder in (tmp_path / "one", tmp_path / "three"):
+        write_files(folder)
+    shares = [flush_files(tmp_path / "three", rank, 3) for rank in range(3)]
+    assert [sorted(share) for share in shares] == [
+        sorted(name for name, writer in zip(NAMES, WRITERS, strict=True) if writer == rank) for rank in range(3)
+    ]
+    write_complete(
+        tmp_path / "three", {name: file for share in reversed(shares) for name, file in share.items()}, step=3
+    )
+    write_complete(tmp_path / "one", step=3)
+    assert (tmp_path / "three" / COMPLETE).read_bytes() == (tmp_path / "one" / COMPLETE).read_bytes()
+    # Two that go on from three, or whatever names may be in it, leave out no file and read none twice.
+    assert sorted(name for rank in range(2) for name in flush_files(tmp_path / "three", rank, 2)) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 20])
+def test_of_all_that_share_a_reading_one_sees_the_damage(tmp_path, world_size, monkeypatch):
+    write_files(tmp_path)
+    write_complete(tmp_path, step=3)
+    read = []
+    monkeypatch.setattr(checkpoints, "_hash", lambda path, hash_=checkpoints._hash: (read.append(path), hash_(path))[1])
+    sizes = []
+    for rank in range(world_size):
+        before = len(read)
+        assert find_damage(tmp_path, rank, world_size) is None
+        sizes.append(sum(path.stat().st_size for path in read[before:]))
+    assert sorted(read) == sorted(tmp_path / name for name in NAMES)
+    # None has more than its part and one file.
+    assert max(sizes) <= sum(sizes) / world_size + max((tmp_path / name).stat().st_size for name in NAMES)
+    flip_a_bit(tmp_path / NAMES[3])
+    found = [find_damage(tmp_path, rank, world_size) for rank in range(world_size)]
+    assert [damage for damage in found if damage] == [f"{NAMES[3]} holds other bytes than were written"]
 
 
 def test_a_checkpoint_takes_the_place_of_one_of_the_same_step(tmp_path):

@@ -5,7 +5,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from transformers import TrainingArguments
 
 from recipes_lib.config.schema import (
     DataConfig,
@@ -16,6 +15,8 @@ from recipes_lib.config.schema import (
     TokensConfig,
 )
 from recipes_lib.errors import ConfigError
+from recipes_lib.training import resumption
+from recipes_lib.training.checkpoints import write_complete
 from recipes_lib.training.launch import Launch
 from recipes_lib.training.resumption import (
     agree_on_checkpoint,
@@ -163,9 +164,74 @@ def test_a_random_state_is_a_function_of_seed_step_and_rank():
     assert len(set(drawn.values())) == 4
 
 
-def test_a_checkpoint_that_is_not_there_is_refused(tmp_path):
-    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    assert agree_on_checkpoint(None, args) is None
-    assert agree_on_checkpoint(str(tmp_path), args) == tmp_path
-    with pytest.raises(ConfigError, match="does not see"):
-        agree_on_checkpoint(tmp_path / "checkpoint-3", args)
+def leave_checkpoint(output_dir, step):
+    checkpoint = output_dir / f"checkpoint-{step}"
+    checkpoint.mkdir()
+    (checkpoint / "model.safetensors").write_bytes(b"weights")
+    write_complete(checkpoint, step=step)
+    return checkpoint
+
+
+def agree(resume_from, lines):
+    return agree_on_checkpoint(resume_from, launch(1), 1, lines.append)
+
+
+def test_the_newest_checkpoint_that_is_whole_is_chosen_and_newer_ones_are_put_aside(tmp_path):
+    first, good, bad, torn = (leave_checkpoint(tmp_path, step) for step in (8, 9, 10, 11))
+    (bad / "model.safetensors").write_bytes(b"weighty")
+    (torn / "COMPLETE.json").unlink()
+    lines = []
+    assert agree(bad, lines) == good
+    assert lines == [
+        "checkpoint-11 is not whole: it has no readable COMPLETE.json; it is kept as damaged-checkpoint-11, "
+        "and the one before it is used",
+        "checkpoint-10 is not whole: model.safetensors holds other bytes than were written; it is kept as "
+        "damaged-checkpoint-10, and the one before it is used",
+    ]
+    left = ["checkpoint-8", "checkpoint-9", "damaged-checkpoint-10", "damaged-checkpoint-11"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    assert agree(good, lines) == good
+    for checkpoint in (first, good):
+        (checkpoint / "model.safetensors").write_bytes(b"")
+    assert agree(good, lines) is None
+    assert agree(None, lines) is None
+    assert len(lines) == 4
+
+
+@pytest.fixture
+def speak(monkeypatch):
+    """Let this process be the second of two, and hear what the first says; what it answers is returned."""
+
+    def hear(checkpoint, accumulation):
+        answers = []
+
+        def broadcast(told):
+            told[:] = [checkpoint, accumulation]
+
+        def gather(own):
+            answers.extend(own)
+            return [(None, None), *own]
+
+        monkeypatch.setattr(resumption, "broadcast_object_list", broadcast)
+        monkeypatch.setattr(resumption, "gather_object", gather)
+        return answers
+
+    return hear
+
+
+SECOND = Launch(rank=1, local_rank=1, world_size=2, engine="")
+
+
+def test_a_checkpoint_that_a_process_does_not_see_is_refused_and_not_damaged(tmp_path, speak):
+    answers = speak(tmp_path / "checkpoint-3", 1)
+    with pytest.raises(
+        ConfigError, match=r"process 1: does not see .*checkpoint-3.*\n.*storage that all machines share"
+    ):
+        agree_on_checkpoint(None, SECOND, 1, print)
+    assert [damage for _, damage in answers] == [None]
+
+
+def test_another_batch_than_the_main_process_has_planned_is_refused(tmp_path, speak):
+    speak(leave_checkpoint(tmp_path, 3), 2)
+    with pytest.raises(ConfigError, match="process 1: has planned 4 micro-batches a step and the main process 2"):
+        agree_on_checkpoint(None, SECOND, 4, print)

@@ -33,7 +33,7 @@ from recipes_lib.data.packing import Bins, Examples
 from recipes_lib.data.source_mixtures import Mixture, load_test_data, load_train_data
 from recipes_lib.data.sources import MAX_PROBLEMS, raise_problems
 from recipes_lib.data.splits import find_overlap, refuse_overlap, split_rows
-from recipes_lib.data.store import PreparedSet, compute_key, find_set, hold_lock, is_locked, write_set
+from recipes_lib.data.store import PreparedSet, compute_key, find_set, hold_lock, is_locked, read_beat, write_set
 from recipes_lib.errors import ConfigError, DataError, Problem
 
 if TYPE_CHECKING:
@@ -116,12 +116,17 @@ def wait_for_set(root: Path, key: str) -> PreparedSet:
     Raises:
         DataError: That process gave up, or never began.
     """
-    deadline = time.monotonic() + _SECONDS_TO_START
+    deadline, beat = time.monotonic() + _SECONDS_TO_START, 0
     while (found := find_set(root, key)) is None:
-        if is_locked(root, key):
+        held, last, beat = is_locked(root, key), beat, read_beat(root, key)
+        if held or beat != last:
             deadline = time.monotonic() + _SECONDS_TO_START
         elif time.monotonic() > deadline:
             found_problem = "the first process of this node has not prepared the data"
+            if held is None:  # Only its sign of life tells that it is at work.
+                found_problem += (
+                    f", nor shown for {_SECONDS_TO_START:.0f} s that it is at work (files cannot be locked there)"
+                )
             raise DataError(Problem(str(root), found_problem, "read its message, or run `recipes prepare` first"))
         time.sleep(_POLL_SECONDS)
     return found

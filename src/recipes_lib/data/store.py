@@ -9,9 +9,10 @@ import json
 import logging
 import os
 import shutil
+import threading
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 COMPLETE_FILE = "COMPLETE.json"
 MANIFEST_FILE = "manifest.json"
 _PACKS_PER_RECORD_BATCH = 1000
+_BEAT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,8 @@ def publish_set(staging: Path, root: Path, key: str, manifest: Mapping[str, Any]
 def hold_lock(root: Path, key: str) -> Iterator[bool]:
     """Keeps other processes from preparing the same key; the system frees the lock when its holder dies.
 
-    On a file system without locks nobody waits: the work is done twice and ``publish_set`` keeps one result.
+    On a file system without locks nobody waits here: the work is done twice and ``publish_set`` keeps one result. The
+    file is touched for as long as it takes, which ``read_beat`` sees.
 
     Yields:
         Whether the key is locked.
@@ -203,23 +206,56 @@ def hold_lock(root: Path, key: str) -> Iterator[bool]:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:
             logger.info("%s is on a file system without locks.", root)
-            yield False
+            with _beating(Path(file.name)):
+                yield False
             return
         for leftover in root.glob(f".{_set_path(root, key).name}.*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)  # of a process that was killed
         yield True
 
 
-def is_locked(root: Path, key: str) -> bool:
-    """Whether a living process holds the key's lock."""
+def is_locked(root: Path, key: str) -> bool | None:
+    """Whether a living process holds the key's lock; ``None`` on a file system without locks, where nobody knows."""
     try:
-        with _lock_path(root, key).open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        file = _lock_path(root, key).open()
     except OSError:
         return False
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return None
     return False
+
+
+def read_beat(root: Path, key: str) -> int:
+    """A number that goes on changing while a process prepares the key on a file system without locks.
+
+    To be compared with what it was, never with a clock: the file system's is another one. 0: nobody has begun.
+    """
+    try:
+        return _lock_path(root, key).stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+@contextmanager
+def _beating(file: Path) -> Iterator[None]:
+    """Touches a file again and again while the block lasts, and not when its process is dead."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(_BEAT_SECONDS):
+            with suppress(OSError):
+                os.utime(file)
+
+    threading.Thread(target=beat, name="beat", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def _set_path(root: Path, key: str) -> Path:

@@ -99,13 +99,12 @@ def stage_state(
         PartialState().wait_for_everyone()
 
     def verify() -> None:
-        for name, expected in shapes.items():
-            if name in sharded:
-                verify_shards(staged / name, expected)
-            else:
-                verify_weights(staged, expected, f"{name}.safetensors")
+        for name in sharded:
+            verify_shards(staged / name, shapes[name])
+        for name in whole if saver.is_main else ():
+            verify_weights(staged, shapes[name], f"{name}.safetensors")
 
-    return Staged(staged, state.step, tasks, verify)
+    return Staged(staged, state.step, tasks, verify, is_shared=bool(sharded))
 
 
 def compare_own_shards_with_live(folder: Path, learners: Mapping[str, Learner]) -> None:

@@ -46,7 +46,6 @@ from recipes_lib.training.arguments import get_compute_dtype
 from recipes_lib.training.checkpoint_saver import CheckpointSaver, Staged
 from recipes_lib.training.preemption import LeftError, end_stopped, leave_if_asked, stop_if_agreed
 from recipes_lib.training.rehearsal import count_bytes
-from recipes_lib.training.resumption import agree_on_checkpoint
 from recipes_lib.training.watchdog import WATCHDOG
 
 
@@ -133,13 +132,13 @@ class PPOTrainer:
         """Train to the end, from the beginning or from a checkpoint; every process must call.
 
         Raises:
-            ConfigError: A reward failed; the disk cannot hold what will be kept; or as ``agree_on_checkpoint``.
+            ConfigError: A reward failed, or the disk cannot hold what will be kept.
             DivergedError: As ``UpdateGuard``, or policy and reference are not the same before the first update.
             PreemptedError: The run was asked to stop; a checkpoint of the last finished iteration is complete.
         """
         with STOP.deferred(), WATCHDOG.watching(self._output_dir, is_main=self._rank == 0):
             try:
-                self._begin(agree_on_checkpoint(resume_from, self._args))
+                self._begin(resume_from)
                 for iteration in range(self.state.iteration, self.schedule.num_iterations):
                     # Nothing has changed since the last iteration: what stops here or in sampling loses no update.
                     stop_if_agreed()
@@ -289,9 +288,7 @@ class PPOTrainer:
             self._log.write("eval", self.state, {f"eval_{name}": value for name, value in figures.items()})
 
     def _save(self) -> None:
-        staged = stage_state(self._saver, self.state, self._learners)
-        if self._args.should_save:
-            self._saver.save(staged)
+        self._saver.save(stage_state(self._saver, self.state, self._learners))
         self._saved_step = self.state.step
 
     def _rehearse(self) -> None:

@@ -12,11 +12,21 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from transformers import TrainingArguments
 
+from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.planning.disk import DiskPlan, plan_disk, verify_disk
 from recipes_lib.training.checkpoint_writer import CheckpointWriter, HostCopy
-from recipes_lib.training.checkpoints import REHEARSAL, STAGING, publish, rotate, write_complete
+from recipes_lib.training.checkpoints import (
+    REHEARSAL,
+    STAGING,
+    find_wrong_size,
+    flush_files,
+    publish,
+    rotate,
+    write_complete,
+)
 from recipes_lib.training.launch import read_launch
 from recipes_lib.training.rehearsal import describe_rehearsal
 from recipes_lib.training.resumption import BATCH_KEYS, GENERATION_KEY
@@ -34,13 +44,15 @@ class Staged:
         folder: Its own, under a name that is never resumed.
         step: Optimizer steps made before it.
         tasks: They write the files that are not there yet, from copies where training goes on meanwhile.
-        verify: Opens the files again.
+        verify: Opens the files again that this process wrote.
+        is_shared: Whether all processes wrote it; otherwise the main one alone has it.
     """
 
     folder: Path
     step: int
     tasks: Sequence[Task]
     verify: Task
+    is_shared: bool = False
 
 
 class CheckpointSaver:
@@ -101,11 +113,14 @@ class CheckpointSaver:
         return self._copy.take(state, unchanging=unchanging) if self._copies else state
 
     def save(self, staged: Staged, keep: Collection[int] = ()) -> None:
-        """Have a checkpoint written, opened again, sealed and named; then older ones may go. The main process calls.
+        """Have a checkpoint written, opened again, sealed and named; then older ones may go. Every process must call.
 
         Args:
             staged: From all processes.
             keep: Steps whose checkpoints stay.
+
+        Raises:
+            BrokenSaveError: Another process could not do its part of it.
         """
         limit = self._args.save_total_limit
 
@@ -137,7 +152,7 @@ class CheckpointSaver:
 
         Raises:
             ConfigError: The disk cannot hold what the run will keep.
-            BrokenSaveError: What was saved is not what is trained.
+            BrokenSaveError: What was saved is not what is trained; or as ``save``.
         """
         began = time.perf_counter()
         # The very beginning may still be on its way to the disk, to be gone back to.
@@ -153,10 +168,10 @@ class CheckpointSaver:
         if self._args.should_save:
             verify_disk(plan(count()), str(self._output_dir))
         staged = stage(REHEARSAL)
-        if not self._args.should_save:
-            return
         self._write(staged, then=lambda: None)
         self.finish()
+        if not self._args.should_save:
+            return
         compare(staged.folder)
         size = sum(path.stat().st_size for path in staged.folder.rglob("*") if path.is_file())
         shutil.rmtree(staged.folder.parent)
@@ -178,15 +193,11 @@ class CheckpointSaver:
 
     def _write(self, staged: Staged, then: Task) -> None:
         """Write what is left of a checkpoint, open it again and seal it: beside training where there is a copy."""
-        record = read_run_record(self._output_dir)
-        facts = {
-            "step": staged.step,
-            "world_size": self._args.world_size,
-            "data_size": read_launch().data_size,
-            **{key: getattr(self._args, key) for key in (*BATCH_KEYS, GENERATION_KEY) if hasattr(self._args, key)},
-            "engine": self._engine,
-            **{key: record.get(key) for key in ("config_fingerprint", "versions")},
-        }
+        if staged.is_shared:
+            self._seal_together(staged)
+            if self.is_main:
+                then()
+            return
 
         def job() -> None:
             for task in staged.tasks:
@@ -195,10 +206,65 @@ class CheckpointSaver:
             write_complete(staged.folder, **facts)
             then()
 
-        if self._copies:
-            self._writer.submit(job)
-        else:
-            job()
+        if self.is_main:
+            facts = self._describe_run(staged.step)
+            if self._copies:
+                self._writer.submit(job)
+            else:
+                job()
+
+    def _seal_together(self, staged: Staged) -> None:
+        """Have each process read what it wrote, at once; the main one seals what all of them found.
+
+        No process waits for more than the largest share, nor for ever where another one fails.
+        """
+
+        def do_own_share() -> dict[str, Any]:
+            for task in staged.tasks:
+                task()
+            staged.verify()
+            return flush_files(staged.folder, self._args.process_index, self._args.world_size)
+
+        def seal() -> None:
+            if self.is_main:
+                write_complete(staged.folder, files, **self._describe_run(staged.step))
+                if (wrong := find_wrong_size(staged.folder)) is not None:
+                    remedy = "put output_dir on storage that all machines share"
+                    raise BrokenSaveError(f"{staged.folder}: {wrong}, which another process wrote; {remedy}")
+
+        files = {name: file for share in self._do_together(do_own_share) for name, file in share.items()}
+        self._do_together(seal)
+
+    def _do_together(self, do: Task) -> list[Any]:
+        """Return what each process got; where one failed, all end.
+
+        Raises:
+            BrokenSaveError: Another process failed.
+        """
+        got, failure = None, None
+        try:
+            got = do()
+        except Exception as error:  # It is raised when the others know.
+            failure = error
+        told = gather_object([(got, failure and f"{type(failure).__name__}: {failure}")])
+        if failure is not None:
+            raise failure
+        failures = [f"process {rank}: {words}" for rank, (_, words) in enumerate(told) if words]
+        if failures:
+            raise BrokenSaveError("a checkpoint could not be saved: " + "; ".join(failures))
+        return [theirs for theirs, _ in told]
+
+    def _describe_run(self, step: int) -> dict[str, Any]:
+        """What the seal says besides."""
+        record = read_run_record(self._output_dir)
+        return {
+            "step": step,
+            "world_size": self._args.world_size,
+            "data_size": read_launch().data_size,
+            **{key: getattr(self._args, key) for key in (*BATCH_KEYS, GENERATION_KEY) if hasattr(self._args, key)},
+            "engine": self._engine,
+            **{key: record.get(key) for key in ("config_fingerprint", "versions")},
+        }
 
 
 def write_state(state: Any, path: Path) -> None:

@@ -26,7 +26,7 @@ from recipes_lib.training.rehearsal import (
     read_expected,
     verify_saved,
 )
-from recipes_lib.training.resumption import agree_on_checkpoint, seed_process
+from recipes_lib.training.resumption import seed_process
 from recipes_lib.training.sharded_models import has_shards
 from recipes_lib.training.sharded_states import (
     MODEL_SHARDS,
@@ -98,14 +98,10 @@ class CheckpointingTrainer(Trainer):
         return not (self.is_deepspeed_enabled or self.writes_shards)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, from the checkpoint that the main process names, and leave none half-written, however it ends.
-
-        Raises:
-            ConfigError: A process cannot see that checkpoint, or has planned another batch.
-        """
-        agreed = agree_on_checkpoint(resume_from_checkpoint, self.args)
+        """Train, and leave no checkpoint half-written, however it ends."""
+        checkpoint = None if resume_from_checkpoint is None else str(resume_from_checkpoint)
         try:
-            return super().train(None if agreed is None else str(agreed), *args, **kwargs)
+            return super().train(checkpoint, *args, **kwargs)
         finally:
             self._saver.settle()
 
@@ -137,9 +133,7 @@ class CheckpointingTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Put a checkpoint together and have it saved."""
-        staged = self._stage(model, STAGING)
-        if self.args.should_save:
-            self._saver.save(staged, keep=self.kept_steps())
+        self._saver.save(self._stage(model, STAGING), keep=self.kept_steps())
 
     def _rehearse(self, model: nn.Module) -> None:
         """Do all that saving takes once.
@@ -198,11 +192,12 @@ class CheckpointingTrainer(Trainer):
         def verify() -> None:
             if self.writes_shards:
                 verify_shards(staged, shapes)
-            # A pickle, which nothing reads; run.json says more.
-            (staged / "training_args.bin").unlink(missing_ok=True)
-            verify_saved(staged, expected, is_replicated=self.is_replicated)
+            if self.args.should_save:
+                # A pickle, which nothing reads; run.json says more.
+                (staged / "training_args.bin").unlink(missing_ok=True)
+                verify_saved(staged, expected, is_replicated=self.is_replicated)
 
-        return Staged(staged, step, tasks, verify)
+        return Staged(staged, step, tasks, verify, is_shared=not self.is_replicated)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Under FSDP2 every process writes its shards into a checkpoint; elsewhere the main process the whole model."""

@@ -11,7 +11,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -21,29 +22,53 @@ STAGING: Final = "_saving"
 REHEARSAL: Final = "_rehearsal"
 _TRASH: Final = "_deleted"
 _NAME = re.compile(r"checkpoint-(\d+)")
+_WRITERS: Final = (("shard-", 1), ("rng_state_", 0), ("zero_pp_rank_", 0))
+"""What stands before the number of its writer in the name of a file that every process has, and the first number."""
+_NUM_READERS: Final = 4
+"""Files that a process reads at a time where it does nothing else: hashing lets other threads run."""
 
 Record = Mapping[str, Any]
 """Content of ``COMPLETE.json``."""
 
 
-def write_complete(checkpoint: Path, **facts: Any) -> None:
-    """Seal a checkpoint: flush its files to disk, then write ``COMPLETE.json`` with their sizes and hashes, last.
+def find_writer(name: str) -> int:
+    """Return the number of the process that writes a file of that name; what all hold is the first one's."""
+    for words, first in _WRITERS:
+        if match := re.search(rf"{words}(\d+)", name):
+            return int(match[1]) - first
+    return 0
 
-    SHA-256, because processors compute it faster than BLAKE2 and ``sha256sum`` is on every machine. What is hashed is
-    what the files say when they are read again.
+
+def flush_files(checkpoint: Path, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
+    """Flush the files that a process wrote to the disk, and return ``size`` and ``sha256`` of each by its name.
+
+    What is hashed is what they say when they are read again. SHA-256, because processors compute it faster than BLAKE2
+    and ``sha256sum`` is on every machine.
 
     Args:
         checkpoint: Folder with every file of the checkpoint in place.
+        rank: Number of this process, of those that do the same.
+        world_size: How many those are.
+    """
+    described = {}
+    for path in sorted(checkpoint.rglob("*")):
+        if path.is_file() and path.name != COMPLETE and find_writer(path.name) % world_size == rank:
+            _fsync(path)
+            described[str(path.relative_to(checkpoint))] = {"size": path.stat().st_size, "sha256": _hash(path)}
+    return described
+
+
+def write_complete(checkpoint: Path, files: Mapping[str, Any] | None = None, **facts: Any) -> None:
+    """Seal a checkpoint: write ``COMPLETE.json`` with the sizes and hashes of its files, last.
+
+    Args:
+        checkpoint: Folder with every file of the checkpoint in place.
+        files: From ``flush_files``, of all processes; ``None``: this one flushes all.
         **facts: What else the record holds: ``step``, ``world_size``, ...; JSON values.
     """
-    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != COMPLETE)
-    for path in files:
-        _fsync(path)
-    for folder in {path.parent for path in files} - {checkpoint}:
+    described = flush_files(checkpoint) if files is None else dict(sorted(files.items()))
+    for folder in {(checkpoint / name).parent for name in described} - {checkpoint}:
         _fsync(folder)
-    described = {
-        str(path.relative_to(checkpoint)): {"size": path.stat().st_size, "sha256": _hash(path)} for path in files
-    }
     partial = checkpoint / f"{COMPLETE}.partial"
     partial.write_text(json.dumps({**facts, "files": described}, indent=1), encoding="utf-8")
     _fsync(partial)
@@ -63,12 +88,49 @@ def read_complete(checkpoint: Path) -> Record | None:
 
 def is_complete(checkpoint: Path) -> bool:
     """Return whether ``COMPLETE.json`` is there and every file it lists has the size it had; reads no file."""
-    return _find_damage(checkpoint, reads=False) is None
+    return find_wrong_size(checkpoint) is None
 
 
-def find_damage(checkpoint: Path) -> str | None:
-    """Return what is wrong with a checkpoint, naming the file, after reading all of it; ``None`` when it is whole."""
-    return _find_damage(checkpoint, reads=True)
+def find_wrong_size(checkpoint: Path) -> str | None:
+    """Return which file of a checkpoint is missing or has not the size it had; ``None``: none; reads no file."""
+    record = read_complete(checkpoint)
+    if record is None:
+        return f"it has no readable {COMPLETE}"
+    for name, expected in record["files"].items():
+        try:
+            size = (checkpoint / name).stat().st_size
+        except OSError as error:
+            return _tell_unreadable(name, error)
+        if size != expected["size"]:
+            return f"{name} has {size:,} bytes and not {expected['size']:,}"
+    return None
+
+
+def find_damage(checkpoint: Path, rank: int = 0, world_size: int = 1) -> str | None:
+    """Return what is wrong with a checkpoint, naming the file, after reading it; ``None`` when it is whole.
+
+    Args:
+        checkpoint: Its folder.
+        rank: Number of this process, of those that do the same and share the files out.
+        world_size: How many those are.
+    """
+
+    def find_change(file: tuple[str, Mapping[str, Any]]) -> str | None:
+        name, expected = file
+        try:
+            is_whole = _hash(checkpoint / name) == expected["sha256"]
+        except OSError as error:
+            return _tell_unreadable(name, error)
+        return None if is_whole else f"{name} holds other bytes than were written"
+
+    if (wrong := find_wrong_size(checkpoint)) is not None:
+        return wrong
+    record = read_complete(checkpoint)
+    assert record is not None, "it was complete a moment ago"
+    # By size, so that the large ones are shared out like the small ones.
+    by_size = sorted(record["files"].items(), key=lambda file: file[1]["size"], reverse=True)
+    with ThreadPoolExecutor(_NUM_READERS) as pool:
+        return next(filter(None, pool.map(find_change, by_size[rank::world_size])), None)
 
 
 def publish(staged: Path) -> Path:
@@ -107,24 +169,6 @@ def find_last_complete(output_dir: Path) -> tuple[Path | None, list[Path]]:
     return None, skipped
 
 
-def find_last_whole(output_dir: Path, say: Callable[[str], None]) -> Path | None:
-    """Return the newest checkpoint every byte of which is as it was written; put newer ones that are not aside.
-
-    What is put aside counts for nothing any more, and is deleted by nobody but the user. One process alone may call.
-
-    Args:
-        output_dir: Of the run.
-        say: Tells of each checkpoint that is put aside, with the file that is wrong.
-    """
-    for _, path in list_checkpoints(output_dir):
-        damage = find_damage(path)
-        if damage is None:
-            return path
-        aside = _put_aside(path, "damaged")
-        say(f"{path.name} is not whole: {damage}; it is kept as {aside.name}, and the one before it is used")
-    return None
-
-
 def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
     """Return step and folder of every checkpoint, complete or not, the newest first."""
     numbered = [
@@ -157,29 +201,20 @@ def supersede(output_dir: Path, after_step: int) -> None:
     """Put the checkpoints after a step aside, under a name that is never resumed: the run goes on differently there."""
     for step, path in list_checkpoints(output_dir):
         if step > after_step:
-            _put_aside(path, "superseded")
+            put_aside(path, "superseded")
+
+
+def put_aside(path: Path, why: str) -> Path:
+    """Give a checkpoint a name that counts for nothing, and return it; nobody but the user deletes it."""
+    aside = path.with_name(f"{why}-{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+    return aside
 
 
 def clear_trash(output_dir: Path) -> None:
     """Delete what was moved out of the way."""
     shutil.rmtree(output_dir / _TRASH, ignore_errors=True)
-
-
-def _find_damage(checkpoint: Path, *, reads: bool) -> str | None:
-    record = read_complete(checkpoint)
-    if record is None:
-        return f"it has no readable {COMPLETE}"
-    for name, expected in record["files"].items():
-        path = checkpoint / name
-        try:
-            size = path.stat().st_size
-            if size != expected["size"]:
-                return f"{name} has {size:,} bytes and not {expected['size']:,}"
-            if reads and _hash(path) != expected["sha256"]:
-                return f"{name} holds other bytes than were written"
-        except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
-    return None
 
 
 def _move_to_trash(path: Path) -> None:
@@ -191,11 +226,8 @@ def _move_to_trash(path: Path) -> None:
         path.rename(trash / path.name)
 
 
-def _put_aside(path: Path, why: str) -> Path:
-    aside = path.with_name(f"{why}-{path.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    path.rename(aside)
-    return aside
+def _tell_unreadable(name: str, error: OSError) -> str:
+    return f"{name} cannot be read ({error.strerror})"
 
 
 def _hash(path: Path) -> str:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from accelerate.utils import broadcast_object_list
-from transformers import TrainingArguments, set_seed
+from accelerate.utils import broadcast_object_list, gather_object
+from transformers import set_seed
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.training.checkpoints import Record
+from recipes_lib.training.checkpoints import Record, find_damage, list_checkpoints, put_aside
 from recipes_lib.training.launch import Launch
 
 BATCH_KEYS: Final = ("per_device_train_batch_size", "gradient_accumulation_steps")
@@ -112,28 +112,59 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[Re
     return dataclasses.replace(config, training={**config.training, **planned}), line
 
 
-def agree_on_checkpoint(resume_from: str | Path | None, args: TrainingArguments) -> Path | None:
-    """Return the checkpoint of the main process, which alone has read all of it; every process must call.
+def agree_on_checkpoint(
+    resume_from: Path | None, launch: Launch, accumulation: int, say: Callable[[str], None]
+) -> Path | None:
+    """Return the newest checkpoint every byte of which is as it was written; every process must call.
+
+    All get the same, and each reads its share of the files. What is not whole is put aside by the main process: it
+    counts for nothing any more, and is deleted by nobody but the user.
 
     Args:
-        resume_from: What this process has found.
-        args: Of this process.
+        resume_from: A complete checkpoint, ``None`` when there is none; what the main process has found counts.
+        launch: The processes, which have met.
+        accumulation: Micro-batches a step that this process has planned.
+        say: Tells of each checkpoint that is put aside, with the file that is wrong.
 
     Raises:
-        ConfigError: A process cannot see that checkpoint, or has planned another batch.
+        ConfigError: A process cannot see a checkpoint, or has planned another batch than the main one.
     """
-    accumulation = args.gradient_accumulation_steps
-    chosen = [None if resume_from is None else str(resume_from), accumulation]
-    if args.world_size > 1:
-        broadcast_object_list(chosen)
-    name = f"process {args.process_index}"
-    if chosen[1] != accumulation:
-        found = f"has planned {accumulation} micro-batches a step and the main process {chosen[1]}"
-        raise ConfigError(Problem(name, found, "run the same command again"))
-    if chosen[0] is not None and not Path(str(chosen[0])).is_dir():
-        found = f"does not see {chosen[0]}, from which the main process goes on"
-        raise ConfigError(Problem(name, found, "put output_dir on storage that all machines share"))
-    return None if chosen[0] is None else Path(str(chosen[0]))
+    while True:
+        newest = list_checkpoints(resume_from.parent) if launch.is_main and resume_from else []
+        chosen: list[Any] = [newest[0][1] if newest else None, accumulation]
+        if launch.world_size > 1:
+            broadcast_object_list(chosen)
+        checkpoint: Path | None = chosen[0]
+        problem = _find_disagreement(launch, accumulation, *chosen)
+        damage = None
+        if checkpoint is not None and problem is None:
+            damage = find_damage(checkpoint, launch.rank, launch.world_size)
+        found = [(problem, damage)]
+        if launch.world_size > 1:
+            found = gather_object(found)
+        if problems := [problem for problem, _ in found if problem]:
+            raise ConfigError(*problems)
+        damages = [damage for _, damage in found if damage]
+        if checkpoint is None or not damages:
+            return checkpoint
+        if launch.is_main:
+            aside = put_aside(checkpoint, "damaged")
+            kept = f"it is kept as {aside.name}, and the one before it is used"
+            say(f"{checkpoint.name} is not whole: {damages[0]}; {kept}")
+
+
+def _find_disagreement(
+    launch: Launch, accumulation: int, checkpoint: Path | None, its_accumulation: int
+) -> Problem | None:
+    """What keeps this process from following the main one."""
+    name = f"process {launch.rank}"
+    if its_accumulation != accumulation:
+        found = f"has planned {accumulation} micro-batches a step and the main process {its_accumulation}"
+        return Problem(name, found, "run the same command again")
+    if checkpoint is not None and not checkpoint.is_dir():
+        found = f"does not see {checkpoint}, from which the main process goes on"
+        return Problem(name, found, "put output_dir on storage that all machines share")
+    return None
 
 
 def seed_process(seed: int, step: int, rank: int) -> None:

@@ -29,7 +29,6 @@ from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints import (
     clear_leftovers,
     find_last_complete,
-    find_last_whole,
     read_complete,
     supersede,
 )
@@ -38,7 +37,13 @@ from recipes_lib.training.extension import EXTENDABLE, find_common_checkpoint
 from recipes_lib.training.launch import Launch, verify_accelerator, verify_expected
 from recipes_lib.training.optimizers import verify_optimizer
 from recipes_lib.training.progress import build_progress
-from recipes_lib.training.resumption import BATCH_KEYS, count_rows_per_step, keep_batch, verify_checkpoint_fits
+from recipes_lib.training.resumption import (
+    BATCH_KEYS,
+    agree_on_checkpoint,
+    count_rows_per_step,
+    keep_batch,
+    verify_checkpoint_fits,
+)
 from recipes_lib.training.rollback import read_rollbacks
 from recipes_lib.training.trackers import verify_trackers
 from recipes_lib.training.watchdog import WATCHDOG
@@ -88,7 +93,7 @@ class Run:
         config: What to train with: as the user wrote it, but for an accumulation planned anew.
         output_dir: Where everything of the run goes.
         launch: How this process was launched.
-        resume_from: The complete checkpoint that training goes on from; ``None`` at the beginning.
+        resume_from: The complete checkpoint to go on from unless it is damaged; ``None`` at the beginning.
         finished: True when the run had already reached its end.
     """
 
@@ -97,6 +102,18 @@ class Run:
     launch: Launch
     resume_from: Path | None
     finished: bool
+
+    def choose_checkpoint(self) -> Path | None:
+        """Return the checkpoint to go on from, read through; ``None``: at the beginning. Every process must call.
+
+        Raises:
+            ConfigError: As ``agree_on_checkpoint``.
+        """
+        say = build_progress(is_main=self.launch.is_main).say
+        accumulation = self.config.training.get("gradient_accumulation_steps", 1)
+        checkpoint = agree_on_checkpoint(self.resume_from, self.launch, accumulation, say)
+        self.record(resumed_from=checkpoint and checkpoint.name)
+        return checkpoint
 
     def record(self, **facts: Any) -> None:
         """Add facts to ``run.json``; only the main process writes."""
@@ -147,8 +164,8 @@ class Run:
 def start_run(config: RecipeConfig, launch: Launch) -> Run:
     """Open the output directory, refuse one of another configuration, and find the checkpoint to go on from.
 
-    With another number of processes the run goes on with the batch that it had. The main process alone reads the
-    checkpoints through; ``RecipeTrainer.train`` has every process take the one that it chose.
+    With another number of processes the run goes on with the batch that it had. ``Run.choose_checkpoint`` reads what is
+    found, when the processes have met and can share that.
 
     Raises:
         ConfigError: The launch is another one than was asked for, or this machine has no GPU for it.
@@ -192,8 +209,6 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
         finished = False
         if launch.is_main:
             supersede(output_dir, after_step=int(resume_from.name.rpartition("-")[2]))
-    if resume_from and launch.is_main and not finished:
-        resume_from = find_last_whole(output_dir, say)
     run = Run(config, output_dir, launch, resume_from, finished=finished)
     if not run.finished:
         run.record(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -19,12 +20,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from recipes_lib.models.adapters import read_adapter_state
 from recipes_lib.models.saved_weights import BrokenSaveError
+from recipes_lib.training.checkpoints import find_writer
 from recipes_lib.training.sharded_models import reshard
 
 MODEL_SHARDS: Final = "model_shards"
 OPTIMIZER_SHARDS: Final = "optimizer_shards"
 _GROUPS: Final = "param_groups.json"
-_SUFFIX: Final = ".safetensors"
 _SEPARATOR: Final = " of "
 """Stands between the name of an optimizer's state and that of the parameter it belongs to."""
 
@@ -162,21 +163,28 @@ def load_whole_optimizer(
 
 
 def verify_shards(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
-    """Open saved weights again.
+    """Open saved weights again: each process those that it wrote, the first one of the others what they say they hold.
 
     Args:
         folder: Of the checkpoint.
         shapes: Whole shape of each tensor that must be there.
 
     Raises:
-        BrokenSaveError: A tensor is missing, not whole or not finite.
+        BrokenSaveError: A tensor is missing, not whole or not finite; or a file cannot be opened.
     """
-    found = dict.fromkeys(shapes, 0)
-    faults = []
-    for _, name, tensor in _iterate(folder / MODEL_SHARDS):
-        found[name] = found.get(name, 0) + tensor.numel()
-        faults += [] if torch.isfinite(tensor).all() else [f"{name} is not finite"]
-    faults += [f"{name} is not whole" for name, shape in shapes.items() if found[name] != shape.numel()]
+    rank, found, faults = _get_rank(), dict.fromkeys(shapes, 0), []
+    # What another process wrote has left the memory of this machine, and would come over the network.
+    for file in _list_files(folder / MODEL_SHARDS, None if rank == 0 else rank):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                    found[name] = found.get(name, 0) + math.prod(tensors.get_slice(name).get_shape())
+                    if find_writer(file.name) == rank and not tensors.get_tensor(name).isfinite().all():
+                        faults.append(f"{name} is not finite")
+        except SafetensorError as error:
+            faults.append(f"{file.name} cannot be opened again ({error})")
+    if rank == 0:
+        faults += [f"{name} is not whole" for name, shape in shapes.items() if found[name] != shape.numel()]
     if faults:
         raise BrokenSaveError(f"{folder / MODEL_SHARDS}: " + "; ".join(faults))
 
@@ -233,12 +241,17 @@ def _told_of_processes() -> Iterator[dict[str, bool]]:
         yield {"no_dist": not distributed.is_initialized()}
 
 
-def _iterate(folder: Path, rank: int | None = None) -> Iterator[tuple[Path, str, Tensor]]:
-    """The files of all processes, or of one, with the names and the contents of their tensors."""
-    for file in sorted(folder.glob("shard-*" if rank is None else f"shard-{rank + 1:05d}-*")):
+def _iterate(folder: Path, rank: int) -> Iterator[tuple[Path, str, Tensor]]:
+    """The files of one process with the names and the contents of their tensors."""
+    for file in _list_files(folder, rank):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
                 yield file, name, tensors.get_tensor(name)
+
+
+def _list_files(folder: Path, rank: int | None) -> list[Path]:
+    """The files of one process, or of all."""
+    return sorted(file for file in folder.glob("*.safetensors") if rank in (None, find_writer(file.name)))
 
 
 def _describe_group(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,138 @@
+"""Two processes that share a small model save it, and one of them is broken where a test wants it: ``FOLDER FAULT``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import TrainingArguments
+
+from recipes_lib.training import checkpoint_saver, checkpoints, sharded_states
+from recipes_lib.training.checkpoint_saver import CheckpointSaver, Staged
+from recipes_lib.training.checkpoints import find_last_complete
+from recipes_lib.training.launch import read_launch
+from recipes_lib.training.resumption import agree_on_checkpoint
+from recipes_lib.training.sharded_states import (
+    read_trained_shapes,
+    save_model_shards,
+    save_optimizer_shards,
+    verify_shards,
+)
+
+MOMENTS = {
+    "flush": (checkpoints, "_fsync", 1),
+    "hash": (checkpoints, "_hash", 1),
+    "seal": (checkpoint_saver, "write_complete", 0),
+    "name": (checkpoint_saver, "publish", 0),
+}
+"""Before which a process can be killed, and which one."""
+
+
+def kill_at(moment: str) -> None:
+    """Let one process die before it does that for the second checkpoint."""
+    owner, name, rank = MOMENTS[moment]
+    original = getattr(owner, name)
+
+    def die(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if "checkpoint-2" in str(path) and distributed.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(path, *args, **kwargs)
+
+    setattr(owner, name, die)
+
+
+def spoil(folder: Path, fault: str) -> None:
+    """Break the file of the second process."""
+    (file,) = (folder / "model_shards").glob("shard-00002-*")
+    content = bytearray(file.read_bytes())
+    # The last tensor's first number becomes none; or the file ends too early.
+    content[-4:] = torch.tensor(float("nan")).numpy().tobytes()
+    file.write_bytes(content if fault == "nan" else content[:-8])
+
+
+def pretend_to_see_more() -> None:
+    """Have this process tell of a file that the other one does not see, as on a disk of this machine alone."""
+    flush = checkpoint_saver.flush_files
+    unseen = {"rng_state_3.pth": {"size": 1, "sha256": ""}}
+    checkpoint_saver.flush_files = lambda *args: {**flush(*args), **unseen}
+
+
+class Telling:
+    """A safetensors file that tells which process reads a tensor of it."""
+
+    def __init__(self, file: Path, **options: Any) -> None:
+        self._file, self._opened = file, safe_open(file, **options)
+
+    def __enter__(self) -> Any:
+        opened = self._opened.__enter__()
+        self.keys, self.get_slice = opened.keys, opened.get_slice
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._opened.__exit__(*error)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        sys.stdout.write(f"process {distributed.get_rank()} reads {self._file.name}\n")
+        tensor: torch.Tensor = self._opened.get_tensor(name)
+        return tensor
+
+
+def build() -> tuple[Any, torch.optim.Optimizer]:
+    """Build a model in shards, and an optimizer that has made a step."""
+    model: Any = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 32)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def choose(output_dir: Path) -> None:
+    """Tell which checkpoint each process goes on from."""
+    checkpoint = agree_on_checkpoint(find_last_complete(output_dir)[0], read_launch(), 1, print)
+    sys.stdout.write(f"process {distributed.get_rank()} chooses {checkpoint and checkpoint.name}\n")
+
+
+def main() -> None:
+    """Save two checkpoints, the second one with the fault, and tell what went wrong; or ``choose`` one."""
+    output_dir, fault = Path(sys.argv[1]), sys.argv[2]
+    args = TrainingArguments(output_dir=str(output_dir), use_cpu=True, report_to="none")
+    if fault == "choose":
+        choose(output_dir)
+        return
+    model, optimizer = build()
+    sharded_states.safe_open = Telling
+    saver, shapes = CheckpointSaver(args, print, engine="FSDP"), read_trained_shapes(model)
+    if fault in MOMENTS:
+        kill_at(fault)
+    for step in (1, 2):
+        folder = saver.open(step)
+        save_model_shards(folder, model)
+        save_optimizer_shards(folder, model, optimizer)
+        (folder / f"rng_state_{args.process_index}.pth").write_bytes(bytes(100))
+        distributed.barrier()
+        if step == 2 and args.process_index == 1:
+            if fault in ("nan", "short"):
+                spoil(folder, fault)
+            if fault == "unseen":
+                pretend_to_see_more()
+        distributed.barrier()
+        try:
+            saver.save(Staged(folder, step, [], partial(verify_shards, folder, shapes), is_shared=True))
+        except Exception as error:
+            sys.stdout.write(f"process {args.process_index} ended: {error}\n")
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

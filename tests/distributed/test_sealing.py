@@ -1,0 +1,70 @@
+"""A checkpoint of several processes is sealed when each has read what it wrote, and by none of them before."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from tests.distributed import sealing
+from tests.forked import run_forked
+
+from recipes_lib.training.checkpoints import clear_leftovers, find_damage, find_last_complete, list_checkpoints
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("nan", r"1\.weight is not finite"),
+        ("short", r"shard-00002-model-00001-of-00001\.safetensors cannot be opened again"),
+        ("unseen", r"rng_state_3\.pth cannot be read .* put output_dir on storage that all machines share"),
+    ],
+)
+def test_what_one_process_finds_broken_ends_all_of_them_and_gets_no_name(fault, words, tmp_path: Path) -> None:
+    told = run_forked(sealing.__name__, tmp_path, fault)
+    ends = re.findall(r"process \d ended: .*", told)
+    assert sorted(end[:9] for end in ends) == ["process 0", "process 1"], told
+    assert all(re.search(words, end) for end in ends), told
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [1]
+    clear_leftovers(tmp_path)
+    assert find_last_complete(tmp_path) == (tmp_path / "checkpoint-1", [])
+    assert find_damage(tmp_path / "checkpoint-1") is None
+
+
+def test_each_process_opens_the_weights_again_that_it_wrote(tmp_path: Path) -> None:
+    """The bytes of the other one's are on another machine; the first one asks their heads whether all is there."""
+    told = run_forked(sealing.__name__, tmp_path, "none")
+    assert "ended:" not in told
+    read = set(re.findall(r"process (\d) reads shard-(\d+)-", told))
+    assert read == {("0", "00001"), ("1", "00002")}
+    for _, checkpoint in list_checkpoints(tmp_path):
+        assert find_damage(checkpoint) is None
+        files = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*.*") if path.is_file()}
+        assert json.loads((checkpoint / "COMPLETE.json").read_text())["files"].keys() == files - {"COMPLETE.json"}
+
+
+def test_one_bit_of_a_shard_is_found_by_whoever_reads_it_and_all_take_the_checkpoint_before(tmp_path: Path) -> None:
+    run_forked(sealing.__name__, tmp_path, "none")
+    (shard,) = (tmp_path / "checkpoint-2" / "model_shards").glob("shard-00002-*")
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    told = run_forked(sealing.__name__, tmp_path, "choose")
+    assert told.count(f"checkpoint-2 is not whole: model_shards/{shard.name} holds other bytes than were written") == 1
+    assert sorted(re.findall(r"process \d chooses .*", told)) == [
+        f"process {rank} chooses checkpoint-1" for rank in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize("moment", sealing.MOMENTS)
+def test_whoever_is_killed_a_checkpoint_is_whole_or_not_there(moment: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"ended with .*-9"):
+        run_forked(sealing.__name__, tmp_path, moment)
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [1]
+    clear_leftovers(tmp_path)
+    # Sealed, it was whole, and gets its name.
+    assert [step for step, _ in list_checkpoints(tmp_path)] == ([2, 1] if moment == "name" else [1])
+    assert not any(find_damage(checkpoint) for _, checkpoint in list_checkpoints(tmp_path))
