@@ -168,15 +168,8 @@ class SpanFinder:
 
     def _header(self, row: Row, num_messages: int) -> str:
         """The text that a server puts before the answer to the first ``num_messages`` messages."""
-        if self._template.has_generation_prompt:
-            try:
-                return self._template.generation_prompt(
-                    _messages(row)[:num_messages], tools=row.tools, variables=row.template_kwargs
-                )
-            except TemplateError:  # Many templates refuse a chat without user turn; the full chat they took.
-                return self._template.generation_prompt(
-                    [{"role": "user", "content": ""}], tools=row.tools, variables=row.template_kwargs
-                )
+        if self._template.has_generation_prompt and (header := self._asked(row, num_messages)) is not None:
+            return header
         parts = any(isinstance(message.get("content"), list) for message in _messages(row))
         answer = {"role": "assistant", "content": [{"type": "text", "text": _PLACEHOLDER}] if parts else _PLACEHOLDER}
         probe = replace(row, messages=[*_messages(row)[:num_messages], answer])
@@ -187,6 +180,21 @@ class SpanFinder:
             found = "the chat template writes no generation prompt, and no answer where one was expected"
             raise _fault(row, found, "add {% if add_generation_prompt %} with the opening of an assistant turn")
         return header if header.strip() else ""
+
+    def _asked(self, row: Row, num_messages: int) -> str | None:
+        """The generation prompt after the first ``num_messages`` messages; that of any chat if they hold no question.
+
+        Many templates refuse a chat without user turn, or prompt for nothing after it; the full chat they took.
+        """
+        prompt = _messages(row)[:num_messages]
+        try:
+            header = self._template.generation_prompt(prompt, tools=row.tools, variables=row.template_kwargs)
+            if header or any(message["role"] == "user" for message in prompt):
+                return header
+        except TemplateError:
+            pass
+        anyone = [{"role": "user", "content": ""}]
+        return self._template.generation_prompt(anyone, tools=row.tools, variables=row.template_kwargs)
 
     def _refuse_foreign_text(self, row: Row, targets: Targets, trained: Collection[int]) -> None:
         """Answers may repeat what others said; but then, had the others said something else, they would be the same."""

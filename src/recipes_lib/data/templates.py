@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
@@ -57,9 +58,14 @@ class Rendered:
     generated: list[Span]
 
     @property
+    def body(self) -> str:
+        """The text to the end of the last turn; all of it when no message wrote any."""
+        return self.text[: self.turns[-1].end] if self.turns else self.text
+
+    @property
     def tail(self) -> str:
-        """The text after the last turn: a final EOS, or the generation prompt."""
-        return self.text[self.turns[-1].end :] if self.turns else ""
+        """The text after ``body``: a final EOS, or the generation prompt."""
+        return self.text[len(self.body) :]
 
 
 class ChatTemplate:
@@ -70,7 +76,6 @@ class ChatTemplate:
         variables: Special tokens by name, as the tokenizer's ``special_tokens_map``.
 
     Attributes:
-        has_generation_prompt: Whether the template heeds ``add_generation_prompt``.
         marks_generation: Whether it has ``{% generation %}`` blocks.
         reads_clock: Whether it may write today's date; it reads ``TEMPLATE_DATE`` here.
 
@@ -86,11 +91,21 @@ class ChatTemplate:
             raise TemplateError(f"line {error.lineno}: {error.message}") from error
         tree = environment.parse(source)
         names = {name.name for name in tree.find_all(nodes.Name)}
-        self.has_generation_prompt = "add_generation_prompt" in names
         self.reads_clock = "strftime_now" in names
         self.marks_generation = any(_is_generation(block) for block in tree.find_all(nodes.CallBlock))
+        self._reads_flag = "add_generation_prompt" in names
         self._constant_prompt = _constant_generation_prompt(tree)
         self._template = _weave(tree, environment)
+
+    @cached_property
+    def has_generation_prompt(self) -> bool:
+        """Whether the template heeds ``add_generation_prompt``."""
+        if not self._reads_flag or self._constant_prompt is not None:
+            return bool(self._constant_prompt)
+        try:
+            return self.generation_prompt([{"role": "user", "content": ""}]) != ""
+        except TemplateError:
+            return True  # It takes other chats than this one.
 
     def render(
         self,
@@ -126,15 +141,25 @@ class ChatTemplate:
         *,
         tools: Sequence[Any] | None = None,
         variables: Mapping[str, Any] | None = None,
-    ) -> str:
+    ) -> str | None:
         """The text that asks for the turn after ``messages``; empty when the template writes none.
+
+        Some templates write it after the last turn, some at the end of that turn: there it is what the turn with the
+        prompt has, and without it has not. ``None`` when the two turns differ otherwise, so that this cannot be told.
 
         Raises:
             TemplateError: As ``render``.
         """
         if self._constant_prompt is not None:
             return self._constant_prompt
-        return self.render(messages, tools=tools, variables=variables, add_generation_prompt=True).tail
+        asking = self.render(messages, tools=tools, variables=variables, add_generation_prompt=True)
+        if asking.tail.strip():
+            return asking.tail
+        silent = self.render(messages, tools=tools, variables=variables)
+        if asking.text == silent.text:
+            return ""
+        said, asked = silent.body, asking.body
+        return asked.removeprefix(said) + asking.tail if asked.startswith(said) else None
 
 
 class _Trace:
