@@ -131,6 +131,17 @@ def test_loss_on_picks_the_turns() -> None:
     assert everything == "".join(f"<|im_start|>{t['role']}\n{t['content']}<|im_end|>\n" for t in turns)
 
 
+def test_turns_marked_as_not_to_be_trained_on_are_not_whatever_loss_on_picks() -> None:
+    turns = [user("a"), answer("b"), user("c"), answer("d")]
+    assert trained("chatml", *turns, untrained={1}) == ["d<|im_end|>"]
+    assert trained("marked", *turns, untrained={1}) == ["d<|im_end|>"]
+    assert trained("chatml", *turns, untrained={3}, loss_on="last_assistant") == []
+    assert trained("chatml", *turns, num_prompt_messages=1, untrained={0, 3}) == ["b<|im_end|>"]
+    assert trained("chatml", *turns, untrained={1, 3}) == []
+    encoder = RowEncoder(build_byte_level(source("chatml")), loss_on="all")
+    assert "message 1 is marked not to be trained on" in refusal(encoder, chat(*turns, untrained={1}))
+
+
 @pytest.mark.parametrize(
     ("loss_on", "row"),
     [

@@ -287,21 +287,26 @@ def _resolve(loss_on: LossOn | None, row: Row) -> LossOn:
     if loss_on is not None and loss_on not in possible:
         found = f"loss_on: {loss_on} does not fit {layout}"
         raise DataError(Problem(row.where, found, f"leave loss_on out, or set it to {default}"))
+    if loss_on == "all" and row.untrained:
+        found = f"loss_on: all trains on every message, and message {min(row.untrained)} is marked not to be trained on"
+        raise DataError(Problem(row.where, found, "take the mark out of the row, or leave loss_on out"))
     return loss_on or default
 
 
 def _trained_messages(row: Row, loss_on: LossOn) -> Collection[int]:
+    """Numbers of the messages that are trained on by themselves: none where everything is, or all are marked."""
     assert row.messages is not None
     answers = [index for index, message in enumerate(row.messages) if message["role"] == "assistant"]
     match loss_on:
         case "assistant":
-            return answers
+            chosen = answers
         case "last_assistant":
-            return answers[-1:]
+            chosen = answers[-1:]
         case "completion":
-            return [index for index in answers if index >= (row.num_prompt_messages or 0)]
+            chosen = [index for index in answers if index >= (row.num_prompt_messages or 0)]
         case _:
-            return []
+            chosen = []
+    return [index for index in chosen if index not in row.untrained] if row.untrained else chosen
 
 
 def _token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ class Row:
         index: 1-based line for line-based files, 0-based row otherwise.
         index_name: ``line`` or ``row``.
         messages: The chat. For ``prompt``/``completion`` and preference rows in chat form: prompt then (chosen) answer.
+        untrained: Numbers of the messages that are marked not to be trained on, whatever ``loss_on`` says.
         num_prompt_messages: How many leading messages are the prompt, when the layout says so.
         tools: Tool schemas that the chat template reads.
         prompt: Plain prompt.
@@ -36,6 +37,7 @@ class Row:
     index: int
     index_name: str = "row"
     messages: Sequence[Message] | None = None
+    untrained: Collection[int] = frozenset()
     num_prompt_messages: int | None = None
     tools: Sequence[Any] | None = None
     prompt: str | None = None
