@@ -26,7 +26,7 @@ def row(*contents: Any, **options: Any) -> Row:
 
 def find(template: str, chat: Row, *trained: int, eos_token: str | None = None) -> list[tuple[int, str]]:
     finder = SpanFinder(ChatTemplate(template, {"eos_token": "</s>"}), SPECIAL, eos_token)
-    text, spans = finder.find(chat, trained)
+    text, spans, _ = finder.find(chat, trained)
     return [(span.message, text[span.start : span.end]) for span in spans]
 
 
@@ -63,7 +63,7 @@ def test_an_open_turn_ends_with_the_next_turn_s_opening_when_eos_token_is_given(
     template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
     template += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     finder = SpanFinder(ChatTemplate(template, {}), ["<|user|>", "<|assistant|>", "<|stop|>"], "<|stop|>")
-    text, spans = finder.find(row("a", "b", "c", "d"), [1, 3])
+    text, spans, _ = finder.find(row("a", "b", "c", "d"), [1, 3])
     assert [text[span.start : span.end] for span in spans] == ["b<|user|>", "d<|stop|>"]
 
 

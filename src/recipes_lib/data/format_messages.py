@@ -124,10 +124,10 @@ def clean_messages(value: object, column: str, roles: Mapping[str, str] = ROLES)
 
 def split_marks(messages: Sequence[Message]) -> tuple[Sequence[Message], frozenset[int]]:
     """Cleaned turns as templates read them, and the numbers of those that are marked not to be trained on."""
-    untrained = frozenset(turn for turn, message in enumerate(messages) if TRAIN in message)
-    if not untrained:
-        return messages, untrained
-    return [{key: value for key, value in message.items() if key != TRAIN} for message in messages], untrained
+    untrained = [turn for turn, message in enumerate(messages) if TRAIN in message]
+    if untrained:
+        messages = [{key: value for key, value in message.items() if key != TRAIN} for message in messages]
+    return messages, frozenset(untrained)
 
 
 def check_answered(messages: Iterable[Message], column: str) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from recipes_lib.data.remarks import Remark
+
 Message = Mapping[str, Any]
 """A chat turn: ``role`` and ``content``, and whatever else the template reads (``tool_calls``, ``thinking``)."""
 
@@ -60,7 +62,9 @@ class EncodedRow:
     Attributes:
         input_ids: ``uint32 (T,)``.
         loss_mask: ``bool (T,)``; True where the token is trained on. Position 0 is never a target, whatever it says.
+        remarks: What an audit should tell of it.
     """
 
     input_ids: npt.NDArray[np.uint32]
     loss_mask: npt.NDArray[np.bool_]
+    remarks: Collection[Remark] = ()

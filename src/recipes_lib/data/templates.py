@@ -27,7 +27,9 @@ TEMPLATE_DATE: Final = datetime.datetime(2025, 1, 1)
 NOBODY: Final = -1
 """Message index of text that no message wrote: preambles, tool schemas, what follows the loop."""
 
-_REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
+REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
+"""Names under which messages hold reasoning, the first that has a value counting."""
+
 _TRACE: Final = "recipes_lib_trace"
 
 
@@ -66,6 +68,10 @@ class Rendered:
     def tail(self) -> str:
         """The text after ``body``: a final EOS, or the generation prompt."""
         return self.text[len(self.body) :]
+
+    def turn(self, message: int) -> str:
+        """What a message wrote."""
+        return "".join([self.text[start:end] for number, start, end in self.turns if number == message])
 
 
 class ChatTemplate:
@@ -297,7 +303,9 @@ def _constant_generation_prompt(tree: nodes.Template) -> str | None:
 def _canonical(message: Message) -> dict[str, Any]:
     """A message as ``apply_chat_template`` hands it on: no keys without a value, reasoning under each of its names."""
     present = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((present[key] for key in _REASONING_KEYS if key in present), None)
+    if len(present) == 2 and "content" in present:
+        return present  # Most are so, and need no search.
+    reasoning = next((present[key] for key in REASONING_KEYS if key in present), None)
     return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}
 
 
