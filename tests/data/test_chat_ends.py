@@ -22,6 +22,7 @@ def test_what_passes_has_one_end_after_which_nothing_is_said(said: str, added: s
         assert any(end in said for end in ENDS)
         return
     brought = sum(said.count(end) for end in ENDS)
+    assert not turn.rstrip().endswith(tuple(end + end for end in ENDS))
     assert brought == 0 or (brought == 1 and not added.strip() and said.rstrip().endswith(tuple(ENDS)))
 
 

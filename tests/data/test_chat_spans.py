@@ -52,6 +52,12 @@ def test_a_final_eos_after_the_loop_belongs_to_the_last_answer_alone() -> None:
     assert find(template, row("a", "b", "c"), 1) == [(1, "b<|im_end|>")]
 
 
+def test_a_final_eos_that_is_the_end_of_the_turn_again_is_an_error() -> None:
+    template = LOOP + "{% if add_generation_prompt %}<|im_start|>assistant:{% else %}<|im_end|>{% endif %}"
+    with pytest.raises(DataError, match="message 3 ends twice"):
+        find(template, row("a", "b", "c", "d"), 1, 3)
+
+
 def test_a_chat_that_begins_with_an_answer_is_trained_though_no_prompt_can_be_rendered_for_it() -> None:
     guard = "{% if messages[0].role is undefined %}{{ raise_exception('empty') }}{% endif %}"
     messages = [{"role": "assistant", "content": "hello"}, {"role": "user", "content": "a"}]

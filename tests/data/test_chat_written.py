@@ -11,6 +11,7 @@ from tests.data.templates.tokenizers import build_byte_level
 from recipes_lib.data.chat import RowEncoder
 from recipes_lib.data.remarks import Remark
 from recipes_lib.data.rows import Row
+from recipes_lib.errors import DataError
 
 ASKS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 OPEN, CLOSE = "<|im_start|>{{ m.role }}\n", "<|im_end|>\n"
@@ -48,6 +49,8 @@ NO_TOOL = CONTENT.replace("in messages", "in messages if m.role != 'tool'")
     ids=["system", "tool", "content", "constant", "zephyr"],
 )
 def test_a_message_that_the_template_does_not_write_is_an_error(template: str, row: Row, found: str) -> None:
+    with pytest.raises(DataError, match=found):
+        encoder(template).encode_prompt(row)
     for loss_on in (None, "all", "last_assistant"):
         one = RowEncoder(build_byte_level(template, extra=("<|im_start|>", "<|im_end|>")), loss_on=loss_on)
         assert found in refusal(one, row)
@@ -69,6 +72,7 @@ def test_a_message_that_the_template_does_not_write_is_an_error(template: str, r
 def test_a_message_that_is_written_in_other_words_or_elsewhere_is_fine(template: str) -> None:
     messages = [SYSTEM, user(' say\n"yes" '), answer("yes"), user("placeholder"), answer("no")]
     assert remarks(template, *messages) == []
+    assert len(encoder(template).encode_prompt(chat(*messages)))
 
 
 def test_empty_messages_and_answers_that_are_not_trained_on_may_vanish() -> None:

@@ -179,7 +179,7 @@ class RowEncoder:
         with_tools = bool(row.tools)
         if with_tools not in self._finders:
             template = self._template(with_tools)
-            ends = [] if self._eos is None else [self._eos]
+            ends = {token for token in (self._eos, self._tokenizer.eos_token) if token is not None}
             self._finders[with_tools] = SpanFinder(template, self._special.values(), self._eos_token, ends)
         return self._finders[with_tools]
 
@@ -196,7 +196,7 @@ class RowEncoder:
         elif row.prompt is not None:
             completion = row.completion or ""
             assert self._eos is not None
-            turn = completion.removesuffix(self._eos) + self._eos
+            turn = completion if completion.endswith(self._eos) else completion + self._eos
             refuse_inner_ends(row.where, "the answer", [completion], turn, [self._eos])
             text = row.prompt + completion
             draft = _Draft(row, text, None if loss_on == "all" else [(len(row.prompt), len(text))])

@@ -1,4 +1,4 @@
-"""A trained answer ends once: no text of it may spell a token that ends answers."""
+"""A trained answer ends once, and spells no token that ends answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def refuse_inner_ends(where: str, who: str, said: Iterable[str], turn: str, ends
         ends: Tokens that end answers.
 
     Raises:
-        DataError: A text spells one of ``ends`` elsewhere than at the end of the turn, or a second time.
+        DataError: A text spells one of ``ends`` elsewhere than at the end of the turn, or a second time; or the turn
+            ends twice without that.
     """
     for text in said:
         for end in ends:
@@ -31,3 +32,6 @@ def refuse_inner_ends(where: str, who: str, said: Iterable[str], turn: str, ends
                 excerpt = text[max(0, at - _EXCERPT) : at + len(end) + _EXCERPT]
                 found = f"{who} is trained on and spells the end token {end!r}, where the model would stop: {excerpt!r}"
                 raise DataError(Problem(where, found, "take it out of the text; what ends the answer is added to it"))
+    for end in ends:
+        if turn.rstrip().endswith(end + end):
+            raise DataError(Problem(where, f"{who} ends twice, with {end + end!r}", "let the template write it once"))

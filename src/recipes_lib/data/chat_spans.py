@@ -72,24 +72,27 @@ class SpanFinder:
         except TemplateError as error:
             raise _refusal(row, error) from error
         self._check_answers(row, targets, trained)
-        return Targets(targets.text, targets.spans, self._written.check(row, rendered, trained))
+        self._written.refuse_unwritten(row, rendered, trained)
+        return Targets(targets.text, targets.spans, self._written.list_remarks(row, rendered, trained))
 
     def render_prompt(self, row: Row, num_messages: int) -> str:
         """What a server is given to get the turn after the first ``num_messages`` messages.
 
         Raises:
-            DataError: The template refused the messages.
+            DataError: The template refused the messages, or does not write one of them.
         """
+        prompt = replace(row, messages=_messages(row)[:num_messages])
         try:
-            rendered = self._render(row, num_messages, add_generation_prompt=True)
+            rendered = self._render(prompt, add_generation_prompt=True)
             header = "" if self._template.has_generation_prompt else self._header(row, num_messages)
         except TemplateError as error:
             raise _refusal(row, error) from error
+        self._written.refuse_unwritten(prompt, rendered)
         return rendered.text + header
 
-    def _render(self, row: Row, num_messages: int | None = None, add_generation_prompt: bool = False) -> Rendered:
+    def _render(self, row: Row, add_generation_prompt: bool = False) -> Rendered:
         return self._template.render(
-            _messages(row)[:num_messages],
+            _messages(row),
             tools=row.tools,
             variables=row.template_kwargs,
             add_generation_prompt=add_generation_prompt,

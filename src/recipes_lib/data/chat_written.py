@@ -27,36 +27,49 @@ class WrittenCheck:
     """Compares rows with what their template made of them.
 
     Args:
-        render: Renders a row.
+        render: Renders a row, with a generation prompt or without.
         special_tokens: Text of the tokenizer's special tokens.
     """
 
-    def __init__(self, render: Callable[[Row], Rendered], special_tokens: Collection[str]) -> None:
+    def __init__(self, render: Callable[[Row, bool], Rendered], special_tokens: Collection[str]) -> None:
         self._render = render
         self._special = tuple(special_tokens)
         self._openers = tuple({token[0] for token in special_tokens})
 
-    def check(self, row: Row, rendered: Rendered, trained: Collection[int]) -> list[Remark]:
+    def refuse_unwritten(self, row: Row, rendered: Rendered, trained: Collection[int] = ()) -> None:
+        """Refuse a row of which the template leaves a message out.
+
+        Args:
+            row: A chat.
+            rendered: The same, rendered.
+            trained: Messages that are known to be written.
+
+        Raises:
+            DataError: It does.
+        """
+        written = _find_written(_messages(row), rendered, trained)
+        if len(written) < len(_messages(row)):
+            for number in range(len(_messages(row))):
+                if number not in written:
+                    self._check_message(row, rendered, number)
+
+    def list_remarks(self, row: Row, rendered: Rendered, trained: Collection[int]) -> list[Remark]:
         """What is to be told of a row.
 
         Args:
             row: A chat.
             rendered: The same, rendered.
-            trained: The messages that are trained on; their answers are known to be written.
+            trained: The messages that are trained on.
 
         Raises:
-            DataError: The template does not write a message, or the arguments of a tool call that is trained on.
+            DataError: The template does not write the arguments of a tool call that is trained on.
         """
         messages, remarks = _messages(row), []
-        written = _find_written(messages, rendered, trained)
         for number, message in enumerate(messages):
             if number in trained:
                 if message.get("tool_calls"):
                     remarks += self._check_calls(row, rendered, number)
-                continue
-            if number not in written:
-                self._check_message(row, rendered, number)
-            if self._spells_special(message):
+            elif self._spells_special(message):
                 remarks.append(Remark.SPECIAL_TEXT)
         if len(messages) - 1 in trained and self._loses_reasoning(row, rendered):
             remarks.append(Remark.LOST_REASONING)
@@ -137,7 +150,7 @@ class WrittenCheck:
 
     def _is_same(self, row: Row, rendered: Rendered) -> bool:
         try:
-            return self._render(row).text == rendered.text
+            return self._render(row, rendered.asks).text == rendered.text
         except TemplateError:
             return False  # It reads what it refuses.
 

@@ -53,11 +53,13 @@ class Rendered:
         text: What ``apply_chat_template(tokenize=False)`` gives.
         turns: Non-empty stretches that messages wrote, in order; a message may have several.
         generated: The ``{% generation %}`` blocks, in order.
+        asks: Whether it was rendered with ``add_generation_prompt``.
     """
 
     text: str
     turns: list[Span]
     generated: list[Span]
+    asks: bool
 
     @property
     def body(self) -> str:
@@ -139,7 +141,7 @@ class ChatTemplate:
                 trace.pieces.append(piece)
         except Exception as error:  # Foreign code met the user's data: whatever it raises is about this row.
             raise TemplateError(str(error) or type(error).__name__) from error
-        return trace.rendered()
+        return trace.rendered(add_generation_prompt)
 
     def generation_prompt(
         self,
@@ -204,7 +206,7 @@ class _Trace:
     def end_generation(self) -> None:
         self._blocks.append((self._changes[-1][1], self._open_block, len(self.pieces)))
 
-    def rendered(self) -> Rendered:
+    def rendered(self, asks: bool) -> Rendered:
         at = list(accumulate(map(len, self.pieces), initial=0))
         turns: list[Span] = []
         for (first, message), (last, _) in pairwise([*self._changes, (len(self.pieces), NOBODY)]):
@@ -215,7 +217,7 @@ class _Trace:
                 start = turns.pop().start  # A scan over other messages that wrote nothing does not end a turn.
             turns.append(Span(message, start, end))
         generated = [Span(message, at[start], at[end]) for message, start, end in self._blocks]
-        return Rendered("".join(self.pieces), turns, generated)
+        return Rendered("".join(self.pieces), turns, generated, asks)
 
     def _switch(self, message: int) -> None:
         if message != self._changes[-1][1]:
@@ -302,9 +304,9 @@ def _constant_generation_prompt(tree: nodes.Template) -> str | None:
 
 def _canonical(message: Message) -> dict[str, Any]:
     """A message as ``apply_chat_template`` hands it on: no keys without a value, reasoning under each of its names."""
+    if len(message) == 2 and message.get("content") is not None:
+        return dict(message)  # Most are so: a role and a content.
     present = {key: value for key, value in message.items() if value is not None}
-    if len(present) == 2 and "content" in present:
-        return present  # Most are so, and need no search.
     reasoning = next((present[key] for key in REASONING_KEYS if key in present), None)
     return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}
 
