@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes_lib.data.audit import Finding, SplitAudit, compute_split_audit, judge, refuse_errors
+from recipes_lib.config.schema import TokensConfig
+from recipes_lib.data.audit import (
+    Finding,
+    SplitAudit,
+    compute_split_audit,
+    judge,
+    judge_remarks,
+    pack_split,
+    refuse_errors,
+)
 from recipes_lib.data.packing import LengthCounts, build_examples, choose_bins, fit_to_length, pack_best_fit
+from recipes_lib.data.remarks import Remark, Remarked
 from recipes_lib.data.rows import EncodedRow
 from recipes_lib.errors import DataError
 
@@ -113,6 +125,25 @@ def test_more_lost_targets_than_allowed_is_an_error(counts, severity):
     audit, _ = audit_of([GOOD])
     findings = [finding for finding in judge("train", audit, counts, 0.01) if "longer than max_length" in finding.found]
     assert [finding.severity for finding in findings] == [severity]
+
+
+def test_remarks_are_warnings_with_their_count_and_the_first_row():
+    lost, forged = Remark.LOST_REASONING, Remark.SPECIAL_TEXT
+    rows = [Remarked(1, "a:2", [lost]), Remarked(4, "a:5", [forged, lost]), Remarked(5, "a:6", [lost])]
+    findings = judge_remarks("train", rows, 1000)
+    assert [finding.severity for finding in findings] == ["warning", "warning"]
+    assert findings[0].found == f"train: 3 of 1,000 rows {lost.found}; the first is a:2"
+    assert findings[1].found == f"train: 1 of 1,000 rows {forged.found}; the first is a:5"
+    assert [finding.remedy for finding in findings] == [lost.remedy, forged.remedy]
+    assert judge_remarks("train", [], 1000) == []
+
+
+def test_a_packed_split_tells_the_remarks_of_its_rows():
+    examples = replace(examples_of([GOOD, GOOD]), remarked=[Remarked(1, "a:2", [Remark.LOST_TOOLS])])
+    packed = pack_split("eval", examples, TokensConfig(), 12, [END])
+    assert [finding.found for finding in packed.findings if "tool schemas" in finding.found] == [
+        f"eval: 1 of 2 rows {Remark.LOST_TOOLS.found}; the first is a:2"
+    ]
 
 
 def test_the_worst_comes_first():

@@ -26,7 +26,7 @@ def row(*contents: Any, **options: Any) -> Row:
 
 def find(template: str, chat: Row, *trained: int, eos_token: str | None = None) -> list[tuple[int, str]]:
     finder = SpanFinder(ChatTemplate(template, {"eos_token": "</s>"}), SPECIAL, eos_token)
-    text, spans = finder.find(chat, trained)
+    text, spans, _ = finder.find(chat, trained)
     return [(span.message, text[span.start : span.end]) for span in spans]
 
 
@@ -52,6 +52,12 @@ def test_a_final_eos_after_the_loop_belongs_to_the_last_answer_alone() -> None:
     assert find(template, row("a", "b", "c"), 1) == [(1, "b<|im_end|>")]
 
 
+def test_a_final_eos_that_is_the_end_of_the_turn_again_is_an_error() -> None:
+    template = LOOP + "{% if add_generation_prompt %}<|im_start|>assistant:{% else %}<|im_end|>{% endif %}"
+    with pytest.raises(DataError, match="message 3 ends twice"):
+        find(template, row("a", "b", "c", "d"), 1, 3)
+
+
 def test_a_chat_that_begins_with_an_answer_is_trained_though_no_prompt_can_be_rendered_for_it() -> None:
     guard = "{% if messages[0].role is undefined %}{{ raise_exception('empty') }}{% endif %}"
     messages = [{"role": "assistant", "content": "hello"}, {"role": "user", "content": "a"}]
@@ -63,7 +69,7 @@ def test_an_open_turn_ends_with_the_next_turn_s_opening_when_eos_token_is_given(
     template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
     template += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     finder = SpanFinder(ChatTemplate(template, {}), ["<|user|>", "<|assistant|>", "<|stop|>"], "<|stop|>")
-    text, spans = finder.find(row("a", "b", "c", "d"), [1, 3])
+    text, spans, _ = finder.find(row("a", "b", "c", "d"), [1, 3])
     assert [text[span.start : span.end] for span in spans] == ["b<|user|>", "d<|stop|>"]
 
 

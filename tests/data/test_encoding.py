@@ -15,6 +15,7 @@ from recipes_lib.data.encoding import (
     name_rows,
     split_chunks,
 )
+from recipes_lib.data.remarks import Remark
 from recipes_lib.data.rows import EncodedRow, Row
 from recipes_lib.data.source_mixtures import load_train_data
 from recipes_lib.data.splits import compute_row_digest
@@ -47,6 +48,22 @@ def test_each_row_is_tokenised_once(build_config, tiny_tokenizer):
     before = RowEncoder.num_tokenized_rows
     encode(config, tiny_tokenizer)
     assert RowEncoder.num_tokenized_rows - before == 40
+
+
+@pytest.mark.parametrize("rows_per_chunk", [7, 1000])
+def test_what_an_audit_should_tell_of_rows_stays_with_them(
+    build_config, write_rows, make_chats, tiny_tokenizer, monkeypatch, rows_per_chunk
+):
+    monkeypatch.setattr(encoding, "ROWS_PER_CHUNK", rows_per_chunk)
+    rows = make_chats(20)
+    for number in (3, 16):
+        rows[number]["messages"][1]["reasoning_content"] = "because"
+    path = write_rows(rows=rows)
+    encoded, problems, _ = encode(build_config(dataset_name=str(path)), tiny_tokenizer)
+    assert not problems
+    lost = [(3, f"{path}:4", [Remark.LOST_REASONING]), (16, f"{path}:17", [Remark.LOST_REASONING])]
+    assert encoded.examples.remarked == lost
+    assert encoded.take(np.array([16, 5])).examples.remarked == lost[1:]
 
 
 def test_problems_of_reading_and_of_masking_are_told_together(build_config, write_rows, make_chats, tiny_tokenizer):

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes_lib.data.format_messages import ROLES, SHAREGPT_ROLES, RowError, check_text, clean_messages, parse_tools
+from recipes_lib.data.format_messages import (
+    ROLES,
+    SHAREGPT_ROLES,
+    RowError,
+    check_text,
+    clean_messages,
+    parse_tools,
+    split_marks,
+)
 
 
 @given(text=st.text(st.characters()))
@@ -54,3 +62,60 @@ def test_parallel_sharegpt_calls_are_calls_of_one_turn() -> None:
 @pytest.mark.parametrize("nothing", [None, "", [], "[]"])
 def test_no_tools_are_none(nothing: object) -> None:
     assert parse_tools(nothing) is None
+
+
+ANSWER = {"role": "assistant", "content": "4"}
+
+
+@pytest.mark.parametrize(
+    ("marks", "is_trained"),
+    [
+        ({"weight": 1}, True),
+        ({"weight": 0}, False),
+        ({"weight": 0.0}, False),  # Arrow makes numbers beside nulls so.
+        ({"weight": None}, True),
+        ({"train": True}, True),
+        ({"train": False}, False),
+        ({"training": False}, False),
+        ({"training": True, "weight": 1}, True),
+    ],
+)
+def test_a_turn_is_marked_as_openai_or_axolotl_do_and_templates_do_not_see_it(
+    marks: dict[str, object], is_trained: bool
+) -> None:
+    for marked, roles in (
+        ({**ANSWER, **marks}, ROLES),
+        ({"from": "gpt", "value": "4", **marks}, SHAREGPT_ROLES),
+    ):
+        turns, untrained = split_marks(clean_messages([marked, ANSWER], "turns", roles))
+        assert turns == [ANSWER, ANSWER]
+        assert untrained == (set() if is_trained else {0})
+    call = {"from": "function_call", "value": '{"name": "f", "arguments": {}}', **marks}
+    turns, untrained = split_marks(clean_messages([call], "turns", SHAREGPT_ROLES))
+    assert set(turns[0]) == {"role", "tool_calls"}
+    assert untrained == (set() if is_trained else {0})
+
+
+@pytest.mark.parametrize(
+    ("marked", "found"),
+    [
+        ({**ANSWER, "weight": 0.5}, "turns[1].weight is 0.5"),
+        ({**ANSWER, "weight": False}, "turns[1].weight is False"),
+        ({**ANSWER, "weight": "0"}, "turns[1].weight is '0'"),
+        ({**ANSWER, "train": 0}, "turns[1].train is 0"),
+        ({**ANSWER, "training": []}, "turns[1].training is []"),
+        ({**ANSWER, "training": False, "weight": 1}, "turns[1] has weight and training, which contradict"),
+        ({**ANSWER, "train_detail": [{"begin": 0, "end": 3}]}, "turns[1].train_detail marks parts of a turn"),
+        ({"role": "user", "content": "?", "train": True}, "turns[1].train asks to train on a turn of the role 'user'"),
+    ],
+)
+def test_any_other_mark_is_an_error_that_names_the_turn(marked: dict[str, object], found: str) -> None:
+    with pytest.raises(RowError) as refused:
+        clean_messages([ANSWER, marked], "turns")
+    assert found in refused.value.found
+    assert refused.value.remedy
+
+
+def test_a_user_s_turn_may_be_marked_as_what_it_is() -> None:
+    turns, untrained = split_marks(clean_messages([{"role": "user", "content": "?", "weight": 0}], "messages"))
+    assert (turns, untrained) == ([{"role": "user", "content": "?"}], {0})

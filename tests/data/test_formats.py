@@ -199,6 +199,35 @@ def test_a_layout_is_detected_and_converted(kind: str) -> None:
     assert raw == untouched
 
 
+MARKED = {**ANSWER, "weight": 0}
+
+
+@pytest.mark.parametrize(
+    ("raw", "untrained"),
+    [
+        ({"messages": [USER, MARKED, USER, ANSWER]}, {1}),
+        ({"conversations": [USER, MARKED, USER, ANSWER], "system": "Be brief."}, {2}),
+        ({"prompt": [USER, MARKED, USER], "completion": [MARKED, USER, ANSWER]}, {1, 3}),
+        ({"chosen": [USER, MARKED, USER, ANSWER], "rejected": [USER, MARKED, USER, WRONG]}, {1}),
+    ],
+    ids=["messages", "sharegpt", "prompt_completion", "preference"],
+)
+def test_turns_marked_as_not_to_be_trained_on_are_known_by_their_number(
+    raw: dict[str, Any], untrained: set[int]
+) -> None:
+    row = convert(raw)
+    assert row.untrained == untrained
+    assert all(set(message) == {"role", "content"} for message in row.messages or ())
+
+
+@pytest.mark.parametrize("name", ["chosen", "rejected"])
+def test_an_answer_of_a_pair_that_is_marked_as_not_to_be_trained_on_is_refused(name: str) -> None:
+    raw = {"chosen": [USER, ANSWER], "rejected": [USER, WRONG]}
+    raw[name] = [USER, {**raw[name][1], "train": False}]
+    with pytest.raises(DataError, match=f"data.jsonl:1: a turn of `{name}` is marked not to be trained on"):
+        convert(raw)
+
+
 @pytest.mark.parametrize("kind", [kind for kind in GOLDEN if GOLDEN[kind][0] in ("messages", "sharegpt")])
 def test_converting_what_was_converted_changes_nothing(kind: str) -> None:
     once = convert(GOLDEN[kind][1])

@@ -102,14 +102,13 @@ def test_an_answer_that_brings_its_end_gets_no_second_one() -> None:
     [pair_of(answer("4<|im_end|>"), answer("5")), pair_of(answer("4"), answer("5<|im_end|>"))],
     ids=["chosen", "rejected"],
 )
-def test_an_answer_that_ends_twice_is_refused(row: Row) -> None:
-    message = refuse(build("chatml")[0], row)
-    assert "ends twice: '<|im_end|>' comes after '<|im_end|>'" in message
-    assert "take the end token out" in message
+def test_an_answer_that_brings_a_second_end_is_refused(row: Row) -> None:
+    assert "message 3 is trained on and spells the end token '<|im_end|>'" in refuse(build("chatml")[0], row)
 
 
-def test_a_text_that_ends_twice_is_refused() -> None:
-    assert "`rejected` ends twice: '</s>'" in refuse(build("chatml")[0], text_pair("2 + 2 =", " 4", " 5</s></s>"))
+def test_a_text_that_brings_two_ends_is_refused() -> None:
+    message = refuse(build("chatml")[0], text_pair("2 + 2 =", " 4", " 5</s></s>"))
+    assert "the answer is trained on and spells the end token '</s>'" in message
 
 
 def test_a_generation_prompt_that_the_turn_does_not_begin_with_is_refused() -> None:
@@ -222,7 +221,7 @@ def test_template_variables_and_tools_reach_prompt_and_answers() -> None:
 def test_several_threads_may_share_an_encoder() -> None:
     encoder, _ = build("chatml")
     rows = [pair_of(answer(f"{number} yes"), answer(f"{number} no")) for number in range(20)]
-    expected = [[ids.tolist() for ids in pair] for pair in encoder.encode(rows)]
+    expected = [[ids.tolist() for ids in pair[:3]] for pair in encoder.encode(rows)]
     with ThreadPoolExecutor(4) as pool:
         for pairs in pool.map(lambda _: encoder.encode(rows), range(8)):
-            assert [[ids.tolist() for ids in pair] for pair in pairs] == expected
+            assert [[ids.tolist() for ids in pair[:3]] for pair in pairs] == expected

@@ -71,11 +71,21 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def test_what_the_template_does_not_write_is_told_of_pairs_too(build_pairs, load_tokenizer):
+    rows = make_pairs(40)
+    rows[7]["rejected"][0]["reasoning_content"] = "because"
+    prepared = prepare_pairs(build_pairs(rows), load_tokenizer)
+    (finding,) = [found for found in prepared.manifest["findings"] if "reasoning" in found["found"]]
+    assert finding["severity"] == "warning"
+    assert finding["found"].startswith("train: 1 of 40 rows give reasoning in their last turn")
+    assert finding["found"].endswith("pairs.jsonl:8")
+
+
 def encode_alone(config, tokenizer) -> dict[int, list[list[int]]]:
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, dataset_format="preference"))
     rows = list(load_train_data(config.data).rows())
     return {
-        number: [ids.tolist() for ids in PairEncoder(RowEncoder(tokenizer), tokenizer).encode([row])[0]]
+        number: [ids.tolist() for ids in PairEncoder(RowEncoder(tokenizer), tokenizer).encode([row])[0][:3]]
         for number, row in enumerate(rows)
     }
 

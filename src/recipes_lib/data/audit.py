@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from recipes_lib.config.schema import TokensConfig
 from recipes_lib.data.packing import Bins, Examples, LengthCounts, choose_bins, fit_to_length
+from recipes_lib.data.remarks import Remark, Remarked
 from recipes_lib.errors import DataError, Problem
 
 MAX_FRACTION_WITHOUT_TARGET = 0.01
@@ -81,7 +82,7 @@ class PackedSplit:
         bins: How they are packed.
         audit: The figures.
         cut: What the cut cost.
-        findings: From ``judge``.
+        findings: From ``judge`` and ``judge_remarks``.
     """
 
     examples: Examples
@@ -120,7 +121,11 @@ def pack_split(
         # A template may write a line break behind the end token, and `all` trains on it.
         num_last_targets=3 if tokens.loss_on == "all" else 1,
     )
-    return PackedSplit(fitted, bins, audit, cut, judge(split, audit, cut, tokens.max_truncated_fraction))
+    findings = [
+        *judge(split, audit, cut, tokens.max_truncated_fraction),
+        *judge_remarks(split, examples.remarked, len(examples)),
+    ]
+    return PackedSplit(fitted, bins, audit, cut, sort_findings(findings))
 
 
 def describe_overlong(where: str, length: int, capacity: int) -> Problem:
@@ -185,6 +190,22 @@ def judge(split: str, audit: SplitAudit, lengths: LengthCounts, max_lost_fractio
             _judge_duplicates(split, audit),
         ]
     )
+
+
+def judge_remarks(split: str, remarked: Sequence[Remarked], num_rows: int) -> list[Finding]:
+    """A warning for each remark that was made on rows of a split, with their count and the first of them."""
+    places: dict[Remark, list[str]] = {}
+    for row in remarked:
+        for remark in row.remarks:
+            places.setdefault(remark, []).append(row.where)
+    return [
+        Finding(
+            "warning",
+            f"{split}: {len(rows):,} of {num_rows:,} rows {remark.found}; the first is {rows[0]}",
+            remark.remedy,
+        )
+        for remark, rows in places.items()
+    ]
 
 
 def sort_findings(findings: Sequence[Finding]) -> list[Finding]:

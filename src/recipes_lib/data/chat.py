@@ -16,9 +16,11 @@ from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.config.schema import LossOn
+from recipes_lib.data.chat_ends import refuse_inner_ends
 from recipes_lib.data.chat_proof import Claim, Proof
 from recipes_lib.data.chat_spans import SpanFinder
 from recipes_lib.data.masking import MergedTokenError, count_tokens_before
+from recipes_lib.data.remarks import Remark
 from recipes_lib.data.rows import EncodedRow, Row
 from recipes_lib.data.templates import TEMPLATE_DATE, ChatTemplate, TemplateError
 from recipes_lib.data.token_bytes import ByteEnds
@@ -28,11 +30,12 @@ _COUNTING = threading.Lock()
 
 
 class _Draft(NamedTuple):
-    """A row before tokenisation: its text, and the characters trained on (``None``: all)."""
+    """A row before tokenisation: its text, the characters trained on (``None``: all), and what is to be told of it."""
 
     row: Row
     text: str
     spans: list[tuple[int, int]] | None
+    remarks: Sequence[Remark] = ()
 
     @property
     def places(self) -> list[int]:
@@ -82,6 +85,7 @@ class RowEncoder:
         adds_bos = self._bos_id is not None and self._backend.encode("a").ids[:1] == [self._bos_id]
         self._bos: list[int] = [self._bos_id] if adds_bos else []
         self._eos_id = _token_id(tokenizer, eos_token) if eos_token is not None else tokenizer.eos_token_id
+        self._eos: str | None = eos_token or tokenizer.eos_token
         self._byte_ends = ByteEnds(tokenizer) if ByteEnds.suits(tokenizer) else None
         self._proof = Proof(tokenizer)
         self._finders: dict[bool, SpanFinder] = {}
@@ -175,7 +179,8 @@ class RowEncoder:
         with_tools = bool(row.tools)
         if with_tools not in self._finders:
             template = self._template(with_tools)
-            self._finders[with_tools] = SpanFinder(template, self._special.values(), self._eos_token)
+            ends = {token for token in (self._eos, self._tokenizer.eos_token) if token is not None}
+            self._finders[with_tools] = SpanFinder(template, self._special.values(), self._eos_token, ends)
         return self._finders[with_tools]
 
     def _draft(self, row: Row) -> _Draft:
@@ -185,10 +190,15 @@ class RowEncoder:
                 Problem("eos_token", "the tokenizer has no token that ends a text", "name one of its tokens")
             )
         if row.messages is not None:
-            text, spans = self._finder(row).find(row, _trained_messages(row, loss_on))
-            draft = _Draft(row, text, None if loss_on == "all" else [(span.start, span.end) for span in spans])
+            text, spans, remarks = self._finder(row).find(row, _trained_messages(row, loss_on))
+            places = None if loss_on == "all" else [(span.start, span.end) for span in spans]
+            draft = _Draft(row, text, places, remarks)
         elif row.prompt is not None:
-            text = row.prompt + (row.completion or "")
+            completion = row.completion or ""
+            assert self._eos is not None
+            turn = completion if completion.endswith(self._eos) else completion + self._eos
+            refuse_inner_ends(row.where, "the answer", [completion], turn, [self._eos])
+            text = row.prompt + completion
             draft = _Draft(row, text, None if loss_on == "all" else [(len(row.prompt), len(text))])
         else:
             draft = _Draft(row, row.text or "", None)
@@ -235,7 +245,7 @@ class RowEncoder:
         if draft.spans is None:
             loss_mask = np.ones(len(ids), dtype=np.bool_)
             loss_mask[:1] = ids[:1] != self._bos_id
-            return EncodedRow(ids, loss_mask)
+            return EncodedRow(ids, loss_mask, draft.remarks)
         if cuts is None:
             # A token on both sides of a place, or tokens that are not the text as it stands: look at the characters.
             cuts = self._cut(draft, self._backend.encode(draft.text, add_special_tokens=False))
@@ -244,7 +254,7 @@ class RowEncoder:
         for (start, end), first, last in zip(draft.spans, cuts[::2], cuts[1::2], strict=True):
             loss_mask[first + shift : len(ids) if is_plain else last] = True
             claims.append(Claim(draft.row.where, ids, first + shift, last + shift, draft.text[start:end]))
-        return EncodedRow(ids, loss_mask)
+        return EncodedRow(ids, loss_mask, draft.remarks)
 
     def _try_cut(self, draft: _Draft, encoding: Encoding) -> list[int] | None:
         try:
@@ -287,21 +297,26 @@ def _resolve(loss_on: LossOn | None, row: Row) -> LossOn:
     if loss_on is not None and loss_on not in possible:
         found = f"loss_on: {loss_on} does not fit {layout}"
         raise DataError(Problem(row.where, found, f"leave loss_on out, or set it to {default}"))
+    if loss_on == "all" and row.untrained:
+        found = f"loss_on: all trains on every message, and message {min(row.untrained)} is marked not to be trained on"
+        raise DataError(Problem(row.where, found, "take the mark out of the row, or leave loss_on out"))
     return loss_on or default
 
 
 def _trained_messages(row: Row, loss_on: LossOn) -> Collection[int]:
+    """Numbers of the messages that are trained on by themselves: none where everything is, or all are marked."""
     assert row.messages is not None
     answers = [index for index, message in enumerate(row.messages) if message["role"] == "assistant"]
     match loss_on:
         case "assistant":
-            return answers
+            chosen = answers
         case "last_assistant":
-            return answers[-1:]
+            chosen = answers[-1:]
         case "completion":
-            return [index for index in answers if index >= (row.num_prompt_messages or 0)]
+            chosen = [index for index in answers if index >= (row.num_prompt_messages or 0)]
         case _:
-            return []
+            chosen = []
+    return [index for index in chosen if index not in row.untrained] if row.untrained else chosen
 
 
 def _token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:

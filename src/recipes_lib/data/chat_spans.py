@@ -9,23 +9,27 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Final, NamedTuple
 
+from recipes_lib.data.chat_ends import refuse_inner_ends
+from recipes_lib.data.chat_written import PLACEHOLDER, THINK_END, WrittenCheck, find_texts, reword
+from recipes_lib.data.remarks import Remark
 from recipes_lib.data.rows import Message, Row
-from recipes_lib.data.templates import NOBODY, ChatTemplate, Rendered, Span, TemplateError
+from recipes_lib.data.templates import NOBODY, REASONING_KEYS, ChatTemplate, Rendered, Span, TemplateError
 from recipes_lib.errors import DataError, Problem
 
-_PLACEHOLDER: Final = "placeholder"
-_THINK_END: Final = "</think>"
+_BESIDE: Final = (*REASONING_KEYS, "tool_calls")
 _MARK_IT: Final = "put {% generation %} ... {% endgeneration %} around the assistant's text (chat_template_path)"
 
 
 class Targets(NamedTuple):
-    """A rendered chat and the characters of it that are trained on, in order."""
+    """A rendered chat, the characters of it that are trained on, in order, and what is to be told of the row."""
 
     text: str
     spans: list[Span]
+    remarks: Sequence[Remark] = ()
 
 
 class SpanFinder:
@@ -35,54 +39,78 @@ class SpanFinder:
         template: The chat template.
         special_tokens: Text of the tokenizer's special tokens, one of which must end every trained turn.
         eos_token: Ends turns that the template leaves open; ``None`` makes such turns an error.
+        end_tokens: Tokens that end an answer besides those that the template writes.
     """
 
-    def __init__(self, template: ChatTemplate, special_tokens: Collection[str], eos_token: str | None) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        special_tokens: Collection[str],
+        eos_token: str | None,
+        end_tokens: Collection[str] = (),
+    ) -> None:
         self._template = template
         self._eos_token = eos_token
         any_special = "|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True))) or "(?!)"
         self._special = re.compile(any_special)
         self._at_end = re.compile(rf"(?:{any_special})\Z")
         self._longest = max(map(len, special_tokens), default=0)
+        self._end_tokens = end_tokens
+        self._written = WrittenCheck(self._render, special_tokens)
 
     def find(self, row: Row, trained: Collection[int]) -> Targets:
         """The chat of ``row`` as text, with the spans of the ``trained`` messages.
 
         Raises:
             DataError: The template refused the chat, wrote a turn's text somewhere else than in its span, put another
-                message into it, or does not end it.
+                message into it, does not end it, or leaves a message out; or an answer spells the token that ends it.
         """
         try:
-            targets = self._targets(row, trained)
+            rendered = self._render(row)
+            targets = self._targets(row, rendered, trained)
             self._refuse_foreign_text(row, targets, trained)
         except TemplateError as error:
             raise _refusal(row, error) from error
         self._check_answers(row, targets, trained)
-        return targets
+        self._written.refuse_unwritten(row, rendered, trained)
+        return Targets(targets.text, targets.spans, self._written.list_remarks(row, rendered, trained))
 
     def render_prompt(self, row: Row, num_messages: int) -> str:
         """What a server is given to get the turn after the first ``num_messages`` messages.
 
         Raises:
-            DataError: The template refused the messages.
+            DataError: The template refused the messages, or does not write one of them.
         """
+        prompt = replace(row, messages=_messages(row)[:num_messages])
         try:
-            rendered = self._render(row, num_messages, add_generation_prompt=True)
+            rendered = self._render(prompt, add_generation_prompt=True)
             header = "" if self._template.has_generation_prompt else self._header(row, num_messages)
         except TemplateError as error:
             raise _refusal(row, error) from error
+        self._written.refuse_unwritten(prompt, rendered)
         return rendered.text + header
 
-    def _render(self, row: Row, num_messages: int | None = None, add_generation_prompt: bool = False) -> Rendered:
+    def _render(self, row: Row, add_generation_prompt: bool = False) -> Rendered:
         return self._template.render(
-            _messages(row)[:num_messages],
+            _messages(row),
             tools=row.tools,
             variables=row.template_kwargs,
             add_generation_prompt=add_generation_prompt,
         )
 
-    def _targets(self, row: Row, trained: Collection[int]) -> Targets:
-        rendered = self._render(row)
+    @cached_property
+    def _ends(self) -> Collection[str]:
+        """Tokens that end answers: those that the template writes after one, in the last turn and before it."""
+        speakers = ("user", "assistant", "user", "assistant")
+        row = Row(source="", index=0, messages=[{"role": role, "content": PLACEHOLDER} for role in speakers])
+        try:
+            text, spans, _ = self._targets(row, self._render(row), (1, 3))
+        except (TemplateError, DataError):  # It takes other chats than this one.
+            return self._end_tokens
+        ends = [text[span.start : span.end].rpartition(PLACEHOLDER)[2] for span in spans]
+        return {*self._end_tokens, *(token for end in ends for token in self._special.findall(end))}
+
+    def _targets(self, row: Row, rendered: Rendered, trained: Collection[int]) -> Targets:
         if not trained:
             return Targets(rendered.text, [])
         if not rendered.turns:
@@ -155,7 +183,7 @@ class SpanFinder:
             return len(header)
         # The template prompts for something else than it writes here, as for reasoning that it drops from old turns.
         body_end = max((found.start() for found in self._special.finditer(turn)), default=len(turn))
-        content = [turn.rfind(text, 0, body_end) for text in _texts(_messages(row)[message])]
+        content = [turn.rfind(text, 0, body_end) for text in find_texts(_messages(row)[message])]
         shared = next((at for at, (a, b) in enumerate(zip(header, turn, strict=False)) if a != b), len(turn))
         common = min([shared, *(at for at in content if at >= 0)])
         for token in self._special.finditer(turn):
@@ -168,40 +196,48 @@ class SpanFinder:
 
     def _header(self, row: Row, num_messages: int) -> str:
         """The text that a server puts before the answer to the first ``num_messages`` messages."""
-        if self._template.has_generation_prompt:
-            try:
-                return self._template.generation_prompt(
-                    _messages(row)[:num_messages], tools=row.tools, variables=row.template_kwargs
-                )
-            except TemplateError:  # Many templates refuse a chat without user turn; the full chat they took.
-                return self._template.generation_prompt(
-                    [{"role": "user", "content": ""}], tools=row.tools, variables=row.template_kwargs
-                )
+        if self._template.has_generation_prompt and (header := self._asked(row, num_messages)) is not None:
+            return header
         parts = any(isinstance(message.get("content"), list) for message in _messages(row))
-        answer = {"role": "assistant", "content": [{"type": "text", "text": _PLACEHOLDER}] if parts else _PLACEHOLDER}
+        answer = {"role": "assistant", "content": [{"type": "text", "text": PLACEHOLDER}] if parts else PLACEHOLDER}
         probe = replace(row, messages=[*_messages(row)[:num_messages], answer])
         rendered = self._render(probe)
         turn = next((turn for turn in rendered.turns if turn.message == num_messages), None)
-        header, written, _ = rendered.text[turn.start : turn.end].partition(_PLACEHOLDER) if turn else ("", "", "")
+        header, written, _ = rendered.text[turn.start : turn.end].partition(PLACEHOLDER) if turn else ("", "", "")
         if not written:
             found = "the chat template writes no generation prompt, and no answer where one was expected"
             raise _fault(row, found, "add {% if add_generation_prompt %} with the opening of an assistant turn")
         return header if header.strip() else ""
 
+    def _asked(self, row: Row, num_messages: int) -> str | None:
+        """The generation prompt after the first ``num_messages`` messages; that of any chat if they hold no question.
+
+        Many templates refuse a chat without user turn, or prompt for nothing after it; the full chat they took.
+        """
+        prompt = _messages(row)[:num_messages]
+        try:
+            header = self._template.generation_prompt(prompt, tools=row.tools, variables=row.template_kwargs)
+            if header or any(message["role"] == "user" for message in prompt):
+                return header
+        except TemplateError:
+            pass
+        anyone = [{"role": "user", "content": ""}]
+        return self._template.generation_prompt(anyone, tools=row.tools, variables=row.template_kwargs)
+
     def _refuse_foreign_text(self, row: Row, targets: Targets, trained: Collection[int]) -> None:
         """Answers may repeat what others said; but then, had the others said something else, they would be the same."""
         written = [targets.text[span.start : span.end] for span in targets.spans]
+        answers = "\n".join(written)
         suspects = {
             index
             for index, message in enumerate(_messages(row))
-            if message["role"] != "assistant" and any(text in part for text in _texts(message) for part in written)
+            if message["role"] != "assistant" and [text for text in find_texts(message) if text in answers]
         }
         if not suspects:
             return
-        messages = [
-            _reworded(message) if index in suspects else message for index, message in enumerate(_messages(row))
-        ]
-        text, spans = self._targets(replace(row, messages=messages), trained)
+        messages = [reword(message) if index in suspects else message for index, message in enumerate(_messages(row))]
+        reworded = replace(row, messages=messages)
+        text, spans, _ = self._targets(reworded, self._render(reworded), trained)
         if [text[span.start : span.end] for span in spans] != written:
             found = f"the chat template writes message {min(suspects)} into the text of an assistant turn"
             raise _fault(row, found, _MARK_IT)
@@ -211,14 +247,18 @@ class SpanFinder:
         for index in sorted(trained):
             message = _messages(row)[index]
             turn = "".join([targets.text[span.start : span.end] for span in targets.spans if span.message == index])
+            texts = find_texts(message)
+            if [end for end in self._ends if end in turn[:-1]]:  # Elsewhere than at its very end.
+                said = [*texts, *(str(message[key]) for key in _BESIDE if key in message)]
+                refuse_inner_ends(row.where, f"message {index}", said, turn, self._ends)
             calls = [str((call.get("function") or call)["name"]) for call in message.get("tool_calls") or []]
             for name in calls:
                 if not self._says(turn, name):
                     found = f"message {index} calls {name!r}, but the chat template does not write that"
                     raise _fault(row, found, "use a template that writes tool_calls")
             # A template may drop reasoning, and whatever goes with a tool call, from what it writes.
-            for answer in [] if calls else _texts(message):
-                if not self._says(turn, answer) and not self._says(turn, answer.rpartition(_THINK_END)[2].strip()):
+            for answer in [] if calls else texts:
+                if not self._says(turn, answer) and not self._says(turn, answer.rpartition(THINK_END)[2].strip()):
                     found = (
                         f"the answer of message {index} ({answer[:40]!r}) is not in the text that would be trained on"
                     )
@@ -245,17 +285,3 @@ def _messages(row: Row) -> Sequence[Message]:
 
 def _rstripped(text: str, start: int, end: int) -> int:
     return start + len(text[start:end].rstrip())
-
-
-def _texts(message: Message) -> list[str]:
-    """What a message says, trimmed, as templates do; one text per content part."""
-    content = message.get("content")
-    parts = [content] if isinstance(content, str) else [part.get("text") for part in content or []]
-    return [part.strip() for part in parts if isinstance(part, str) and part.strip()]
-
-
-def _reworded(message: Message) -> Message:
-    content = message["content"]
-    if isinstance(content, str):
-        return {**message, "content": _PLACEHOLDER}
-    return {**message, "content": [{**part, "text": _PLACEHOLDER} if part.get("text") else part for part in content]}

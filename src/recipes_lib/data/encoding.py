@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.keys import read_chat_template
 from recipes_lib.data.packing import Examples, build_examples, concatenate_examples
+from recipes_lib.data.remarks import Remarked
 from recipes_lib.data.rows import Row
 from recipes_lib.data.source_mixtures import Mixture
 from recipes_lib.data.splits import compute_row_digest
@@ -130,7 +131,13 @@ def encode_chunk(encoder: RowEncoder, rows: Sequence[Row], first: int) -> Exampl
     empty = [row for row, tokens in zip(rows, encoded, strict=True) if not len(tokens.input_ids)]
     if empty:
         raise DataError(*(Problem(row.where, "the row gives no token", "remove it") for row in empty))
-    return build_examples(encoded, np.arange(first, first + len(rows)))
+    examples = build_examples(encoded, np.arange(first, first + len(rows)))
+    remarked = [
+        Remarked(number, row.where, tokens.remarks)
+        for number, (row, tokens) in enumerate(zip(rows, encoded, strict=True), start=first)
+        if tokens.remarks
+    ]
+    return replace(examples, remarked=remarked)
 
 
 def encode_mixture(

@@ -28,6 +28,14 @@ SHAREGPT_ROLES: Final = {
 """Roles of ShareGPT conversations, and the template role of each."""
 
 
+TRAIN: Final = "train"
+"""Key, False, of a cleaned turn that is marked not to be trained on; ``split_marks`` takes it out again."""
+
+_MARKS: Final = ("weight", "train", "training")
+"""Keys by which turns are left out of training: OpenAI's, 0 or 1, and axolotl's, booleans."""
+
+_PARTIAL_MARKS: Final = ("train_detail", "training_detail")
+
 Json = TypeVar("Json")
 
 
@@ -96,7 +104,8 @@ def clean_messages(value: object, column: str, roles: Mapping[str, str] = ROLES)
     """Check a list of turns and bring each to ``role``, ``content`` and what else the template reads.
 
     A turn's null keys are dropped: they stand where another row of the file has ``tool_calls`` or ``name``. Text parts
-    are joined. A last turn that is the user's is accepted: dumps of real conversations end so, and no loss falls on it.
+    are joined. A mark that says whether a turn is trained on is left as ``TRAIN``, False, or not at all. A last turn
+    that is the user's is accepted: dumps of real conversations end so, and no loss falls on it.
 
     Args:
         value: The column.
@@ -111,6 +120,14 @@ def clean_messages(value: object, column: str, roles: Mapping[str, str] = ROLES)
     if not value:
         raise RowError(f"`{column}` is an empty list", "write at least one message, or remove the row")
     return [_clean_message(message, f"{column}[{turn}]", roles) for turn, message in enumerate(value)]
+
+
+def split_marks(messages: Sequence[Message]) -> tuple[Sequence[Message], frozenset[int]]:
+    """Cleaned turns as templates read them, and the numbers of those that are marked not to be trained on."""
+    untrained = [turn for turn, message in enumerate(messages) if TRAIN in message]
+    if untrained:
+        messages = [{key: value for key, value in message.items() if key != TRAIN} for message in messages]
+    return messages, frozenset(untrained)
 
 
 def check_answered(messages: Iterable[Message], column: str) -> None:
@@ -138,13 +155,33 @@ def _clean_message(written: object, place: str, roles: Mapping[str, str]) -> Mes
     if len(message) == 2 and isinstance(content, str) and role == written_role:
         _check_content(message, place)
         return message
-    if written_role == FUNCTION_CALL:
-        return {"role": role, "tool_calls": _parse_function_calls(content, f"{place}.value")}
     cleaned: dict[str, Any] = {key: value for key, value in message.items() if value is not None}
-    cleaned["role"] = role
-    _clean_extras(cleaned, place)
-    _check_content(cleaned, place)
-    return cleaned
+    is_trained = _take_marks(cleaned, role, place)
+    if written_role == FUNCTION_CALL:
+        cleaned = {"role": role, "tool_calls": _parse_function_calls(content, f"{place}.value")}
+    else:
+        cleaned["role"] = role
+        _clean_extras(cleaned, place)
+        _check_content(cleaned, place)
+    return cleaned if is_trained else {**cleaned, TRAIN: False}
+
+
+def _take_marks(message: dict[str, Any], role: str, place: str) -> bool:
+    """Take out what marks a turn as trained on or not, and return which."""
+    if partial := next((key for key in _PARTIAL_MARKS if key in message), None):
+        raise RowError(f"{place}.{partial} marks parts of a turn", "take it out: a turn is trained on whole, or not")
+    marks = {key: message.pop(key) for key in _MARKS if key in message}
+    for key, value in marks.items():
+        is_weight = key == "weight"
+        if isinstance(value, bool) == is_weight or value not in (0, 1):
+            raise RowError(f"{place}.{key} is {value!r}", f"write {'0 or 1' if is_weight else 'true or false'}")
+    if len(set(map(bool, marks.values()))) > 1:
+        raise RowError(f"{place} has {' and '.join(marks)}, which contradict each other", "keep one of them")
+    is_trained = all(marks.values())
+    if marks and is_trained and role != "assistant":
+        found = f"{place}.{next(iter(marks))} asks to train on a turn of the role {role!r}"
+        raise RowError(found, "take it out: only assistant turns are trained on")
+    return is_trained
 
 
 def _check_content(message: Message, place: str) -> None:

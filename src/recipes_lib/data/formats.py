@@ -19,6 +19,7 @@ from recipes_lib.data.format_messages import (
     clean_messages,
     describe,
     parse_tools,
+    split_marks,
 )
 from recipes_lib.data.rows import Message, Row
 from recipes_lib.errors import DataError, Problem
@@ -100,7 +101,10 @@ def canonicalize(raw: Raw, row_format: RowFormat, source: str, index: int, index
         DataError: The row is broken; names its place and the first thing that is wrong.
     """
     try:
-        return Row(source=source, index=index, index_name=index_name, **_LAYOUTS[row_format.name].read(raw))
+        fields = _LAYOUTS[row_format.name].read(raw)
+        if "messages" in fields:
+            fields["messages"], fields["untrained"] = split_marks(fields["messages"])
+        return Row(source=source, index=index, index_name=index_name, **fields)
     except RowError as error:
         where = Row(source=source, index=index, index_name=index_name).where
         raise DataError(Problem(where, error.found, error.remedy)) from None
@@ -171,6 +175,9 @@ def _read_preference(raw: Raw) -> dict[str, Any]:
                 f"after the prompt, `{column}` does not go on with an assistant turn",
                 "let chosen and rejected differ in the answer alone",
             )
+        if split_marks(answer)[1]:
+            found = f"a turn of `{column}` is marked not to be trained on, and a pair compares its answers whole"
+            raise RowError(found, "take the mark out, or remove the row")
     extras = {**_read_chat_extras(raw), **_read_margin(raw)}
     messages = [*turns, *chosen_turns]
     return {"messages": messages, "num_prompt_messages": len(turns), "rejected": rejected_turns, **extras}

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recipes_lib.config.schema import Overlong
+from recipes_lib.data.remarks import Remarked, take_remarked
 from recipes_lib.data.rows import EncodedRow
 
 IntArray = npt.NDArray[np.int64]
@@ -25,12 +26,14 @@ class Examples:
             nothing predicts: its sum is the number of target tokens.
         lengths: ``int64 (R,)``; tokens of each example, at least 1.
         row_ids: ``int64 (R,)``; position of each example's row in its source. Pieces of a split row share it.
+        remarked: The rows of which an audit should tell something; those that were cut are not looked at again.
     """
 
     input_ids: npt.NDArray[np.uint32]
     loss_mask: npt.NDArray[np.bool_]
     lengths: IntArray
     row_ids: IntArray
+    remarked: Sequence[Remarked] = ()
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -49,7 +52,9 @@ class Examples:
         """The examples at ``indices``, ``(K,)``, in that order."""
         lengths = self.lengths[indices]
         tokens = np.repeat(self.starts[indices] - _exclusive_sum(lengths), lengths) + np.arange(lengths.sum())
-        return Examples(self.input_ids[tokens], self.loss_mask[tokens], lengths, self.row_ids[indices])
+        row_ids = self.row_ids[indices]
+        remarked = take_remarked(self.remarked, row_ids)
+        return Examples(self.input_ids[tokens], self.loss_mask[tokens], lengths, row_ids, remarked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +122,7 @@ def concatenate_examples(parts: Sequence[Examples]) -> Examples:
         np.concatenate([part.loss_mask for part in parts]),
         np.concatenate([part.lengths for part in parts]),
         np.concatenate([part.row_ids for part in parts]),
+        [row for part in parts for row in part.remarked],
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.data.chat import RowEncoder
+from recipes_lib.data.remarks import Remark
 from recipes_lib.data.rows import EncodedRow, Row
 from recipes_lib.errors import DataError, Problem
 
@@ -24,11 +25,13 @@ class EncodedPair(NamedTuple):
         prompt_ids: ``uint32``, at least one: what a server gives the model to answer.
         chosen_ids: ``uint32``, at least one; the last one ends the answer, and no other token follows it.
         rejected_ids: As ``chosen_ids``.
+        remarks: What an audit should tell of the row, with either answer.
     """
 
     prompt_ids: TokenIds
     chosen_ids: TokenIds
     rejected_ids: TokenIds
+    remarks: Collection[Remark] = ()
 
 
 class PairEncoder:
@@ -52,7 +55,7 @@ class PairEncoder:
 
         Raises:
             DataError: Rows that cannot be rendered, tokenised or masked exactly; whose answers are not one assistant
-                turn, end twice, or do not go on from the prompt; or without a prompt. All of them.
+                turn, or do not go on from the prompt; or without a prompt. All of them.
 
         Source: ``RowEncoder``; equality with what transformers renders and tokenises in
         ``tests/data/test_pair_encoding.py``.
@@ -80,7 +83,9 @@ class PairEncoder:
             found = "the prompt has no token from which an answer's first one could be predicted"
             raise DataError(Problem(row.where, found, "write a prompt, or remove the row"))
         answers = {"chosen": chosen, "rejected": rejected}
-        return EncodedPair(prompt, *(self._cut(row, name, prompt, answer) for name, answer in answers.items()))
+        cuts = [self._cut(row, name, prompt, answer) for name, answer in answers.items()]
+        remarks = tuple(dict.fromkeys([*chosen.remarks, *rejected.remarks]))
+        return EncodedPair(prompt, cuts[0], cuts[1], remarks)
 
     def _cut(self, row: Row, name: str, prompt: TokenIds, answer: EncodedRow) -> TokenIds:
         """The tokens of an answer, from the first that the prompt does not give to the last that is trained on."""
@@ -91,12 +96,7 @@ class PairEncoder:
             found = f"what would be trained on of `{name}` is not all that follows the generation prompt, up to one end"
             remedy = "let {% generation %} enclose what the chat template writes after its generation prompt"
             raise DataError(Problem(row.where, found, remedy))
-        cut = ids[len(prompt) : len(prompt) + len(targets)]
-        if len(cut) > 1 and cut[-1] == cut[-2]:
-            end = self._tokenizer.convert_ids_to_tokens(int(cut[-1]))
-            found = f"`{name}` ends twice: {end!r} comes after {end!r}"
-            raise DataError(Problem(row.where, found, "take the end token out of the text of the answer"))
-        return cut
+        return ids[len(prompt) : len(prompt) + len(targets)]
 
     def _not_a_prefix(self, row: Row, name: str, prompt: TokenIds, ids: TokenIds) -> DataError:
         shared = min(len(prompt), len(ids))

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recipes_lib.config.schema import RecipeConfig, TokensConfig
-from recipes_lib.data.audit import refuse_errors
+from recipes_lib.data.audit import judge_remarks, refuse_errors, sort_findings
 from recipes_lib.data.encoding import (
     TokenizerLoader,
     build_encoder,
@@ -22,6 +22,7 @@ from recipes_lib.data.encoding import (
 )
 from recipes_lib.data.pair_audit import ANSWERS, DropCounts, PairAudit, compute_pair_audit, judge_pairs
 from recipes_lib.data.prepare import SetIdentity, derive_max_length, identify_set, show_progress
+from recipes_lib.data.remarks import Remarked, take_remarked
 from recipes_lib.data.rows import Row
 from recipes_lib.data.source_mixtures import Mixture
 from recipes_lib.data.sources import raise_problems
@@ -48,18 +49,22 @@ class EncodedPairs:
             the mixture; ``margin``, ``float32``, null where there is none.
         digests: From ``compute_row_digest``, one for each pair.
         prompt_digests: The same of the prompts alone.
+        remarked: The pairs of which an audit should tell something.
     """
 
     mixture: Mixture
     table: pa.Table
     digests: Sequence[bytes]
     prompt_digests: Sequence[bytes]
+    remarked: Sequence[Remarked] = ()
 
     def take(self, positions: npt.NDArray[np.int64]) -> EncodedPairs:
         """The pairs at these positions, which ascend."""
         chosen = np.isin(np.arange(len(self.table)), positions)
         digests, prompt_digests = ([all_[at] for at in positions] for all_ in (self.digests, self.prompt_digests))
-        return EncodedPairs(self.mixture, self.table.filter(chosen), digests, prompt_digests)
+        table = self.table.filter(chosen)
+        remarked = take_remarked(self.remarked, np.asarray(table["row_id"]))
+        return EncodedPairs(self.mixture, table, digests, prompt_digests, remarked)
 
     def find_places(self, positions: Collection[int]) -> dict[int, str]:
         """The places of these pairs as errors name them; reads the mixture again."""
@@ -72,6 +77,7 @@ class _Chunk(NamedTuple):
     table: pa.Table
     digests: list[bytes]
     prompt_digests: list[bytes]
+    remarked: list[Remarked]
     dropped: DropCounts
 
 
@@ -148,13 +154,15 @@ def encode_pairs(
     tables, dropped = [_build_table([], [], [])], DropCounts()
     digests: list[bytes] = []
     prompt_digests: list[bytes] = []
+    remarked: list[Remarked] = []
     for chunk in map_chunks(mixture, lambda rows, first: _encode_chunk(encoder, rows, first, tokens), problems):
         tables.append(chunk.table)
         digests += chunk.digests
         prompt_digests += chunk.prompt_digests
+        remarked += chunk.remarked
         dropped += chunk.dropped
         on_rows(chunk.dropped.num_rows)
-    return EncodedPairs(mixture, pa.concat_tables(tables), digests, prompt_digests), dropped
+    return EncodedPairs(mixture, pa.concat_tables(tables), digests, prompt_digests, remarked), dropped
 
 
 def _encode_chunk(encoder: PairEncoder, rows: Sequence[Row], first: int, tokens: TokensConfig) -> _Chunk:
@@ -187,6 +195,7 @@ def _encode_chunk(encoder: PairEncoder, rows: Sequence[Row], first: int, tokens:
         _build_table([pairs[at] for at in kept], [first + at for at in kept], [rows[at].margin for at in kept]),
         [compute_row_digest(rows[at]) for at in kept],
         [_compute_prompt_digest(rows[at]) for at in kept],
+        [Remarked(first + at, rows[at].where, pairs[at].remarks) for at in kept if pairs[at].remarks],
         DropCounts(
             num_rows=len(rows),
             num_identical=num_identical,
@@ -221,7 +230,12 @@ def _build(
     findings = [
         finding
         for name, audit in audits.items()
-        for finding in judge_pairs(name, audit, dropped.get(name, DropCounts()), config.tokens.max_truncated_fraction)
+        for finding in sort_findings(
+            [
+                *judge_pairs(name, audit, dropped.get(name, DropCounts()), config.tokens.max_truncated_fraction),
+                *judge_remarks(name, sides[name].remarked, audit.num_pairs),
+            ]
+        )
     ]
     refuse_errors(name_rows(identity.train), findings)
     max_length = config.tokens.max_length or derive_max_length(max(audit.length_max for audit in audits.values()))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from recipes_lib.data.remarks import Remark
 
 Message = Mapping[str, Any]
 """A chat turn: ``role`` and ``content``, and whatever else the template reads (``tool_calls``, ``thinking``)."""
@@ -22,6 +24,7 @@ class Row:
         index: 1-based line for line-based files, 0-based row otherwise.
         index_name: ``line`` or ``row``.
         messages: The chat. For ``prompt``/``completion`` and preference rows in chat form: prompt then (chosen) answer.
+        untrained: Numbers of the messages that are marked not to be trained on, whatever ``loss_on`` says.
         num_prompt_messages: How many leading messages are the prompt, when the layout says so.
         tools: Tool schemas that the chat template reads.
         prompt: Plain prompt.
@@ -36,6 +39,7 @@ class Row:
     index: int
     index_name: str = "row"
     messages: Sequence[Message] | None = None
+    untrained: Collection[int] = frozenset()
     num_prompt_messages: int | None = None
     tools: Sequence[Any] | None = None
     prompt: str | None = None
@@ -58,7 +62,9 @@ class EncodedRow:
     Attributes:
         input_ids: ``uint32 (T,)``.
         loss_mask: ``bool (T,)``; True where the token is trained on. Position 0 is never a target, whatever it says.
+        remarks: What an audit should tell of it.
     """
 
     input_ids: npt.NDArray[np.uint32]
     loss_mask: npt.NDArray[np.bool_]
+    remarks: Collection[Remark] = ()

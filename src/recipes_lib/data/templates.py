@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
@@ -26,7 +27,9 @@ TEMPLATE_DATE: Final = datetime.datetime(2025, 1, 1)
 NOBODY: Final = -1
 """Message index of text that no message wrote: preambles, tool schemas, what follows the loop."""
 
-_REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
+REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
+"""Names under which messages hold reasoning, the first that has a value counting."""
+
 _TRACE: Final = "recipes_lib_trace"
 
 
@@ -50,16 +53,27 @@ class Rendered:
         text: What ``apply_chat_template(tokenize=False)`` gives.
         turns: Non-empty stretches that messages wrote, in order; a message may have several.
         generated: The ``{% generation %}`` blocks, in order.
+        asks: Whether it was rendered with ``add_generation_prompt``.
     """
 
     text: str
     turns: list[Span]
     generated: list[Span]
+    asks: bool
+
+    @property
+    def body(self) -> str:
+        """The text to the end of the last turn; all of it when no message wrote any."""
+        return self.text[: self.turns[-1].end] if self.turns else self.text
 
     @property
     def tail(self) -> str:
-        """The text after the last turn: a final EOS, or the generation prompt."""
-        return self.text[self.turns[-1].end :] if self.turns else ""
+        """The text after ``body``: a final EOS, or the generation prompt."""
+        return self.text[len(self.body) :]
+
+    def turn(self, message: int) -> str:
+        """What a message wrote."""
+        return "".join([self.text[start:end] for number, start, end in self.turns if number == message])
 
 
 class ChatTemplate:
@@ -70,7 +84,6 @@ class ChatTemplate:
         variables: Special tokens by name, as the tokenizer's ``special_tokens_map``.
 
     Attributes:
-        has_generation_prompt: Whether the template heeds ``add_generation_prompt``.
         marks_generation: Whether it has ``{% generation %}`` blocks.
         reads_clock: Whether it may write today's date; it reads ``TEMPLATE_DATE`` here.
 
@@ -86,11 +99,21 @@ class ChatTemplate:
             raise TemplateError(f"line {error.lineno}: {error.message}") from error
         tree = environment.parse(source)
         names = {name.name for name in tree.find_all(nodes.Name)}
-        self.has_generation_prompt = "add_generation_prompt" in names
         self.reads_clock = "strftime_now" in names
         self.marks_generation = any(_is_generation(block) for block in tree.find_all(nodes.CallBlock))
+        self._reads_flag = "add_generation_prompt" in names
         self._constant_prompt = _constant_generation_prompt(tree)
         self._template = _weave(tree, environment)
+
+    @cached_property
+    def has_generation_prompt(self) -> bool:
+        """Whether the template heeds ``add_generation_prompt``."""
+        if not self._reads_flag or self._constant_prompt is not None:
+            return bool(self._constant_prompt)
+        try:
+            return self.generation_prompt([{"role": "user", "content": ""}]) != ""
+        except TemplateError:
+            return True  # It takes other chats than this one.
 
     def render(
         self,
@@ -118,7 +141,7 @@ class ChatTemplate:
                 trace.pieces.append(piece)
         except Exception as error:  # Foreign code met the user's data: whatever it raises is about this row.
             raise TemplateError(str(error) or type(error).__name__) from error
-        return trace.rendered()
+        return trace.rendered(add_generation_prompt)
 
     def generation_prompt(
         self,
@@ -126,15 +149,25 @@ class ChatTemplate:
         *,
         tools: Sequence[Any] | None = None,
         variables: Mapping[str, Any] | None = None,
-    ) -> str:
+    ) -> str | None:
         """The text that asks for the turn after ``messages``; empty when the template writes none.
+
+        Some templates write it after the last turn, some at the end of that turn: there it is what the turn with the
+        prompt has, and without it has not. ``None`` when the two turns differ otherwise, so that this cannot be told.
 
         Raises:
             TemplateError: As ``render``.
         """
         if self._constant_prompt is not None:
             return self._constant_prompt
-        return self.render(messages, tools=tools, variables=variables, add_generation_prompt=True).tail
+        asking = self.render(messages, tools=tools, variables=variables, add_generation_prompt=True)
+        if asking.tail.strip():
+            return asking.tail
+        silent = self.render(messages, tools=tools, variables=variables)
+        if asking.text == silent.text:
+            return ""
+        said, asked = silent.body, asking.body
+        return asked.removeprefix(said) + asking.tail if asked.startswith(said) else None
 
 
 class _Trace:
@@ -173,7 +206,7 @@ class _Trace:
     def end_generation(self) -> None:
         self._blocks.append((self._changes[-1][1], self._open_block, len(self.pieces)))
 
-    def rendered(self) -> Rendered:
+    def rendered(self, asks: bool) -> Rendered:
         at = list(accumulate(map(len, self.pieces), initial=0))
         turns: list[Span] = []
         for (first, message), (last, _) in pairwise([*self._changes, (len(self.pieces), NOBODY)]):
@@ -184,7 +217,7 @@ class _Trace:
                 start = turns.pop().start  # A scan over other messages that wrote nothing does not end a turn.
             turns.append(Span(message, start, end))
         generated = [Span(message, at[start], at[end]) for message, start, end in self._blocks]
-        return Rendered("".join(self.pieces), turns, generated)
+        return Rendered("".join(self.pieces), turns, generated, asks)
 
     def _switch(self, message: int) -> None:
         if message != self._changes[-1][1]:
@@ -271,8 +304,10 @@ def _constant_generation_prompt(tree: nodes.Template) -> str | None:
 
 def _canonical(message: Message) -> dict[str, Any]:
     """A message as ``apply_chat_template`` hands it on: no keys without a value, reasoning under each of its names."""
+    if len(message) == 2 and message.get("content") is not None:
+        return dict(message)  # Most are so: a role and a content.
     present = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((present[key] for key in _REASONING_KEYS if key in present), None)
+    reasoning = next((present[key] for key in REASONING_KEYS if key in present), None)
     return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}
 
 
