@@ -59,7 +59,7 @@ def main(config: RecipeConfig) -> None:
             args=args,
             objective=objective,
             adapter=config.adapter,
-            train_dataset=UnfinishedAnswers(data.train, share=config.preference.unfinished_share, seed=args.seed),
+            train_dataset=UnfinishedAnswers(data.train, tokenizer, config.preference.unfinished_share, args.seed),
             eval_dataset=data.eval,
             data_collator=collate,
             processing_class=tokenizer,

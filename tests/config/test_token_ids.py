@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from recipes_lib.config.token_ids import count_ids
+from recipes_lib.config.token_ids import count_before_end, count_ids, find_end_tokens
 
 
 @pytest.mark.parametrize(("ids", "expected"), [([], 0), ([0, 1, 2], 3), ([7, 0, 2], 8)])
@@ -17,3 +18,25 @@ def test_there_is_room_for_every_id_and_for_no_more(ids: list[int], expected: in
 def test_added_tokens_count(tiny_tokenizer) -> None:
     ids = [*tiny_tokenizer.get_vocab().values(), *tiny_tokenizer.added_tokens_decoder]
     assert count_ids(tiny_tokenizer) == max(ids) + 1
+
+
+def test_end_tokens_are_the_special_ones(tiny_tokenizer) -> None:
+    ids = set(tiny_tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]))
+    assert find_end_tokens(tiny_tokenizer) == ids
+
+
+@pytest.mark.parametrize(
+    ("answer", "before"),
+    [
+        ([1, 2, 7], 2),
+        ([1, 2, 7, 5], 2),
+        ([7, 1, 2, 3, 7], 4),
+        # A special token may begin a short answer too.
+        ([9, 1, 7], 2),
+        ([9, 1, 7, 5], 2),
+        ([1, 2], 1),
+        ([7], 0),
+    ],
+)
+def test_what_stands_before_the_end_of_an_answer_is_counted(answer: list[int], before: int) -> None:
+    assert count_before_end(np.array(answer), {7, 9}) == before

@@ -11,7 +11,6 @@ from recipes_lib.data.encoding import (
     build_encoder,
     encode_chunk,
     encode_mixture,
-    find_end_tokens,
     name_rows,
     split_chunks,
 )
@@ -98,11 +97,6 @@ def test_a_row_without_tokens_is_refused_by_its_place():
 
     with pytest.raises(DataError, match="data row 5: the row gives no token"):
         encode_chunk(Silent(), [Row(source="data", index=5, text="x")], 0)
-
-
-def test_end_tokens_are_the_special_ones(tiny_tokenizer):
-    ids = set(tiny_tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]))
-    assert find_end_tokens(tiny_tokenizer) == ids
 
 
 def test_rows_before_a_broken_one_are_not_lost_with_it():

@@ -1,11 +1,14 @@
 """Some rejected answers are the chosen ones before their end: which, how many, and that nothing else changes."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from recipes_lib.data.unfinished import UnfinishedAnswers
 
 END = 7
+TOKENIZER = SimpleNamespace(added_tokens_decoder={}, eos_token_id=END)
 
 
 def make_pairs(num, length=6, **columns):
@@ -27,7 +30,7 @@ def find_drawn(pairs, unfinished):
 @pytest.mark.parametrize("share", [0.1, 0.5])
 def test_as_many_pairs_are_drawn_as_were_asked_for_and_half_of_them_lack_their_end_token_alone(share):
     pairs = make_pairs(4000)
-    unfinished = UnfinishedAnswers(pairs, share=share, seed=0)
+    unfinished = UnfinishedAnswers(pairs, TOKENIZER, share, 0)
     drawn = find_drawn(pairs, unfinished)
     assert len(drawn) == pytest.approx(4000 * share, abs=4 * np.sqrt(4000 * share * (1 - share)))
     cuts = np.array([len(unfinished[n]["rejected_ids"]) for n in drawn])
@@ -38,7 +41,7 @@ def test_as_many_pairs_are_drawn_as_were_asked_for_and_half_of_them_lack_their_e
 
 def test_a_drawn_answer_is_the_beginning_of_the_chosen_one_without_its_end():
     pairs = make_pairs(100, margin=2.0)
-    for pair, other in zip(pairs, UnfinishedAnswers(pairs, share=1.0, seed=0), strict=True):
+    for pair, other in zip(pairs, UnfinishedAnswers(pairs, TOKENIZER, 1.0, 0), strict=True):
         rejected = other["rejected_ids"]
         np.testing.assert_array_equal(rejected, pair["chosen_ids"][: len(rejected)])
         assert END not in rejected
@@ -47,9 +50,17 @@ def test_a_drawn_answer_is_the_beginning_of_the_chosen_one_without_its_end():
         assert other["margin"] == 0
 
 
+def test_a_line_break_that_a_template_writes_behind_the_end_is_taken_off_with_it():
+    pairs = make_pairs(100)
+    longer = [{**pair, "chosen_ids": np.append(pair["chosen_ids"], np.uint32(5))} for pair in pairs]
+    plain, cut = (UnfinishedAnswers(some, TOKENIZER, 1.0, 0) for some in (pairs, longer))
+    for one, other in zip(plain, cut, strict=True):
+        np.testing.assert_array_equal(one["rejected_ids"], other["rejected_ids"])
+
+
 def test_what_is_drawn_follows_from_the_seed_and_the_number_of_the_pair():
     pairs = make_pairs(200)
-    ours, again, other = (UnfinishedAnswers(pairs, share=0.5, seed=seed) for seed in (0, 0, 1))
+    ours, again, other = (UnfinishedAnswers(pairs, TOKENIZER, 0.5, seed) for seed in (0, 0, 1))
     backwards = {n: len(ours[n]["rejected_ids"]) for n in reversed(range(200))}
     assert [backwards[n] for n in range(200)] == [len(pair["rejected_ids"]) for pair in again]
     assert find_drawn(pairs, ours) != find_drawn(pairs, other)
@@ -57,5 +68,5 @@ def test_what_is_drawn_follows_from_the_seed_and_the_number_of_the_pair():
 
 def test_no_share_and_answers_of_one_token_are_left_alone():
     pairs, ends = make_pairs(50), make_pairs(50, length=0)
-    assert not find_drawn(pairs, UnfinishedAnswers(pairs, share=0.0, seed=0))
-    assert not find_drawn(ends, UnfinishedAnswers(ends, share=1.0, seed=0))
+    assert not find_drawn(pairs, UnfinishedAnswers(pairs, TOKENIZER, 0.0, 0))
+    assert not find_drawn(ends, UnfinishedAnswers(ends, TOKENIZER, 1.0, 0))

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recipes_lib.config.schema import TokensConfig
+from recipes_lib.config.token_ids import NUM_OF_END
 from recipes_lib.data.packing import Bins, Examples, LengthCounts, choose_bins, fit_to_length
 from recipes_lib.data.remarks import Remark, Remarked
 from recipes_lib.errors import DataError, Problem
@@ -118,8 +119,6 @@ def pack_split(
         bins,
         end_token_ids,
         num_duplicates,
-        # A template may write a line break behind the end token, and `all` trains on it.
-        num_last_targets=3 if tokens.loss_on == "all" else 1,
     )
     findings = [
         *judge(split, audit, cut, tokens.max_truncated_fraction),
@@ -140,7 +139,6 @@ def compute_split_audit(
     bins: Bins,
     end_token_ids: Collection[int],
     num_duplicates: int,
-    num_last_targets: int = 1,
 ) -> SplitAudit:
     """Counts one split.
 
@@ -150,11 +148,12 @@ def compute_split_audit(
         bins: How those are packed.
         end_token_ids: Ids that end an answer.
         num_duplicates: Rows that say what an earlier one says.
-        num_last_targets: Among how many of a row's last targets the end token may stand.
     """
     num_targets = examples.num_targets
-    last_targets = _last_targets(examples, num_targets, num_last_targets)
+    last_targets = _last_targets(examples, num_targets)
     is_end = np.isin(last_targets, list(end_token_ids))
+    # Of each row the one behind which there is no other.
+    ends = np.take_along_axis(last_targets, is_end.argmax(axis=0)[None], axis=0)[0][is_end.any(axis=0)]
     p5, p50, p95, longest = np.percentile(examples.lengths, [5, 50, 95, 100], method="nearest").tolist()
     return SplitAudit(
         num_rows=len(examples),
@@ -162,7 +161,7 @@ def compute_split_audit(
         num_duplicates=num_duplicates,
         num_tokens=len(examples.input_ids),
         stop_fraction=float(is_end.any(axis=0).mean()) if is_end.size else 0.0,
-        terminators=np.unique(last_targets[is_end]).tolist(),
+        terminators=np.unique(ends).tolist(),
         length_p5=p5,
         length_p50=p50,
         length_p95=p95,
@@ -264,11 +263,11 @@ def _judge_duplicates(split: str, audit: SplitAudit) -> Finding:
     return Finding("warning" if audit.num_duplicates else "ok", found)
 
 
-def _last_targets(examples: Examples, num_targets: npt.NDArray[np.int64], depth: int) -> npt.NDArray[np.uint32]:
-    """Ids of the last targets of every row that has one, ``(depth, rows)``; a short row repeats its first."""
+def _last_targets(examples: Examples, num_targets: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
+    """Ids of the last targets of every row that has one, ``(NUM_OF_END, rows)``; a short row repeats its first."""
     num_targets = num_targets[num_targets > 0]
     # With targets in order, the last stands right before the first one of the next row that has any.
     ends = np.cumsum(num_targets)
-    at = np.maximum(ends[None] - 1 - np.arange(depth)[:, None], (ends - num_targets)[None])
+    at = np.maximum(ends[None] - 1 - np.arange(NUM_OF_END)[:, None], (ends - num_targets)[None])
     last: npt.NDArray[np.uint32] = examples.input_ids[np.flatnonzero(examples.loss_mask)[at]]
     return last

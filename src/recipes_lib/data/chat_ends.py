@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Final
 
 from recipes_lib.errors import DataError, Problem
 
-_EXCERPT = 20
+_EXCERPT: Final = 20
 
 
 def refuse_inner_ends(where: str, who: str, said: Iterable[str], turn: str, ends: Collection[str]) -> None:

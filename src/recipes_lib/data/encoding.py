@@ -98,12 +98,6 @@ def build_encoder(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> R
     return RowEncoder(tokenizer, loss_on=tokens.loss_on, chat_template=template, eos_token=tokens.eos_token)
 
 
-def find_end_tokens(tokenizer: PreTrainedTokenizerBase) -> Collection[int]:
-    """Ids, one of which must end every answer and be trained on."""
-    special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return special if tokenizer.eos_token_id is None else special | {tokenizer.eos_token_id}
-
-
 def split_chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
     """Rows by ``ROWS_PER_CHUNK``, the last chunk shorter; an error of reading comes after the rows that were read."""
     chunk: list[Row] = []

@@ -18,13 +18,13 @@ from rich.table import Table
 from recipes_lib.config.loader import parse_command
 from recipes_lib.config.paths import expand_home
 from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.config.token_ids import find_end_tokens
 from recipes_lib.data.audit import SplitAudit, describe_overlong, pack_split, refuse_errors
 from recipes_lib.data.encoding import (
     EncodedMixture,
     TokenizerLoader,
     build_encoder,
     encode_mixture,
-    find_end_tokens,
     name_rows,
     read_seed,
 )

@@ -11,8 +11,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.config.schema import DataConfig, RecipeConfig
+from recipes_lib.config.token_ids import count_before_end, find_end_tokens
 from recipes_lib.data.chat import RowEncoder
-from recipes_lib.data.encoding import build_encoder, find_end_tokens, read_seed
+from recipes_lib.data.encoding import build_encoder, read_seed
 from recipes_lib.data.format_messages import RowError, check_text, clean_messages
 from recipes_lib.data.formats import canonicalize, detect_format
 from recipes_lib.data.rows import Message, Row
@@ -194,8 +195,7 @@ def _encode(
 def _find_terminators(rows: Sequence[Row], encoder: RowEncoder, end_tokens: Collection[int]) -> list[int]:
     """What ends answers to such prompts when they are trained on; of plain texts nothing: they end as text does.
 
-    Rows with tools may have a template of their own, so one row of each kind is asked. Behind the end token a template
-    may train on a line break besides, which ends nothing.
+    Rows with tools may have a template of their own, so one row of each kind is asked.
     """
     answered: dict[bool, Row] = {}
     for row in rows:
@@ -203,8 +203,8 @@ def _find_terminators(rows: Sequence[Row], encoder: RowEncoder, end_tokens: Coll
             messages = [*row.messages, {"role": "assistant", "content": "a"}]
             answered[bool(row.tools)] = dataclasses.replace(row, messages=messages)
     encoded = encoder.encode(list(answered.values()))
-    targets = [row.input_ids[np.flatnonzero(row.loss_mask)] for row in encoded]
-    return sorted({int(ids[np.isin(ids, list(end_tokens))][-1]) for ids in targets})
+    answers = [row.input_ids[row.loss_mask] for row in encoded]
+    return sorted({int(ids[count_before_end(ids, end_tokens)]) for ids in answers})
 
 
 def _name(rows: Sequence[tuple[Row, Any]]) -> Callable[[int], str]:

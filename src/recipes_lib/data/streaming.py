@@ -12,12 +12,12 @@ from datasets.iterable_dataset import ExamplesIterable
 from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.config.token_ids import find_end_tokens
 from recipes_lib.data.audit import PackedSplit, describe_overlong, pack_split, refuse_errors
 from recipes_lib.data.encoding import (
     ROWS_PER_CHUNK,
     build_encoder,
     encode_chunk,
-    find_end_tokens,
     name_rows,
     read_seed,
     split_chunks,

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
+from recipes_lib.config.token_ids import count_before_end, find_end_tokens
 from recipes_lib.models.scoring import RewardModel
 from recipes_lib.report.reward_report import EOS_DROPPED, HeldOutScores
 
@@ -86,8 +87,10 @@ def _alter_chosen(
     """Chosen answers behind their prompts, altered; but for the first kind they end as they did."""
     altered: dict[str, list[TokenIds | None]] = {}
     gap = _encode(tokenizer, _WHITE_SPACE)
+    end_tokens = find_end_tokens(tokenizer)
     for prompt, answer, _ in parts:
-        text, end = answer[:-1], answer[-1:]
+        at = count_before_end(np.asarray(answer), end_tokens)
+        text, end = answer[:at], answer[at:]
         *_, sentence = _SENTENCE_GAP.split(str(tokenizer.decode(text.tolist(), skip_special_tokens=True)).strip())
         for name, changed in (
             (EOS_DROPPED, [text]),
