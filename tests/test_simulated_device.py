@@ -27,7 +27,6 @@ TAKEN = {
 }
 
 
-@pytest.mark.multiprocess
 def test_it_takes_and_refuses_what_a_gpu_does() -> None:
     run_forked("tests.test_simulated_device", num_processes=None)
 

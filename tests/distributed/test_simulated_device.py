@@ -22,7 +22,6 @@ from tests.distributed.matrix import LAYOUTS, list_cells
 from tests.rl import keys_task
 from tests.simulated_device import SIMULATED
 
-pytestmark = pytest.mark.multiprocess
 FAST = ("sft packed", "dpo adapter stored", "distill on policy")
 OF_ANSWERS = {"max_steps": 4, "num_sample_prompts": 2, "save_strategy": "steps", "save_steps": 2}
 
@@ -63,6 +62,7 @@ def test_what_learns_from_its_own_answers_learns_the_same(tmp_path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.multiprocess
 def test_stages_of_a_pipeline_have_the_numbers_of_one_process(inputs, tmp_path) -> None:
     schedules = pipelines.CELLS
     sharding.run_jobs({cell: pipelines.build_job(inputs, cell) for cell in schedules}, tmp_path / "cpu")
@@ -72,6 +72,7 @@ def test_stages_of_a_pipeline_have_the_numbers_of_one_process(inputs, tmp_path) 
         verify_equal(tmp_path / "cpu" / cell, tmp_path / "device" / cell)
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "layout",
     [
