@@ -17,8 +17,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    Qwen2Config,
-    Qwen2ForSequenceClassification,
+    MistralConfig,
+    MistralForSequenceClassification,
 )
 
 SHORT: dict[str, Any] = {
@@ -101,9 +101,9 @@ def write_other_reward_model(policy: Path, folder: Path) -> Path:
     """Write a reward model that reads the policy's tokens and is of another architecture."""
     torch.manual_seed(1)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = Qwen2Config(vocab_size=keys_task.VOCABULARY, num_key_value_heads=2, num_labels=1, **sizes)
+    config = MistralConfig(vocab_size=keys_task.VOCABULARY, num_key_value_heads=2, num_labels=1, **sizes)
     config.pad_token_id, config.reward_mean, config.reward_std = keys_task.PAD, 0.1, 0.5
-    Qwen2ForSequenceClassification(config).save_pretrained(folder)
+    MistralForSequenceClassification(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(policy).save_pretrained(folder)
     return folder
 

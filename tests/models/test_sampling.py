@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from recipes_lib.models.sampling import (
     mask_answers,
     read_continuation,
 )
-from recipes_lib.rl.rollout import Rollout, compute_response_logps, lay_out
+from recipes_lib.rl.rollout import compute_response_logps, lay_out
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
 STOPS = [3, 4, 5, 6, 7]
@@ -43,16 +44,9 @@ def measure_gap(policy, prompts: list[list[int]], generated: Generated, temperat
     for row, prompt in zip(empty.prompts, prompts, strict=True):
         row.input_ids[:] = prompt
     nothing = torch.zeros(mask.shape)
-    rollout = Rollout(
-        empty.prompts,
-        empty.numbers,
-        generated.response_ids * mask,
-        mask,
-        finished,
-        empty.scores,
-        empty.rewards,
-        *[nothing] * 4,
-    )
+    given = {"response_ids": generated.response_ids * mask, "mask": mask, "finished": finished}
+    by_token = dict.fromkeys(("engine_logps", "logps", "ref_logps", "values"), nothing)
+    rollout = dataclasses.replace(empty, **given, **by_token)
     add_loss_head(policy.get_base_model() if hasattr(policy, "get_base_model") else policy)
     with torch.no_grad(), precision or contextlib.nullcontext():
         logps, _ = compute_response_logps(policy, lay_out(rollout, CPU), temperature=temperature)

@@ -168,8 +168,12 @@ class RewardModel:
             overlong: What becomes of a row that is longer than the model's positions.
 
         Raises:
-            DataError: Rows are too long, and ``overlong`` is ``error``; all of them.
+            DataError: Rows are empty; or too long, and ``overlong`` is ``error``; all of them.
         """
+        if empty := [index for index, row in enumerate(rows) if not len(row)]:
+            found = "the reward model's tokenizer makes no token of it"
+            remedy = "see that its tokenizer is the one that it was trained with"
+            raise DataError(*(Problem(name_answer(at, where), found, remedy) for at in empty))
         limit = read_positions(self.model.config)
         too_long = [index for index, row in enumerate(rows) if len(row) > limit]
         if too_long and overlong == "error":
