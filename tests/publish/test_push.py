@@ -80,7 +80,8 @@ def test_whatever_fails_in_passing_the_commit_is_there_once(hub, model, publish,
     assert [each.oid for each in pushed] == [commit]
     assert pushed[0].files == first.files | contents
     assert hub.repositories["me/mine"].tags == {"step-4": commit}
-    assert publish.count.num_failed == hub.num_faults == len(KINDS)
+    # A connection that was cut may fail the next request on it, too.
+    assert publish.count.num_failed >= hub.num_faults == len(KINDS)
 
 
 @pytest.mark.parametrize(
