@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     BloomConfig,
     FalconConfig,
     Gemma2Config,
@@ -35,11 +36,13 @@ from transformers import (
     TrainingArguments,
 )
 
-from recipes_lib.config.schema import ModelConfig
+from recipes_lib.config.schema import AdapterConfig, ModelConfig
 from recipes_lib.errors import ConfigError
+from recipes_lib.models.adapters import add_adapter
 from recipes_lib.models.attention import LAYOUTS, AttentionChoice, choose_attention, choose_kernel, prove_isolation
 from recipes_lib.models.context_parallel import ContextShare
 from recipes_lib.models.loading import load_model_config
+from recipes_lib.models.score_head import add_score_head
 from recipes_lib.models.varlen import register_varlen
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -169,6 +172,42 @@ def test_a_cache_or_a_mask_of_ones_leaks_and_is_found() -> None:
         model.forward = leaking
         with pytest.raises(ConfigError, match="does not keep its logits"):
             prove_isolation(model, "rows")
+
+
+def make_scorer(kernel: str) -> Any:
+    register_varlen()
+    torch.manual_seed(0)
+    config = copy.deepcopy(CONFIGS["llama"])
+    config.num_labels = 1
+    model = AutoModelForSequenceClassification.from_config(config, attn_implementation=kernel)
+    add_score_head(model)
+    return model.eval()
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "eager", "varlen"])
+@pytest.mark.parametrize("is_adapted", [False, True])
+def test_a_reward_model_is_proved_by_what_every_token_gets(kernel: str, is_adapted: bool) -> None:
+    model = make_scorer(kernel)
+    if is_adapted:
+        model = add_adapter(model, AdapterConfig(use_peft=True), seed=0, task_type="SEQ_CLS")
+    prove_isolation(model, LAYOUTS[kernel])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "one_document"),
+    [
+        ("sdpa", {"position_ids": torch.arange(16)[None]}),
+        ("varlen", dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 16], dtype=torch.int32))),
+    ],
+)
+def test_a_reward_model_that_leaks_is_found_though_its_own_logits_are_of_one_token(
+    kernel: str, one_document: dict[str, Tensor]
+) -> None:
+    model = make_scorer(kernel)
+    plain = model.forward
+    model.forward = lambda **inputs: plain(**(inputs | (one_document if inputs["input_ids"].shape[1] == 16 else {})))
+    with pytest.raises(ConfigError, match="does not keep its hidden states beside another: one moves by"):
+        prove_isolation(model, LAYOUTS[kernel])
 
 
 def test_a_leak_too_small_to_see_against_the_document_alone_is_found() -> None:

@@ -5,12 +5,14 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from recipes_lib.models import evaluation
+from recipes_lib.errors import ConfigError
+from recipes_lib.models import evaluation, varlen
 from recipes_lib.models.attention import prove_isolation
-from recipes_lib.models.evaluation import evaluating, suited_to_kernel
+from recipes_lib.models.evaluation import evaluating, find_rounding, suited_to_kernel
 from recipes_lib.models.heads import add_loss_head, verify_loss_head
+from recipes_lib.models.shared_prompt import prove_shared_prompt
 
 
 def test_every_module_is_in_the_mode_it_was_in_after_an_error_too():
@@ -70,3 +72,52 @@ def test_where_flash_attention_runs_it_has_half_precision(flash_model, monkeypat
     flash_model.set_attn_implementation("sdpa")
     with suited_to_kernel(flash_model):
         assert len(contexts) == 1
+
+
+def test_on_gpus_varlen_has_half_precision_where_documents_share_rows_and_nowhere_else(flash_model, monkeypatch):
+    contexts = []
+    monkeypatch.setattr(torch, "autocast", lambda *given: contexts.append(given) or nullcontext())
+    flash_model.set_attn_implementation("varlen")
+    for device in ("cpu", "cuda"):
+        monkeypatch.setattr(evaluation, "find_device", lambda _, device=device: torch.device(device))
+        for is_packed in (False, True):
+            with suited_to_kernel(flash_model, is_packed=is_packed):
+                assert contexts == ([("cuda", torch.bfloat16)] if (device, is_packed) == ("cuda", True) else [])
+
+
+def test_what_is_rounded_is_the_coarser_of_products_and_sums():
+    whole, half = torch.ones(2), torch.ones(2, dtype=torch.bfloat16)
+    assert [find_rounding(whole), find_rounding(half)] == [2**-23, 2**-7]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [find_rounding(whole), find_rounding(half)] == [2**-7, 2**-7]
+    with torch.autocast("cpu", torch.float16):
+        assert [find_rounding(whole), find_rounding(half)] == [2**-10, 2**-7]
+
+
+@pytest.mark.parametrize("model_class", [AutoModelForCausalLM, AutoModelForSequenceClassification])
+def test_a_kernel_that_takes_halves_alone_proves_a_model_in_float32(tiny_model_dir, monkeypatch, model_class):
+    """As ``varlen`` is on GPUs, played on a CPU."""
+    attend, autocast = varlen._attend_by_document, torch.autocast
+
+    def attend_in_halves(states, settings):
+        if {state.dtype for state in states} != {torch.bfloat16}:
+            raise RuntimeError("the kernel takes halves")
+        return attend(states, settings)
+
+    monkeypatch.setattr(varlen, "_attend_by_document", attend_in_halves)
+    monkeypatch.setattr(evaluation, "find_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch, "autocast", lambda device_type, *given, **named: autocast("cpu", *given, **named))
+    varlen.register_varlen()
+    model = model_class.from_pretrained(tiny_model_dir, attn_implementation="varlen").eval()
+    assert prove_shared_prompt(model) is None
+    prove_isolation(model, "flat")
+    # What is more than a rounding is found all the same.
+    plain = model.forward
+
+    def join(**inputs):
+        return plain(**(inputs | {name: inputs[name][[0, -1]] for name in inputs if name.startswith("cu_seq_lens")}))
+
+    model.forward = join
+    assert "one moves by" in prove_shared_prompt(model)
+    with pytest.raises(ConfigError, match="beside another: one moves by"):
+        prove_isolation(model, "flat")

@@ -98,11 +98,14 @@ def test_plain_transformers_reads_the_same_scores(folder):
 
 def test_an_adapter_is_a_reward_model_too(tiny_model_dir, tmp_path):
     write_pairs(tmp_path / "pairs.jsonl")
-    done = run(tiny_model_dir, tmp_path, use_peft=True, lora_r=4)
+    done = run(tiny_model_dir, tmp_path, use_peft=True, lora_r=4, shared_prompt=False)
     assert done.returncode == 0, done.stderr
     assert "LOAD REPORT" not in done.stdout + done.stderr
     assert "Warning" not in done.stdout + done.stderr
     out = tmp_path / "out put"
+    # Where prompts are not shared, answers share rows all the same.
+    pairs = json.loads((out / "run.json").read_text())["pairs"]
+    assert pairs == {"implementation": "sdpa", "layout": "separate", "packing": True, "reason": ""}
     reward_model = RewardModel.load(out)
     base = AutoModelForSequenceClassification.from_pretrained(tiny_model_dir, num_labels=1)
     plain = PeftModel.from_pretrained(base, out).eval()

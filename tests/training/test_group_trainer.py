@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,15 +15,21 @@ from trl.trainer.utils import RepeatSampler
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.prompts import load_prompt_data
+from recipes_lib.errors import DivergedError
+from recipes_lib.models.adapters import read_adapter_state
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.planning.groups import plan_groups
+from recipes_lib.rl import groups
 from recipes_lib.rl.groups import build_group_trainer
 from recipes_lib.rl.rewards import load_rewards
 from recipes_lib.training.arguments import build_training_arguments
 from recipes_lib.training.group_trainer import TRAINERS
 from recipes_lib.training.launch import read_launch
+from recipes_lib.training.policy import load_policy
 from recipes_lib.training.run import start_run
 from recipes_lib.training.watchdog import TELLING, WATCHDOG
+
+TRAINABLE = SimpleNamespace(is_trainable=True, is_qat_trainable=False, is_compileable=False)
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +144,54 @@ def test_without_its_adapter_the_policy_is_the_reference_and_no_copy_is_left(bui
     moved = {name for name, value in trainer.model.named_parameters() if not torch.equal(value, before[name])}
     assert moved
     assert moved <= trained
+
+
+@pytest.mark.parametrize("stage", sorted(TRAINERS))
+def test_an_adapter_on_few_bits_is_trained_in_float32_though_trl_rounds_it(build, stage, monkeypatch):
+    """Few bits as TRL knows them, by the model's attributes; bitsandbytes need not be there."""
+
+    def load_quantised(*given):
+        policy = load_policy(*given)
+        vars(policy.get_base_model()).update(is_quantized=True, is_loaded_in_4bit=True, hf_quantizer=TRAINABLE)
+        return policy
+
+    monkeypatch.setattr(groups, "load_policy", load_quantised)
+    fresh = read_adapter_state(build(stage, "plain", use_peft=True)[0].model)
+    trainer = build(stage, use_peft=True)[0]
+    assert trainer.model.is_loaded_in_4bit
+    state = read_adapter_state(trainer.model)
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    assert all(torch.equal(state[name], tensor) for name, tensor in fresh.items())
+
+
+def test_an_adapter_is_checked_as_in_other_stages(build, capsys):
+    trainer, _, _, _ = build("grpo", max_steps=4, use_peft=True, learning_rate=1e-3)
+    trainer.train()
+    told = capsys.readouterr().err
+    for line in (
+        "it changes no logit before",
+        "all 21 frozen tensors stand still",
+        "all 28 trained tensors have a grad",
+    ):
+        assert told.count(f"adapter: {line}") == 1
+
+
+def test_a_part_of_an_adapter_that_learns_nothing_stops_the_run(build):
+    trainer, _, _, _ = build("grpo", max_steps=4, use_peft=True)
+    name, part = next((name, part) for name, part in trainer.model.named_parameters() if ".lora_B." in name)
+    part.register_hook(torch.zeros_like)
+    with pytest.raises(DivergedError, match=rf"1 of 28 trained tensors would learn nothing: {re.escape(name)}"):
+        trainer.train()
+
+
+def test_answers_that_are_worth_the_same_teach_nothing_and_say_nothing_of_the_adapter(build, capsys):
+    trainer, _, _, _ = build("grpo", max_steps=2, use_peft=True)
+    trainer.reward_funcs[0] = lambda **given: [1.0] * len(given["prompts"])
+    trainer.train()
+    assert trainer.state.global_step == 2
+    told = capsys.readouterr().err
+    assert "grad 0 " in told
+    assert "tensors have a gradient" not in told
 
 
 def test_dropout_is_off_where_log_probabilities_are_compared(build):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import torch
 from tests.training.pairs import Setting, build_config, make_pairs, with_preference
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     BloomConfig,
     GPT2Config,
@@ -21,6 +23,7 @@ from transformers import (
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.models import attention as kernels
+from recipes_lib.models.score_head import add_score_head
 from recipes_lib.models.varlen import register_varlen
 from recipes_lib.training import pair_attention
 from recipes_lib.training.pair_attention import (
@@ -169,8 +172,26 @@ def test_parts_in_one_row_that_leak_fall_back_to_documents_in_one_row(tmp_path, 
 
 def test_a_flat_batch_that_leaks_has_nothing_to_fall_back_to(tmp_path, model, monkeypatch):
     let_attention_see_everything(monkeypatch)
-    with pytest.raises(ConfigError, match="packing"):
+    with pytest.raises(ConfigError) as refusal:
         prove_pair_attention(configure(tmp_path), PairAttention("sdpa", "flat"), model)
+    # Pairs have no key `packing`.
+    assert re.fullmatch(
+        r"attn_implementation: a document does not keep its logits beside another: one moves by \S+\n"
+        r" +use sdpa or eager",
+        str(refusal.value),
+    )
+
+
+@pytest.mark.parametrize(("kernel", "layout"), [("sdpa", "separate"), ("eager", "separate"), ("varlen", "flat")])
+def test_the_answers_of_a_reward_model_share_rows_where_prompts_are_not_shared(tmp_path, kernel, layout):
+    register_varlen()
+    model = AutoModelForSequenceClassification.from_config(
+        LlamaConfig(**SMALL, num_labels=1), attn_implementation=kernel
+    )
+    add_score_head(model)
+    chosen = choose(tmp_path, LLAMA, shared_prompt=False, kernel=kernel)
+    assert chosen == PairAttention(kernel, layout, packing=True, reason="")
+    assert prove_pair_attention(configure(tmp_path, shared_prompt=False), chosen, model) == chosen
 
 
 def test_a_layout_chosen_for_another_model_is_looked_at_anew(tmp_path):

@@ -16,7 +16,8 @@ from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.context_parallel import ContextShare, register_context, verify_can_share_rows
 from recipes_lib.models.devices import find_device
-from recipes_lib.models.evaluation import suited_to_kernel
+from recipes_lib.models.evaluation import find_rounding, suited_to_kernel
+from recipes_lib.models.score_head import HEAD
 from recipes_lib.models.varlen import register_varlen
 
 Layout = Literal["rows", "flat"]
@@ -179,8 +180,9 @@ def _is_supported(name: str, config: PreTrainedConfig) -> bool:
 def prove_isolation(model: Any, layout: Layout) -> None:
     """Run two packed documents through the model itself and show that neither sees the other.
 
-    Each must have the logits that it has alone, and changing one must leave the other's as they were. A few forward
-    passes over sixteen tokens; when the weights are sharded every process must call.
+    Each must have the logits that it has alone, and changing one must leave the other's as they were; of a reward
+    model, whose logits are those of one token, the hidden states. A few forward passes over sixteen tokens; when the
+    weights are sharded every process must call.
 
     Args:
         model: The model as it will be trained; mode and random state are left alone.
@@ -198,39 +200,38 @@ def prove_isolation(model: Any, layout: Layout) -> None:
     was_training = model.training
     model.eval()
     try:
-        with suited_to_kernel(model):
-            together = _packed_logits(model, documents, layout)
-            alone = [_packed_logits(model, [document], layout)[0] for document in documents]
+        with suited_to_kernel(model, is_packed=True):
+            together = _run_packed(model, documents, layout)
+            alone = [_run_packed(model, [document], layout)[0] for document in documents]
             beside_another = [
-                _packed_logits(model, [documents[0], changed[1]], layout)[0],
-                _packed_logits(model, [changed[0], documents[1]], layout)[1],
+                _run_packed(model, [documents[0], changed[1]], layout)[0],
+                _run_packed(model, [changed[0], documents[1]], layout)[1],
             ]
+            eps = find_rounding(alone[0])
     except (RuntimeError, TypeError, ValueError) as error:
         remedy = "set packing: false, or another attn_implementation"
         raise ConfigError(Problem("packing", f"this model fails on a packed batch: {error}", remedy)) from error
     finally:
         model.train(was_training)
-    eps, scale = torch.finfo(alone[0].dtype).eps, max(logits.abs().max().item() for logits in alone)
+    scale = max(states.abs().max().item() for states in alone)
     # Alone, other kernels and shapes may run; beside another document, nothing differs but that document, and only
     # mixtures of experts move by a rounding, when it is routed elsewhere.
     for others, tolerance in ((alone, scale * max(1e-4, 4 * eps)), (beside_another, scale * 4 * eps)):
-        differences = [(logits - other).abs().max().item() for logits, other in zip(together, others, strict=True)]
-        if not max(differences) <= tolerance:
-            raise ConfigError(
-                Problem(
-                    "packing",
-                    f"a document does not keep its logits beside another: one moves by {max(differences):.2g}",
-                    "set packing: false, or another attn_implementation",
-                )
-            )
+        difference = max((one - other).abs().max().item() for one, other in zip(together, others, strict=True))
+        if not difference <= tolerance:
+            kept = "hidden states" if _is_scorer(model) else "logits"
+            found = f"a document does not keep its {kept} beside another: one moves by {difference:.2g}"
+            raise ConfigError(Problem("packing", found, "set packing: false, or another attn_implementation"))
 
 
-def _packed_logits(model: Any, documents: Sequence[Tensor], layout: Layout) -> list[Tensor]:
-    """Logits ``(T, V)`` of each document, all in one row."""
+def _is_scorer(model: Any) -> bool:
+    return hasattr(model, HEAD)
+
+
+def _run_packed(model: Any, documents: Sequence[Tensor], layout: Layout) -> list[Tensor]:
+    """Logits ``(T, V)`` of each document, all in one row; of a reward model, hidden states ``(T, H)``."""
     lengths = [len(document) for document in documents]
     device = documents[0].device
-    # The kernels for flat batches multiply on a GPU in half precision only.
-    precision = torch.autocast(device.type, torch.bfloat16, enabled=layout == "flat" and device.type == "cuda")
     inputs: dict[str, Any] = {
         "input_ids": torch.cat(list(documents))[None] % model.config.get_text_config().vocab_size,
         "position_ids": torch.cat([torch.arange(length, device=device) for length in lengths])[None],
@@ -239,5 +240,8 @@ def _packed_logits(model: Any, documents: Sequence[Tensor], layout: Layout) -> l
         bounds = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
         inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
         inputs |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
-    with precision:
-        return list(model(**inputs, use_cache=False).logits[0].split(lengths))
+    if _is_scorer(model):
+        states = model(**inputs, use_cache=False, output_hidden_states=True).hidden_states[-1]
+    else:
+        states = model(**inputs, use_cache=False).logits
+    return list(states[0].split(lengths))

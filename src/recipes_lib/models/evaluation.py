@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from recipes_lib.models.devices import find_device
 from recipes_lib.models.varlen import register_varlen
@@ -32,24 +32,27 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def suited_to_kernel(model: Any) -> Iterator[None]:
+def suited_to_kernel(model: Any, *, is_packed: bool = False) -> Iterator[None]:
     """Have forward passes that no trainer has prepared run, whatever the kernel of the model.
 
     flash-attention multiplies in half precision only, so that products are in ``bfloat16``; and on GPUs only. While
-    weights wait on the host, as they do until they are sharded, ``varlen`` computes the same from the same batches.
+    weights wait on the host, as they do until they are sharded, ``varlen`` computes the same from the same batches. On
+    GPUs ``varlen`` too takes documents that share a row in half precision only; all else it computes as ``sdpa`` does.
 
     Args:
         model: Of transformers or PEFT.
+        is_packed: Whether documents share rows.
 
     Source: ``tests/models/test_evaluation.py``.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     kernel, device = str(inner.config.get_text_config()._attn_implementation), find_device(model)
-    if not kernel.startswith("flash_attention"):
-        yield
-    elif device.type != "cpu":
+    is_flash = kernel.startswith("flash_attention")
+    if device.type == "cuda" and (is_flash or (is_packed and kernel == "varlen")):
         with torch.autocast(device.type, torch.bfloat16):
             yield
+    elif not is_flash:
+        yield
     else:
         register_varlen()
         inner.set_attn_implementation("varlen")
@@ -57,3 +60,16 @@ def suited_to_kernel(model: Any) -> Iterator[None]:
             yield
         finally:
             inner.set_attn_implementation(kernel)
+
+
+def find_rounding(states: Tensor) -> float:
+    """Return by what share of itself a product behind ``states`` may be rounded: under autocast, more than they are.
+
+    Args:
+        states: Floating-point numbers of any shape; ask in the context in which they were computed.
+
+    Source: ``tests/models/test_evaluation.py``.
+    """
+    kind = states.device.type
+    dtypes = {states.dtype, torch.get_autocast_dtype(kind)} if torch.is_autocast_enabled(kind) else {states.dtype}
+    return max(torch.finfo(dtype).eps for dtype in dtypes)

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.attention import choose_kernel
 from recipes_lib.models.devices import find_device
+from recipes_lib.models.evaluation import find_rounding, suited_to_kernel
 
 TAKES_A_MASK: Final = ("sdpa", "eager")
 """Every ``attn_implementation`` that goes by whatever mask it is given."""
@@ -144,18 +145,20 @@ def prove_shared_prompt(model: Any) -> str | None:
     was_training = model.training
     model.eval()
     try:
-        together = _run_shared(model, pairs)
-        alone = {
-            (pair, branch): _run(model, torch.cat([parts[0], parts[branch]]))
-            for pair, parts in enumerate(pairs)
-            for branch in (1, 2)
-        }
-        beside_another = [_run_beside_another(model, pairs, changed) for changed in _CHANGES]
+        with suited_to_kernel(model, is_packed=True):
+            together = _run_shared(model, pairs)
+            alone = {
+                (pair, branch): _run(model, torch.cat([parts[0], parts[branch]]))
+                for pair, parts in enumerate(pairs)
+                for branch in (1, 2)
+            }
+            beside_another = [_run_beside_another(model, pairs, changed) for changed in _CHANGES]
+            eps = find_rounding(alone[0, 1])
     except (RuntimeError, TypeError, ValueError) as error:
         return f"this model fails on a row with shared prompts: {error}"
     finally:
         model.train(was_training)
-    scale, eps = max(states.abs().max().item() for states in alone.values()), torch.finfo(alone[0, 1].dtype).eps
+    scale = max(states.abs().max().item() for states in alone.values())
     # As in prove_isolation: alone, other kernels and shapes may run; beside another, nothing differs but what changed.
     for others, tolerance in ((alone, max(1e-4, 4 * eps)), *((others, 4 * eps) for others in beside_another)):
         difference = max((together[answer] - states).abs().max().item() for answer, states in others.items())

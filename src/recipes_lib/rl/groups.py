@@ -62,6 +62,7 @@ def build_group_trainer(
         prompts=prompts.train,
         score=build_score(rewards, tokenizer, stop_ids, config.rewards.missing_eos_penalty or 0.0),
         processing_class=tokenizer,
+        adapter=config.adapter,
         observer=_build_observer(config, hooks, output_dir, progress, is_main=launch.is_main),
     )
 

@@ -13,6 +13,7 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from recipes_lib.data.prompts import PromptRow
+from recipes_lib.models.quantization import keeping_precision
 from recipes_lib.training.guards import StepInputs
 from recipes_lib.training.preemption import stop_if_agreed
 from recipes_lib.training.recipe_trainer import RecipeTrainer
@@ -53,7 +54,8 @@ class GroupTrainer(RecipeTrainer):
 
         numbers = Dataset.from_dict({"prompt": [str(number) for number in range(len(prompts))]})
         # Upstream asks for held-out rows where something is evaluated, which is the hooks' affair.
-        super().__init__(model=model, train_dataset=numbers, eval_dataset=numbers, reward_funcs=[reward], **options)
+        with keeping_precision(model):
+            super().__init__(model=model, train_dataset=numbers, eval_dataset=numbers, reward_funcs=[reward], **options)
         if "ref" in getattr(model, "peft_config", {}):
             # A copy of the fresh adapter: without any, the model is the same reference.
             self.model.delete_adapter("ref")

@@ -90,7 +90,8 @@ def prove_pair_attention(
             prove_isolation(model, "flat" if attention.layout == "flat" else "rows")
         except ConfigError as error:
             if attention.layout == "flat":
-                raise
+                where = config.provenance.get("attn_implementation", "attn_implementation")
+                raise ConfigError(Problem(where, error.problems[0].found, "use sdpa or eager")) from error
             # Alone in its row, a document has nobody to see.
             attention = replace(attention, packing=False, reason=attention.reason or error.problems[0].found)
     return attention

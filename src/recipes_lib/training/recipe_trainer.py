@@ -110,7 +110,8 @@ class RecipeTrainer(CheckpointingTrainer):
         self.observer = observer
         self.adapter = adapter or AdapterConfig()
         # Before upstream has touched a weight.
-        checks = [AdapterChecks(model, self.adapter, say=observer.progress.say)] if self.adapter.use_peft else []
+        say, is_idle = observer.progress.say, not self.has_own_objective
+        checks = [AdapterChecks(model, self.adapter, say=say, may_be_idle=is_idle)] if self.adapter.use_peft else []
         super().__init__(
             model=model,
             args=args,

@@ -6,6 +6,7 @@ from typing import Any
 
 import trl
 
+from recipes_lib.models.quantization import keeping_precision
 from recipes_lib.training.next_token import NextTokenTrainer
 
 
@@ -18,12 +19,8 @@ class SFTTrainer(NextTokenTrainer, trl.SFTTrainer):  # type: ignore[misc]
         Args:
             **kwargs: As ``NextTokenTrainer``; ``model`` may be under an adapter.
         """
-        parameters = kwargs["model"].parameters() if getattr(kwargs["model"], "is_quantized", False) else ()
-        weights = [(parameter, parameter.data) for parameter in parameters if parameter.requires_grad]
-        super().__init__(**kwargs)
-        # TRL rounds an adapter on a quantised model to bfloat16, in which small updates are lost.
-        for parameter, data in weights:
-            parameter.data = data
+        with keeping_precision(kwargs["model"]):
+            super().__init__(**kwargs)
 
     def _send_telemetry(self) -> None:
         """Report nothing to anyone."""
