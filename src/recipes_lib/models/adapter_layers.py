@@ -12,6 +12,8 @@ from transformers.pytorch_utils import Conv1D
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import Problem
+from recipes_lib.models.adapter_experts import ALL_LINEAR, find_experts, takes_experts
+from recipes_lib.models.score_head import HEAD
 
 _MADE_OF_WEIGHTS: Final = ("pissa", "olora", "orthogonal")
 """Inits that read, or have the precision of, the weights of the layer."""
@@ -37,6 +39,10 @@ def check_layers(model: PreTrainedModel, config: AdapterConfig) -> Iterator[Prob
         elif any(module is embedding for module in found.values() for embedding in embeddings):
             remedy = f"train it whole: lora_modules_to_save: [{name}]"
             yield Problem("lora_target_modules", f"{name} is an embedding or the output projection", remedy)
+        elif find_experts(model, found):
+            what = f"PEFT takes {name} of {type(model).__name__} for experts, which are no linear layers"
+            remedy = "leave it out; unset, lora_target_modules are all layers that can have an adapter"
+            yield Problem("lora_target_modules", what, remedy)
         elif others:
             what = type(others[0]).__name__
             yield Problem("lora_target_modules", f"{name} is a {what}, not a linear layer", "name the layers inside it")
@@ -48,17 +54,30 @@ def find_modules(model: nn.Module, name: str) -> dict[str, nn.Module]:
     return {path: module for path, module in model.named_modules() if f".{path}".endswith(f".{name}")}
 
 
-def find_targets(model: PreTrainedModel, config: AdapterConfig) -> list[Any]:
-    """Return the linear layers that get an adapter."""
+def find_targets(model: PreTrainedModel, config: AdapterConfig) -> dict[str, Any]:
+    """Return the linear layers that get an adapter, by their paths."""
     if config.lora_target_modules is not None:
-        return [module for name in config.lora_target_modules for module in find_modules(model, name).values()]
-    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    return [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D) and module is not head]
+        return {
+            path: module for name in config.lora_target_modules for path, module in find_modules(model, name).items()
+        }
+    linear = _find_linear(model)
+    experts = find_experts(model, linear)
+    return {path: module for path, module in linear.items() if path not in experts}
+
+
+def name_targets(model: PreTrainedModel, config: AdapterConfig) -> list[str] | str:
+    """Return what PEFT is told of the layers that get an adapter.
+
+    Its ``all-linear`` is left to it unless it would take in the experts of a mixture.
+    """
+    if config.lora_target_modules is not None:
+        return config.lora_target_modules
+    return [*find_targets(model, config)] if takes_experts(model, ALL_LINEAR) else ALL_LINEAR
 
 
 def stores_transposed(model: PreTrainedModel, config: AdapterConfig) -> bool:
     """Return whether the layers keep their weights as ``(in, out)``, which only GPT-2 and its kin do."""
-    return any(isinstance(module, Conv1D) for module in find_targets(model, config))
+    return any(isinstance(module, Conv1D) for module in find_targets(model, config).values())
 
 
 def name_whole_modules(model: PreTrainedModel, config: AdapterConfig) -> tuple[list[str], bool]:
@@ -75,6 +94,15 @@ def name_whole_modules(model: PreTrainedModel, config: AdapterConfig) -> tuple[l
     return [*others, *paths], True
 
 
+def _find_linear(model: PreTrainedModel) -> dict[str, nn.Module]:
+    heads = [model.get_output_embeddings(), getattr(model, HEAD, None)]  # type: ignore[no-untyped-call]
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and not any(module is head for head in heads)
+    }
+
+
 def _check_init(model: PreTrainedModel, config: AdapterConfig) -> Iterator[Problem]:
     init, key = config.init_lora_weights, "init_lora_weights"
     if init in _MADE_OF_WEIGHTS and getattr(model, "is_quantized", False):
@@ -87,7 +115,7 @@ def _check_init(model: PreTrainedModel, config: AdapterConfig) -> Iterator[Probl
     if init == "olora" and stores_transposed(model, config):
         yield Problem(key, f"olora cannot read the weights of {type(model).__name__}", "write init_lora_weights: pissa")
     if init in ("pissa", "olora"):
-        largest = min(min(layer.weight.shape) for layer in find_targets(model, config))
+        largest = min(min(layer.weight.shape) for layer in find_targets(model, config).values())
         if config.lora_r > largest:
             found = f"{init} finds at most {largest} directions in the smallest layer, and lora_r is {config.lora_r}"
             yield Problem("lora_r", found, f"write {largest} or less")
