@@ -14,6 +14,7 @@ from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import Problem
 from recipes_lib.models.adapter_experts import ALL_LINEAR, find_experts, takes_experts
 from recipes_lib.models.score_head import HEAD
+from recipes_lib.models.text_part import find_outside_text, is_outside
 
 _MADE_OF_WEIGHTS: Final = ("pissa", "olora", "orthogonal")
 """Inits that read, or have the precision of, the weights of the layer."""
@@ -25,7 +26,7 @@ def check_layers(model: PreTrainedModel, config: AdapterConfig) -> Iterator[Prob
     PEFT takes a wrong name in ``lora_modules_to_save`` in silence, as it does a wrong one among right ones in
     ``lora_target_modules``.
     """
-    modules = dict(model.named_modules())
+    modules = _list_modules(model)
     embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[no-untyped-call]
     for name in config.lora_modules_to_save or []:
         if not find_modules(model, name):
@@ -49,9 +50,9 @@ def check_layers(model: PreTrainedModel, config: AdapterConfig) -> Iterator[Prob
     yield from _check_init(model, config)
 
 
-def find_modules(model: nn.Module, name: str) -> dict[str, nn.Module]:
-    """Return the modules whose path is ``name`` or ends with it after a dot, by their paths."""
-    return {path: module for path, module in model.named_modules() if f".{path}".endswith(f".{name}")}
+def find_modules(model: PreTrainedModel, name: str) -> dict[str, nn.Module]:
+    """Return the modules that text passes through and whose path is ``name`` or ends with it after a dot, by path."""
+    return {path: module for path, module in _list_modules(model).items() if f".{path}".endswith(f".{name}")}
 
 
 def find_targets(model: PreTrainedModel, config: AdapterConfig) -> dict[str, Any]:
@@ -68,11 +69,11 @@ def find_targets(model: PreTrainedModel, config: AdapterConfig) -> dict[str, Any
 def name_targets(model: PreTrainedModel, config: AdapterConfig) -> list[str] | str:
     """Return what PEFT is told of the layers that get an adapter.
 
-    Its ``all-linear`` is left to it unless it would take in the experts of a mixture.
+    What the recipe says, unless PEFT would take in the experts of a mixture, or layers outside the text model.
     """
-    if config.lora_target_modules is not None:
-        return config.lora_target_modules
-    return [*find_targets(model, config)] if takes_experts(model, ALL_LINEAR) else ALL_LINEAR
+    targets = config.lora_target_modules or ALL_LINEAR
+    is_exact = not takes_experts(model, targets) and not find_outside_text(model)
+    return targets if is_exact else [*find_targets(model, config)]
 
 
 def stores_transposed(model: PreTrainedModel, config: AdapterConfig) -> bool:
@@ -94,11 +95,16 @@ def name_whole_modules(model: PreTrainedModel, config: AdapterConfig) -> tuple[l
     return [*others, *paths], True
 
 
+def _list_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    parts = find_outside_text(model)
+    return {path: module for path, module in model.named_modules() if not is_outside(path, parts)}
+
+
 def _find_linear(model: PreTrainedModel) -> dict[str, nn.Module]:
     heads = [model.get_output_embeddings(), getattr(model, HEAD, None)]  # type: ignore[no-untyped-call]
     return {
         path: module
-        for path, module in model.named_modules()
+        for path, module in _list_modules(model).items()
         if isinstance(module, nn.Linear | Conv1D) and not any(module is head for head in heads)
     }
 
