@@ -75,10 +75,10 @@ def test_olora_is_refused_where_peft_would_make_matrices_of_the_wrong_shape():
 def test_all_linear_layers_but_the_head_are_meant_unless_some_are_named():
     model = llama()
     assert len(find_targets(model, AdapterConfig())) == 2 * 7
-    assert model.lm_head not in find_targets(model, AdapterConfig())
-    assert find_targets(model, AdapterConfig(lora_target_modules=["1.mlp.up_proj"])) == [
-        model.model.layers[1].mlp.up_proj
-    ]
+    assert "lm_head" not in find_targets(model, AdapterConfig())
+    assert find_targets(model, AdapterConfig(lora_target_modules=["1.mlp.up_proj"])) == {
+        "model.layers.1.mlp.up_proj": model.model.layers[1].mlp.up_proj
+    }
 
 
 def test_a_name_means_a_whole_part_of_the_path():

@@ -236,9 +236,13 @@ class Inspection(ABC):
 
 
 def _build_on_meta(model_config: Any) -> Any:
-    """Build a model without giving its weights memory."""
+    """Build a model as it is loaded, without giving its weights memory."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    from recipes_lib.models.text_part import freeze_outside_text
+
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(model_config)  # type: ignore[no-untyped-call]
+        model = AutoModelForCausalLM.from_config(model_config)  # type: ignore[no-untyped-call]
+    freeze_outside_text(model)
+    return model

@@ -12,6 +12,9 @@ from transformers.pytorch_utils import Conv1D
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import Problem
+from recipes_lib.models.adapter_experts import ALL_LINEAR, find_experts, takes_experts
+from recipes_lib.models.score_head import HEAD
+from recipes_lib.models.text_part import find_outside_text, is_outside
 
 _MADE_OF_WEIGHTS: Final = ("pissa", "olora", "orthogonal")
 """Inits that read, or have the precision of, the weights of the layer."""
@@ -23,7 +26,7 @@ def check_layers(model: PreTrainedModel, config: AdapterConfig) -> Iterator[Prob
     PEFT takes a wrong name in ``lora_modules_to_save`` in silence, as it does a wrong one among right ones in
     ``lora_target_modules``.
     """
-    modules = dict(model.named_modules())
+    modules = _list_modules(model)
     embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[no-untyped-call]
     for name in config.lora_modules_to_save or []:
         if not find_modules(model, name):
@@ -37,28 +40,45 @@ def check_layers(model: PreTrainedModel, config: AdapterConfig) -> Iterator[Prob
         elif any(module is embedding for module in found.values() for embedding in embeddings):
             remedy = f"train it whole: lora_modules_to_save: [{name}]"
             yield Problem("lora_target_modules", f"{name} is an embedding or the output projection", remedy)
+        elif find_experts(model, found):
+            what = f"PEFT takes {name} of {type(model).__name__} for experts, which are no linear layers"
+            remedy = "leave it out; unset, lora_target_modules are all layers that can have an adapter"
+            yield Problem("lora_target_modules", what, remedy)
         elif others:
             what = type(others[0]).__name__
             yield Problem("lora_target_modules", f"{name} is a {what}, not a linear layer", "name the layers inside it")
     yield from _check_init(model, config)
 
 
-def find_modules(model: nn.Module, name: str) -> dict[str, nn.Module]:
-    """Return the modules whose path is ``name`` or ends with it after a dot, by their paths."""
-    return {path: module for path, module in model.named_modules() if f".{path}".endswith(f".{name}")}
+def find_modules(model: PreTrainedModel, name: str) -> dict[str, nn.Module]:
+    """Return the modules that text passes through and whose path is ``name`` or ends with it after a dot, by path."""
+    return {path: module for path, module in _list_modules(model).items() if f".{path}".endswith(f".{name}")}
 
 
-def find_targets(model: PreTrainedModel, config: AdapterConfig) -> list[Any]:
-    """Return the linear layers that get an adapter."""
+def find_targets(model: PreTrainedModel, config: AdapterConfig) -> dict[str, Any]:
+    """Return the linear layers that get an adapter, by their paths."""
     if config.lora_target_modules is not None:
-        return [module for name in config.lora_target_modules for module in find_modules(model, name).values()]
-    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    return [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D) and module is not head]
+        return {
+            path: module for name in config.lora_target_modules for path, module in find_modules(model, name).items()
+        }
+    linear = _find_linear(model)
+    experts = find_experts(model, linear)
+    return {path: module for path, module in linear.items() if path not in experts}
+
+
+def name_targets(model: PreTrainedModel, config: AdapterConfig) -> list[str] | str:
+    """Return what PEFT is told of the layers that get an adapter.
+
+    What the recipe says, unless PEFT would take in the experts of a mixture, or layers outside the text model.
+    """
+    targets = config.lora_target_modules or ALL_LINEAR
+    is_exact = not takes_experts(model, targets) and not find_outside_text(model)
+    return targets if is_exact else [*find_targets(model, config)]
 
 
 def stores_transposed(model: PreTrainedModel, config: AdapterConfig) -> bool:
     """Return whether the layers keep their weights as ``(in, out)``, which only GPT-2 and its kin do."""
-    return any(isinstance(module, Conv1D) for module in find_targets(model, config))
+    return any(isinstance(module, Conv1D) for module in find_targets(model, config).values())
 
 
 def name_whole_modules(model: PreTrainedModel, config: AdapterConfig) -> tuple[list[str], bool]:
@@ -75,6 +95,20 @@ def name_whole_modules(model: PreTrainedModel, config: AdapterConfig) -> tuple[l
     return [*others, *paths], True
 
 
+def _list_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    parts = find_outside_text(model)
+    return {path: module for path, module in model.named_modules() if not is_outside(path, parts)}
+
+
+def _find_linear(model: PreTrainedModel) -> dict[str, nn.Module]:
+    heads = [model.get_output_embeddings(), getattr(model, HEAD, None)]  # type: ignore[no-untyped-call]
+    return {
+        path: module
+        for path, module in _list_modules(model).items()
+        if isinstance(module, nn.Linear | Conv1D) and not any(module is head for head in heads)
+    }
+
+
 def _check_init(model: PreTrainedModel, config: AdapterConfig) -> Iterator[Problem]:
     init, key = config.init_lora_weights, "init_lora_weights"
     if init in _MADE_OF_WEIGHTS and getattr(model, "is_quantized", False):
@@ -87,7 +121,7 @@ def _check_init(model: PreTrainedModel, config: AdapterConfig) -> Iterator[Probl
     if init == "olora" and stores_transposed(model, config):
         yield Problem(key, f"olora cannot read the weights of {type(model).__name__}", "write init_lora_weights: pissa")
     if init in ("pissa", "olora"):
-        largest = min(min(layer.weight.shape) for layer in find_targets(model, config))
+        largest = min(min(layer.weight.shape) for layer in find_targets(model, config).values())
         if config.lora_r > largest:
             found = f"{init} finds at most {largest} directions in the smallest layer, and lora_r is {config.lora_r}"
             yield Problem("lora_r", found, f"write {largest} or less")

@@ -27,7 +27,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.adapter_layers import check_layers, name_whole_modules, stores_transposed
+from recipes_lib.models.adapter_experts import verify_layers
+from recipes_lib.models.adapter_layers import check_layers, name_targets, name_whole_modules, stores_transposed
 from recipes_lib.models.adapters_saved import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -84,7 +85,7 @@ def add_adapter(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
-        target_modules=config.lora_target_modules or "all-linear",
+        target_modules=name_targets(model, config),
         modules_to_save=list(whole) or None,
         init_lora_weights=_INITS.get(init, init),
         use_rslora=config.use_rslora,
@@ -95,6 +96,7 @@ def add_adapter(
     with torch.random.fork_rng(), _without_old_name():
         torch.manual_seed(seed)
         adapted = get_peft_model(model, settings, revision=read_commit(model.config))
+    verify_layers(adapted, "lora_target_modules")
     if tied:
         _verify_tie(adapted)
         # PEFT took the head out of the list, by which it would know, on loading, that there is a tie to make.
@@ -136,7 +138,8 @@ def load_adapter(
 
     Raises:
         ConfigError: It cannot be found, is no LoRA adapter in safetensors, was trained on another base or for another
-            task, needs a base that no file holds, or its weights are not those that its configuration announces.
+            task, needs a base that no file holds, lies on something else than layers, or its weights are not those that
+            its configuration announces.
     """
     key = "adapter_name_or_path"
     with explained(key, name):
@@ -153,6 +156,7 @@ def load_adapter(
     except (RuntimeError, KeyError) as error:
         found = f"{name} does not fit the model: {str(error).strip().splitlines()[-1].strip()}"
         raise ConfigError(Problem(key, found, "name a complete adapter of this model")) from error
+    verify_layers(adapted, key)
     _train_whole_modules_in_float32(adapted)
     # PEFT only warns of what a file lacks, and says nothing of what it has too much of.
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
@@ -175,7 +179,8 @@ def attach_scorer(model: PeftModel, folder: Path, name: str) -> Tensor:
         The weight of the head, ``(1, D)``, for which a causal language model has no place.
 
     Raises:
-        ConfigError: The weights are not those that its configuration announces, or none of them is a head.
+        ConfigError: The weights are not those that its configuration announces, none of them is a head, or they lie on
+            something else than layers.
     """
     weights = load_file(folder / ADAPTER_WEIGHTS)
     head = weights.pop(_SAVED_HEAD, None)
@@ -183,6 +188,7 @@ def attach_scorer(model: PeftModel, folder: Path, name: str) -> Tensor:
     saved.task_type, saved.modules_to_save, saved.lora_dropout, saved.inference_mode = "CAUSAL_LM", None, 0.0, True
     with _without_old_name():
         model.add_adapter(name, saved)
+    verify_layers(model, "reward_model_name_or_path")
     announced = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     if head is None or announced.keys() != weights.keys():
         differing = announced.keys() ^ weights.keys() or {_SAVED_HEAD}

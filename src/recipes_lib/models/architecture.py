@@ -28,6 +28,7 @@ from recipes_lib.models.loading import load_causal_lm, load_model_config
 from recipes_lib.models.parts import Part
 from recipes_lib.models.stages import build_part_class
 from recipes_lib.models.tensor_parallel import distribute, verify_can_be_cut
+from recipes_lib.models.text_part import freeze_outside_text
 from recipes_lib.models.zero3 import loaded_whole
 
 VOCAB_MULTIPLE: Final = 64
@@ -136,6 +137,7 @@ def start_causal_lm(
     except (KeyError, ValueError, RuntimeError, ZeroDivisionError) as error:
         found = f"a {model_config.model_type} model cannot be built: {_first_line(error)}"
         raise ConfigError(Problem("model_config", found, "check the sizes against each other")) from error
+    freeze_outside_text(model)
     if distribution is not None:
         model = distribute(model, distribution)
     model.config.use_cache = False

@@ -34,6 +34,7 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.quantization import keep_differentiable
 from recipes_lib.models.remote_code import verify_remote_code
 from recipes_lib.models.tensor_parallel import verify_can_be_cut
+from recipes_lib.models.text_part import freeze_outside_text
 from recipes_lib.models.zero3 import gather_where_used
 
 
@@ -140,6 +141,8 @@ def load_pretrained(
 ) -> tuple[PreTrainedModel, set[str]]:
     """The model as ``load_causal_lm`` loads it, for any task, and the names of the weights that its checkpoint lacks.
 
+    What no text passes through is frozen.
+
     Args:
         auto_class: Of transformers, such as ``AutoModelForCausalLM``.
         config: Which model.
@@ -181,6 +184,7 @@ def load_pretrained(
     ]
     if problems:
         raise ConfigError(*problems)
+    freeze_outside_text(model)
     gather_where_used(model)
     # transformers 5.23 keeps no trace of it; before, this was its own name for it.
     model.config._commit_hash = find_commit(name, config.model_revision)

@@ -29,6 +29,9 @@ def iterate_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     Args:
         model: A model, or a PEFT model of low rank around it.
 
+    Raises:
+        ValueError: The adapter lies on bare tensors or trains modules whole, which have other names then.
+
     Source: ``trl.generation.VLLMGeneration``; ``tests/models/test_merged_weights.py``.
     """
     layers = dict(_unwrap(model).named_modules())
@@ -48,6 +51,12 @@ def iterate_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _base_parameters(model: Any) -> Iterator[tuple[str, Any]]:
     base = _unwrap(model)
+    for module in base.modules():
+        is_layer = not hasattr(module, "base_layer") or hasattr(module.base_layer, "weight")
+        if hasattr(module, "modules_to_save") or not is_layer:
+            raise ValueError(
+                "an adapter on bare tensors, or on modules trained whole, is not added to weights one by one"
+            )
     adapted = tuple(f"{name}." for name, module in base.named_modules() if hasattr(module, "base_layer"))
     for name, parameter in base.named_parameters():
         if _BASE in name or not name.startswith(adapted):

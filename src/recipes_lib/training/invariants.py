@@ -41,6 +41,7 @@ class StartChecks(TrainerCallback):
     def __init__(self, trainer: RecipeTrainer, *, has_adapter: bool) -> None:
         """Check ``trainer``; of an adapter the gradients are judged by ``AdapterChecks``."""
         self._trainer = trainer
+        self._has_adapter = has_adapter
         self._judges_gradients = not has_adapter and not trainer.is_deepspeed_enabled
         self._is_begun = False
         self._unjudged: dict[str, str | None] = {}
@@ -55,7 +56,13 @@ class StartChecks(TrainerCallback):
             return
         self._is_begun = True
         self._trainer.observer.progress.say(verify_accumulation(self._trainer))
-        names = (name for name, parameter in kwargs["model"].named_parameters() if parameter.requires_grad)
+        flags = {name: parameter.requires_grad for name, parameter in kwargs["model"].named_parameters()}
+        names = [name for name, is_trained in flags.items() if is_trained]
+        if len(names) < len(flags) and not self._has_adapter:
+            self._trainer.observer.progress.say(
+                f"frozen: {len(flags) - len(names)} tensors that no text passes through, "
+                "such as " + next(name for name in flags if not flags[name])
+            )
         self._unjudged = dict.fromkeys(names if self._judges_gradients else (), "it has no gradient")
         self._num_trained = len(self._unjudged)
 

@@ -1,0 +1,47 @@
+"""A model of text and pictures is fine-tuned on text: past the first steps, told what is frozen, and saved whole."""
+
+import pytest
+import torch
+from tests.models.vision_models import OUTSIDE, build_gemma3
+from tests.training.adapter_runs import make_adapter_trainer
+from tests.training.pairs import Narrator
+from tests.training.trajectories import make_packs, make_trainer
+
+from recipes_lib.config.schema import AdapterConfig
+from recipes_lib.models.text_part import freeze_outside_text
+from recipes_lib.training.invariants import MAX_STEPS
+
+NUM_STEPS = {"max_steps": MAX_STEPS + 2}
+
+
+@pytest.fixture
+def model_dir(tmp_path, tiny_tokenizer):
+    folder = tmp_path / "gemma3"
+    build_gemma3().save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_full_fine_tuning_trains_the_text_model_and_saves_all(model_dir, tmp_path):
+    trainer, _ = make_trainer(model_dir, tmp_path / "run", make_packs(), **NUM_STEPS)
+    freeze_outside_text(trainer.model)  # As ``load_causal_lm`` does.
+    lines: list[str] = []
+    object.__setattr__(trainer.observer, "progress", Narrator(lines))
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.train()
+    after = trainer.model.state_dict()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {name for name in before if not name.startswith(OUTSIDE)}
+    (line,) = [line for line in lines if line.startswith("frozen:")]
+    assert "model.vision_tower." in line
+    trainer.save_model(str(tmp_path / "saved"))
+    saved = type(trainer.model).from_pretrained(tmp_path / "saved").state_dict()
+    assert saved.keys() == after.keys()
+    assert all(torch.equal(saved[name], after[name]) for name in after)
+
+
+def test_an_adapter_passes_every_check(model_dir, tmp_path):
+    adapter = AdapterConfig(use_peft=True, lora_r=4)
+    trainer, _, lines = make_adapter_trainer(model_dir, tmp_path / "run", make_packs(), adapter, **NUM_STEPS)
+    trainer.train()
+    assert "adapter: all 28 trained tensors have a gradient" in lines
