@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import trl
 from tests import tiny
+from tokenizers import Tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -164,8 +165,19 @@ def build_tokenizer(name: str) -> PreTrainedTokenizerFast:
     if template is not None:
         path = Path(trl.__file__).parent / "chat_templates" / f"{template}.jinja"
         tokenizer.chat_template = TEMPLATES.get(template) or path.read_text(encoding="utf-8")
+    if find_family(name) == "gemma":
+        _add_image_token(tokenizer, build_config(name).vocab_size)
     tokenizer.model_max_length = 131072
     return tokenizer
+
+
+def _add_image_token(tokenizer: PreTrainedTokenizerFast, token_id: int) -> None:
+    """Add the token that stands for an image, which models that read text alone have no embedding for."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary = state["model"]["vocab"]
+    vocabulary |= {token["content"]: token["id"] for token in state["added_tokens"]} | {"<image_soft_token>": token_id}
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state))
+    tokenizer.add_tokens("<image_soft_token>", special_tokens=True)
 
 
 def save_shape(name: str, folder: Path) -> Path:

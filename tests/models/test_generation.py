@@ -1,8 +1,12 @@
 """A model stops where training taught it to."""
 
+import json
+import shutil
+
 import pytest
 from transformers import AutoModelForCausalLM
 
+from recipes_lib.errors import ConfigError
 from recipes_lib.models.generation import build_plain_generation, pad_left, set_stop_tokens
 
 
@@ -23,6 +27,43 @@ def test_the_stop_tokens_survive_saving(tiny_model_dir, tiny_tokenizer, tmp_path
     stops = set_stop_tokens(model, tiny_tokenizer, [3])
     model.save_pretrained(tmp_path)
     assert AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.eos_token_id == stops
+
+
+def reopen_with(settings, tiny_model_dir, folder):
+    """The model as it comes from a folder whose ``generation_config.json`` holds ``settings``."""
+    shutil.copytree(tiny_model_dir, folder)
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.9, "top_p": 0.6}, {"top_k": 5, "do_sample": False}])
+def test_sampling_settings_without_sampling_can_be_saved_and_are_kept(
+    tiny_model_dir, tiny_tokenizer, settings, tmp_path
+):
+    model = reopen_with(settings, tiny_model_dir, tmp_path / "hub")
+    stops = set_stop_tokens(model, tiny_tokenizer, [3])
+    model.save_pretrained(tmp_path / "saved")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").generation_config
+    expected = settings | {"do_sample": True, "eos_token_id": stops}
+    assert {name: getattr(saved, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("settings", [{}, {"do_sample": True, "temperature": 0.9}, {"num_beams": 2, "max_length": 9}])
+def test_of_a_valid_generation_config_only_the_stop_tokens_and_the_padding_change(
+    tiny_model_dir, tiny_tokenizer, settings, tmp_path
+):
+    model = reopen_with(settings, tiny_model_dir, tmp_path / "hub")
+    before = model.generation_config.to_dict()
+    stops = set_stop_tokens(model, tiny_tokenizer, [3])
+    changes = {"eos_token_id": stops, "pad_token_id": tiny_tokenizer.pad_token_id}
+    assert model.generation_config.to_dict() == before | changes
+
+
+def test_what_could_not_be_saved_is_refused_before_training(tiny_model_dir, tiny_tokenizer, tmp_path):
+    model = reopen_with({"length_penalty": 2.0}, tiny_model_dir, tmp_path / "hub")
+    with pytest.raises(ConfigError, match=r"`length_penalty` is set to `2\.0`") as caught:
+        set_stop_tokens(model, tiny_tokenizer, [3])
+    assert caught.value.problems[0].where == "model_name_or_path"
 
 
 def test_a_plain_generation_is_the_likeliest_token_whatever_the_model_comes_with(tiny_model_dir):

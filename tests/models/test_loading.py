@@ -17,7 +17,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.loading import check_agreement, find_commit, load_causal_lm, load_model_config, load_tokenizer
+from recipes_lib.models.loading import (
+    check_agreement,
+    describe_spare_tokens,
+    find_commit,
+    load_causal_lm,
+    load_model_config,
+    load_tokenizer,
+)
 
 
 def config_for(path: Path | str, **changes: Any) -> ModelConfig:
@@ -211,6 +218,26 @@ def test_disagreements_are_all_reported(tiny_tokenizer_dir: Path) -> None:
         ("tokenizer_name_or_path", "the model starts with '<|endoftext|>', the tokenizer with '<|im_start|>'"),
         ("max_length", "513 tokens are more than the 512 positions of the model"),
     ]
+
+
+def test_a_model_may_do_without_special_tokens_that_no_row_needs(tiny_tokenizer_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
+    tokenizer.add_tokens(["<image_soft_token>"], special_tokens=True)
+    config = LlamaConfig(vocab_size=512)
+    assert check_agreement(config, GenerationConfig(), tokenizer) == []
+    told = "; no text may spell <image_soft_token>, for which the model has no embedding"
+    assert describe_spare_tokens(config, tokenizer) == told
+    assert describe_spare_tokens(LlamaConfig(vocab_size=513), tokenizer) == ""
+
+
+@pytest.mark.parametrize("role", ["bos_token", "eos_token", "pad_token", "chat_template"])
+def test_a_model_may_not_do_without_special_tokens_that_rows_hold(tiny_tokenizer_dir: Path, role: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
+    tokenizer.add_tokens(["<special>"], special_tokens=True)
+    setattr(tokenizer, role, "{{ '<special>' }}" if role == "chat_template" else "<special>")
+    (problem,) = check_agreement(LlamaConfig(vocab_size=512, bos_token_id=None), GenerationConfig(), tokenizer)
+    assert problem.found == "the model has 512 embedding rows, none for <special> of the tokenizer"
+    assert describe_spare_tokens(LlamaConfig(vocab_size=512), tokenizer) == ""
 
 
 def test_any_start_token_of_the_model_may_be_the_tokenizer_s(tiny_tokenizer_dir: Path) -> None:

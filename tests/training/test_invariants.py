@@ -183,6 +183,23 @@ def test_fresh_models_of_any_kind_are_near_ln_v(model_type, hidden_size, keys, s
     assert f"near ln(4,096) = {math.log(V):.4f}" in verify_initial_loss(model, loss, [batch])
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("model_type", "keys"),
+    [("gemma", {"head_dim": 128}), ("granite", {"tie_word_embeddings": True, "embedding_multiplier": 60.0})],
+)
+def test_what_a_scaled_embedding_leaves_in_the_last_states_of_few_layers_is_no_fault(model_type, keys, seed):
+    """Ids that never follow themselves, so that predicting them again only costs."""
+    model = build_fresh(model_type, 768, seed=seed, num_key_value_heads=4, **keys)
+    ids = torch.randint(0, V, (8, 64), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids}
+    loss = compute_mean_loss(model, batch)
+    assert loss > math.log(V) + 0.5
+    assert "near ln(4,096)" in verify_initial_loss(model, loss, [batch])
+    with pytest.raises(DivergedError, match="before the first update the loss is"):
+        verify_initial_loss(model, 3 * loss, [batch])
+
+
 def test_the_variance_of_the_logits_is_what_the_bound_says():
     model, batch = build_fresh("llama", 512), draw_batch()
     with torch.no_grad():

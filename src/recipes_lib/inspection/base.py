@@ -180,13 +180,14 @@ class Inspection(ABC):
         Raises:
             ConfigError: They do not.
         """
-        from recipes_lib.models.loading import check_agreement
+        from recipes_lib.models.loading import check_agreement, describe_spare_tokens
 
         problems = check_agreement(self.model_config, self.generation_config, self.tokenizer, max_length=max_length)
         if problems:
             raise ConfigError(*problems)
         ends = ", ".join(repr(self.tokenizer.convert_ids_to_tokens(end)) for end in terminators)
-        say(f"vocabulary, special tokens and length agree; answers end with {ends or 'the end of text'}")
+        spare = describe_spare_tokens(self.model_config, self.tokenizer)
+        say(f"vocabulary, special tokens and length agree; answers end with {ends or 'the end of text'}{spare}")
 
     def look_at_packages(self, say: Say) -> None:
         """Parameter groups, and optional packages, which may be there where it will run: none is refused here."""

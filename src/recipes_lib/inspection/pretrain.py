@@ -48,7 +48,7 @@ class PretrainInspection(Inspection):
 
     def look_at_agreement(self, say: Say) -> None:
         """Vocabulary, special tokens and length."""
-        from recipes_lib.models.loading import check_agreement
+        from recipes_lib.models.loading import check_agreement, describe_spare_tokens
 
         if self.tokenizer is None or self.model_config is None:
             return
@@ -57,7 +57,8 @@ class PretrainInspection(Inspection):
         )
         if problems:
             raise ConfigError(*problems)
-        say("vocabulary, special tokens and length agree")
+        spare = describe_spare_tokens(self.model_config, self.tokenizer)
+        say(f"vocabulary, special tokens and length agree{spare}")
 
     def look_at_steps(self, say: Say) -> None:
         """Steps, tokens, the batch, and the learning rates of the very schedule that training follows."""

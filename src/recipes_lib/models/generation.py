@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from recipes_lib.errors import ConfigError, Problem
 
 
 def set_stop_tokens(
@@ -19,12 +21,35 @@ def set_stop_tokens(
         tokenizer: Its EOS is a stop token.
         terminators: Ids of the last target of the training rows (the end-of-turn token of the chat template).
 
+    Raises:
+        ConfigError: transformers would not save the generation config that the model comes with, once it is changed.
+
     Source: transformers ``GenerationConfig.eos_token_id``; see ``tests/models/test_generation.py``.
     """
     stops = {*read_stop_ids(model), tokenizer.eos_token_id, *terminators} - {None}
     model.generation_config.eos_token_id = sorted(stops)
     model.generation_config.pad_token_id = tokenizer.pad_token_id
+    _make_valid(model.generation_config)
     return sorted(stops)
+
+
+def _make_valid(generation: GenerationConfig) -> None:
+    """Sample where settings such as ``temperature`` ask for it and ``do_sample`` was left out.
+
+    transformers saves a generation config with contradictions only as long as nothing was changed since it was loaded.
+    """
+    validate: Callable[..., None] = generation.validate
+    try:
+        validate(strict=True)
+    except ValueError:
+        generation.do_sample = True
+        try:
+            validate(strict=True)
+        except ValueError as error:
+            reasons = " ".join(str(error).partition("\nIf")[0].split())
+            found = f"how the model generates could not be saved: {reasons}"
+            remedy = "correct generation_config.json in a copy of the model, and name that"
+            raise ConfigError(Problem("model_name_or_path", found, remedy)) from error
 
 
 def read_stop_ids(model: PreTrainedModel) -> list[int]:

@@ -320,9 +320,10 @@ def _run_backbone(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | 
     outputs = model.base_model(**inputs)
     aux_loss = None
     if _has_router_loss(model):
-        config = model.config.get_text_config()
+        # Configurations call the number of experts by several names; models have it by one, or read it from there.
+        counts = model if hasattr(model, "num_experts") else model.config.get_text_config()
         aux_loss = cast(
-            Tensor, load_balancing_loss_func(outputs.router_logits, config.num_experts, config.num_experts_per_tok)
+            Tensor, load_balancing_loss_func(outputs.router_logits, counts.num_experts, counts.num_experts_per_tok)
         )
     return outputs.last_hidden_state, aux_loss
 

@@ -227,9 +227,9 @@ def check_agreement(
     """
     text = config.get_text_config()
     problems = []
-    without_row = [token for token, token_id in tokenizer.get_vocab().items() if token_id >= text.vocab_size]
-    if without_row:
-        found = f"the model has {text.vocab_size} embedding rows, none for {_shorten(without_row)} of the tokenizer"
+    missing, _ = find_tokens_without_row(config, tokenizer)
+    if missing:
+        found = f"the model has {text.vocab_size} embedding rows, none for {_shorten(missing)} of the tokenizer"
         problems.append(
             Problem("tokenizer_name_or_path", found, "use the model's own tokenizer, or resize the model first")
         )
@@ -242,6 +242,36 @@ def check_agreement(
         found = f"{max_length} tokens are more than the {positions} positions of the model"
         problems.append(Problem("max_length", found, f"set max_length to {positions} at most"))
     return problems
+
+
+def find_tokens_without_row(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[str], list[str]]:
+    """Tokens for which the model has no embedding: those that it must have one for, and those that it may do without.
+
+    It may do without special tokens, such as the one that stands for an image where only text is read, unless they
+    begin, end or pad a row, or the chat template writes them.
+
+    Args:
+        config: The model's configuration.
+        tokenizer: As ``load_tokenizer`` returned it.
+    """
+    num_rows, template = config.get_text_config().vocab_size, str(tokenizer.chat_template)
+    roles = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    added = tokenizer.added_tokens_decoder
+    missing: list[str] = []
+    spare: list[str] = []
+    for token, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        if token_id >= num_rows:
+            is_spare = token_id in added and added[token_id].special and token_id not in roles and token not in template
+            (spare if is_spare else missing).append(token)
+    return missing, spare
+
+
+def describe_spare_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    """What is said, behind a sentence, of the tokens that a model does without; nothing where it has them all."""
+    _, spare = find_tokens_without_row(config, tokenizer)
+    return f"; no text may spell {_shorten(spare)}, for which the model has no embedding" if spare else ""
 
 
 def _load_options(config: ModelConfig) -> dict[str, Any]:

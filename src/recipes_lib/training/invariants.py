@@ -203,7 +203,9 @@ def verify_initial_loss(model: PreTrainedModel, loss: float, batches: Iterable[M
     Logits of random weights are independent of the targets. With final hidden states of mean square 1 and weights of
     standard deviation ``initializer_range`` they have the variance ``s^2 = initializer_range^2 * hidden_size``, and the
     expected loss is ``ln V + s^2 / 2``; a scaled or smaller output is between that and ``ln V``. The mean logit of the
-    targets has the standard deviation ``s * sqrt(sum p^2)``, with ``p`` the shares of the ids among them.
+    targets has the standard deviation ``s * sqrt(sum p^2)``, with ``p`` the shares of the ids among them. Where the
+    output projection is the embedding, and that is scaled on its way in, few layers leave so much of it in the final
+    states that they predict the id just read.
 
     Args:
         model: At its initialisation.
@@ -223,7 +225,8 @@ def verify_initial_loss(model: PreTrainedModel, loss: float, batches: Iterable[M
     counts = torch.bincount(targets[targets != IGNORE_INDEX]).double()
     share = float((counts.square().sum() / counts.sum().square()).sqrt())
     allowed = 4 * std * share + 0.01 * base
-    upper = base + std**2 / 2 + _bound_balance_loss(model, config)
+    upper = base + std**2 / 2
+    upper += math.log1p(math.exp(_bound_echo(model, config) - upper)) + _bound_balance_loss(model, config)
     if not base - allowed <= loss <= upper + allowed:
         raise DivergedError(
             f"before the first update the loss is {loss:.4f}; random weights over {config.vocab_size:,} tokens have "
@@ -231,6 +234,18 @@ def verify_initial_loss(model: PreTrainedModel, loss: float, batches: Iterable[M
             "the loss is scaled, or the initialisation is"
         )
     return f"step 0: loss {loss:.4f}, near ln({config.vocab_size:,}) = {base:.4f} as random weights have it"
+
+
+def _bound_echo(model: PreTrainedModel, config: Any) -> float:
+    """The logit of the id just read where the final state is its embedding alone; ``-inf`` where it is lost in others.
+
+    Such a state is ``e / initializer_range``, and ``e`` has the square ``initializer_range^2 * hidden_size``.
+    """
+    embedding: Any = model.get_input_embeddings()
+    scales = (getattr(embedding, "scalar_embed_scale", None), getattr(config, "embedding_multiplier", None))
+    if not config.tie_word_embeddings or all(scale is None or scale <= 1 for scale in scales):
+        return -math.inf
+    return float(config.initializer_range) * float(config.hidden_size)
 
 
 def _bound_balance_loss(model: nn.Module, config: Any) -> float:
