@@ -69,6 +69,15 @@ def test_full_training_holds_weights_gradients_and_states(count, num_parameters,
     assert "frozen weights" not in terms
 
 
+@pytest.mark.parametrize(("optim", "state_bytes"), [("adamw_torch_fused", 4), ("adamw_8bit", 2.3)])
+def test_states_have_the_type_of_the_weights_but_where_an_optimizer_has_its_own(
+    count, num_parameters, optim, state_bytes
+) -> None:
+    terms = count("sft", optim=optim, dtype="bfloat16")
+    assert terms["trained weights"] == 2 * num_parameters
+    assert terms["optimizer states"] == pytest.approx(state_bytes * num_parameters, abs=1)
+
+
 def test_processes_that_share_hold_their_share_and_those_that_do_not_sum_gradients(count, num_parameters) -> None:
     copied, shared = count("sft", 4), count("sft", 4, is_sharded=True)
     assert copied["buckets in which gradients are summed"] == copied["gradients"] == 4 * num_parameters

@@ -189,11 +189,12 @@ def count_memory(
         model = _build(config, model_config, config.model.dtype)
         others = dict(_build_frozen(config, model_config))
     trained = _learning(model.parameters())
-    num_trained, weights = sum(parameter.numel() for parameter in trained), count_bytes(trained)
+    weights = count_bytes(trained)
+    states = sum(parameter.numel() * count_state_bytes(training, parameter.element_size()) for parameter in trained)
     held = {
         "trained weights": weights,
         "gradients": weights,
-        "optimizer states": round(num_trained * count_state_bytes(training)),
+        "optimizer states": round(states),
         **{name: _count_stored(config, other) for name, other in others.items()},
     }
     terms = {name: size // shards for name, size in held.items()}
