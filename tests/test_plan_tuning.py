@@ -175,7 +175,9 @@ def test_a_price_makes_a_cost_of_the_time(write, capsys) -> None:
     [
         ("sft", ["--num_processes", "0"], {}, "write 1 or more"),
         ("sft", ["--mfu", "2"], {}, "0.4 is usual"),
-        ("sft", ["--gpu", "Abacus"], {}, "'Abacus' is not known"),
+        ("sft", ["--gpu", "Abacus"], {}, "'Abacus' in bfloat16 is not known"),
+        ("sft", ["--num_gpus", "8"], {}, "write --num_processes"),
+        ("sft", ["--num_gpus=8"], {}, "write --num_processes"),
         ("sft", [], {"max_length": None}, "write `max_length: ...`"),
         ("grpo", [], {"reward_funcs": ["a.b:c"], "max_length": 64, "activation_checkpointing": None}, "plan one of"),
     ],
