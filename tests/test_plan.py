@@ -140,6 +140,12 @@ def test_hours_follow_from_what_is_printed_beside_them(plan) -> None:
     assert "name a GPU" in plan()
 
 
+def test_gpus_without_processes_are_a_process_each_and_so_does_the_hint_say(plan) -> None:
+    assert plan("--gpu", "A100", "--num_gpus", 4) == plan("--gpu", "A100", "--num_processes", 4)
+    hint = re.search("name a GPU: (.*)", plan())[1].split()
+    assert plan(*hint) == plan("--gpu", "H100", "--num_processes", 8, "--num_gpus", 8)
+
+
 def test_fp16_has_the_peak_of_fp16(plan) -> None:
     assert "6.5e+13 FLOP/s" in plan("--gpu", "T4", fp16=True)
     assert "'T4' in bfloat16 is not known" in plan("--gpu", "T4", code=2)

@@ -69,6 +69,15 @@ def test_full_training_holds_weights_gradients_and_states(count, num_parameters,
     assert "frozen weights" not in terms
 
 
+@pytest.mark.parametrize(("optim", "state_bytes"), [("adamw_torch_fused", 4), ("adamw_8bit", 2.3)])
+def test_states_have_the_type_of_the_weights_but_where_an_optimizer_has_its_own(
+    count, num_parameters, optim, state_bytes
+) -> None:
+    terms = count("sft", optim=optim, dtype="bfloat16")
+    assert terms["trained weights"] == 2 * num_parameters
+    assert terms["optimizer states"] == pytest.approx(state_bytes * num_parameters, abs=1)
+
+
 def test_processes_that_share_hold_their_share_and_those_that_do_not_sum_gradients(count, num_parameters) -> None:
     copied, shared = count("sft", 4), count("sft", 4, is_sharded=True)
     assert copied["buckets in which gradients are summed"] == copied["gradients"] == 4 * num_parameters
@@ -166,7 +175,9 @@ def test_a_price_makes_a_cost_of_the_time(write, capsys) -> None:
     [
         ("sft", ["--num_processes", "0"], {}, "write 1 or more"),
         ("sft", ["--mfu", "2"], {}, "0.4 is usual"),
-        ("sft", ["--gpu", "Abacus"], {}, "'Abacus' is not known"),
+        ("sft", ["--gpu", "Abacus"], {}, "'Abacus' in bfloat16 is not known"),
+        ("sft", ["--num_gpus", "8"], {}, "write --num_processes"),
+        ("sft", ["--num_gpus=8"], {}, "write --num_processes"),
         ("sft", [], {"max_length": None}, "write `max_length: ...`"),
         ("grpo", [], {"reward_funcs": ["a.b:c"], "max_length": 64, "activation_checkpointing": None}, "plan one of"),
     ],

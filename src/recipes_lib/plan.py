@@ -54,17 +54,20 @@ def main(argv: Sequence[str]) -> None:
     """
     stage, _ = split_stage(argv)
     if stage != "pretrain":
+        _verify_no_gpus(argv)
         (plan_ppo if stage == "ppo" else plan_tuning).main(argv)
         return
     parser = argparse.ArgumentParser(prog="recipes plan", description=__doc__, allow_abbrev=False)
     parser.add_argument("--stage", help="recipe to plan (default: what the file's name begins with, or sft)")
     parser.add_argument("--config", metavar="F", help="the recipe; further --key value flags override it")
-    parser.add_argument("--num_processes", type=int, default=1, help="data-parallel processes (default: 1)")
+    parser.add_argument("--num_processes", type=int, help="data-parallel processes (default: one for each GPU, or 1)")
     parser.add_argument("--gpu", help="GPU to tell the hours on, such as H100")
     parser.add_argument("--num_gpus", type=int, help="how many (default: one for each process)")
     parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that is of use (default: 0.4)")
     parser.add_argument("--schedule", type=Path, metavar="PNG", help="draw learning rate and batch into this file")
     options, overrides = parser.parse_known_args(argv)
+    if options.num_processes is None:
+        options.num_processes = 1 if options.num_gpus is None else options.num_gpus
     config = parse_command(stage, [*(["--config", options.config] if options.config else []), *overrides])
     if isinstance(config, str):
         sys.stdout.write(f"{config}\n")
@@ -132,6 +135,13 @@ def draw_curve(values: Sequence[float], height: int) -> list[str]:
     ]
 
 
+def _verify_no_gpus(argv: Sequence[str]) -> None:
+    """Refuse a number of GPUs where each process has one."""
+    if any(argument.partition("=")[0] == "--num_gpus" for argument in argv):
+        found = "is a flag of pretraining, where several GPUs may share a row; here a process has a GPU"
+        raise ConfigError(Problem("--num_gpus", found, "write --num_processes, the number of GPUs"))
+
+
 def _find_problems(config: RecipeConfig, options: argparse.Namespace) -> Iterator[Problem]:
     if config.pretraining.max_tokens is None and config.training.get("max_steps", -1) < 1:
         found = "the length of the run is in epochs, and a plan reads no data"
@@ -185,30 +195,20 @@ def _tell_hours(num_flops: float, hardware: Hardware | None, config: RecipeConfi
     Raises:
         ConfigError: The peak of the GPU is not known.
     """
+    from recipes_lib.planning.compute import find_peak
+
     if hardware is None:
-        return "name a GPU: --gpu H100 --num_gpus 8 --mfu 0.4"
-    hours, peak = _count_hours(num_flops, hardware, config), _find_peak(hardware, config)
+        return "name a GPU: --gpu H100 --num_processes 8 --mfu 0.4"
+    hours, peak = _count_hours(num_flops, hardware, config), find_peak(hardware.gpu, config)
     formula = f"{num_flops:.3g} / ({hardware.num_gpus} GPUs x {peak:.3g} FLOP/s x {hardware.mfu:g} MFU x 3600 s)"
     return f"{hours:,.1f} hours, {hours / 24:,.1f} days, on {hardware.num_gpus:,} {hardware.gpu}: {formula}"
 
 
 def _count_hours(num_flops: float, hardware: Hardware, config: RecipeConfig) -> float:
+    from recipes_lib.planning.compute import find_peak
     from recipes_lib.planning.model_size import compute_hours
 
-    return compute_hours(num_flops, hardware.num_gpus, _find_peak(hardware, config), hardware.mfu)
-
-
-def _find_peak(hardware: Hardware, config: RecipeConfig) -> float:
-    import torch
-
-    from recipes_lib.planning.compute import peak_flops
-
-    dtype = torch.float16 if config.training.get("fp16") else torch.bfloat16
-    peak = peak_flops(hardware.gpu, dtype)
-    if peak is None:
-        found = f"the peak of {hardware.gpu!r} in {str(dtype).removeprefix('torch.')} is not known"
-        raise ConfigError(Problem("--gpu", found, "write a name as `nvidia-smi -L` has it, such as H100 or A100"))
-    return peak
+    return compute_hours(num_flops, hardware.num_gpus, find_peak(hardware.gpu, config), hardware.mfu)
 
 
 def _describe_schedule(config: RecipeConfig, schedule: Schedule) -> Iterator[str]:

@@ -25,7 +25,7 @@ from recipes_lib.models.adapters import add_adapter
 from recipes_lib.models.heads import add_loss_head
 from recipes_lib.models.loading import load_model_config
 from recipes_lib.models.quantization import count_quantized_bytes
-from recipes_lib.planning.compute import FORWARD_AND_BACKWARD, compute_flops_per_token, device_memory, peak_flops
+from recipes_lib.planning.compute import FORWARD_AND_BACKWARD, compute_flops_per_token, device_memory, find_peak
 from recipes_lib.planning.disk import count_state_bytes
 from recipes_lib.rl.memory import SHARE_OF_DEVICE, count_activations, count_bytes
 from recipes_lib.training.teacher import choose_teacher
@@ -102,8 +102,7 @@ def describe_run(config: RecipeConfig, num_processes: int, gpu: str | None, mfu:
     yield f"a step: {step.num_rows:,} rows of {step.length:,} tokens, {step.num_tokens:,} in all, if all are full"
     yield f"operations: {step.num_flops:.3g} a step"
     if gpu is not None:
-        peak = peak_flops(gpu, torch.float16 if config.training.get("fp16") else torch.bfloat16)
-        assert peak is not None
+        peak = find_peak(gpu, config)
         seconds = step.num_flops / (num_processes * peak * mfu)
         told = f"{step.num_flops:.3g} / ({num_processes} GPUs x {peak:.3g} FLOP/s x {mfu:g} MFU)"
         yield f"time: {seconds:{'.1f' if seconds >= 1 else '.2g'}} s a step: {told}"
@@ -189,11 +188,12 @@ def count_memory(
         model = _build(config, model_config, config.model.dtype)
         others = dict(_build_frozen(config, model_config))
     trained = _learning(model.parameters())
-    num_trained, weights = sum(parameter.numel() for parameter in trained), count_bytes(trained)
+    weights = count_bytes(trained)
+    states = sum(parameter.numel() * count_state_bytes(training, parameter.element_size()) for parameter in trained)
     held = {
         "trained weights": weights,
         "gradients": weights,
-        "optimizer states": round(num_trained * count_state_bytes(training)),
+        "optimizer states": round(states),
         **{name: _count_stored(config, other) for name, other in others.items()},
     }
     terms = {name: size // shards for name, size in held.items()}
@@ -326,5 +326,8 @@ def _find_problems(config: RecipeConfig, num_processes: int, gpu: str | None, mf
         yield Problem("--num_processes", f"is {num_processes}", "write 1 or more")
     if not 0 < mfu <= 1:
         yield Problem("--mfu", f"is {mfu}", "write a share above 0, at most 1; 0.4 is usual")
-    if gpu is not None and (peak_flops(gpu, torch.bfloat16) is None or device_memory(gpu) is None):
-        yield Problem("--gpu", f"{gpu!r} is not known", "write a name as `nvidia-smi -L` has it, such as H100 or A100")
+    if gpu is not None:
+        try:
+            find_peak(gpu, config)
+        except ConfigError as error:
+            yield from error.problems

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import re
 
 import pytest
 from rich.console import Console
+from trl import DPOConfig
 
 from recipes_lib.check import check
 from recipes_lib.config.loader import load_config
@@ -48,6 +50,14 @@ def test_a_sound_run_is_ready_and_its_figures_are_those_of_the_rows(look, stage)
     assert "5 steps, 1.00 epochs" in told
     assert "a prompt is computed once for both answers, which saves" in told
     assert told.endswith("ready to train\n")
+
+
+def test_the_rates_and_groups_that_are_told_are_those_of_the_stage(look):
+    """A preference run that names no rate has upstream's for the stage, which is not that of fine-tuning."""
+    rate = DPOConfig(output_dir="out", bf16=False).learning_rate
+    _, told = look("dpo", bf16="false", lr_scheduler_type="constant")
+    assert f"learning rate at 0, 25, 50, 75, 100 %: {', '.join([f'{rate:.2e}'] * 5)}" in told
+    assert set(re.findall("rate ([0-9.e-]+):", told)) == {f"{rate:.1e}"}
 
 
 def test_prompts_that_are_not_shared_are_told_with_the_reason(look):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 
 import pytest
@@ -48,6 +49,19 @@ def test_a_sound_run_is_ready_and_its_figures_are_those_of_the_rows(look):
     assert "reward: 1 score_first_key" in told
     assert "3 iterations of 8 answers and 8 steps of 2 answers: 24 steps, every prompt answered 2.4 times" in told
     assert told.endswith("ready to train\n")
+
+
+def test_adapters_of_policy_and_critic_are_what_a_checkpoint_holds(look, monkeypatch):
+    # Rank 4 on seven linear layers of two decoder layers: in and out features of each, with two moments.
+    checkpoint = 2 * 12 * 4 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
+    free = shutil._ntuple_diskusage(10**9, 0, 11 * checkpoint)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    problems, told = look(use_peft=True, lora_r=4, save_steps=0.1)
+    assert problems == []
+    kept = int(re.search(r"(\d+) checkpoints of", told)[1])
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free._replace(free=kept * checkpoint))
+    (problem,) = look(use_peft=True, lora_r=4, save_steps=0.1)[0]
+    assert f"{kept} checkpoints of {checkpoint / 1e9:.3g} GB" in problem.found
 
 
 def test_a_reward_that_cannot_be_imported_is_found(look):

@@ -37,7 +37,22 @@ def test_what_is_odd_about_a_template_is_told(tmp_path, tiny_model_dir, template
     assert "exact duplicates of earlier rows: 3" in output.getvalue()
 
 
-def inspect(tmp_path, model, hardware: str) -> tuple[SFTInspection, str]:
+@pytest.mark.parametrize("init", ["default", "pissa"])
+def test_a_disk_that_holds_the_adapters_alone_is_large_enough(tmp_path, tiny_model_dir, monkeypatch, init) -> None:
+    """A checkpoint of an adapter's run is its factors and their two moments, whatever its base takes."""
+    # Rank 4 on seven linear layers of two decoder layers: in and out features of each.
+    checkpoint = 12 * 4 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 3 * checkpoint))
+    whole, told = inspect(tmp_path, tiny_model_dir, "ddp", dtype="bfloat16", save_steps=1)
+    assert [problem.where for problem in whole.problems] == [str(tmp_path / "out")], told
+    keys = {"stage": "lora", "lora_r": 4, "init_lora_weights": init, "dtype": "bfloat16", "save_steps": 1}
+    adapted, told = inspect(tmp_path, tiny_model_dir, "ddp", **keys)
+    assert not adapted.problems, told
+    assert adapted.count_trained() == (checkpoint // 12, 4)
+    assert f"2 checkpoints of {checkpoint / 1e9:.2f} GB" in told
+
+
+def inspect(tmp_path, model, hardware: str, stage: str = "sft", **changes) -> tuple[SFTInspection, str]:
     chats = tmp_path / "chats.jsonl"
     turns = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}."}] for n in range(16)]
     chats.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
@@ -51,8 +66,9 @@ def inspect(tmp_path, model, hardware: str) -> tuple[SFTInspection, str]:
         "num_train_epochs": 1,
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 1,
+        **changes,
     }
-    config = load_config("sft", [f"--{name}={value}" for name, value in keys.items()])
+    config = load_config(stage, [f"--{name}={value}" for name, value in keys.items()])
     output = io.StringIO()
     file = find_launch_file(hardware)
     inspection = SFTInspection(config, plan_launch(file, 8), Console(file=output, width=200, highlight=False), file)

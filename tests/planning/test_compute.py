@@ -18,7 +18,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from recipes_lib.planning.compute import compute_flops_per_token, device_memory, peak_flops
+from recipes_lib.config.loader import load_config
+from recipes_lib.errors import ConfigError
+from recipes_lib.planning.compute import compute_flops_per_token, device_memory, find_peak, peak_flops
 
 BATCH, LENGTH = 2, 48
 SMALL = {
@@ -144,6 +146,27 @@ def test_the_peak_is_that_of_16_bit_products_only() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "training", "dtype", "expected"),
+    [
+        ("H100", {}, "float32", 989e12),
+        ("H100", {"bf16": False}, "bfloat16", 989e12),
+        ("V100", {"fp16": True}, "float32", 125e12),
+        ("V100", {}, "float32", "'V100' in bfloat16 is not known\n.*fp16: true"),
+        ("H100", {"bf16": False}, "float32", "'H100' in float32 is not known\n.*bf16: true"),
+        ("Abacus", {}, "float32", "'Abacus' in bfloat16 is not known\n.*nvidia-smi"),
+    ],
+)
+def test_the_peak_of_a_run_is_that_of_its_products(name, training, dtype, expected) -> None:
+    flags = ["--model_name_or_path=a/b", "--dataset_name=a/c", "--output_dir=out", f"--dtype={dtype}"]
+    config = load_config("sft", [*flags, *(f"--{key}={value}" for key, value in training.items())])
+    if isinstance(expected, float):
+        assert find_peak(name, config) == expected
+    else:
+        with pytest.raises(ConfigError, match=expected):
+            find_peak(name, config)
+
+
+@pytest.mark.parametrize(
     ("name", "gigabytes"),
     [
         ("NVIDIA H100 80GB HBM3", 80),
@@ -153,6 +176,9 @@ def test_the_peak_is_that_of_16_bit_products_only() -> None:
         ("NVIDIA H100 NVL", 94),
         ("Tesla T4", 16),
         ("48 GB", 48),
+        ("NVIDIA GH200 480GB", 96),
+        ("NVIDIA GH200 144G HBM3e", 144),
+        ("GH200", 96),
     ],
 )
 def test_a_device_holds_what_its_name_or_its_maker_says(name, gigabytes):

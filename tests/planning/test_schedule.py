@@ -45,13 +45,13 @@ def constant(step):
     ],
 )
 def test_the_learning_rate_is_the_closed_form(name, kwargs, closed_form):
-    training = {"learning_rate": PEAK, "lr_scheduler_type": name, "lr_scheduler_kwargs": kwargs}
-    rates = compute_learning_rates(training, STEPS, WARMUP, range(STEPS + 1))
+    training = {"lr_scheduler_type": name, "lr_scheduler_kwargs": kwargs}
+    rates = compute_learning_rates(PEAK, training, STEPS, WARMUP, range(STEPS + 1))
     assert rates == pytest.approx([PEAK * closed_form(step) for step in range(STEPS + 1)], abs=1e-12)
 
 
 def test_a_schedule_that_reacts_to_the_run_is_not_predicted():
-    assert compute_learning_rates({"lr_scheduler_type": "reduce_lr_on_plateau"}, STEPS, WARMUP, [0]) is None
+    assert compute_learning_rates(PEAK, {"lr_scheduler_type": "reduce_lr_on_plateau"}, STEPS, WARMUP, [0]) is None
 
 
 # Pretraining. Rows of 4 tokens, 8 of them a step, unless said otherwise.
@@ -159,8 +159,8 @@ def test_a_constant_rate_stays_at_the_peak_for_ever():
 )
 def test_after_the_warmup_it_is_transformers_and_in_it_one_step_ahead(kind, options, keys):
     ours = build({"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}.get(kind, kind), **keys)
-    training = {"learning_rate": 1.0, "lr_scheduler_type": kind, "lr_scheduler_kwargs": options}
-    theirs = compute_learning_rates(training, STEPS, WARMUP, range(STEPS + 1))
+    training = {"lr_scheduler_type": kind, "lr_scheduler_kwargs": options}
+    theirs = compute_learning_rates(1.0, training, STEPS, WARMUP, range(STEPS + 1))
     assert ours.factors(range(WARMUP, STEPS + 1)) == pytest.approx(theirs[WARMUP:], abs=1e-12)
     if "min_lr_ratio" not in options:
         # Theirs spends the first step at a rate of 0; with a stable phase, theirs rises from the floor instead.

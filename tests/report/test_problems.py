@@ -64,5 +64,12 @@ def test_large_gradients_of_the_warm_up_are_in_order() -> None:
     assert find_problems(build_run(train=spike_at(1, 2, 3))) == []
 
 
-def test_a_held_out_loss_that_rises_by_a_hair_is_no_problem() -> None:
-    assert find_problems(build_run(evaluations=build_losses(3.0, 2.0, 2.01))) == []
+@pytest.mark.parametrize("losses", [(3.0, 2.0, 2.01), (1.0, -2.0, -1.99), (-1.0, -1.5, -2.0)])
+def test_a_held_out_loss_that_rises_by_a_hair_or_falls_is_no_problem(losses: tuple[float, ...]) -> None:
+    assert find_problems(build_run(evaluations=build_losses(*losses))) == []
+
+
+def test_a_held_out_loss_below_0_that_rises_is_a_problem() -> None:
+    (problem,) = find_problems(build_run(evaluations=build_losses(-1.0, -2.0, -1.9)))
+
+    assert "lowest at step 10 (-2) and rose to -1.9 by step 20" in problem

@@ -127,7 +127,7 @@ def test_a_checkpoint_is_as_large_as_is_told_before_the_run(straight, policy_dir
     inspection = PPOInspection(load_config("ppo", flags), plan_launch(None, 1), Console(quiet=True))
     inspection.look_at_model(lambda line: None)
     plan = compute_disk(
-        inspection.num_parameters, 4, 12, inspection.config.training, num_learners=inspection.num_learners
+        *inspection.count_trained(), 12, inspection.config.training, num_learners=inspection.num_learners
     )
     written = sum(path.stat().st_size for path in (straight / "checkpoint-12").iterdir())
     assert plan.checkpoint_bytes == pytest.approx(written, rel=0.1)

@@ -19,10 +19,17 @@ def find_spikes(losses, norms=None):
     return [(step, spike.figure) for step, spike in enumerate(judged) if spike is not None]
 
 
-def test_the_threshold_is_the_formula():
-    losses = np.random.default_rng(0).normal(3, 0.1, 40)
-    median = np.median(losses)
-    threshold = median + 6 * 1.4826 * np.median(abs(losses - median))
+@pytest.mark.parametrize(("level", "scale"), [(3, np.log), (0, lambda losses: losses)])
+def test_the_threshold_is_the_formula(level, scale):
+    """In logarithms where all losses are above 0; elsewhere with the upper tenth, which counts where it is wider."""
+    losses = np.random.default_rng(0).normal(level, 0.1, 40)
+    scaled = scale(losses)
+    median = np.median(scaled)
+    deviation = 1.4826 * np.median(abs(scaled - median))
+    if not level:
+        deviation = max(deviation, (np.quantile(losses, 0.9) - median) / 1.2815516)
+    unscale = np.exp if level else scale
+    threshold = unscale(median + 6 * deviation)
     for value, is_spike in ((threshold * 1.0001, True), (threshold * 0.9999, False)):
         monitor = SpikeMonitor()
         for loss in losses:
@@ -30,10 +37,46 @@ def test_the_threshold_is_the_formula():
         spike = monitor.judge(value, 1.0)
         assert (spike is not None) == is_spike
         if spike is not None:
-            assert (spike.median, spike.threshold) == pytest.approx((median, threshold))
+            assert (spike.value, spike.median, spike.threshold) == pytest.approx((value, unscale(median), threshold))
     # 1.4826 makes the median absolute deviation of a normal distribution its standard deviation.
     sample = np.random.default_rng(1).normal(0, 2, 400_000)
     assert MAD_TO_STD * np.median(abs(sample - np.median(sample))) == pytest.approx(2, rel=0.01)
+
+
+def lose_sigmoid(margins):
+    return np.logaddexp(0, -margins)
+
+
+def lose_robustly(margins):
+    return (0.9 * lose_sigmoid(margins) - 0.1 * lose_sigmoid(-margins)) / 0.8
+
+
+STATIONARY = {
+    "pairs most of which are learnt": (lose_sigmoid, 6, 3),
+    "pairs half learnt": (lose_sigmoid, 2, 2),
+    "pairs without a margin to reach": (lambda margins: np.maximum(0, 1 - margins), 3, 1.5),
+    "pairs of which some may be the wrong way round": (lose_robustly, 6, 3),
+    "normal noise": (lambda figures: figures, 3, 0.3),
+    "normal noise around 0": (lambda figures: figures, 0, 1),
+}
+
+
+@pytest.mark.parametrize("name", STATIONARY)
+def test_a_healthy_loss_raises_no_alarm_however_skewed(name):
+    """Means of eight pairs a step, whose margins stay as they are: at most one alarm in a thousand steps."""
+    lose, mean, deviation = STATIONARY[name]
+    margins = (np.random.default_rng(seed).normal(mean, deviation, (2000, 8)) for seed in range(3))
+    alarms = [len(find_spikes(lose(drawn).mean(1))) for drawn in margins]
+    assert np.mean(alarms) <= 2
+
+
+def test_a_loss_of_pairs_that_breaks_down_is_found():
+    losses = lose_sigmoid(np.random.default_rng(0).normal(2, 2, (200, 8))).mean(1)
+    assert find_spikes([*losses, 8.0]) == [(200, "loss")]
+
+
+def test_a_loss_that_was_0_has_nothing_to_be_measured_by():
+    assert find_spikes([0.0] * 30 + [0.5]) == []
 
 
 @pytest.mark.parametrize("value", [3.0, -3.0])

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, Required, TypedDict
 
 from recipes_lib.config.distillation_keys import DistillationConfig
 from recipes_lib.config.layer_keys import LayersConfig
+from recipes_lib.config.table import load_table
 
 DatasetFormat = Literal["auto", "messages", "prompt_completion", "text", "sharegpt", "alpaca", "preference"]
 LossOn = Literal["assistant", "last_assistant", "completion", "all"]
@@ -354,6 +355,10 @@ class RecipeConfig:
     layers: LayersConfig = field(default_factory=LayersConfig)
     training: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, str] = field(default_factory=dict)
+
+    def read(self, key: str) -> Any:
+        """Return the value of one of upstream's keys that the run will have: the user's or ours, or else upstream's."""
+        return self.training[key] if key in self.training else load_table(self.stage).keys[key].default
 
 
 SECTIONS: Final[dict[str, type]] = {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,7 +37,7 @@ class Inspection(ABC):
         self.num_parameters = 0
         self.num_steps = 0
         self.launched_precision = "no"
-        self.num_learners = 1  # Models of that size in a checkpoint, each with its optimizer states.
+        self.num_learners = 1  # Models, or adapters, in a checkpoint, each with its optimizer states.
 
     def look_at_everything(self) -> None:
         """Print every section."""
@@ -162,17 +164,23 @@ class Inspection(ABC):
         Returns:
             Rows of a step over all processes.
         """
-        from recipes_lib.planning.schedule import compute_learning_rates
         from recipes_lib.planning.steps import compute_steps
 
         plan = compute_steps(num_rows, self.config.training, self.launch.data_size)
         self.num_steps = plan.num_steps
         say(f"{plan.num_steps:,} steps, {plan.num_epochs:.2f} epochs, {plan.num_warmup_steps:,} steps of warm-up")
-        steps = [round(share * (plan.num_steps - 1)) for share in SHARES_OF_A_RUN]
-        rates = compute_learning_rates(self.config.training, plan.num_steps, plan.num_warmup_steps, steps)
+        self.say_rates(say, plan.num_warmup_steps)
+        return plan.rows_per_step
+
+    def say_rates(self, say: Say, num_warmup_steps: int) -> None:
+        """Say which rates upstream's schedule has over ``num_steps``."""
+        from recipes_lib.planning.schedule import compute_learning_rates
+
+        steps = [round(share * (self.num_steps - 1)) for share in SHARES_OF_A_RUN]
+        peak = float(self.config.read("learning_rate"))
+        rates = compute_learning_rates(peak, self.config.training, self.num_steps, num_warmup_steps, steps)
         shown = "decided while training" if rates is None else ", ".join(f"{rate:.2e}" for rate in rates)
         say(f"learning rate at 0, 25, 50, 75, 100 %: {shown}")
-        return plan.rows_per_step
 
     def say_agreement(self, say: Say, max_length: int | None, terminators: Sequence[int]) -> None:
         """Say that model and tokenizer agree, and what answers end with.
@@ -211,10 +219,10 @@ class Inspection(ABC):
 
         if self.model_config is None or not self.num_steps:
             return
-        weight_bytes = 4 if self.config.model.dtype in ("float32", "auto") else 2
+        num_trained, weight_bytes = self.count_trained()
         keep_every = self.config.checkpoints.save_keep_steps
         plan = compute_disk(
-            self.num_parameters,
+            num_trained,
             weight_bytes,
             self.num_steps,
             self.config.training,
@@ -226,6 +234,25 @@ class Inspection(ABC):
             f"{plan.total_bytes / 1e9:.2f} GB of {plan.free_bytes / 1e9:.1f} GB free"
         )
         verify_disk(plan, self.config.training["output_dir"])
+
+    def count_trained(self) -> tuple[int, int]:
+        """Return how many parameters a learner has, the adapter's alone where there is one, and the bytes of each."""
+        import torch
+
+        from recipes_lib.models.adapters import add_adapter
+
+        if self.config.adapter.use_peft:
+            # How the factors begin changes none of their shapes, and may need the weights, which are not there.
+            adapter = replace(self.config.adapter, init_lora_weights="default")
+            with torch.device("meta"), warnings.catch_warnings():
+                # Of a saved adapter, that its values are not kept.
+                warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")
+                adapted = add_adapter(_build_on_meta(self.model_config), adapter, seed=0)
+            trained = (parameter for parameter in adapted.parameters() if parameter.requires_grad)
+            return sum(parameter.numel() for parameter in trained), 4
+        named = self.config.model.dtype
+        dtype = (self.model_config.dtype or torch.float32) if named == "auto" else getattr(torch, named)
+        return self.num_parameters, dtype.itemsize
 
     def look_at_hub(self, say: Say) -> None:
         """Whether the model could be pushed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from recipes_lib.inspection.base import SHARES_OF_A_RUN, Inspection, Say
+from recipes_lib.inspection.base import Inspection, Say
 from recipes_lib.inspection.ppo import PPOInspection
 
 
@@ -27,7 +27,6 @@ class GroupInspection(PPOInspection):
             ConfigError: As ``plan_groups``.
         """
         from recipes_lib.planning.groups import plan_groups
-        from recipes_lib.planning.schedule import compute_learning_rates
 
         if self._data is None:
             return
@@ -38,7 +37,4 @@ class GroupInspection(PPOInspection):
             f"{plan.answers_per_generation:,} answers to {plan.prompts_per_generation:,} prompts at a time, "
             f"{steps.rows_per_step:,} a step: {steps.num_steps:,} steps, {steps.num_epochs:.3g} epochs"
         )
-        asked = [round(share * (steps.num_steps - 1)) for share in SHARES_OF_A_RUN]
-        rates = compute_learning_rates(self.config.training, steps.num_steps, steps.num_warmup_steps, asked)
-        if rates is not None:
-            say(f"learning rate at 0, 25, 50, 75, 100 %: {', '.join(f'{rate:.2e}' for rate in rates)}")
+        self.say_rates(say, steps.num_warmup_steps)

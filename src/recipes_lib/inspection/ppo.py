@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from recipes_lib.inspection.base import SHARES_OF_A_RUN, Inspection, Say
+from recipes_lib.inspection.base import Inspection, Say
 
 if TYPE_CHECKING:
     from recipes_lib.data.prompts import PromptData
@@ -18,7 +18,7 @@ class PPOInspection(Inspection):
     def __init__(self, *args: Any) -> None:
         """Take what ``Inspection`` takes."""
         super().__init__(*args)
-        self.num_learners = 1 if self.config.adapter.use_peft else 2  # Policy and critic.
+        self.num_learners = 2  # Policy and critic.
         self._data: PromptData | None = None
 
     def look_at_data(self, say: Say) -> None:
@@ -106,7 +106,6 @@ class PPOInspection(Inspection):
         Raises:
             ConfigError: The critic warms up for the whole run.
         """
-        from recipes_lib.planning.schedule import compute_learning_rates
         from recipes_lib.rl.schedule import compute_schedule, verify_warmup
 
         if self._data is None:
@@ -120,7 +119,4 @@ class PPOInspection(Inspection):
             f"{plan.steps_per_iteration:,} steps of {plan.answers_per_step:,} answers: {plan.num_steps:,} steps, every "
             f"prompt answered {plan.num_epochs:.3g} times"
         )
-        steps = [round(share * (plan.num_steps - 1)) for share in SHARES_OF_A_RUN]
-        rates = compute_learning_rates(training, plan.num_steps, plan.num_warmup_steps, steps)
-        if rates is not None:
-            say(f"learning rate at 0, 25, 50, 75, 100 %: {', '.join(f'{rate:.2e}' for rate in rates)}")
+        self.say_rates(say, plan.num_warmup_steps)

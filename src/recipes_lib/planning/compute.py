@@ -10,6 +10,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.errors import ConfigError, Problem
+
 FORWARD_AND_BACKWARD = 3
 """A backward pass multiplies twice what the forward pass did: once for the inputs, once for the weights."""
 
@@ -139,9 +142,40 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     return None if name is None or unsupported else dict(_PEAK_FLOPS)[name]
 
 
+def find_peak(device_name: str, config: RecipeConfig) -> float:
+    """Return the dense peak of one device in FLOP/s for the products of a run.
+
+    Args:
+        device_name: As for ``peak_flops``.
+        config: The run; its products have 16 bits unless it says ``bf16: false``.
+
+    Raises:
+        ConfigError: The device is not known, or its peak for products of that type.
+    """
+    dtype = _choose_product_type(config)
+    if (peak := peak_flops(device_name, dtype)) is not None:
+        return peak
+    remedy = "write a name as `nvidia-smi -L` has it, such as H100 or A100"
+    if peak_flops(device_name, torch.float16) is not None:
+        remedy = "write `fp16: true`" if dtype == torch.bfloat16 else "write `bf16: true`, or leave out --gpu"
+    found = f"the peak of {device_name!r} in {str(dtype).removeprefix('torch.')} is not known"
+    raise ConfigError(Problem("--gpu", found, remedy))
+
+
+def _choose_product_type(config: RecipeConfig) -> torch.dtype:
+    if config.training.get("fp16"):
+        return torch.float16
+    if config.training.get("bf16") is not False:
+        return torch.bfloat16
+    # Without autocast products have the type of the weights.
+    return torch.float32 if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
+
+
+# Of these the number in the name is, or may be, the memory of the processor beside it.
+_SUPERCHIPS = (("GH200 144G", 144e9), ("GH200", 96e9))
 # What a device holds, in 10^9 bytes, from the makers' data sheets; what a name says of itself comes before.
 _MEMORY = (
-    *(("GB300", 288), ("GB200", 192), ("B300", 288), ("B200", 192), ("GH200", 96), ("H200", 141), ("H100 NVL", 94)),
+    *(("GB300", 288), ("GB200", 192), ("B300", 288), ("B200", 192), ("H200", 141), ("H100 NVL", 94)),
     *(("H100", 80), ("H800", 80), ("H20", 96), ("A100", 40), ("A800", 80), ("A40", 48), ("A30", 24), ("A10", 24)),
     *(("A10G", 24), ("L40S", 48), ("L40", 48), ("L4", 24), ("RTX PRO 6000", 96), ("RTX A6000", 48), ("RTX 5090", 32)),
     *(("RTX 4090", 24), ("RTX 3090", 24), ("V100", 16), ("T4", 16), ("MI355X", 288), ("MI325X", 256)),
@@ -155,6 +189,9 @@ def device_memory(device_name: str) -> float | None:
     Args:
         device_name: As for ``peak_flops``; a number of GB in it decides, as in ``A100-SXM4-80GB``.
     """
+    for name, size in _SUPERCHIPS:
+        if re.search(rf"\b{name}", device_name, re.IGNORECASE):
+            return size
     if told := re.search(r"(\d+) ?GB\b", device_name, re.IGNORECASE):
         return float(told[1]) * 1e9
     return next((size * 1e9 for name, size in _MEMORY if re.search(rf"\b{name}\b", device_name, re.IGNORECASE)), None)

@@ -25,6 +25,8 @@ _OPTIMIZER_BYTES = (
     ("muon", 5),
 )
 _DEFAULT_OPTIMIZER_BYTES = 8
+_LIKE_WEIGHTS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "muon")
+"""Optimizers whose states have the type of the weights; the others' have one of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class DiskPlan:
 
 
 def compute_disk(
-    num_parameters: int,
+    num_trained: int,
     weight_bytes: int,
     num_steps: int,
     training: Mapping[str, Any],
@@ -53,18 +55,18 @@ def compute_disk(
     keep_every: int | None = None,
     num_learners: int = 1,
 ) -> DiskPlan:
-    """Count the bytes of a run's checkpoints from its number of parameters.
+    """Count the bytes of a run's checkpoints from the number of parameters that it trains: no others are saved.
 
     Args:
-        num_parameters: Parameters of the model, all of them trained.
+        num_trained: Parameters of a learner: of a model, or of an adapter.
         weight_bytes: Bytes of one saved parameter.
         num_steps: Optimizer steps of the run.
         training: Upstream's training keys.
         keep_every: ``save_keep_steps``.
-        num_learners: Models of that size in a checkpoint, each with its optimizer states.
+        num_learners: Learners of that size in a checkpoint, each with its optimizer states.
     """
-    weights = num_parameters * weight_bytes
-    states = round(num_parameters * count_state_bytes(training))
+    weights = num_trained * weight_bytes
+    states = round(num_trained * count_state_bytes(training, weight_bytes))
     return plan_disk(num_learners * (weights + states), weights, num_steps, training, keep_every=keep_every)
 
 
@@ -118,12 +120,13 @@ def verify_disk(plan: DiskPlan, output_dir: str) -> None:
         )
 
 
-def count_state_bytes(training: Mapping[str, Any]) -> float:
-    """Return the bytes of the optimizer's states for one parameter in ``float32``."""
-    optim = str(training.get("optim", "adamw"))
+def count_state_bytes(training: Mapping[str, Any], weight_bytes: int) -> float:
+    """Return the bytes of the optimizer's states for one parameter of ``weight_bytes``."""
+    optim = str(training.get("optim", "adamw_torch_fused"))
+    size: float = next((size for name, size in _OPTIMIZER_BYTES if name in optim), _DEFAULT_OPTIMIZER_BYTES)
     if optim == "sgd":
-        return 4 if "momentum" in str(training.get("optim_args") or "") else 0
-    return next((size for name, size in _OPTIMIZER_BYTES if name in optim), _DEFAULT_OPTIMIZER_BYTES)
+        size = 4 if "momentum" in str(training.get("optim_args") or "") else 0
+    return size * weight_bytes / 4 if optim in _LIKE_WEIGHTS else size
 
 
 def _count_saves(num_steps: int, training: Mapping[str, Any]) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.config.table import load_table
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.planning.steps import StepPlan, compute_steps
 
@@ -36,7 +35,7 @@ def plan_groups(num_prompts: int, config: RecipeConfig, world_size: int) -> Grou
     """
 
     def read(key: str) -> int:
-        return int(config.training.get(key) or load_table(config.stage).keys[key].default or 0)
+        return int(config.read(key) or 0)
 
     steps_per_generation = read("steps_per_generation") or read("gradient_accumulation_steps")
     batch_size = read("per_device_train_batch_size") * world_size

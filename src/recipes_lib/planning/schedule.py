@@ -32,11 +32,12 @@ _BATCH_EXPONENTS: Final[Mapping[str, float]] = {"constant": 0.0, "sqrt": 0.5, "l
 
 
 def compute_learning_rates(
-    training: Mapping[str, Any], num_steps: int, num_warmup_steps: int, steps: Sequence[int]
+    peak: float, training: Mapping[str, Any], num_steps: int, num_warmup_steps: int, steps: Sequence[int]
 ) -> list[float] | None:
     """Return the learning rate that each of ``steps`` will use, by the schedule that the Trainer will build.
 
     Args:
+        peak: ``learning_rate``.
         training: Upstream's training keys.
         num_steps: Optimizer steps of the run.
         num_warmup_steps: Optimizer steps of the warm-up.
@@ -47,7 +48,7 @@ def compute_learning_rates(
 
     Source: transformers ``Trainer.create_scheduler``; see ``tests/planning/test_schedule.py``.
     """
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=training.get("learning_rate", 2e-5))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
     schedule = get_scheduler(
         training.get("lr_scheduler_type", "linear"),
         optimizer=optimizer,

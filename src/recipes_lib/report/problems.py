@@ -61,7 +61,7 @@ def _judge_held_out_loss(run: RunFiles) -> list[str]:
         return []
     best_step, best = min(curve, key=lambda point: point[1])
     last_step, last = curve[-1]
-    if last <= best * (1 + OVERFIT_RISE):
+    if last <= best + OVERFIT_RISE * abs(best):
         return []
     if best_step == curve[0][0]:
         return [f"Training made the held-out loss worse: {best:.4g} at step {best_step}, {last:.4g} at the end."]

@@ -334,8 +334,8 @@ def _is_layer(module: nn.Module) -> bool:
 def _count_trained(parameters: Iterable[Tensor], training: Mapping[str, Any]) -> Weights:
     trained = list(parameters)
     size = count_bytes(trained)
-    # States are measured for parameters in single precision.
-    return Weights(size, size, round(size / 4 * count_state_bytes(training)))
+    states = sum(tensor.numel() * count_state_bytes(training, tensor.element_size()) for tensor in trained)
+    return Weights(size, size, round(states))
 
 
 def _find_critic(config: RecipeConfig, model_config: PreTrainedConfig) -> PreTrainedConfig:

@@ -192,7 +192,7 @@ def plan_groups(model: nn.Module, config: RecipeConfig) -> list[GroupRow]:
         config: The run.
     """
     training = config.training
-    optim, rate = str(training.get("optim", "adamw_torch_fused")), float(training.get("learning_rate", 5e-5))
+    optim, rate = str(training.get("optim", "adamw_torch_fused")), float(config.read("learning_rate"))
     decay, decay_embeddings = float(training.get("weight_decay", 0.0)), config.pretraining.decay_embeddings
     if optim == "muon":
         betas = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}

@@ -19,6 +19,8 @@ MAD_TO_STD: Final = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation: 1 / Phi^-1(3/4)."""
 FLOOR: Final = 0.02
 """Smallest deviation that counts, as a share of the median: a curve without noise is not judged by its last digits."""
+UPPER_TO_STD: Final = 1 / statistics.NormalDist().inv_cdf(0.9)
+"""Standard deviation of a normal distribution over the distance of its last decile from the median."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,9 @@ class SpikeMonitor:
 
     A figure is a spike when it exceeds ``median + 6 * 1.4826 * MAD`` of the last 50 steps, where the deviation counts
     for at least 2 % of the median. Unlike mean and variance, median and MAD are not moved by the spike itself, nor by
-    the descent that came before. Norms of gradients are judged by their logarithms: their noise multiplies.
+    the descent that came before. Norms of gradients, and losses while all are above 0, are judged by their logarithms:
+    their noise multiplies, as that of a loss of pairs, of which few are left to learn. Other losses may be as skewed:
+    their deviation is at least what the upper tenth of them tells. Where all that tells is 0, nothing is a spike.
 
     Source: ``tests/training/test_spikes.py``.
     """
@@ -66,11 +70,8 @@ class SpikeMonitor:
         """
         log_norm = math.log(max(grad_norm, 1e-30))
         losses, log_norms = (self._open(f"{kind}_{name}" if kind else name) for name in ("losses", "log_norms"))
-        spike = _judge("loss", losses, loss, FLOOR * abs(_median(losses)))
-        # The logarithm of a ratio of 1.02.
-        of_norm = _judge("grad_norm", log_norms, log_norm, FLOOR)
-        if of_norm is not None:
-            of_norm = Spike(*(of_norm.figure, grad_norm), *map(math.exp, (of_norm.median, of_norm.threshold)))
+        spike = _judge_loss(losses, loss)
+        of_norm = _judge_logarithm("grad_norm", log_norms, log_norm)
         losses.append(loss)
         log_norms.append(log_norm)
         return spike or of_norm
@@ -87,14 +88,27 @@ class SpikeMonitor:
         return self._windows.setdefault(name, deque(maxlen=WINDOW))
 
 
+def _judge_loss(before: Sequence[float], loss: float) -> Spike | None:
+    if len(before) < MIN_STEPS:
+        return None
+    if min(*before, loss) > 0:
+        return _judge_logarithm("loss", [math.log(earlier) for earlier in before], math.log(loss))
+    median = statistics.median(before)
+    upper = statistics.quantiles(before, n=10, method="inclusive")[-1]
+    return _judge("loss", before, loss, max(FLOOR * abs(median), UPPER_TO_STD * (upper - median)))
+
+
+def _judge_logarithm(figure: str, before: Sequence[float], value: float) -> Spike | None:
+    """Judge by logarithms; what is told are the figures themselves."""
+    # The logarithm of a ratio of 1.02.
+    spike = _judge(figure, before, value, FLOOR)
+    return spike and Spike(figure, *map(math.exp, (spike.value, spike.median, spike.threshold)))
+
+
 def _judge(figure: str, before: Sequence[float], value: float, floor: float) -> Spike | None:
     if len(before) < MIN_STEPS:
         return None
-    median = _median(before)
-    deviation = MAD_TO_STD * statistics.median(abs(earlier - median) for earlier in before)
-    threshold = median + FACTOR * max(deviation, floor)
-    return Spike(figure, value, median, threshold) if value > threshold else None
-
-
-def _median(values: Sequence[float]) -> float:
-    return statistics.median(values) if values else 0.0
+    median = statistics.median(before)
+    deviation = max(MAD_TO_STD * statistics.median(abs(earlier - median) for earlier in before), floor)
+    threshold = median + FACTOR * deviation
+    return Spike(figure, value, median, threshold) if deviation and value > threshold else None
