@@ -55,6 +55,12 @@ def test_a_warm_up_is_refused_exactly_where_upstream_has_none(problems_of, write
     assert bool(config.training["warmup_steps"]) is has_warmup
 
 
+@pytest.mark.parametrize(("optim", "takes"), [("adamw", True), ("sgd", True), ("radam", False)])
+def test_an_optimizer_without_a_schedule_warms_up_itself(problems_of, optim: str, takes: bool) -> None:
+    lines = f"optim: schedule_free_{optim}\nlr_scheduler_type: constant\nwarmup_steps: 5\n"
+    assert (not problems_of(lines)) is takes
+
+
 def test_in_pretraining_a_constant_rate_has_a_warm_up(problems_of) -> None:
     assert not problems_of("lr_scheduler_type: constant\nwarmup_steps: 5\n", stage="pretrain")
 

@@ -58,7 +58,7 @@ class Decision:
         voids: Whether a value of ``decider`` voids ``key``.
         why: The reason, as a clause.
         becomes: The value that ``key`` has then; ``ABSENT`` when it is left to upstream.
-        unless: A stage that this is not true of.
+        unless: Whether something else gives ``key`` its effect.
     """
 
     key: str
@@ -66,11 +66,11 @@ class Decision:
     voids: Callable[[Any], bool]
     why: str
     becomes: Any = ABSENT
-    unless: str = ""
+    unless: Callable[[Settings], bool] = lambda _: False
 
     def applies(self, settings: Settings) -> bool:
         """Return whether ``key`` has no effect under ``settings``."""
-        return settings.table.stage != self.unless and self.voids(settings[self.decider])
+        return self.voids(settings[self.decider]) and not self.unless(settings)
 
     def contradicts(self, settings: Settings) -> bool:
         """Return whether the user asked for both; a flag that overrules a line of the file is no contradiction."""
@@ -91,7 +91,13 @@ def is_local(reference: Any) -> bool:
 
 
 _NO_WARMUP: Final = ("constant", "reduce_lr_on_plateau", "greedy")
-"""Upstream's schedules that are built without the warm-up; in pretraining every schedule has one."""
+"""Upstream's schedules that are built without the warm-up."""
+
+
+def _warms_up_otherwise(settings: Settings) -> bool:
+    """In pretraining every schedule has a warm-up; these optimizers have one of their own."""
+    return settings.table.stage == "pretrain" or settings["optim"] in ("schedule_free_adamw", "schedule_free_sgd")
+
 
 DECISIONS: Final = (
     Decision("num_train_epochs", "max_steps", lambda steps: steps > 0, "`max_steps` decides the length"),
@@ -104,7 +110,7 @@ DECISIONS: Final = (
         lambda kind: kind in _NO_WARMUP,
         "`lr_scheduler_type` has no warm-up",
         becomes=0,
-        unless="pretrain",
+        unless=_warms_up_otherwise,
     ),
     Decision("eval_steps", "eval_strategy", lambda strategy: strategy != "steps", "`eval_strategy` is not steps"),
     Decision("save_steps", "save_strategy", lambda strategy: strategy != "steps", "`save_strategy` is not steps"),
