@@ -139,6 +139,17 @@ def test_a_batch_script_without_its_secret_does_not_start(write, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "flags", [["--output_dir", "runs/a"], ["--output-dir", "runs/a"], ["--output-dir=runs/a"], ["--output_dir=runs/a"]]
+)
+def test_a_flag_is_written_once_however_it_is_spelled(flags, write):
+    command = find_shell_launch(write("hf-jobs", *CLOUD, *flags).replace("'", ""))
+    assert [word for word in command if "runs/a" in word or word.startswith("--output")] == [
+        "--output_dir",
+        "/data/runs/a",
+    ]
+
+
 def test_how_a_job_is_queued_again_has_one_wording(write):
     documented = (ROOT / "docs" / "slurm_requeue.sh").read_text()
     script = write("slurm", *TWO)
@@ -359,6 +370,7 @@ def test_a_job_of_hugging_face_is_read_by_its_own_command_line(write):
         ("slurm", ["--secret", "hf_abc=1"], "its name, never its value"),
         ("slurm", ["--name", "My Job"], "no name for every cluster"),
         ("slurm", ["--learning_rat", "1"], "learning_rate"),
+        ("slurm", ["--hardware", "nonsense"], "there is no launch file accelerate_configs/nonsense.yaml"),
     ],
 )
 def test_what_a_cluster_cannot_take_is_told_first(to, flags, words, write):

@@ -41,7 +41,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "boundary": {"config", "errors", "peers", "stopping"},
     "cli": {"", "boundary", "errors"},
     "doctor": FOUNDATION,
-    "jobs": {"cluster", "config", "errors"},
+    "jobs": {"cluster", "config", "errors", "training"},
     "launching": {"cluster", "config", "errors", "hardware", "training"},
     "inspection": STAGES | FOUNDATION,
     "check": {"config", "errors", "inspection", "training"},

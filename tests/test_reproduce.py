@@ -11,6 +11,7 @@ from recipes_lib import reproduce
 from recipes_lib.cli import main
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.show import flatten_config
+from recipes_lib.config.table import STAGES, load_table
 from recipes_lib.environment import read_versions
 from recipes_lib.errors import EXIT_DONE, EXIT_USER
 from recipes_lib.publish.card import make_portable
@@ -92,6 +93,25 @@ def test_a_default_that_has_changed_is_written_down(record):
     assert keys["weight_decay"] == 0.123
     assert "adam_beta1" not in keys
     assert lost == []
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_was_switched_off_stays_off_and_what_never_was_is_not_written(stage):
+    table = load_table(stage)
+    optional = {key for key in table.keys if table.keys[key].accepts("null") and not key.startswith(("hub_", "run_"))}
+    optional -= {"prepared_dir", "push_to_hub"}
+    on = {key for key in optional if table.keys[key].default is not None}
+    assert on >= {"save_total_limit"}
+    record = {"stage": stage, "config": dict.fromkeys(optional), "provenance": dict.fromkeys(optional, "sft.yaml:1")}
+    keys, _ = reproduce.restore_keys(record)
+    assert keys == dict.fromkeys(on)
+
+
+def test_a_limit_that_was_lifted_is_lifted_again(run, record, tmp_path):
+    config, provenance = record["config"], record["provenance"]
+    run(config=config | {"save_total_limit": None}, provenance=provenance | {"save_total_limit": "sft.yaml:9"})
+    restored = tmp_path / "reproduced" / "published" / "sft.yaml"
+    assert load_config("sft", ["--config", str(restored)]).training["save_total_limit"] is None
 
 
 def test_a_key_that_is_gone_is_told(record):

@@ -39,19 +39,20 @@ def find_machines(environment: Mapping[str, str]) -> Machines:
         environment: Of the process that starts the others, on each machine.
 
     Raises:
-        ConfigError: It is already one of the started processes, or SLURM has not started it once on every node.
+        ConfigError: It is already one of the started processes, SLURM has not started it once on every node, or one of
+            torchrun's variables is no number.
     """
     if "LOCAL_RANK" in environment:
         found = f"this is process {environment.get('RANK', environment['LOCAL_RANK'])} of a launch already"
         raise ConfigError(Problem("recipes launch", found, "start the recipe itself: `python recipes/sft.py ...`"))
     if "SLURM_JOB_ID" in environment:
         return _read_slurm(environment)
-    if int(environment.get("PET_NNODES", "1")) > 1:
+    if (num_machines := _read_number(environment, "PET_NNODES", 1)) > 1:
         return Machines(
-            int(environment["PET_NNODES"]),
-            int(environment.get("PET_NODE_RANK", "0")),
+            num_machines,
+            _read_number(environment, "PET_NODE_RANK", 0),
             environment.get("PET_MASTER_ADDR", environment.get("MASTER_ADDR")),
-            int(environment.get("PET_MASTER_PORT", environment.get("MASTER_PORT", PORT))),
+            _read_number(environment, "PET_MASTER_PORT", _read_number(environment, "MASTER_PORT", PORT)),
             "torchrun's variables (PET_...)",
         )
     return Machines()
@@ -64,6 +65,15 @@ def find_first_host(nodes: str) -> str:
         return name.split(",")[0]
     first = re.split(r"[-,\]]", rest)[0]
     return f"{name}{first}{re.split(',', rest.partition(']')[2])[0]}"
+
+
+def _read_number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, str(default))
+    if not re.fullmatch("[0-9]+", text):
+        remedy = "write how many machines there are: a run has them all from its beginning to its end"
+        remedy = remedy if name == "PET_NNODES" else "write a number, or unset it"
+        raise ConfigError(Problem(name, f"{text!r} is no whole number", remedy))
+    return int(text)
 
 
 def _read_slurm(environment: Mapping[str, str]) -> Machines:

@@ -16,6 +16,7 @@ import yaml
 from recipes_lib.cluster import PORT
 from recipes_lib.config.loader import parse_command, split_stage
 from recipes_lib.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, ConfigError, Problem
+from recipes_lib.training.launch_files import find_launch_file, read_launch_file
 
 DATA: Final = "/data"
 """Where the volume is mounted; the image's own working directory."""
@@ -65,7 +66,8 @@ def main(argv: Sequence[str]) -> None:
     """Write the file on standard output.
 
     Raises:
-        ConfigError: The configuration does not load, or the description lacks what the cluster needs.
+        ConfigError: The configuration or the launch file does not load, or the description lacks what the cluster
+            needs.
     """
     parser = argparse.ArgumentParser(prog="recipes job", description=__doc__, allow_abbrev=False)
     parser.add_argument("--to", required=True, choices=WRITERS, help="which cluster")
@@ -112,6 +114,8 @@ def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> Job:
     if options.to != "slurm" and not Path(output_dir).is_absolute():
         output_dir = f"{DATA}/{output_dir}"
     num_processes = options.num_nodes * options.gpus_per_node
+    if options.hardware:
+        read_launch_file(find_launch_file(options.hardware))
     hardware = options.hardware or ("ddp" if num_processes > 1 else "single_gpu")
     command = ["recipes", "launch", "--stage", stage, "--config", options.config, "--hardware", hardware]
     command += ["--num_processes", str(num_processes), *_leave_out(overrides, "output_dir"), "--output_dir", output_dir]
@@ -320,10 +324,12 @@ def _leave_out(overrides: Sequence[str], key: str) -> list[str]:
     kept: list[str] = []
     words = iter(overrides)
     for word in words:
-        if word == f"--{key}":
-            next(words, None)
-        elif not word.startswith(f"--{key}="):
+        name, equals, _ = word.partition("=")
+        # Flags of a recipe take dashes as well.
+        if name.replace("-", "_") != f"__{key}":
             kept.append(word)
+        elif not equals:
+            next(words, None)
     return kept
 
 

@@ -77,7 +77,10 @@ def restore_keys(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     commit = record.get("model_commit")
     if commit and not given.get("model_revision"):
         given["model_revision"] = commit
-    return {key: value for key, value in given.items() if value is not None}, lost
+    # Null says what a default says, except where it switches one off.
+    return {
+        key: value for key, value in given.items() if value is not None or table.keys[key].default is not None
+    }, lost
 
 
 def compare(record: Mapping[str, Any], keys: Mapping[str, Any]) -> Iterator[str]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,8 @@ def test_every_entry_knows_its_line() -> None:
         ("a: &x 1\nb: *x\n", 2, "alias"),
         ("a: 1\nb: \x07\n", 2, "#x0007"),
         ('a: 1\nb: "\\U99999999"\n', 2, "escape"),
+        ('a: 1\nb: ["\\ud83d hi"]\nc: 1\n', 2, "half a character"),
+        ('a: 1\nb: "\\ude00\\ud83d"\n', 2, "half a character"),
         ("a: 1\n? [x]\n: 2\n", 2, "list or a mapping"),
         ("a: 1\nb: 2\na: 3\n", 3, "repeated"),
         ("a: 1\nb: " + "[" * 40 + "]" * 40, 2, "levels deep"),
@@ -44,6 +47,12 @@ def test_what_is_not_one_flat_mapping_is_one_problem_at_its_line(text: str, line
     assert [problem.where for problem in problems] == [f"f.yaml:{line}"]
     assert word in problems[0].found
     assert problems[0].remedy
+
+
+@pytest.mark.parametrize("text", ["\U0001f600 hi", "é", "plain", "\U0010ffff\U00010000"])
+def test_what_json_writes_is_read_as_it_was(text: str) -> None:
+    node = compose(json.dumps([text]), "--key", [])
+    assert [item.value for item in node.value] == [text]
 
 
 def test_aliases_cannot_blow_a_file_up() -> None:

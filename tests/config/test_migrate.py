@@ -135,6 +135,46 @@ def test_a_successor_that_is_set_already_wins_and_is_named(write, sound: str) ->
     assert [change.line for change in changes if change.by_hand and change.line] == [6]
 
 
+@pytest.mark.parametrize(
+    ("old", "loss_on", "by_hand"),
+    [
+        ("assistant_only_loss: false\ncompletion_only_loss: true\n", "completion", False),
+        ("completion_only_loss: true\nassistant_only_loss: false\n", "completion", False),
+        ("completion_only_loss: false\nassistant_only_loss: true\n", "assistant", False),
+        ("assistant_only_loss: false\ncompletion_only_loss: false\n", "all", False),
+        ("assistant_only_loss: false\n", None, True),
+        ("completion_only_loss: null\n", None, True),
+    ],
+)
+def test_what_trl_trained_on_is_trained_on(write, sound: str, old: str, loss_on: str | None, by_hand: bool) -> None:
+    text, changes = migrate(write(sound + old))
+    assert check_text("sft", text, Path("new.yaml")).tokens.loss_on == loss_on
+    # Of chats, what was left to the rows has another default here.
+    assert any(change.by_hand for change in changes) is by_hand
+
+
+@pytest.mark.parametrize("steps", ["0", "null"])
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_ratio_decides_beside_no_steps(write, sound: str, steps: str, order: int) -> None:
+    text, _ = migrate(write(sound + "".join([f"warmup_steps: {steps}\n", "warmup_ratio: 0.1\n"][::order])))
+    assert check_text("sft", text, Path("new.yaml")).training["warmup_steps"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("names", "model", "tokenizer"),
+    [
+        ("sft_model_path: a/policy\nmodel_name_or_path: a/base\n", "a/policy", "a/base"),
+        ("model_name_or_path: a/base\nsft_model_path: a/policy\n", "a/policy", "a/base"),
+        ("model_name_or_path: a/base\nsft_model_path: a/policy\ntokenizer: a/words\n", "a/policy", "a/words"),
+        ("model_name_or_path: a/policy\nsft_model_path: a/policy\n", "a/policy", None),
+    ],
+)
+def test_trls_ppo_starts_from_the_policy_that_it_names(write, names: str, model: str, tokenizer: str | None) -> None:
+    text, _ = migrate(write(names + "dataset_name: a/b\noutput_dir: o\nreward_model_path: a/reward\n"), "ppo")
+    loaded = check_text("ppo", text, Path("new.yaml")).model
+    assert (loaded.model_name_or_path, loaded.tokenizer_name_or_path) == (model, tokenizer)
+
+
 @pytest.mark.parametrize("value", ["true", "false", "null", "0.5", "text", "[a, b]", "{a: b}"])
 def test_no_retired_key_survives_whatever_its_value(write, sound: str, value: str) -> None:
     for key in sorted({*RETIRED, *read_refused("sft"), *ELSEWHERE}):

@@ -126,6 +126,8 @@ PRETRAIN_CASES = [
     ("decay_steps: 5\n", "`decay_steps` has no effect", "warmup_stable_decay"),
     ("batch_ramp_start: 0.5\n", "without `batch_ramp_tokens`", "write `batch_ramp_tokens"),
     ("dtype: bfloat16\n", "rounded away", "adamw_bf16_stochastic"),
+    ("dtype: bfloat16\noptim_args: bf16_stochastic_round=True\n", "rounded away", "adamw_bf16_stochastic"),
+    ("optim_args: bf16_stochastic_round=True\n", "belongs to `optim: adamw_torch_4bit", "choose one of those"),
     ("optim: adamw_bf16_stochastic\n", "rounds bfloat16 weights", "write `dtype: bfloat16`"),
     ("dataset_curriculum: [{start_tokens: 0, weights: [1]}]\n", "no mixture to weigh", "write `dataset_mixture`"),
     ("dataset_streaming: true\n", "needs `max_steps`", "write `max_steps"),
@@ -176,6 +178,9 @@ def test_an_exponential_decay_to_zero_is_refused(problems_of) -> None:
         ("lora", "use_peft: false\n", "`use_peft` is false"),
         ("lora", "load_in_4bit: true\nload_in_8bit: true\n", "are both set"),
         ("lora", "adapter_name_or_path: owner/adapter\nlora_r: 8\n", "`lora_r` has no effect"),
+        ("lora", "bnb_4bit_quant_type: fp4\n", "`bnb_4bit_quant_type` has no effect without `load_in_4bit: true`"),
+        ("lora", "load_in_8bit: true\nuse_bnb_nested_quant: false\n", "has no effect without `load_in_4bit: true`"),
+        ("dpo", "f_alpha_divergence_coef: 0.5\n", "belongs to `f_divergence_type: alpha_divergence`"),
         ("dpo", "lora_r: 8\n", "`lora_r` has no effect without an adapter"),
         ("reward", "load_in_4bit: true\n", "`load_in_4bit` has no effect without an adapter"),
         ("dpo", "use_peft: true\nlora_dropout: 0.1\n", "scores random"),
@@ -200,12 +205,20 @@ def test_adapters_and_preferences_are_refused_where_an_option_would_do_nothing(p
         ("reward", "label_smoothing: 0.1\nuse_peft: true\nlora_modules_to_save: [score]\n"),
         ("dpo", "loss_type: sigmoid\n"),
         ("dpo", "loss_type: [sigmoid, sft]\nloss_weights: [1.0, 0.2]\n"),
+        ("dpo", "f_divergence_type: alpha_divergence\nf_alpha_divergence_coef: 0.5\n"),
+        ("lora", "load_in_4bit: true\nbnb_4bit_quant_type: fp4\n"),
         ("dpo", "loss_type: simpo\nsimpo_gamma: 1.0\nbeta: 2.5\n"),
         ("dpo", "use_peft: true\nlora_r: 8\nload_in_8bit: true\n"),
     ],
 )
 def test_sound_adapters_and_preferences_load(problems_of, stage, lines) -> None:
     assert problems_of(lines, stage=stage) == []
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_4bit", "adamw_torch_8bit"])
+def test_optimizers_that_round_at_random_may_hold_bfloat16(problems_of, optim: str) -> None:
+    lines = f"dtype: bfloat16\noptim: {optim}\noptim_args: bf16_stochastic_round=True\n"
+    assert not problems_of(lines, stage="pretrain")
 
 
 def test_a_single_loss_may_be_a_scalar(write) -> None:

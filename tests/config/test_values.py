@@ -96,6 +96,14 @@ def test_all_problems_of_a_list_are_named_each_at_its_line() -> None:
     assert sorted(problem.where for problem in problems) == ["f.yaml:3", "f.yaml:4", "f.yaml:5"]
 
 
+@pytest.mark.parametrize("text", ["{a: 1, a: 2}", "{b: {a: 1, a: 2}}", "{b: [{c: {a: 1, a: 2}}]}", "{b: {[a]: 1}}"])
+def test_a_repeated_key_is_refused_at_every_level(text: str) -> None:
+    _, problems = read(f"activation_checkpointing_kwargs: {text}")
+    (problem,) = problems
+    assert problem.where == "f.yaml:1"
+    assert "`a` is repeated" in problem.found or "a key is a list" in problem.found
+
+
 def test_plain_values_keep_quoted_text_as_text() -> None:
     (entry,) = read_entries("a: {b: '1', c: 1, d: yes, e: 1e-3, f: [x, ~]}", "f.yaml", [])
     assert plain_value(entry.node) == {"b": "1", "c": 1, "d": True, "e": 1e-3, "f": ["x", None]}

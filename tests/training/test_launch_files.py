@@ -111,6 +111,17 @@ def test_a_launch_file_that_cannot_be_read_is_named(text: str, words: str, tmp_p
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(("kind", "is_sound"), [("NO", False), ("no", False), ("", False), ("'NO'", True)])
+def test_a_kind_without_its_quotes_is_no_kind(kind: str, is_sound: bool, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"distributed_type: {kind}\n")
+    if is_sound:
+        assert read_launch(name_variables(read_launch_file(file))).engine == ""
+    else:
+        with pytest.raises(ConfigError, match=r"mine\.yaml: distributed_type: .*\s+quote it: distributed_type: 'NO'"):
+            read_launch_file(file)
+
+
 @pytest.mark.parametrize("count", [0, -3])
 def test_no_launch_is_without_processes(count: int) -> None:
     with pytest.raises(ConfigError, match=f"--num_processes: is {count}"):

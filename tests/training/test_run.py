@@ -198,6 +198,8 @@ def test_only_keys_that_decide_the_outcome_change_the_fingerprint(tmp_path):
     assert fingerprint_config(base) == fingerprint_config(make_config(tmp_path, logging_steps=3))
     assert fingerprint_config(base) != fingerprint_config(make_config(tmp_path, learning_rate=3e-5))
     assert fingerprint_config(base) != fingerprint_config(make_config(tmp_path, tokens=TokensConfig(packing=False)))
+    assert fingerprint_config(base) == fingerprint_config(make_config(tmp_path, project="other", hub_strategy="end"))
+    assert fingerprint_config(base) != fingerprint_config(make_config(tmp_path, projection_learning_rate=0.01))
     batch = make_config(tmp_path, **BATCH)
     assert fingerprint_config(batch) == fingerprint_config(base)
     assert fingerprint_config(batch, 2) != fingerprint_config(base)

@@ -49,7 +49,7 @@ class _RefusedError(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    """A composer of nodes that refuses aliases and deep nesting, so that a small file stays small."""
+    """A composer of nodes that refuses aliases, deep nesting and half characters, and joins halves."""
 
     depth = 0
 
@@ -62,6 +62,12 @@ class _Loader(yaml.SafeLoader):
         self.depth += 1
         node: yaml.Node | None = super().compose_node(parent, index)
         self.depth -= 1
+        if isinstance(node, yaml.ScalarNode):
+            try:
+                # JSON escapes what lies beyond 16 bits as two halves.
+                node.value = node.value.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+            except UnicodeDecodeError as error:
+                raise _RefusedError("an escape is half a character", int(node.start_mark.line)) from error
         return node
 
     def _line_of_event(self) -> int:
@@ -84,8 +90,15 @@ def read_text(path: Path, problems: list[Problem]) -> str | None:
     return None
 
 
-def compose(text: str, name: str, problems: list[Problem]) -> yaml.Node | None:
-    """Return the root node of a YAML text, or ``None`` (an empty text included) with any reason in ``problems``."""
+def compose(text: str, name: str, problems: list[Problem], syntax_remedy: str = "") -> yaml.Node | None:
+    """Return the root node of a YAML text, or ``None`` (an empty text included) with any reason in ``problems``.
+
+    Args:
+        text: Of a file or of a flag.
+        name: For errors.
+        problems: Gets the reason.
+        syntax_remedy: Of every error of syntax; unless given, by the error.
+    """
     try:
         loader = _Loader(text)
         node: yaml.Node | None = loader.get_single_node()
@@ -95,7 +108,9 @@ def compose(text: str, name: str, problems: list[Problem]) -> yaml.Node | None:
         mark = error.problem_mark or error.context_mark
         found = " ".join(part for part in (error.context, error.problem) if part)
         line = mark.line if mark else 0
-        remedy = next((remedy for sign, remedy in _REMEDIES if sign in found), "correct the YAML syntax here")
+        remedy = syntax_remedy or next(
+            (remedy for sign, remedy in _REMEDIES if sign in found), "correct the YAML syntax here"
+        )
     except _RefusedError as error:
         line, found, remedy = error.line, error.found, "write the value itself"
     except (ValueError, OverflowError):

@@ -90,7 +90,7 @@ def _read_node(flag: str, text: str | None, key: Key | None, problems: list[Prob
     structured = key is not None and (key.accepts("array") or key.accepts("object"))
     if structured and text.lstrip().startswith(("[", "{")):
         found: list[Problem] = []
-        node = compose(text, flag, found)
-        problems.extend(Problem(flag, problem.found, "quote the JSON for the shell") for problem in found)
+        node = compose(text, flag, found, "quote the JSON for the shell")
+        problems.extend(Problem(flag, problem.found, problem.remedy) for problem in found)
         return node
     return yaml.ScalarNode("tag:yaml.org,2002:str", text)

@@ -46,7 +46,7 @@ MEANINGS: Final = (
         there="older TRL trained on all tokens",
         here="only the assistant's turns are trained on",
         advice="`loss_on: all` does that",
-        unless=frozenset({"loss_on", "assistant_only_loss", "completion_only_loss"}),
+        unless=frozenset({"loss_on"}),
         decisive="loss_on",
     ),
     Meaning(

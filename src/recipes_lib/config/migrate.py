@@ -21,6 +21,7 @@ from recipes_lib.config.values import plain_value
 from recipes_lib.errors import ConfigError, Problem
 
 _LENGTH_KEYS = {"max_length", "max_seq_length"}
+_TOKENIZER_KEYS = {"tokenizer_name_or_path", "tokenizer_name", "tokenizer"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ def migrate(path: Path, stage: str = "sft") -> Migration:
     if problems or text is None:
         raise ConfigError(*problems)
     rewriter = _Rewriter(load_table(stage), text, entries)
+    rewriter.settle()
     for entry in entries:
         rewriter.rewrite(entry)
     rewriter.remark_on_meaning()
@@ -94,9 +96,29 @@ class _Rewriter:
         self.lines = self.text.splitlines()
         self.taken = {entry.key for entry in self.entries}
 
+    def settle(self) -> None:
+        """Take back keys of today, or the weaker old one, where upstream went by the old key beside them."""
+        entries = {entry.key: entry for entry in self.entries}
+        values = {key: plain_value(entry.node) for key, entry in entries.items()}
+        if values.get("warmup_ratio") is not None and values.get("warmup_steps", 1) in (0, None):
+            self._give_way(entries["warmup_steps"], "warmup_ratio")
+        if values.get("assistant_only_loss") is True and values.get("completion_only_loss", True) is False:
+            self._give_way(entries["completion_only_loss"], "assistant_only_loss")
+        stage = self.table.stage
+        if stage in ("ppo", "rloo") and values.get("sft_model_path") and values.get("model_name_or_path"):
+            # TRL took the policy from the first, and the tokenizer alone from the second.
+            model = entries["model_name_or_path"]
+            if values["model_name_or_path"] == values["sft_model_path"] or _TOKENIZER_KEYS & self.taken:
+                self._give_way(model, "sft_model_path")
+            else:
+                self._rename(model, "tokenizer_name_or_path")
+                self.taken = self.taken - {model.key} | {"tokenizer_name_or_path"}
+
     def rewrite(self, entry: Entry) -> None:
-        """Decide what becomes of one key of the old file."""
+        """Decide what becomes of one key of the old file that is not settled yet."""
         key, value = entry.key, plain_value(entry.node)
+        if _position(entry)[0] in self.edits:
+            return
         if key in LEGACY_KEYS and not (key == "dataset_mixture" and isinstance(value, list)):
             self._rewrite_datasets(entry)
         elif key in COMPANIONS and self.taken & {"dataset_mixer", "dataset_mixer_list"}:
@@ -126,6 +148,10 @@ class _Rewriter:
             last, replacement = self.edits[first]
             lines[first : last + 1] = replacement
         return "\n".join(lines) + "\n"
+
+    def _give_way(self, entry: Entry, stronger: str) -> None:
+        self._replace(entry, {}, f"deleted `{entry.key}`: upstream went by `{stronger}`")
+        self.taken = self.taken - {entry.key}
 
     def _rewrite_value(self, entry: Entry, value: Any) -> None:
         successor = RETIRED_VALUES.get((entry.key, str(value)))

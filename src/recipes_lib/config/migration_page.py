@@ -24,7 +24,9 @@ $ recipes check --config mine.yaml
 The first command rewrites a file line by line, keeps its order and comments, and says on standard error what it
 changed and what it leaves to you; a line that only you can settle becomes a comment. Name the stage where the name of
 the file does not begin with it: `--stage dpo`. Nothing of a file is read in silence: what is in none of these tables is
-a key of today, or an error with its line and the nearest key.
+a key of today, or an error with its line and the nearest key. Where a file has an old key and its successor, the
+successor stays, but where upstream went by the old one: `warmup_ratio` beside `warmup_steps: 0`, and in TRL's PPO
+`sft_model_path`, the policy, beside `model_name_or_path`, which named the tokenizer alone.
 
 What a file leaves out is another matter: [the defaults that differ](configs.md) stand there, stage by stage, with the
 reason.

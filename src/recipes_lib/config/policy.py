@@ -167,7 +167,8 @@ REFUSED: Final[Mapping[str, Retired]] = {
         "is `loss_on` here",
         "write `loss_on: assistant`; chats train on it unless told otherwise",
         "loss_on",
-        {True: {"loss_on": "assistant"}, False: {"loss_on": "all"}},
+        # At false TRL goes by the rows: the completion of a prompt, all of a text; so is `loss_on` left out.
+        {True: {"loss_on": "assistant"}, False: {}, None: {}},
     ),
     "completion_only_loss": Retired(
         "is `loss_on` here",

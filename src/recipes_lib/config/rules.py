@@ -19,6 +19,7 @@ from recipes_lib.config.ppo_rules import (
     check_ppo,
     check_rewards,
 )
+from recipes_lib.config.schedule_rules import check_schedule, check_schedule_options, check_shape
 from recipes_lib.config.schema import AdapterConfig, QuantizationConfig
 from recipes_lib.config.settings import DECISIONS, Settings, is_local
 from recipes_lib.errors import Problem
@@ -31,6 +32,8 @@ _EXCLUSIVE = (
     ("dataset_revision", "dataset_mixture", "write `revision` in the mixture's entries"),
     ("dataset_train_split", "dataset_mixture", "write `split` in the mixture's entries"),
 )
+_ROUNDING: Final = ("adamw_torch_4bit", "adamw_torch_8bit")
+"""Of torchao: those of upstream's optimizers that read ``bf16_stochastic_round``; the others ignore it."""
 _METRIC = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -120,34 +123,20 @@ def check_start(settings: Settings) -> Iterator[Problem]:
             yield Problem(settings.where("model_config"), found, "write `tokenizer_name_or_path: ...`")
 
 
-def check_shape(settings: Settings) -> Iterator[Problem]:
-    """Options of one schedule, or of the batch ramp, need that schedule or the ramp."""
-    for key in ("decay_steps", "decay_type"):
-        if settings.gives(key) and settings["lr_scheduler_type"] != "warmup_stable_decay":
-            found = f"`{key}` has no effect: `lr_scheduler_type` is {settings['lr_scheduler_type']}"
-            yield Problem(settings.where(key), found, "write `lr_scheduler_type: warmup_stable_decay`, or delete it")
-    if settings["decay_type"] == "exponential" and settings["min_lr_ratio"] == 0:
-        found = "an exponential decay to `min_lr_ratio: 0` is at 0 with its first step"
-        yield Problem(settings.where("min_lr_ratio"), found, "write `min_lr_ratio: 0.01`, or another `decay_type`")
-    if settings.gives("warmup_tokens") and settings.gives("max_tokens"):
-        warmup, length = settings["warmup_tokens"], settings["max_tokens"]
-        if warmup >= length:
-            found = f"the warm-up ({warmup:,} tokens) is as long as the run (`max_tokens` {length:,})"
-            yield Problem(settings.where("warmup_tokens"), found, "lower it, or train longer")
-    for key in ("batch_ramp_start", "batch_ramp_lr"):
-        if settings.gives(key) and not settings.gives("batch_ramp_tokens"):
-            found = f"`{key}` has no effect without `batch_ramp_tokens`"
-            yield Problem(settings.where(key), found, "write `batch_ramp_tokens: ...`, or delete the line")
-
-
 def check_precision(settings: Settings) -> Iterator[Problem]:
     """Weights of sixteen bits lose what an update adds to them, unless they are rounded stochastically."""
     dtype, optim = settings["dtype"], settings["optim"]
-    rounds = optim == "adamw_bf16_stochastic" or "bf16_stochastic_round=True" in (settings["optim_args"] or "")
+    is_asked = "bf16_stochastic_round=True" in (settings["optim_args"] or "")
+    rounds = optim == "adamw_bf16_stochastic" or (is_asked and optim in _ROUNDING)
     if dtype in ("bfloat16", "float16") and not (rounds and dtype == "bfloat16"):
         found = f"`dtype: {dtype}` would hold the weights: an update below 1/256 of a weight is rounded away"
         remedy = "delete the line (products are in bf16 all the same), or write `optim: adamw_bf16_stochastic`"
         yield Problem(settings.where("dtype"), found, remedy)
+    if is_asked and optim not in _ROUNDING:
+        found = f"`optim_args: bf16_stochastic_round` has no effect: it belongs to `optim: {' or '.join(_ROUNDING)}`"
+        yield Problem(
+            settings.where("optim_args"), found, "choose one of those, or write `optim: adamw_bf16_stochastic`"
+        )
     if optim == "adamw_bf16_stochastic" and dtype != "bfloat16":
         found = f"`optim: {optim}` rounds bfloat16 weights, and `dtype` is {dtype}"
         yield Problem(settings.where("optim"), found, "write `dtype: bfloat16`, or `optim: adamw_torch_fused`")
@@ -193,28 +182,6 @@ def check_model(settings: Settings) -> Iterator[Problem]:
     if settings["fp16"] and settings["dtype"] in ("float16", "bfloat16"):
         found = f"`fp16` scales gradients of float32 weights, and `dtype` is {settings['dtype']}"
         yield Problem(settings.where("fp16"), found, "write `dtype: float32`, or use bf16")
-
-
-def check_schedule(settings: Settings) -> Iterator[Problem]:
-    """The length of the run, and the warm-up inside it."""
-    max_steps, warmup = settings["max_steps"], settings["warmup_steps"]
-    if max_steps == 0:
-        yield Problem(settings.where("max_steps"), "`max_steps` is 0", "write -1 to train for `num_train_epochs`")
-    if 0 < max_steps <= warmup:
-        found = f"the warm-up ({warmup} steps) is as long as the run (`max_steps` {max_steps})"
-        yield Problem(settings.where("warmup_steps"), found, "write a share, such as `warmup_steps: 0.03`")
-
-
-def check_schedule_options(settings: Settings) -> Iterator[Problem]:
-    """What upstream's schedules cannot do without."""
-    kind, options = settings["lr_scheduler_type"], settings["lr_scheduler_kwargs"] or {}
-    needed = {"warmup_stable_decay": {"num_decay_steps"}}.get(kind, set())
-    if kind in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
-        needed = {"min_lr", "min_lr_rate"}
-    if needed and len(needed & set(options)) != 1:
-        names = " or ".join(f"`{name}`" for name in sorted(needed))
-        found = f"`lr_scheduler_type: {kind}` needs {names} in `lr_scheduler_kwargs`"
-        yield Problem(settings.where("lr_scheduler_type"), found, f"write lr_scheduler_kwargs: {{{min(needed)}: ...}}")
 
 
 def check_evaluation(settings: Settings) -> Iterator[Problem]:
@@ -274,6 +241,10 @@ def check_workers(settings: Settings) -> Iterator[Problem]:
 def check_adapter(settings: Settings) -> Iterator[Problem]:
     """Options of an adapter need one, and weights of few bits cannot be trained themselves."""
     if settings["use_peft"]:
+        for key in ("bnb_4bit_quant_type", "use_bnb_nested_quant"):
+            if settings[key] != settings.table.keys[key].default and not settings["load_in_4bit"]:
+                found = f"`{key}` has no effect without `load_in_4bit: true`"
+                yield Problem(settings.where(key), found, "write that line too, or delete this one")
         if settings["load_in_8bit"] and settings["load_in_4bit"]:
             found = f"`load_in_4bit` and `load_in_8bit` ({settings.where('load_in_8bit')}) are both set"
             yield Problem(settings.where("load_in_4bit"), found, "keep one")
@@ -328,6 +299,13 @@ def check_preference(settings: Settings) -> Iterator[Problem]:
                 yield Problem(settings.where(key), found, "delete the line")
 
 
+def check_divergence(settings: Settings) -> Iterator[Problem]:
+    """The coefficient of one divergence needs that divergence."""
+    if settings.gives("f_alpha_divergence_coef") and settings["f_divergence_type"] != "alpha_divergence":
+        found = "`f_alpha_divergence_coef` has no effect: it belongs to `f_divergence_type: alpha_divergence`"
+        yield Problem(settings.where("f_alpha_divergence_coef"), found, "delete the line, or choose that divergence")
+
+
 Rule = Callable[[Settings], Iterator[Problem]]
 
 _LOSS_OPTIONS: Final = {
@@ -358,7 +336,7 @@ RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
     "sft": _FINE_TUNING,
     "lora": (*_FINE_TUNING, check_adapter),
     "reward": (*_FINE_TUNING, check_adapter, check_pairs),
-    "dpo": (*_FINE_TUNING, check_adapter, check_pairs, check_preference),
+    "dpo": (*_FINE_TUNING, check_adapter, check_pairs, check_preference, check_divergence),
     "ppo": (*_FINE_TUNING, check_adapter, check_rewards, check_engine, check_own_reference, check_ppo),
     "rloo": (*_FINE_TUNING, check_adapter, check_rewards, check_own_reference),
     "grpo": (*_FINE_TUNING, check_adapter, check_rewards, check_own_reference, check_group_loss),

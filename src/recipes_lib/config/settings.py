@@ -58,6 +58,7 @@ class Decision:
         voids: Whether a value of ``decider`` voids ``key``.
         why: The reason, as a clause.
         becomes: The value that ``key`` has then; ``ABSENT`` when it is left to upstream.
+        unless: Whether something else gives ``key`` its effect.
     """
 
     key: str
@@ -65,10 +66,11 @@ class Decision:
     voids: Callable[[Any], bool]
     why: str
     becomes: Any = ABSENT
+    unless: Callable[[Settings], bool] = lambda _: False
 
     def applies(self, settings: Settings) -> bool:
         """Return whether ``key`` has no effect under ``settings``."""
-        return self.voids(settings[self.decider])
+        return self.voids(settings[self.decider]) and not self.unless(settings)
 
     def contradicts(self, settings: Settings) -> bool:
         """Return whether the user asked for both; a flag that overrules a line of the file is no contradiction."""
@@ -88,11 +90,28 @@ def is_local(reference: Any) -> bool:
         return False
 
 
+_NO_WARMUP: Final = ("constant", "reduce_lr_on_plateau", "greedy")
+"""Upstream's schedules that are built without the warm-up."""
+
+
+def _warms_up_otherwise(settings: Settings) -> bool:
+    """In pretraining every schedule has a warm-up; these optimizers have one of their own."""
+    return settings.table.stage == "pretrain" or settings["optim"] in ("schedule_free_adamw", "schedule_free_sgd")
+
+
 DECISIONS: Final = (
     Decision("num_train_epochs", "max_steps", lambda steps: steps > 0, "`max_steps` decides the length"),
     Decision("num_train_epochs", "max_tokens", lambda tokens: tokens is not None, "`max_tokens` decides the length"),
     Decision("max_steps", "max_tokens", lambda tokens: tokens is not None, "`max_tokens` decides the length"),
     Decision("warmup_steps", "warmup_tokens", lambda tokens: tokens is not None, "`warmup_tokens` decides it"),
+    Decision(
+        "warmup_steps",
+        "lr_scheduler_type",
+        lambda kind: kind in _NO_WARMUP,
+        "`lr_scheduler_type` has no warm-up",
+        becomes=0,
+        unless=_warms_up_otherwise,
+    ),
     Decision("eval_steps", "eval_strategy", lambda strategy: strategy != "steps", "`eval_strategy` is not steps"),
     Decision("save_steps", "save_strategy", lambda strategy: strategy != "steps", "`save_strategy` is not steps"),
     Decision("logging_steps", "logging_strategy", lambda value: value != "steps", "`logging_strategy` is not steps"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -30,6 +30,8 @@ _BOUNDS: Final[Mapping[str, tuple[str, Callable[[float, float], bool]]]] = {
 
 _ONE_OR_MORE: Final = ("loss_type",)
 """Lists of which upstream's documentation writes a single one as a scalar."""
+
+_ReadPairs = Callable[[yaml.MappingNode], Sequence[tuple[yaml.Node, yaml.Node]]]
 
 INVALID: Final = object()
 """What a value that was refused becomes; the reason is in the problems."""
@@ -57,7 +59,7 @@ class Reader:
         if isinstance(node, yaml.MappingNode) and "object" in schema["type"]:
             if "properties" in schema:
                 return self._read_properties(name, node, schema)
-            return {key.value: plain_value(value) for key, value in unique_pairs(node, self.locate, self.problems)}
+            return plain_value(node, lambda mapping: unique_pairs(mapping, self.locate, self.problems))
         if isinstance(node, yaml.ScalarNode):
             return self._read_scalar(name, node, schema)
         found = "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
@@ -127,12 +129,17 @@ def _list_items(name: str, node: yaml.Node) -> list[tuple[str, yaml.Node]] | Non
     return [(name, node)] if name in _ONE_OR_MORE and node.value not in _NULL else None
 
 
-def plain_value(node: yaml.Node) -> Any:
-    """Return a node without a declared type as the plain value that it looks like."""
+def plain_value(node: yaml.Node, read_pairs: _ReadPairs = lambda mapping: mapping.value) -> Any:
+    """Return a node without a declared type as the plain value that it looks like.
+
+    Args:
+        node: Of any kind.
+        read_pairs: Keys and values of a mapping at any level; unless told otherwise all, of which the last wins.
+    """
     if isinstance(node, yaml.SequenceNode):
-        return [plain_value(item) for item in node.value]
+        return [plain_value(item, read_pairs) for item in node.value]
     if isinstance(node, yaml.MappingNode):
-        return {str(key.value): plain_value(value) for key, value in node.value}
+        return {str(key.value): plain_value(value, read_pairs) for key, value in read_pairs(node)}
     assert isinstance(node, yaml.ScalarNode)
     text: str = node.value
     if node.style is not None:

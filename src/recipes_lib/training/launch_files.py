@@ -45,8 +45,8 @@ def read_launch_file(path: Path) -> dict[str, Any]:
     """Return the contents of a launch file.
 
     Raises:
-        ConfigError: It is no YAML in UTF-8, no mapping, does not say what kind of launch it is, counts no processes, or
-            a part of it is no mapping.
+        ConfigError: It is no YAML in UTF-8, no mapping, does not say in words what kind of launch it is, counts no
+            processes, or a part of it is no mapping.
     """
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -55,6 +55,9 @@ def read_launch_file(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict) or "distributed_type" not in document:
         found = "has no `distributed_type`, so it is no launch file of accelerate"
         raise ConfigError(Problem(str(path), found, f"start from one of {FOLDER}/"))
+    if not isinstance(document["distributed_type"], str):
+        found = f"{document['distributed_type']!r} is no text: without quotes YAML takes NO for false"
+        raise ConfigError(Problem(f"{path}: distributed_type", found, "quote it: distributed_type: 'NO'"))
     for part in _PARTS:
         if not isinstance(document.get(part) or {}, dict):
             raise ConfigError(Problem(f"{path}: {part}", "it is no mapping", f"take that of one of {FOLDER}/"))

@@ -59,26 +59,23 @@ ENDS: Final = {
 }
 """Status of a run that ended by an error of that kind."""
 # Keys that change how a run is watched or where it puts things, never what it computes.
-_HARMLESS = (
-    "dataloader_num_workers",
-    "dataloader_pin_memory",
-    "device_hour_price",
-    "hub_",
-    "log_",
-    "logging_",
-    "max_rollbacks",
-    "num_sample_prompts",
-    "output_dir",
-    "prepared_dir",
-    "project",
-    "push_to_hub",
-    "report_to",
-    "run_name",
-    "sample_",
-    "save_",
-    "trackio_",
-    "verify_steps",
+_HARMLESS: Final = frozenset(
+    {
+        "dataloader_num_workers",
+        "dataloader_pin_memory",
+        "device_hour_price",
+        "max_rollbacks",
+        "num_sample_prompts",
+        "output_dir",
+        "prepared_dir",
+        "project",
+        "push_to_hub",
+        "report_to",
+        "run_name",
+        "verify_steps",
+    }
 )
+_HARMLESS_FAMILIES: Final = ("hub_", "log_", "logging_", "sample_", "save_", "trackio_")
 
 
 _CLAIMS: Final[list[TextIO]] = []
@@ -253,8 +250,12 @@ def fingerprint_config(config: RecipeConfig, world_size: int = 1) -> str:
     """Return 16 hex digits that change when a key that decides the outcome changes; of the batch, its size decides."""
     flat = {name: value for name, value in flatten_config(config).items() if name not in BATCH_KEYS}
     flat["rows_per_step"] = count_rows_per_step(config.training, world_size)
-    deciding = {name: value for name, value in flat.items() if not name.startswith(_HARMLESS)}
+    deciding = {name: value for name, value in flat.items() if _decides(name)}
     return hashlib.sha256(json.dumps(deciding, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _decides(key: str) -> bool:
+    return key not in _HARMLESS and not key.startswith(_HARMLESS_FAMILIES)
 
 
 def describe_hardware() -> dict[str, Any]:
@@ -284,7 +285,7 @@ def _find_differences(previous: Mapping[str, Any], now: Mapping[str, Any], launc
     """Return the keys that change what a run computes and have another value now."""
     before = previous.get("config", {})
     plain_now = json.loads(json.dumps(now, default=str))
-    names = {name for name in before.keys() | plain_now.keys() if not name.startswith(_HARMLESS)}
+    names = {name for name in before.keys() | plain_now.keys() if _decides(name)}
     if count_rows_per_step(now, launch.data_size) == previous.get("rows_per_step"):
         # The same batch, cut otherwise.
         names -= set(BATCH_KEYS)

@@ -1,0 +1,72 @@
+"""A schedule takes the options that upstream's function has, and has a warm-up where it is said to have one."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, GreedyLR, get_scheduler
+
+from recipes_lib.config.loader import load_config
+from recipes_lib.config.table import load_table
+
+KINDS = load_table("sft").keys["lr_scheduler_type"].schema["enum"]
+# Functions that hand everything on, and to what.
+CLASSES = {"reduce_lr_on_plateau": torch.optim.lr_scheduler.ReduceLROnPlateau, "greedy": GreedyLR}
+NOT_OPTIONS = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
+NEEDED = {
+    "cosine_with_min_lr": "min_lr",
+    "cosine_warmup_with_min_lr": "min_lr",
+    "warmup_stable_decay": "num_decay_steps",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_schedule_takes_what_upstreams_function_takes_and_nothing_else(problems_of, kind: str) -> None:
+    function = CLASSES.get(kind, TYPE_TO_SCHEDULER_FUNCTION[kind])
+    taken = set(inspect.signature(function).parameters) - NOT_OPTIONS
+    every = taken | NOT_OPTIONS | {"min_lr", "min_lr_rate", "num_cycles", "power", "nobody's"}
+    needed = {NEEDED[kind]} if kind in NEEDED else set()
+    for name in sorted(every - {"min_lr_rate" if needed == {"min_lr"} else ""}):
+        options = ", ".join(f'"{option}": 1' for option in {name} | needed)
+        problems = problems_of(f"lr_scheduler_type: {kind}\nlr_scheduler_kwargs: {{{options}}}\n")
+        assert [problem.where for problem in problems] == ([] if name in taken else ["recipe.yaml:6"]), name
+        assert all(repr(name) in problem.found and kind in problem.found for problem in problems)
+
+
+def test_a_floor_without_its_schedule_is_told_with_what_the_schedule_takes(problems_of) -> None:
+    (problem,) = problems_of("lr_scheduler_kwargs: {min_lr_rate: 0.1}\n")
+    assert problem.found == "`lr_scheduler_kwargs` has 'min_lr_rate', which `lr_scheduler_type: cosine` does not take"
+    assert problem.remedy == "write num_cycles"
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - NEEDED.keys()))
+def test_a_warm_up_is_refused_exactly_where_upstream_has_none(problems_of, write, sound: str, kind: str) -> None:
+    rates = []
+    for num_warmup_steps in (0, 5):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        get_scheduler(kind, optimizer, num_warmup_steps=num_warmup_steps, num_training_steps=10)
+        rates.append(optimizer.param_groups[0]["lr"])
+    has_warmup = rates[0] != rates[1]
+    problems = problems_of(f"lr_scheduler_type: {kind}\nwarmup_steps: 5\n")
+    assert [problem.where for problem in problems] == ([] if has_warmup else ["recipe.yaml:6"])
+    config = load_config("sft", ["--config", str(write(f"{sound}lr_scheduler_type: {kind}\n"))])
+    assert bool(config.training["warmup_steps"]) is has_warmup
+
+
+@pytest.mark.parametrize(("optim", "takes"), [("adamw", True), ("sgd", True), ("radam", False)])
+def test_an_optimizer_without_a_schedule_warms_up_itself(problems_of, optim: str, takes: bool) -> None:
+    lines = f"optim: schedule_free_{optim}\nlr_scheduler_type: constant\nwarmup_steps: 5\n"
+    assert (not problems_of(lines)) is takes
+
+
+def test_in_pretraining_a_constant_rate_has_a_warm_up(problems_of) -> None:
+    assert not problems_of("lr_scheduler_type: constant\nwarmup_steps: 5\n", stage="pretrain")
+
+
+@pytest.mark.parametrize(("accumulation", "is_sound"), [(1, False), (2, True)])
+def test_a_batch_of_one_micro_batch_cannot_grow(problems_of, accumulation: int, is_sound: bool) -> None:
+    lines = f"gradient_accumulation_steps: {accumulation}\nbatch_ramp_tokens: 1000\n"
+    problems = problems_of(lines, stage="pretrain")
+    assert [problem.where for problem in problems] == ([] if is_sound else ["recipe.yaml:6"])
