@@ -54,7 +54,7 @@ def test_no_secret_is_told_or_written(tiny_model_dir, tmp_path, ending):
     flags = {
         "done": [],
         # Arguments that only the trainer can know to be wrong end in a traceback.
-        "failed": ['--lr_scheduler_kwargs={"nonsense": 1}'],
+        "failed": ['--lr_scheduler_kwargs={"num_cycles": "many"}'],
         "refused": [f"--run_name={SECRETS['WANDB_API_KEY']}"],
     }[ending]
     done = run(tmp_path, tiny_model_dir, *flags)
