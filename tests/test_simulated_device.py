@@ -7,6 +7,8 @@ import torch
 from tests import simulated_device
 from tests.forked import run_forked
 
+from recipes_lib.training.context_rows import cut_batch
+
 REFUSED = {
     "arithmetic": lambda ours, host: ours + host,
     "a list of tensors": lambda ours, host: torch.cat([ours, host]),
@@ -41,6 +43,15 @@ def main() -> None:
             raise AssertionError(f"{name} gave {compute(ours, host)}")
     for name, compute in TAKEN.items():
         assert torch.equal(compute(ours, host).cpu(), compute(host, host)), name
+
+    # A batch that the loader has brought there is cut all the same.
+    rows = {name: torch.arange(8).view(1, 8) for name in ("input_ids", "position_ids", "labels")}
+    rows["num_tokens"] = torch.tensor(8)
+    moved = {name: tensor.to(simulated_device.NAME) for name, tensor in rows.items()}
+    for rank in range(2):
+        one, other = (cut_batch(batch, rank, 2, by_heads=False) for batch in (rows, moved))
+        for name, value in one.items():
+            torch.testing.assert_close(other[name], value, msg=name)
 
     # A layer learns as it does on the CPU, and what is tied stays so when it is moved.
     learnt = []

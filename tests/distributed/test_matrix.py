@@ -64,9 +64,9 @@ def test_the_table_tells_reasons() -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(matrix.LAYOUTS["FSDP2 offload, 2"], id="FSDP2 offload"),
+        pytest.param(matrix.LAYOUTS["FSDP2 offload, 2"], id="FSDP2 offload", marks=pytest.mark.slow),
         pytest.param(matrix.LAYOUTS["ZeRO-3, 2"], id="ZeRO-3", marks=needs_compiler),
-        pytest.param(matrix.share("zero3_sp", "sp", 1), id="ZeRO-3 x SP", marks=needs_compiler),
+        pytest.param(matrix.share("zero3_sp", "sp", 1), id="ZeRO-3 x SP", marks=[needs_compiler, pytest.mark.slow]),
     ],
 )
 def test_a_run_gives_the_same_numbers_in_a_layout(

@@ -72,14 +72,9 @@ def test_stages_of_a_pipeline_have_the_numbers_of_one_process(inputs, tmp_path) 
         verify_equal(tmp_path / "cpu" / cell, tmp_path / "device" / cell)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "CP, 2",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("DDP, 2", "FSDP2, 2", "TP, 2", "FSDP2 offload, 2")),
-    ],
-)
+@pytest.mark.parametrize("layout", ["DDP, 2", "FSDP2, 2", "TP, 2", "CP, 2", "FSDP2 offload, 2"])
 def test_processes_that_share_a_run_have_the_numbers_of_one(inputs, alone, tmp_path, layout) -> None:
     how = LAYOUTS[layout]
     cells = {name: CELLS[name] for name in ("sft packed", "lora padded") if list_cells(layout).get(name)}
