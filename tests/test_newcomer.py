@@ -66,7 +66,9 @@ def shrink(command: str, stand_in_folder: Path) -> str:
         return command
     name = found[1]
     if name == "gpt2-124m/pretrain":
-        return f"{command} {_spell(GPT2)}"
+        # A flag is given once.
+        given = "|".join(GPT2)
+        return f"{re.sub(rf' --({given}) [^ ]+', '', command)} {_spell(GPT2)}"
     ((_, job),) = build_jobs(stand_in_folder, [name])
     return f"{command} {_spell({key: value for key, value in job['keys'].items() if key != 'config'})}"
 
