@@ -75,20 +75,26 @@ def build(policy_dir, prompts_file, tmp_path):
     return build_updater
 
 
+def keep_gradients(monkeypatch):
+    """Let steps leave their gradients here, by the name of the learner, instead of updating."""
+    gradients = {}
+
+    def keep(learner, judge):
+        gradients[learner.name] = [p.grad.clone() for p in learner.parameters.values()]
+        learner.discard()
+        return 0.0
+
+    monkeypatch.setattr(Learner, "step", keep)
+    return gradients
+
+
 @pytest.mark.parametrize("keys", [{}, {"use_peft": True}])
 @pytest.mark.parametrize("batch_size", [1, 3, 4])
 def test_how_a_minibatch_is_cut_changes_no_gradient(build, monkeypatch, batch_size, keys):
     found = []
     for size in (8, batch_size):
         updater, rollout = build(WHOLE, batch_size=size, **keys)
-        gradients = {}
-
-        def keep(learner, judge, gradients=gradients):
-            gradients[learner.name] = [p.grad.clone() for p in learner.parameters.values()]
-            learner.discard()
-            return 0.0
-
-        monkeypatch.setattr(Learner, "step", keep)
+        gradients = keep_gradients(monkeypatch)
         figures = [updater.update_policy(rollout, 0)[0], updater.update_critic(rollout, 0)[0]]
         found.append((gradients, figures))
     for name in ("policy", "critic"):
@@ -105,14 +111,7 @@ def test_what_is_not_scored_changes_no_gradient_and_no_figure(build, monkeypatch
         updater, rollout = build(WHOLE, batch_size=3)
         scored = torch.tensor([row in kept for row in range(8)])
         rollout = dataclasses.replace(rollout, scored=scored) if with_others else rollout.take(kept)
-        gradients = {}
-
-        def keep(learner, judge, gradients=gradients):
-            gradients[learner.name] = [p.grad.clone() for p in learner.parameters.values()]
-            learner.discard()
-            return 0.0
-
-        monkeypatch.setattr(Learner, "step", keep)
+        gradients = keep_gradients(monkeypatch)
         found.append((gradients, [updater.update_policy(rollout, 0)[0], updater.update_critic(rollout, 0)[0]]))
     for name in ("policy", "critic"):
         for among, alone in zip(found[0][0][name], found[1][0][name], strict=True):

@@ -11,6 +11,8 @@ from accelerate.utils import send_to_device
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from recipes_lib.models.unwrapping import unwrap_adapter
+
 
 def find_device(model: nn.Module) -> torch.device:
     """Return the device that a model computes on: what it is given and what it returns lie there.
@@ -46,7 +48,7 @@ def taking_inputs_from_anywhere(model: Any) -> Iterator[None]:
     def bring(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return send_to_device(args, device), send_to_device(kwargs, device)
 
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = unwrap_adapter(model)
     handle = inner.register_forward_pre_hook(bring, prepend=True, with_kwargs=True)
     try:
         yield

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes_lib.models.devices import find_device
+from recipes_lib.models.unwrapping import unwrap_adapter
 from recipes_lib.models.varlen import register_varlen
 
 
@@ -45,7 +46,7 @@ def suited_to_kernel(model: Any, *, is_packed: bool = False) -> Iterator[None]:
 
     Source: ``tests/models/test_evaluation.py``.
     """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = unwrap_adapter(model)
     kernel, device = str(inner.config.get_text_config()._attn_implementation), find_device(model)
     is_flash = kernel.startswith("flash_attention")
     if device.type == "cuda" and (is_flash or (is_packed and kernel == "varlen")):

@@ -21,6 +21,7 @@ from recipes_lib.losses.token_logps import TokenLogps, compute_token_logps
 from recipes_lib.models.devices import find_device
 from recipes_lib.models.evaluation import suited_to_kernel
 from recipes_lib.models.tensor_parallel import find_share, project_on_shares
+from recipes_lib.models.unwrapping import unwrap_adapter
 
 
 @dataclass
@@ -116,7 +117,7 @@ def add_loss_head(model: PreTrainedModel) -> None:
 
     Source: the model's own ``forward``; ``tests/parity/test_loss_head.py``.
     """
-    model = _base_model(model)
+    model = unwrap_adapter(model)
     projections = _find_projections(model)
     for projection in projections:
         if not isinstance(projection, nn.Linear) or not projection.weight.is_floating_point():
@@ -167,7 +168,7 @@ def verify_loss_head(model: Any) -> None:
     Raises:
         ConfigError: The losses differ: between backbone and logits the model does something that is unknown here.
     """
-    config = _base_model(model).config.get_text_config()
+    config = unwrap_adapter(model).config.get_text_config()
     input_ids = torch.arange(1, 9, device=find_device(model))[None] % config.vocab_size
     was_training = model.training
     model.eval()
@@ -197,11 +198,6 @@ def _find_projections(model: Any) -> list[Any]:
     projection = model.get_output_embeddings()
     copies = getattr(projection, "modules_to_save", None)
     return [projection] if copies is None else [projection.original_module, *copies.values()]
-
-
-def _base_model(model: Any) -> Any:
-    """The model inside a PEFT wrapper."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _logit_transform(config: PreTrainedConfig) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recipes_lib.models.unwrapping import unwrap_adapter
+
 _BASE = ".base_layer."
 
 
@@ -34,7 +36,7 @@ def iterate_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 
     Source: ``trl.generation.VLLMGeneration``; ``tests/models/test_merged_weights.py``.
     """
-    layers = dict(_unwrap(model).named_modules())
+    layers = dict(unwrap_adapter(model).named_modules())
     for name, parameter in _base_parameters(model):
         owner, is_adapted, rest = name.partition(_BASE)
         if not is_adapted or rest != "weight":
@@ -50,7 +52,7 @@ def iterate_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _base_parameters(model: Any) -> Iterator[tuple[str, Any]]:
-    base = _unwrap(model)
+    base = unwrap_adapter(model)
     for module in base.modules():
         is_layer = not hasattr(module, "base_layer") or hasattr(module.base_layer, "weight")
         if hasattr(module, "modules_to_save") or not is_layer:
@@ -61,7 +63,3 @@ def _base_parameters(model: Any) -> Iterator[tuple[str, Any]]:
     for name, parameter in base.named_parameters():
         if _BASE in name or not name.startswith(adapted):
             yield name, parameter
-
-
-def _unwrap(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -21,8 +21,9 @@ from transformers.utils.generic import ModelOutput
 
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.heads import _base_model, _run_backbone, _spell_mask
+from recipes_lib.models.heads import _run_backbone, _spell_mask
 from recipes_lib.models.loading import load_pretrained
+from recipes_lib.models.unwrapping import unwrap_adapter
 from recipes_lib.models.zero3 import written_whole
 
 HEAD: Final = "score"
@@ -108,7 +109,7 @@ def set_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, te
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id in ends:
         found = f"{tokenizer.pad_token!r} pads and ends answers, so transformers would read the score before the end"
         raise ConfigError(Problem("pad_token", found, _advise_pad_token(tokenizer, ends)))
-    config = _base_model(model).config
+    config = unwrap_adapter(model).config
     config.pad_token_id = config.get_text_config().pad_token_id = tokenizer.pad_token_id
 
 

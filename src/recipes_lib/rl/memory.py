@@ -26,6 +26,7 @@ from recipes_lib.models.adapters_saved import find_adapter, find_shareable, read
 from recipes_lib.models.heads import add_loss_head
 from recipes_lib.models.loading import load_model_config
 from recipes_lib.models.quantization import count_quantized_bytes
+from recipes_lib.models.unwrapping import unwrap_adapter
 from recipes_lib.planning.disk import count_state_bytes
 
 SAMPLING_BYTES: Final = 44
@@ -188,7 +189,7 @@ def count_memory(config: RecipeConfig, model_config: PreTrainedConfig, *, is_hal
         models.policy.to_empty(device="cpu")
         cache = batch * count_cache(models.policy, length)
         kept = count_activations(models.policy, micro, length, answer)
-    text, policy, width = model_config.get_text_config(), _base(models.policy), 2 if is_half else 4
+    text, policy, width = model_config.get_text_config(), unwrap_adapter(models.policy), 2 if is_half else 4
     layer = max(_count_numbers(module) for module in policy.modules() if _is_layer(module))
     return Counts(
         models=models,
@@ -250,7 +251,7 @@ def count_bytes(held: nn.Module | Iterable[Tensor]) -> int:
 
 def count_cache(policy: Any, length: int) -> int:
     """Count the bytes of keys and values of a row of ``length`` tokens, by whatever the model caches."""
-    model = _base(policy)
+    model = unwrap_adapter(policy)
     with torch.no_grad():
         output = model.base_model(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=True)
     held = (value for layer in output.past_key_values.layers for value in vars(layer).values())
@@ -317,10 +318,6 @@ def _build(auto_class: Any, model_config: PreTrainedConfig, dtype: str) -> Any:
         settings.num_labels = 1
     named = (getattr(model_config, "dtype", None) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     return auto_class.from_config(settings, dtype=named, attn_implementation="sdpa")
-
-
-def _base(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _count_numbers(module: nn.Module) -> int:

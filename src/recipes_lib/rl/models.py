@@ -25,6 +25,7 @@ from recipes_lib.models.heads import add_loss_head, verify_loss_head
 from recipes_lib.models.loading import load_model_config
 from recipes_lib.models.score_head import add_score_head, load_reward_model
 from recipes_lib.models.scoring import RewardModel, RewardStatistics, read_reward_statistics, read_scale
+from recipes_lib.models.unwrapping import unwrap_adapter
 from recipes_lib.rl.sharding import choose_placement
 from recipes_lib.training.activation_checkpointing import read_selective
 from recipes_lib.training.launch import Launch
@@ -132,13 +133,13 @@ def load_actor_critic(
     """
     attention = choose_attention(config.model, load_model_config(config.model)[0], args, packing=False)
     policy = load_policy(config, attention.implementation, args, launch)
-    stop_ids = set_stop_tokens(_base(policy), tokenizer, terminators)
+    stop_ids = set_stop_tokens(unwrap_adapter(policy), tokenizer, terminators)
     disable_dropout(policy)
-    add_loss_head(_base(policy))
+    add_loss_head(unwrap_adapter(policy))
     place = choose_placement(args, launch)
     own_reference = reward = None
     if config.adapter.use_peft:
-        if not getattr(_base(policy), "is_quantized", False):  # Those were put there by their loading.
+        if not getattr(unwrap_adapter(policy), "is_quantized", False):  # Those were put there by their loading.
             policy = place(policy)
         critic, reward = _add_scorers(config, args, policy)
     else:
@@ -153,7 +154,7 @@ def load_actor_critic(
     if args.activation_checkpointing:
         for model in {id(policy): policy, id(critic): critic}.values():
             if not isinstance(model, AdapterScorer):
-                _checkpoint_activations(_base(model), args)
+                _checkpoint_activations(unwrap_adapter(model), args)
     return ActorCritic(policy, critic, own_reference, stop_ids, reward)
 
 
@@ -163,7 +164,7 @@ def _add_scorers(config: RecipeConfig, args: TrainingArguments, policy: Any) -> 
     Raises:
         ConfigError: As ``RewardModel.share``; or the critic would start from another model than the policy's.
     """
-    rewards, base = config.rewards, _base(policy)
+    rewards, base = config.rewards, unwrap_adapter(policy)
 
     def find(name: str, revision: str | None) -> tuple[Path | None, str]:
         return find_shareable(name, revision, base.config, is_quantized=getattr(base, "is_quantized", False))
@@ -244,7 +245,3 @@ def _reshard_after(model: Any) -> Iterator[None]:
     """Leave every process with its own shards: FSDP2 keeps some weights whole after a forward pass."""
     yield
     reshard(model)
-
-
-def _base(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
