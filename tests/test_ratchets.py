@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 MODULES_WITHOUT_A_TEST: frozenset[str] = frozenset()
 """Modules that have no test file yet. This list may only shrink."""
@@ -212,8 +212,8 @@ def test_an_owner_may_spell_what_it_owns() -> None:
 
 
 def test_a_long_file_is_found() -> None:
-    assert find_long_file("a.py", "x\n" * 400) == []
-    assert len(find_long_file("a.py", "x\n" * 401)) == 1
+    assert find_long_file("a.py", "x\n" * 600) == []
+    assert len(find_long_file("a.py", "x\n" * 601)) == 1
 
 
 def test_a_long_function_is_found_by_its_lines_of_code() -> None:
