@@ -21,7 +21,7 @@ from recipes_lib.data.training_data import load_training_data
 from recipes_lib.models.attention import choose_attention, prove_isolation
 from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.heads import verify_loss_head
-from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
+from recipes_lib.models.loading import load_causal_lm, load_tokenizer
 from recipes_lib.publish.export import export_model
 from recipes_lib.publishing import publishing
 from recipes_lib.report.page import build_report
@@ -29,6 +29,7 @@ from recipes_lib.training.arguments import build_training_arguments
 from recipes_lib.training.distill import DistillationTrainer, prepare_teaching
 from recipes_lib.training.launch import read_launch
 from recipes_lib.training.observer import build_observer
+from recipes_lib.training.policy import load_verified_config
 from recipes_lib.training.run import start_run
 from recipes_lib.training.teacher import is_own_teacher, map_teacher_vocabulary
 
@@ -48,7 +49,7 @@ def main(config: RecipeConfig) -> None:
         run.record(data=data.record, num_tokenized_rows=RowEncoder.num_tokenized_rows)
         args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
 
-        model_config, _ = load_model_config(config.model)
+        model_config = load_verified_config(config, tokenizer, data.longest, vocabulary)
         attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing)
         model = load_causal_lm(config.model, attention.implementation)
         set_stop_tokens(model, tokenizer, data.audit.terminators)

@@ -18,7 +18,7 @@ if __name__ == "__main__":
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.pair_data import load_pair_data
 from recipes_lib.models.generation import set_stop_tokens
-from recipes_lib.models.loading import load_model_config, load_tokenizer
+from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.export import export_model
 from recipes_lib.publishing import publishing
 from recipes_lib.report.page import build_report
@@ -27,7 +27,7 @@ from recipes_lib.training.dpo import DPOTrainer, prepare_reference
 from recipes_lib.training.launch import read_launch
 from recipes_lib.training.observer import build_observer
 from recipes_lib.training.pair_attention import build_pair_collator, choose_pair_attention, prove_pair_attention
-from recipes_lib.training.policy import load_policy
+from recipes_lib.training.policy import load_policy, load_verified_config
 from recipes_lib.training.preference import build_objective
 from recipes_lib.training.run import start_run
 
@@ -46,7 +46,8 @@ def main(config: RecipeConfig) -> None:
         args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
         objective = build_objective(args, config.preference, data.record.get("eval"))
         # A prompt is computed once for both answers, where model and kernel keep the answers apart.
-        attention = choose_pair_attention(config, load_model_config(config.model)[0], args, max_length=data.max_length)
+        model_config = load_verified_config(config, tokenizer, data.longest)
+        attention = choose_pair_attention(config, model_config, args, max_length=data.max_length)
         model = load_policy(config, attention.implementation, args, run.launch)
         set_stop_tokens(model, tokenizer, data.audit.terminators)
         attention = prove_pair_attention(config, attention, model)

@@ -25,6 +25,7 @@ from recipes_lib.rl.groups import build_group_trainer
 from recipes_lib.rl.rewards import load_rewards
 from recipes_lib.training.arguments import build_training_arguments
 from recipes_lib.training.launch import read_launch
+from recipes_lib.training.policy import load_verified_config
 from recipes_lib.training.run import start_run
 
 
@@ -40,6 +41,7 @@ def main(config: RecipeConfig) -> None:
         # What is asked, and what answers are worth.
         tokenizer = load_tokenizer(config.model, config.tokens)
         prompts = load_prompt_data(config, tokenizer)
+        load_verified_config(config, tokenizer, prompts.max_length)
         plan = plan_groups(len(prompts.train), config, launch.world_size)
         run.record(data=prompts.record, answers_per_generation=plan.answers_per_generation)
         args = build_training_arguments(config, launch, has_eval=True)

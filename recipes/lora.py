@@ -22,14 +22,14 @@ from recipes_lib.models.adapters import describe_adapter
 from recipes_lib.models.attention import choose_attention, prove_isolation
 from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.heads import verify_loss_head
-from recipes_lib.models.loading import load_model_config, load_tokenizer
+from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.export import export_model
 from recipes_lib.publishing import publishing
 from recipes_lib.report.page import build_report
 from recipes_lib.training.arguments import build_training_arguments
 from recipes_lib.training.launch import read_launch
 from recipes_lib.training.observer import build_observer
-from recipes_lib.training.policy import load_policy
+from recipes_lib.training.policy import load_policy, load_verified_config
 from recipes_lib.training.run import start_run
 from recipes_lib.training.sft import SFTTrainer
 
@@ -49,7 +49,7 @@ def main(config: RecipeConfig) -> None:
         args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
 
         # The model's own weights are loaded, in few bits if asked for, and frozen; the adapter begins as nothing.
-        model_config, _ = load_model_config(config.model)
+        model_config = load_verified_config(config, tokenizer, data.longest)
         attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing)
         model = load_policy(config, attention.implementation, args, run.launch)
         run.record(adapter=describe_adapter(model))

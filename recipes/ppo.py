@@ -27,6 +27,7 @@ from recipes_lib.rl.sharding import choose_placement
 from recipes_lib.rl.trainer import PPOTrainer
 from recipes_lib.training.arguments import build_training_arguments
 from recipes_lib.training.launch import read_launch
+from recipes_lib.training.policy import load_verified_config
 from recipes_lib.training.run import start_run
 
 
@@ -42,6 +43,7 @@ def main(config: RecipeConfig) -> None:
         # What is asked.
         tokenizer = load_tokenizer(config.model, config.tokens)
         prompts = load_prompt_data(config, tokenizer)
+        load_verified_config(config, tokenizer, prompts.max_length)
         run.record(data=prompts.record)
         args = build_training_arguments(config, launch, has_eval=True)
 

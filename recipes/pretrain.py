@@ -18,7 +18,6 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.chat import RowEncoder
 from recipes_lib.data.collators import PackedCollator
 from recipes_lib.data.token_data import prepare_tokens
-from recipes_lib.models.architecture import find_model_config
 from recipes_lib.models.attention import choose_attention, prove_isolation
 from recipes_lib.models.heads import verify_loss_head
 from recipes_lib.models.loading import load_tokenizer
@@ -31,7 +30,7 @@ from recipes_lib.training.context_rows import join_context
 from recipes_lib.training.launch import read_launch
 from recipes_lib.training.observer import build_observer
 from recipes_lib.training.pipeline_trainer import choose_trainer
-from recipes_lib.training.policy import load_language_model
+from recipes_lib.training.policy import load_language_model, load_verified_config
 from recipes_lib.training.pretraining_rows import build_rows
 from recipes_lib.training.run import start_run
 
@@ -54,7 +53,7 @@ def main(config: RecipeConfig) -> None:
 
         # The kernel must keep documents apart unless told otherwise, and the loss head must give the model's own loss.
         isolated = not config.pretraining.cross_document_attention
-        model_config, _ = find_model_config(config.model, tokenizer, rows.plan.max_length)
+        model_config = load_verified_config(config, tokenizer, rows.plan.max_length)
         context = join_context(run.launch, args)
         attention = choose_attention(config.model, model_config, args, packing=isolated, context=context)
         model = load_language_model(config, model_config, attention.implementation, args, run.launch)

@@ -18,7 +18,7 @@ if __name__ == "__main__":
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.pair_data import load_pair_data
 from recipes_lib.data.unfinished import UnfinishedAnswers
-from recipes_lib.models.loading import load_model_config, load_tokenizer
+from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.models.scoring import RewardModel
 from recipes_lib.publish.export import export_model
 from recipes_lib.publishing import publishing
@@ -28,7 +28,7 @@ from recipes_lib.training.arguments import build_training_arguments
 from recipes_lib.training.launch import read_launch
 from recipes_lib.training.observer import build_observer
 from recipes_lib.training.pair_attention import build_pair_collator, choose_pair_attention, prove_pair_attention
-from recipes_lib.training.policy import load_scorer
+from recipes_lib.training.policy import load_scorer, load_verified_config
 from recipes_lib.training.reward import RewardTrainer, build_reward_objective
 from recipes_lib.training.run import start_run
 
@@ -46,7 +46,8 @@ def main(config: RecipeConfig) -> None:
         data = load_pair_data(config, lambda _: tokenizer, local_rank=run.launch.local_rank)
         args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
         # A prompt is computed once for both answers, where model and kernel keep the answers apart.
-        attention = choose_pair_attention(config, load_model_config(config.model)[0], args, max_length=data.max_length)
+        model_config = load_verified_config(config, tokenizer, data.longest)
+        attention = choose_pair_attention(config, model_config, args, max_length=data.max_length)
         model = load_scorer(config, attention.implementation, args, run.launch, tokenizer, data.audit.terminators)
         attention = prove_pair_attention(config, attention, model)
         run.record(data=data.record, pairs=asdict(attention))
@@ -70,8 +71,7 @@ def main(config: RecipeConfig) -> None:
         reward_model = RewardModel(model, tokenizer)
         settle_scale(reward_model, data.train)
         export_model(trainer, run.output_dir)
-        failed = write_verdict(reward_model, data.eval, run.output_dir, is_main=run.launch.is_main)
-        run.record(failed_gates=failed)
+        run.record(failed_gates=write_verdict(reward_model, data.eval, run.output_dir, is_main=run.launch.is_main))
     if run.launch.is_main:
         build_report(run.output_dir)
 

@@ -21,7 +21,7 @@ from recipes_lib.data.training_data import load_training_data
 from recipes_lib.models.attention import choose_attention, prove_isolation
 from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.heads import verify_loss_head
-from recipes_lib.models.loading import load_model_config, load_tokenizer
+from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.export import export_model
 from recipes_lib.publishing import publishing
 from recipes_lib.report.page import build_report
@@ -29,7 +29,7 @@ from recipes_lib.training.arguments import build_training_arguments
 from recipes_lib.training.context_rows import join_context
 from recipes_lib.training.launch import read_launch
 from recipes_lib.training.observer import build_observer
-from recipes_lib.training.policy import load_language_model
+from recipes_lib.training.policy import load_language_model, load_verified_config
 from recipes_lib.training.run import start_run
 from recipes_lib.training.sft import SFTTrainer
 
@@ -49,7 +49,7 @@ def main(config: RecipeConfig) -> None:
         args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
 
         # The kernel must keep packed documents apart, and the loss head must give the model's own loss.
-        model_config, _ = load_model_config(config.model)
+        model_config = load_verified_config(config, tokenizer, data.longest)
         context = join_context(run.launch, args)
         attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing, context=context)
         model = load_language_model(config, model_config, attention.implementation, args, run.launch)

@@ -50,9 +50,10 @@ def store(config: RecipeConfig) -> None:
     from recipes_lib.data.store import find_set, hold_lock
     from recipes_lib.data.training_data import load_training_data
     from recipes_lib.models.attention import choose_attention
-    from recipes_lib.models.loading import load_model_config, load_tokenizer
+    from recipes_lib.models.loading import load_tokenizer
     from recipes_lib.training.arguments import build_training_arguments, get_compute_dtype
     from recipes_lib.training.launch import read_launch
+    from recipes_lib.training.policy import load_verified_config
     from recipes_lib.training.teacher import load_teacher, map_teacher_vocabulary
     from recipes_lib.training.teacher_store import compare_with_teacher, identify_store, read_store, write_store
 
@@ -61,7 +62,7 @@ def store(config: RecipeConfig) -> None:
     data = load_training_data(config, lambda _: tokenizer)
     identity = identify_store(config, vocabulary, data.record)
     args = build_training_arguments(config, read_launch(), has_eval=False)
-    model_config, _ = load_model_config(config.model)
+    model_config = load_verified_config(config, tokenizer, data.longest, vocabulary)
     attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing)
     teacher: Any = load_teacher(config, attention, args, vocabulary)
     teacher.to(args.device)

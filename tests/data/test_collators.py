@@ -32,6 +32,12 @@ def rows_of(packs: list[list[int]], seed: int = 0) -> list[dict[str, np.ndarray]
     ]
 
 
+def split_padding(num_tokens: int, packs: list[list[int]]) -> list[int]:
+    """Lengths of the documents that ``num_tokens`` of padding are: no longer than the longest of ``packs``."""
+    whole, rest = divmod(num_tokens, max(map(max, packs)))
+    return [max(map(max, packs))] * whole + [rest] * (rest > 0)
+
+
 @given(packs, st.sampled_from([1, 4, 8]))
 def test_every_token_document_and_target_arrives_at_its_place(packs, multiple):
     rows = rows_of(packs)
@@ -44,7 +50,8 @@ def test_every_token_document_and_target_arrives_at_its_place(packs, multiple):
     assert length % multiple == 0
     assert length - multiple < max(map(sum, packs)) <= length
     for at, (row, lengths) in enumerate(zip(rows, packs, strict=True)):
-        positions = [position for n in (*lengths, length - sum(lengths)) for position in range(n)]
+        padded = split_padding(length - sum(lengths), packs)
+        positions = [position for n in (*lengths, *padded) for position in range(n)]
         assert batch["position_ids"][at].tolist() == positions
         padding = length - sum(lengths)
         assert batch["input_ids"][at].tolist() == [*row["input_ids"].tolist(), *[PAD] * padding]
@@ -82,10 +89,10 @@ def test_the_flat_layout_equals_transformers_flattening(packs):
 
 
 @given(packs)
-def test_padding_of_the_flat_layout_is_one_more_document(packs):
+def test_padding_of_the_flat_layout_is_further_documents_no_longer_than_the_longest(packs):
     batch = PackedCollator(pad_token_id=PAD, layout="flat", pad_to_multiple_of=8)(rows_of(packs))
     total = sum(map(sum, packs))
-    lengths = [length for pack in packs for length in pack] + ([-total % 8] if total % 8 else [])
+    lengths = [length for pack in packs for length in pack] + split_padding(-total % 8, packs)
     assert batch["cu_seq_lens_q"].tolist() == np.cumsum([0, *lengths]).tolist()
     assert batch["max_length_q"] == max(lengths)
     assert batch["input_ids"].shape == (1, sum(lengths))

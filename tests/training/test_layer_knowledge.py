@@ -154,7 +154,8 @@ def test_the_order_of_documents_and_their_rows_are_of_no_account(compute) -> Non
     for batch in (make_rows(make_row(9, 14, 6)), make_rows(make_row(6, 9, 14)), make_rows(rows[1], rows[2], rows[0])):
         got = compute(batch, **keys)
         assert got[0] == pytest.approx(loss, rel=1e-5)
-        assert got[1] == pytest.approx(parts, rel=1e-4)
+        # A divergence is a small difference of sums of order 1: it is exact to their rounding, not to its own.
+        assert got[1] == pytest.approx(parts, rel=1e-4, abs=torch.finfo(torch.float32).eps)
         for name, gradient in got[2].items():
             torch.testing.assert_close(gradient, gradients[name], atol=1e-5, rtol=1e-3)
 

@@ -88,7 +88,8 @@ class PackedCollator:
         is_real = columns < sizes[:, None]
         input_ids = np.full(is_real.shape, self.pad_token_id, np.int64)
         labels = np.full(is_real.shape, IGNORE_INDEX, np.int64)
-        position_ids = columns - sizes[:, None]
+        # Padding is documents no longer than the longest real one: a model may have no more positions than that.
+        position_ids = (columns - sizes[:, None]) % max(1, lengths.max(initial=0))
         input_ids[is_real] = ids
         labels[is_real] = np.where(find_targets(joined), ids, IGNORE_INDEX)
         position_ids[is_real] = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)

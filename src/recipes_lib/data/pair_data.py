@@ -51,6 +51,11 @@ class PairData:
         return {} if self.eval is None else {"held-out set": self.eval}
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with one answer, held-out pairs included."""
+        return max(int(self.record[side]["length_max"]) for side in ("train", "eval") if self.record.get(side))
+
+    @property
     def typical_length(self) -> int:
         """Tokens that attend to each other: the median pair's prompt and longer answer."""
         return self.audit.length_p50

@@ -47,6 +47,12 @@ class TrainingData:
         return {} if self.eval is None else {"held-out set": self.eval}
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest row, held-out rows included; of a stream, the most that a row may have."""
+        audits = [self.record[side] for side in ("train", "eval") if self.record.get(side)]
+        return max((audit["length_max"] for audit in audits), default=self.max_length)
+
+    @property
     def typical_length(self) -> int:
         """Tokens that attend to each other: the median row's."""
         return self.audit.length_p50

@@ -33,7 +33,7 @@ class Inspection(ABC):
         self.problems: list[Problem] = []
         self.tokenizer: Any = None
         self.model_config: Any = None
-        self.generation_config: Any = None
+        self.vocabulary: Any = None  # Of a run with a teacher: how its tokens are mapped to the student's.
         self.num_parameters = 0
         self.num_steps = 0
         self.launched_precision = "no"
@@ -104,7 +104,7 @@ class Inspection(ABC):
 
         self.tokenizer = load_tokenizer(self.config.model, self.config.tokens)
         max_length = self.config.tokens.max_length
-        self.model_config, self.generation_config = find_model_config(self.config.model, self.tokenizer, max_length)
+        self.model_config, _ = find_model_config(self.config.model, self.tokenizer, max_length)
         if self.launch.tensor_size > 1:
             verify_can_be_cut(self.model_config, self.launch.tensor_size)
         if self.launch.context_size > 1:
@@ -182,17 +182,16 @@ class Inspection(ABC):
         shown = "decided while training" if rates is None else ", ".join(f"{rate:.2e}" for rate in rates)
         say(f"learning rate at 0, 25, 50, 75, 100 %: {shown}")
 
-    def say_agreement(self, say: Say, max_length: int | None, terminators: Sequence[int]) -> None:
+    def say_agreement(self, say: Say, longest: int | None, terminators: Sequence[int]) -> None:
         """Say that model and tokenizer agree, and what answers end with.
 
         Raises:
             ConfigError: They do not.
         """
-        from recipes_lib.models.loading import check_agreement, describe_spare_tokens
+        from recipes_lib.models.loading import describe_spare_tokens
+        from recipes_lib.training.policy import load_verified_config
 
-        problems = check_agreement(self.model_config, self.generation_config, self.tokenizer, max_length=max_length)
-        if problems:
-            raise ConfigError(*problems)
+        load_verified_config(self.config, self.tokenizer, longest, self.vocabulary)
         ends = ", ".join(repr(self.tokenizer.convert_ids_to_tokens(end)) for end in terminators)
         spare = describe_spare_tokens(self.model_config, self.tokenizer)
         say(f"vocabulary, special tokens and length agree; answers end with {ends or 'the end of text'}{spare}")

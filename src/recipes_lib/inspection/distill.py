@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from recipes_lib.errors import ConfigError
 from recipes_lib.inspection.base import Say
 from recipes_lib.inspection.sft import SFTInspection
 
@@ -14,22 +13,14 @@ class DistillationInspection(SFTInspection):
 
     def look_at_agreement(self, say: Say) -> None:
         """Vocabulary, special tokens and length of the student; and the teacher beside it."""
-        super().look_at_agreement(say)
         if self.tokenizer is None or self.model_config is None:
             return
-        from recipes_lib.models.loading import check_agreement, load_model_config
+        from recipes_lib.models.loading import load_model_config
         from recipes_lib.training.teacher import choose_teacher, map_teacher_vocabulary
 
-        vocabulary = map_teacher_vocabulary(self.config, self.tokenizer)
-        teacher, generation = load_model_config(choose_teacher(self.config))
-        max_length = self._data.max_length if self._data else self.config.tokens.max_length
-        problems = [
-            problem
-            for problem in check_agreement(teacher, generation, self.tokenizer, max_length=max_length)
-            if vocabulary.is_identity or problem.where == "max_length"
-        ]
-        if problems:
-            raise ConfigError(*problems)
+        self.vocabulary = vocabulary = map_teacher_vocabulary(self.config, self.tokenizer)
+        super().look_at_agreement(say)
+        teacher, _ = load_model_config(choose_teacher(self.config))
         sizes = [config.get_text_config().vocab_size for config in (self.model_config, teacher)]
         how = "by the same ids" if vocabulary.is_identity else "by ids of its own, which are mapped"
         say(

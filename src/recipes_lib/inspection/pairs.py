@@ -47,7 +47,7 @@ class PairInspection(Inspection):
         if self.tokenizer is None or self.model_config is None:
             return
         terminators = self._data.audit.terminators if self._data else ()
-        self.say_agreement(say, self._data.max_length if self._data else self.config.tokens.max_length, terminators)
+        self.say_agreement(say, self._data.longest if self._data else self.config.tokens.max_length, terminators)
         if self.config.stage == "reward":
             from recipes_lib.models.score_head import set_pad_token
 

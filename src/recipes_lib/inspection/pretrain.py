@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from recipes_lib.errors import ConfigError
 from recipes_lib.inspection.base import SHARES_OF_A_RUN, Inspection, Say
 
 if TYPE_CHECKING:
@@ -48,17 +47,8 @@ class PretrainInspection(Inspection):
 
     def look_at_agreement(self, say: Say) -> None:
         """Vocabulary, special tokens and length."""
-        from recipes_lib.models.loading import check_agreement, describe_spare_tokens
-
-        if self.tokenizer is None or self.model_config is None:
-            return
-        problems = check_agreement(
-            self.model_config, self.generation_config, self.tokenizer, max_length=self.config.tokens.max_length
-        )
-        if problems:
-            raise ConfigError(*problems)
-        spare = describe_spare_tokens(self.model_config, self.tokenizer)
-        say(f"vocabulary, special tokens and length agree{spare}")
+        if self.tokenizer is not None and self.model_config is not None:
+            self.say_agreement(say, self.config.tokens.max_length, ())
 
     def look_at_steps(self, say: Say) -> None:
         """Steps, tokens, the batch, and the learning rates of the very schedule that training follows."""

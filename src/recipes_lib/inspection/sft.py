@@ -53,8 +53,8 @@ class SFTInspection(Inspection):
         """Vocabulary, special tokens, length, and what answers end with."""
         if self.tokenizer is None or self.model_config is None:
             return
-        max_length = self._data.max_length if self._data else self.config.tokens.max_length
-        self.say_agreement(say, max_length, self._data.audit.terminators if self._data else ())
+        longest = self._data.longest if self._data else self.config.tokens.max_length
+        self.say_agreement(say, longest, self._data.audit.terminators if self._data else ())
 
     def look_at_steps(self, say: Say) -> None:
         """As many steps as the Trainer will count, and its rates."""

@@ -3,21 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.errors import ConfigError
 from recipes_lib.models.adapters import add_adapter
 from recipes_lib.models.adapters_saved import TaskType
-from recipes_lib.models.architecture import start_causal_lm
+from recipes_lib.models.architecture import find_model_config, start_causal_lm
 from recipes_lib.models.dropout import disable_dropout
-from recipes_lib.models.loading import load_causal_lm
+from recipes_lib.models.loading import check_agreement, load_causal_lm, load_model_config
 from recipes_lib.models.quantization import build_quantization_config
 from recipes_lib.models.score_head import add_score_head, load_reward_model, set_pad_token
 from recipes_lib.models.tensor_parallel import build_distribution
+from recipes_lib.models.vocabulary import VocabularyMap
 from recipes_lib.training.arguments import get_compute_dtype
 from recipes_lib.training.launch import Launch
+from recipes_lib.training.teacher import TEACHER, choose_teacher
+
+
+def load_verified_config(
+    config: RecipeConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    longest: int | None,
+    vocabulary: VocabularyMap | None = None,
+) -> PreTrainedConfig:
+    """Load the configuration of ``config.model``, once it agrees with tokenizer and data; before any weight is loaded.
+
+    Training and ``recipes check`` both call this, so that neither refuses what the other lets pass.
+
+    Args:
+        config: The run.
+        tokenizer: Of the model.
+        longest: Tokens of the longest row of the prepared data, with the longest answer to it where answers are
+            sampled; ``None`` where it is not known.
+        vocabulary: Of a run with a teacher, from ``map_teacher_vocabulary``: the teacher is verified too.
+
+    Raises:
+        ConfigError: As ``find_model_config``; or a token of the tokenizer has no embedding, the start of text is
+            another, or the longest row has more tokens than the model has positions.
+    """
+    max_length = config.tokens.max_length
+    model_config, generation_config = find_model_config(config.model, tokenizer, max_length)
+    problems = check_agreement(model_config, generation_config, tokenizer, max_length=longest)
+    if vocabulary is not None:
+        teacher = load_model_config(choose_teacher(config))
+        where = config.provenance.get(TEACHER, TEACHER)
+        problems += [
+            replace(problem, where=where)
+            for problem in check_agreement(*teacher, tokenizer, max_length=longest)
+            # A vocabulary that is mapped has ids of its own.
+            if vocabulary.is_identity or problem.where == "max_length"
+        ]
+    if problems:
+        raise ConfigError(*problems)
+    return model_config
 
 
 def load_language_model(

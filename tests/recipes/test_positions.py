@@ -1,0 +1,91 @@
+"""A row longer than a model has positions for is refused by every stage, as by its check, before weights are loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from recipes_lib.check import check
+from recipes_lib.config.loader import load_config
+from recipes_lib.errors import UserError
+from recipes_lib.training.launch_files import plan_launch
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+QUESTION = [{"role": "user", "content": "How many days are in a week, and how many in a year?"}]
+ANSWERS = [[{"role": "assistant", "content": f"There are {n} of them, I believe."}] for n in (7, 8)]
+ROWS: dict[str, dict[str, Any]] = {
+    "sft": {"messages": QUESTION + ANSWERS[0]},
+    "dpo": {"prompt": QUESTION, "chosen": ANSWERS[0], "rejected": ANSWERS[1]},
+    "ppo": {"prompt": QUESTION},
+    "pretrain": {"text": "Rivers carry sand from the mountains towards the sea. " * 4},
+}
+ROWS |= {"lora": ROWS["sft"], "distill": ROWS["sft"], "reward": ROWS["dpo"], "grpo": ROWS["ppo"], "rloo": ROWS["ppo"]}
+KEYS: dict[str, dict[str, Any]] = {
+    "distill": {"teacher_model_name_or_path": "model"},
+    "lora": {"max_length": 256},  # Room for several rows: what matters is the longest of them.
+    "ppo": {"reward_funcs": "[tests.rl.keys_task:score_first_key]", "response_length": 16},
+    "pretrain": {"max_length": 128, "max_tokens": 1024},
+}
+KEYS |= {"grpo": KEYS["ppo"], "rloo": KEYS["ppo"]}
+POSITIONS = 24
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_model_dir: Path) -> Path:
+    """A model of few positions, without its weights: nothing may want them."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model_dir, model, ignore=lambda *_: ["model.safetensors"])
+    limit_positions(model)
+    return tmp_path
+
+
+def limit_positions(model: Path) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": POSITIONS}))
+
+
+def build_run(folder: Path, stage: str, **keys: Any) -> Any:
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps(ROWS[stage]) + "\n" for _ in range(8)))
+    given = {"model_name_or_path": folder / "model", "dataset_name": rows, "output_dir": folder / "run"}
+    given |= {"bf16": False} | KEYS.get(stage, {}) | keys
+    if "teacher_model_name_or_path" in given:
+        given["teacher_model_name_or_path"] = folder / given["teacher_model_name_or_path"]
+    if stage not in ("ppo", "grpo", "rloo"):
+        given["prepared_dir"] = folder / "prepared"
+    return load_config(stage, [f"--{name}={value}" for name, value in given.items()])
+
+
+def train(stage: str, config: Any) -> list[str]:
+    """The problems that the stage's recipe refuses to train for."""
+    spec = importlib.util.spec_from_file_location(f"{stage}_recipe", RECIPES / f"{stage.replace('rloo', 'grpo')}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    recipe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recipe)
+    with pytest.raises(UserError) as caught:
+        recipe.main(config)
+    return [str(problem) for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize("stage", ROWS)
+def test_training_refuses_what_its_check_refuses(folder, stage) -> None:
+    config = build_run(folder, stage)
+    checked = [str(problem) for problem in check(config, plan_launch(None, 1), Console(quiet=True))]
+    found = [problem for problem in checked if f"more than the {POSITIONS} positions of the model" in problem]
+    assert found
+    assert train(stage, config) == found
+
+
+def test_a_teacher_of_fewer_positions_is_refused(folder, tiny_model_dir) -> None:
+    config = build_run(folder, "distill", model_name_or_path=tiny_model_dir)
+    checked = [str(problem) for problem in check(config, plan_launch(None, 1), Console(quiet=True))]
+    assert len(checked) == 1
+    assert "teacher_model_name_or_path" in checked[0]
+    assert train("distill", config) == checked
