@@ -120,12 +120,12 @@ def test_a_secret_does_not_leave_the_machine_and_is_not_repeated(hub, run, capsy
     assert read_messages(hub) == []
 
 
-def test_linked_files_are_published_as_they_are(hub, run):
+def test_linked_files_are_published_as_they_are(hub, run, monkeypatch):
     """What the Hub has is not deleted for a link that is laid over a file, as the Hub's cache does it."""
     assert main(["publish", str(finish(run))]) == EXIT_DONE
     before = dict(hub.repositories["me/mine"].find("main").files)
     (run / JOURNAL).unlink()
-    link_files(run)
+    link_files(run, monkeypatch)
     (run / "model.safetensors").resolve().write_bytes(save({"weight": np.full(300, 7, np.float32)}))
     assert main(["publish", str(run)]) == EXIT_DONE
     after = hub.repositories["me/mine"].find("main").files

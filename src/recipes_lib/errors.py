@@ -13,6 +13,11 @@ EXIT_STALLED = 4
 EXIT_PREEMPTED = 75
 
 
+def escape_controls(text: object) -> str:
+    """Return a text as one printable line: a stranger's may move the cursor, or pretend to be several lines."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One thing that is wrong: where it stands, what was found, what to do about it.

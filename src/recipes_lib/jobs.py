@@ -113,6 +113,11 @@ def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> Job:
     output_dir = str(config.training["output_dir"])
     if options.to != "slurm" and not Path(output_dir).is_absolute():
         output_dir = f"{DATA}/{output_dir}"
+    name = options.name or re.sub("[^a-z0-9]+", "-", Path(output_dir).name.lower()).strip("-")
+    if not re.fullmatch("[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?", name):
+        found = f"{name!r} is no name for every cluster"
+        remedy = "write --name with up to 42 lower-case letters, digits and hyphens"
+        raise ConfigError(Problem("--name", found, remedy))
     num_processes = options.num_nodes * options.gpus_per_node
     if options.hardware:
         read_launch_file(find_launch_file(options.hardware))
@@ -120,7 +125,7 @@ def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> Job:
     command = ["recipes", "launch", "--stage", stage, "--config", options.config, "--hardware", hardware]
     command += ["--num_processes", str(num_processes), *_leave_out(overrides, "output_dir"), "--output_dir", output_dir]
     return Job(
-        name=options.name or re.sub("[^a-z0-9]+", "-", Path(output_dir).name.lower()).strip("-"),
+        name=name,
         command=command,
         output_dir=output_dir,
         num_nodes=options.num_nodes,
@@ -349,13 +354,16 @@ def _find_problems(options: argparse.Namespace) -> Iterator[Problem]:
 
 
 def _find_wrong_names(options: argparse.Namespace) -> Iterator[Problem]:
+    for flag in ("gpu", "image", "volume"):
+        value = getattr(options, flag)
+        if value is not None and not re.fullmatch(r"[\w./:@-]+", value, re.ASCII):
+            found = f"{value!r} is not a name that a cluster gives"
+            yield Problem(f"--{flag}", found, "use letters, digits and . _ / : @ -")
     for name in options.secret:
         if not re.fullmatch("[A-Z_][A-Z0-9_]*", name):
             yield Problem(
                 "--secret", "it is not the name of an environment variable", "write its name, never its value"
             )
-    if options.name and not re.fullmatch("[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?", options.name):
-        yield Problem("--name", f"{options.name!r} is no name for every cluster", "use lower case, digits and hyphens")
     if options.image and not options.config.startswith(("recipes/", f"{DATA}/")):
         found = f"{options.config} is not in the image"
         yield Problem("--config", found, f"put it on the volume and write its path there, {DATA}/...")

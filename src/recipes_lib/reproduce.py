@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
+from packaging.version import VERSION_PATTERN, Version
 
 from recipes_lib.config.loader import check_text
 from recipes_lib.config.table import STAGES, load_table
 from recipes_lib.environment import read_git_commit, read_versions
-from recipes_lib.errors import ConfigError, Problem, UserError
+from recipes_lib.errors import ConfigError, Problem, UserError, escape_controls
 
 _OF_THE_PLACE: Final = ("output_dir", "prepared_dir", "push_to_hub", "hub_", "run_name", "overwrite_")
 """Where a run put things and whom it told: that is decided anew."""
+_IMPORTED: Final = ("metrics", "reward_funcs", "trust_remote_code")
+"""Keys whose values are imported, or let a model's repository be."""
 _FILES: Final = (
     "model_name_or_path",
     "tokenizer_name_or_path",
@@ -40,13 +45,20 @@ def main(argv: Sequence[str]) -> None:
     recipe, constraints = folder / f"{stage}.yaml", folder / "constraints.txt"
     keys, lost = restore_keys(record)
     keys["output_dir"] = str(folder / "run")
-    text = f"# {options.source}, by `recipes reproduce`.\n{yaml.safe_dump(keys, sort_keys=False, allow_unicode=True)}"
+    head = [f"{escape_controls(options.source)}, by `recipes reproduce`."]
+    if code := {key: keys.pop(key) for key in list(keys) if runs_code(key, keys[key])}:
+        head += ["These keys run code: read it, and take away the # of those that you trust."]
+        head += [f"{key}: {json.dumps(value)}" for key, value in code.items()]
+    text = "".join(f"# {line}\n" for line in head) + yaml.safe_dump(keys, sort_keys=False, allow_unicode=True)
     folder.mkdir(parents=True, exist_ok=True)
     recipe.write_text(text, encoding="utf-8")
     constraints.write_text("".join(f"{line}\n" for line in list_constraints(record)), encoding="utf-8")
     sys.stdout.write(f"restored {recipe} ({len(keys)} keys) and {constraints}\n")
-    differences = [*lost, *compare(record, keys)]
-    sys.stdout.write("".join(f"differs: {line}\n" for line in differences) or "everything that is recorded matches\n")
+    lost += [
+        f"the key {key}, which was {value!r}, runs code: {recipe} has it as a comment" for key, value in code.items()
+    ]
+    told = [f"differs: {escape_controls(line)}\n" for line in (*lost, *compare(record, keys))]
+    sys.stdout.write("".join(told) or "everything that is recorded matches\n")
     problems: Sequence[Problem] = ()
     try:
         check_text(stage, text, recipe)
@@ -55,8 +67,14 @@ def main(argv: Sequence[str]) -> None:
     if problems:
         raise ConfigError(*problems)
     launcher = "python" if record["num_processes"] == 1 else f"torchrun --nproc_per_node {record['num_processes']}"
-    sys.stdout.write(f"same packages:  python -m pip install -c {constraints} -e .\n")
-    sys.stdout.write(f"same run:       {launcher} recipes/{stage}.py --config {recipe}\n")
+    sys.stdout.write(f"same packages:  python -m pip install -c {shlex.quote(str(constraints))} -e .\n")
+    sys.stdout.write(f"same run:       {launcher} recipes/{stage}.py --config {shlex.quote(str(recipe))}\n")
+
+
+def runs_code(key: str, value: Any) -> bool:
+    """Return whether a key with this value imports or downloads code, which no record may ask for."""
+    # An attention implementation with a slash is a repository of kernels on the Hub.
+    return (key in _IMPORTED and bool(value)) or (key == "attn_implementation" and "/" in str(value))
 
 
 def restore_keys(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -95,15 +113,16 @@ def compare(record: Mapping[str, Any], keys: Mapping[str, Any]) -> Iterator[str]
     elif commit is None or commit.endswith("-dirty"):
         yield "the code was no commit, so that nobody can tell whether it is the same"
     for key in _FILES:
-        name = keys.get(key)
+        name = str(keys.get(key) or "")
         if name and not Path(name).exists() and name.count("/") != 1:
             yield f"{key}: {name} was a file or folder of the machine that trained; put it here"
-    if keys.get("dataset_name", "").count("/") == 1 and not keys.get("dataset_revision"):
+    if str(keys.get("dataset_name")).count("/") == 1 and not keys.get("dataset_revision"):
         yield f"dataset_name: no revision of {keys['dataset_name']} was named, so that its rows may be others now"
-    sources = record.get("data", {}).get("inputs", {}).get("sources", {})
-    for split, digest in sources.items():
+    inputs = (record.get("data") or {}).get("inputs")
+    sources = inputs.get("sources") if isinstance(inputs, dict) else None
+    for split, digest in sources.items() if isinstance(sources, dict) else ():
         yield f"data: the {split} rows had the fingerprint {str(digest)[:16]}; `recipes prepare` records that of yours"
-    device = record.get("hardware", {}).get("device")
+    device = (record.get("hardware") or {}).get("device")
     yield f"device: it was {record['num_processes']} x {device}; another one rounds differently"
 
 
@@ -111,9 +130,9 @@ def list_constraints(record: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of a constraints file; builds such as ``+cpu`` are the package index's choice."""
     for name, version in record["versions"].items():
         if name == "python":
-            yield f"# Python {version}"
+            yield f"# Python {escape_controls(version)}"
         elif name != "recipes-lib" and version != "not installed":
-            yield f"{name}=={version.partition('+')[0]}"
+            yield f"{name}=={Version(version).public}"
 
 
 def _read_record(source: str, revision: str | None) -> dict[str, Any]:
@@ -131,11 +150,57 @@ def _read_record(source: str, revision: str | None) -> dict[str, Any]:
         raise ConfigError(
             Problem(source, "holds no run.json that can be read", "name what a recipe has made")
         ) from error
-    missing = {"stage", "config", "provenance", "versions", "num_processes"} - record.keys()
-    if missing or record["stage"] not in STAGES:
-        found = f"run.json is no record of a run: {', '.join(sorted(missing)) or record['stage']!s}"
+    if wrong := list(_find_faults(record)):
+        found = f"run.json is no record of a run: {', '.join(wrong)}"
         raise ConfigError(Problem(source, found, "name what a recipe has made"))
     return record
+
+
+def _find_faults(record: Any) -> Iterator[str]:
+    """Yield which fields are missing or not what a recipe writes; whoever wrote the record may be anyone."""
+    if not isinstance(record, dict):
+        yield "it is no mapping"
+        return
+    yield from (name for name, accepts in _FIELDS.items() if not accepts(record.get(name)))
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _maps_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
+def _are_versions(value: Any) -> bool:
+    return _maps_texts(value) and all(
+        _PACKAGE.fullmatch(name) and (version == "not installed" or _VERSION.fullmatch(version))
+        for name, version in value.items()
+        if name != "python"  # Told, never installed; one of a development branch has no public version.
+    )
+
+
+def _maybe(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or accepts(value)
+
+
+def _is_commit(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{7,64}(-dirty)?", value) is not None
+
+
+_PACKAGE: Final = re.compile("[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_VERSION: Final = re.compile(VERSION_PATTERN, re.VERBOSE | re.IGNORECASE)
+_FIELDS: Final[Mapping[str, Callable[[Any], bool]]] = {
+    "stage": lambda value: value in STAGES,
+    "config": _is_mapping,
+    "provenance": _maps_texts,
+    "versions": _are_versions,
+    "num_processes": lambda value: type(value) is int and value > 0,
+    "git_commit": _maybe(_is_commit),
+    "model_commit": _maybe(_is_commit),
+    "hardware": _maybe(_is_mapping),
+    "data": _maybe(_is_mapping),
+}
 
 
 def _fetch(repository: str, revision: str | None) -> Path:

@@ -35,6 +35,8 @@ def test_no_key_takes_a_secret_and_no_message_repeats_it(problems_of, key: str, 
         "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl",
         "'-----BEGIN RSA PRIVATE KEY-----'",
         "https://user:pass@host/x",
+        "https://host/x.parquet?download=1&token=abcd1234",
+        "https://bucket/x?X-Amz-Signature=0f0f0f0f&y",
         f"[ok, {CANARY}]",
     ],
 )

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 from safetensors.numpy import save_file
 from tests.publish.hub_server import Files
 
@@ -63,8 +64,9 @@ def finish(run: Path) -> Path:
     return run
 
 
-def link_files(folder: Path) -> Path:
-    """Lay a folder out as the Hub's cache does: each file is a link, and what it holds lies in the folder returned."""
+def link_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Lay a folder out as in the Hub's cache: each file is a link, and what it holds lies in the folder returned."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder.parent))
     blobs = folder.parent / "blobs"
     blobs.mkdir()
     for path in [path for path in folder.iterdir() if path.is_file()]:

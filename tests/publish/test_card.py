@@ -1,5 +1,7 @@
 """The model card is valid metadata and names no path of the machine it was made on."""
 
+import re
+
 import pytest
 from huggingface_hub import ModelCard
 
@@ -26,6 +28,18 @@ def test_the_card_names_base_data_figures_and_every_key(tmp_path):
     assert "| eval_loss | 1.2346 |" in card.text
     assert "| eval_num_target_tokens | 1000.0 |" in card.text
     assert "learning_rate: 1e-05" in card.text
+
+
+def test_what_the_user_named_is_text_on_the_card_and_never_markup(tmp_path):
+    hostile = "x\n# Evil <script>alert(1)</script> | [a](http://b) `c`"
+    write_card(tmp_path, record(output_dir=hostile, dataset_name=hostile, model_name_or_path=hostile), {hostile: 1.5})
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.base_model == hostile
+    assert card.data.datasets == [hostile]
+    prose = card.text.partition("```yaml")[0]
+    assert "\n# Evil" not in prose
+    assert re.search(r"(?<!\\)(<script|\[a\]|`c)", prose) is None
+    assert r"| x\\n# Evil \<script\>alert(1)\</script\> \| \[a\](http://b) \`c\` | 1.5000 |" in prose
 
 
 def test_local_paths_are_not_published_as_hub_ids(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from safetensors.numpy import save_file
@@ -74,6 +75,22 @@ def test_a_link_that_leads_nowhere_is_told(run):
     (finish(run) / "tokenizer.json").unlink()
     (run / "tokenizer.json").symlink_to("nowhere.json")
     with pytest.raises(DataError, match=r"tokenizer\.json: it is a link to a file that is not there"):
+        list_published(run)
+
+
+@pytest.mark.parametrize("path", ["tokenizer.json", "additional_chat_templates/rag.jinja"])
+def test_a_link_out_of_the_folder_is_not_followed(run, tmp_path, path):
+    """Neither that of a file nor that of the folder that it lies in."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / Path(path).name).write_text("private")
+    place = finish(run) / path
+    if place.parent == run:
+        place.unlink()
+        place.symlink_to(outside / place.name)
+    else:
+        place.parent.symlink_to(outside)
+    with pytest.raises(DataError, match=rf"{place.name}: it is a link out of the folder, to .*outside"):
         list_published(run)
 
 

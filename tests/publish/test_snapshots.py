@@ -103,7 +103,7 @@ def test_a_file_system_without_links_gets_copies(run, monkeypatch):
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 def test_of_links_the_files_are_kept(run, monkeypatch, is_elsewhere):
     """A folder as the Hub's cache lays it out: every name leads to a file elsewhere, on another file system or not."""
-    blobs = link_files(finish(run))
+    blobs = link_files(finish(run), monkeypatch)
     if is_elsewhere:
         monkeypatch.setattr(snapshots.os, "link", refuse_links)
     contents = {name: (run / name).read_bytes() for name in LOADED}

@@ -18,6 +18,7 @@ _VALUE = re.compile(
     r"|\bxox[abeoprs]-[\w-]{10,}|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{5,}"  # Slack; a signed JSON web token
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
     r"|://[^/\s:@]+:[^/\s:@]+@"  # user:password@host
+    r"|[?&](?i:[\w-]*(?:token|key|secret|password|signature)|sig)=[^&\s]{4,}"  # signed URLs
 )
 # W&B's older keys have the shape of a commit, and AWS's secret ones that of a digest: only their names tell.
 _NAMED = re.compile(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from recipes_lib.errors import escape_controls
 from recipes_lib.publish.card_facts import (
     describe_data,
     describe_effort,
@@ -46,7 +48,7 @@ def write_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, fl
     start = f"a {config['model_config']['model_type']} model from random weights" if base is None else Path(base).name
     dataset = config["dataset_name"] or ", ".join(part["name"] for part in config["dataset_mixture"])
     front = _front("transformers" if adapter is None else "peft", record["stage"], base, is_adapter=adapter is not None)
-    front += [f"datasets:\n- {dataset}"] if config["dataset_name"] and not Path(dataset).exists() else []
+    front += [f"datasets:\n- {json.dumps(dataset)}"] if config["dataset_name"] and not Path(dataset).exists() else []
     facts = [("git commit", record.get("git_commit")), ("versions", _tell_versions(record))]
     if adapter is not None:
         facts = [("base", start), ("commit of the base", adapter["revision"]), *facts]
@@ -55,9 +57,9 @@ def write_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, fl
         *front,
         "---",
         "",
-        f"# {Path(config['output_dir']).name}",
+        f"# {_escape(Path(config['output_dir']).name)}",
         "",
-        f"{what} after {record['stage']} on {Path(dataset).name}, trained with recipes-lib.",
+        _escape(f"{what} after {record['stage']} on {Path(dataset).name}, trained with recipes-lib."),
         "",
         "```python",
         *_tell_usage(record["stage"], start, adapter),
@@ -70,7 +72,7 @@ def write_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, fl
         *_draw(folder, events),
         "## Known limits",
         "",
-        *(f"- {limit}" for limit in list_limits(record, figures)),
+        *(f"- {_escape(limit)}" for limit in list_limits(record, figures)),
         "",
         "## How it was made",
         "",
@@ -104,9 +106,9 @@ def write_merge_card(folder: Path, record: Mapping[str, Any]) -> None:
         *_front("transformers", "merged", record["base"], is_adapter=False),
         "---",
         "",
-        f"# {folder.name}",
+        f"# {_escape(folder.name)}",
         "",
-        f"{base} with the adapter {adapter} merged into its weights by recipes-lib.",
+        _escape(f"{base} with the adapter {adapter} merged into its weights by recipes-lib."),
         "",
         "```python",
         *_IMPORTS,
@@ -120,8 +122,7 @@ def write_merge_card(folder: Path, record: Mapping[str, Any]) -> None:
         "",
         "## How it was made",
         "",
-        *_table(("fact", "value"), ((name, make_portable(value)) for name, value in facts.items())),
-        f"| versions | {_tell_versions(record)} |",
+        *_table(("fact", "value"), [*make_portable(facts).items(), ("versions", _tell_versions(record))]),
         "",
     ]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
@@ -131,7 +132,7 @@ def _front(library: str, stage: str, base: str | None, *, is_adapter: bool) -> l
     """Metadata of the Hub, which refuses a path in it."""
     lines = ["---", f"library_name: {library}", "tags:", "- recipes-lib", f"- {stage}"]
     if base and not Path(base).exists():
-        lines += [f"base_model: {base}", *(["base_model_relation: adapter"] if is_adapter else [])]
+        lines += [f"base_model: {json.dumps(base)}", *(["base_model_relation: adapter"] if is_adapter else [])]
     return lines
 
 
@@ -146,9 +147,10 @@ def _tell_usage(stage: str, base: str, adapter: Mapping[str, Any] | None) -> Ite
         yield from (*_IMPORTS, "", *(_CONTINUE if stage == "pretrain" else _CHAT))
         return
     name = base if Path(str(adapter["base_model_name_or_path"])).exists() else adapter["base_model_name_or_path"]
-    revision = f', revision="{adapter["revision"]}"' if adapter["revision"] else ""
+    revision = f", revision={json.dumps(adapter['revision'])}" if adapter["revision"] else ""
     yield from (*_ADAPTER_IMPORTS, "", 'folder = "path/to/this/folder"')
-    yield f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{name}"{revision}), folder)'
+    load = f"AutoModelForCausalLM.from_pretrained({json.dumps(name)}{revision})"
+    yield f"model = PeftModel.from_pretrained({load}, folder)"
     yield "model.generation_config = GenerationConfig.from_pretrained(folder)"
     yield 'chat = pipeline("text-generation", model=model, tokenizer=AutoTokenizer.from_pretrained(folder))'
     yield _CHAT[1]
@@ -182,8 +184,13 @@ def _draw(folder: Path, events: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
-    lines = [f"| {' | '.join(str(cell) for cell in row)} |" for row in rows]
+    lines = [f"| {' | '.join(_escape(cell) for cell in row)} |" for row in rows]
     return [f"| {' | '.join(header)} |", "|---" * len(header) + "|", *lines] if lines else []
+
+
+def _escape(text: object) -> str:
+    """One line of text in which nothing is markup: names and paths are the user's, and a card is a page of the Hub."""
+    return re.sub(r"([\\`|\[\]<>])", r"\\\1", escape_controls(text))
 
 
 def _number(value: float) -> str:

@@ -35,7 +35,7 @@ def list_published(folder: Path) -> list[str]:
     model is loaded by it.
 
     Raises:
-        DataError: One of them is a link to a file that is not there.
+        DataError: One of them is a link to a file that is not there, or out of the folder.
         FileNotFoundError: There is no such folder.
     """
     top = {path.name for path in folder.iterdir() if not path.is_dir()}
@@ -52,7 +52,17 @@ def list_published(folder: Path) -> list[str]:
         if (folder / path).is_symlink() and not (folder / path).exists():
             remedy = "put the file there, or delete the link if the model does without"
             raise DataError(Problem(str(folder / path), "it is a link to a file that is not there", remedy))
+        if not any((folder / path).resolve().is_relative_to(home) for home in (folder.resolve(), find_hub_cache())):
+            found = f"it is a link out of the folder, to {(folder / path).resolve()}"
+            raise DataError(Problem(str(folder / path), found, "copy the file here if it may be published"))
     return sorted(chosen)
+
+
+def find_hub_cache() -> Path:
+    """Return the cache of the Hub, whose folders hold nothing but links into it."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE).resolve()
 
 
 def is_model(folder: Path) -> bool:
