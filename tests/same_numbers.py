@@ -1,0 +1,146 @@
+"""Two checkouts compute the same numbers: every stage is run by both, and what each has logged is compared.
+
+    python -m tests.same_numbers ../before . build/same            # ../before is a worktree of an older commit
+    python -m tests.same_numbers ../before . build/same --stages sft dpo
+
+For every stage: the logged figures of both, to the last digit; and a run that the first checkout has stopped in the
+middle, resumed by the second, against the whole run of the first. Only commands, keys and file formats are relied on, so
+that modules may move between the two commits. Both run by this interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.faults import stages
+
+NUM_STEPS = 6
+MEASURED = ("seconds", "per_second", "per_s", "memory", "mfu", "time", "_ms")
+"""What names of figures contain that a clock or the machine decides."""
+_GROUPS: Mapping[str, Any] = {
+    "reward_funcs": "[tests.faults.stages:prefer_short]",
+    "num_generations": 2,
+    "response_length": 8,
+    "per_device_train_batch_size": 4,
+    "test_split_size": 6,
+    "num_sample_prompts": 2,
+}
+MORE: Mapping[str, Mapping[str, Any]] = {
+    "grpo": _GROUPS | {"dataset_name": "prompts.jsonl"},
+    "rloo": _GROUPS | {"dataset_name": "prompts.jsonl"},
+    "distill": {"dataset_name": "chats.jsonl", "teacher_model_name_or_path": "teacher", "feature_weight": 0.5},
+}
+"""Stages into which no faults are injected."""
+STAGES = (*stages.STAGES, *MORE)
+
+
+def write_inputs(folder: Path) -> None:
+    """Write model, teacher, tokenizer and data of all stages."""
+    from tests import tiny
+
+    folder.mkdir(parents=True, exist_ok=True)
+    stages.write_inputs(folder)
+    tiny.save_model(folder / "teacher", tiny.build_tokenizer(), seed=1)
+
+
+def make_keys(inputs: Path, stage: str) -> dict[str, Any]:
+    """Return the flags of a run but for its ``output_dir``."""
+    short = {"max_steps": NUM_STEPS, "save_steps": 2, "save_total_limit": 9, "prepared_dir": inputs / "prepared"}
+    if stage not in MORE:
+        keys = stages.make_keys(inputs, stage) | short
+    else:
+        keys = {"model_name_or_path": inputs / "model", **stages.COMMON, **short, **MORE[stage]}
+        keys |= {key: inputs / keys[key] for key in ("dataset_name", "teacher_model_name_or_path") if key in keys}
+    if stage.split()[0] in ("ppo", "grpo", "rloo"):
+        del keys["prepared_dir"]
+    return keys
+
+
+def run(checkout: Path, stage: str, keys: Mapping[str, Any], output: Path) -> None:
+    """Run a stage of a checkout to its end.
+
+    Raises:
+        SystemExit: It fails.
+    """
+    flags = [f"--{name}={value}" for name, value in {**keys, "output_dir": output}.items()]
+    # The reward function is found in the tests of the checkout.
+    paths = os.pathsep.join(str(path) for path in (checkout / "src", checkout))
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(checkout / "recipes" / f"{stage.split()[0]}.py"), *flags]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=checkout)
+    if done.returncode:
+        sys.exit(f"{stage} at {checkout} ended with {done.returncode}\n{done.stderr}")
+
+
+def stop_in_the_middle(whole: Path, output: Path) -> None:
+    """Make of a finished run what is left of one that was killed after its second checkpoint."""
+    shutil.copytree(whole, output)
+    middle = sorted(output.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))[1]
+    step = int(middle.name.rpartition("-")[2])
+    for path in output.glob("checkpoint-*"):
+        if int(path.name.rpartition("-")[2]) > step:
+            shutil.rmtree(path)
+    for path in (*output.glob("*.safetensors"), output / "report.html"):
+        path.unlink(missing_ok=True)
+    record = json.loads((output / "run.json").read_text(encoding="utf-8"))
+    told = {"status": "running", "config": record["config"] | {"output_dir": str(output)}}
+    (output / "run.json").write_text(json.dumps(record | told), encoding="utf-8")
+
+
+def read_figures(output: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return what a run has logged by kind and step, the last word on each, without what is measured."""
+    events = {}
+    for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        event = json.loads(line)
+        if "step" in event:
+            kept = {name: value for name, value in event.items() if not any(word in name for word in MEASURED)}
+            events[str(event.get("kind")), int(event["step"])] = kept
+    return events
+
+
+def compare(before: Path, after: Path) -> Iterator[str]:
+    """Yield each figure that two runs have otherwise."""
+    ours, theirs = read_figures(before), read_figures(after)
+    yield from (f"{kind} of step {step} only once" for kind, step in sorted(ours.keys() ^ theirs.keys()))
+    for at in sorted(ours.keys() & theirs.keys()):
+        for name in sorted(ours[at].keys() | theirs[at].keys()):
+            if ours[at].get(name) != theirs[at].get(name):
+                yield f"{at[0]} of step {at[1]}: {name} was {ours[at].get(name)} and is {theirs[at].get(name)}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the comparison and print a line a stage."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", type=Path)
+    parser.add_argument("after", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
+    options = parser.parse_args(argv)
+    before, after, output = (path.resolve() for path in (options.before, options.after, options.output))
+    write_inputs(output / "inputs")
+    num_different = 0
+    for stage in options.stages:
+        keys, place = make_keys(output / "inputs", stage), output / stage.replace(" ", "_")
+        shutil.rmtree(place, ignore_errors=True)
+        run(before, stage, keys, place / "before")
+        run(after, stage, keys, place / "after")
+        stop_in_the_middle(place / "before", place / "resumed")
+        run(after, stage, keys, place / "resumed")
+        num_figures = sum(map(len, read_figures(place / "before").values()))
+        for name in ("after", "resumed"):
+            differences = list(compare(place / "before", place / name))
+            num_different += bool(differences)
+            print(f"{stage}, {name}: {num_figures} figures, {len(differences)} differ", *differences[:5], sep="\n    ")
+    return int(num_different > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
