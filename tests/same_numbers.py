@@ -4,8 +4,8 @@
     python -m tests.same_numbers ../before . build/same --stages sft dpo
 
 For every stage: the logged figures of both, to the last digit; and a run that the first checkout has stopped in the
-middle, resumed by the second, against the whole run of the first. Only commands, keys and file formats are relied on, so
-that modules may move between the two commits. Both run by this interpreter.
+middle, resumed by the second, against the whole run of the first. Only commands, keys and file formats are relied on:
+modules may move between the two commits. Both run by this interpreter.
 """
 
 from __future__ import annotations
@@ -138,7 +138,9 @@ def main(argv: Sequence[str]) -> int:
         for name in ("after", "resumed"):
             differences = list(compare(place / "before", place / name))
             num_different += bool(differences)
-            print(f"{stage}, {name}: {num_figures} figures, {len(differences)} differ", *differences[:5], sep="\n    ")
+            lines = [f"{stage}, {name}: {num_figures} figures, {len(differences)} differ", *differences[:5]]
+            sys.stdout.write("\n    ".join(lines) + "\n")
+            sys.stdout.flush()
     return int(num_different > 0)
 
 
