@@ -138,7 +138,7 @@ def describe_memory(
 
 
 def count_step(config: RecipeConfig, model_config: PreTrainedConfig, num_processes: int) -> Step:
-    """Count an optimizer step; a frozen weight needs no gradient, so an adapter's run is two passes for three.
+    """Count the operations of an optimizer step.
 
     Args:
         config: The run.
@@ -154,11 +154,11 @@ def count_step(config: RecipeConfig, model_config: PreTrainedConfig, num_process
     assert length is not None
     pairs = training.get("per_device_train_batch_size", 8) * training.get("gradient_accumulation_steps", 1)
     num_rows = pairs * num_processes * (2 if config.stage in _PAIRS else 1)
-    flops = compute_flops_per_token(model_config, length)
-    passes = 2 if config.adapter.use_peft else FORWARD_AND_BACKWARD
-    a_token = (flops.body + (0 if config.stage == "reward" else flops.head)) * passes / FORWARD_AND_BACKWARD
+    flops = compute_flops_per_token(model_config, length, is_frozen=config.adapter.use_peft)
+    a_token = flops.body + (0 if config.stage == "reward" else flops.head)
     if _has_live_reference(config):
-        a_token += (flops.body + flops.head) / FORWARD_AND_BACKWARD
+        reference = compute_flops_per_token(model_config, length)
+        a_token += (reference.body + reference.head) / FORWARD_AND_BACKWARD
     if config.stage == "distill":
         teacher = compute_flops_per_token(load_model_config(choose_teacher(config))[0], length)
         a_token += (teacher.body + teacher.head) / FORWARD_AND_BACKWARD

@@ -45,6 +45,8 @@ def test_every_token_document_and_target_arrives_at_its_place(packs, multiple):
     length = batch["input_ids"].shape[1]
     assert batch.pop("num_tokens") == sum(map(sum, packs))
     assert batch.pop("row_ids").tolist() == [number for lengths in packs for number in range(len(lengths))]
+    is_real = [[at < sum(lengths) for at in range(length)] for lengths in packs]
+    assert batch.pop("token_mask").tolist() == is_real
     assert set(batch) == {"input_ids", "labels", "position_ids"}
     assert all(tensor.dtype == torch.int64 and tensor.shape == (len(rows), length) for tensor in batch.values())
     assert length % multiple == 0

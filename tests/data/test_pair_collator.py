@@ -93,6 +93,7 @@ def test_shapes_types_and_counts(sizes, layout):
     bounds = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"} if layout == "flat" else set()
     bounds |= {"part_lengths"} if layout == "shared_flat" else set()
     assert batch.pop("row_ids").tolist() == [row["row_id"] for row in rows]
+    assert batch.pop("token_mask").sum() == batch["num_tokens"]
     assert set(batch) == grids | lists | bounds
     assert {batch[name].shape for name in grids} == {(num_rows, width)}
     assert {batch[name].dtype for name in grids | lists} == {torch.int64}

@@ -57,20 +57,26 @@ CONFIGS = {
 }
 
 
-def count_flops(config: PretrainedConfig, length: int = LENGTH) -> int:
+def count_flops(config: PretrainedConfig, length: int = LENGTH, *, is_frozen: bool = False) -> int:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
     ids = torch.arange(BATCH * length).reshape(BATCH, length) % 160
+    inputs = {"input_ids": ids}
+    if is_frozen:
+        # Gradients pass through all layers, as to an adapter in the first one.
+        model.requires_grad_(False)
+        inputs = {"inputs_embeds": model.get_input_embeddings()(ids).requires_grad_()}
     with FlopCounterMode(display=False) as counter:
-        model(input_ids=ids, use_cache=False).logits.sum().backward()
+        model(**inputs, use_cache=False).logits.sum().backward()
     return counter.get_total_flops()
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_step_costs_what_the_flop_counter_counts(name: str) -> None:
+def test_a_step_costs_what_the_flop_counter_counts(name: str, is_frozen: bool) -> None:
     num_tokens = BATCH * LENGTH
-    closed_form = compute_flops_per_token(CONFIGS[name], LENGTH).total(num_tokens, num_tokens)
+    closed_form = compute_flops_per_token(CONFIGS[name], LENGTH, is_frozen=is_frozen).total(num_tokens, num_tokens)
 
-    assert closed_form == pytest.approx(count_flops(CONFIGS[name]), rel=0.02)
+    assert closed_form == pytest.approx(count_flops(CONFIGS[name], is_frozen=is_frozen), rel=0.02)
 
 
 def test_the_attention_term_grows_with_the_sequence_as_counted() -> None:

@@ -80,16 +80,16 @@ def test_the_log_probability_of_an_answer_is_that_of_plain_transformers(
 def test_a_model_takes_what_keeps_the_answers_apart_and_no_more(tiny_model_dir, pairs):
     model = load(tiny_model_dir, "sdpa")
     shared = read_inputs(model, PairCollator(pad_token_id=1, layout="shared")(list(pairs)))
-    assert shared.keys() == {"input_ids", "position_ids", "attention_mask"}
+    assert shared.keys() == {"input_ids", "position_ids", "token_mask", "attention_mask"}
     assert shared["attention_mask"].dtype == torch.bool
     assert shared["attention_mask"].shape == (*shared["input_ids"].shape[:1], 1, *2 * shared["input_ids"].shape[1:])
     separate = read_inputs(model, PairCollator(pad_token_id=1, layout="separate")(list(pairs)))
-    assert separate.keys() == {"input_ids", "position_ids"}
+    assert separate.keys() == {"input_ids", "position_ids", "token_mask"}
     flat = read_inputs(model, PairCollator(pad_token_id=1, layout="flat")(list(pairs)))
     bounds = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
-    assert flat.keys() == {"input_ids", "position_ids", *bounds}
+    assert flat.keys() == {"input_ids", "position_ids", "token_mask", *bounds}
     parts = read_inputs(model, PairCollator(pad_token_id=1, layout="shared_flat")(list(pairs)))
-    assert parts.keys() == {"input_ids", "position_ids", "shared_prompt_index", *bounds}
+    assert parts.keys() == {"input_ids", "position_ids", "token_mask", "shared_prompt_index", *bounds}
 
 
 def test_all_chosen_answers_come_before_all_rejected_ones(pairs):

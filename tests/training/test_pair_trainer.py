@@ -8,6 +8,7 @@ from tests.training.pairs import Setting, make_pair_trainer, make_pairs, train_p
 from tests.training.trajectories import assert_equal_weights, weights_of
 
 from recipes_lib.config.schema import AdapterConfig
+from recipes_lib.training.guards import StepInputs
 from recipes_lib.training.invariants import StartChecks
 from recipes_lib.training.pair_batches import PairScores
 
@@ -118,10 +119,10 @@ def test_a_compiled_model_follows_the_trajectory_of_an_eager_one(tiny_model_dir,
         assert compiled == pytest.approx(eager, rel=1e-4)
 
 
-def test_the_load_balancing_loss_of_experts_is_added_once_a_step(tiny_model_dir, tmp_path):
+def test_the_load_balancing_loss_of_experts_weighs_the_tokens_of_its_batch(tiny_model_dir, tmp_path):
     trainer, _ = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs())
-    trainer.router_aux_loss_coef, trainer.current_gradient_accumulation_steps = 0.5, 4
-    batch = {"num_completion_tokens": torch.ones(6, dtype=torch.int64), "num_tokens": 6}
+    trainer.router_aux_loss_coef, trainer.guard.inputs = 0.5, StepInputs(num_tokens=torch.tensor(24))
+    batch = {"num_completion_tokens": torch.ones(6, dtype=torch.int64), "num_tokens": torch.tensor(6)}
     scores = PairScores(losses=torch.tensor([1.0, 2.0, 6.0]), figures={}, aux_loss=torch.tensor(8.0))
     trainer.score_pairs = lambda model, batch: scores
     assert float(trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(6))) == 9 / 6 + 0.5 * 8 / 4

@@ -55,7 +55,8 @@ class PackedCollator:
 
         Returns:
             ``input_ids``, ``labels``, ``position_ids``: ``int64 (B, L)`` with L the longest row, rounded up; the first
-            token of every document and all padding are ignored in ``labels``; ``num_tokens``, a scalar: padding not
+            token of every document and all padding are ignored in ``labels``; ``token_mask``, ``bool (B, L)``, True for
+            tokens that are not padding; ``num_tokens``, a scalar: padding not
             counted; ``row_ids``, an array of numpy, so that it stays where it is: those of all rows, which the model
             does not take. In the ``flat`` layout ``(1, L)`` with L
             the sum, rounded up, and besides ``cu_seq_lens_q`` and ``cu_seq_lens_k``, ``int32 (documents + 1,)``, and
@@ -97,5 +98,6 @@ class PackedCollator:
             "input_ids": torch.from_numpy(input_ids),
             "labels": torch.from_numpy(labels),
             "position_ids": torch.from_numpy(position_ids),
+            "token_mask": torch.from_numpy(is_real),
             "num_tokens": torch.tensor(len(ids)),
         }

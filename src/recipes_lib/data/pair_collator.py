@@ -63,6 +63,7 @@ class PairCollator:
             ``int64`` unless said otherwise:
 
             - ``input_ids`` and ``position_ids``, ``(R, L)``; positions are 0 in padding.
+            - ``token_mask``, ``bool (R, L)``, True for tokens that are not padding.
             - ``shared``: ``pair_ids``, number of the pair in ``rows``, and ``branch_ids``, 0 in a prompt, 1 in a chosen
               answer, 2 in a rejected one; ``(R, L)``, both -1 in padding.
             - ``shared_flat``: ``part_lengths``, ``(P, 3)``: tokens of each prompt, chosen answer and rejected answer.
@@ -112,11 +113,13 @@ class PairCollator:
 def _fill(documents: Sequence[_Parts], starts: IntArray, shape: tuple[int, int], pad_token_id: int) -> _Arrays:
     """The documents at their places; what comes after a prompt is at the positions right behind it."""
     input_ids, position_ids = np.full(shape, pad_token_id, np.int64), np.zeros(shape, np.int64)
+    token_mask = np.zeros(shape, np.bool_)
     for start, (prompt, *answers) in zip(starts, documents, strict=True):
         positions = [np.arange(len(prompt)), *(len(prompt) + np.arange(len(answer)) for answer in answers)]
         _write(input_ids, start, [prompt, *answers])
         _write(position_ids, start, positions)
-    return {"input_ids": input_ids, "position_ids": position_ids}
+        _write(token_mask, start, [np.ones(len(part), np.bool_) for part in (prompt, *answers)])
+    return {"input_ids": input_ids, "position_ids": position_ids, "token_mask": token_mask}
 
 
 def _name_branches(pairs: Sequence[_Parts], starts: IntArray, shape: tuple[int, int]) -> _Arrays:
@@ -127,7 +130,7 @@ def _name_branches(pairs: Sequence[_Parts], starts: IntArray, shape: tuple[int, 
     return {"pair_ids": pair_ids, "branch_ids": branch_ids}
 
 
-def _write(rows: IntArray, start: int, parts: _Parts) -> None:
+def _write(rows: npt.NDArray[Any], start: int, parts: Sequence[npt.NDArray[Any]]) -> None:
     values = np.concatenate(parts)
     rows.reshape(-1)[start : start + len(values)] = values
 

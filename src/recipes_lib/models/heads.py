@@ -89,6 +89,9 @@ class HeadOutput(NamedTuple):
 def add_loss_head(model: PreTrainedModel) -> None:
     """Let ``model`` return a loss, log-probabilities, states or what a function makes of them, on demand.
 
+    With any of the forms below, ``token_mask``, ``bool (B, L)``, is ``True`` for real tokens: padding does not count in
+    the load-balancing loss of a mixture of experts. Nothing else needs it, since no document attends to padding.
+
     ``model(input_ids=..., position_ids=..., labels=..., loss_head=True)`` sums the loss over a batch: ``labels`` are
     ``int64 (B, L)``, unshifted, negative where there is no target. With ``targets`` beside them, ``int64 (B, L)``, each
     hidden state is scored on the one at its own place, as where rows are cut over processes (``cut_batch``).
@@ -257,7 +260,8 @@ def _can_cut(model: Any, num_predictors: int, inputs: Mapping[str, Any]) -> bool
     of documents count all tokens, as does the load-balancing loss.
     """
     is_round = num_predictors > 0 and num_predictors % 8 == 0
-    return is_round and inputs.keys() <= {"input_ids", "position_ids", "use_cache"} and not _has_router_loss(model)
+    known = {"input_ids", "position_ids", "token_mask", "use_cache"}
+    return is_round and inputs.keys() <= known and not _has_router_loss(model)
 
 
 def _compute_logps(
@@ -311,6 +315,7 @@ def _has_router_loss(model: Any) -> bool:
 def _run_backbone(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Last hidden states, ``(B, L, D)``, and the load-balancing loss of a model that asks for it."""
     inputs["use_cache"] = False
+    token_mask = inputs.pop("token_mask", None)
     if _has_router_loss(model):
         inputs["output_router_logits"] = True
     outputs = model.base_model(**inputs)
@@ -319,7 +324,10 @@ def _run_backbone(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | 
         # Configurations call the number of experts by several names; models have it by one, or read it from there.
         counts = model if hasattr(model, "num_experts") else model.config.get_text_config()
         aux_loss = cast(
-            Tensor, load_balancing_loss_func(outputs.router_logits, counts.num_experts, counts.num_experts_per_tok)
+            Tensor,
+            load_balancing_loss_func(
+                outputs.router_logits, counts.num_experts, counts.num_experts_per_tok, attention_mask=token_mask
+            ),
         )
     return outputs.last_hidden_state, aux_loss
 

@@ -34,8 +34,8 @@ class TokenFlops:
         return self.body * num_tokens + self.head * num_targets
 
 
-def compute_flops_per_token(config: PretrainedConfig, sequence_length: int) -> TokenFlops:
-    """Operations per token of full training: ``3 * (2 * weights + attention)``, for any causal language model.
+def compute_flops_per_token(config: PretrainedConfig, sequence_length: int, *, is_frozen: bool = False) -> TokenFlops:
+    """Operations per token of training: ``3 * (2 * weights + attention)``, for any causal language model.
 
     ``weights`` counts every matrix a token is multiplied with, of routed experts only the chosen ones; it is read off
     the model built without memory, so that gated, biased, tied and shared layers need no case each. Attention is
@@ -45,6 +45,8 @@ def compute_flops_per_token(config: PretrainedConfig, sequence_length: int) -> T
         config: The model's; nothing is downloaded.
         sequence_length: Tokens that attend to each other: a document's length, not that of the row it is packed in.
             All of them are counted for each token, causal or not, as PaLM, Megatron and TRL do.
+        is_frozen: Whether the weights are frozen under an adapter, so that none of them has a gradient: ``2 * (2 *
+            weights) + 3 * attention``. The adapter's own matrices, a percent of the weights, are not counted.
 
     Source: Chowdhery et al. 2022 (PaLM), appendix B; equal to ``torch.utils.flop_counter`` in
     ``tests/planning/test_compute.py``.
@@ -59,8 +61,9 @@ def compute_flops_per_token(config: PretrainedConfig, sequence_length: int) -> T
         if module is not head and not isinstance(module, nn.Embedding)
         for parameter in module.parameters(recurse=False)
     )
-    forward = 2 * num_weights + _count_attention(text_config, sequence_length)
-    return TokenFlops(FORWARD_AND_BACKWARD * forward, FORWARD_AND_BACKWARD * 2.0 * head.weight.numel())
+    passes = FORWARD_AND_BACKWARD - is_frozen
+    attention = FORWARD_AND_BACKWARD * _count_attention(text_config, sequence_length)
+    return TokenFlops(passes * 2 * num_weights + attention, passes * 2.0 * head.weight.numel())
 
 
 def _count_active_weights(parameter: nn.Parameter, config: Any) -> float:

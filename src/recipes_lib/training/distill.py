@@ -143,7 +143,7 @@ class DistillationTrainer(SFTTrainer):
         # Gradients are averaged over processes, while num_targets counts all of them.
         loss = (sums.loss_sum + self.layers.weigh(parts)) * (self.accelerator.num_processes / num_targets)
         if output.aux_loss is not None:
-            loss = loss + self.router_aux_loss_coef * output.aux_loss / self.current_gradient_accumulation_steps
+            loss = loss + self.weigh_aux_loss(output.aux_loss, num_tokens)
         if answered is None:
             self.figures.add(_name_figures(sums, parts), sums.num_targets)
         else:

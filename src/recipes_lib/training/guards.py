@@ -35,6 +35,7 @@ class StepInputs:
         num_terms: Terms of the objective in the whole step, over all processes.
         losses: This process's share of each micro-batch so far computed; they sum to the step's, times the processes.
         kind: Of the objective, where a run has steps of several kinds: each is held against its own.
+        num_tokens: Tokens of the whole step, over all processes, padding not counted; ``None`` where nobody counts.
     """
 
     batches: Sequence[Mapping[str, Any]] = ()
@@ -42,6 +43,7 @@ class StepInputs:
     num_terms: Tensor | None = None
     losses: list[Tensor] = field(default_factory=list)
     kind: str = ""
+    num_tokens: Tensor | None = None
 
 
 def separate_row_ids(batches: Sequence[dict[str, Any]]) -> list[Any]:

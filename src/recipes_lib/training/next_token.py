@@ -56,6 +56,6 @@ class NextTokenTrainer(RecipeTrainer):
         # Gradients are averaged over processes, while num_targets counts all of them.
         loss = outputs.nll_sum * (self.accelerator.num_processes / num_targets)
         if outputs.aux_loss is not None:
-            loss = loss + self.router_aux_loss_coef * outputs.aux_loss / self.current_gradient_accumulation_steps
+            loss = loss + self.weigh_aux_loss(outputs.aux_loss, num_tokens)
         self.observer.counter.add(num_tokens, outputs.num_targets, outputs.num_correct)
         return (loss, outputs) if return_outputs else loss

@@ -168,7 +168,7 @@ def _cut_after(
 def _count_flops(model: Any, length: int) -> TokenFlops:
     # Of a model of its own, which has no weights for ZeRO-3 to share out.
     with loaded_whole():
-        return compute_flops_per_token(model.config, length)
+        return compute_flops_per_token(model.config, length, is_frozen=hasattr(model, "peft_config"))
 
 
 def _sum_peak_flops(args: TrainingArguments) -> float | None:

@@ -21,7 +21,10 @@ _ROUNDING: Final = {
 """By how much two computations of an answer's log-probability differ, in nats: for the root of its tokens, and for each
 of them. Beside other rows other kernels run; measured, with three times as much allowed."""
 
-_INPUTS: Final = ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_INPUTS: Final = (
+    *("input_ids", "position_ids", "token_mask"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+)
 
 Batch = Mapping[str, Any]
 

@@ -43,7 +43,7 @@ class PairTrainer(RecipeTrainer):
 
     def leave_out(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the batch with pairs that do not count."""
-        return {**batch, "num_counted_pairs": 0}
+        return {**batch, "num_counted_pairs": 0, "num_tokens": torch.zeros_like(batch["num_tokens"])}
 
     def compute_loss(
         self,
@@ -59,7 +59,7 @@ class PairTrainer(RecipeTrainer):
         # Gradients are averaged over processes, while num_pairs counts all of them.
         loss = scores.losses[:counted].sum() * (self.accelerator.num_processes / num_pairs)
         if scores.aux_loss is not None:
-            loss = loss + self.router_aux_loss_coef * scores.aux_loss / self.current_gradient_accumulation_steps
+            loss = loss + self.weigh_aux_loss(scores.aux_loss, inputs["num_tokens"])
         self.figures.add(scores.sums(counted), counted)
         if counted:
             self.observer.counter.add(inputs["num_tokens"], scores.num_targets, scores.num_correct)

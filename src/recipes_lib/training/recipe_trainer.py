@@ -213,10 +213,11 @@ class RecipeTrainer(CheckpointingTrainer):
             batches = [cut_batch(batch, rank, size, by_heads=by_heads) for batch in batches]
         # A stage counts where its labels lie: on the host, or where the loader has brought them.
         num_terms = torch.stack([self.count_terms(batch) for batch in batches]).sum().to(device)
-        counts = torch.stack([num_terms, torch.tensor(STOP.reason is not None, device=device)])
+        num_tokens = torch.stack([batch["num_tokens"] for batch in batches]).sum().to(device)
+        counts = torch.stack([num_terms, num_tokens, torch.tensor(STOP.reason is not None, device=device)])
         counts = self.accelerator.reduce(counts, reduction="sum")
         # One synchronisation per optimizer step buys that all stop together and no update is ever made from nothing.
-        total, num_asked = counts.tolist()
+        total, _, num_asked = counts.tolist()
         if num_asked:
             raise build_preemption()
         if total == 0:
@@ -224,8 +225,22 @@ class RecipeTrainer(CheckpointingTrainer):
                 f"step {self.state.global_step + 1} holds no token to train on; "
                 "`recipes check` shows the share of supervised tokens of every row"
             )
-        self.guard.inputs = StepInputs(batches, row_ids, counts[0])
+        self.guard.inputs = StepInputs(batches, row_ids, counts[0], num_tokens=counts[1])
         return batches, counts[0]
+
+    def weigh_aux_loss(self, aux_loss: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
+        """Return what the load-balancing loss of a micro-batch adds to this process's share of the step's loss.
+
+        It is a mean over tokens: a micro-batch is weighted by its share of the tokens, so that placeholders, repeated
+        batches and a short last one weigh what they hold. Gradients are averaged over processes.
+
+        Args:
+            aux_loss: Of the micro-batch, before ``router_aux_loss_coef``.
+            num_tokens: Of the micro-batch, padding not counted.
+        """
+        total = self.guard.inputs.num_tokens
+        share = 1.0 if total is None else num_tokens.to(total.device) * (self.accelerator.num_processes / total)
+        return self.router_aux_loss_coef * aux_loss * share
 
     def take_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the micro-batches of a step as they are trained on; nothing counts twice."""
