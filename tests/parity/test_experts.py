@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 from tests.training.pairs import Setting, make_pair_trainer, make_pairs
+from tests.training.spiking import make_guarded
 from tests.training.students import make_distiller
 from tests.training.trajectories import make_packs, make_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
 from trl import RewardConfig
 
-from recipes_lib.config.schema import ModelConfig
+from recipes_lib.config.schema import GuardsConfig, ModelConfig
 from recipes_lib.data.collators import PackedCollator
 from recipes_lib.data.pair_collator import PairCollator
 from recipes_lib.models.heads import add_loss_head
@@ -126,6 +127,15 @@ def test_in_the_stages_over_tokens(experts_dir, tmp_path, stage, placeholders) -
     batches = [PackedCollator(pad_token_id=PAD)(part) for part in [*rows, *[[empty]] * placeholders]]
     expected = compute_expected(experts_dir, [[row["input_ids"] for row in part] for part in rows], "lm_head")
     assert_equal(compute_share(trainer, batches), expected)
+
+
+def test_a_step_that_is_computed_again_has_the_same_loss(experts_dir, tmp_path) -> None:
+    """The second time, too, a micro-batch is weighted by the tokens of the whole step."""
+    keys = {"max_steps": 2, "save_strategy": "no", "gradient_accumulation_steps": 2}
+    trainer, _ = make_guarded(experts_dir, tmp_path, make_packs(8), guards=GuardsConfig(verify_steps=1), **keys)
+    trainer.router_aux_loss_coef = 0.5
+    trainer.train()
+    assert trainer.state.global_step == 2
 
 
 @pytest.mark.parametrize("stage", ["dpo", "reward"])

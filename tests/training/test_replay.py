@@ -1,5 +1,7 @@
 """A flipped bit changes a checksum; a step that comes out otherwise ends the run, one that does not leaves no trace."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -36,13 +38,28 @@ def test_the_process_that_is_not_like_the_others_is_named():
     assert find_differences([sound, {"a": 0, "b": 3}]) == {1: ["a", "b"]}
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_a_sound_step_is_computed_twice_without_a_trace(tiny_model_dir, tmp_path, dropout):
+def scale_losses(trainer):
+    """Scale losses before the backward pass and gradients back behind it, as fp16 does on a GPU."""
+
+    def unscale(*_):
+        for parameter in trainer.model.parameters():
+            parameter.grad.div_(1024)
+
+    trainer.accelerator.scaler = SimpleNamespace(
+        scale=lambda loss: loss * 1024, step=lambda optimizer, *_: optimizer.step(), update=lambda: None
+    )
+    trainer.accelerator.unscale_gradients = unscale
+
+
+@pytest.mark.parametrize(("dropout", "is_scaled"), [(0.0, False), (0.2, False), (0.2, True)])
+def test_a_sound_step_is_computed_twice_without_a_trace(tiny_model_dir, tmp_path, dropout, is_scaled):
     runs = []
     for guards in (GuardsConfig(), CHECKED):
         trainer, recorder = make_guarded(tiny_model_dir, tmp_path, make_spiking_packs(20), guards=guards, **KEYS)
         for layer in trainer.model.model.layers:
             layer.self_attn.attention_dropout = dropout
+        if is_scaled:
+            scale_losses(trainer)
         trainer.train()
         trainer.observer.counter.synchronise()
         runs.append((weights_of(trainer), recorder.steps, trainer.observer.counter.totals()))

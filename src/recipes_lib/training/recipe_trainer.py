@@ -270,7 +270,7 @@ class RecipeTrainer(CheckpointingTrainer):
         """While it lasts, what is computed does not count as training."""
         observer, inputs = self.observer, self.guard.inputs
         self.observer = replace(observer, counter=StepCounter())
-        self.guard.inputs = StepInputs()
+        self.guard.inputs = StepInputs(num_tokens=inputs.num_tokens)
         try:
             yield
         finally:
