@@ -15,12 +15,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LIBRARY = "recipes_lib"
 
-FOUNDATION = {"environment", "errors", "hardware", "peers", "stopping"}
+FOUNDATION = {"environment", "errors", "files", "hardware", "peers", "stopping"}
 STAGES = {"config", "data", "models", "losses", "planning", "training", "rl", "publish", "report"}
 MAY_IMPORT: Mapping[str, set[str]] = {
     # Leaves.
     "": set(),
     "errors": set(),
+    "files": {"errors"},
     "environment": set(),
     "hardware": set(),
     "peers": set(),
@@ -29,13 +30,13 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "losses": set(),
     "config": {"errors"},
     # Rooms. Data and models never meet.
-    "data": {"config", "errors"},
-    "models": {"config", "errors", "losses"},
+    "data": {"config", "errors", "files"},
+    "models": {"config", "errors", "losses", "files"},
     "planning": {"config", "errors"},
     "training": {"config", "data", "losses", "models", "planning"} | FOUNDATION,
     "rl": {"config", "data", "losses", "models", "planning", "training"} | FOUNDATION,
-    "publish": {"config", "errors", "models"},
-    "report": {"config", "errors", "models"},
+    "publish": {"config", "errors", "models", "files"},
+    "report": {"config", "errors", "models", "files"},
     "demo": {"errors", "models"},
     # Commands: each joins the rooms; none imports another.
     "boundary": {"config", "errors", "peers", "stopping"},
@@ -50,15 +51,15 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "distill_store": {"config", "data", "errors", "models", "training"},
     "student": {"config", "errors", "models"},
     "exporting": {"errors", "models", "training"},
-    "distill_chain": {"config", "errors", "models", "planning"},
+    "distill_chain": {"config", "errors", "models", "planning", "files"},
     "distill_write": {"config", "data", "errors", "models", "training"},
-    "merge": {"config", "errors", "models", "publish"},
+    "merge": {"config", "errors", "models", "publish", "files"},
     "sample_pairs": {"config", "data", "errors", "models", "rl", "training"},
     "plan": {"config", "errors", "models", "plan_ppo", "plan_tuning", "planning", "report"},
     "plan_ppo": {"config", "errors", "models", "planning", "rl"},
     "plan_tuning": {"config", "errors", "losses", "models", "planning", "rl", "training"},
     "publishing": {"config", "errors", "peers", "publish", "report", "training"},
-    "reproduce": {"config", "environment", "errors"},
+    "reproduce": {"config", "environment", "errors", "files"},
 }
 """Room or top-level module -> the rooms and modules it may import; the empty name is the package itself."""
 

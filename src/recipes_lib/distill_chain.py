@@ -17,6 +17,7 @@ from recipes_lib.config.loader import parse_command
 from recipes_lib.config.schema import SECTIONS, RecipeConfig
 from recipes_lib.config.table import load_table
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
+from recipes_lib.files import read_lines, read_record
 
 RESULT_FILE: Final = "chain.json"
 FORWARD: Final = 1 / 3
@@ -175,12 +176,12 @@ def _lengthen(training: Mapping[str, Any], factor: float) -> dict[str, Any]:
 def measure(run: Run, output_dir: Path) -> dict[str, Any]:
     """Return what a finished run took and gave: tokens, operations of student and teacher, held-out figures."""
     folder = output_dir / run.name
-    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    events = [event for event in read_lines(folder / "metrics.jsonl") if event]
     train = [event for event in events if event["kind"] == "train"][-1]
     evaluated: dict[str, Any] = next((event for event in reversed(events) if "eval_loss" in event), {})
     flops = float(train["num_flops"])
     if run.teacher is not None:
-        length = json.loads((folder / "run.json").read_text(encoding="utf-8"))["data"]["train"]["length_p50"]
+        length = read_record(folder / "run.json", {"data": dict})["data"]["train"]["length_p50"]
         flops += FORWARD * count_flops(run.teacher, length, train["num_tokens"], train["num_target_tokens"])
     return {
         "run": run.name,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from recipes_lib.config.schema import ModelConfig, QuantizationConfig, TokensConfig
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.files import read_lines, read_record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -147,7 +148,7 @@ def _read_adapter(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         remedy = "name the output directory of a run that trained an adapter"
         raise ConfigError(Problem("--adapter", f"{folder} holds no adapter_config.json", remedy))
-    settings: dict[str, Any] = {"revision": None, **json.loads(path.read_text(encoding="utf-8"))}
+    settings = {"revision": None, **read_record(path, {"task_type": str, "base_model_name_or_path": str})}
     if settings["task_type"] != "CAUSAL_LM":
         found = f"{folder} is an adapter for {settings['task_type']}, and only language models are merged"
         raise ConfigError(Problem("--adapter", found, "a reward model serves as it is, an adapter on its base"))
@@ -157,7 +158,7 @@ def _read_adapter(folder: Path) -> dict[str, Any]:
 def _read_bits(adapter: Path) -> QuantizationConfig:
     """What the base was quantised to in the run that left the adapter; nothing where there is no record of one."""
     path = adapter / "run.json"
-    keys = json.loads(path.read_text(encoding="utf-8"))["config"] if path.is_file() else {}
+    keys = read_record(path, {"config": dict})["config"] if path.is_file() else {}
     names = [field.name for field in dataclasses.fields(QuantizationConfig)]
     return QuantizationConfig(**{name: keys[name] for name in names if name in keys})
 
@@ -174,10 +175,9 @@ def _read_texts(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase)
             raise ConfigError(Problem("--prompts", f"{options.prompts} holds no line", "write one prompt a line"))
         yield from (_render(prompt, tokenizer) for prompt in prompts)
         return
-    samples = options.adapter / "samples.jsonl"
-    if samples.is_file():
-        rows = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
-        yield from {row["prompt"]: row["prompt"] + row["completion"] for row in rows}.values()
+    rows = [row for row in read_lines(options.adapter / "samples.jsonl") if row]
+    texts = [(str(row.get("prompt", "")), str(row.get("completion", ""))) for row in rows]
+    yield from {prompt: prompt + completion for prompt, completion in texts if prompt}.values()
     yield from (_render(prompt, tokenizer) for prompt in PROMPTS)
 
 

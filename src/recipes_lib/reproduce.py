@@ -17,7 +17,8 @@ from packaging.version import VERSION_PATTERN, Version
 from recipes_lib.config.loader import check_text
 from recipes_lib.config.table import STAGES, load_table
 from recipes_lib.environment import read_git_commit, read_versions
-from recipes_lib.errors import ConfigError, Problem, UserError, escape_controls
+from recipes_lib.errors import ConfigError, DataError, Problem, UserError, escape_controls
+from recipes_lib.files import read_record
 
 _OF_THE_PLACE: Final = ("output_dir", "prepared_dir", "push_to_hub", "hub_", "run_name", "overwrite_")
 """Where a run put things and whom it told: that is decided anew."""
@@ -145,11 +146,11 @@ def _read_record(source: str, revision: str | None) -> dict[str, Any]:
     if not Path(source).is_dir():
         path = _fetch(source, revision)
     try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            Problem(source, "holds no run.json that can be read", "name what a recipe has made")
-        ) from error
+        record = read_record(path)
+    except DataError as error:
+        (problem,) = error.problems
+        found = f"holds no run.json that can be read: it {problem.found}"
+        raise ConfigError(Problem(source, found, "name what a recipe has made")) from error
     if wrong := list(_find_faults(record)):
         found = f"run.json is no record of a run: {', '.join(wrong)}"
         raise ConfigError(Problem(source, found, "name what a recipe has made"))
@@ -158,9 +159,6 @@ def _read_record(source: str, revision: str | None) -> dict[str, Any]:
 
 def _find_faults(record: Any) -> Iterator[str]:
     """Yield which fields are missing or not what a recipe writes; whoever wrote the record may be anyone."""
-    if not isinstance(record, dict):
-        yield "it is no mapping"
-        return
     yield from (name for name, accepts in _FIELDS.items() if not accepts(record.get(name)))
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Final
 
 from recipes_lib.config.paths import expand_home
+from recipes_lib.errors import DataError
+from recipes_lib.files import read_record
 
 MIN_BYTES: Final = 64 * 2**20
 """Smaller files are read every time: that takes a tenth of a second."""
@@ -65,9 +67,9 @@ def _describe(descriptor: int) -> dict[str, int]:
 
 def _read(entry: Path) -> dict[str, object]:
     try:
-        content = json.loads(entry.read_text(encoding="utf-8"))
+        content = read_record(entry, {"sha256": str})
         bytes.fromhex(content["sha256"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (DataError, ValueError):
         return {}
     return dict(content)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.files import read_record, replace_record
 
 
 class Counts(Protocol):
@@ -49,12 +50,14 @@ class RowFile(Generic[Counted]):
 
         Raises:
             ConfigError: There is a file that was not written so, or of other rows.
+            DataError: Its record cannot be read.
         """
         self._path, self._key, self._facts = path, key, dict(facts or {})
         self._record = path.with_name(f"{path.name}.record.json")
         self.counts = counts
         if self._record.exists():
-            record = json.loads(self._record.read_text(encoding="utf-8"))
+            fields = {"key": str, **dict.fromkeys(asdict(counts), int)}
+            record = read_record(self._record, fields, remedy=f"delete it and {path} to begin anew")
             if record["key"] != key:
                 raise ConfigError(
                     Problem(str(path), f"holds {what}", "name another --output, or delete it and its record")
@@ -74,7 +77,4 @@ class RowFile(Generic[Counted]):
                 self.counts.num_bytes += file.write(text.encode())
                 file.flush()
                 os.fsync(file.fileno())
-                partial = self._record.with_suffix(".partial")
-                record = {"key": self._key, **self._facts, **asdict(self.counts)}
-                partial.write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
-                partial.replace(self._record)
+                replace_record(self._record, {"key": self._key, **self._facts, **asdict(self.counts)})

@@ -21,6 +21,7 @@ import numpy as np
 
 from recipes_lib.data.packing import Bins, Examples
 from recipes_lib.errors import DataError, Problem
+from recipes_lib.files import fsync, read_record
 
 if TYPE_CHECKING:
     import datasets
@@ -84,15 +85,13 @@ def find_set(root: Path, key: str, *, check_bytes: bool = False) -> PreparedSet 
     """
     path = _set_path(root, key)
     try:
-        complete = json.loads((path / COMPLETE_FILE).read_text())
-        manifest = json.loads((path / MANIFEST_FILE).read_text())
+        complete = read_record(path / COMPLETE_FILE, {"files": dict, "key": str})
+        manifest = read_record(path / MANIFEST_FILE)
         damaged = [name for name, entry in complete["files"].items() if not _is_intact(path / name, entry, check_bytes)]
         intact = complete["key"] == key and not damaged
-    except FileNotFoundError:
-        intact = not path.exists()
-        if intact:
+    except (DataError, OSError, ValueError, KeyError, TypeError):
+        if not path.exists():
             return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         intact = False
     if not intact:
         logger.warning("The prepared set %s is damaged; it will be made again.", path)
@@ -353,11 +352,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def sync_folder(path: Path) -> None:
     """Returns when the names of a folder's files are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    fsync(path)
 
 
 @contextmanager

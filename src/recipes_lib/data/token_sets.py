@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -20,12 +20,12 @@ from recipes_lib.data.store import (
     find_set,
     hold_lock,
     publish_set,
-    write_json,
 )
 from recipes_lib.data.token_documents import DocumentChunk, build_hold_out, encode_documents
 from recipes_lib.data.token_shards import TokenSource, TokenWriter, is_whole
 from recipes_lib.data.token_sources import Corpus
 from recipes_lib.errors import DataError, Problem
+from recipes_lib.files import read_record, replace_record
 
 if TYPE_CHECKING:
     from recipes_lib.data.chat import RowEncoder
@@ -169,9 +169,7 @@ class _Sides:
         """Makes what was written the place from which a later attempt goes on."""
         self._train.flush()
         self._eval.flush()
-        new = self._staging / f"{PROGRESS_FILE}.new"
-        write_json(new, {"num_rows": self.num_rows, **self.describe()})
-        new.replace(self._staging / PROGRESS_FILE)
+        replace_record(self._staging / PROGRESS_FILE, {"num_rows": self.num_rows, **self.describe()})
         self._num_saved_shards = self._num_full_shards
 
     def describe(self) -> dict[str, Any]:
@@ -181,12 +179,10 @@ class _Sides:
 
 def _read_progress(staging: Path) -> dict[str, Any]:
     """What the last ``save`` said; nothing, in an empty folder, when that is not all there."""
-    try:
-        progress: dict[str, Any] = json.loads((staging / PROGRESS_FILE).read_text())
+    with suppress(DataError, KeyError, TypeError, ValueError):
+        progress = read_record(staging / PROGRESS_FILE, {"num_rows": int, "train": dict, "eval": dict})
         if is_whole(staging / "train", progress["train"]) and is_whole(staging / "eval", progress["eval"]):
             return progress
-    except (FileNotFoundError, ValueError):
-        pass
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     return {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,8 @@ from transformers.dynamic_module_utils import get_relative_imports
 from transformers.utils.hub import cached_file
 
 from recipes_lib.config.schema import ModelConfig
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.files import read_record
 
 _NAMES_CODE: Final = ("config.json", "tokenizer_config.json")
 """Files with an ``auto_map``, which says what class of what module is loaded."""
@@ -71,8 +71,8 @@ def _list_owners(name: str, revision: str | None) -> Iterator[str]:
 def _list_references(path: Path) -> Iterator[str]:
     """The classes that a configuration names; none where it cannot be read."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = read_record(path)
+    except DataError:
         return  # Whoever loads it next fails as well, and says of what.
     yield from _iterate_leaves(content.get("auto_map"))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -12,6 +11,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+
+from recipes_lib.files import read_record
 
 INDEX: Final = "model.safetensors.index.json"
 WEIGHTS: Final = "model.safetensors"
@@ -78,7 +79,7 @@ def _find_fault(tensor: Tensor, shape: torch.Size | None) -> str | None:
 def _read_index(folder: Path, weights: str) -> dict[str, str]:
     """Map every saved tensor to its file, by the index when there are shards."""
     if (folder / INDEX).exists():
-        weight_map: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        weight_map: dict[str, str] = read_record(folder / INDEX, {"weight_map": dict})["weight_map"]
         return weight_map
     with safe_open(folder / weights, framework="pt") as tensors:
         return dict.fromkeys(tensors.keys(), weights)

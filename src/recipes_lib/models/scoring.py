@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.files import read_record
 from recipes_lib.models.adapter_roles import add_reward
 from recipes_lib.models.adapters import load_adapter
 from recipes_lib.models.adapters_saved import find_adapter, read_base
@@ -275,11 +275,11 @@ def read_scale(adapter: Path) -> RewardStatistics:
         ConfigError: There are none, or none that are sound.
     """
     try:
-        mean, std = RewardStatistics(**json.loads((adapter / SCALE_FILE).read_text(encoding="utf-8")))
+        mean, std = RewardStatistics(**read_record(adapter / SCALE_FILE))
         if not (math.isfinite(mean) and 0 < std < math.inf):
             raise ValueError(f"mean {mean}, std {std}")
         return RewardStatistics(mean, std)
-    except (OSError, ValueError, TypeError) as error:
+    except (DataError, ValueError, TypeError) as error:
         found = f"{adapter} holds no sound {SCALE_FILE}, without which its scores mean nothing beside others"
         remedy = "name the output directory of a finished run of recipes/reward.py"
         raise ConfigError(Problem("model_name_or_path", found, remedy)) from error

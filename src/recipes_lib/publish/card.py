@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.errors import escape_controls
+from recipes_lib.files import read_record
 from recipes_lib.publish.card_facts import (
     describe_data,
     describe_effort,
@@ -44,20 +45,24 @@ def write_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, fl
         figures: The last evaluation's figures by name.
     """
     config, events = record["config"], read_events(folder)
-    base, adapter = config["model_name_or_path"], _read_adapter(folder)
-    start = f"a {config['model_config']['model_type']} model from random weights" if base is None else Path(base).name
-    dataset = config["dataset_name"] or ", ".join(part["name"] for part in config["dataset_mixture"])
+    base, adapter = config.get("model_name_or_path"), _read_adapter(folder)
+    kind = (config.get("model_config") or {}).get("model_type", "language")
+    start = f"a {kind} model from random weights" if base is None else Path(base).name
+    mixture = config.get("dataset_mixture") or ()
+    dataset = config.get("dataset_name") or ", ".join(str(part.get("name")) for part in mixture)
     front = _front("transformers" if adapter is None else "peft", record["stage"], base, is_adapter=adapter is not None)
-    front += [f"datasets:\n- {json.dumps(dataset)}"] if config["dataset_name"] and not Path(dataset).exists() else []
+    front += (
+        [f"datasets:\n- {json.dumps(dataset)}"] if config.get("dataset_name") and not Path(dataset).exists() else []
+    )
     facts = [("git commit", record.get("git_commit")), ("versions", _tell_versions(record))]
     if adapter is not None:
-        facts = [("base", start), ("commit of the base", adapter["revision"]), *facts]
+        facts = [("base", start), ("commit of the base", adapter.get("revision")), *facts]
     what = f"{start[0].upper() + start[1:]}" if adapter is None else f"An adapter for {start},"
     lines = [
         *front,
         "---",
         "",
-        f"# {_escape(Path(config['output_dir']).name)}",
+        f"# {_escape(Path(config.get('output_dir', folder)).name)}",
         "",
         _escape(f"{what} after {record['stage']} on {Path(dataset).name}, trained with recipes-lib."),
         "",
@@ -139,7 +144,7 @@ def _front(library: str, stage: str, base: str | None, *, is_adapter: bool) -> l
 def _read_adapter(folder: Path) -> dict[str, Any] | None:
     """PEFT's settings, where the folder holds an adapter."""
     path = folder / "adapter_config.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    return read_record(path, {"base_model_name_or_path": str | None}) if path.exists() else None
 
 
 def _tell_usage(stage: str, base: str, adapter: Mapping[str, Any] | None) -> Iterator[str]:
@@ -147,7 +152,7 @@ def _tell_usage(stage: str, base: str, adapter: Mapping[str, Any] | None) -> Ite
         yield from (*_IMPORTS, "", *(_CONTINUE if stage == "pretrain" else _CHAT))
         return
     name = base if Path(str(adapter["base_model_name_or_path"])).exists() else adapter["base_model_name_or_path"]
-    revision = f", revision={json.dumps(adapter['revision'])}" if adapter["revision"] else ""
+    revision = f", revision={json.dumps(adapter['revision'])}" if adapter.get("revision") else ""
     yield from (*_ADAPTER_IMPORTS, "", 'folder = "path/to/this/folder"')
     load = f"AutoModelForCausalLM.from_pretrained({json.dumps(name)}{revision})"
     yield f"model = PeftModel.from_pretrained({load}, folder)"
@@ -157,7 +162,7 @@ def _tell_usage(stage: str, base: str, adapter: Mapping[str, Any] | None) -> Ite
 
 
 def _tell_versions(record: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return ", ".join(f"{name} {version}" for name, version in (record.get("versions") or {}).items())
 
 
 def make_portable(value: Any) -> Any:

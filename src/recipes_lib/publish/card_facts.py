@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+
+from recipes_lib.errors import DataError
+from recipes_lib.files import read_lines, read_record
 
 Record = Mapping[str, Any]
 Row = tuple[str, ...]
@@ -23,14 +25,7 @@ _BOARD_WATTS: Final = (
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
     """Return the lines of ``metrics.jsonl`` by step; nothing where there is none, and no line that is cut off."""
-    path, events = folder / "metrics.jsonl", []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict) and isinstance(event.get("step"), int):
-            events.append(event)
+    events = [event for event in read_lines(folder / "metrics.jsonl") if event and isinstance(event.get("step"), int)]
     return sorted(events, key=lambda event: int(event["step"]))
 
 
@@ -40,12 +35,12 @@ def trace_lineage(record: Record) -> list[Row]:
     while len(rows) < _MAX_GENERATIONS:
         config = record["config"]
         start, commit = config.get("model_name_or_path"), record.get("model_commit") or config.get("model_revision")
-        told = "random weights" if start is None else Path(start).name if Path(start).exists() else start
+        told = "random weights" if start is None else _name_place(str(start))
         rows.append((record["stage"], f"{told} at {commit}" if commit else told, name_data(config)))
-        before = Path(start) / "run.json" if start is not None else None
-        if before is None or not before.is_file():
-            break
-        record = json.loads(before.read_text(encoding="utf-8"))
+        try:
+            record = read_record(Path(str(start)) / "run.json", {"stage": str, "config": dict})
+        except DataError:
+            break  # The first of them, or none that a recipe left.
     return rows[::-1]
 
 
@@ -133,6 +128,11 @@ def list_limits(record: Record, figures: Record) -> Iterator[str]:
         yield f"No revision of {name} was named: its rows may be others now."
     if (record.get("git_commit") or "-dirty").endswith("-dirty"):
         yield "The code that made it is no commit."
+
+
+def _name_place(name: str) -> str:
+    """Of a file or folder the last name."""
+    return Path(name).name if Path(name).exists() else name
 
 
 def _name_part(part: Record) -> str:

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from transformers import Trainer
 
 from recipes_lib.errors import ConfigError, DivergedError
+from recipes_lib.files import read_record
 from recipes_lib.models.adapters import (
     compute_probe_logits,
     find_logit_shift,
@@ -66,7 +67,7 @@ def export_model(trainer: Trainer, folder: Path) -> None:
     if trainer.args.should_save:
         evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
         figures = {name: value for name, value in (evaluations or [{}])[-1].items() if name.startswith("eval_")}
-        write_card(folder, json.loads((folder / "run.json").read_text(encoding="utf-8")), figures)
+        write_card(folder, read_record(folder / "run.json", {"stage": str, "config": dict}), figures)
 
 
 def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor, *, is_half: bool) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from recipes_lib.errors import DataError
+from recipes_lib.files import read_record, replace_record
 from recipes_lib.publish.access import Target
 
 JOURNAL: Final = "_published.json"
+_FIELDS: Final = {"repository": str, "branch": str, "commits": dict, "counts": dict, "error": str}
 
 
 @dataclass(slots=True)
@@ -44,18 +46,15 @@ class Journal:
     def write(self) -> None:
         """Replace the record on the disk."""
         facts: dict[str, Any] = {name: value for name, value in asdict(self).items() if name != "path"}
-        partial = self.path.with_name(f"{self.path.name}.partial")
-        partial.write_text(json.dumps(facts, indent=1), encoding="utf-8")
-        partial.replace(self.path)
+        replace_record(self.path, facts)
 
 
 def read_journal(output_dir: Path, target: Target) -> Journal:
     """Return what is published of a run at a target: nothing where no record of it could be read."""
     path = output_dir / JOURNAL
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        journal = Journal(path, **facts)
-    except (OSError, ValueError, TypeError):
+        journal = Journal(path, **read_record(path, _FIELDS))
+    except (DataError, TypeError):
         return Journal(path, target.repository, target.branch)
     is_same = (journal.repository, journal.branch) == (target.repository, target.branch)
     return journal if is_same else Journal(path, target.repository, target.branch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 from pathlib import Path
 from typing import Final
 
@@ -11,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from recipes_lib.config.secrets import has_secret_shape
 from recipes_lib.errors import DataError, Problem
+from recipes_lib.files import read_record
 from recipes_lib.publish.card import CHART
 
 MANIFESTS: Final = ("run.json", "merge.json")
@@ -78,7 +78,10 @@ def find_damage(folder: Path) -> str | None:
     """
     weights, index = _list_weights(folder), folder / _INDEX
     if index.is_file():
-        weights |= set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        try:
+            weights |= set(map(str, read_record(index, {"weight_map": dict})["weight_map"].values()))
+        except DataError as error:
+            return str(error)
     for name in sorted(weights):
         try:
             with safe_open(folder / name, framework="numpy") as tensors:

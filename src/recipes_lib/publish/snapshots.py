@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.errors import DataError, Problem
+from recipes_lib.files import read_record
 from recipes_lib.publish.card import CHART, make_portable, write_card
 from recipes_lib.publish.push import Push
 from recipes_lib.publish.selection import MANIFESTS, RECORDS, find_damage, find_secret, is_model, list_published
@@ -68,7 +69,7 @@ def take_snapshot(
     links = _choose(contents)
     for path, source in links.items():
         _keep(contents.source / source, making / path)
-    manifests = {path: json.loads((making / path).read_text(encoding="utf-8")) for path in links if path in MANIFESTS}
+    manifests = {path: read_record(making / path) for path in links if path in MANIFESTS}
     for path, manifest in (manifests | ({"run.json": record} if record else {})).items():
         _write(making / path, json.dumps(_tell_portably(manifest), indent=1))
     if record:
@@ -129,8 +130,7 @@ def fingerprint(contents: Contents) -> str:
 
 
 def _read_note(place: Path, name: str) -> dict[str, Any]:
-    note: dict[str, Any] = json.loads((place / f"{name}{_NOTE}").read_text(encoding="utf-8"))
-    return note
+    return read_record(place / f"{name}{_NOTE}")
 
 
 def _choose(contents: Contents) -> dict[str, str]:

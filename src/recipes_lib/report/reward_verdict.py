@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
 
+from recipes_lib.errors import DataError
+from recipes_lib.files import read_record
 from recipes_lib.models.scoring import RewardModel, compute_reward_statistics, store_reward_statistics
 from recipes_lib.report.reward_probes import score_held_out
 from recipes_lib.report.reward_report import build_reward_report, check_gates
@@ -76,8 +79,6 @@ def write_verdict(
 
 def read_verdict(folder: Path) -> Mapping[str, Any] | None:
     """Return what ``write_verdict`` wrote into a run's directory; ``None`` where there is nothing whole."""
-    try:
-        verdict = json.loads((folder / REWARD_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return verdict if isinstance(verdict, dict) and "failed_gates" in verdict else None
+    with suppress(DataError):
+        return read_record(folder / REWARD_FILE, {"failed_gates": list})
+    return None

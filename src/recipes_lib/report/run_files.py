@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from recipes_lib.errors import DataError, Problem
+from recipes_lib.files import read_lines, read_record
 
 Record = Mapping[str, Any]
 
@@ -78,26 +79,15 @@ def find_non_finite_steps(records: Sequence[Record], name: str) -> list[int]:
 
 
 def _read_facts(path: Path) -> Record:
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return facts if isinstance(facts, dict) else {}
+    with suppress(DataError):
+        return read_record(path)
+    return {}
 
 
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else []
-    parsed = [_parse(line) for line in lines if line.strip()]
-    records = [record for record in parsed if record is not None]
+    parsed = list(read_lines(path))
+    records = [record for record in parsed if record and isinstance(record.get("step"), int)]
     return records, len(parsed) - len(records)
-
-
-def _parse(line: str) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 def _keep_last(records: Sequence[Record], *names: str) -> list[Record]:

@@ -14,6 +14,7 @@ from accelerate import PartialState
 from safetensors.torch import load_file, save_file
 
 from recipes_lib.errors import DataError, Problem
+from recipes_lib.files import read_record
 from recipes_lib.models.saved_weights import verify_weights
 from recipes_lib.rl.update import Learner
 from recipes_lib.training.checkpoint_saver import CheckpointSaver, Staged, Task, write_state
@@ -147,7 +148,10 @@ def load_state(folder: Path, learners: Mapping[str, Learner]) -> PPOState:
         else:
             _load_whole(folder, name, learner)
         learner.scheduler.load_state_dict(_read(folder / f"{name}_scheduler.pt"))
-    return PPOState(**json.loads((folder / _STATE).read_text(encoding="utf-8")))
+    try:
+        return PPOState(**read_record(folder / _STATE))
+    except TypeError as error:
+        raise DataError(Problem(str(folder / _STATE), "is not as it was written", "delete the checkpoint")) from error
 
 
 def _load_whole(folder: Path, name: str, learner: Learner) -> None:

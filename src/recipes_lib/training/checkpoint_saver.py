@@ -30,7 +30,7 @@ from recipes_lib.training.checkpoints import (
 from recipes_lib.training.launch import read_launch
 from recipes_lib.training.rehearsal import describe_rehearsal
 from recipes_lib.training.resumption import BATCH_KEYS, GENERATION_KEY
-from recipes_lib.training.run import read_run_record
+from recipes_lib.training.run import RECORDED, read_run_record
 from recipes_lib.training.watchdog import WATCHDOG
 
 Task = Callable[[], object]
@@ -264,6 +264,8 @@ class CheckpointSaver:
             **{key: getattr(self._args, key) for key in (*BATCH_KEYS, GENERATION_KEY) if hasattr(self._args, key)},
             "engine": self._engine,
             **{key: record.get(key) for key in ("config_fingerprint", "versions")},
+            # By which the run is resumed where its own record is lost.
+            "run": {key: record[key] for key in RECORDED if key in record},
         }
 
 

@@ -7,15 +7,17 @@ then does it get its name. Whatever the moment at which a process dies, ``checkp
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import re
 import shutil
+import stat
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
+
+from recipes_lib.errors import DataError
+from recipes_lib.files import Fields, fsync, is_inside, read_record, replace_record
 
 COMPLETE: Final = "COMPLETE.json"
 STAGING: Final = "_saving"
@@ -26,6 +28,17 @@ _WRITERS: Final = (("shard-", 1), ("rng_state_", 0), ("zero_pp_rank_", 0))
 """What stands before the number of its writer in the name of a file that every process has, and the first number."""
 _NUM_READERS: Final = 4
 """Files that a process reads at a time where it does nothing else: hashing lets other threads run."""
+
+_COUNTS: Final = (
+    *("world_size", "data_size", "per_device_train_batch_size"),
+    *("gradient_accumulation_steps", "steps_per_generation"),
+)
+_FIELDS: Final[Fields] = {
+    "files": dict,
+    **dict.fromkeys(("step", *_COUNTS), int | None),
+    "engine": str | None,
+    "run": dict | None,
+}
 
 Record = Mapping[str, Any]
 """Content of ``COMPLETE.json``."""
@@ -53,7 +66,7 @@ def flush_files(checkpoint: Path, rank: int = 0, world_size: int = 1) -> dict[st
     described = {}
     for path in sorted(checkpoint.rglob("*")):
         if path.is_file() and path.name != COMPLETE and find_writer(path.name) % world_size == rank:
-            _fsync(path)
+            fsync(path)
             described[str(path.relative_to(checkpoint))] = {"size": path.stat().st_size, "sha256": _hash(path)}
     return described
 
@@ -68,22 +81,22 @@ def write_complete(checkpoint: Path, files: Mapping[str, Any] | None = None, **f
     """
     described = flush_files(checkpoint) if files is None else dict(sorted(files.items()))
     for folder in {(checkpoint / name).parent for name in described} - {checkpoint}:
-        _fsync(folder)
-    partial = checkpoint / f"{COMPLETE}.partial"
-    partial.write_text(json.dumps({**facts, "files": described}, indent=1), encoding="utf-8")
-    _fsync(partial)
-    partial.rename(checkpoint / COMPLETE)
-    _fsync(checkpoint)
+        fsync(folder)
+    replace_record(checkpoint / COMPLETE, {**facts, "files": described})
+    fsync(checkpoint)
 
 
 def read_complete(checkpoint: Path) -> Record | None:
-    """Return the record of a checkpoint; ``None`` when there is none that could be read."""
-    try:
-        record: Any = json.loads((checkpoint / COMPLETE).read_text(encoding="utf-8"))
-        is_record = all(file.keys() >= {"size", "sha256"} for file in record["files"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return record if is_record else None
+    """Return the record of a checkpoint; ``None`` when there is none that could be read, or not as it was written."""
+    with suppress(DataError):
+        record = read_record(checkpoint / COMPLETE, _FIELDS)
+        numbers = (record.get(name) for name in _COUNTS)
+        if all(number is None or number > 0 for number in numbers) and all(
+            is_inside(name) and isinstance(file, dict) and {"size", "sha256"} <= file.keys()
+            for name, file in record["files"].items()
+        ):
+            return record
+    return None
 
 
 def is_complete(checkpoint: Path) -> bool:
@@ -98,11 +111,13 @@ def find_wrong_size(checkpoint: Path) -> str | None:
         return f"it has no readable {COMPLETE}"
     for name, expected in record["files"].items():
         try:
-            size = (checkpoint / name).stat().st_size
+            status = (checkpoint / name).stat()
         except OSError as error:
             return _tell_unreadable(name, error)
-        if size != expected["size"]:
-            return f"{name} has {size:,} bytes and not {expected['size']:,}"
+        if not stat.S_ISREG(status.st_mode):
+            return f"{name} is no regular file"
+        if status.st_size != expected["size"]:
+            return f"{name} has {status.st_size} bytes and not {expected['size']}"
     return None
 
 
@@ -141,7 +156,7 @@ def publish(staged: Path) -> Path:
     staged.rename(checkpoint)
     with suppress(OSError):  # It holds others that were sealed.
         staged.parent.rmdir()
-    _fsync(output_dir)
+    fsync(output_dir)
     clear_trash(output_dir)
     return checkpoint
 
@@ -233,11 +248,3 @@ def _tell_unreadable(name: str, error: OSError) -> str:
 def _hash(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from recipes_lib.files import replace_text
 from recipes_lib.planning.compute import TokenFlops
 
 METRICS_FILE = "metrics.jsonl"
@@ -179,8 +180,11 @@ class MetricsWriter:
             for name, value in event.items()
         }
         line = (json.dumps(finite, allow_nan=False) + "\n").encode()
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                line = b"\n" + line  # A line that a kill cut off must not take this one along.
             while line:
                 # A disk that is nearly full takes a part, and only the next call says why.
                 line = line[os.write(descriptor, line) :]
@@ -201,11 +205,7 @@ class MetricsWriter:
         if not self._is_main or not self._path.exists():
             return
         lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        partial = self._path.with_name(f"{self._path.name}.partial")
-        partial.write_text(
-            "".join(line for line in lines if 0 < step >= _read_step(line, is_evaluated)), encoding="utf-8"
-        )
-        partial.replace(self._path)
+        replace_text(self._path, "".join(line for line in lines if 0 < step >= _read_step(line, is_evaluated)))
 
 
 def _read_step(line: str, is_evaluated: bool) -> float:
@@ -216,6 +216,6 @@ def _read_step(line: str, is_evaluated: bool) -> float:
     try:
         event = json.loads(line)
         step: float = event["step"] + (0.5 if event.get("kind") == "eval" and not is_evaluated else 0)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return math.inf
     return step

@@ -85,7 +85,7 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[Re
     """
     before = {key: record[key] for key in BATCH_KEYS if key in record}
     # Older ones have no data_size: no tensors were cut then.
-    data_size = record.get("data_size", record["world_size"])
+    data_size = record.get("data_size") or record.get("world_size") or launch.data_size
     rows = count_rows_per_step(before, data_size)
     if rows == count_rows_per_step(config.training, launch.data_size):
         accumulation = config.training.get("gradient_accumulation_steps", 1)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from recipes_lib.data.row_skips import RowSkips
+from recipes_lib.errors import DataError, Problem
+from recipes_lib.files import read_json, replace_record
 from recipes_lib.training.checkpoints import is_complete, list_checkpoints
 
 ROLLBACKS_FILE: Final = "rollbacks.json"
+_REMEDY: Final = "put the file back, or choose another output_dir: without it the run would meet its spikes again"
 
 MARGIN: Final = 2
 """Steps that a checkpoint must lie before the spike: the batch before it is left out too."""
@@ -58,13 +59,8 @@ class Rollbacks:
         return skips
 
     def write(self, output_dir: Path) -> None:
-        """Replace the file in one stroke, on disk before this returns."""
-        partial = output_dir / f"{ROLLBACKS_FILE}.partial"
-        with partial.open("w", encoding="utf-8") as file:
-            json.dump([asdict(rollback) for rollback in self.made], file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(output_dir / ROLLBACKS_FILE)
+        """Replace the file atomically, on disk before this returns."""
+        replace_record(output_dir / ROLLBACKS_FILE, [asdict(rollback) for rollback in self.made])
 
     @staticmethod
     def clear(output_dir: Path) -> None:
@@ -73,14 +69,25 @@ class Rollbacks:
 
 
 def read_rollbacks(output_dir: Path) -> Rollbacks:
-    """Read the returns of a run; none where there is no file."""
+    """Read the returns of a run; none where there is no file.
+
+    Raises:
+        DataError: The file is not as it was written.
+    """
     path = output_dir / ROLLBACKS_FILE
     if not path.exists():
         return Rollbacks()
-    records = json.loads(path.read_text(encoding="utf-8"))
-    tuples = ("skipped", "steps")
-    made = ({**record, **{name: tuple(record[name]) for name in tuples}} for record in records)
-    return Rollbacks(tuple(Rollback(**record) for record in made))
+    records = read_json(path, remedy=_REMEDY)
+    try:
+        return Rollbacks(tuple(_restore(record) for record in records))
+    except (TypeError, KeyError, ValueError) as error:
+        raise DataError(Problem(str(path), "is not as it was written", _REMEDY)) from error
+
+
+def _restore(record: Any) -> Rollback:
+    """Make a rollback of a JSON object; raises what Python does where it is none."""
+    ranges = {name: (int(record[name][0]), int(record[name][1])) for name in ("skipped", "steps")}
+    return Rollback(**{**record, **ranges, "step": int(record["step"]), "back_to": int(record["back_to"])})
 
 
 def find_step_before(output_dir: Path, spike_step: int) -> int | None:

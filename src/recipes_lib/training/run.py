@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, TextIO
@@ -22,7 +22,16 @@ from transformers.utils.logging import disable_progress_bar
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.show import flatten_config
 from recipes_lib.environment import read_git_commit, read_versions
-from recipes_lib.errors import ConfigError, DivergedError, LostPeerError, PreemptedError, Problem, UserError
+from recipes_lib.errors import (
+    ConfigError,
+    DataError,
+    DivergedError,
+    LostPeerError,
+    PreemptedError,
+    Problem,
+    UserError,
+)
+from recipes_lib.files import read_record, replace_record, verify_fields
 from recipes_lib.models.loading import find_commit
 from recipes_lib.peers import explain_lost_connection
 from recipes_lib.stopping import STOP
@@ -49,6 +58,8 @@ from recipes_lib.training.trackers import verify_trackers
 from recipes_lib.training.watchdog import WATCHDOG
 
 RUN_FILE = "run.json"
+RECORDED: Final = {"stage": str, "config": dict, "rows_per_step": int | None, "started": str | None}
+"""Fields of ``run.json`` by which a run is resumed; each checkpoint holds them too."""
 LOCK_FILE: Final = "_lock"
 """Held by the main process of a run for as long as it lives; uploads leave out what begins with an underscore."""
 ENDS: Final = {
@@ -92,6 +103,7 @@ class Run:
         launch: How this process was launched.
         resume_from: The complete checkpoint to go on from unless it is damaged; ``None`` at the beginning.
         finished: True when the run had already reached its end.
+        facts: What ``run.json`` holds; kept here too, so that it is whole whatever becomes of the file meanwhile.
     """
 
     config: RecipeConfig
@@ -99,6 +111,7 @@ class Run:
     launch: Launch
     resume_from: Path | None
     finished: bool
+    facts: dict[str, Any] = field(default_factory=dict)
 
     def choose_checkpoint(self) -> Path | None:
         """Return the checkpoint to go on from, read through; ``None``: at the beginning. Every process must call.
@@ -115,15 +128,8 @@ class Run:
     def record(self, **facts: Any) -> None:
         """Add facts to ``run.json``; only the main process writes."""
         if self.launch.is_main:
-            path = self.output_dir / RUN_FILE
-            partial = path.with_name(f"{RUN_FILE}.partial")
-            record = read_run_record(self.output_dir) | facts
-            try:
-                partial.write_text(json.dumps(record, indent=1, default=str), encoding="utf-8")
-                partial.replace(path)
-            except OSError as error:
-                partial.unlink(missing_ok=True)
-                raise OSError(error.errno, error.strerror, str(path)) from error
+            self.facts.update(facts)
+            replace_record(self.output_dir / RUN_FILE, self.facts)
 
     @contextmanager
     def recording_its_end(self) -> Iterator[None]:
@@ -190,8 +196,8 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     if launch.is_main:
         _claim(output_dir)
         clear_leftovers(output_dir)
-    effective, previous = flatten_config(config), read_run_record(output_dir)
     resume_from, _ = find_last_complete(output_dir)
+    effective, previous = flatten_config(config), _read_previous(output_dir, resume_from)
     finished = previous.get("status") == "done"
     differing = _find_differences(previous, effective, launch) if resume_from or finished else []
     say = build_progress(is_main=launch.is_main).say
@@ -206,7 +212,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
         finished = False
         if launch.is_main:
             supersede(output_dir, after_step=int(resume_from.name.rpartition("-")[2]))
-    run = Run(config, output_dir, launch, resume_from, finished=finished)
+    run = Run(config, output_dir, launch, resume_from, finished=finished, facts=previous)
     if not run.finished:
         run.record(
             stage=config.stage,
@@ -320,11 +326,35 @@ def _explain_differences(
 
 def read_run_record(output_dir: Path) -> dict[str, Any]:
     """Return what ``run.json`` says of a run; nothing when it is not there or torn."""
+    with suppress(DataError):
+        return read_record(output_dir / RUN_FILE)
+    return {}
+
+
+def _read_previous(output_dir: Path, resume_from: Path | None) -> dict[str, Any]:
+    """Return the record of the run in a directory; of one that was lost, what its newest checkpoint holds of it.
+
+    Nothing comes from a directory without checkpoints whose record is missing or was cut off: the run begins.
+
+    Raises:
+        ConfigError: The record is lost and the checkpoint holds none of it; or without a checkpoint there is a file of
+            that name that no recipe wrote.
+    """
+    path, found = output_dir / RUN_FILE, read_run_record(output_dir)
+    remedy = "put the file back, or choose another output_dir"
     try:
-        record: dict[str, Any] = json.loads((output_dir / RUN_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return record
+        verify_fields(found, RECORDED, str(path), remedy=remedy)
+        return found
+    except DataError as error:
+        problems = error.problems
+    if resume_from is not None:
+        sealed = (read_complete(resume_from) or {}).get("run") or {}
+        with suppress(DataError):
+            verify_fields(sealed, RECORDED, str(resume_from))
+            return dict(sealed)
+    if resume_from is not None or found or (path.exists() and not path.is_file()):
+        raise ConfigError(*problems)
+    return {}
 
 
 def _now() -> str:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from recipes_lib.files import read_json
 from recipes_lib.models.adapters import read_adapter_state
 from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.training.checkpoints import find_writer
@@ -135,7 +136,7 @@ def load_optimizer_shards(folder: Path, model: nn.Module, optimizer: torch.optim
     for full_name, value in states.items():
         key, _, name = full_name.partition(_SEPARATOR)
         by_parameter.setdefault(parameters[name], {})[key] = value
-    _restore(optimizer, by_parameter, json.loads((source / _GROUPS).read_text(encoding="utf-8")))
+    _restore(optimizer, by_parameter, read_json(source / _GROUPS))
 
 
 def load_whole_optimizer(

@@ -1,0 +1,164 @@
+"""Records on disk: JSON that is replaced atomically, and read without trusting who wrote it."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import UnionType
+from typing import Any, Final
+
+from recipes_lib.errors import DataError, Problem
+
+MAX_BYTES: Final = 1 << 28
+"""Of a record: 256 MiB. None of ours comes near it, and a file without end is not read to its end."""
+
+Fields = Mapping[str, type | UnionType]
+"""Name -> type that a field of a record must have; ``None`` in a union allows it to be absent."""
+
+
+def read_json(path: Path, *, remedy: str = "") -> Any:
+    """Return the JSON value in a file.
+
+    Args:
+        path: Any path: one that names a folder, a pipe or a device is refused, not waited for.
+        remedy: What the user may do about a file that cannot be read.
+
+    Raises:
+        DataError: The file cannot be read, or holds no JSON.
+    """
+    try:
+        return json.loads(_read_regular(path))
+    except OSError as error:
+        raise _refuse(path, f"cannot be read: {error.strerror or error}", remedy) from error
+    except RecursionError:
+        raise _refuse(path, "is nested too deeply", remedy) from None
+    except ValueError as error:  # No JSON, no UTF-8, or a number of thousands of digits.
+        raise _refuse(path, f"is no JSON: {error}", remedy) from error
+
+
+def read_record(path: Path, fields: Fields | None = None, *, remedy: str = "") -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Args:
+        path: As for ``read_json``.
+        fields: Those that must be there, and their types; others may be there too.
+        remedy: As for ``read_json``.
+
+    Raises:
+        DataError: As ``read_json``; or it is no object, or a field is missing or of another type.
+    """
+    record = read_json(path, remedy=remedy)
+    if not isinstance(record, dict):
+        raise _refuse(path, f"holds {'null' if record is None else _NAMES[type(record)]} and not an object", remedy)
+    verify_fields(record, fields or {}, str(path), remedy=remedy)
+    return record
+
+
+def verify_fields(record: Mapping[str, Any], fields: Fields, where: str, *, remedy: str = "") -> None:
+    """Refuse a record whose fields are not what they must be.
+
+    Raises:
+        DataError: Fields are missing or of another type: all are named.
+    """
+    wrong = [
+        f"`{name}` is {_NAMES[type(record.get(name))]}" for name, kind in fields.items() if _is_not(record, name, kind)
+    ]
+    if wrong:
+        raise DataError(Problem(where, "is not as it was written: " + ", ".join(wrong), remedy))
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
+    """Yield the JSON object on each line of a file; ``None`` for a line that holds none, as one that a kill cut off.
+
+    Nothing comes from a file that is missing. Empty lines are left out.
+    """
+    try:
+        text = _read_regular(path).decode(errors="replace")
+    except OSError:
+        return
+    # Not by ``splitlines``, which splits at characters that JSON strings may hold.
+    for line in text.split("\n"):
+        if line.strip():
+            record = None
+            with suppress(ValueError, RecursionError):
+                record = json.loads(line)
+            yield record if isinstance(record, dict) else None
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file atomically: whatever the moment of a crash, it holds the old text or the new one, whole.
+
+    Raises:
+        OSError: It cannot be written; its ``filename`` is ``path``, and the old file is as it was.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        fsync(partial)
+        partial.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def replace_record(path: Path, record: Any) -> None:
+    """Replace a JSON file atomically, flushed to the disk; what JSON does not know is written as a string.
+
+    Raises:
+        OSError: As ``replace_text``.
+    """
+    replace_text(path, json.dumps(record, indent=1, default=str, ensure_ascii=False))
+
+
+def fsync(path: Path) -> None:
+    """Return when a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def is_inside(name: Any) -> bool:
+    """Return whether a name in a record is a relative path that stays in its folder."""
+    return isinstance(name, str) and "\0" not in name and not Path(name).is_absolute() and ".." not in Path(name).parts
+
+
+_NAMES: Final = {
+    type(None): "missing",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
+
+
+def _is_not(record: Mapping[str, Any], name: str, kind: type | UnionType) -> bool:
+    value = record.get(name)
+    return not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
+
+
+def _read_regular(path: Path) -> bytes:
+    """Read a regular file of bounded size; opening does not wait for the other end of a pipe."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError as error:  # A name with a zero byte.
+        raise OSError(str(error)) from error
+    with open(descriptor, "rb") as file:  # noqa: PTH123 - a descriptor has no path
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(f"{path} is no regular file")
+        if status.st_size > MAX_BYTES:
+            raise OSError(f"its {status.st_size:,} bytes are more than a record has")
+        return file.read(MAX_BYTES)
+
+
+def _refuse(path: Path, found: str, remedy: str) -> DataError:
+    return DataError(Problem(str(path), found, remedy))
