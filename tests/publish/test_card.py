@@ -76,3 +76,23 @@ def test_a_model_from_random_weights_has_no_base_and_continues_text(tmp_path):
     assert "A llama model from random weights after pretrain" in card.text
     assert "Once upon a time" in card.text
     assert "secret-folder" not in card.text.split("## How it was made")[1]
+
+
+def test_no_optional_field_of_a_record_is_missed(tmp_path):
+    """After all the training a card is written of whatever is known."""
+    whole = record() | {"data": {"train": {"num_rows": 5}}, "hardware": {"device": "cpu"}, "num_processes": 1}
+    for name in (*whole.keys() - {"stage", "config"}, *whole["config"]):
+        kept = {key: value for key, value in whole.items() if key != name}
+        kept["config"] = {key: value for key, value in whole["config"].items() if key != name}
+        write_card(tmp_path, kept, {})
+    write_card(tmp_path, {"stage": "sft", "config": {}}, {})
+    ModelCard.load(tmp_path / "README.md")
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"stage": "sft"}', '{"stage": "sft", "config": []}', "[" * 100_000])
+def test_a_base_with_a_foreign_record_is_named_all_the_same(tmp_path, text):
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "run.json").write_text(text)
+    write_card(tmp_path, record(model_name_or_path=str(base)), {})
+    assert "| sft | base |" in (tmp_path / "README.md").read_text()

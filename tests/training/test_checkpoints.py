@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 
 import pytest
 
@@ -210,3 +211,36 @@ def test_superseded_checkpoints_are_kept_and_never_resumed(tmp_path):
     make_checkpoint(tmp_path, 10)
     supersede(tmp_path, after_step=5)
     assert find_last_complete(tmp_path) == (tmp_path / "checkpoint-5", [])
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda record: record["files"].update({"/dev/zero": {"size": 0, "sha256": "0" * 64}}),
+        lambda record: record["files"].update({"../other": {"size": 1, "sha256": "0" * 64}}),
+        lambda record: record["files"].update({"pipe": {"size": 0, "sha256": "0" * 64}}),
+        lambda record: record["files"].update({"link": {"size": 0, "sha256": "0" * 64}}),
+        lambda record: record["files"].update({"model.safetensors": [7]}),
+        lambda record: record.update(files=["model.safetensors"]),
+        lambda record: record.update(world_size=0),
+        lambda record: record.update(step="5"),
+        lambda record: record.update(gradient_accumulation_steps=True),
+        lambda record: record.update(run=5),
+    ],
+)
+def test_a_forged_seal_is_none(tmp_path, forge):
+    """Nothing outside the folder is read, and nothing without an end."""
+    checkpoint = tmp_path / "checkpoint-5"
+    checkpoint.mkdir()
+    (checkpoint / "model.safetensors").write_bytes(b"weights")
+    write_complete(checkpoint, step=5, world_size=1)
+    os.mkfifo(checkpoint / "pipe")
+    (checkpoint / "link").symlink_to("/dev/zero")
+    (tmp_path / "other").write_bytes(b"x")
+    assert is_complete(checkpoint)
+    record = json.loads((checkpoint / COMPLETE).read_text())
+    forge(record)
+    (checkpoint / COMPLETE).write_text(json.dumps(record))
+    assert not is_complete(checkpoint)
+    assert find_damage(checkpoint) is not None
+    assert find_last_complete(tmp_path) == (None, [checkpoint])

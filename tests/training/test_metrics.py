@@ -188,3 +188,10 @@ def test_an_evaluation_that_is_made_again_is_dropped_and_its_step_is_not(tmp_pat
     writer.rewind(2, is_evaluated=False)
     events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(event["kind"], event["step"]) for event in events] == [("train", 1), ("eval", 1), ("train", 2)]
+
+
+def test_a_line_that_a_kill_cut_off_does_not_take_the_next_one_along(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    MetricsWriter(path, is_main=True).write({"step": 3})
+    assert path.read_text() == '{"step": 1}\n{"step": 2, "lo\n{"step": 3}\n'

@@ -13,7 +13,7 @@ from recipes_lib.config.show import flatten_config
 from recipes_lib.errors import ConfigError, DivergedError, LostPeerError, PreemptedError
 from recipes_lib.training.checkpoints import write_complete
 from recipes_lib.training.launch import Launch
-from recipes_lib.training.run import describe_process, fingerprint_config, start_run
+from recipes_lib.training.run import RECORDED, describe_process, fingerprint_config, start_run
 from recipes_lib.training.watchdog import WATCHDOG
 
 ONE = Launch(rank=0, local_rank=0, world_size=1, engine="")
@@ -258,6 +258,62 @@ def test_a_directory_that_cannot_be_created_is_one_clear_error(tmp_path):
 def test_a_torn_record_does_not_stop_a_new_run(tmp_path):
     (tmp_path / "run.json").write_text('{"status": "run')
     assert start_run(make_config(tmp_path), ONE).resume_from is None
+
+
+LOST = {
+    "gone": None,
+    "empty": "",
+    "torn": '{"stage": "sf',
+    "foreign": '{"name": "x"}',
+    "a list": "[]",
+    "deep": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_a_lost_record_is_rebuilt_from_the_newest_checkpoint(tmp_path, what):
+    config = make_config(tmp_path)
+    before = start_run(config, ONE).facts
+    checkpoint = leave_checkpoint(tmp_path, 5, run={key: before[key] for key in RECORDED})
+    (tmp_path / "run.json").unlink()
+    if LOST[what] is not None:
+        (tmp_path / "run.json").write_text(LOST[what])
+    again = start_run(config, ONE)
+    assert again.resume_from == checkpoint
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert {key: record[key] for key in RECORDED} == {key: before[key] for key in RECORDED}
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(ConfigError, match="learning_rate was 1e-05 in the run that this directory holds"):
+        start_run(make_config(tmp_path, learning_rate=1.0), ONE)
+
+
+def test_a_record_that_no_checkpoint_holds_is_asked_for(tmp_path):
+    """Checkpoints of the version before do not hold it."""
+    start_run(make_config(tmp_path), ONE)
+    leave_checkpoint(tmp_path, 5)
+    (tmp_path / "run.json").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.json: is not as it was written: `stage` is missing") as caught:
+        start_run(make_config(tmp_path), ONE)
+    assert caught.value.problems[0].remedy == "put the file back, or choose another output_dir"
+
+
+@pytest.mark.parametrize("content", ['{"name": "my project"}', None])
+def test_a_file_of_somebody_else_is_not_overwritten(tmp_path, content):
+    path = tmp_path / "run.json"
+    path.mkdir() if content is None else path.write_text(content)
+    with pytest.raises(ConfigError, match=r"run\.json"):
+        start_run(make_config(tmp_path), ONE)
+    assert content is None or path.read_text() == content
+
+
+def test_a_record_that_vanishes_while_the_run_lives_is_written_again_whole(tmp_path):
+    run = start_run(make_config(tmp_path), ONE)
+    (tmp_path / "run.json").unlink()
+    with run.recording_its_end():
+        pass
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["status"] == "done"
+    assert record["config"]["learning_rate"] == 1e-5
 
 
 def test_a_lost_connection_is_told_as_what_it_is(tmp_path, monkeypatch):
