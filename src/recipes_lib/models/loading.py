@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -16,7 +17,6 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -30,7 +30,7 @@ from transformers import (
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, Problem, UserError
 from recipes_lib.models.quantization import keep_differentiable
 from recipes_lib.models.remote_code import verify_remote_code
 from recipes_lib.models.tensor_parallel import verify_can_be_cut
@@ -93,10 +93,10 @@ def load_model_config(config: ModelConfig) -> tuple[PreTrainedConfig, Generation
     name, options = str(config.model_name_or_path), _load_options(config)
     with explained("model_name_or_path", name):
         model_config = AutoConfig.from_pretrained(name, **options)
-    try:
-        generation_config = GenerationConfig.from_pretrained(name, revision=config.model_revision or "main")
-    except OSError:  # Many models have none, and take what their configuration says.
-        generation_config = GenerationConfig.from_model_config(model_config)
+        try:
+            generation_config = GenerationConfig.from_pretrained(name, revision=config.model_revision or "main")
+        except OSError:  # Many models have none, and take what their configuration says.
+            generation_config = GenerationConfig.from_model_config(model_config)
     return model_config, generation_config
 
 
@@ -283,7 +283,9 @@ def explained(key: str, name: str) -> Iterator[None]:
     """Turn what transformers and the Hub raise for ``name`` into one ``ConfigError``."""
     try:
         yield
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # Of broken files upstream's loaders raise any kind; tokenizers a bare Exception.
         raise ConfigError(Problem(key, *_explain(name, error))) from error
 
 
@@ -337,7 +339,8 @@ def _explain(name: str, error: Exception) -> tuple[str, str]:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+    words = str(error).strip().partition("\n")[0]
+    return words if isinstance(error, OSError | ValueError) and words else f"{type(error).__name__} {words}".strip()
 
 
 def _ids(token_id: int | list[int] | None) -> set[int]:
