@@ -75,7 +75,7 @@ GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
         {
             "messages": [
                 USER,
-                {"role": "assistant", "tool_calls": [CALL]},
+                {"role": "assistant", "content": "", "tool_calls": [CALL]},
                 {"role": "tool", "content": "4", "tool_call_id": "1"},
                 ANSWER,
             ]
@@ -132,7 +132,7 @@ GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
         {
             "messages": [
                 USER,
-                {"role": "assistant", "tool_calls": [CALL]},
+                {"role": "assistant", "content": "", "tool_calls": [CALL]},
                 {"role": "tool", "content": "4"},
                 ANSWER,
             ]

@@ -31,7 +31,10 @@ def say(rows: list[Row]) -> list[object]:
 
 def test_the_container_does_not_change_the_rows(tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    rows = [*CHATS, {"messages": [{"role": "user", "content": "Go"}, {"role": "assistant", "tool_calls": [call]}]}]
+    rows = [
+        *CHATS,
+        {"messages": [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "", "tool_calls": [call]}]},
+    ]
     write_lines(tmp_path / "a.jsonl", rows)
     (tmp_path / "a.json").write_text(json.dumps(rows, indent=2))
     (tmp_path / "b.json").write_text(json.dumps({"data": rows}))
