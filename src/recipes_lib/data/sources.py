@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -54,7 +54,7 @@ class _RenamedSource:
                 if is_first:
                     self._refuse_missing(entry)
                 is_first = False
-                entry.columns = self._rename(entry.columns)
+                entry = replace(entry, columns=self._rename(entry.columns))
             yield entry
 
     def _rename(self, row: Mapping[str, Any]) -> dict[str, Any]:
