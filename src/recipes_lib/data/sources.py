@@ -71,7 +71,8 @@ class _RenamedSource:
                 near = difflib.get_close_matches(column, row.columns, n=1)
                 remedy = f"did you mean `{near[0]}`?" if near else f"name one of {', '.join(row.columns)}"
                 problems.append(Problem(row.where, f"dataset_columns.{name}: there is no column `{column}`", remedy))
-        raise_problems(problems, row.where)
+        if problems:
+            raise DataError(*problems)
 
 
 def load_source(
