@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from tests.data.templates.tokenizers import build_byte_level, build_metaspace
 
 from recipes_lib.config.schema import LossOn
 from recipes_lib.data.chat import RowEncoder
+from recipes_lib.data.formats import canonicalize, detect_format
 from recipes_lib.data.remarks import Remark
 from recipes_lib.data.rows import Row
 from recipes_lib.data.templates import TEMPLATE_DATE
@@ -102,6 +105,62 @@ def test_a_prompt_that_the_turn_does_not_begin_with_takes_nothing_from_the_answe
 def test_such_a_prompt_does_not_cut_a_special_token_of_the_turn() -> None:
     call = {"function": {"name": "get_weather", "arguments": {}}}
     assert trained("prefill", user("hi"), answer("", tool_calls=[call])) == ["<|call|>get_weather<|im_end|>"]
+
+
+SHIPPED = Path(__file__).parents[2] / "recipes" / "configs" / "chat_templates"
+CALLS = [
+    {"type": "function", "function": {"name": name, "arguments": {"city": "Zürich", "days": [1, 2]}}}
+    for name in ("get_weather", "get_news")
+]
+WRITTEN_CALLS = [
+    f'<tool_call>{{"name": "{name}", "arguments": {{"city": "Zürich", "days": [1, 2]}}}}</tool_call>'
+    for name in ("get_weather", "get_news")
+]
+
+
+@pytest.mark.parametrize(
+    ("content", "written"),
+    [
+        ({"content": None}, "\n".join(WRITTEN_CALLS)),
+        ({"content": ""}, "\n".join(WRITTEN_CALLS)),
+        ({}, "\n".join(WRITTEN_CALLS)),
+        ({"content": "Let me see."}, "\n".join(["Let me see.", *WRITTEN_CALLS])),
+    ],
+    ids=["null", "empty", "missing", "words"],
+)
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be kind."}]], ids=["", "system"])
+def test_the_shipped_template_writes_tools_calls_and_results(
+    system: list[dict[str, str]], content: dict[str, str | None], written: str
+) -> None:
+    template = (SHIPPED / "chatml_tools.jinja").read_text()
+    tokenizer = build_byte_level(template, extra=CHATML_ENDS)
+    tools = [{"type": "function", "function": {"name": name, "description": f"{name}."}} for name in ("a", "b")]
+    call = {"role": "assistant", **content, "tool_calls": CALLS}
+    messages = [*system, user("Rain?"), call, {"role": "tool", "content": "no"}, answer("It is dry.")]
+    raw = {"messages": messages, "tools": tools}
+    row = canonicalize(raw, detect_format(raw, where=""), "train.jsonl", 17, "line")
+    encoder = RowEncoder(tokenizer)
+    (encoded,) = encoder.encode([row])
+    rendered = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    assert tokenizer.decode(encoded.input_ids) == rendered
+    assert all(json.dumps(tool) in rendered for tool in tools)
+    assert rendered.count("<|im_start|>system") == 1
+    assert spans(tokenizer, encoded) == [f"{written}<|im_end|>", "It is dry.<|im_end|>"]
+    assert not encoded.remarks
+    asked = tokenizer.apply_chat_template(messages[:-1], tools=tools, tokenize=False, add_generation_prompt=True)
+    assert encoder.render_prompt(row) == asked
+    assert rendered.startswith(asked)
+
+
+def test_the_shipped_template_writes_plain_chats_as_chatml() -> None:
+    for messages in ([user("hi"), answer("yes")], [{"role": "system", "content": "be"}, user("hi"), answer("yes")]):
+        with_tools, plain_chatml = (
+            build_byte_level((SHIPPED / name).read_text(), extra=CHATML_ENDS).apply_chat_template(
+                messages, tokenize=False
+            )
+            for name in ("chatml_tools.jinja", "chatml.jinja")
+        )
+        assert with_tools == plain_chatml
 
 
 def test_white_space_that_the_template_trims_is_not_missed() -> None:

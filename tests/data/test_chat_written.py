@@ -33,6 +33,7 @@ def remarks(template: str, *messages: dict[str, Any], **options: Any) -> list[Re
 CONTENT = loop("{{ m.content }}")
 SYSTEM = {"role": "system", "content": "be \u201ckind\u201d"}
 TOOL = {"role": "tool", "content": '{"sky": "blue"}'}
+CALL = {"type": "function", "function": {"name": "sky", "arguments": {"city": "Paris", "days": [1, True]}}}
 NO_SYSTEM = CONTENT.replace("in messages", "in messages if m.role != 'system'")
 NO_TOOL = CONTENT.replace("in messages", "in messages if m.role != 'tool'")
 
@@ -45,8 +46,14 @@ NO_TOOL = CONTENT.replace("in messages", "in messages if m.role != 'tool'")
         (loop("{{ m.content if m.role != 'user' }}"), chat(user("hi"), answer("yes")), "of the role 'user'"),
         (loop("{{ m.content if m.role != 'tool' else 'tool' }}"), chat(user("hi"), TOOL, answer("y")), "message 1"),
         (source("zephyr_loop"), chat(user("hi"), TOOL, answer("yes")), "does not write message 1, of the role 'tool'"),
+        (CONTENT, chat(user("hi"), answer("", tool_calls=[CALL]), TOOL, answer("yes")), "message 1 calls 'sky', but"),
+        (
+            CONTENT,
+            chat(user("hi"), answer("So:", tool_calls=[CALL]), TOOL, answer("yes")),
+            "message 1 calls 'sky', but",
+        ),
     ],
-    ids=["system", "tool", "content", "constant", "zephyr"],
+    ids=["system", "tool", "content", "constant", "zephyr", "call", "call beside words"],
 )
 def test_a_message_that_the_template_does_not_write_is_an_error(template: str, row: Row, found: str) -> None:
     with pytest.raises(DataError, match=found):
@@ -111,9 +118,6 @@ def test_reasoning_of_the_last_turn_that_is_not_written_is_remarked_on(
     template: str, messages: list[dict[str, Any]], is_lost: bool
 ) -> None:
     assert remarks(template, *messages) == ([Remark.LOST_REASONING] if is_lost else [])
-
-
-CALL = {"type": "function", "function": {"name": "sky", "arguments": {"city": "Paris", "days": [1, True]}}}
 
 
 def calls(written: str, content: str = "{{ m.content }}") -> str:

@@ -92,7 +92,7 @@ def test_a_turn_is_marked_as_openai_or_axolotl_do_and_templates_do_not_see_it(
         assert untrained == (set() if is_trained else {0})
     call = {"from": "function_call", "value": '{"name": "f", "arguments": {}}', **marks}
     turns, untrained = split_marks(clean_messages([call], "turns", SHAREGPT_ROLES))
-    assert set(turns[0]) == {"role", "tool_calls"}
+    assert set(turns[0]) == {"role", "content", "tool_calls"}
     assert untrained == (set() if is_trained else {0})
 
 

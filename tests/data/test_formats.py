@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import copy
+import string
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 from trl.data_utils import extract_prompt, maybe_convert_to_chatml
 
 from recipes_lib.config.schema import DatasetFormat
+from recipes_lib.data.chat import RowEncoder
 from recipes_lib.data.formats import canonicalize, detect_format
+from recipes_lib.data.pair_encoding import PairEncoder
 from recipes_lib.data.rows import Row
 from recipes_lib.errors import DataError
 
@@ -69,7 +75,7 @@ GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
         {
             "messages": [
                 USER,
-                {"role": "assistant", "tool_calls": [CALL]},
+                {"role": "assistant", "content": "", "tool_calls": [CALL]},
                 {"role": "tool", "content": "4", "tool_call_id": "1"},
                 ANSWER,
             ]
@@ -126,7 +132,7 @@ GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
         {
             "messages": [
                 USER,
-                {"role": "assistant", "tool_calls": [CALL]},
+                {"role": "assistant", "content": "", "tool_calls": [CALL]},
                 {"role": "tool", "content": "4"},
                 ANSWER,
             ]
@@ -180,6 +186,86 @@ GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
         "preference",
         {"chosen": [SYSTEM, USER, ANSWER], "rejected": [SYSTEM, USER, WRONG]},
         {"messages": [SYSTEM, USER, ANSWER], "num_prompt_messages": 2, "rejected": [WRONG]},
+    ),
+    "preference with its prompt in a dialogue": (
+        "preference",
+        {
+            "chosen": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: What is 2 + 2?\n\nAssistant: It is 4",
+            "rejected": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: What is 2 + 2?\n\nAssistant: It is 5",
+        },
+        {
+            "prompt": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: What is 2 + 2?\n\nAssistant:",
+            "completion": " It is 4",
+            "rejected": " It is 5",
+        },
+    ),
+    "preference with its prompt in the texts": (
+        "preference",
+        {"chosen": "Post: a b\nTL;DR: forty", "rejected": "Post: a b\nTL;DR: fourteen"},
+        {"prompt": "Post: a b\nTL;DR:", "completion": " forty", "rejected": " fourteen"},
+    ),
+    "preference with a text prompt and messages": (
+        "preference",
+        {"prompt": "What is 2 + 2?", "chosen": [ANSWER], "rejected": [WRONG]},
+        {"messages": [USER, ANSWER], "num_prompt_messages": 1, "rejected": [WRONG]},
+    ),
+    "preference with a chat and texts": (
+        "preference",
+        {"prompt": [SYSTEM, USER], "chosen": "4", "rejected": "5"},
+        {"messages": [SYSTEM, USER, ANSWER], "num_prompt_messages": 2, "rejected": [WRONG]},
+    ),
+    "orca": (
+        "preference",
+        {"system": "Be brief.", "question": "What is 2 + 2?", "chosen": "4", "rejected": "5"},
+        {"messages": [SYSTEM, USER, ANSWER], "num_prompt_messages": 2, "rejected": [WRONG]},
+    ),
+    "LLaMA-Factory's pairs as objects": (
+        "preference",
+        {
+            "conversations": [{"from": "human", "value": "What is 2 + 2?"}],
+            "chosen": {"from": "gpt", "value": "4"},
+            "rejected": {"from": "gpt", "value": "5"},
+        },
+        {"messages": [USER, ANSWER], "num_prompt_messages": 1, "rejected": [WRONG]},
+    ),
+    "LLaMA-Factory's pairs as strings": (
+        "preference",
+        {
+            "conversations": [{"from": "human", "value": "What is 2 + 2?"}],
+            "system": "Be brief.",
+            "chosen": "4",
+            "rejected": "5",
+        },
+        {"messages": [SYSTEM, USER, ANSWER], "num_prompt_messages": 2, "rejected": [WRONG]},
+    ),
+    "LLaMA-Factory's pairs of instructions": (
+        "preference",
+        {"instruction": "Add.", "input": "2 + 2", "chosen": "4", "rejected": "5"},
+        {
+            "messages": [{"role": "user", "content": "Add.\n2 + 2"}, ANSWER],
+            "num_prompt_messages": 1,
+            "rejected": [WRONG],
+        },
+    ),
+    "Alpaca with its text": (
+        "alpaca",
+        {"instruction": "What is 2 + 2?", "input": "", "output": "4", "text": "Q: What is 2 + 2?\nA: 4"},
+        {"messages": [USER, ANSWER]},
+    ),
+    "Dolly": (
+        "dolly",
+        {"instruction": "Add.", "context": "2 + 2", "response": "4", "category": "closed_qa"},
+        {"messages": [{"role": "user", "content": "Add.\n2 + 2"}, ANSWER]},
+    ),
+    "question and answer": (
+        "question_answer",
+        {"question": "What is 2 + 2?", "answer": "4"},
+        {"messages": [USER, ANSWER]},
+    ),
+    "a chat beside a question and an answer": (
+        "messages",
+        {"messages": [USER, ANSWER], "question": "What is 2 + 2?", "answer": "4"},
+        {"messages": [USER, ANSWER]},
     ),
     "preference with the prompt inside and as text": (
         "preference",
@@ -248,6 +334,49 @@ def test_implicit_prompts_agree_with_trl() -> None:
     assert row.messages[: row.num_prompt_messages] == theirs["prompt"]
     assert row.messages[row.num_prompt_messages :] == theirs["chosen"]
     assert row.rejected == theirs["rejected"]
+
+
+WORDS = st.lists(st.text(string.ascii_letters, min_size=1, max_size=4), max_size=4)
+
+
+@given(prompt=WORDS.filter(bool), chosen=WORDS, rejected=WORDS)
+def test_prompts_inside_texts_agree_with_trl(prompt: list[str], chosen: list[str], rejected: list[str]) -> None:
+    # That neither answer begins the other, which TRL cuts in another place, is seen by the first letters.
+    raw = {"chosen": " ".join([*prompt, "x", *chosen]), "rejected": " ".join([*prompt, "y", *rejected])}
+    row, theirs = convert(raw), extract_prompt(raw)
+    assert (row.prompt, row.completion, row.rejected) == (theirs["prompt"], theirs["chosen"], theirs["rejected"])
+
+
+DIALOGUE = "\n\nHuman: What is 2 + 2?\n\nAssistant:"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chosen", "rejected"),
+    [
+        (DIALOGUE, " It is green.", " It is grey."),
+        (DIALOGUE, " It", " It is"),
+        (f"{DIALOGUE} It is{DIALOGUE}", " four", " five"),
+        ("The sky is", " green", " grey"),
+        ("The sky is", " grey", " grey as ash"),
+        ("A line\n", "grey", "green"),
+        ("A line\n\n", "  grey", "  green"),
+    ],
+)
+def test_a_prompt_inside_texts_ends_where_tokens_do(
+    prompt: str, chosen: str, rejected: str, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Neither inside a word nor in a space, so that the answers' tokens follow the prompt's."""
+    row = convert({"chosen": prompt + chosen, "rejected": prompt + rejected})
+    assert row == convert({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    (pair,) = PairEncoder(RowEncoder(tiny_tokenizer), tiny_tokenizer).encode([row])
+    assert tiny_tokenizer.decode(pair.prompt_ids) == prompt
+    assert tiny_tokenizer.decode(pair.chosen_ids) == chosen + "<|endoftext|>"
+    assert tiny_tokenizer.decode(pair.rejected_ids) == rejected + "<|endoftext|>"
+
+
+def test_a_text_that_does_not_repeat_the_instruction_is_another_layout() -> None:
+    with pytest.raises(DataError, match=r"several layouts: `text` \(text\) and `alpaca`"):
+        convert({"instruction": "What is 2 + 2?", "output": "4", "text": "Once upon a time"})
 
 
 def test_detection_names_the_columns_it_reads_and_ignores() -> None:

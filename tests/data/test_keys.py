@@ -24,6 +24,7 @@ OTHER_VALUES = {
     "test_split_size": 0.1,
     "dataset_mixture": [{"name": "a", "weight": 2.0}],
     "dataset_format": "messages",
+    "dataset_columns": {"text": "content"},
     "dataset_streaming": True,
     "allow_eval_overlap": True,
     "loss_on": "last_assistant",

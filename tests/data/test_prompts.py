@@ -47,6 +47,8 @@ def load(tmp_path, tiny_tokenizer):
         {"instruction": "What is 2 plus 2?", "output": "Four."},
         {"question": "What is 2 plus 2?", "answer": "2 + 2 = 4 #### 4"},
         {"question": "ignored", "messages": [*QUESTION, FOUR]},
+        {"question": "What is 2 plus 2?", "chosen": "Four.", "rejected": "Five."},
+        {"conversations": QUESTION, "chosen": FOUR, "rejected": FIVE},
         {"conversations": [{"from": "human", "value": "What is 2 plus 2?"}, {"from": "gpt", "value": "Four."}]},
     ],
 )
@@ -66,6 +68,18 @@ def test_a_plain_text_is_given_as_it_is(load, tiny_tokenizer):
     assert tiny_tokenizer.decode(data.train[0].input_ids) == "Once upon a time"
     assert data.train[0].content == "Once upon a time"
     assert data.terminators == []
+
+
+def test_the_prompt_of_a_pair_of_dialogues_is_given_as_it_is(load):
+    asked = "\n\nHuman: What is 2 plus 2?\n\nAssistant:"
+    (prompt,) = load([{"chosen": f"{asked} Four.", "rejected": f"{asked} Five."}]).train
+    assert prompt.content == asked
+
+
+def test_a_prompt_may_stand_in_a_column_of_another_name(load):
+    data = load([{"problem": "Once upon a time", "answer": "4"}], dataset_columns="{prompt: problem}")
+    assert data.train[0].content == "Once upon a time"
+    assert data.train[0].columns == {"answer": "4"}
 
 
 def test_the_end_of_an_answer_does_not_hang_on_the_order_of_the_rows(load):

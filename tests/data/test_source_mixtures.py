@@ -138,6 +138,22 @@ def test_configuration_names_training_and_held_out_data(files: tuple[str, str], 
     assert texts(held_out)[0] == "b 0"
 
 
+def test_columns_are_renamed_in_every_dataset_or_in_one_entry(files: tuple[str, str], tmp_path: Path) -> None:
+    other = tmp_path / "c.jsonl"
+    other.write_text('{"content": "c 0"}\n')
+    columns = {"text": "content"}
+    single = DataConfig(dataset_name=str(other), dataset_test_split=str(other), dataset_columns=columns)
+    held_out = load_test_data(single)
+    assert held_out is not None
+    assert texts(load_train_data(single)) == texts(held_out) == ["c 0"]
+    for parts, default in (
+        ([{"name": files[0]}, {"name": str(other), "columns": columns}], None),
+        ([{"name": files[0], "columns": None}, {"name": str(other)}], columns),
+    ):
+        mixed = DataConfig(dataset_mixture=parts, dataset_columns=default)
+        assert texts(load_train_data(mixed))[NUM_ROWS - 1 :] == [f"a {NUM_ROWS - 1}", "c 0"]
+
+
 @pytest.mark.parametrize(
     "data",
     [

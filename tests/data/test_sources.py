@@ -12,7 +12,7 @@ import pytest
 
 from recipes_lib.data.rows import Row
 from recipes_lib.data.sources import detect_source_format, load_source, read_rows
-from recipes_lib.errors import DataError
+from recipes_lib.errors import ConfigError, DataError
 
 CHATS = [
     {"messages": [{"role": "user", "content": f"Question {n}, é"}, {"role": "assistant", "content": f"Answer {n}"}]}
@@ -31,7 +31,10 @@ def say(rows: list[Row]) -> list[object]:
 
 def test_the_container_does_not_change_the_rows(tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    rows = [*CHATS, {"messages": [{"role": "user", "content": "Go"}, {"role": "assistant", "tool_calls": [call]}]}]
+    rows = [
+        *CHATS,
+        {"messages": [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "", "tool_calls": [call]}]},
+    ]
     write_lines(tmp_path / "a.jsonl", rows)
     (tmp_path / "a.json").write_text(json.dumps(rows, indent=2))
     (tmp_path / "b.json").write_text(json.dumps({"data": rows}))
@@ -70,7 +73,7 @@ def test_problems_beyond_the_limit_are_counted(tmp_path: Path) -> None:
 
 
 def test_a_wrong_layout_is_told_once(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "d.jsonl", [{"question": "a", "answer": "b"}] * 30)
+    path = write_lines(tmp_path / "d.jsonl", [{"query": "a", "reply": "b"}] * 30)
     with pytest.raises(DataError) as caught:
         list(read_rows(load_source(str(path))))
     assert len(caught.value.problems) == 1
@@ -109,3 +112,49 @@ def test_the_layout_of_a_source_is_that_of_its_first_row_that_parses(tmp_path: P
     path.write_text("\n")
     with pytest.raises(DataError, match="no rows"):
         detect_source_format(load_source(str(path)))
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "same"),
+    [
+        (
+            {"q": "a", "a": "b", "id": 1},
+            {"prompt": "q", "completion": "a"},
+            {"prompt": "a", "completion": "b", "id": 1},
+        ),
+        ({"q": "a", "a": "b"}, {"question": "q", "answer": "a"}, {"question": "a", "answer": "b"}),
+        ({"prompt": "b", "completion": "a"}, {"prompt": "completion", "completion": "prompt"}, None),
+        ({"prompt": "a", "completion": "b", "text": "a b"}, {"text": None}, {"prompt": "a", "completion": "b"}),
+        ({"prompt": "a", "completion": "b", "label": True}, {"label": None}, {"prompt": "a", "completion": "b"}),
+        ({"text": "an id", "content": "a"}, {"text": "content"}, {"text": "a"}),
+    ],
+)
+def test_renamed_columns_are_as_if_the_dataset_had_the_names(
+    tmp_path: Path, row: dict[str, object], columns: dict[str, str | None], same: dict[str, object] | None
+) -> None:
+    name = str(tmp_path / "d.jsonl")
+    write_lines(tmp_path / "d.jsonl", [same or {"prompt": "a", "completion": "b"}])
+    expected = list(read_rows(load_source(name)))
+    write_lines(tmp_path / "d.jsonl", [row])
+    renamed = load_source(name, columns=columns)
+    assert list(read_rows(renamed)) == list(read_rows(renamed)) == expected
+    assert renamed.fingerprint() not in (load_source(name).fingerprint(), load_source(name, columns={}).fingerprint())
+
+
+@pytest.mark.parametrize(
+    ("columns", "error", "words"),
+    [
+        ({"promt": "q"}, ConfigError, "did you mean `prompt`?"),
+        ({"prompt": 3}, ConfigError, "`prompt: 3` names no column"),
+        (["q"], ConfigError, "not a mapping"),
+        ({"prompt": "questoin", "completion": "a"}, DataError, "did you mean `question`?"),
+    ],
+)
+def test_a_mapping_of_columns_that_cannot_be_meant_is_refused(
+    tmp_path: Path, columns: dict[str, str | None], error: type[Exception], words: str
+) -> None:
+    path = write_lines(tmp_path / "d.jsonl", [{"question": "a", "a": "b"}] * 2)
+    with pytest.raises(error) as caught:
+        list(read_rows(load_source(str(path), columns=columns)))
+    assert len(caught.value.problems) == 1
+    assert words in str(caught.value)

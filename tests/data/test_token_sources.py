@@ -33,6 +33,7 @@ def texts(tmp_path):
 
 CHANGES = {
     "dataset_format": "text",
+    "dataset_columns": {"messages": None},
     "test_split_size": 0.1,
     "eos_token": "<|im_end|>",
     "text_documents": "line",

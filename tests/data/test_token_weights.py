@@ -37,7 +37,8 @@ def test_weights_are_shares_of_the_tokens_and_by_size_unless_given(mix, weights,
 
 def test_the_one_dataset_is_an_entry_too(build_config):
     config = build_config(dataset_name="a/b", dataset_config="c", dataset_revision="d", dataset_train_split="e")
-    assert list_entries(config.data) == [{"name": "a/b", "config": "c", "revision": "d", "split": "e"}]
+    entry = {"name": "a/b", "config": "c", "revision": "d", "split": "e", "columns": None}
+    assert list_entries(config.data) == [entry]
     assert compute_weights(config, [7]) == [1]
 
 

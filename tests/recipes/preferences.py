@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "dpo.py"
 
 
-def load_recipe() -> ModuleType:
+def load_recipe(stage: str = "dpo") -> ModuleType:
     """The recipe as a module."""
-    spec = importlib.util.spec_from_file_location("dpo_recipe", RECIPE)
+    spec = importlib.util.spec_from_file_location(f"{stage}_recipe", RECIPE.with_stem(stage))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -66,9 +66,9 @@ def write_config(folder: Path, model_dir: Path, data: Path, *, output: str = "a 
     return path
 
 
-def run_here(recipe: ModuleType, config: Path, *flags: str) -> int:
+def run_here(recipe: ModuleType, config: Path, *flags: str, stage: str = "dpo") -> int:
     """Run the recipe in this process and return its exit code."""
-    return run_command(lambda: recipe.main(load_config("dpo", ["--config", str(config), *flags])))
+    return run_command(lambda: recipe.main(load_config(stage, ["--config", str(config), *flags])))
 
 
 def start(*argv: str | Path) -> subprocess.Popen[str]:

@@ -178,7 +178,7 @@ REFUSED: Final[Mapping[str, Retired]] = {
     ),
     # Data preparation has one author too.
     "dataset_text_field": dropped_at(
-        ("text", None), "is not needed; the column is `text`", "rename the column to `text`, or write `dataset_format`"
+        ("text", None), "is not needed; the column is `text`", "write `dataset_columns: {text: NAME}`"
     ),
     **each("dataset_kwargs dataset_num_proc shuffle_dataset eval_packing", _PREPARED),
     "packing_strategy": Retired(

@@ -97,7 +97,7 @@ RETIRED: Final[Mapping[str, Retired]] = {
         "is a file here", "save the template as chat_template.jinja and write `chat_template_path: chat_template.jinja`"
     ),
     "preprocessing_num_workers": _PREPARED,
-    "text_column": dropped_at(("text", None), "is not needed", "rename the column to `text`"),
+    "text_column": dropped_at(("text", None), "is not needed", "write `dataset_columns: {text: NAME}`"),
     "truncation_side": dropped_at((None, "right"), "is `overlong` here", "`overlong: truncate` keeps the start"),
     "auto_insert_empty_system_msg": dropped_at(
         (False,), "changed the rows in silence", "put system messages into the rows, or into the chat template"

@@ -14,7 +14,9 @@ from recipes_lib.config.distillation_keys import DistillationConfig
 from recipes_lib.config.layer_keys import LayersConfig
 from recipes_lib.config.table import load_table
 
-DatasetFormat = Literal["auto", "messages", "prompt_completion", "text", "sharegpt", "alpaca", "preference"]
+DatasetFormat = Literal[
+    "auto", "messages", "prompt_completion", "text", "sharegpt", "alpaca", "dolly", "question_answer", "preference"
+]
 LossOn = Literal["assistant", "last_assistant", "completion", "all"]
 Overlong = Literal["error", "truncate", "drop", "split"]
 
@@ -34,6 +36,8 @@ class MixtureEntry(TypedDict, total=False):
     """As ``dataset_train_split``."""
     format: DatasetFormat
     """As ``dataset_format``."""
+    columns: dict[str, Any]
+    """As ``dataset_columns``."""
 
 
 class CurriculumPhase(TypedDict):
@@ -62,9 +66,11 @@ class DataConfig:
     test_split_size: float | int | None = None
     """Hold out this share (below 1) or number (1 and above) of rows when no test split is named."""
     dataset_mixture: list[dict[str, Any]] | None = field(default=None, metadata={"items": MixtureEntry})
-    """Several datasets instead of one: a list of ``{name, weight, config, revision, split, format}``."""
+    """Several datasets instead of one: a list of ``{name, weight, config, revision, split, format, columns}``."""
     dataset_format: DatasetFormat = "auto"
     """Row layout; ``auto`` detects it from the columns and names what it found."""
+    dataset_columns: dict[str, Any] | None = None
+    """Columns that have other names here: ``{prompt: question, completion: answer}``; ``{label: null}`` hides one."""
     dataset_streaming: bool = False
     """Tokenise while training, for data larger than the disk; needs ``max_steps``."""
     allow_eval_overlap: bool = False

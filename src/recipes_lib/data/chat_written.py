@@ -88,9 +88,15 @@ class WrittenCheck:
     def _check_message(self, row: Row, rendered: Rendered, number: int) -> None:
         turn = rendered.turn(number)
         message = _messages(row)[number]
+        if calls := message.get("tool_calls"):  # What is said beside them may be left out.
+            renamed = [_change_function(call, name=_say_else(_read_name(call))) for call in calls]
+            if self._ignores(row, rendered, number, {**message, "tool_calls": renamed}):
+                found = f"message {number} calls {_read_name(calls[0])!r}, but the chat template does not write that"
+                raise DataError(Problem(row.where, found, "use a template that writes tool_calls"))
+            return
         # Many templates write a system message before the loop, or into the first turn.
         head = rendered.text[: rendered.turns[0].end] if rendered.turns else rendered.text
-        if message.get("tool_calls") or all(said in turn or said in head for said in find_texts(message)):
+        if all(said in turn or said in head for said in find_texts(message)):
             return
         if self._ignores(row, rendered, number, reword(message)):
             found = f"the chat template does not write message {number}, of the role {message['role']!r}"
@@ -112,8 +118,7 @@ class WrittenCheck:
                 remarks.append(Remark.PYTHON_ARGUMENTS)
             elif not _writes_arguments(turn, arguments):
                 calls = list(message["tool_calls"])
-                other = {**function, "arguments": {**arguments, PLACEHOLDER: PLACEHOLDER}}
-                calls[at] = {**call, "function": other} if "function" in call else other
+                calls[at] = _change_function(call, arguments={**arguments, PLACEHOLDER: PLACEHOLDER})
                 if self._ignores(row, rendered, number, {**message, "tool_calls": calls}):
                     found = f"message {number} calls {function['name']!r}, but the chat template writes no arguments"
                     raise DataError(Problem(row.where, found, "use a template that writes tool_calls"))
@@ -160,7 +165,9 @@ def _find_written(messages: Sequence[Message], rendered: Rendered, trained: Coll
     written = set(trained)
     for number, start, end in rendered.turns:
         if number not in written:
-            content = messages[number].get("content")
+            content, calls = messages[number].get("content"), messages[number].get("tool_calls") or ()
+            if any(rendered.text.find(_read_name(call), start, end) < 0 for call in calls):
+                continue
             if isinstance(content, str) and rendered.text.find(content.strip(), start, end) >= 0:
                 written.add(number)
     return written
@@ -185,6 +192,15 @@ def reword(message: Message) -> Message:
         **message,
         "content": [{**part, "text": _say_else(part["text"])} if part.get("text") else part for part in content],
     }
+
+
+def _read_name(call: Mapping[str, Any]) -> str:
+    return str((call.get("function") or call)["name"])
+
+
+def _change_function(call: Mapping[str, Any], **changes: Any) -> Mapping[str, Any]:
+    """The tool call with another name, or other arguments."""
+    return {**call, "function": {**call["function"], **changes}} if call.get("function") else {**call, **changes}
 
 
 def _say_else(text: str) -> str:

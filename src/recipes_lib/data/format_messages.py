@@ -158,10 +158,12 @@ def _clean_message(written: object, place: str, roles: Mapping[str, str]) -> Mes
     cleaned: dict[str, Any] = {key: value for key, value in message.items() if value is not None}
     is_trained = _take_marks(cleaned, role, place)
     if written_role == FUNCTION_CALL:
-        cleaned = {"role": role, "tool_calls": _parse_function_calls(content, f"{place}.value")}
+        cleaned = {"role": role, "content": "", "tool_calls": _parse_function_calls(content, f"{place}.value")}
     else:
         cleaned["role"] = role
         _clean_extras(cleaned, place)
+        if role == "assistant" and "tool_calls" in cleaned:
+            cleaned.setdefault("content", "")  # Many templates fail on a missing one, and none tells it from "".
         _check_content(cleaned, place)
     return cleaned if is_trained else {**cleaned, TRAIN: False}
 
@@ -187,7 +189,7 @@ def _take_marks(message: dict[str, Any], role: str, place: str) -> bool:
 def _check_content(message: Message, place: str) -> None:
     content, speaks = message.get("content"), message["role"] == "assistant"
     if speaks and "tool_calls" in message:
-        check_text("" if content is None else content, f"{place}.content")
+        check_text(content, f"{place}.content")
     elif content is None:
         raise RowError(f"{place}.content is missing", "write the text of the turn")
     elif speaks:

@@ -160,6 +160,8 @@ def _take_prompt(raw: RawRow, data: DataConfig) -> tuple[Row, dict[str, Any]]:
         return Row(**place, messages=messages, num_prompt_messages=len(messages)), others
     row_format = detect_format(raw.columns, data.dataset_format, where=raw.where)
     row = canonicalize(raw.columns, row_format, raw.source, raw.index, raw.index_name)
+    if row.prompt is not None:
+        return dataclasses.replace(row, completion=None, rejected=None), others
     if row.messages is None:
         found = f"the `{row_format.name}` layout has no prompt"
         raise DataError(Problem(raw.where, found, "give rows with a `prompt` column, or chats"))

@@ -22,7 +22,7 @@ from recipes_lib.data.sources import collect_rows, load_source, raise_problems
 from recipes_lib.data.token_weights import list_entries
 from recipes_lib.errors import ConfigError, DataError, Problem
 
-PART_KEYS: Final = ("name", "weight", "config", "revision", "split", "format")
+PART_KEYS: Final = ("name", "weight", "config", "revision", "split", "format", "columns")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,8 @@ def load_train_data(data: DataConfig, *, seed: int = 0) -> Mixture:
     if data.dataset_streaming:
         found = "a mixture cannot be streamed: its parts would be trained on one after another"
         raise ConfigError(Problem("dataset_streaming", found, "set it to false, or mix the data on disk first"))
-    return build_mixture(data.dataset_mixture, default_format=data.dataset_format, seed=seed)
+    defaults = {"format": data.dataset_format, "columns": data.dataset_columns}
+    return build_mixture([{**defaults, **part} for part in data.dataset_mixture], seed=seed)
 
 
 def load_test_data(data: DataConfig) -> Mixture | None:
@@ -147,17 +148,15 @@ def find_held_out(data: DataConfig, where: str = "dataset_test_split") -> dict[s
     if names_path(name):
         if not is_local(expand_home(name)):
             raise ConfigError(Problem(where, f"there is no file or folder `{name}`", "correct the path"))
-        return {"name": name}
+        return {"name": name, "columns": data.dataset_columns}
     if data.dataset_name is None:
         found = f"`{name}` is the name of a split, and a mixture has no splits"
         raise ConfigError(Problem(where, found, f"name a held-out path (./{name}), or set `test_split_size`"))
     return {**list_entries(data)[0], "split": name}
 
 
-def build_mixture(
-    parts: Sequence[Mapping[str, Any]], *, default_format: DatasetFormat = "auto", seed: int = 0
-) -> Mixture:
-    """Open the parts of a ``dataset_mixture``, each ``{name, weight, config, revision, split, format}``.
+def build_mixture(parts: Sequence[Mapping[str, Any]], *, seed: int = 0) -> Mixture:
+    """Open the parts of a ``dataset_mixture``, each ``{name, weight, config, revision, split, format, columns}``.
 
     All keys but the name are optional; see ``Part`` for what a weight means.
 
@@ -173,18 +172,17 @@ def build_mixture(
     loaded = []
     for part in parts:
         try:
-            loaded.append(_load_part(part, default_format))
+            loaded.append(_load_part(part))
         except DataError as error:
             problems += error.problems
     raise_problems(problems, "dataset_mixture")
     return Mixture(parts=loaded, seed=seed)
 
 
-def _load_part(part: Mapping[str, Any], default_format: DatasetFormat) -> Part:
-    source = load_source(
-        part["name"], config=part.get("config"), revision=part.get("revision"), split=part.get("split", "train")
-    )
-    return Part(source=source, weight=float(part.get("weight", 1.0)), format=part.get("format", default_format))
+def _load_part(part: Mapping[str, Any]) -> Part:
+    where = {key: part[key] for key in ("config", "revision", "split", "columns") if key in part}
+    source = load_source(part["name"], **where)
+    return Part(source=source, weight=float(part.get("weight", 1.0)), format=part.get("format", "auto"))
 
 
 def _check_part(part: Mapping[str, Any], number: int) -> Iterator[Problem]:

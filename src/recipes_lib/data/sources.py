@@ -3,22 +3,76 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from recipes_lib.config.paths import expand_home
 from recipes_lib.config.schema import DatasetFormat
-from recipes_lib.data.formats import RowFormat, canonicalize, detect_format
+from recipes_lib.data.formats import COLUMNS, RowFormat, canonicalize, detect_format
 from recipes_lib.data.rows import Row
 from recipes_lib.data.source_files import READERS, load_files
 from recipes_lib.data.source_hub import is_saved, load_hub, load_saved
-from recipes_lib.data.source_rows import RawRow, Source
+from recipes_lib.data.source_rows import Entry, RawRow, Source
 from recipes_lib.data.source_text import TextDocuments
-from recipes_lib.errors import DataError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem
 
 MAX_PROBLEMS: Final = 20
 """Problems listed one by one before the rest are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class _RenamedSource:
+    """A source whose columns are called by other names, or left out."""
+
+    source: Source
+    columns: Mapping[str, str | None]
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def streaming(self) -> bool:
+        return self.source.streaming
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(json.dumps([self.source.fingerprint(), dict(self.columns)]).encode()).hexdigest()
+
+    def rows(self) -> Iterator[Entry]:
+        """Read from the start.
+
+        Raises:
+            DataError: The first row has not all of the columns.
+        """
+        is_first = True
+        for entry in self.source.rows():
+            if isinstance(entry, RawRow):
+                if is_first:
+                    self._refuse_missing(entry)
+                is_first = False
+                entry = replace(entry, columns=self._rename(entry.columns))
+            yield entry
+
+    def _rename(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        hidden = {*self.columns, *self.columns.values()}
+        kept = {name: value for name, value in row.items() if name not in hidden}
+        return kept | {
+            name: row[column] for name, column in self.columns.items() if column is not None and column in row
+        }
+
+    def _refuse_missing(self, row: RawRow) -> None:
+        problems = []
+        for name, column in self.columns.items():
+            if column is not None and column not in row.columns:
+                near = difflib.get_close_matches(column, row.columns, n=1)
+                remedy = f"did you mean `{near[0]}`?" if near else f"name one of {', '.join(row.columns)}"
+                problems.append(Problem(row.where, f"dataset_columns.{name}: there is no column `{column}`", remedy))
+        if problems:
+            raise DataError(*problems)
 
 
 def load_source(
@@ -27,6 +81,7 @@ def load_source(
     config: str | None = None,
     revision: str | None = None,
     split: str = "train",
+    columns: Mapping[str, str | None] | None = None,
     streaming: bool = False,
     text_documents: TextDocuments = "line",
 ) -> Source:
@@ -37,12 +92,20 @@ def load_source(
         config: Configuration of a Hub dataset.
         revision: Commit, tag or branch of a Hub dataset.
         split: Split wanted.
+        columns: Column of the dataset for each column of a layout (``dataset_columns``); ``None`` leaves one out.
         streaming: Read a Hub dataset without downloading it first; local data are never held in memory.
         text_documents: What a row of a text or Markdown file is.
 
     Raises:
+        ConfigError: ``columns`` names what no layout has, or is not a mapping of names.
         DataError: There is no such file, folder, Hub dataset or split, or it is of an unknown kind.
     """
+    if columns is not None:
+        _check_columns(columns)
+        source = load_source(
+            name, config=config, revision=revision, split=split, streaming=streaming, text_documents=text_documents
+        )
+        return _RenamedSource(source, columns)
     path = Path(expand_home(name))
     try:
         is_folder, is_local = path.is_dir(), bool(name) and path.exists()
@@ -59,6 +122,21 @@ def load_source(
     if is_folder and is_saved(path):
         return load_saved(path, name, split)
     return load_files(path, name, split, text_documents)
+
+
+def _check_columns(columns: object) -> None:
+    if not isinstance(columns, Mapping):
+        raise ConfigError(Problem("dataset_columns", "it is not a mapping", "write {prompt: question, ...}"))
+    problems = []
+    for name, column in columns.items():
+        if name not in COLUMNS:
+            near = difflib.get_close_matches(str(name), COLUMNS, n=1)
+            remedy = f"did you mean `{near[0]}`?" if near else f"name one of {', '.join(sorted(COLUMNS))}"
+            problems.append(Problem("dataset_columns", f"no layout has a column `{name}`", remedy))
+        if column is not None and not isinstance(column, str):
+            problems.append(Problem("dataset_columns", f"`{name}: {column}` names no column", "quote it"))
+    if problems:
+        raise ConfigError(*problems)
 
 
 def read_rows(

@@ -158,6 +158,7 @@ def _load_entry(config: RecipeConfig, entry: Mapping[str, Any]) -> Source:
         config=entry.get("config"),
         revision=entry.get("revision"),
         split=entry.get("split", "train"),
+        columns=entry.get("columns", config.data.dataset_columns),
         streaming=config.data.dataset_streaming,
         text_documents=config.pretraining.text_documents,
     )

@@ -20,6 +20,7 @@ def list_entries(data: DataConfig) -> Sequence[Mapping[str, Any]]:
         "config": data.dataset_config,
         "revision": data.dataset_revision,
         "split": data.dataset_train_split,
+        "columns": data.dataset_columns,
     }
     return [entry]
 

@@ -1,0 +1,149 @@
+"""The layouts of public datasets, by their columns and keys with texts of our own: each loads, and trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.recipes.preferences import ROOT, load_recipe, read_events, run_here, write_config, write_rows
+
+from recipes_lib.config.loader import load_config
+from recipes_lib.data.pair_sets import prepare_pairs
+from recipes_lib.data.prepare import prepare
+
+ASKED, GOOD, BAD = "What is {n} plus {n}?", "It is {twice}.", "It is not {twice}, or is it?"
+TURN, TEXT = "<|im_end|>", "<|endoftext|>"
+DIALOGUE = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: What is {n} plus {n}?\n\nAssistant:"
+USER = {"role": "user", "content": ASKED}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 1}}}
+ADD = {"type": "function", "function": {"name": "add", "description": "Adds two numbers."}}
+TOOLS_TEMPLATE = {"chat_template_path": str(ROOT / "recipes/configs/chat_templates/chatml_tools.jinja")}
+
+
+def say(content: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+# a row, the answers that are trained on, the keys that it takes
+SHAPES: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
+    "question and answer": ({"question": ASKED, "answer": GOOD}, [GOOD + TURN], {}),
+    "Dolly": (
+        {"instruction": "Add.", "context": "{n} and {n}", "response": GOOD, "category": "closed_qa"},
+        [GOOD + TURN],
+        {},
+    ),
+    "Alpaca": (
+        {"instruction": ASKED, "input": "", "output": GOOD, "text": f"### Question: {ASKED}\n### Answer: {GOOD}"},
+        [GOOD + TURN],
+        {},
+    ),
+    "other names, texts": (
+        {"query": ASKED, "reply": GOOD},
+        [GOOD + TEXT],
+        {"dataset_columns": {"prompt": "query", "completion": "reply"}},
+    ),
+    "other names, turns": (
+        {"query": ASKED, "reply": GOOD},
+        [GOOD + TURN],
+        {"dataset_columns": {"question": "query", "answer": "reply"}},
+    ),
+    "a label that judges nothing": (
+        {"prompt": ASKED, "completion": GOOD, "label": False},
+        [GOOD + TEXT],
+        {"dataset_columns": {"label": None}},
+    ),
+    "tool calls without words": (
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "tool", "content": "{twice}"},
+                say(GOOD),
+            ],
+            "tools": [ADD],
+        },
+        ['<tool_call>{"name": "add", "arguments": {"a": 1, "b": 1}}</tool_call>' + TURN, GOOD + TURN],
+        TOOLS_TEMPLATE,
+    ),
+    "hh-rlhf": ({"chosen": f"{DIALOGUE} {GOOD}", "rejected": f"{DIALOGUE} {BAD}"}, [f" {GOOD}{TEXT}"], {}),
+    "texts that begin alike": (
+        {"chosen": f"{ASKED}\nYes: {GOOD}", "rejected": f"{ASKED}\nNo: {BAD}"},
+        [f"Yes: {GOOD}{TEXT}"],
+        {},
+    ),
+    "chats that begin alike": ({"chosen": [USER, say(GOOD)], "rejected": [USER, say(BAD)]}, [GOOD + TURN], {}),
+    "orca": ({"system": "Be kind.", "question": ASKED, "chosen": GOOD, "rejected": BAD}, [GOOD + TURN], {}),
+    "LLaMA-Factory, objects": (
+        {
+            "conversations": [{"from": "human", "value": ASKED}],
+            "chosen": {"from": "gpt", "value": GOOD},
+            "rejected": {"from": "gpt", "value": BAD},
+        },
+        [GOOD + TURN],
+        {},
+    ),
+    "LLaMA-Factory, strings": (
+        {"conversations": [{"from": "human", "value": ASKED}], "chosen": GOOD, "rejected": BAD},
+        [GOOD + TURN],
+        {},
+    ),
+    "LLaMA-Factory, instructions": (
+        {"instruction": ASKED, "input": "", "chosen": GOOD, "rejected": BAD},
+        [GOOD + TURN],
+        {},
+    ),
+    "pairs with other names": (
+        {"query": ASKED, "good": GOOD, "bad": BAD},
+        [GOOD + TURN],
+        {"dataset_columns": {"question": "query", "chosen": "good", "rejected": "bad"}},
+    ),
+}
+RUNS = [
+    (stage, shape)
+    for shape, (row, _, keys) in SHAPES.items()
+    for stage in ("sft", "dpo")
+    if stage == "sft" or "rejected" in {*row, *keys.get("dataset_columns", ())}
+]
+
+
+def fill(value: Any, number: int) -> Any:
+    if isinstance(value, str):
+        return value.replace("{n}", str(number)).replace("{twice}", str(2 * number))
+    if isinstance(value, dict):
+        return {key: fill(item, number) for key, item in value.items()}
+    return [fill(item, number) for item in value] if isinstance(value, list) else value
+
+
+@pytest.fixture(scope="module")
+def recipes():
+    return {stage: load_recipe(stage) for stage in ("sft", "dpo")}
+
+
+@pytest.mark.parametrize(("stage", "shape"), RUNS, ids=[f"{shape} in {stage}" for stage, shape in RUNS])
+def test_a_common_shape_trains_on_its_answers(
+    tmp_path, tiny_model_dir, tiny_tokenizer, monkeypatch, recipes, stage, shape
+) -> None:
+    row, answers, keys = SHAPES[shape]
+    monkeypatch.setattr(recipes[stage], "build_report", lambda folder: None)
+    monkeypatch.setattr("recipes_lib.training.observer.measure_matmul_flops", lambda dtype: 1e9)
+    data = write_rows(tmp_path / "rows.jsonl", [fill(row, number) for number in range(4)])
+    config = write_config(tmp_path, tiny_model_dir, data, max_length=512, per_device_train_batch_size=2, **keys)
+    assert run_here(recipes[stage], config, stage=stage) == 0
+    assert read_events(tmp_path / "a run")[-1]["step"] == 2
+
+    loaded = load_config(stage, ["--config", str(config)])
+    expected = [fill(answer, number) for number in range(4) for answer in answers]
+    if stage == "dpo":
+        pairs = prepare_pairs(loaded, lambda _: pytest.fail("tokenised again")).train
+        trained = [tiny_tokenizer.decode(pair["chosen_ids"]) for pair in pairs]
+        rejected = [tiny_tokenizer.decode(pair["rejected_ids"]) for pair in pairs]
+        end = TURN if answers[0].endswith(TURN) else TEXT
+        assert all(said.endswith(fill(BAD, number) + end) for number, said in enumerate(rejected))
+    else:
+        trained = []
+        for pack in prepare(loaded, lambda _: pytest.fail("tokenised again")).train:
+            targets = np.flatnonzero(pack["loss_mask"])
+            runs = np.split(targets, np.flatnonzero(np.diff(targets) > 1) + 1)
+            trained += [tiny_tokenizer.decode(pack["input_ids"][run]) for run in runs]
+    assert sorted(trained) == sorted(expected)
