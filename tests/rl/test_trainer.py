@@ -256,6 +256,10 @@ def test_it_reports_what_is_promised(policy_dir, prompts_file, tmp_path):
         first["objective/score/score_first_key"] + first["objective/score/score_by_chance"]
     )
     assert train[-1]["objective/kl_seq"] != 0
+    for event in train:
+        assert 0 < event["objective/finish_rate"] < 1
+        costs = 1.0 - event["objective/finish_rate"] + event["objective/kl_coef"] * event["objective/kl_seq"]
+        assert event["objective/reward_total"] == pytest.approx(event["objective/score"] - costs, abs=1e-5)
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [sample["step"] for sample in samples] == [0, 0, 8, 8, 12, 12]
     assert samples[0]["prompt"] == samples[2]["prompt"]
