@@ -102,7 +102,7 @@ def test_tokens_are_weighed_by_the_policy_that_answered_and_not_by_the_one_that_
     unweighted = compute_policy_loss(
         now, old, rollout.advantages, mask, cliprange=WHOLE.cliprange, num_tokens=rollout.num_targets
     )
-    assert figures["loss"] == pytest.approx(factor * unweighted.loss.item(), rel=1e-4)
+    assert figures["loss"] == pytest.approx(factor * unweighted.loss.item(), rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("keys", [{}, {"use_peft": True}])
@@ -116,7 +116,8 @@ def test_how_a_minibatch_is_cut_changes_no_gradient(build, monkeypatch, batch_si
         found.append((gradients, figures))
     for name in ("policy", "critic"):
         for one, other in zip(found[0][0][name], found[1][0][name], strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7)
+            # Summed over the micro-batches in another order: an entry of 0 is one of terms up to about 1.
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=8 * torch.finfo(torch.float32).eps)
     for one, other in zip(found[0][1], found[1][1], strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
 
