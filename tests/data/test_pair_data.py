@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from typing import Any
 
@@ -58,7 +59,7 @@ def test_each_held_out_prompt_is_an_example_once_with_its_chosen_answer(config, 
     data = load_pair_data(config, lambda _: tiny_tokenizer)
     examples = list(data.iterate_examples())
     assert len(examples) == 3
-    prompts = build_prompts(EvaluationConfig(num_sample_prompts=2), iter(examples), tiny_tokenizer)
+    prompts = build_prompts(EvaluationConfig(num_sample_prompts=2), iter(examples), tiny_tokenizer, math.inf, print)
     assert [(prompt.text, prompt.reference) for prompt in prompts] == [
         ("Question 50:", " yes 100"),
         ("Question 51:", " yes 102"),

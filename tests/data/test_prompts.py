@@ -82,9 +82,30 @@ def test_a_prompt_may_stand_in_a_column_of_another_name(load):
     assert data.train[0].columns == {"answer": "4"}
 
 
-def test_the_end_of_an_answer_does_not_hang_on_the_order_of_the_rows(load):
-    rows = [{"prompt": "Once upon a time"}, {"prompt": QUESTION}]
-    assert load(rows).terminators == load(rows[::-1]).terminators == load(rows[1:]).terminators != []
+@pytest.mark.parametrize("is_chat_first", [False, True])
+@pytest.mark.parametrize("is_held_out", [False, True])
+def test_texts_among_chats_are_refused_once_for_all(load, tmp_path, is_chat_first, is_held_out):
+    rows = [{"prompt": "Once upon a time"}, {"prompt": QUESTION}][:: -1 if is_chat_first else 1]
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps(rows[1]) + "\n")
+    words = r"1 prompts are plain text, first .*\.jsonl:\d, and 1 are chats, first .*\.jsonl:\d"
+    with pytest.raises(DataError, match=words) as caught:
+        load(rows[:1] if is_held_out else rows, **({"dataset_test_split": held_out} if is_held_out else {}))
+    assert len(caught.value.problems) == 1
+
+
+def test_every_prompt_has_the_columns_of_all(load, tmp_path):
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps({"prompt": "c", "hint": "h"}) + "\n")
+    rows = [{"prompt": "a", "level": 1}, {"prompt": "b", "answer": "2"}]
+    for given in (rows, rows[::-1]):
+        data = load(given, dataset_test_split=held_out)
+        columns = {prompt.content: prompt.columns for prompt in (*data.train, *data.eval)}
+        assert columns == {
+            "a": {"level": 1, "answer": None, "hint": None},
+            "b": {"level": None, "answer": "2", "hint": None},
+            "c": {"level": None, "answer": None, "hint": "h"},
+        }
 
 
 def test_each_template_of_a_tokenizer_ends_answers_as_it_trains_them(load, tiny_tokenizer, monkeypatch):

@@ -103,6 +103,19 @@ def test_answers_that_no_reward_scores_teach_what_they_teach_where_trl_is_told_s
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("stage", ["rloo", "grpo"])
+@pytest.mark.parametrize(("given", "penalty"), [(1.5, 1.5), ("null", 0.0)])
+def test_what_a_policy_learns_from_is_less_the_penalty_of_the_run(
+    policy_dir, prompts_file, tmp_path, stage, given, penalty
+):
+    keys = {"max_steps": 1, "num_iterations": 1, "steps_per_generation": 1, "missing_eos_penalty": given, "beta": 0}
+    keys_task.train_groups(stage, keys_task.build_group_flags(policy_dir, tmp_path, prompts_file, **keys))
+    (event,) = keys_task.read_metrics(tmp_path)
+    missing = 1 - event["objective/finish_rate"]
+    assert 0 < missing < 1
+    assert event["reward"] == pytest.approx(event["objective/score"] - penalty * missing, abs=1e-5)
+
+
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
     """Problems, and a policy that half knows the answers."""

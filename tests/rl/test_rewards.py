@@ -133,8 +133,9 @@ def test_an_answer_that_ran_into_the_limit_is_scored_without_an_end(reward_model
     finished = [True, False, True]
     for prompts in (CHATS, TEXTS):
         first, second, third = rewards.score(prompts, ["Four.", "Fi", "No"], [[1]] * 3, finished).total
-        assert first == third > 1
-        assert second == 0
+        # Rows of different padding: their sums may be added up in another order, over at most 64 products.
+        assert first == pytest.approx(third, rel=64 * torch.finfo(torch.float32).eps)
+        assert (first > 1, second) == (True, 0)
 
 
 def test_an_answer_too_long_for_the_reward_model_is_named_by_its_prompt(reward_model_dir):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests.rl import keys_task
 
 from recipes_lib.config.loader import load_config
-from recipes_lib.errors import PreemptedError
+from recipes_lib.errors import DivergedError, PreemptedError
 from recipes_lib.inspection.ppo import PPOInspection
 from recipes_lib.models import sampling
 from recipes_lib.planning.disk import compute_disk
@@ -232,7 +232,36 @@ def test_from_answers_that_no_reward_scores_nothing_is_learnt(policy_dir, prompt
     assert not any("eval_reward" in event for event in keys_task.read_metrics(tmp_path, "eval"))
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert {sample["reward"] for sample in samples} == {None}
-    assert capsys.readouterr().err.count("nothing is learnt from them") == 3
+    told = [line for line in capsys.readouterr().err.splitlines() if "such rewards teach nothing" in line]
+    # The first time, and when there are twice as many in a row.
+    assert ["no reward says what any of the 16 answers is worth" in line for line in told] == [True, True]
+
+
+def score_alike(*, completions, **_):
+    return [0.1] * len(completions)
+
+
+def test_rewards_that_tell_no_answers_apart_are_told_at_once_and_end_the_run(
+    policy_dir, prompts_file, tmp_path, capsys
+):
+    """Also after a resumption: what went before counts."""
+    keys = {**SHORT, "reward_funcs": "[tests.rl.test_trainer:score_alike]", "missing_eos_penalty": 0}
+    flags = keys_task.build_flags(policy_dir, tmp_path, prompts_file, **keys, max_zero_std_rollouts=2)
+    with pytest.raises(
+        DivergedError, match=r"step 5 was .*: the rewards of 2 rollouts in a row taught nothing; in this"
+    ):
+        keys_task.train(flags)
+    assert "warning: step 1: all 16 answers earn the same, 0.1; such rewards teach" in capsys.readouterr().err
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [4]
+    with pytest.raises(DivergedError, match=r"step 5 was .*: the rewards of 2 rollouts in a row"):
+        keys_task.train(flags)
+    keys_task.train(keys_task.build_flags(policy_dir, tmp_path, prompts_file, **keys, max_zero_std_rollouts="null"))
+    assert [event["step"] for event in keys_task.read_metrics(tmp_path)] == [4, 8, 12]
+
+
+def test_the_penalty_of_answers_without_an_end_tells_them_apart(policy_dir, prompts_file, tmp_path):
+    keys = {**SHORT, "reward_funcs": "[tests.rl.test_trainer:score_alike]", "max_zero_std_rollouts": 1}
+    keys_task.train(keys_task.build_flags(policy_dir, tmp_path, prompts_file, **keys))
 
 
 def test_it_reports_what_is_promised(policy_dir, prompts_file, tmp_path):
@@ -256,6 +285,10 @@ def test_it_reports_what_is_promised(policy_dir, prompts_file, tmp_path):
         first["objective/score/score_first_key"] + first["objective/score/score_by_chance"]
     )
     assert train[-1]["objective/kl_seq"] != 0
+    for event in train:
+        assert 0 < event["objective/finish_rate"] < 1
+        costs = 1.0 - event["objective/finish_rate"] + event["objective/kl_coef"] * event["objective/kl_seq"]
+        assert event["objective/reward_total"] == pytest.approx(event["objective/score"] - costs, abs=1e-5)
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [sample["step"] for sample in samples] == [0, 0, 8, 8, 12, 12]
     assert samples[0]["prompt"] == samples[2]["prompt"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.rl import update
 from recipes_lib.rl.guard import UpdateGuard
 from recipes_lib.rl.models import load_actor_critic
+from recipes_lib.rl.ppo_math import compute_policy_loss
 from recipes_lib.rl.rollout import compute_response_logps, compute_response_values, lay_out
 from recipes_lib.rl.schedule import compute_schedule
 from recipes_lib.rl.update import Learner, Updater
@@ -88,6 +90,21 @@ def keep_gradients(monkeypatch):
     return gradients
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_tokens_are_weighed_by_the_policy_that_answered_and_not_by_the_one_that_learns(build, monkeypatch, factor):
+    """However far the policy has moved: what the engine finds as likely as that policy did has a weight of 1."""
+    monkeypatch.setattr(update, "verify_first_minibatch", lambda *_: None)
+    updater, rollout = build(WHOLE)
+    keep_gradients(monkeypatch)
+    now, old, mask = rollout.logps, rollout.logps - 0.1 * rollout.mask, rollout.loss_mask
+    engine = old - math.log(factor) * mask
+    (figures,) = updater.update_policy(dataclasses.replace(rollout, logps=old, engine_logps=engine), 0)
+    unweighted = compute_policy_loss(
+        now, old, rollout.advantages, mask, cliprange=WHOLE.cliprange, num_tokens=rollout.num_targets
+    )
+    assert figures["loss"] == pytest.approx(factor * unweighted.loss.item(), rel=1e-4, abs=1e-6)
+
+
 @pytest.mark.parametrize("keys", [{}, {"use_peft": True}])
 @pytest.mark.parametrize("batch_size", [1, 3, 4])
 def test_how_a_minibatch_is_cut_changes_no_gradient(build, monkeypatch, batch_size, keys):
@@ -99,7 +116,8 @@ def test_how_a_minibatch_is_cut_changes_no_gradient(build, monkeypatch, batch_si
         found.append((gradients, figures))
     for name in ("policy", "critic"):
         for one, other in zip(found[0][0][name], found[1][0][name], strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7)
+            # Summed over the micro-batches in another order: an entry of 0 is one of terms up to about 1.
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=8 * torch.finfo(torch.float32).eps)
     for one, other in zip(found[0][1], found[1][1], strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
 
@@ -183,6 +201,16 @@ def test_the_policys_updates_end_before_one_that_goes_too_far(build):
     # Length and learning rate of the run do not depend on it.
     assert updater.policy.scheduler.last_epoch == 8
     assert len(updater.update_critic(rollout, 0)) == 8
+
+
+@pytest.mark.parametrize(("multiple", "num_updates"), [(1.4, 2), (1.6, 1)])
+def test_updates_end_above_one_and_a_half_times_the_target(build, multiple, num_updates):
+    """The second of two minibatches, with a target of which its KL divergence is such a multiple."""
+    ppo = PPOConfig(num_ppo_epochs=1, num_mini_batches=2, target_kl=None)
+    updater, rollout = build(ppo)
+    _, second = updater.update_policy(rollout, 0)
+    updater, rollout = build(dataclasses.replace(ppo, target_kl=second["approx_kl"] / multiple))
+    assert sum("grad_norm" in step for step in updater.update_policy(rollout, 0)) == num_updates
 
 
 def test_a_policy_that_is_not_the_one_that_answered_stops_the_run_before_an_update(build):

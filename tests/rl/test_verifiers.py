@@ -9,22 +9,7 @@ GOLD = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72"
 
 @pytest.mark.parametrize(
     ("text", "is_right"),
-    [
-        ("48 + 24 = <<48+24=72>>72\n#### 72", True),
-        ("#### 72 clips, not 96", True),
-        ("She sold 72 clips.", True),
-        ("It is $72.00", True),
-        ("so 100-28 = 72.", True),
-        ("100-72", True),
-        ("#### -72", False),
-        ("the loss is -72", False),
-        ("72 of 96", False),
-        ("#### 7,2", False),
-        ("72\n#### 96", False),
-        ("72\n####", False),
-        ("seventy-two", False),
-        ("", False),
-    ],
+    [("48 + 24 = <<48+24=72>>72\n#### 72", True), ("It is $72.00", True), ("#### -72", False), ("", False)],
 )
 def test_the_number_that_an_answer_ends_on_decides(text, is_right):
     assert final_number(completions=[text], answer=[GOLD], question=["?"]) == [float(is_right)]
@@ -32,12 +17,20 @@ def test_the_number_that_an_answer_ends_on_decides(text, is_right):
     assert final_number(completions=[chat], answer=[GOLD]) == [float(is_right)]
 
 
-def test_thousands_are_one_number_and_a_row_without_a_number_says_nothing():
-    given = {"completions": ["1,234 in all", "1234.0", "5"], "answer": ["#### 1234", "#### 1,234", "none"]}
-    assert final_number(**given) == [1.0, 1.0, None]
+@pytest.mark.parametrize(
+    ("given", "wanted", "is_right"),
+    [(".5", "#### 0.5", 1.0), (".5", "#### 5", 0.0), ("\u22125", "#### 5", 0.0), ("\u22125", "#### -5", 1.0)],
+)
+def test_a_number_counts_by_its_value(given, wanted, is_right):
+    assert final_number(completions=[given], answer=[wanted]) == [is_right]
+
+
+def test_of_rows_without_a_number_or_an_answer_nothing_is_said():
+    given = {"completions": ["1,234 in all", "1234.0", "5", "5"], "answer": ["#### 1234", "#### 1,234", "none", None]}
+    assert final_number(**given) == [1.0, 1.0, None, None]
 
 
 def test_an_exact_match_is_one_but_for_blanks_at_its_ends():
     chats = [[{"role": "assistant", "content": text}] for text in (" It is.\n", "It  is.", "it is.")]
     assert exact_match(completions=chats, solution=["It is."] * 3) == [1.0, 0.0, 0.0]
-    assert exact_match(completions=["a", "b"], solution=["a ", "a"]) == [1.0, 0.0]
+    assert exact_match(completions=["a", "b", "c"], solution=["a ", "a", None]) == [1.0, 0.0, None]

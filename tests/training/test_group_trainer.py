@@ -194,6 +194,28 @@ def test_answers_that_are_worth_the_same_teach_nothing_and_say_nothing_of_the_ad
     assert "tensors have a gradient" not in told
 
 
+@pytest.mark.parametrize("stage", sorted(TRAINERS))
+def test_groups_that_earn_the_same_are_told_at_once_and_end_the_run_also_after_a_resumption(build, stage, capsys):
+    """One group earns more than another, and in each all answers the same; two steps learn from a generation."""
+
+    def by_prompt(**given):
+        return [float(len(prompt)) for prompt in given["prompts"]]
+
+    keys = {"max_steps": 8, "num_iterations": 1, "save_strategy": "steps", "save_steps": 2}
+    trainer, run, _, _ = build(stage, **keys, max_zero_std_rollouts=2)
+    trainer.reward_funcs[0] = by_prompt
+    with pytest.raises(DivergedError, match=r"step 3 was stopped before its update: .* 2 rollouts in a row taught"):
+        trainer.train()
+    told = capsys.readouterr().err
+    assert told.count("warning: step 1: all answers to a prompt earn the same, whichever of the 16 prompts it is;") == 1
+    again, run, _, _ = build(stage, **keys, max_zero_std_rollouts=3)
+    again.reward_funcs[0] = by_prompt
+    assert run.resume_from is not None
+    assert run.resume_from.name == "checkpoint-2"
+    with pytest.raises(DivergedError, match=r"step 5 was stopped before its update: .* 3 rollouts in a row taught"):
+        again.train(resume_from_checkpoint=run.resume_from)
+
+
 def test_dropout_is_off_where_log_probabilities_are_compared(build):
     trainer, _, _, _ = build("grpo", max_steps=2, num_iterations=1, beta=0.1)
     trainer.train()

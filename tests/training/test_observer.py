@@ -1,6 +1,7 @@
 """What watches a run: it finds its way to the trackers, and changes nothing."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -102,9 +103,16 @@ def test_trackers_behind_it_are_told_the_throughput(config, tmp_path):
     assert any("loss" in logs for logs in seen)
 
 
-def test_a_metric_without_a_reference_to_compare_with_is_refused(config):
-    from dataclasses import replace
+def test_answers_that_positions_would_cut_short_are_not_scored(config, capsys):
+    """Neither cut nor scored as wrong: 510 of 512 tokens leave no room for any of the prompts."""
+    config = replace(config, evaluation=replace(config.evaluation, sample_max_new_tokens=510))
+    with pytest.raises(ConfigError, match="leave room for sample_max_new_tokens"):
+        train(config, watched=True)
+    train(replace(config, evaluation=replace(config.evaluation, metrics=None)), watched=True)
+    assert "4 held-out prompts leave no room for sample_max_new_tokens 510 in the 512 pos" in capsys.readouterr().err
 
+
+def test_a_metric_without_a_reference_to_compare_with_is_refused(config):
     config = replace(config, evaluation=replace(config.evaluation, sample_prompts=["Hello?"]))
     with pytest.raises(ConfigError, match="no sample prompt has a reference"):
         train(config, watched=True)

@@ -111,6 +111,7 @@ BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
     "kl_horizon": {"exclusiveMinimum": 0},
     "kl_target_per_sequence": {"exclusiveMinimum": 0},
     "lam": {"minimum": 0, "maximum": 1},
+    "max_zero_std_rollouts": {"minimum": 1},
     "missing_eos_penalty": {"minimum": 0},
     "num_generations": {"minimum": 2},
     "num_iterations": {"minimum": 1},

@@ -271,6 +271,9 @@ class RewardsConfig:
     """Factor of each reward in their sum: the functions in their order, then the model. Unset: 1 each."""
     missing_eos_penalty: float | None = 1.0
     """Taken off the score of an answer that ran into ``response_length``; null takes off nothing."""
+    max_zero_std_rollouts: int | None = 20
+    """End the run after so many rollouts in a row in which no answer to a prompt earns more than another, so that
+    nothing can be learnt; null never ends it. See ``docs/guards.md``."""
     critic_model_name_or_path: str | None = None
     """What the critic starts from. Unset: the reward model, else the policy with a head of 0. With ``use_peft`` it is
     an adapter beside the policy's, and starts from a reward model saved as such an adapter, else from nothing."""

@@ -37,8 +37,9 @@ class PromptRow:
     Attributes:
         where: Its place, for errors.
         input_ids: Its tokens, the generation prompt included; never empty.
-        content: The messages, or the plain text.
-        columns: The other columns of the row, as the dataset has them.
+        content: The messages, or the plain text; of all prompts of a run the same of the two.
+        columns: The other columns of the row, as the dataset has them; all prompts of a run have the same names, and
+            ``None`` where a row lacks one.
     """
 
     where: str
@@ -79,13 +80,16 @@ def load_prompt_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -
 
     Raises:
         ConfigError: As ``build_encoder`` and ``split_rows``.
-        DataError: Rows are broken, without a prompt, or too long; prompts are held out as well as trained on.
+        DataError: Rows are broken, without a prompt, or too long; some prompts are texts and others chats; prompts are
+            held out as well as trained on.
     """
     encoder, data = build_encoder(config, tokenizer), config.data
     mixture = load_train_data(data)
     rows = list(_read(mixture, data))
     held_out_mixture = load_test_data(data)
     held_out = [] if held_out_mixture is None else list(_read(held_out_mixture, data))
+    _refuse_mixed_forms([row for row, _ in (*rows, *held_out)], str(data.dataset_name))
+    _settle_columns([columns for _, columns in (*rows, *held_out)])
     if data.test_split_size is not None:
         digests = [compute_row_digest(row) for row, _ in rows]
         split = split_rows(digests, data.test_split_size, read_seed(config), inseparable="equal prompts")
@@ -168,6 +172,29 @@ def _take_prompt(raw: RawRow, data: DataConfig) -> tuple[Row, dict[str, Any]]:
     answers = [index for index, message in enumerate(row.messages) if message["role"] == "assistant"]
     messages = list(row.messages[: row.num_prompt_messages or answers[-1]])
     return dataclasses.replace(row, messages=messages, num_prompt_messages=len(messages), rejected=None), others
+
+
+def _refuse_mixed_forms(rows: Sequence[Row], name: str) -> None:
+    """Refuse plain texts among chats: a reward function is given all answers of a run in one form.
+
+    Raises:
+        DataError: There are both.
+    """
+    texts, chats = ([row for row in rows if (row.messages is None) is is_text] for is_text in (True, False))
+    if texts and chats:
+        found = (
+            f"{len(texts):,} prompts are plain text, first {texts[0].where}, and {len(chats):,} are chats, first "
+            f"{chats[0].where}"
+        )
+        raise DataError(Problem(name, found, "write all of them as texts, or all as messages"))
+
+
+def _settle_columns(rows: Sequence[dict[str, Any]]) -> None:
+    """Give every row the columns of all rows, ``None`` where it has none, in the order in which they first appear."""
+    names = dict.fromkeys(name for columns in rows for name in columns)
+    for columns in rows:
+        for name in names:
+            columns.setdefault(name)
 
 
 def _encode(

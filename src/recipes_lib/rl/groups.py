@@ -29,6 +29,7 @@ from recipes_lib.training.metrics import METRICS_FILE, MetricsWriter, StepCounte
 from recipes_lib.training.observer import Observer
 from recipes_lib.training.policy import load_policy
 from recipes_lib.training.progress import TrainingProgress, build_progress
+from recipes_lib.training.reward_guard import RewardGuard
 from recipes_lib.training.watchdog import WATCHDOG
 
 
@@ -60,6 +61,7 @@ def build_group_trainer(
         model=policy,
         args=args,
         prompts=prompts.train,
+        reward_guard=RewardGuard(config.rewards.max_zero_std_rollouts, progress.say),
         score=build_score(rewards, tokenizer, stop_ids, config.rewards.missing_eos_penalty or 0.0),
         processing_class=tokenizer,
         adapter=config.adapter,

@@ -44,8 +44,9 @@ class Rewards:
 
     Attributes:
         functions: The user's functions by name. Each is called with ``prompts``, ``completions`` and
-            ``completion_ids``, and every other column of the dataset by its name, as lists; a chat's completion is a
-            list of one message. It returns a number, or ``None`` where it has nothing to say, for each.
+            ``completion_ids``, and every other column of the dataset by its name, as lists; a row without a column has
+            ``None`` there, and a chat's completion is a list of one message. It returns a number, or ``None`` where it
+            has nothing to say, for each.
         model: The reward model, if there is one.
         weights: Factor of each function in turn, then of the model.
 
@@ -182,9 +183,10 @@ def _call(
     texts: Sequence[str],
     ids: Sequence[list[int]],
 ) -> list[float | None]:
+    # The first prompt speaks for all: ``load_prompt_data`` gives the prompts of a run one form and the same columns.
     is_chat = not isinstance(prompts[0].content, str)
     completions: list[Any] = [[{"role": "assistant", "content": text}] for text in texts] if is_chat else list(texts)
-    columns = {column: [prompt.columns.get(column) for prompt in prompts] for column in prompts[0].columns}
+    columns = {column: [prompt.columns[column] for prompt in prompts] for column in prompts[0].columns}
     try:
         scores = function(
             prompts=[prompt.content for prompt in prompts], completions=completions, completion_ids=list(ids), **columns

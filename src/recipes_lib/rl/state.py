@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -46,6 +46,7 @@ class PPOState:
         num_tokens: Tokens of prompts and answers so far.
         num_target_tokens: Tokens of answers so far.
         seconds: Training time so far.
+        rewards: From ``RewardGuard.export``.
         evaluated_step: After which prompts were answered last as an evaluation; -1: after none.
     """
 
@@ -56,6 +57,7 @@ class PPOState:
     num_tokens: int = 0
     num_target_tokens: int = 0
     seconds: float = 0.0
+    rewards: dict[str, Any] = field(default_factory=dict)
     evaluated_step: int = -1
 
 

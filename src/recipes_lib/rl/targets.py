@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from recipes_lib.config.schema import PPOConfig
@@ -18,11 +19,13 @@ class Targets:
     Attributes:
         advantages: Whitened, ``(B, T)``; 0 where nothing is learnt.
         returns: What the critic should have said, ``(B, T)``; as ``advantages``.
+        scores: What each answer is worth less the penalty, ``(B,)``; NaN of an answer that is not scored.
         total: Sum of each answer's rewards, ``(B,)``; of an answer that is not scored, what it costs alone.
     """
 
     advantages: Tensor
     returns: Tensor
+    scores: Tensor
     total: Tensor
 
 
@@ -42,4 +45,4 @@ def compute_targets(rollout: Rollout, config: PPOConfig, penalty: float, kl_coef
     if config.whiten_rewards:
         rewards = whiten(rewards, learnt, shift_mean=False)
     advantages, returns = compute_advantages(rewards, rollout.values, learnt, gamma=config.gamma, lam=config.lam)
-    return Targets(whiten(advantages, learnt), returns, total)
+    return Targets(whiten(advantages, learnt), returns, torch.where(rollout.scored, scores, torch.nan), total)

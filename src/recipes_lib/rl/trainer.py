@@ -46,6 +46,7 @@ from recipes_lib.training.arguments import get_compute_dtype
 from recipes_lib.training.checkpoint_saver import CheckpointSaver, Staged
 from recipes_lib.training.preemption import LeftError, end_stopped, leave_if_asked, stop_if_agreed
 from recipes_lib.training.rehearsal import count_bytes
+from recipes_lib.training.reward_guard import RewardGuard
 from recipes_lib.training.watchdog import WATCHDOG
 
 
@@ -95,6 +96,7 @@ class PPOTrainer:
         engine = "FSDP" if models.is_sharded else ""
         self._saver = CheckpointSaver(args, self._log.progress.say, engine=engine)
         self._guard = UpdateGuard(self._output_dir, self._find_prompt)
+        self._reward_guard = RewardGuard(config.rewards.max_zero_std_rollouts, self._log.progress.say)
         build = functools.partial(Learner, args=args, schedule=self.schedule)
         verify_warmup(self.schedule, config.rewards.critic_warmup_iterations)
         num_idle = config.rewards.critic_warmup_iterations * self.schedule.steps_per_iteration
@@ -133,7 +135,8 @@ class PPOTrainer:
 
         Raises:
             ConfigError: A reward failed, or the disk cannot hold what will be kept.
-            DivergedError: As ``UpdateGuard``, or policy and reference are not the same before the first update.
+            DivergedError: As ``UpdateGuard`` and ``RewardGuard``, or policy and reference are not the same before the
+                first update.
             PreemptedError: The run was asked to stop; a checkpoint of the last finished iteration is complete.
         """
         with STOP.deferred(), WATCHDOG.watching(self._output_dir, is_main=self._rank == 0):
@@ -160,6 +163,7 @@ class PPOTrainer:
         if resume_from is not None:
             self.state = load_state(resume_from, self._learners)
             self._saved_step = self.state.step
+        self._reward_guard.restore(self.state.rewards)
         self._first_iteration = self.state.iteration
         is_begun = self.state.iteration > 0
         is_evaluated = self.state.evaluated_step == self.state.step
@@ -198,11 +202,10 @@ class PPOTrainer:
             self._log.progress.say(verify_first_rollout(rollout, self._dtype))
         if iteration == self._first_iteration:
             self._log.progress.say(verify_engine(rollout, self._collector.generator, self._dtype))
-        if not rollout.scored.any():
-            found = f"no reward says what any of the {len(rollout)} answers is worth"
-            self._log.progress.say(f"iteration {iteration + 1}: {found}: nothing is learnt from them")
         price = state.kl_coef
         targets = compute_targets(rollout, self._config.ppo, self._config.rewards.missing_eos_penalty or 0.0, price)
+        # One group: a critic stands in for the other answers to a prompt.
+        self._reward_guard.judge(targets.scores[None], step=state.step + 1)
         rollout = dataclasses.replace(rollout, advantages=targets.advantages, returns=targets.returns)
         figures = describe_rollout(rollout, self._rewards.names, targets.total) | describe_values(rollout)
 
@@ -225,6 +228,7 @@ class PPOTrainer:
             num_tokens=state.num_tokens + num_tokens,
             num_target_tokens=state.num_target_tokens + rollout.num_targets,
             seconds=state.seconds + ended - began,
+            rewards=self._reward_guard.export(),
         )
         policy = average_steps("policy", policy_steps)
         return {

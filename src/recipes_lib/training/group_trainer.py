@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import trl
@@ -17,7 +17,11 @@ from recipes_lib.models.quantization import keeping_precision
 from recipes_lib.training.guards import StepInputs
 from recipes_lib.training.preemption import stop_if_agreed
 from recipes_lib.training.recipe_trainer import RecipeTrainer
+from recipes_lib.training.reward_guard import RewardGuard
 from recipes_lib.training.watchdog import WATCHDOG
+
+_STATE_KEY: Final = "recipes_lib_rewards"
+"""Under which what the guard of rewards has seen travels in a checkpoint's ``trainer_state.json``."""
 
 Score = Callable[[Sequence[PromptRow], Sequence[list[int]], Callable[[str, float], None]], list[float | None]]
 """Prompts, the tokens of answers, and what logs a figure -> what each answer is worth; ``None``: not known."""
@@ -33,17 +37,28 @@ class GroupTrainer(RecipeTrainer):
     has_own_objective = False
     # TRL's, which is next in line behind the methods that this library puts before it.
     loss_is_scaled_for_ga: bool
+    num_generations: int
 
-    def __init__(self, *, model: PreTrainedModel, prompts: Sequence[PromptRow], score: Score, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        model: PreTrainedModel,
+        prompts: Sequence[PromptRow],
+        score: Score,
+        reward_guard: RewardGuard,
+        **options: Any,
+    ) -> None:
         """Set TRL's trainer up.
 
         Args:
             model: The policy, perhaps under a fresh adapter.
             prompts: What is asked.
             score: What answers are worth.
+            reward_guard: Judges that.
             **options: As ``RecipeTrainer``.
         """
         self._prompts = prompts
+        self.reward_guard = reward_guard
 
         def reward(*, prompts: Sequence[str], completion_ids: Sequence[list[int]], **given: Any) -> list[float | None]:
             rows = [self._prompts[int(number)] for number in prompts]
@@ -116,12 +131,27 @@ class GroupTrainer(RecipeTrainer):
         WATCHDOG.enter("sampling groups of answers")
         return [self._prompts[int(number)].input_ids for number in prompts], None, {}
 
+    def _calculate_rewards(self, *given: Any) -> torch.Tensor:
+        """Return the rewards of all processes, once something can be learnt from them.
+
+        Raises:
+            DivergedError: As ``RewardGuard``.
+        """
+        rewards: torch.Tensor = super()._calculate_rewards(*given)  # type: ignore[misc]
+        self.reward_guard.judge(rewards.view(-1, self.num_generations), step=self.state.global_step + 1)
+        stored: Any = self.state.stateful_callbacks
+        stored[_STATE_KEY] = self.reward_guard.export()
+        return rewards
+
     def _send_telemetry(self) -> None:
         """Report nothing to anyone."""
 
 
 class _GoOn(TrainerCallback):
-    """Tells TRL after a resumption which part of its answers is due: it counts from the start of the process."""
+    """Tells TRL after a resumption which part of its answers is due: it counts from the start of the process.
+
+    And the guard of rewards what it had seen.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -130,6 +160,8 @@ class _GoOn(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._trainer._step = state.global_step * args.gradient_accumulation_steps
+        stored: Any = state.stateful_callbacks
+        self._trainer.reward_guard.restore(stored.get(_STATE_KEY, {}))
 
 
 class RLOOTrainer(GroupTrainer, trl.RLOOTrainer):  # type: ignore[misc]

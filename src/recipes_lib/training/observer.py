@@ -16,6 +16,7 @@ from recipes_lib.data.token_bytes import compute_token_byte_lengths
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.hardware import measure_matmul_flops
 from recipes_lib.models.context_parallel import ContextShare
+from recipes_lib.models.scoring import read_positions
 from recipes_lib.models.tensor_parallel import find_data_group
 from recipes_lib.models.zero3 import loaded_whole
 from recipes_lib.planning.compute import TokenFlops, compute_flops_per_token, peak_flops
@@ -102,14 +103,14 @@ def build_observer(
         context: The processes that share rows with this one.
 
     Raises:
-        ConfigError: A metric cannot be loaded, or no prompt has a reference that it could be scored against.
+        ConfigError: A metric cannot be loaded, or no prompt has a reference that it could be scored against; or as
+            ``build_prompts``.
     """
     part = getattr(model, "part", None)
     is_main, group = args.process_index == 0, find_data_group(model)
     # Of a pipeline the last stage counts alone; of processes that share tensors each counts the same.
     row_group = group if part is None else build_stage_mesh(part.num_stages).replicas
-    output_dir = Path(str(args.output_dir))
-    progress = build_progress(is_main=is_main)
+    output_dir, progress = Path(str(args.output_dir)), build_progress(is_main=is_main)
     hooks: list[EvaluationHook] = []
     if score_pairs is not None:
         hooks += [
@@ -137,10 +138,11 @@ def build_observer(
         )
     # A reward model answers nothing, and of a model in stages no process has enough.
     can_answer = model.can_generate() and part is None
-    prompts = build_prompts(config.evaluation, data.iterate_examples(), tokenizer) if can_answer else []
+    examples, positions = data.iterate_examples(), read_positions(model.config)
+    prompts = build_prompts(config.evaluation, examples, tokenizer, positions, progress.say) if can_answer else []
     metrics = load_metrics(config.evaluation.metrics or [])
     if metrics and all(prompt.reference is None for prompt in prompts):
-        remedy = "name held-out data, and leave sample_prompts and num_sample_prompts unset"
+        remedy = "name held-out data whose prompts leave room for sample_max_new_tokens, and leave sample_prompts unset"
         raise ConfigError(Problem("metrics", "no sample prompt has a reference to score an answer against", remedy))
     if prompts:
         samples = MetricsWriter(output_dir / SAMPLES_FILE, is_main=is_main)

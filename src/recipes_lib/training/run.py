@@ -76,6 +76,7 @@ _HARMLESS: Final = frozenset(
         "dataloader_pin_memory",
         "device_hour_price",
         "max_rollbacks",
+        "max_zero_std_rollouts",
         "num_sample_prompts",
         "output_dir",
         "prepared_dir",

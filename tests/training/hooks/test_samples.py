@@ -93,13 +93,13 @@ def test_an_answer_that_stops_early_is_not_followed_by_the_padding_of_the_others
     assert any(sample.num_tokens == 5 for sample in samples)
 
 
-def test_the_limit_gives_way_to_the_positions_of_the_model(model: Any, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_an_answer_may_take_the_last_position(model: Any, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     model.generation_config.eos_token_id = None
-    prompt = Prompt([5] * 508, "long", None)
+    prompts = [Prompt([5] * 500, "long", None), Prompt([6], "short", None)]
 
-    (sample,) = generate_samples(model, tiny_tokenizer, [prompt], max_new_tokens=100)
+    samples = generate_samples(model, tiny_tokenizer, prompts, max_new_tokens=12)
 
-    assert sample.num_tokens <= 512 - 508
+    assert [sample.stopped or sample.num_tokens == 12 for sample in samples] == [True, True]
 
 
 def test_the_hook_writes_every_answer_and_returns_rates(

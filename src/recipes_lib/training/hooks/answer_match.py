@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from decimal import Decimal
 
 import datasets
 import evaluate
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+from recipes_lib.data.final_numbers import read_final_number
+
 _WORD = re.compile(r"\w+")
 
 
 class AnswerMatch(evaluate.Metric):  # type: ignore[misc]
     """``exact_match`` of the final answer, and ``token_f1`` of all words, each a mean over samples in 0 to 1.
 
-    The final answer is what follows ``####``; else the last number of a reference that ends in one; else the whole
-    text. Letter case, punctuation and spacing do not count.
+    The final answer is the number of ``read_final_number`` where the reference ends in one; else what follows ``####``,
+    or the whole text. Letter case, punctuation and spacing do not count.
 
     Source: token F1 as in SQuAD (Rajpurkar et al. 2016); ``tests/training/hooks/test_answer_match.py``.
     """
@@ -42,13 +44,10 @@ class AnswerMatch(evaluate.Metric):  # type: ignore[misc]
         }
 
 
-def _find_answer(text: str, reference: str) -> list[str]:
+def _find_answer(text: str, reference: str) -> Decimal | list[str]:
     """Return the final answer in ``text``, normalised; ``reference`` says which kind of answer is looked for."""
-    answer = text.rpartition("####")[2]
-    numbers = _NUMBER.findall(answer)
-    if numbers and re.search(r"\d\W*$", reference):
-        return [numbers[-1].replace(",", "")]
-    return _WORD.findall(answer.casefold())
+    number = read_final_number(text) if re.search(r"\d\W*$", reference) else None
+    return _WORD.findall(text.rpartition("####")[2].casefold()) if number is None else number
 
 
 def _compute_f1(prediction: str, reference: str) -> float:

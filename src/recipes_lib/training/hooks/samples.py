@@ -54,7 +54,7 @@ def generate_samples(
         model: A causal language model, wrapped or not, in evaluation mode.
         tokenizer: Its tokenizer.
         prompts: At least one.
-        max_new_tokens: Limit of an answer; lower where the model's positions end before.
+        max_new_tokens: Limit of an answer; the model has positions for the longest prompt and so many tokens.
 
     Source: transformers ``GenerationMixin.generate``; ``tests/training/hooks/test_samples.py``.
     """
@@ -62,15 +62,13 @@ def generate_samples(
     stop_ids = _collect_stop_ids(unwrapped.generation_config.eos_token_id, tokenizer.eos_token_id)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     input_ids, attention_mask = pad_left([prompt.input_ids for prompt in prompts], pad_id)
-    limit = getattr(unwrapped.config.get_text_config(), "max_position_embeddings", None)
-    room = max_new_tokens if limit is None else max(1, min(max_new_tokens, limit - input_ids.shape[1]))
     device = find_device(unwrapped)
-    stopping = _StopTogether(room)
+    stopping = _StopTogether(max_new_tokens)
     with taking_inputs_from_anywhere(unwrapped):
         generated = unwrapped.generate(
             input_ids=input_ids.to(device),
             attention_mask=attention_mask.to(device),
-            generation_config=build_plain_generation(stop_ids, pad_id, room),
+            generation_config=build_plain_generation(stop_ids, pad_id, max_new_tokens),
             stopping_criteria=[stopping],
         )
     stopping.finish()
