@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from recipes_lib.config.schema import DataConfig
+from recipes_lib.config.schema import DataConfig, TokensConfig
 from recipes_lib.data.source_mixtures import Mixture, build_mixture, load_test_data, load_train_data
 from recipes_lib.errors import ConfigError, DataError
 
@@ -26,8 +26,8 @@ def files(tmp_path: Path) -> tuple[str, str]:
     return names[0], names[1]
 
 
-def texts(mixture: Mixture, **where: int) -> list[str]:
-    return [str(row.text) for row in mixture.rows(**where)]
+def texts(mixture: Mixture) -> list[str]:
+    return [str(row.text) for row in mixture.rows()]
 
 
 @pytest.mark.parametrize(("weight", "expected"), [(0.25, 10), (1, 40), (1.0, 40), (2, 80), (2.5, 100), (0.1, 4)])
@@ -62,24 +62,17 @@ def test_the_draw_depends_on_the_seed_and_the_part_alone(files: tuple[str, str])
     assert texts(build_mixture([half], seed=2)) != alone
 
 
-def test_ranks_share_the_rows_out(files: tuple[str, str]) -> None:
-    mixture = build_mixture([{"name": files[0], "weight": 1.3}, {"name": files[1]}])
-    shares = [texts(mixture, rank=rank, world_size=3) for rank in range(3)]
-    assert [shares[n % 3][n // 3] for n in range(sum(map(len, shares)))] == texts(mixture)
-
-
-def test_all_ranks_raise_the_same_error_of_all_parts(files: tuple[str, str], tmp_path: Path) -> None:
+def test_a_broken_row_is_told_once_however_often_its_part_comes_up(files: tuple[str, str]) -> None:
     for name in files:
         with Path(name).open("a") as file:
             file.write('{"text": 3}\n')
     mixture = build_mixture([{"name": files[0], "weight": 2.5}, {"name": files[1], "weight": 0.5}])
-    errors = []
-    for rank in range(2):
-        with pytest.raises(DataError) as caught:
-            texts(mixture, rank=rank, world_size=2)
-        errors.append(caught.value)
-    assert str(errors[0]) == str(errors[1])
-    assert [problem.where for problem in errors[0].problems] == [f"{name}:{NUM_ROWS + 1}" for name in files]
+    with pytest.raises(DataError) as caught:
+        texts(mixture)
+    assert [problem.where for problem in caught.value.problems] == [f"{name}:{NUM_ROWS + 1}" for name in files]
+    dropped = TokensConfig(broken_rows="drop", max_broken_fraction=0.03)
+    rows = Counter(str(row.text)[0] for row in mixture.rows(dropped))
+    assert (rows["a"] in (99, 100), rows["b"] in (19, 20)) == (True, True), "a broken row may be among those drawn"
 
 
 def test_everything_that_changes_the_rows_changes_the_fingerprint(files: tuple[str, str]) -> None:

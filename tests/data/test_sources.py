@@ -61,12 +61,14 @@ def test_all_problems_are_told_at_once_and_no_row_follows_the_first(tmp_path: Pa
     assert [problem.where for problem in caught.value.problems] == [f"{path}:2", f"{path}:3", f"{path}:5"]
 
 
-def test_problems_beyond_the_limit_are_counted(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "d.jsonl", [{"text": "a"}, *[{"text": 1}] * 30])
+def test_the_same_problem_of_many_rows_is_one_and_other_ones_stay_apart(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "d.jsonl", [{"text": "a"}, {"text": ""}, *[{"text": 1}] * 30])
     with pytest.raises(DataError) as caught:
-        list(read_rows(load_source(str(path)), max_problems=4))
-    assert len(caught.value.problems) == 5
-    assert caught.value.problems[-1].found == "26 more problems"
+        list(read_rows(load_source(str(path))))
+    empty, alike = caught.value.problems
+    assert (empty.where, empty.found) == (f"{path}:2", "`text` is empty")
+    assert alike.where == f"{path}:3"
+    assert f"so in 30 of 32 rows (93.8%), next {path}:4, {path}:5, {path}:6, ..." in alike.found
 
 
 def test_a_wrong_layout_is_told_once(tmp_path: Path) -> None:

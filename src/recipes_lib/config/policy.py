@@ -54,6 +54,7 @@ BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
     "gradient_accumulation_steps": {"minimum": 1},
     "learning_rate": {"exclusiveMinimum": 0, "maximum": 1},
     "logging_steps": {"exclusiveMinimum": 0},
+    "max_broken_fraction": {"minimum": 0, "maximum": 1},
     "max_grad_norm": {"minimum": 0},
     "max_length": {"minimum": 8},
     "max_rollbacks": {"minimum": 0},

@@ -81,8 +81,12 @@ class TokensConfig:
     """Tokens in a row of the batch. Unset: the longest example, rounded up to 64; nothing is cut."""
     overlong: Overlong = "error"
     """What happens to examples longer than ``max_length``."""
-    max_truncated_fraction: float = 0.01
-    """Largest share of target tokens that ``overlong: truncate`` or ``drop`` may lose before it is an error."""
+    max_truncated_fraction: float | None = None
+    """Largest share of target tokens that ``overlong`` may lose before it is an error. Unset: any, with a warning."""
+    broken_rows: Literal["error", "drop"] = "error"
+    """What happens to rows that cannot be read, rendered or tokenised; those that are dropped are counted."""
+    max_broken_fraction: float = 0.01
+    """Largest share of rows that ``broken_rows: drop`` may leave out before it is an error."""
     packing: bool = True
     """Fill each row of the batch with several examples, kept apart in attention and positions."""
     chat_template_path: str | None = None

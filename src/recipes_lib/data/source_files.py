@@ -63,15 +63,22 @@ class FileSource:
     streaming = False
 
     def rows(self) -> Iterator[Entry]:
-        """Read the files from the start; a file that breaks off ends with its problem."""
+        """Read the files from the start.
+
+        Raises:
+            DataError: At the end: files that break off.
+        """
+        problems: list[Problem] = []
         for label, path in self.files.items():
             try:
                 with open_file(path) as file:
                     yield from self._choose_reader(path)(file, label)
             except BrokenFileError as error:
-                yield error.problem
+                problems.append(error.problem)
             except OSError as error:
-                yield _describe_failure(label, path, error)
+                problems.append(_describe_failure(label, path, error))
+        if problems:
+            raise DataError(*problems)
 
     def fingerprint(self) -> str:
         """SHA-256 of the bytes of the files, in order, and of how they are read.

@@ -8,19 +8,19 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Final, get_args
 
 import numpy as np
 
 from recipes_lib.config.paths import expand_home, names_path
-from recipes_lib.config.schema import DataConfig, DatasetFormat
+from recipes_lib.config.schema import DataConfig, DatasetFormat, TokensConfig
 from recipes_lib.config.settings import is_local
+from recipes_lib.data.broken_rows import BrokenRows
 from recipes_lib.data.rows import Row
 from recipes_lib.data.source_rows import Source
-from recipes_lib.data.sources import collect_rows, load_source, raise_problems
+from recipes_lib.data.sources import load_source, read_entries
 from recipes_lib.data.token_weights import list_entries
-from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem, raise_problems
 
 PART_KEYS: Final = ("name", "weight", "config", "revision", "split", "format")
 
@@ -53,13 +53,23 @@ class Mixture:
     parts: Sequence[Part]
     seed: int = 0
 
-    def rows(self, rank: int = 0, world_size: int = 1) -> Iterator[Row]:
-        """Read every ``world_size``-th row from ``rank`` on; all ranks check all rows, so all raise the same error.
+    @property
+    def name(self) -> str:
+        """What the user called its sources."""
+        return " + ".join(part.source.name for part in self.parts)
+
+    @property
+    def streaming(self) -> bool:
+        """Whether a source is a stream."""
+        return any(part.source.streaming for part in self.parts)
+
+    def rows(self, tokens: TokensConfig | None = None) -> Iterator[Row]:
+        """Read the rows that are sound.
 
         Raises:
-            DataError: Once, after all parts are read: every problem, a part of which no row is drawn among them.
+            DataError: Once, after all parts are read: all that is wrong, where more is broken than ``tokens`` allow.
         """
-        return islice(self._read(), rank, None, world_size)
+        return BrokenRows(tokens, is_stream=self.streaming).read(self.entries(), self.name)
 
     def fingerprint(self) -> str:
         """SHA-256 of the sources' fingerprints, the layouts asked for, the weights, and the seed if rows are drawn."""
@@ -67,20 +77,30 @@ class Mixture:
         seed = self.seed if any(part.weight % 1 for part in self.parts) else None
         return hashlib.sha256(json.dumps([parts, seed]).encode()).hexdigest()
 
-    def _read(self) -> Iterator[Row]:
+    def entries(self) -> Iterator[Row | Problem]:
+        """Read the rows, or the problem that stands in the place of one; told once, however often the row comes up.
+
+        Raises:
+            DataError: Once, after all parts are read: what is wrong with whole sources.
+        """
         problems: list[Problem] = []
         for part in self.parts:
-            drawn = self._draw(part)
-            if part.weight < 1 and drawn and not any(drawn):
-                found = f"its weight, {part.weight:g}, draws none of its {len(drawn):,} rows"
-                problems.append(Problem(part.source.name, found, "raise the weight, or take it out of the mixture"))
-            for number in range(math.ceil(part.weight)):
-                rows = collect_rows(part.source, part.format, problems)
-                is_whole = number < math.floor(part.weight)
-                yield from (row for index, row in enumerate(rows) if is_whole or drawn[index])
-                if problems:
-                    break
-        raise_problems(problems, " + ".join(part.source.name for part in self.parts))
+            try:
+                yield from self._read(part)
+            except DataError as error:
+                problems += error.problems
+        raise_problems(problems, self.name)
+
+    def _read(self, part: Part) -> Iterator[Row | Problem]:
+        drawn = self._draw(part)
+        if part.weight < 1 and drawn and not any(drawn):
+            found = f"its weight, {part.weight:g}, draws none of its {len(drawn):,} rows"
+            raise DataError(Problem(part.source.name, found, "raise the weight, or take it out of the mixture"))
+        for number in range(math.ceil(part.weight)):
+            is_whole = number < math.floor(part.weight)
+            for index, entry in enumerate(read_entries(part.source, part.format)):
+                if (not number) if isinstance(entry, Problem) else is_whole or drawn[index]:
+                    yield entry
 
     def _draw(self, part: Part) -> Sequence[bool]:
         """Mark the rows that the fraction of the weight draws; the draw depends on the part and the seed alone."""
