@@ -90,7 +90,7 @@ def test_where_they_are_an_error_each_kind_is_told(build_config, make_chats, loa
 
 def test_a_row_that_comes_up_twice_is_broken_once(build_config, make_chats, load_tokenizer, tmp_path):
     path = write_broken(tmp_path, make_chats(40), [4, 9, 14, 20, 21, 30, 31, 45])
-    entry = {"name": str(path), "weight": 2}
+    entry = {"name": str(path), "repeat": 2}
     config = build_config(dataset_mixture=[entry], broken_rows="drop", max_broken_fraction=0.2)
     manifest = prepare(config, load_tokenizer).manifest
     assert manifest["train"]["num_rows"] == 80

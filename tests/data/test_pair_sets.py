@@ -316,8 +316,8 @@ def test_margins_travel_and_those_that_are_missing_are_zero(build_pairs, load_to
 
 def test_a_mixture_weighs_its_parts_and_follows_the_seed(build_config, write_rows, load_tokenizer):
     parts = [
-        {"name": str(write_rows("a.jsonl", make_pairs(20))), "weight": 0.5},
-        {"name": str(write_rows("b.jsonl", make_pairs(5, start=50))), "weight": 2},
+        {"name": str(write_rows("a.jsonl", make_pairs(20))), "repeat": 0.5},
+        {"name": str(write_rows("b.jsonl", make_pairs(5, start=50))), "repeat": 2},
     ]
     drawn = []
     for seed in (0, 0, 1):

@@ -1,4 +1,4 @@
-"""A weight is how many times a source's rows come up, exactly and repeatably."""
+"""A weight is a share of the rows, a repeat how many times they come up; both exactly and repeatably."""
 
 from __future__ import annotations
 
@@ -30,24 +30,49 @@ def texts(mixture: Mixture) -> list[str]:
     return [str(row.text) for row in mixture.rows()]
 
 
-@pytest.mark.parametrize(("weight", "expected"), [(0.25, 10), (1, 40), (1.0, 40), (2, 80), (2.5, 100), (0.1, 4)])
-def test_a_weight_is_a_number_of_passes(weight: float, expected: int, files: tuple[str, str]) -> None:
-    counts = Counter(texts(build_mixture([{"name": files[0], "weight": weight}])))
+@pytest.mark.parametrize(("repeat", "expected"), [(0.25, 10), (1, 40), (1.0, 40), (2, 80), (2.5, 100), (0.1, 4)])
+def test_a_repeat_is_a_number_of_passes(repeat: float, expected: int, files: tuple[str, str]) -> None:
+    counts = Counter(texts(build_mixture([{"name": files[0], "repeat": repeat}])))
     assert counts.total() == expected
-    assert set(counts.values()) <= {int(weight), int(weight) + 1} - {0}
+    assert set(counts.values()) <= {int(repeat), int(repeat) + 1} - {0}
     assert len(counts) == min(NUM_ROWS, expected)
 
 
 @pytest.mark.parametrize("others", [0, 1])
 def test_a_part_of_which_no_row_is_drawn_is_named(others: int, files: tuple[str, str]) -> None:
-    with pytest.raises(DataError, match=r"its weight, 0\.01, draws none of its 40 rows") as caught:
-        texts(build_mixture([{"name": files[0], "weight": 0.01}, {"name": files[1]}][: 1 + others]))
+    with pytest.raises(DataError, match=r"its repeat, 0\.01, draws none of its 40 rows") as caught:
+        texts(build_mixture([{"name": files[0], "repeat": 0.01}, {"name": files[1]}][: 1 + others]))
     assert [problem.where for problem in caught.value.problems] == [files[0]]
-    assert len(texts(build_mixture([{"name": files[0], "weight": 1.01}]))) == NUM_ROWS
+    assert len(texts(build_mixture([{"name": files[0], "repeat": 1.01}]))) == NUM_ROWS
+
+
+@pytest.mark.parametrize("scale", [1, 100, 0.3])
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [((0.8, 0.2), (40, 10)), ((0.2, 0.8), (10, 40)), ((0.5, 0.5), (40, 40)), ((0.7, 0.3), (40, 17))],
+)
+def test_weights_are_shares_of_the_rows_of_which_none_comes_twice(
+    weights: tuple[float, float], expected: tuple[int, int], scale: float, files: tuple[str, str]
+) -> None:
+    parts = [{"name": name, "weight": scale * weight} for name, weight in zip(files, weights, strict=True)]
+    counts = Counter(texts(build_mixture(parts)))
+    assert set(counts.values()) == {1}
+    assert tuple(sum(text.startswith(part) for text in counts) for part in "ab") == expected
+
+
+def test_sources_of_any_size_have_their_shares(tmp_path: Path) -> None:
+    parts = []
+    for name, num_rows, weight in (("a", 807, 80), ("b", 9000, 20)):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"text": f"{name} {n}"}) + "\n" for n in range(num_rows)))
+        parts.append({"name": str(path), "weight": weight})
+    assert Counter(text[0] for text in texts(build_mixture(parts))) == {"a": 807, "b": 202}
+    with pytest.raises(ConfigError, match="some parts have a weight"):
+        build_mixture([parts[0], {"name": parts[1]["name"]}])
 
 
 def test_parts_keep_their_order_and_follow_one_another(files: tuple[str, str]) -> None:
-    found = texts(build_mixture([{"name": files[1], "weight": 0.5}, {"name": files[0]}]))
+    found = texts(build_mixture([{"name": files[1], "repeat": 0.5}, {"name": files[0]}]))
     numbers = [int(text.split()[1]) for text in found]
     assert [text[0] for text in found] == ["b"] * 20 + ["a"] * 40
     assert numbers[:20] == sorted(numbers[:20])
@@ -55,7 +80,7 @@ def test_parts_keep_their_order_and_follow_one_another(files: tuple[str, str]) -
 
 
 def test_the_draw_depends_on_the_seed_and_the_part_alone(files: tuple[str, str]) -> None:
-    half = {"name": files[0], "weight": 0.5}
+    half = {"name": files[0], "repeat": 0.5}
     alone = texts(build_mixture([half], seed=1))
     assert texts(build_mixture([half], seed=1)) == alone
     assert texts(build_mixture([{"name": files[1]}, half], seed=1))[NUM_ROWS:] == alone
@@ -66,7 +91,7 @@ def test_a_broken_row_is_told_once_however_often_its_part_comes_up(files: tuple[
     for name in files:
         with Path(name).open("a") as file:
             file.write('{"text": 3}\n')
-    mixture = build_mixture([{"name": files[0], "weight": 2.5}, {"name": files[1], "weight": 0.5}])
+    mixture = build_mixture([{"name": files[0], "repeat": 2.5}, {"name": files[1], "repeat": 0.5}])
     with pytest.raises(DataError) as caught:
         texts(mixture)
     assert [problem.where for problem in caught.value.problems] == [f"{name}:{NUM_ROWS + 1}" for name in files]
@@ -80,9 +105,9 @@ def test_everything_that_changes_the_rows_changes_the_fingerprint(files: tuple[s
         return build_mixture(parts, seed=seed).fingerprint()
 
     first, second = {"name": files[0]}, {"name": files[1]}
-    half = {**first, "weight": 0.5}
+    half = {**first, "repeat": 0.5}
     assert len({fingerprint(first, second), fingerprint(second, first), fingerprint(first), fingerprint(second)}) == 4
-    assert fingerprint({**first, "weight": 2}) != fingerprint(first)
+    assert fingerprint({**first, "repeat": 2}) != fingerprint(first)
     assert fingerprint({**first, "format": "text"}) != fingerprint(first)
     assert fingerprint(half, seed=1) != fingerprint(half, seed=2)
     assert fingerprint(first, seed=1) == fingerprint(first, seed=2)
@@ -95,13 +120,14 @@ def test_every_mistake_in_a_mixture_is_told_at_once() -> None:
     parts: list[Any] = [
         {"name": "a", "wieght": 1, "weight": 0},
         {"weight": True},
-        {"name": "a", "weight": float("nan"), "format": "chat", "split": 3},
+        {"name": "a", "repeat": float("nan"), "format": "chat", "split": 3},
         "a",
     ]
     with pytest.raises(ConfigError) as caught:
         build_mixture(parts)
     wheres = Counter(problem.where for problem in caught.value.problems)
     assert wheres == {
+        "dataset_mixture": 1,
         "dataset_mixture[0]": 2,
         "dataset_mixture[1]": 2,
         "dataset_mixture[2]": 3,
@@ -122,7 +148,7 @@ def test_configuration_names_training_and_held_out_data(files: tuple[str, str], 
     assert held_out is not None
     assert (len(texts(load_train_data(single))), texts(held_out)[0]) == (NUM_ROWS, "b 0")
     assert load_test_data(DataConfig(dataset_name=files[0])) is None
-    mixed = DataConfig(dataset_mixture=[{"name": files[0]}, {"name": files[1], "weight": 0.5}])
+    mixed = DataConfig(dataset_mixture=[{"name": files[0]}, {"name": files[1], "repeat": 0.5}])
     assert len(texts(load_train_data(mixed))) == 60
     for name in files:
         Path(name).rename(tmp_path / {"a": "train.jsonl", "b": "test.jsonl"}[Path(name).stem])

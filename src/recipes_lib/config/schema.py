@@ -25,7 +25,9 @@ class MixtureEntry(TypedDict, total=False):
     name: Required[str]
     """Hub id or path, as ``dataset_name``."""
     weight: float
-    """How often its rows come up: 0.5 takes a random half of them, 2 takes each twice. Default 1."""
+    """Its share of the mixture, of the rows in fine-tuning and of the tokens in pretraining, relative to the sum."""
+    repeat: float
+    """How often its rows come up, instead of a share: 0.5 takes a random half, 2 takes each twice. Default 1."""
     config: str
     """As ``dataset_config``."""
     revision: str
@@ -62,7 +64,7 @@ class DataConfig:
     test_split_size: float | int | None = None
     """Hold out this share (below 1) or number (1 and above) of rows when no test split is named."""
     dataset_mixture: list[dict[str, Any]] | None = field(default=None, metadata={"items": MixtureEntry})
-    """Several datasets instead of one: a list of ``{name, weight, config, revision, split, format}``."""
+    """Several datasets instead of one: a list of ``{name, weight, repeat, config, revision, split, format}``."""
     dataset_format: DatasetFormat = "auto"
     """Row layout; ``auto`` detects it from the columns and names what it found."""
     dataset_streaming: bool = False

@@ -22,7 +22,7 @@ from recipes_lib.data.sources import load_source, read_entries
 from recipes_lib.data.token_weights import list_entries
 from recipes_lib.errors import ConfigError, DataError, Problem, raise_problems
 
-PART_KEYS: Final = ("name", "weight", "config", "revision", "split", "format")
+PART_KEYS: Final = ("name", "weight", "repeat", "config", "revision", "split", "format")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +31,15 @@ class Part:
 
     Attributes:
         source: Its rows.
-        weight: How many times its rows come up: 0.25 is a quarter of them, drawn without replacement; 2.5 is two whole
+        weight: Its share of the mixture, relative to the sum of the parts'; ``None``: ``repeat`` says how many rows.
+        repeat: How many times its rows come up: 0.25 is a quarter of them, drawn without replacement; 2.5 is two whole
             passes and a half.
         format: Layout of its rows.
     """
 
     source: Source
-    weight: float = 1.0
+    weight: float | None = None
+    repeat: float = 1.0
     format: DatasetFormat = "auto"
 
 
@@ -45,9 +47,12 @@ class Part:
 class Mixture:
     """The rows of all parts, part after part and in their own order; whoever trains shuffles.
 
+    Of parts with weights as many rows are taken as can be without any twice: all of the one that is the scarcest for
+    its weight, and of each other a draw. That is how ``datasets.interleave_datasets`` stops at ``first_exhausted``.
+
     Attributes:
-        parts: The parts.
-        seed: Decides which rows a fractional weight draws.
+        parts: The parts; all have a weight, or none.
+        seed: Decides which rows a fraction of a part draws.
     """
 
     parts: Sequence[Part]
@@ -72,9 +77,9 @@ class Mixture:
         return BrokenRows(tokens, is_stream=self.streaming).read(self.entries(), self.name)
 
     def fingerprint(self) -> str:
-        """SHA-256 of the sources' fingerprints, the layouts asked for, the weights, and the seed if rows are drawn."""
-        parts = [[part.source.fingerprint(), part.weight, part.format] for part in self.parts]
-        seed = self.seed if any(part.weight % 1 for part in self.parts) else None
+        """SHA-256 of the sources' fingerprints, the layouts asked for, how much of each, and the seed if it decides."""
+        parts = [[part.source.fingerprint(), part.weight, part.repeat, part.format] for part in self.parts]
+        seed = self.seed if any(part.weight is not None or part.repeat % 1 for part in self.parts) else None
         return hashlib.sha256(json.dumps([parts, seed]).encode()).hexdigest()
 
     def entries(self) -> Iterator[Row | Problem]:
@@ -84,27 +89,36 @@ class Mixture:
             DataError: Once, after all parts are read: what is wrong with whole sources.
         """
         problems: list[Problem] = []
-        for part in self.parts:
+        for part, num_passes in zip(self.parts, self._count_passes(), strict=True):
             try:
-                yield from self._read(part)
+                yield from self._read(part, num_passes)
             except DataError as error:
                 problems += error.problems
         raise_problems(problems, self.name)
 
-    def _read(self, part: Part) -> Iterator[Row | Problem]:
-        drawn = self._draw(part)
-        if part.weight < 1 and drawn and not any(drawn):
-            found = f"its weight, {part.weight:g}, draws none of its {len(drawn):,} rows"
-            raise DataError(Problem(part.source.name, found, "raise the weight, or take it out of the mixture"))
-        for number in range(math.ceil(part.weight)):
-            is_whole = number < math.floor(part.weight)
+    def _count_passes(self) -> list[float]:
+        """How many times the rows of each part come up."""
+        weights = [part.weight for part in self.parts if part.weight is not None]
+        if not weights:
+            return [part.repeat for part in self.parts]
+        counts = [sum(1 for _ in part.source.rows()) for part in self.parts]
+        total = min(count / weight for count, weight in zip(counts, weights, strict=True))
+        return [round(total * weight) / max(1, count) for count, weight in zip(counts, weights, strict=True)]
+
+    def _read(self, part: Part, num_passes: float) -> Iterator[Row | Problem]:
+        drawn = self._draw(part, num_passes % 1)
+        if num_passes < 1 and not any(drawn):
+            key, value = ("repeat", part.repeat) if part.weight is None else ("weight", part.weight)
+            found = f"its {key}, {value:g}, draws none of its {len(drawn):,} rows"
+            raise DataError(Problem(part.source.name, found, f"raise the {key}, or take it out of the mixture"))
+        for number in range(math.ceil(num_passes)):
+            is_whole = number < math.floor(num_passes)
             for index, entry in enumerate(read_entries(part.source, part.format)):
                 if (not number) if isinstance(entry, Problem) else is_whole or drawn[index]:
                     yield entry
 
-    def _draw(self, part: Part) -> Sequence[bool]:
-        """Mark the rows that the fraction of the weight draws; the draw depends on the part and the seed alone."""
-        fraction = part.weight % 1
+    def _draw(self, part: Part, fraction: float) -> Sequence[bool]:
+        """Mark the rows that a fraction draws; the draw depends on the part and the seed alone."""
         if not fraction:
             return ()
         num_rows = sum(1 for _ in part.source.rows())
@@ -177,15 +191,17 @@ def find_held_out(data: DataConfig, where: str = "dataset_test_split") -> dict[s
 def build_mixture(
     parts: Sequence[Mapping[str, Any]], *, default_format: DatasetFormat = "auto", seed: int = 0
 ) -> Mixture:
-    """Open the parts of a ``dataset_mixture``, each ``{name, weight, config, revision, split, format}``.
+    """Open the parts of a ``dataset_mixture``, each ``{name, weight, repeat, config, revision, split, format}``.
 
-    All keys but the name are optional; see ``Part`` for what a weight means.
+    All keys but the name are optional; see ``Part`` for what they mean.
 
     Raises:
         ConfigError: A part has an unknown key, no name, or a value of the wrong kind.
         DataError: A source cannot be opened.
     """
     problems = [problem for number, part in enumerate(parts) for problem in _check_part(part, number)]
+    if len({"weight" in part for part in parts if isinstance(part, Mapping)}) > 1:
+        problems.append(Problem("dataset_mixture", "some parts have a weight and some have none", "write all, or none"))
     if not parts:
         problems.append(Problem("dataset_mixture", "it is empty", "list at least one {name: ...}"))
     if problems:
@@ -204,7 +220,12 @@ def _load_part(part: Mapping[str, Any], default_format: DatasetFormat) -> Part:
     source = load_source(
         part["name"], config=part.get("config"), revision=part.get("revision"), split=part.get("split", "train")
     )
-    return Part(source=source, weight=float(part.get("weight", 1.0)), format=part.get("format", default_format))
+    return Part(
+        source=source,
+        weight=part.get("weight"),
+        repeat=part.get("repeat", 1.0),
+        format=part.get("format", default_format),
+    )
 
 
 def _check_part(part: Mapping[str, Any], number: int) -> Iterator[Problem]:
@@ -222,9 +243,10 @@ def _check_part(part: Mapping[str, Any], number: int) -> Iterator[Problem]:
     for key in ("name", "config", "revision", "split"):
         if not isinstance(part.get(key, ""), str):
             yield Problem(where, f"`{key}` is not a string", "quote it")
-    weight = part.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-        yield Problem(where, f"`weight` is {weight!r}", "write how many times its rows come up: 0.5, 1, 2.5")
+    for key, remedy in (("weight", "its share of the mixture: 0.2"), ("repeat", "how often its rows come up: 0.5, 2")):
+        value = part.get(key, 1.0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            yield Problem(where, f"`{key}` is {value!r}", f"write {remedy}")
     if part.get("format", "auto") not in get_args(DatasetFormat):
         found = f"`format` is {part['format']!r}"
         yield Problem(where, found, f"use one of {', '.join(get_args(DatasetFormat))}")
