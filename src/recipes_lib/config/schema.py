@@ -52,7 +52,7 @@ class DataConfig:
     """Which rows are trained on and which are held out."""
 
     dataset_name: str | None = None
-    """Hub id, or path of a file or folder (JSON, JSONL, CSV, Parquet, text, ``save_to_disk``)."""
+    """Hub id, or path of a file or folder (JSON, JSONL, CSV, Parquet, Arrow, text, ``save_to_disk``)."""
     dataset_config: str | None = None
     """Configuration of a Hub dataset."""
     dataset_revision: str | None = None

@@ -15,7 +15,7 @@ from typing import Final
 from recipes_lib.data.file_digests import compute_digest
 from recipes_lib.data.source_json import read_json
 from recipes_lib.data.source_rows import Entry
-from recipes_lib.data.source_tables import read_csv, read_parquet
+from recipes_lib.data.source_tables import read_arrow, read_csv, read_parquet
 from recipes_lib.data.source_text import BrokenFileError, TextDocuments, read_text
 from recipes_lib.errors import DataError, Problem
 
@@ -29,6 +29,7 @@ READERS: Final[Mapping[str, Reader]] = {
     ".csv": partial(read_csv, delimiter=","),
     ".tsv": partial(read_csv, delimiter="\t"),
     ".parquet": read_parquet,
+    ".arrow": read_arrow,
     ".txt": read_text,
     ".md": read_text,
 }
