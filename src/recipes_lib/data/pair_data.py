@@ -51,6 +51,11 @@ class PairData:
         return {} if self.eval is None else {"held-out set": self.eval}
 
     @property
+    def warnings(self) -> list[str]:
+        """What the audit warns of."""
+        return [finding.found for finding in self.findings if finding.severity == "warning"]
+
+    @property
     def typical_length(self) -> int:
         """Tokens that attend to each other: the median pair's prompt and longer answer."""
         return self.audit.length_p50
