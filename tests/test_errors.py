@@ -1,6 +1,8 @@
 """What a user reads when something is wrong: where, what, and the way out."""
 
-from recipes_lib.errors import ConfigError, DataError, DivergedError, Problem, UserError
+import pytest
+
+from recipes_lib.errors import ConfigError, DataError, DivergedError, Problem, UserError, merge_alike, raise_problems
 
 
 def test_a_problem_reads_as_place_finding_and_remedy():
@@ -18,3 +20,39 @@ def test_an_error_tells_every_problem_it_carries():
 def test_exit_codes_are_those_of_the_contract():
     assert UserError().exit_code == ConfigError().exit_code == DataError().exit_code == 2
     assert DivergedError("nan").exit_code == 3
+
+
+def long_row(line: int, tokens: int, file: str = "a.jsonl") -> Problem:
+    return Problem(f"{file}:{line}", f"{tokens:,} tokens, max_length is 512", "cut it", size=tokens)
+
+
+def test_the_same_problem_of_many_rows_is_one_with_count_share_first_place_and_worst_case():
+    lengths = {3: 600, 7: 12_000, 12: 513, 40: 9_000, 77: 700}
+    (merged,) = merge_alike([long_row(*row) for row in lengths.items()], 200)
+    assert merged == Problem(
+        "a.jsonl:3",
+        "600 tokens, max_length is 512; so in 5 of 200 rows (2.5%), next a.jsonl:7, a.jsonl:12, a.jsonl:40, ...; "
+        "the worst is a.jsonl:7: 12,000 tokens, max_length is 512",
+        "cut it",
+        size=600,
+    )
+
+
+def test_problems_that_differ_in_more_than_numbers_stay_apart():
+    apart = [
+        long_row(3, 600),
+        long_row(3, 600, file="b.jsonl"),
+        Problem("a.jsonl:4", "unknown role 'x'", "cut it"),
+        Problem("a.jsonl:5", "unknown role 'y'", "cut it"),
+        Problem("a.jsonl:6", "600 tokens, max_length is 512", "split it"),
+    ]
+    assert merge_alike(apart, 9) == apart
+    assert merge_alike([apart[0]] * 3, 9) == apart[:1], "one row is one row, however often it is told"
+
+
+def test_problems_beyond_the_limit_are_counted():
+    raise_problems([], "nothing")
+    with pytest.raises(DataError) as caught:
+        raise_problems([Problem(f"file {number}", "broken") for number in range(26)], "data")
+    assert len(caught.value.problems) == 21
+    assert str(caught.value.problems[-1]).startswith("data: 6 more problems")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 EXIT_DONE = 0
 EXIT_BUG = 1
@@ -26,14 +28,50 @@ class Problem:
         where: ``file:line``, ``file row N`` or a flag, as the user would look it up.
         found: What is wrong, in one clause.
         remedy: What to do, in one clause; empty when ``found`` says it all.
+        size: How bad it is, by which the worst of many is found; 0 where they cannot be compared.
     """
 
     where: str
     found: str
     remedy: str = ""
+    size: float = field(default=0, kw_only=True)
 
     def __str__(self) -> str:
         return f"{self.where}: {self.found}" + (f"\n    {self.remedy}" if self.remedy else "")
+
+
+_NUMBER: Final = re.compile(r"\d+(?:[.,]\d+)*")
+_LAST_NUMBER: Final = re.compile(r"\d+$")
+_NUM_NEXT: Final = 3
+"""Places named beside the first and the worst."""
+
+
+def merge_alike(problems: Sequence[Problem], num_rows: int) -> list[Problem]:
+    """One problem for all rows of a source that have the same: the first, with their count, share, and the worst.
+
+    Problems are the same when they differ in numbers alone, and their places in the number at the end.
+
+    Args:
+        problems: Of single rows, in the order of the rows; of one row and kind the first counts.
+        num_rows: Rows that were read.
+    """
+    kinds: dict[tuple[str, str, str], dict[str, Problem]] = {}
+    for problem in problems:
+        kind = _LAST_NUMBER.sub("", problem.where), _NUMBER.sub("", problem.found), problem.remedy
+        kinds.setdefault(kind, {}).setdefault(problem.where, problem)
+    return [_merge(list(alike.values()), num_rows) for alike in kinds.values()]
+
+
+def _merge(alike: Sequence[Problem], num_rows: int) -> Problem:
+    first, *others = alike
+    if not others:
+        return first
+    places = ", ".join(problem.where for problem in others[:_NUM_NEXT]) + (", ..." if len(others) > _NUM_NEXT else "")
+    found = f"{first.found}; so in {len(alike):,} of {num_rows:,} rows ({len(alike) / num_rows:.1%}), next {places}"
+    worst = max(alike, key=lambda problem: problem.size)
+    if worst.size > first.size:
+        found += f"; the worst is {worst.where}: {worst.found}"
+    return replace(first, found=found)
 
 
 class UserError(Exception):
@@ -52,6 +90,23 @@ class ConfigError(UserError):
 
 class DataError(UserError):
     """The data are wrong: a missing file, a broken row, an example that cannot be masked."""
+
+
+MAX_PROBLEMS: Final = 20
+"""Problems listed one by one before the rest are counted."""
+
+
+def raise_problems(problems: Sequence[Problem], name: str) -> None:
+    """Raise all problems of the data as one error, the first ones in full; do nothing when there are none.
+
+    Raises:
+        DataError: There are problems.
+    """
+    if len(problems) > MAX_PROBLEMS:
+        rest = Problem(name, f"{len(problems) - MAX_PROBLEMS:,} more problems", "mend these first, then run again")
+        raise DataError(*problems[:MAX_PROBLEMS], rest)
+    if problems:
+        raise DataError(*problems)
 
 
 class DivergedError(Exception):

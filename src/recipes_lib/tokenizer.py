@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 from rich.console import Console
 
 from recipes_lib.config.schema import DatasetFormat
-from recipes_lib.errors import ConfigError, DataError, Problem, UserError
+from recipes_lib.errors import ConfigError, DataError, Problem, UserError, raise_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -264,7 +264,7 @@ def _open_data(options: argparse.Namespace) -> Mixture:
         DataError: Some of them cannot be opened.
     """
     from recipes_lib.data.source_mixtures import Mixture, Part
-    from recipes_lib.data.sources import load_source, raise_problems
+    from recipes_lib.data.sources import load_source
 
     parts: list[Part] = []
     problems: list[Problem] = []

@@ -19,7 +19,7 @@ from recipes_lib.config.legacy_datasets import convert_datasets
         ),
         (
             {"dataset_mixer": {"a/b": 0.5, "c/d": 1.0}},
-            {"dataset_mixture": [{"name": "a/b", "weight": 0.5}, {"name": "c/d", "weight": 1.0}]},
+            {"dataset_mixture": [{"name": "a/b", "repeat": 0.5}, {"name": "c/d", "repeat": 1.0}]},
         ),
         ({"dataset_mixer_list": ["a/b", 1.0]}, {"dataset_name": "a/b"}),
         (

@@ -225,3 +225,30 @@ def test_any_mix_of_old_lines_gives_a_file_whose_keys_are_all_known(tmp_path_fac
     except ConfigError as error:
         problems = [problem.found for problem in error.problems]
     assert all(problem == "`dataset_name` is missing" for problem in problems), text
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo", "pretrain"])
+def test_weights_that_were_repeats_become_repeats_and_shares_are_left_and_told(write, stage: str) -> None:
+    head = "model_name_or_path: a/b\noutput_dir: o\nmax_length: 64\noverlong: drop\n"
+    rest = "max_steps: 5\nwarmup_steps: 0\ntest_split_size: 10\n"
+    if stage == "pretrain":
+        head = head.replace("overlong: drop\n", "")
+    passes = 'dataset_mixture:\n- name: a/weight  # weight: all\n  "weight": 1\n- {name: c/d, weight: 0.5, split: x}\n'
+    shares = "dataset_mixture: [{name: a/b, weight: 80}, {name: c/d, weight: 20}]\n"
+    text, changes = migrate(write(head + passes + rest), stage)
+    if stage == "pretrain":
+        assert text == head + passes + rest
+        return
+    assert (
+        text
+        == head
+        + passes.replace('"weight": 1', '"repeat": 1')
+        .replace("d, weight", "d, repeat")
+        .replace("# weight: all", "# repeat: all")
+        + rest
+    )
+    assert [change.line for change in changes if "became `repeat`" in change.what] == [5]
+    check_text(stage, text, Path("new.yaml"))
+    text, changes = migrate(write(head + shares + rest), stage)
+    assert text == head + shares + rest
+    assert [change.line for change in changes if change.by_hand and "`repeat` is how often" in change.what] == [5]

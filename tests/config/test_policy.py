@@ -9,7 +9,7 @@ from recipes_lib.config.table import STAGES, load_table
 def test_the_policy_speaks_of_keys_that_exist() -> None:
     keys = {key for stage in STAGES for key in load_table(stage).keys}
     assert keys >= set(CHOICES) | set(NOTES) | set(SHARE_OR_COUNT)
-    assert keys | {"weight", "start_tokens"} >= set(BOUNDS)
+    assert keys | {"weight", "repeat", "start_tokens"} >= set(BOUNDS)
 
 
 def test_a_table_carries_the_bounds() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from recipes_lib.config.loader import load_config
+from recipes_lib.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,7 @@ from recipes_lib.config.loader import load_config
         ("save_strategy: epoch\nsave_steps: 10", 6, ["save_strategy"]),
         ("eval_strategy: no\neval_on_start: true", 6, ["eval_strategy"]),
         ("max_steps: 10\nnum_train_epochs: 2", 6, ["max_steps"]),
+        ("max_broken_fraction: 0.1", 5, ["any broken row is an error"]),
         ("max_steps: 0", 5, ["max_steps"]),
         ("max_steps: 10\nwarmup_steps: 10", 6, ["warm-up"]),
         ("warmup_steps: 1.0", 5, ["neither a share nor a count"]),
@@ -114,6 +116,47 @@ def test_a_flag_overrules_the_line_that_it_voids(write, sound: str) -> None:
 def test_a_flag_that_the_file_voids_is_refused(problems_of) -> None:
     (problem,) = problems_of("max_steps: 100\n", flags=["--num_train_epochs", "1"])
     assert problem.where == "--num_train_epochs"
+
+
+@pytest.mark.parametrize(
+    ("weights", "refused_sum"),
+    [
+        (["0.8", "0.2"], None),
+        (["80", "20"], None),
+        (["0.33", "0.33", "0.33"], None),
+        (["1"], None),
+        (["0.5", "1"], "1.5"),
+        (["2", "2"], "4"),
+        (["1", "1"], "2"),
+        (["0.5"], "0.5"),
+        (["1", "null"], "1"),
+    ],
+)
+def test_weights_of_fine_tuning_are_refused_where_they_may_be_meant_as_repeats(
+    weights: list[str], refused_sum: str | None
+) -> None:
+    def load(stage: str, key: str) -> None:
+        entries = [f"{{name: a/b{at}, {key}: {value}}}" for at, value in enumerate(weights) if value != "null"]
+        entries += [f"{{name: c/d{at}}}" for at, value in enumerate(weights) if value == "null"]
+        flags = [f"--dataset_mixture=[{', '.join(entries)}]", "--model_name_or_path=a/b", "--output_dir=o"]
+        load_config(stage, [*flags, "--max_length=64"])
+
+    load("sft", "repeat")
+    load("pretrain", "weight")
+    if refused_sum is None:
+        load("sft", "weight")
+    else:
+        with pytest.raises(ConfigError, match=f"add up to {refused_sum}\n") as caught:
+            load("sft", "weight")
+        (problem,) = caught.value.problems
+        assert "`repeat`" in problem.remedy
+
+
+@pytest.mark.parametrize("stage", ["sft", "pretrain"])
+def test_a_mixture_goes_by_shares_or_by_repeats(stage: str) -> None:
+    mixture = "--dataset_mixture=[{name: a/b, weight: 1}, {name: c/d, repeat: 2}]"
+    with pytest.raises(ConfigError, match="both `weight` and `repeat`"):
+        load_config(stage, [mixture, "--model_name_or_path=a/b", "--output_dir=o", "--max_length=64"])
 
 
 PRETRAIN_CASES = [

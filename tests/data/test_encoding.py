@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from recipes_lib.data import encoding
+from recipes_lib.data.broken_rows import BrokenRows
 from recipes_lib.data.chat import RowEncoder
 from recipes_lib.data.encoding import (
     build_encoder,
     encode_chunk,
     encode_mixture,
-    name_rows,
     split_chunks,
 )
 from recipes_lib.data.remarks import Remark
@@ -22,9 +22,10 @@ from recipes_lib.errors import DataError, Problem
 
 
 def encode(config, tokenizer):
-    problems, counts = [], []
+    broken, counts = BrokenRows(config.tokens), []
     mixture = load_train_data(config.data)
-    return encode_mixture(build_encoder(config, tokenizer), mixture, problems, counts.append), problems, counts
+    encoded = encode_mixture(build_encoder(config, tokenizer), mixture, broken, counts.append)
+    return encoded, broken.judge(mixture.name), counts
 
 
 @pytest.mark.parametrize("rows_per_chunk", [1, 7, 40, 1000])
@@ -81,7 +82,7 @@ def test_places_are_those_of_the_rows(build_config, tiny_tokenizer):
     name = config.data.dataset_name
     assert taken.find_places([0, 2]) == {0: f"{name}:31", 2: f"{name}:10"}
     assert taken.digests == [encoded.digests[at] for at in (30, 4, 9)]
-    assert name_rows(taken.mixture) == name
+    assert taken.mixture.name == name
 
 
 def test_duplicates_are_rows_that_say_the_same(build_config, write_rows, make_chats, tiny_tokenizer):
@@ -96,7 +97,7 @@ def test_a_row_without_tokens_is_refused_by_its_place():
             return [EncodedRow(np.zeros(0, np.uint32), np.zeros(0, np.bool_)) for _ in rows]
 
     with pytest.raises(DataError, match="data row 5: the row gives no token"):
-        encode_chunk(Silent(), [Row(source="data", index=5, text="x")], 0)
+        encode_chunk(Silent(), [Row(source="data", index=5, text="x")], [0])
 
 
 def test_rows_before_a_broken_one_are_not_lost_with_it():

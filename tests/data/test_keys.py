@@ -32,6 +32,8 @@ OTHER_VALUES = {
     "overlong": "truncate",
     "max_truncated_fraction": 0.5,
     "packing": False,
+    "broken_rows": "drop",
+    "max_broken_fraction": 0.5,
     "eos_token": "<|im_end|>",
     "pad_token": "<|im_end|>",
 }

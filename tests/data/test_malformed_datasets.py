@@ -52,6 +52,14 @@ def find_problems(path: Path) -> Sequence[Problem]:
     return []
 
 
+def arrow(table: pa.Table) -> bytes:
+    file = io.BytesIO()
+    with pa.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table, max_chunksize=500)
+    return file.getvalue()
+
+
+ARROW = arrow(pa.table({"text": [f"document {n}" for n in range(2000)]}))
 PARQUET = parquet(pa.table({"text": [f"document {n}" for n in range(2000)]}))
 
 # name of the file, its bytes, the place the error must name after the file's, words it must contain
@@ -112,6 +120,9 @@ FILES: dict[str, tuple[str, bytes, str, str]] = {
     "parquet of numbers": ("d.parquet", parquet(pa.table({"text": [1]})), " row 0", "a number, not a string"),
     "parquet of bytes": ("d.parquet", parquet(pa.table({"text": [b"a"]})), " row 0", "of type bytes"),
     "null in parquet": ("d.parquet", parquet(pa.table({"text": ["a", None]})), " row 1", "`text` is missing"),
+    "cut arrow": ("d.arrow", ARROW[:-200], "", "not a whole Arrow file"),
+    "arrow that is json": ("d.arrow", GOOD * 10, "", "not a whole Arrow file"),
+    "empty arrow file": ("d.arrow", b"", "", "not a whole Arrow file"),
     "cut gzip": ("d.jsonl.gz", gzip.compress(GOOD * 1000)[:-20], "", "not a whole .gz file"),
     "gzip that is none": ("d.jsonl.gz", GOOD, "", "not a whole .gz file"),
     "zstandard that is none": ("d.jsonl.zst", GOOD, "", "not a whole .zst file"),

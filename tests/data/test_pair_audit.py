@@ -88,3 +88,4 @@ def test_what_was_left_out_is_judged_worst_first(
     if severities[0] == "error":
         assert "max_truncated_fraction is 0.05" in findings[0].remedy
         assert "6 tokens of answers (6.00%)" in findings[0].found
+        assert "error" not in {finding.severity for finding in judge_pairs("train", audit, dropped, None)}

@@ -262,15 +262,16 @@ def test_overlong_pairs_are_named_or_dropped_and_counted(build_pairs, load_token
     assert 4 <= len(too_long) < 20
     with pytest.raises(DataError) as refused:
         prepare_pairs(build_pairs(max_length=limit), load_tokenizer)
-    shown = [(Path(problem.where).name, problem.found) for problem in refused.value.problems]
-    assert shown == [
-        (f"pairs.jsonl:{row + 1}", f"prompt and longer answer have {lengths[row]} tokens, max_length is {limit}")
-        for row in too_long
-    ]
+    (problem,) = refused.value.problems
+    assert problem.where.endswith(f"pairs.jsonl:{too_long[0] + 1}")
+    first, longest = lengths[too_long[0]], max(lengths.values())
+    assert problem.found.startswith(
+        f"prompt and longer answer have {first} tokens, max_length is {limit}; so in {len(too_long)} of 40 rows"
+    )
+    assert first == longest or f"have {longest} tokens, max_length is {limit}" in problem.found.partition("worst")[2]
     with pytest.raises(DataError, match="max_truncated_fraction"):
-        prepare_pairs(build_pairs(max_length=limit, overlong="drop"), load_tokenizer)
-    accepted = build_pairs(max_length=limit, overlong="drop", max_truncated_fraction=0.5)
-    prepared = prepare_pairs(accepted, load_tokenizer)
+        prepare_pairs(build_pairs(max_length=limit, overlong="drop", max_truncated_fraction=0), load_tokenizer)
+    prepared = prepare_pairs(build_pairs(max_length=limit, overlong="drop"), load_tokenizer)
     assert sorted(pairs_of(prepared.train)) == [row for row in alone if row not in too_long]
     lost = sum(len(chosen) + len(rejected) for chosen, rejected in (alone[row][1:] for row in too_long))
     assert prepared.manifest["dropped"]["train"] == {
@@ -315,8 +316,8 @@ def test_margins_travel_and_those_that_are_missing_are_zero(build_pairs, load_to
 
 def test_a_mixture_weighs_its_parts_and_follows_the_seed(build_config, write_rows, load_tokenizer):
     parts = [
-        {"name": str(write_rows("a.jsonl", make_pairs(20))), "weight": 0.5},
-        {"name": str(write_rows("b.jsonl", make_pairs(5, start=50))), "weight": 2},
+        {"name": str(write_rows("a.jsonl", make_pairs(20))), "repeat": 0.5},
+        {"name": str(write_rows("b.jsonl", make_pairs(5, start=50))), "repeat": 2},
     ]
     drawn = []
     for seed in (0, 0, 1):

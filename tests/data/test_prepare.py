@@ -264,29 +264,33 @@ def test_a_given_max_length_is_kept(build_config, load_tokenizer):
     assert (prepared.manifest["max_length"], prepared.manifest["max_length_is_derived"]) == (100, False)
 
 
-def test_overlong_rows_are_named_by_line_and_length(build_config, load_tokenizer):
+def test_overlong_rows_are_one_problem_with_the_first_the_longest_and_their_count(build_config, load_tokenizer):
     config = build_config(max_length=30)
     lengths = [len(row.input_ids) for row in RowEncoder(load_tokenizer(None)).encode(list(rows_of(config)))]
     with pytest.raises(DataError) as raised:
         prepare(config, load_tokenizer)
     expected = [(line, length) for line, length in enumerate(lengths, start=1) if length > 30]
-    shown = [(problem.where, problem.found) for problem in raised.value.problems]
-    assert len(expected) > 20
-    assert shown[:20] == [
-        (f"{config.data.dataset_name}:{line}", f"{length} tokens, max_length is 30") for line, length in expected[:20]
-    ]
-    assert f"{len(expected) - 20} more" in shown[20][1]
+    (problem,) = raised.value.problems
+    (first, length), worst = expected[0], max(expected, key=lambda row: row[1])
+    assert (problem.where, problem.size) == (f"{config.data.dataset_name}:{first}", length)
+    assert problem.found.startswith(
+        f"{length} tokens, max_length is 30; so in {len(expected)} of 40 rows ({len(expected) / 40:.1%}), next "
+    )
+    assert problem.found.endswith(
+        f"the worst is {config.data.dataset_name}:{worst[0]}: {worst[1]} tokens, max_length is 30"
+    )
 
 
 def rows_of(config):
     return load_train_data(config.data).rows()
 
 
-def test_a_cut_that_loses_too_much_is_refused_and_one_that_is_accepted_is_counted(build_config, load_tokenizer):
+def test_a_cut_beyond_the_largest_share_is_refused_and_without_one_it_is_counted(build_config, load_tokenizer):
     with pytest.raises(DataError, match=r"max_truncated_fraction is 0\.01"):
-        prepare(build_config(max_length=45, overlong="truncate"), load_tokenizer)
-    accepted = build_config(max_length=45, overlong="truncate", max_truncated_fraction=0.9)
-    prepared = prepare(accepted, load_tokenizer)
+        prepare(build_config(max_length=45, overlong="truncate", max_truncated_fraction=0.01), load_tokenizer)
+    prepared = prepare(build_config(max_length=45, overlong="truncate"), load_tokenizer)
+    assert [finding["severity"] for finding in prepared.manifest["findings"]] == ["warning", "ok", "ok", "ok"]
+    assert "rows longer than max_length" in prepared.manifest["findings"][0]["found"]
     cut = prepared.manifest["train"]["cut"]
     kept = sum(sum(mask[1:]) for rows in documents(prepared.train).values() for _, mask in rows)
     assert cut["num_targets"] - cut["num_lost_targets"] == kept == prepared.manifest["train"]["num_target_tokens"]

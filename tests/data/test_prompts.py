@@ -179,7 +179,14 @@ def test_what_is_too_long_is_an_error_or_left_out(load):
 def test_every_broken_row_is_named(load, row, words):
     with pytest.raises(DataError, match=words) as caught:
         load([{"prompt": "sound"}, row, row])
-    assert [problem.where.rpartition(":")[2] for problem in caught.value.problems] == ["2", "3"]
+    (problem,) = caught.value.problems
+    assert problem.where.endswith(":2")
+    assert "so in 2 of 3 rows (66.7%)" in problem.found
+    dropped = load([*[{"prompt": "sound"}] * 9, row], broken_rows="drop", max_broken_fraction=0.1)
+    assert len(dropped.train) == 9
+    assert dropped.record["broken_rows"] == {"num_rows": 10, "num_broken": 1}
+    with pytest.raises(DataError, match=r"1 of 3 rows \(33.33%\) are broken, and max_broken_fraction is 0.1"):
+        load([row, {"prompt": "sound"}, {"prompt": "sound"}], broken_rows="drop", max_broken_fraction=0.1)
 
 
 def test_a_set_without_rows_is_refused(load):

@@ -12,7 +12,7 @@ import pytest
 
 from recipes_lib.data.source_files import FileSource, load_files, open_file
 from recipes_lib.data.source_rows import RawRow
-from recipes_lib.errors import DataError, Problem
+from recipes_lib.errors import DataError
 
 LAYOUTS = [
     ["a.jsonl"],
@@ -76,9 +76,9 @@ def test_links_give_no_row_twice(loop: str, onto: str, tmp_path: Path) -> None:
 
 def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").symlink_to("a.jsonl")
-    (problem,) = load_files(tmp_path, "data", "train").rows()
-    assert isinstance(problem, Problem)
-    assert problem.where == "data/a.jsonl"
+    with pytest.raises(DataError) as caught:
+        list(load_files(tmp_path, "data", "train").rows())
+    assert [problem.where for problem in caught.value.problems] == ["data/a.jsonl"]
 
 
 def test_the_fingerprint_is_of_the_bytes_and_their_order_and_not_of_the_names(tmp_path: Path) -> None:

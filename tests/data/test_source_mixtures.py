@@ -1,4 +1,4 @@
-"""A weight is how many times a source's rows come up, exactly and repeatably."""
+"""A weight is a share of the rows, a repeat how many times they come up; both exactly and repeatably."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from recipes_lib.config.schema import DataConfig
+from recipes_lib.config.schema import DataConfig, TokensConfig
 from recipes_lib.data.source_mixtures import Mixture, build_mixture, load_test_data, load_train_data
 from recipes_lib.errors import ConfigError, DataError
 
@@ -28,30 +28,55 @@ def files(tmp_path: Path) -> tuple[str, str]:
     return names[0], names[1]
 
 
-def texts(mixture: Mixture, **where: int) -> list[str]:
-    return [str(row.text) for row in mixture.rows(**where)]
+def texts(mixture: Mixture) -> list[str]:
+    return [str(row.text) for row in mixture.rows()]
 
 
 @pytest.mark.parametrize(
-    ("weight", "expected"), [(0.25, 10), (1, 40), (1.0, 40), (2, 80), (2.5, 100), (0.1, 4), *ROUNDED]
+    ("repeat", "expected"), [(0.25, 10), (1, 40), (1.0, 40), (2, 80), (2.5, 100), (0.1, 4), *ROUNDED]
 )
-def test_a_weight_is_a_number_of_passes(weight: float, expected: int, files: tuple[str, str]) -> None:
-    counts = Counter(texts(build_mixture([{"name": files[0], "weight": weight}])))
+def test_a_repeat_is_a_number_of_passes(repeat: float, expected: int, files: tuple[str, str]) -> None:
+    counts = Counter(texts(build_mixture([{"name": files[0], "repeat": repeat}])))
     assert counts.total() == expected
-    assert set(counts.values()) <= {int(weight), int(weight) + 1} - {0}
+    assert set(counts.values()) <= {int(repeat), int(repeat) + 1} - {0}
     assert len(counts) == min(NUM_ROWS, expected)
 
 
 @pytest.mark.parametrize("others", [0, 1])
 def test_a_part_of_which_no_row_is_drawn_is_named(others: int, files: tuple[str, str]) -> None:
-    with pytest.raises(DataError, match=r"its weight, 0\.01, draws none of its 40 rows") as caught:
-        texts(build_mixture([{"name": files[0], "weight": 0.01}, {"name": files[1]}][: 1 + others]))
+    with pytest.raises(DataError, match=r"its repeat, 0\.01, draws none of its 40 rows") as caught:
+        texts(build_mixture([{"name": files[0], "repeat": 0.01}, {"name": files[1]}][: 1 + others]))
     assert [problem.where for problem in caught.value.problems] == [files[0]]
-    assert len(texts(build_mixture([{"name": files[0], "weight": 1.01}]))) == NUM_ROWS
+    assert len(texts(build_mixture([{"name": files[0], "repeat": 1.01}]))) == NUM_ROWS
+
+
+@pytest.mark.parametrize("scale", [1, 100, 0.3])
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [((0.8, 0.2), (40, 10)), ((0.2, 0.8), (10, 40)), ((0.5, 0.5), (40, 40)), ((0.7, 0.3), (40, 17))],
+)
+def test_weights_are_shares_of_the_rows_of_which_none_comes_twice(
+    weights: tuple[float, float], expected: tuple[int, int], scale: float, files: tuple[str, str]
+) -> None:
+    parts = [{"name": name, "weight": scale * weight} for name, weight in zip(files, weights, strict=True)]
+    counts = Counter(texts(build_mixture(parts)))
+    assert set(counts.values()) == {1}
+    assert tuple(sum(text.startswith(part) for text in counts) for part in "ab") == expected
+
+
+def test_sources_of_any_size_have_their_shares(tmp_path: Path) -> None:
+    parts = []
+    for name, num_rows, weight in (("a", 807, 80), ("b", 9000, 20)):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"text": f"{name} {n}"}) + "\n" for n in range(num_rows)))
+        parts.append({"name": str(path), "weight": weight})
+    assert Counter(text[0] for text in texts(build_mixture(parts))) == {"a": 807, "b": 202}
+    with pytest.raises(ConfigError, match="some parts have a weight"):
+        build_mixture([parts[0], {"name": parts[1]["name"]}])
 
 
 def test_parts_keep_their_order_and_follow_one_another(files: tuple[str, str]) -> None:
-    found = texts(build_mixture([{"name": files[1], "weight": 0.5}, {"name": files[0]}]))
+    found = texts(build_mixture([{"name": files[1], "repeat": 0.5}, {"name": files[0]}]))
     numbers = [int(text.split()[1]) for text in found]
     assert [text[0] for text in found] == ["b"] * 20 + ["a"] * 40
     assert numbers[:20] == sorted(numbers[:20])
@@ -59,31 +84,24 @@ def test_parts_keep_their_order_and_follow_one_another(files: tuple[str, str]) -
 
 
 def test_the_draw_depends_on_the_seed_and_the_part_alone(files: tuple[str, str]) -> None:
-    half = {"name": files[0], "weight": 0.5}
+    half = {"name": files[0], "repeat": 0.5}
     alone = texts(build_mixture([half], seed=1))
     assert texts(build_mixture([half], seed=1)) == alone
     assert texts(build_mixture([{"name": files[1]}, half], seed=1))[NUM_ROWS:] == alone
     assert texts(build_mixture([half], seed=2)) != alone
 
 
-def test_ranks_share_the_rows_out(files: tuple[str, str]) -> None:
-    mixture = build_mixture([{"name": files[0], "weight": 1.3}, {"name": files[1]}])
-    shares = [texts(mixture, rank=rank, world_size=3) for rank in range(3)]
-    assert [shares[n % 3][n // 3] for n in range(sum(map(len, shares)))] == texts(mixture)
-
-
-def test_all_ranks_raise_the_same_error_of_all_parts(files: tuple[str, str], tmp_path: Path) -> None:
+def test_a_broken_row_is_told_once_however_often_its_part_comes_up(files: tuple[str, str]) -> None:
     for name in files:
         with Path(name).open("a") as file:
             file.write('{"text": 3}\n')
-    mixture = build_mixture([{"name": files[0], "weight": 2.5}, {"name": files[1], "weight": 0.5}])
-    errors = []
-    for rank in range(2):
-        with pytest.raises(DataError) as caught:
-            texts(mixture, rank=rank, world_size=2)
-        errors.append(caught.value)
-    assert str(errors[0]) == str(errors[1])
-    assert [problem.where for problem in errors[0].problems] == [f"{name}:{NUM_ROWS + 1}" for name in files]
+    mixture = build_mixture([{"name": files[0], "repeat": 2.5}, {"name": files[1], "repeat": 0.5}])
+    with pytest.raises(DataError) as caught:
+        texts(mixture)
+    assert [problem.where for problem in caught.value.problems] == [f"{name}:{NUM_ROWS + 1}" for name in files]
+    dropped = TokensConfig(broken_rows="drop", max_broken_fraction=0.03)
+    rows = Counter(str(row.text)[0] for row in mixture.rows(dropped))
+    assert (rows["a"] in (99, 100), rows["b"] in (19, 20)) == (True, True), "a broken row may be among those drawn"
 
 
 def test_everything_that_changes_the_rows_changes_the_fingerprint(files: tuple[str, str]) -> None:
@@ -91,9 +109,9 @@ def test_everything_that_changes_the_rows_changes_the_fingerprint(files: tuple[s
         return build_mixture(parts, seed=seed).fingerprint()
 
     first, second = {"name": files[0]}, {"name": files[1]}
-    half = {**first, "weight": 0.5}
+    half = {**first, "repeat": 0.5}
     assert len({fingerprint(first, second), fingerprint(second, first), fingerprint(first), fingerprint(second)}) == 4
-    assert fingerprint({**first, "weight": 2}) != fingerprint(first)
+    assert fingerprint({**first, "repeat": 2}) != fingerprint(first)
     assert fingerprint({**first, "format": "text"}) != fingerprint(first)
     assert fingerprint(half, seed=1) != fingerprint(half, seed=2)
     assert fingerprint(first, seed=1) == fingerprint(first, seed=2)
@@ -106,13 +124,14 @@ def test_every_mistake_in_a_mixture_is_told_at_once() -> None:
     parts: list[Any] = [
         {"name": "a", "wieght": 1, "weight": 0},
         {"weight": True},
-        {"name": "a", "weight": float("nan"), "format": "chat", "split": 3},
+        {"name": "a", "repeat": float("nan"), "format": "chat", "split": 3},
         "a",
     ]
     with pytest.raises(ConfigError) as caught:
         build_mixture(parts)
     wheres = Counter(problem.where for problem in caught.value.problems)
     assert wheres == {
+        "dataset_mixture": 1,
         "dataset_mixture[0]": 2,
         "dataset_mixture[1]": 2,
         "dataset_mixture[2]": 3,
@@ -133,7 +152,7 @@ def test_configuration_names_training_and_held_out_data(files: tuple[str, str], 
     assert held_out is not None
     assert (len(texts(load_train_data(single))), texts(held_out)[0]) == (NUM_ROWS, "b 0")
     assert load_test_data(DataConfig(dataset_name=files[0])) is None
-    mixed = DataConfig(dataset_mixture=[{"name": files[0]}, {"name": files[1], "weight": 0.5}])
+    mixed = DataConfig(dataset_mixture=[{"name": files[0]}, {"name": files[1], "repeat": 0.5}])
     assert len(texts(load_train_data(mixed))) == 60
     for name in files:
         Path(name).rename(tmp_path / {"a": "train.jsonl", "b": "test.jsonl"}[Path(name).stem])

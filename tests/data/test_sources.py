@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import shutil
 from pathlib import Path
 
 import datasets
@@ -11,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipes_lib.data.rows import Row
+from recipes_lib.data.source_rows import RawRow
 from recipes_lib.data.sources import detect_source_format, load_source, read_rows
 from recipes_lib.errors import ConfigError, DataError
 
@@ -18,6 +21,9 @@ CHATS = [
     {"messages": [{"role": "user", "content": f"Question {n}, é"}, {"role": "assistant", "content": f"Answer {n}"}]}
     for n in range(5)
 ]
+
+
+ARROW = ("stream.arrow", "stream.arrow.gz", "file.arrow", "copied")
 
 
 def write_lines(path: Path, rows: list[dict[str, object]]) -> Path:
@@ -40,12 +46,32 @@ def test_the_container_does_not_change_the_rows(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text(json.dumps({"data": rows}))
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    (stream,) = (tmp_path / "saved").glob("*.arrow")
+    shutil.copy(stream, tmp_path / "stream.arrow")
+    with gzip.open(tmp_path / "stream.arrow.gz", "wb") as packed:
+        packed.write(stream.read_bytes())
+    table = pa.Table.from_pylist(rows)
+    with pa.ipc.new_file(str(tmp_path / "file.arrow"), table.schema) as file:
+        file.write_table(table)
+    (tmp_path / "copied").mkdir()  # a folder of Arrow files, such as the cache of `datasets`
+    shutil.copy(stream, tmp_path / "copied")
     (tmp_path / "folder").mkdir()
     write_lines(tmp_path / "folder" / "1.jsonl", rows[:2])
     write_lines(tmp_path / "folder" / "2.jsonl", rows[2:])
-    for name in ("a.jsonl", "a.json", "b.json", "a.parquet", "saved", "folder"):
+    for name in ("a.jsonl", "a.json", "b.json", "a.parquet", "saved", "folder", *ARROW):
         found = list(read_rows(load_source(str(tmp_path / name))))
         assert [row.messages for row in found] == [row["messages"] for row in rows], name
+
+
+def test_an_arrow_file_of_datasets_has_the_values_of_the_dataset(tmp_path: Path) -> None:
+    arguments = [{"x": 1}, {"y": ["a"]}]
+    features = datasets.Features({"text": datasets.Value("string"), "arguments": datasets.Json()})
+    rows = [{"text": str(at), "arguments": value} for at, value in enumerate(arguments)]
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(str(tmp_path / "saved"))
+    (stream,) = (tmp_path / "saved").glob("*.arrow")
+    for path in (stream, tmp_path / "saved"):
+        found = [entry.columns for entry in load_source(str(path)).rows() if isinstance(entry, RawRow)]
+        assert found == rows, path
 
 
 def test_rows_can_be_read_again(tmp_path: Path) -> None:
@@ -64,12 +90,14 @@ def test_all_problems_are_told_at_once_and_no_row_follows_the_first(tmp_path: Pa
     assert [problem.where for problem in caught.value.problems] == [f"{path}:2", f"{path}:3", f"{path}:5"]
 
 
-def test_problems_beyond_the_limit_are_counted(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "d.jsonl", [{"text": "a"}, *[{"text": 1}] * 30])
+def test_the_same_problem_of_many_rows_is_one_and_other_ones_stay_apart(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "d.jsonl", [{"text": "a"}, {"text": ""}, *[{"text": 1}] * 30])
     with pytest.raises(DataError) as caught:
-        list(read_rows(load_source(str(path)), max_problems=4))
-    assert len(caught.value.problems) == 5
-    assert caught.value.problems[-1].found == "26 more problems"
+        list(read_rows(load_source(str(path))))
+    empty, alike = caught.value.problems
+    assert (empty.where, empty.found) == (f"{path}:2", "`text` is empty")
+    assert alike.where == f"{path}:3"
+    assert f"so in 30 of 32 rows (93.8%), next {path}:4, {path}:5, {path}:6, ..." in alike.found
 
 
 def test_a_wrong_layout_is_told_once(tmp_path: Path) -> None:
@@ -158,3 +186,20 @@ def test_a_mapping_of_columns_that_cannot_be_meant_is_refused(
         list(read_rows(load_source(str(path), columns=columns)))
     assert len(caught.value.problems) == 1
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"text": "café"}\n'.encode("latin-1"), "not UTF-8 at byte 13"),
+        ('{"text": "a"}\n'.encode("utf-16"), "the file may be UTF-16"),
+        (b'{"text": "a", "text": "b"}\n' * 30, "the key 'text' stands twice"),
+        (b'{"question": "a"}\n{"messages": 3}\n', "needs `text`; found `question`"),
+    ],
+)
+def test_a_source_without_a_sound_row_is_not_called_empty(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=words) as caught:
+        detect_source_format(load_source(str(path)), "text")
+    assert caught.value.problems[0].where == f"{path}:1"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from recipes_lib.data import token_documents
+from recipes_lib.data.broken_rows import BrokenRows
 from recipes_lib.data.chat import RowEncoder
 from recipes_lib.data.rows import Row
 from recipes_lib.data.splits import compute_row_digest
@@ -23,9 +24,9 @@ def make_rows(texts=TEXTS) -> list[Row]:
 
 
 def encode(rows, tokenizer, hold_out=None):
-    problems: list[Problem] = []
+    broken = BrokenRows()
     encoder = RowEncoder(tokenizer, loss_on="all")
-    return list(encode_documents(encoder, rows, hold_out or HoldOut(), problems)), problems
+    return list(encode_documents(encoder, rows, hold_out or HoldOut(), broken)), broken.judge("d.txt")
 
 
 @pytest.mark.parametrize(("rows_per_chunk", "characters_per_chunk"), [(1, 1000), (7, 1000), (500, 60), (500, 10**6)])
@@ -71,7 +72,7 @@ def test_no_more_is_read_than_is_in_work(tiny_tokenizer, monkeypatch):
     monkeypatch.setattr(token_documents, "ROWS_PER_CHUNK", 2)
     num_read = itertools.count(1)
     rows = (Row(source="endless", index=next(num_read), text="text") for _ in itertools.repeat(None))
-    chunks = encode_documents(RowEncoder(tiny_tokenizer, loss_on="all"), rows, HoldOut(), [])
+    chunks = encode_documents(RowEncoder(tiny_tokenizer, loss_on="all"), rows, HoldOut(), BrokenRows())
     for _ in range(5):
         next(chunks)
     chunks.close()
@@ -80,14 +81,15 @@ def test_no_more_is_read_than_is_in_work(tiny_tokenizer, monkeypatch):
 
 def test_documents_that_cannot_be_read_and_that_cannot_be_tokenised_are_told_together(tiny_tokenizer, monkeypatch):
     monkeypatch.setattr(token_documents, "ROWS_PER_CHUNK", 3)
-    texts = [*TEXTS[:4], "half a \ud800 pair", *TEXTS[5:10], "half a \udc00 pair"]
+    texts = [*TEXTS[:4], "half a \ud800 pair", *TEXTS[5:10], "half a \ud800 pair"]
 
     def rows():
         yield from make_rows(texts)
         raise DataError(Problem("d.txt:90", "broken"), Problem("d.txt:91", "broken"))
 
     _, problems = encode(rows(), tiny_tokenizer)
-    assert sorted(problem.where for problem in problems) == ["d.txt:11", "d.txt:5", "d.txt:90", "d.txt:91"]
+    assert sorted(problem.where for problem in problems) == ["d.txt:5", "d.txt:90", "d.txt:91"]
+    assert "so in 2 of 11 rows (18.2%), next d.txt:11" in problems[-1].found
 
 
 def test_what_is_wrong_with_the_tokenizer_is_no_problem_of_a_row(tiny_tokenizer):
@@ -96,7 +98,7 @@ def test_what_is_wrong_with_the_tokenizer_is_no_problem_of_a_row(tiny_tokenizer)
             raise ConfigError(Problem("eos_token", "none"))
 
     with pytest.raises(ConfigError):
-        list(encode_documents(Unfit(), make_rows(), HoldOut(), []))
+        list(encode_documents(Unfit(), make_rows(), HoldOut(), BrokenRows()))
 
 
 def held_out_texts(rows, size, seed=0) -> list[str]:

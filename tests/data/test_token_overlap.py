@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes_lib.data import token_overlap
-from recipes_lib.data.splits import find_overlap
+from recipes_lib.data.splits import compute_row_digest, find_overlap
+from recipes_lib.data.token_documents import halve_digests
 from recipes_lib.data.token_overlap import find_repeats, refuse_repeats
 from recipes_lib.data.token_shards import TokenSource, TokenWriter
 from recipes_lib.data.token_sources import load_corpora
@@ -41,7 +42,10 @@ def test_the_first_few_are_named_by_their_places(build_config, tmp_path):
         load_corpora(build_config(dataset_name=str(tmp_path / f"{name}.txt"), text_documents="line"))[0]
         for name in ("train", "held_out")
     )
-    tokens = write(tmp_path / "train", range(9)), write(tmp_path / "held_out", [100, 8, 5])
+    tokens = [
+        write(tmp_path / side, halve_digests([compute_row_digest(row) for row in corpus.rows()]))
+        for side, corpus in (("train", train), ("held_out", held_out))
+    ]
     with pytest.raises(DataError, match="2 training rows are held-out rows too") as raised:
         refuse_repeats(train, tokens[0], held_out, tokens[1])
     text = str(raised.value)

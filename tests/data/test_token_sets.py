@@ -149,6 +149,37 @@ def test_a_killed_preparation_goes_on_to_the_same_bytes(make, tmp_path, module, 
 
 
 @pytest.mark.multiprocess
+@pytest.mark.parametrize("num_tokens", [None, 700])
+@pytest.mark.parametrize("call", [2, 9])
+def test_rows_that_are_dropped_are_dropped_and_counted_alike_by_whoever_goes_on(
+    make, write_rows, tmp_path, call, num_tokens
+):
+    rows = [{"prompt": f"Text {at}: ", "completion": "the baker " * (at % 7 + 1)} for at in range(NUM_ROWS)]
+    sound = write_rows("sound.jsonl", rows)
+    for at in (0, 5, 17, 18, 19, 20, 40):
+        # What cannot be read, and what cannot be encoded.
+        rows.insert(at, {"prompt": "Text:", "completion": None if at % 2 else "an end<|endoftext|> inside"})
+    options = {"num_tokens": num_tokens, "broken_rows": "drop", "max_broken_fraction": 0.2}
+    path, root = write_rows("broken.jsonl", rows), tmp_path / "root"
+    whole = make(tmp_path / "whole", path=path, **options)
+    process = multiprocessing.get_context("fork").Process(
+        target=kill_at, args=(lambda: make(root, path=path, **options), token_sets._Sides, "append", call)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert contents(make(root, path=path, **options).path) == contents(whole.path)
+    alone = make(tmp_path / "alone", path=sound, num_tokens=num_tokens)
+    assert read_documents(whole, "train") == read_documents(alone, "train")
+    if num_tokens is None:
+        assert whole.manifest["broken_rows"] == {"num_rows": NUM_ROWS + 7, "num_broken": 7}
+    with pytest.raises(DataError, match=r"are broken, and max_broken_fraction is 0\.01"):
+        make(tmp_path / "strict", path=path, broken_rows="drop")
+    with pytest.raises(DataError, match=r"broken\.jsonl:1: "):
+        make(tmp_path / "error", path=path)
+
+
+@pytest.mark.multiprocess
 def test_what_is_in_full_shards_is_not_tokenised_again(make, tmp_path):
     process = multiprocessing.get_context("fork").Process(
         target=kill_at, args=(lambda: make(tmp_path / "root"), token_sets._Sides, "append", 13)

@@ -37,6 +37,8 @@ CHANGES = {
     "test_split_size": 0.1,
     "eos_token": "<|im_end|>",
     "text_documents": "line",
+    "broken_rows": "drop",
+    "max_broken_fraction": 0.5,
     "trust_remote_code": True,
 }
 WITHOUT_CHANGE = {

@@ -35,6 +35,12 @@ def test_weights_are_shares_of_the_tokens_and_by_size_unless_given(mix, weights,
     assert compute_weights(mix(*weights), num_tokens) == pytest.approx(expected)
 
 
+def test_a_repeat_is_how_often_a_source_is_read_beside_the_others(build_config):
+    entries = [{"name": "a"}, {"name": "b", "repeat": 2}, {"name": "c", "repeat": 0.5}]
+    weights = compute_weights(build_config(dataset_mixture=entries), (10, 30, 60))
+    assert weights == pytest.approx((0.1, 0.6, 0.3))
+
+
 def test_the_one_dataset_is_an_entry_too(build_config):
     config = build_config(dataset_name="a/b", dataset_config="c", dataset_revision="d", dataset_train_split="e")
     entry = {"name": "a/b", "config": "c", "revision": "d", "split": "e", "columns": None}

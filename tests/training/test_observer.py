@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,3 +117,12 @@ def test_a_metric_without_a_reference_to_compare_with_is_refused(config):
     config = replace(config, evaluation=replace(config.evaluation, sample_prompts=["Hello?"]))
     with pytest.raises(ConfigError, match="no sample prompt has a reference"):
         train(config, watched=True)
+
+
+def test_what_the_audit_warns_of_is_told_before_training(config, caplog):
+    path = Path(config.data.dataset_name)
+    path.write_text(path.read_text() + '{"messages": []}\n')
+    tokens = replace(config.tokens, broken_rows="drop", max_broken_fraction=0.1)
+    train(replace(config, tokens=tokens), watched=True)
+    (told,) = [record.getMessage() for record in caplog.records if "broken" in record.getMessage()]
+    assert told.startswith(f"train: 1 of 21 rows (4.76%) are broken and left out; the first is {path}:21: ")

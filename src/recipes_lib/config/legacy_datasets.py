@@ -44,7 +44,8 @@ def _convert_entry(item: Mapping[str, Any]) -> dict[str, Any]:
         "name": name,
         "config": config,
         "split": item.get("split"),
-        "weight": item.get("weight", item.get("fraction")),
+        # Theirs is a fraction of the dataset's own rows.
+        "repeat": item.get("weight", item.get("fraction")),
     }
     return {key: value for key, value in entry.items() if value is not None}
 
@@ -59,7 +60,7 @@ def _convert_mixer(mixer: Any, splits: Any, configs: Any) -> tuple[dict[str, Any
     test = [split for split in splits or [] if str(split).startswith("test")]
     if len(train) > 1 or len(test) > 1 or (configs and len(configs) != len(pairs)):
         return None, ""
-    entries = [{"name": name, "weight": weight} for name, weight in pairs]
+    entries = [{"name": name, "repeat": fraction} for name, fraction in pairs]
     for entry, config in zip(entries, configs or [], strict=False):
         entry["config"] = config
     for entry in entries:
@@ -68,11 +69,11 @@ def _convert_mixer(mixer: Any, splits: Any, configs: Any) -> tuple[dict[str, Any
 
 
 def _join(entries: list[dict[str, Any]], extra: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
-    if len(entries) == 1 and entries[0].get("weight", 1) == 1:
+    if len(entries) == 1 and entries[0].get("repeat", 1) == 1:
         spelling = {"name": "dataset_name", "config": "dataset_config", "split": "dataset_train_split"}
         return {spelling[key]: value for key, value in entries[0].items() if key in spelling} | extra, ""
-    if all(entry.get("weight", 1) == 1 for entry in entries):
+    if all(entry.get("repeat", 1) == 1 for entry in entries):
         for entry in entries:
-            entry.pop("weight", None)
+            entry.pop("repeat", None)
     remark = "" if extra else "name a held-out split with `dataset_test_split` or `test_split_size`"
     return {"dataset_mixture": entries} | extra, remark

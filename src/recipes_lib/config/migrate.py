@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +15,14 @@ from recipes_lib.config.legacy_datasets import COMPANIONS, LEGACY_KEYS, convert_
 from recipes_lib.config.loader import check_text
 from recipes_lib.config.meanings import MEANINGS
 from recipes_lib.config.renames import RETIRED_VALUES, read_known
+from recipes_lib.config.rules import are_shares
 from recipes_lib.config.secrets import is_secret_key
 from recipes_lib.config.suggest import explain_unknown
 from recipes_lib.config.table import KeyTable, load_table
 from recipes_lib.config.values import plain_value
 from recipes_lib.errors import ConfigError, Problem
 
+_WEIGHT_KEY = re.compile(r"\bweight(?=['\"]?\s*:)")
 _LENGTH_KEYS = {"max_length", "max_seq_length"}
 _TOKENIZER_KEYS = {"tokenizer_name_or_path", "tokenizer_name", "tokenizer"}
 
@@ -157,8 +160,25 @@ class _Rewriter:
         successor = RETIRED_VALUES.get((entry.key, str(value)))
         if successor:
             self._replace(entry, {entry.key: successor}, f"`{entry.key}: {value}` became {successor}")
+        elif entry.key == "dataset_mixture" and self.table.stage != "pretrain":
+            self._rewrite_weights(entry, value)
         elif value == "None" and self.table.keys[entry.key].accepts("null"):
             self._replace(entry, {entry.key: None}, f"`{entry.key}: None` became null")
+
+    def _rewrite_weights(self, entry: Entry, parts: Any) -> None:
+        """Turn weights of fine-tuning that are no shares into what they were: how often rows come up."""
+        parts = [part for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else []
+        if not any("weight" in part for part in parts) or any("repeat" in part for part in parts):
+            return
+        first, _ = _position(entry)
+        if are_shares(parts):
+            what = "`weight` in `dataset_mixture` is a share of all rows; `repeat` is how often an entry's rows come up"
+            self.changes.append(Change(first + 1, what, by_hand=True))
+            return
+        last = _last_line(entry.node, first)
+        renamed = [_WEIGHT_KEY.sub("repeat", line) for line in self.lines[first : last + 1]]
+        self.edits[first] = (last, renamed)
+        self.changes.append(Change(first + 1, "`weight` in `dataset_mixture` became `repeat`"))
 
     def _rewrite_retired(self, entry: Entry, value: Any) -> None:
         retired = read_known(self.table.stage)[entry.key]

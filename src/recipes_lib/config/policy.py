@@ -54,6 +54,7 @@ BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
     "gradient_accumulation_steps": {"minimum": 1},
     "learning_rate": {"exclusiveMinimum": 0, "maximum": 1},
     "logging_steps": {"exclusiveMinimum": 0},
+    "max_broken_fraction": {"minimum": 0, "maximum": 1},
     "max_grad_norm": {"minimum": 0},
     "max_length": {"minimum": 8},
     "max_rollbacks": {"minimum": 0},
@@ -66,6 +67,7 @@ BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
     "per_device_train_batch_size": {"minimum": 1},
     "router_aux_loss_coef": {"minimum": 0},
     "sample_max_new_tokens": {"minimum": 1},
+    "repeat": {"exclusiveMinimum": 0},
     "save_keep_steps": {"minimum": 1},
     "save_steps": {"exclusiveMinimum": 0},
     "save_total_limit": {"minimum": 1},
@@ -134,8 +136,8 @@ BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
     "sampling_temperature": {"exclusiveMinimum": 0},
     "teacher_top_k": {"minimum": 1},
 }
-"""Range of each number, as JSON schema spells it; ``weight`` is that of a ``dataset_mixture`` entry, ``start_tokens``
-that of a ``dataset_curriculum`` phase."""
+"""Range of each number, as JSON schema spells it; ``weight`` and ``repeat`` are those of a ``dataset_mixture`` entry,
+``start_tokens`` that of a ``dataset_curriculum`` phase."""
 
 CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "debug": ("", "underflow_overflow"),

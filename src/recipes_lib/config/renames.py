@@ -22,7 +22,7 @@ _PREFERENCE = dropped_at(
     (False, None), "was removed from TRL's DPOConfig", "delete the line; losses are named by `loss_type`"
 )
 _REMOTE_CODE = undecided("is not read", "pin the model with `model_revision`")
-_MIXTURE = "an entry of `dataset_mixture` is {name, weight, config, revision, split, format}"
+_MIXTURE = "an entry of `dataset_mixture` is {name, weight, repeat, config, revision, split, format}"
 
 RETIRED: Final[Mapping[str, Retired]] = {
     # transformers
@@ -146,7 +146,7 @@ MIXTURE_RENAMED: Final[Mapping[str, str]] = {
     "id": "name",
     "path": "name",
     "dataset_name": "name",
-    "fraction": "weight",
+    "fraction": "repeat",
     "dataset_config": "config",
     "dataset_revision": "revision",
 }
@@ -179,7 +179,7 @@ ELSEWHERE: Final[Mapping[str, Retired]] = {
     **each(_OF_GROUPS, _of_stage("grpo")),
     **each(_OF_DISTILLATION, _of_stage("distill")),
     **each(_OF_ACCELERATE, _ACCELERATE),
-    **each("weight split revision format", _IN_MIXTURE),
+    **each("weight repeat split revision format", _IN_MIXTURE),
     **each("vllm_server_host vllm_server_port", _IN_URL),
     "vllm_mode": dropped_at(("server",), "is `server` here", "start `vllm serve` on GPUs of its own (docs/ppo.md)"),
 }

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 from recipes_lib.config.distillation_keys import check_distillation
 from recipes_lib.config.layer_keys import check_layers
@@ -73,13 +74,38 @@ def check_shares(settings: Settings) -> Iterator[Problem]:
 
 
 def check_data(settings: Settings) -> Iterator[Problem]:
-    """Streams have no length; a mixture is not empty."""
+    """Streams have no length; a mixture is not empty; a largest share of broken rows needs some to be dropped."""
+    is_share_set = settings["max_broken_fraction"] != settings.table.keys["max_broken_fraction"].default
+    if is_share_set and settings["broken_rows"] == "error":
+        found = "`max_broken_fraction` has no effect: any broken row is an error"
+        yield Problem(settings.where("max_broken_fraction"), found, "write `broken_rows: drop` too")
     has_length = settings["max_steps"] > 0 or settings.broken("max_steps") or settings.gives("max_tokens")
     if settings["dataset_streaming"] and not has_length:
         found = "`dataset_streaming` needs `max_steps`: a stream has no end to count epochs by"
         yield Problem(settings.where("dataset_streaming"), found, "write `max_steps: ...`")
     if settings["dataset_mixture"] == []:
         yield Problem(settings.where("dataset_mixture"), "`dataset_mixture` is empty", "write at least one entry")
+
+
+def check_mixture(settings: Settings) -> Iterator[Problem]:
+    """A mixture goes by shares or by repeats; in fine-tuning the shares of all entries are known to be such."""
+    entries, where = settings["dataset_mixture"] or [], settings.where("dataset_mixture")
+    weights = [entry["weight"] for entry in entries if "weight" in entry]
+    if weights and any("repeat" in entry for entry in entries):
+        yield Problem(where, "`dataset_mixture` has both `weight` and `repeat`", "write one of the two in all entries")
+    elif weights and settings.table.stage != "pretrain" and not are_shares(entries):
+        found = f"a `weight` is a share of the mixture, and those of its {len(entries)} entries add up to"
+        remedy = "write weights that add up to 1 or 100; or `repeat`, which is how often the rows of an entry come up"
+        yield Problem(where, f"{found} {sum(weights):g}", remedy)
+
+
+def are_shares(entries: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the weights of a mixture can only be meant as shares: each entry has one, and they sum to 1 or 100.
+
+    In fine-tuning a weight used to be what ``repeat`` is; a file that means that is refused, not read as another.
+    """
+    total = sum(entry.get("weight", math.nan) for entry in entries)
+    return any(math.isclose(total, whole, rel_tol=0.02) for whole in (1, 100))
 
 
 def check_rollbacks(settings: Settings) -> Iterator[Problem]:
@@ -321,6 +347,7 @@ _RULES: Final[tuple[Rule, ...]] = (
     check_decisions,
     check_shares,
     check_data,
+    check_mixture,
     check_model,
     check_schedule,
     check_evaluation,

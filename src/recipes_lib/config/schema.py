@@ -27,7 +27,9 @@ class MixtureEntry(TypedDict, total=False):
     name: Required[str]
     """Hub id or path, as ``dataset_name``."""
     weight: float
-    """How often its rows come up: 0.5 takes a random half of them, 2 takes each twice. Default 1."""
+    """Its share of the mixture, of the rows in fine-tuning and of the tokens in pretraining, relative to the sum."""
+    repeat: float
+    """How often its rows come up, instead of a share: 0.5 takes a random half, 2 takes each twice. Default 1."""
     config: str
     """As ``dataset_config``."""
     revision: str
@@ -54,7 +56,7 @@ class DataConfig:
     """Which rows are trained on and which are held out."""
 
     dataset_name: str | None = None
-    """Hub id, or path of a file or folder (JSON, JSONL, CSV, Parquet, text, ``save_to_disk``)."""
+    """Hub id, or path of a file or folder (JSON, JSONL, CSV, Parquet, Arrow, text, ``save_to_disk``)."""
     dataset_config: str | None = None
     """Configuration of a Hub dataset."""
     dataset_revision: str | None = None
@@ -66,7 +68,7 @@ class DataConfig:
     test_split_size: float | int | None = None
     """Hold out this share (below 1) or number (1 and above) of rows when no test split is named."""
     dataset_mixture: list[dict[str, Any]] | None = field(default=None, metadata={"items": MixtureEntry})
-    """Several datasets instead of one: a list of ``{name, weight, config, revision, split, format, columns}``."""
+    """Several datasets for one: a list of ``{name, weight, repeat, config, revision, split, format, columns}``."""
     dataset_format: DatasetFormat = "auto"
     """Row layout; ``auto`` detects it from the columns and names what it found."""
     dataset_columns: dict[str, Any] | None = None
@@ -87,8 +89,12 @@ class TokensConfig:
     """Tokens in a row of the batch. Unset: the longest example, rounded up to 64; nothing is cut."""
     overlong: Overlong = "error"
     """What happens to examples longer than ``max_length``."""
-    max_truncated_fraction: float = 0.01
-    """Largest share of target tokens that ``overlong: truncate`` or ``drop`` may lose before it is an error."""
+    max_truncated_fraction: float | None = None
+    """Largest share of target tokens that ``overlong`` may lose before it is an error. Unset: any, with a warning."""
+    broken_rows: Literal["error", "drop"] = "error"
+    """What happens to rows that cannot be read, rendered or tokenised; those that are dropped are counted."""
+    max_broken_fraction: float = 0.01
+    """Largest share of rows that ``broken_rows: drop`` may leave out before it is an error."""
     packing: bool = True
     """Fill each row of the batch with several examples, kept apart in attention and positions."""
     chat_template_path: str | None = None

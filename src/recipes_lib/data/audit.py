@@ -130,7 +130,7 @@ def pack_split(
 def describe_overlong(where: str, length: int, capacity: int) -> Problem:
     """The refusal of a row that is too long."""
     remedy = "raise max_length, or set overlong to truncate, drop or split"
-    return Problem(where, f"{length:,} tokens, max_length is {capacity:,}", remedy)
+    return Problem(where, f"{length:,} tokens, max_length is {capacity:,}", remedy, size=length)
 
 
 def compute_split_audit(
@@ -172,7 +172,7 @@ def compute_split_audit(
     )
 
 
-def judge(split: str, audit: SplitAudit, lengths: LengthCounts, max_lost_fraction: float) -> list[Finding]:
+def judge(split: str, audit: SplitAudit, lengths: LengthCounts, max_lost_fraction: float | None) -> list[Finding]:
     """What the figures of a split mean, worst first.
 
     Args:
@@ -205,6 +205,21 @@ def judge_remarks(split: str, remarked: Sequence[Remarked], num_rows: int) -> li
         )
         for remark, rows in places.items()
     ]
+
+
+def judge_loss(found: str, lost_fraction: float, max_lost_fraction: float | None) -> Finding:
+    """What a loss means that ``overlong`` asked for: a warning, up to the largest share, if one is set.
+
+    Args:
+        found: What is lost.
+        lost_fraction: Share of the target tokens that is lost.
+        max_lost_fraction: ``max_truncated_fraction``.
+    """
+    if max_lost_fraction is None or lost_fraction <= max_lost_fraction:
+        return Finding("warning", found)
+    return Finding(
+        "error", found, f"raise max_length, or accept the loss: max_truncated_fraction is {max_lost_fraction:g}"
+    )
 
 
 def sort_findings(findings: Sequence[Finding]) -> list[Finding]:
@@ -243,7 +258,7 @@ def _judge_stops(split: str, audit: SplitAudit) -> Finding:
     return Finding(severity, found, "the model would not learn to stop: check eos_token and the chat template")
 
 
-def _judge_lengths(split: str, lengths: LengthCounts, max_lost_fraction: float) -> Finding:
+def _judge_lengths(split: str, lengths: LengthCounts, max_lost_fraction: float | None) -> Finding:
     found = (
         f"{split}: rows longer than max_length: {lengths.num_overlong:,}; lost with them: "
         f"{lengths.num_lost_targets:,} target tokens ({lengths.lost_fraction:.2%}), "
@@ -251,11 +266,7 @@ def _judge_lengths(split: str, lengths: LengthCounts, max_lost_fraction: float) 
     )
     if not lengths.num_overlong:
         return Finding("ok", f"{split}: no row is longer than max_length")
-    if lengths.lost_fraction <= max_lost_fraction:
-        return Finding("warning", found)
-    return Finding(
-        "error", found, f"raise max_length, or accept the loss: max_truncated_fraction is {max_lost_fraction}"
-    )
+    return judge_loss(found, lengths.lost_fraction, max_lost_fraction)
 
 
 def _judge_duplicates(split: str, audit: SplitAudit) -> Finding:

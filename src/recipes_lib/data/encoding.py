@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.data.broken_rows import BrokenRows, encode_sound
 from recipes_lib.data.keys import read_chat_template
 from recipes_lib.data.packing import Examples, build_examples, concatenate_examples
 from recipes_lib.data.remarks import Remarked
@@ -68,17 +69,12 @@ class EncodedMixture:
 def find_places(mixture: Mixture, row_ids: Collection[int]) -> dict[int, str]:
     """The places of rows as errors name them, by their position in the mixture, which is read again."""
     places: dict[int, str] = {}
-    for row_id, row in enumerate(mixture.rows()):
+    for row_id, entry in enumerate(mixture.entries()):
         if row_id in row_ids:
-            places[row_id] = row.where
+            places[row_id] = entry.where
         if len(places) == len(row_ids):
             break
     return places
-
-
-def name_rows(mixture: Mixture) -> str:
-    """What the user called the sources of a mixture."""
-    return " + ".join(part.source.name for part in mixture.parts)
 
 
 def read_seed(config: RecipeConfig) -> int:
@@ -98,12 +94,12 @@ def build_encoder(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> R
     return RowEncoder(tokenizer, loss_on=tokens.loss_on, chat_template=template, eos_token=tokens.eos_token)
 
 
-def split_chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Rows by ``ROWS_PER_CHUNK``, the last chunk shorter; an error of reading comes after the rows that were read."""
-    chunk: list[Row] = []
+def split_chunks(entries: Iterable[Row | Problem]) -> Iterator[list[Row | Problem]]:
+    """Entries by ``ROWS_PER_CHUNK``, the last chunk shorter; an error of reading comes after those that were read."""
+    chunk: list[Row | Problem] = []
     try:
-        for row in rows:
-            chunk.append(row)
+        for entry in entries:
+            chunk.append(entry)
             if len(chunk) == ROWS_PER_CHUNK:
                 yield chunk
                 chunk = []
@@ -115,8 +111,13 @@ def split_chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
         yield chunk
 
 
-def encode_chunk(encoder: RowEncoder, rows: Sequence[Row], first: int) -> Examples:
-    """Tokens of some rows, of which the first is number ``first`` of its mixture.
+def encode_chunk(encoder: RowEncoder, rows: Sequence[Row], row_ids: Sequence[int]) -> Examples:
+    """Tokens of some rows.
+
+    Args:
+        encoder: From ``build_encoder``.
+        rows: The rows.
+        row_ids: Their positions in their mixture.
 
     Raises:
         DataError: Rows that cannot be tokenised or masked, or give no token.
@@ -125,33 +126,33 @@ def encode_chunk(encoder: RowEncoder, rows: Sequence[Row], first: int) -> Exampl
     empty = [row for row, tokens in zip(rows, encoded, strict=True) if not len(tokens.input_ids)]
     if empty:
         raise DataError(*(Problem(row.where, "the row gives no token", "remove it") for row in empty))
-    examples = build_examples(encoded, np.arange(first, first + len(rows)))
+    examples = build_examples(encoded, row_ids)
     remarked = [
         Remarked(number, row.where, tokens.remarks)
-        for number, (row, tokens) in enumerate(zip(rows, encoded, strict=True), start=first)
+        for number, row, tokens in zip(row_ids, rows, encoded, strict=True)
         if tokens.remarks
     ]
     return replace(examples, remarked=remarked)
 
 
 def encode_mixture(
-    encoder: RowEncoder, mixture: Mixture, problems: list[Problem], on_rows: Callable[[int], None]
+    encoder: RowEncoder, mixture: Mixture, broken: BrokenRows, on_rows: Callable[[int], None]
 ) -> EncodedMixture:
-    """Tokens of all rows.
+    """Tokens of all rows that are sound.
 
     Args:
         encoder: From ``build_encoder``.
         mixture: The rows.
-        problems: What is wrong is added here, and reading goes on.
+        broken: Counts the others; whoever calls judges them.
         on_rows: Told the number of rows of each chunk that is done.
     """
     parts: list[Examples] = [build_examples([], [])]
     digests: list[bytes] = []
 
-    def encode(rows: Sequence[Row], first: int) -> tuple[Examples, list[bytes]]:
-        return encode_chunk(encoder, rows, first), [compute_row_digest(row) for row in rows]
+    def encode(rows: Sequence[Row], row_ids: Sequence[int]) -> tuple[Examples, list[bytes]]:
+        return encode_chunk(encoder, rows, row_ids), [compute_row_digest(row) for row in rows]
 
-    for examples, chunk_digests in map_chunks(mixture, encode, problems):
+    for examples, chunk_digests in map_chunks(mixture, encode, broken):
         parts.append(examples)
         digests.extend(chunk_digests)
         on_rows(len(chunk_digests))
@@ -159,34 +160,35 @@ def encode_mixture(
 
 
 def map_chunks(
-    mixture: Mixture, encode: Callable[[Sequence[Row], int], Chunk], problems: list[Problem]
+    mixture: Mixture, encode: Callable[[Sequence[Row], Sequence[int]], Chunk], broken: BrokenRows
 ) -> Iterator[Chunk]:
-    """Yields what becomes of each chunk of rows, in order, those with problems left out.
+    """Yields what becomes of each chunk of rows, in order, without the broken ones.
 
     While chunks are in the tokenizer, which frees the interpreter, others are read and masked.
 
     Args:
         mixture: The rows.
-        encode: Takes the rows of a chunk and the number of the first; called by several threads.
-        problems: What is wrong is added here, and reading goes on.
+        encode: Takes the rows of a chunk and their numbers; called by several threads.
+        broken: Told of every row, and of what is wrong.
     """
-    pending: deque[Future[Chunk]] = deque()
+    pending: deque[tuple[int, Future[tuple[Chunk | None, list[Problem]]]]] = deque()
 
     def collect() -> Iterator[Chunk]:
-        try:
-            chunk = pending.popleft().result()
-        except DataError as error:
-            problems.extend(error.problems)
-        else:
+        num_rows, future = pending.popleft()
+        chunk, problems = future.result()
+        broken.add(num_rows, problems)
+        if chunk is not None:
             yield chunk
 
     with ThreadPoolExecutor(_THREADS) as pool:
         try:
-            for number, rows in enumerate(split_chunks(mixture.rows())):
-                pending.append(pool.submit(encode, rows, number * ROWS_PER_CHUNK))
+            for number, entries in enumerate(split_chunks(broken.skim(mixture.entries()))):
+                first = number * ROWS_PER_CHUNK
+                task = pool.submit(encode_sound, encode, entries, first, drop=broken.are_dropped)
+                pending.append((len(entries), task))
                 if len(pending) > _THREADS:
                     yield from collect()
         except DataError as error:
-            problems.extend(error.problems)
+            broken.refused += error.problems
         while pending:
             yield from collect()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from recipes_lib.data.audit import Finding, sort_findings
+from recipes_lib.data.audit import Finding, judge_loss, sort_findings
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -118,7 +118,7 @@ def count_tokens(pairs: pa.Table, column: str) -> npt.NDArray[np.int64]:
     return np.asarray(pc.list_value_length(pairs[column]), np.int64)
 
 
-def judge_pairs(split: str, audit: PairAudit, dropped: DropCounts, max_lost_fraction: float) -> list[Finding]:
+def judge_pairs(split: str, audit: PairAudit, dropped: DropCounts, max_lost_fraction: float | None) -> list[Finding]:
     """What the figures of a split mean, worst first.
 
     Args:
@@ -137,18 +137,14 @@ def judge_pairs(split: str, audit: PairAudit, dropped: DropCounts, max_lost_frac
     return sort_findings(findings)
 
 
-def _judge_lengths(split: str, dropped: DropCounts, max_lost_fraction: float) -> Finding:
+def _judge_lengths(split: str, dropped: DropCounts, max_lost_fraction: float | None) -> Finding:
     if not dropped.num_overlong:
         return Finding("ok", f"{split}: no row is longer than max_length")
     found = (
         f"{split}: rows longer than max_length, left out: {dropped.num_overlong:,}; lost with them: "
         f"{dropped.num_lost_tokens:,} tokens of answers ({dropped.lost_fraction:.2%})"
     )
-    if dropped.lost_fraction <= max_lost_fraction:
-        return Finding("warning", found)
-    return Finding(
-        "error", found, f"raise max_length, or accept the loss: max_truncated_fraction is {max_lost_fraction}"
-    )
+    return judge_loss(found, dropped.lost_fraction, max_lost_fraction)
 
 
 def _last_tokens(answers: pa.ListArray) -> npt.NDArray[np.uint32]:

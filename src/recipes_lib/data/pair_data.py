@@ -56,6 +56,11 @@ class PairData:
         return max(int(self.record[side]["length_max"]) for side in ("train", "eval") if self.record.get(side))
 
     @property
+    def warnings(self) -> list[str]:
+        """What the audit warns of."""
+        return [finding.found for finding in self.findings if finding.severity == "warning"]
+
+    @property
     def typical_length(self) -> int:
         """Tokens that attend to each other: the median pair's prompt and longer answer."""
         return self.audit.length_p50

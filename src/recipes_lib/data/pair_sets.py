@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from recipes_lib.config.schema import RecipeConfig, TokensConfig
-from recipes_lib.data.audit import judge_remarks, refuse_errors, sort_findings
+from recipes_lib.data.audit import Finding, judge_remarks, refuse_errors, sort_findings
+from recipes_lib.data.broken_rows import BrokenRows
 from recipes_lib.data.encoding import (
     TokenizerLoader,
     build_encoder,
     find_places,
     map_chunks,
-    name_rows,
     read_seed,
 )
 from recipes_lib.data.pair_audit import ANSWERS, DropCounts, PairAudit, compute_pair_audit, judge_pairs
@@ -25,10 +25,9 @@ from recipes_lib.data.prepare import SetIdentity, derive_max_length, identify_se
 from recipes_lib.data.remarks import Remarked, take_remarked
 from recipes_lib.data.rows import Row
 from recipes_lib.data.source_mixtures import Mixture
-from recipes_lib.data.sources import raise_problems
 from recipes_lib.data.splits import compute_row_digest, find_overlap, refuse_overlap, split_rows
 from recipes_lib.data.store import PreparedSet, find_set, hold_lock, write_tables
-from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem, merge_alike, raise_problems
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -79,6 +78,7 @@ class _Chunk(NamedTuple):
     prompt_digests: list[bytes]
     remarked: list[Remarked]
     dropped: DropCounts
+    overlong: list[Problem]
 
 
 def prepare_pairs(config: RecipeConfig, load_tokenizer: TokenizerLoader) -> PreparedSet:
@@ -136,7 +136,7 @@ def encode_pairs(
     encoder: PairEncoder,
     mixture: Mixture,
     tokens: TokensConfig,
-    problems: list[Problem],
+    broken: BrokenRows,
     on_rows: Callable[[int], None],
 ) -> tuple[EncodedPairs, DropCounts]:
     """Tokens of all pairs that can be trained on, and the count of the others.
@@ -145,7 +145,7 @@ def encode_pairs(
         encoder: Tokenises.
         mixture: The rows.
         tokens: ``max_length``, and what happens to longer pairs.
-        problems: What is wrong is added here, and reading goes on.
+        broken: Counts the rows that are broken; whoever calls judges them. Pairs that are too long are refused there.
         on_rows: Told the number of rows of each chunk that is done.
     """
     import pyarrow as pa  # only who prepares pays for it
@@ -155,26 +155,30 @@ def encode_pairs(
     digests: list[bytes] = []
     prompt_digests: list[bytes] = []
     remarked: list[Remarked] = []
-    for chunk in map_chunks(mixture, lambda rows, first: _encode_chunk(encoder, rows, first, tokens), problems):
+    overlong: list[Problem] = []
+    for chunk in map_chunks(mixture, lambda rows, numbers: _encode_chunk(encoder, rows, numbers, tokens), broken):
         tables.append(chunk.table)
         digests += chunk.digests
         prompt_digests += chunk.prompt_digests
         remarked += chunk.remarked
         dropped += chunk.dropped
+        overlong += chunk.overlong
         on_rows(chunk.dropped.num_rows)
+    if tokens.overlong == "error":
+        broken.refused += merge_alike(overlong, broken.num_rows)
     return EncodedPairs(mixture, pa.concat_tables(tables), digests, prompt_digests, remarked), dropped
 
 
-def _encode_chunk(encoder: PairEncoder, rows: Sequence[Row], first: int, tokens: TokensConfig) -> _Chunk:
-    """The pairs of some rows, of which the first is number ``first`` of its mixture.
+def _encode_chunk(encoder: PairEncoder, rows: Sequence[Row], numbers: Sequence[int], tokens: TokensConfig) -> _Chunk:
+    """The pairs of some rows, of which these are the numbers in their mixture.
 
     Raises:
-        DataError: Rows that cannot be tokenised or masked, or that are too long where that is an error.
+        DataError: Rows that cannot be tokenised or masked.
     """
     pairs = encoder.encode(rows)
     kept: list[int] = []
-    problems: list[Problem] = []
-    num_identical = num_overlong = num_answer_tokens = num_lost_tokens = 0
+    overlong: list[Problem] = []
+    num_identical = num_answer_tokens = num_lost_tokens = 0
     for at, (row, pair) in enumerate(zip(rows, pairs, strict=True)):
         if np.array_equal(pair.chosen_ids, pair.rejected_ids):
             num_identical += 1
@@ -185,24 +189,22 @@ def _encode_chunk(encoder: PairEncoder, rows: Sequence[Row], first: int, tokens:
         if tokens.max_length is None or length <= tokens.max_length:
             kept.append(at)
             continue
-        num_overlong += 1
         num_lost_tokens += sum(answers)
         found = f"prompt and longer answer have {length:,} tokens, max_length is {tokens.max_length:,}"
-        problems.append(Problem(row.where, found, "raise max_length, or set overlong to drop"))
-    if problems and tokens.overlong == "error":
-        raise DataError(*problems)
+        overlong.append(Problem(row.where, found, "raise max_length, or set overlong to drop", size=length))
     return _Chunk(
-        _build_table([pairs[at] for at in kept], [first + at for at in kept], [rows[at].margin for at in kept]),
+        _build_table([pairs[at] for at in kept], [numbers[at] for at in kept], [rows[at].margin for at in kept]),
         [compute_row_digest(rows[at]) for at in kept],
         [_compute_prompt_digest(rows[at]) for at in kept],
-        [Remarked(first + at, rows[at].where, pairs[at].remarks) for at in kept if pairs[at].remarks],
+        [Remarked(numbers[at], rows[at].where, pairs[at].remarks) for at in kept if pairs[at].remarks],
         DropCounts(
             num_rows=len(rows),
             num_identical=num_identical,
-            num_overlong=num_overlong,
+            num_overlong=len(overlong),
             num_answer_tokens=num_answer_tokens,
             num_lost_tokens=num_lost_tokens,
         ),
+        overlong,
     )
 
 
@@ -225,7 +227,7 @@ def _build(
     config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, identity: SetIdentity
 ) -> tuple[dict[str, pa.Table], dict[str, Any]]:
     """The rows of each split, and the manifest without key and inputs."""
-    sides, dropped = _encode(config, tokenizer, identity)
+    sides, dropped, broken = _encode(config, tokenizer, identity)
     audits = {name: compute_pair_audit(side.table, side.digests, side.prompt_digests) for name, side in sides.items()}
     findings = [
         finding
@@ -237,12 +239,14 @@ def _build(
             ]
         )
     ]
-    refuse_errors(name_rows(identity.train), findings)
+    findings += [Finding("warning", told) for split, rows in broken.items() for told in rows.tell(split)]
+    refuse_errors(identity.train.name, findings)
     max_length = config.tokens.max_length or derive_max_length(max(audit.length_max for audit in audits.values()))
     return _settle_margins(sides, audits), {
         "max_length": max_length,
         "max_length_is_derived": config.tokens.max_length is None,
         "findings": [dataclasses.asdict(finding) for finding in findings],
+        "broken_rows": {name: rows.count() for name, rows in broken.items()},
         "dropped": {name: dataclasses.asdict(counts) for name, counts in dropped.items()},
         **{name: dataclasses.asdict(audit) for name, audit in audits.items()},
     }
@@ -261,19 +265,20 @@ def _settle_margins(sides: Mapping[str, EncodedPairs], audits: Mapping[str, Pair
 
 def _encode(
     config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, identity: SetIdentity
-) -> tuple[dict[str, EncodedPairs], dict[str, DropCounts]]:
+) -> tuple[dict[str, EncodedPairs], dict[str, DropCounts], dict[str, BrokenRows]]:
     """``train`` and, if pairs are held out, ``eval``; and what was left out of the data that each was read from."""
     from recipes_lib.data.pair_encoding import PairEncoder  # brings transformers, which finding a set does not need
 
     encoder = PairEncoder(build_encoder(config, tokenizer), tokenizer)
     mixtures = {"train": identity.train} | ({"eval": identity.test} if identity.test else {})
-    problems: list[Problem] = []
+    broken = {name: BrokenRows(config.tokens) for name in mixtures}
     with show_progress() as watch:
         read = {
-            name: encode_pairs(encoder, mixture, config.tokens, problems, watch(mixture))
+            name: encode_pairs(encoder, mixture, config.tokens, broken[name], watch(mixture))
             for name, mixture in mixtures.items()
         }
-    raise_problems(problems, name_rows(identity.train))
+    problems = [problem for name, mixture in mixtures.items() for problem in broken[name].judge(mixture.name)]
+    raise_problems(problems, identity.train.name)
     sides, dropped = (
         {name: pairs for name, (pairs, _) in read.items()},
         {name: counts for name, (_, counts) in read.items()},
@@ -290,13 +295,13 @@ def _encode(
             inseparable="rows with the same prompt",
         )
         sides = {"train": sides["train"].take(split.train), "eval": sides["train"].take(split.test)}
-    return sides, dropped
+    return sides, dropped, broken
 
 
 def _refuse_empty(sides: Mapping[str, EncodedPairs], dropped: Mapping[str, DropCounts]) -> None:
     problems = [
         Problem(
-            name_rows(side.mixture),
+            side.mixture.name,
             f"no pair is left: of {dropped[name].num_rows:,} rows {dropped[name].num_identical:,} have the same answer "
             f"twice, and {dropped[name].num_overlong:,} are longer than max_length",
             "raise max_length, or mend the data",

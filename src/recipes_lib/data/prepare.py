@@ -19,22 +19,21 @@ from recipes_lib.config.loader import parse_command
 from recipes_lib.config.paths import expand_home
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.token_ids import find_end_tokens
-from recipes_lib.data.audit import SplitAudit, describe_overlong, pack_split, refuse_errors
+from recipes_lib.data.audit import Finding, SplitAudit, describe_overlong, pack_split, refuse_errors, sort_findings
+from recipes_lib.data.broken_rows import BrokenRows
 from recipes_lib.data.encoding import (
     EncodedMixture,
     TokenizerLoader,
     build_encoder,
     encode_mixture,
-    name_rows,
     read_seed,
 )
 from recipes_lib.data.keys import collect_inputs
 from recipes_lib.data.packing import Bins, Examples
 from recipes_lib.data.source_mixtures import Mixture, load_test_data, load_train_data
-from recipes_lib.data.sources import MAX_PROBLEMS, raise_problems
 from recipes_lib.data.splits import find_overlap, refuse_overlap, split_rows
 from recipes_lib.data.store import PreparedSet, compute_key, find_set, hold_lock, is_locked, read_beat, write_set
-from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem, merge_alike, raise_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -163,7 +162,7 @@ def _build(
     config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, train: Mixture, test: Mixture | None
 ) -> tuple[dict[str, tuple[Examples, Bins]], dict[str, Any]]:
     """The packs of each split, and the manifest without key and inputs."""
-    sides = _encode(config, tokenizer, train, test)
+    sides, broken = _encode(config, tokenizer, train, test)
     capacity = config.tokens.max_length or derive_max_length(
         max(int(side.examples.lengths.max()) for side in sides.values())
     )
@@ -175,7 +174,8 @@ def _build(
         for name, side in sides.items()
     }
     findings = [finding for split in packed.values() for finding in split.findings]
-    refuse_errors(name_rows(train), findings)
+    findings += [Finding("warning", told) for split, rows in broken.items() for told in rows.tell(split)]
+    refuse_errors(train.name, findings)
     figures = {
         name: {**dataclasses.asdict(split.audit), "cut": dataclasses.asdict(split.cut)}
         for name, split in packed.items()
@@ -183,32 +183,40 @@ def _build(
     return {name: (split.examples, split.bins) for name, split in packed.items()}, {
         "max_length": capacity,
         "max_length_is_derived": config.tokens.max_length is None,
-        "findings": [dataclasses.asdict(finding) for finding in findings],
+        "findings": [dataclasses.asdict(finding) for finding in sort_findings(findings)],
+        "broken_rows": {split: rows.count() for split, rows in broken.items()},
         **figures,
     }
 
 
 def _encode(
     config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, train: Mixture, test: Mixture | None
-) -> dict[str, EncodedMixture]:
-    """``train`` and, if rows are held out, ``eval``; both are read to the end before anything is refused."""
+) -> tuple[dict[str, EncodedMixture], dict[str, BrokenRows]]:
+    """``train`` and, if rows are held out, ``eval``; and what of the data that each was read from is broken.
+
+    Both are read to the end before anything is refused.
+    """
     encoder = build_encoder(config, tokenizer)
-    problems: list[Problem] = []
+    mixtures = {"train": train} | ({} if test is None else {"eval": test})
+    broken = {name: BrokenRows(config.tokens) for name in mixtures}
     with show_progress() as watch:
-        encoded = encode_mixture(encoder, train, problems, watch(train))
-        held_out = None if test is None else encode_mixture(encoder, test, problems, watch(test))
-    raise_problems(problems, name_rows(train))
+        sides = {
+            name: encode_mixture(encoder, mixture, broken[name], watch(mixture)) for name, mixture in mixtures.items()
+        }
+    problems = [problem for name, mixture in mixtures.items() for problem in broken[name].judge(mixture.name)]
+    raise_problems(problems, train.name)
+    encoded, held_out = sides["train"], sides.get("eval")
     if held_out is None:
-        if config.data.test_split_size is None:
-            return {"train": encoded}
-        split = split_rows(encoded.digests, config.data.test_split_size, read_seed(config))
-        return {"train": encoded.take(split.train), "eval": encoded.take(split.test)}
+        if config.data.test_split_size is not None:
+            split = split_rows(encoded.digests, config.data.test_split_size, read_seed(config))
+            sides = {"train": encoded.take(split.train), "eval": encoded.take(split.test)}
+        return sides, broken
     if not config.data.allow_eval_overlap:
         overlap = find_overlap(encoded.digests, held_out.digests)
         train_places = encoded.find_places([position for position, _ in overlap.pairs])
         eval_places = held_out.find_places([position for _, position in overlap.pairs])
         refuse_overlap(overlap, train_places.__getitem__, eval_places.__getitem__)
-    return {"train": encoded, "eval": held_out}
+    return sides, broken
 
 
 @contextmanager
@@ -223,7 +231,7 @@ def show_progress() -> Iterator[Callable[[Mixture], Callable[[int], None]]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
 
         def watch(mixture: Mixture) -> Callable[[int], None]:
-            task = progress.add_task(f"tokenising {name_rows(mixture)}", total=None)
+            task = progress.add_task(f"tokenising {mixture.name}", total=None)
             return lambda rows: progress.advance(task, rows)
 
         yield watch
@@ -235,7 +243,7 @@ def derive_max_length(longest: int) -> int:
 
 
 def _refuse_overlong(sides: Iterable[EncodedMixture], capacity: int) -> None:
-    """Names the first rows that are too long.
+    """Names the first row of each side that is too long, the longest, and their number.
 
     Raises:
         DataError: There are such rows.
@@ -244,9 +252,9 @@ def _refuse_overlong(sides: Iterable[EncodedMixture], capacity: int) -> None:
     for side in sides:
         lengths = side.examples.lengths
         too_long = np.flatnonzero(lengths > capacity).tolist()
-        places = side.find_places(too_long[:MAX_PROBLEMS]) if too_long else {}
-        for at in too_long:
-            problems.append(describe_overlong(places.get(at, name_rows(side.mixture)), int(lengths[at]), capacity))
+        places = side.find_places(too_long) if too_long else {}
+        overlong = [describe_overlong(places[at], int(lengths[at]), capacity) for at in too_long]
+        problems += merge_alike(overlong, len(lengths))
     raise_problems(problems, "max_length")
 
 

@@ -150,9 +150,9 @@ def build_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_
         documents = chain.from_iterable(corpus.rows() for corpus in load_corpora(config))
         rows, encoder = list(islice(documents, num_rows)), build_encoder(select_options(config), tokenizer)
     else:
-        rows = list(islice(load_train_data(config.data, seed=read_seed(config)).rows(), num_rows))
+        rows = list(islice(load_train_data(config.data, seed=read_seed(config)).rows(config.tokens), num_rows))
         encoder = build_encoder(config, tokenizer)
-    examples = encode_chunk(encoder, rows, 0)
+    examples = encode_chunk(encoder, rows, range(len(rows)))
     return [
         PreviewRow(row.where, compute_pieces(tokenizer, examples.take(np.array([at])))) for at, row in enumerate(rows)
     ]
@@ -175,7 +175,7 @@ def _build_pair_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase
     from recipes_lib.data.pair_encoding import PairEncoder  # brings transformers
 
     data = replace(config.data, dataset_format="preference")
-    rows = list(islice(load_train_data(data, seed=read_seed(config)).rows(), num_rows))
+    rows = list(islice(load_train_data(data, seed=read_seed(config)).rows(config.tokens), num_rows))
     pairs = PairEncoder(build_encoder(config, tokenizer), tokenizer).encode(rows)
     preview = []
     for row, pair in zip(rows, pairs, strict=True):

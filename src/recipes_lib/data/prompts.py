@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.config.schema import DataConfig, RecipeConfig
 from recipes_lib.config.token_ids import count_before_end, find_end_tokens
+from recipes_lib.data.broken_rows import BrokenRows
 from recipes_lib.data.chat import RowEncoder
 from recipes_lib.data.encoding import build_encoder, read_seed
 from recipes_lib.data.format_messages import RowError, check_text, clean_messages
@@ -19,9 +21,10 @@ from recipes_lib.data.formats import canonicalize, detect_format
 from recipes_lib.data.rows import Message, Row
 from recipes_lib.data.source_mixtures import Mixture, load_test_data, load_train_data
 from recipes_lib.data.source_rows import RawRow
-from recipes_lib.data.sources import raise_problems
 from recipes_lib.data.splits import compute_row_digest, find_overlap, refuse_overlap, split_rows
-from recipes_lib.errors import DataError, Problem
+from recipes_lib.errors import DataError, Problem, merge_alike, raise_problems
+
+logger = logging.getLogger(__name__)
 
 _CHATS: Final = ("messages", "conversations", "instruction", "chosen")
 """Columns of layouts that have a question of their own."""
@@ -84,37 +87,41 @@ def load_prompt_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -
             held out as well as trained on.
     """
     encoder, data = build_encoder(config, tokenizer), config.data
-    mixture = load_train_data(data)
-    rows = list(_read(mixture, data))
-    held_out_mixture = load_test_data(data)
-    held_out = [] if held_out_mixture is None else list(_read(held_out_mixture, data))
-    _refuse_mixed_forms([row for row, _ in (*rows, *held_out)], str(data.dataset_name))
-    _settle_columns([columns for _, columns in (*rows, *held_out)])
+    mixture, held_out_mixture = load_train_data(data), load_test_data(data)
+    broken, name = BrokenRows(config.tokens), str(data.dataset_name)
+    rows = list(broken.take(_read(mixture, data)))
+    held_out = [] if held_out_mixture is None else list(broken.take(_read(held_out_mixture, data)))
+    raise_problems(broken.judge(name), name)
+    _refuse_mixed_forms([read.row for read in (*rows, *held_out)], name)
+    _settle_columns([read.columns for read in (*rows, *held_out)])
     if data.test_split_size is not None:
-        digests = [compute_row_digest(row) for row, _ in rows]
+        digests = [read.digest for read in rows]
         split = split_rows(digests, data.test_split_size, read_seed(config), inseparable="equal prompts")
         rows, held_out = [rows[at] for at in split.train], [rows[at] for at in split.test]
     elif held_out and not data.allow_eval_overlap:
-        train_digests, digests = ([compute_row_digest(row) for row, _ in side] for side in (rows, held_out))
-        refuse_overlap(
-            find_overlap(train_digests, digests), _name(rows), _name(held_out), relation="ask what held-out rows ask"
-        )
-    problems: list[Problem] = []
-    train, eval_ = (list(_encode(side, encoder, config, problems)) for side in (rows, held_out))
-    raise_problems(problems, str(data.dataset_name))
+        overlap = find_overlap([read.digest for read in rows], [read.digest for read in held_out])
+        refuse_overlap(overlap, _name(rows), _name(held_out), relation="ask what held-out rows ask")
+    overlong: list[Problem] = []
+    train, eval_ = (list(_encode(side, encoder, config, broken, overlong)) for side in (rows, held_out))
+    if config.tokens.overlong == "error":
+        broken.refused += merge_alike(overlong, broken.num_rows)
+    raise_problems(broken.judge(name), name)
     if not train:
         found = f"every prompt is too long for max_length: {config.tokens.max_length} with its answer"
-        raise DataError(Problem(str(data.dataset_name), found, "raise max_length"))
+        raise DataError(Problem(name, found, "raise max_length"))
+    for told in broken.tell(name):
+        logger.warning(told)
     lengths = np.array([len(prompt.input_ids) for prompt in train])
     return PromptData(
         train=train,
         eval=eval_,
-        terminators=_find_terminators([row for row, _ in (*rows, *held_out)], encoder, find_end_tokens(tokenizer)),
+        terminators=_find_terminators([read.row for read in (*rows, *held_out)], encoder, find_end_tokens(tokenizer)),
         max_length=max(len(prompt.input_ids) for prompt in (*train, *eval_)) + config.rewards.response_length,
         record={
             "num_prompts": len(train),
             "num_eval_prompts": len(eval_),
-            "num_overlong": len(rows) + len(held_out) - len(train) - len(eval_),
+            "num_overlong": len(overlong),
+            "broken_rows": broken.count(),
             "prompt_tokens_mean": float(lengths.mean()),
             "prompt_tokens_max": int(lengths.max()),
             "fingerprint": mixture.fingerprint(),
@@ -122,27 +129,34 @@ def load_prompt_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -
     )
 
 
-def _read(mixture: Mixture, data: DataConfig) -> Iterator[tuple[Row, dict[str, Any]]]:
-    """Yield each prompt as a canonical row without an answer, and the row's other columns.
+class _Read(NamedTuple):
+    """A prompt as a canonical row without an answer, the row's other columns, and what the prompt says."""
+
+    row: Row
+    columns: dict[str, Any]
+    digest: bytes
+
+
+def _read(mixture: Mixture, data: DataConfig) -> Iterator[_Read | Problem]:
+    """Yield each prompt, or the problem that stands in its place.
 
     Raises:
-        DataError: Every problem, once, after the whole source is read; or there is no row.
+        DataError: At the end: the source cannot be read further, or there is no row.
     """
-    problems: list[Problem] = []
     (part,) = mixture.parts
     is_empty = True
     for entry in part.source.rows():
         is_empty = False
-        if isinstance(entry, RawRow):
-            try:
-                yield _take_prompt(entry, data)
-            except DataError as error:
-                problems += error.problems
-        else:
-            problems.append(entry)
+        if isinstance(entry, Problem):
+            yield entry
+            continue
+        try:
+            row, columns = _take_prompt(entry, data)
+            yield _Read(row, columns, compute_row_digest(row))
+        except DataError as error:
+            yield error.problems[0]
     if is_empty:
-        problems.append(Problem(part.source.name, "no rows: it is empty", "check how it was written"))
-    raise_problems(problems, part.source.name)
+        raise DataError(Problem(part.source.name, "no rows: it is empty", "check how it was written"))
 
 
 def _take_prompt(raw: RawRow, data: DataConfig) -> tuple[Row, dict[str, Any]]:
@@ -198,23 +212,21 @@ def _settle_columns(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _encode(
-    rows: Sequence[tuple[Row, dict[str, Any]]], encoder: RowEncoder, config: RecipeConfig, problems: list[Problem]
+    rows: Sequence[_Read], encoder: RowEncoder, config: RecipeConfig, broken: BrokenRows, overlong: list[Problem]
 ) -> Iterator[PromptRow]:
+    """Yield the prompts that can be asked, and add to what is wrong with the others."""
     max_length, response_length = config.tokens.max_length, config.rewards.response_length
-    for row, columns in rows:
+    for row, columns, _ in rows:
         try:
             ids = encoder.encode_prompt(row).tolist()
         except DataError as error:
-            problems += error.problems
+            broken.add(0, error.problems)
             continue
         if not ids:
-            problems.append(Problem(row.where, "the prompt is empty", "write one, or remove the row"))
+            broken.add(0, [Problem(row.where, "the prompt is empty", "write one, or remove the row")])
         elif max_length is not None and len(ids) + response_length > max_length:
-            if config.tokens.overlong == "error":
-                found = (
-                    f"{len(ids):,} tokens and an answer of {response_length:,} are more than max_length {max_length:,}"
-                )
-                problems.append(Problem(row.where, found, "raise max_length, or write `overlong: drop`"))
+            found = f"{len(ids):,} tokens and an answer of {response_length:,} are more than max_length {max_length:,}"
+            overlong.append(Problem(row.where, found, "raise max_length, or write `overlong: drop`", size=len(ids)))
         else:
             content = row.prompt if row.messages is None else list(row.messages)
             assert content is not None
@@ -236,5 +248,5 @@ def _find_terminators(rows: Sequence[Row], encoder: RowEncoder, end_tokens: Coll
     return sorted({int(ids[count_before_end(ids, end_tokens)]) for ids in answers})
 
 
-def _name(rows: Sequence[tuple[Row, Any]]) -> Callable[[int], str]:
-    return lambda position: rows[position][0].where
+def _name(rows: Sequence[_Read]) -> Callable[[int], str]:
+    return lambda position: rows[position].row.where

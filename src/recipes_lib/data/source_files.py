@@ -15,7 +15,7 @@ from typing import Final
 from recipes_lib.data.file_digests import compute_digest
 from recipes_lib.data.source_json import read_json
 from recipes_lib.data.source_rows import Entry
-from recipes_lib.data.source_tables import read_csv, read_parquet
+from recipes_lib.data.source_tables import read_arrow, read_csv, read_parquet
 from recipes_lib.data.source_text import BrokenFileError, TextDocuments, read_text
 from recipes_lib.errors import DataError, Problem
 
@@ -29,6 +29,7 @@ READERS: Final[Mapping[str, Reader]] = {
     ".csv": partial(read_csv, delimiter=","),
     ".tsv": partial(read_csv, delimiter="\t"),
     ".parquet": read_parquet,
+    ".arrow": read_arrow,
     ".txt": read_text,
     ".md": read_text,
 }
@@ -63,15 +64,22 @@ class FileSource:
     streaming = False
 
     def rows(self) -> Iterator[Entry]:
-        """Read the files from the start; a file that breaks off ends with its problem."""
+        """Read the files from the start.
+
+        Raises:
+            DataError: At the end: files that break off.
+        """
+        problems: list[Problem] = []
         for label, path in self.files.items():
             try:
                 with open_file(path) as file:
                     yield from self._choose_reader(path)(file, label)
             except BrokenFileError as error:
-                yield error.problem
+                problems.append(error.problem)
             except OSError as error:
-                yield _describe_failure(label, path, error)
+                problems.append(_describe_failure(label, path, error))
+        if problems:
+            raise DataError(*problems)
 
     def fingerprint(self) -> str:
         """SHA-256 of the bytes of the files, in order, and of how they are read.

@@ -33,7 +33,11 @@ class SavedSource:
     streaming = False
 
     def rows(self) -> Iterator[Entry]:
-        """Read from the start; a dataset that cannot be read is one problem."""
+        """Read from the start.
+
+        Raises:
+            DataError: It cannot be read further.
+        """
         import datasets
 
         try:
@@ -41,7 +45,7 @@ class SavedSource:
             yield from _enumerate_rows(dataset, self.name)
         except Exception as error:  # whatever the library meets in a damaged folder
             found = f"cannot be read as a saved dataset: {_first_line(error)}"
-            yield Problem(self.name, found, "write it again with `save_to_disk`")
+            raise DataError(Problem(self.name, found, "write it again with `save_to_disk`")) from None
 
     def fingerprint(self) -> str:
         """SHA-256 of the Arrow files and of the list that orders them.

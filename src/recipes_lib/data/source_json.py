@@ -70,8 +70,8 @@ def _read_document(lines: Iterable[Line], name: str) -> Iterator[Entry]:
     except (ValueError, RecursionError) as error:
         where = f"{name}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else name
         column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-        yield Problem(where, f"invalid JSON{column}: {_explain(error)}", _DOCUMENT_REMEDY)
-        return
+        found = f"invalid JSON{column}: {_explain(error)}"
+        raise BrokenFileError(Problem(where, found, _DOCUMENT_REMEDY)) from None
     wrapped = [key for key in WRAPPERS if isinstance(value, dict) and isinstance(value.get(key), list)]
     rows = value[wrapped[0]] if len(wrapped) == 1 else [value]
     for index, row in enumerate(rows):

@@ -8,21 +8,21 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Final, get_args
 
 import numpy as np
 
 from recipes_lib.config.paths import expand_home, names_path
-from recipes_lib.config.schema import DataConfig, DatasetFormat
+from recipes_lib.config.schema import DataConfig, DatasetFormat, TokensConfig
 from recipes_lib.config.settings import is_local
+from recipes_lib.data.broken_rows import BrokenRows
 from recipes_lib.data.rows import Row
 from recipes_lib.data.source_rows import Source
-from recipes_lib.data.sources import collect_rows, load_source, raise_problems
+from recipes_lib.data.sources import load_source, read_entries
 from recipes_lib.data.token_weights import list_entries
-from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem, raise_problems
 
-PART_KEYS: Final = ("name", "weight", "config", "revision", "split", "format", "columns")
+PART_KEYS: Final = ("name", "weight", "repeat", "config", "revision", "split", "format", "columns")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +31,15 @@ class Part:
 
     Attributes:
         source: Its rows.
-        weight: How many times its rows come up: 0.25 is a quarter of them, drawn without replacement; 2.5 is two whole
+        weight: Its share of the mixture, relative to the sum of the parts'; ``None``: ``repeat`` says how many rows.
+        repeat: How many times its rows come up: 0.25 is a quarter of them, drawn without replacement; 2.5 is two whole
             passes and a half.
         format: Layout of its rows.
     """
 
     source: Source
-    weight: float = 1.0
+    weight: float | None = None
+    repeat: float = 1.0
     format: DatasetFormat = "auto"
 
 
@@ -45,46 +47,78 @@ class Part:
 class Mixture:
     """The rows of all parts, part after part and in their own order; whoever trains shuffles.
 
+    Of parts with weights as many rows are taken as can be without any twice: all of the one that is the scarcest for
+    its weight, and of each other a draw. That is how ``datasets.interleave_datasets`` stops at ``first_exhausted``.
+
     Attributes:
-        parts: The parts.
-        seed: Decides which rows a fractional weight draws.
+        parts: The parts; all have a weight, or none.
+        seed: Decides which rows a fraction of a part draws.
     """
 
     parts: Sequence[Part]
     seed: int = 0
 
-    def rows(self, rank: int = 0, world_size: int = 1) -> Iterator[Row]:
-        """Read every ``world_size``-th row from ``rank`` on; all ranks check all rows, so all raise the same error.
+    @property
+    def name(self) -> str:
+        """What the user called its sources."""
+        return " + ".join(part.source.name for part in self.parts)
+
+    @property
+    def streaming(self) -> bool:
+        """Whether a source is a stream."""
+        return any(part.source.streaming for part in self.parts)
+
+    def rows(self, tokens: TokensConfig | None = None) -> Iterator[Row]:
+        """Read the rows that are sound.
 
         Raises:
-            DataError: Once, after all parts are read: every problem, a part of which no row is drawn among them.
+            DataError: Once, after all parts are read: all that is wrong, where more is broken than ``tokens`` allow.
         """
-        return islice(self._read(), rank, None, world_size)
+        return BrokenRows(tokens, is_stream=self.streaming).read(self.entries(), self.name)
 
     def fingerprint(self) -> str:
-        """SHA-256 of the sources' fingerprints, the layouts asked for, the weights, and the seed if rows are drawn."""
-        parts = [[part.source.fingerprint(), part.weight, part.format] for part in self.parts]
-        seed = self.seed if any(part.weight % 1 for part in self.parts) else None
+        """SHA-256 of the sources' fingerprints, the layouts asked for, how much of each, and the seed if it decides."""
+        parts = [[part.source.fingerprint(), part.weight, part.repeat, part.format] for part in self.parts]
+        seed = self.seed if any(part.weight is not None or part.repeat % 1 for part in self.parts) else None
         return hashlib.sha256(json.dumps([parts, seed]).encode()).hexdigest()
 
-    def _read(self) -> Iterator[Row]:
-        problems: list[Problem] = []
-        for part in self.parts:
-            drawn = self._draw(part)
-            if part.weight < 1 and drawn and not any(drawn):
-                found = f"its weight, {part.weight:g}, draws none of its {len(drawn):,} rows"
-                problems.append(Problem(part.source.name, found, "raise the weight, or take it out of the mixture"))
-            for number in range(math.ceil(part.weight)):
-                rows = collect_rows(part.source, part.format, problems)
-                is_whole = number < math.floor(part.weight)
-                yield from (row for index, row in enumerate(rows) if is_whole or drawn[index])
-                if problems:
-                    break
-        raise_problems(problems, " + ".join(part.source.name for part in self.parts))
+    def entries(self) -> Iterator[Row | Problem]:
+        """Read the rows, or the problem that stands in the place of one; told once, however often the row comes up.
 
-    def _draw(self, part: Part) -> Sequence[bool]:
-        """Mark the rows that the fraction of the weight draws; the draw depends on the part and the seed alone."""
-        fraction = part.weight % 1
+        Raises:
+            DataError: Once, after all parts are read: what is wrong with whole sources.
+        """
+        problems: list[Problem] = []
+        for part, num_passes in zip(self.parts, self._count_passes(), strict=True):
+            try:
+                yield from self._read(part, num_passes)
+            except DataError as error:
+                problems += error.problems
+        raise_problems(problems, self.name)
+
+    def _count_passes(self) -> list[float]:
+        """How many times the rows of each part come up."""
+        weights = [part.weight for part in self.parts if part.weight is not None]
+        if not weights:
+            return [part.repeat for part in self.parts]
+        counts = [sum(1 for _ in part.source.rows()) for part in self.parts]
+        total = min(count / weight for count, weight in zip(counts, weights, strict=True))
+        return [round(total * weight) / max(1, count) for count, weight in zip(counts, weights, strict=True)]
+
+    def _read(self, part: Part, num_passes: float) -> Iterator[Row | Problem]:
+        drawn = self._draw(part, num_passes % 1)
+        if num_passes < 1 and not any(drawn):
+            key, value = ("repeat", part.repeat) if part.weight is None else ("weight", part.weight)
+            found = f"its {key}, {value:g}, draws none of its {len(drawn):,} rows"
+            raise DataError(Problem(part.source.name, found, f"raise the {key}, or take it out of the mixture"))
+        for number in range(math.ceil(num_passes)):
+            is_whole = number < math.floor(num_passes)
+            for index, entry in enumerate(read_entries(part.source, part.format)):
+                if (not number) if isinstance(entry, Problem) else is_whole or drawn[index]:
+                    yield entry
+
+    def _draw(self, part: Part, fraction: float) -> Sequence[bool]:
+        """Mark the rows that a fraction draws; the draw depends on the part and the seed alone."""
         if not fraction:
             return ()
         num_rows = sum(1 for _ in part.source.rows())
@@ -156,15 +190,19 @@ def find_held_out(data: DataConfig, where: str = "dataset_test_split") -> dict[s
 
 
 def build_mixture(parts: Sequence[Mapping[str, Any]], *, seed: int = 0) -> Mixture:
-    """Open the parts of a ``dataset_mixture``, each ``{name, weight, config, revision, split, format, columns}``.
+    """Open the parts of a ``dataset_mixture``.
 
-    All keys but the name are optional; see ``Part`` for what a weight means.
+    Each is ``{name, weight, repeat, config, revision, split, format, columns}``.
+
+    All keys but the name are optional; see ``Part`` for what they mean.
 
     Raises:
         ConfigError: A part has an unknown key, no name, or a value of the wrong kind.
         DataError: A source cannot be opened.
     """
     problems = [problem for number, part in enumerate(parts) for problem in _check_part(part, number)]
+    if len({"weight" in part for part in parts if isinstance(part, Mapping)}) > 1:
+        problems.append(Problem("dataset_mixture", "some parts have a weight and some have none", "write all, or none"))
     if not parts:
         problems.append(Problem("dataset_mixture", "it is empty", "list at least one {name: ...}"))
     if problems:
@@ -181,8 +219,12 @@ def build_mixture(parts: Sequence[Mapping[str, Any]], *, seed: int = 0) -> Mixtu
 
 def _load_part(part: Mapping[str, Any]) -> Part:
     where = {key: part[key] for key in ("config", "revision", "split", "columns") if key in part}
-    source = load_source(part["name"], **where)
-    return Part(source=source, weight=float(part.get("weight", 1.0)), format=part.get("format", "auto"))
+    return Part(
+        source=load_source(part["name"], **where),
+        weight=part.get("weight"),
+        repeat=part.get("repeat", 1.0),
+        format=part.get("format", "auto"),
+    )
 
 
 def _check_part(part: Mapping[str, Any], number: int) -> Iterator[Problem]:
@@ -200,9 +242,10 @@ def _check_part(part: Mapping[str, Any], number: int) -> Iterator[Problem]:
     for key in ("name", "config", "revision", "split"):
         if not isinstance(part.get(key, ""), str):
             yield Problem(where, f"`{key}` is not a string", "quote it")
-    weight = part.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-        yield Problem(where, f"`weight` is {weight!r}", "write how many times its rows come up: 0.5, 1, 2.5")
+    for key, remedy in (("weight", "its share of the mixture: 0.2"), ("repeat", "how often its rows come up: 0.5, 2")):
+        value = part.get(key, 1.0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            yield Problem(where, f"`{key}` is {value!r}", f"write {remedy}")
     if part.get("format", "auto") not in get_args(DatasetFormat):
         found = f"`format` is {part['format']!r}"
         yield Problem(where, found, f"use one of {', '.join(get_args(DatasetFormat))}")

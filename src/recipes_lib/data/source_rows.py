@@ -48,7 +48,11 @@ class Source(Protocol):
         """Whether reading it through just to list every problem is too much to ask."""
 
     def rows(self) -> Iterator[Entry]:
-        """Read from the start."""
+        """Read from the start.
+
+        Raises:
+            DataError: At the end: what cannot be read further, so that nobody knows how many rows are lost.
+        """
 
     def fingerprint(self) -> str:
         """SHA-256 of what the rows are made of, without parsing them."""

@@ -1,19 +1,24 @@
-"""CSV, TSV and Parquet files to rows."""
+"""CSV, TSV, Parquet and Arrow files to rows."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import date, time
 from io import BufferedReader
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from recipes_lib.data.source_rows import Entry, RawRow
 from recipes_lib.data.source_text import BrokenFileError, enumerate_lines
 from recipes_lib.errors import Problem
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 _MAX_CELL_CHARACTERS: Final = 1 << 28  # the csv module's own limit of 131,072 is below a long document
 _BATCH_ROWS: Final = 1024
+_ARROW_FILE: Final = b"ARROW1"
+"""What an Arrow file begins with, and a stream does not."""
 
 
 def read_csv(file: BufferedReader, name: str, *, delimiter: str) -> Iterator[Entry]:
@@ -74,6 +79,41 @@ def read_parquet(file: BufferedReader, name: str) -> Iterator[Entry]:
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         found = f"not a whole Parquet file: {str(error).partition(chr(10))[0]}"
         raise BrokenFileError(Problem(name, found, "write or download it again")) from None
+
+
+def read_arrow(file: BufferedReader, name: str) -> Iterator[Entry]:
+    """Read an Arrow file, a stream as ``datasets`` writes it or a file as others do, as ``read_parquet`` reads.
+
+    Raises:
+        BrokenFileError: What follows cannot be read.
+    """
+    import pyarrow as pa
+
+    try:
+        is_stream = file.peek(len(_ARROW_FILE))[: len(_ARROW_FILE)] != _ARROW_FILE
+        # A file has its index at the end, so that one that is compressed is held in memory.
+        reader = pa.ipc.open_stream(file) if is_stream else pa.ipc.open_file(pa.py_buffer(file.read()))
+        _check_header(reader.schema.names, name)
+        decode = _find_decoder(reader.schema)
+        index = 0
+        for batch in reader if is_stream else map(reader.get_batch, range(reader.num_record_batches)):
+            for start in range(0, batch.num_rows, _BATCH_ROWS):
+                for columns in batch.slice(start, _BATCH_ROWS).to_pylist():
+                    yield RawRow(name, index, "row", spell_as_json(decode(columns)))
+                    index += 1
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+        found = f"not a whole Arrow file: {str(error).partition(chr(10))[0]}"
+        raise BrokenFileError(Problem(name, found, "write it again, with `save_to_disk` or pyarrow")) from None
+
+
+def _find_decoder(schema: pa.Schema) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """What turns stored values into those of the dataset: ``datasets`` keeps JSON of any shape as text, for one."""
+    if b"huggingface" not in (schema.metadata or {}):
+        return lambda columns: columns
+    import datasets
+
+    features = datasets.Features.from_arrow_schema(schema)
+    return lambda columns: dict(features.decode_example(columns))
 
 
 def spell_as_json(value: Any) -> Any:

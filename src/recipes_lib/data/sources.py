@@ -7,11 +7,13 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.config.paths import expand_home
-from recipes_lib.config.schema import DatasetFormat
+from recipes_lib.config.schema import DatasetFormat, TokensConfig
+from recipes_lib.data.broken_rows import BrokenRows
 from recipes_lib.data.formats import COLUMNS, RowFormat, canonicalize, detect_format
 from recipes_lib.data.rows import Row
 from recipes_lib.data.source_files import READERS, load_files
@@ -20,8 +22,8 @@ from recipes_lib.data.source_rows import Entry, RawRow, Source
 from recipes_lib.data.source_text import TextDocuments
 from recipes_lib.errors import ConfigError, DataError, Problem
 
-MAX_PROBLEMS: Final = 20
-"""Problems listed one by one before the rest are counted."""
+_MAX_WITHOUT_LAYOUT: Final = 20
+"""Rows looked at in search of one that has a layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,65 +142,63 @@ def _check_columns(columns: object) -> None:
 
 
 def read_rows(
-    source: Source, declared_format: DatasetFormat = "auto", *, max_problems: int = MAX_PROBLEMS
+    source: Source, declared_format: DatasetFormat = "auto", tokens: TokensConfig | None = None
 ) -> Iterator[Row]:
-    """Read the rows of a source in canonical form; the first row says which layout all of them have.
+    """Read the rows of a source in canonical form; the first row that has a layout says which all of them have.
 
     Raises:
-        DataError: Once, after the whole source is read (a streamed one: at the first): every problem, or that there is
-            no row.
+        DataError: Once, after the whole source is read: every problem, or that there is no row.
     """
-    problems: list[Problem] = []
-    yield from collect_rows(source, declared_format, problems)
-    raise_problems(problems, source.name, max_problems)
+    return BrokenRows(tokens, is_stream=source.streaming).read(read_entries(source, declared_format), source.name)
 
 
 def detect_source_format(source: Source, declared_format: DatasetFormat = "auto") -> RowFormat:
-    """Name the layout of a source's rows, from the first that can be parsed.
+    """Name the layout of a source's rows, from the first that has one.
 
     Raises:
-        DataError: There is none, or its columns are not a layout's.
+        DataError: There is none: what is wrong with the first row, or that there is no row.
     """
-    entry = next((entry for entry in source.rows() if isinstance(entry, RawRow)), None)
-    if entry is None:
-        raise DataError(_no_rows(source))
-    return detect_format(entry.columns, declared_format, where=entry.where)
+    first: Problem | None = None
+    for entry in islice(source.rows(), _MAX_WITHOUT_LAYOUT):
+        try:
+            if isinstance(entry, RawRow):
+                return detect_format(entry.columns, declared_format, where=entry.where)
+            raise DataError(entry)
+        except DataError as error:
+            first = first or error.problems[0]
+    raise DataError(first or _no_rows(source))
 
 
-def collect_rows(source: Source, declared_format: DatasetFormat, problems: list[Problem]) -> Iterator[Row]:
-    """Yield canonical rows until the first problem, then only add to ``problems``."""
-    row_format = None
+def read_entries(source: Source, declared_format: DatasetFormat) -> Iterator[Row | Problem]:
+    """Yield each row in canonical form, or the problem that stands in its place.
+
+    Raises:
+        DataError: At the end: no row has a layout, there is no row, or the source cannot be read further.
+    """
+    row_format: RowFormat | None = None
+    without_layout: list[Problem] = []
     is_empty = True
     for entry in source.rows():
         is_empty = False
+        if isinstance(entry, Problem):
+            yield entry
+            continue
         try:
-            if not isinstance(entry, RawRow):
-                raise DataError(entry)
             if row_format is None:
                 row_format = detect_format(entry.columns, declared_format, where=entry.where)
-            row = canonicalize(entry.columns, row_format, entry.source, entry.index, entry.index_name)
+                yield from without_layout
+            yield canonicalize(entry.columns, row_format, entry.source, entry.index, entry.index_name)
         except DataError as error:
-            problems += error.problems
-            if source.streaming or (row_format is None and isinstance(entry, RawRow)):
-                return
-            continue
-        if not problems:
-            yield row
+            if row_format is not None:
+                yield error.problems[0]
+            elif len(without_layout) < _MAX_WITHOUT_LAYOUT:
+                without_layout += error.problems
+            else:
+                break
     if is_empty:
-        problems.append(_no_rows(source))
-
-
-def raise_problems(problems: list[Problem], name: str, max_problems: int = MAX_PROBLEMS) -> None:
-    """Raise all problems as one error, the first ones in full; do nothing when there are none.
-
-    Raises:
-        DataError: There are problems.
-    """
-    if len(problems) > max_problems:
-        rest = Problem(name, f"{len(problems) - max_problems:,} more problems", "mend these first, then run again")
-        raise DataError(*problems[:max_problems], rest)
-    if problems:
-        raise DataError(*problems)
+        raise DataError(_no_rows(source))
+    if row_format is None and without_layout:
+        raise DataError(without_layout[0])
 
 
 def _no_rows(source: Source) -> Problem:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import datasets
@@ -13,20 +14,20 @@ from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.token_ids import find_end_tokens
-from recipes_lib.data.audit import PackedSplit, describe_overlong, pack_split, refuse_errors
+from recipes_lib.data.audit import Finding, PackedSplit, describe_overlong, pack_split, refuse_errors, sort_findings
+from recipes_lib.data.broken_rows import BrokenRows, encode_sound
 from recipes_lib.data.encoding import (
     ROWS_PER_CHUNK,
     build_encoder,
     encode_chunk,
-    name_rows,
     read_seed,
     split_chunks,
 )
+from recipes_lib.data.packing import Examples
 from recipes_lib.data.rows import Row
 from recipes_lib.data.source_mixtures import Mixture, load_test_data, load_train_data
-from recipes_lib.data.sources import raise_problems
 from recipes_lib.data.splits import compute_row_digest, find_overlap, refuse_overlap
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem, merge_alike, raise_problems
 
 Pack = dict[str, np.ndarray[Any, np.dtype[Any]]]
 
@@ -93,11 +94,11 @@ class _Windows:
         """Numbered packs, each window checked as a prepared set is.
 
         Raises:
-            DataError: Rows of a window are broken, too long, or hold nothing to learn.
+            DataError: Too many rows are broken; or rows of a window are too long, or hold nothing to learn.
         """
         number = 0
         for window, packed in enumerate(self.pack()):
-            refuse_errors(name_rows(self.mixture), packed.findings)
+            refuse_errors(self.mixture.name, packed.findings)
             order = np.arange(len(packed.bins))
             if self.split == "train":
                 np.random.default_rng([read_seed(self.config), epoch_seed, window]).shuffle(order)
@@ -108,37 +109,61 @@ class _Windows:
     def pack(self) -> Iterator[PackedSplit]:
         """The windows in order.
 
+        Broken rows are judged by the share of all that were read, from a full window on and at the end.
+
         Raises:
-            DataError: Rows are broken, or too long.
+            DataError: Too many rows are broken, or rows are too long.
         """
         encoder = build_encoder(self.config, self.tokenizer)
         end_tokens = find_end_tokens(self.tokenizer)
         tokens, capacity = self.config.tokens, self.config.tokens.max_length
         assert capacity is not None
-        held_out = self._read_held_out()
-        for window, rows in enumerate(split_chunks(self.mixture.rows())):
+        held_out, name = self._read_held_out(), self.mixture.name
+        broken = BrokenRows(tokens, is_stream=True)
+
+        def encode(rows: Sequence[Row], row_ids: Sequence[int]) -> tuple[Examples, Sequence[Row], list[bytes]]:
+            return encode_chunk(encoder, rows, row_ids), rows, [compute_row_digest(row) for row in rows]
+
+        for window, entries in enumerate(_collect_error(split_chunks(self.mixture.entries()), broken)):
+            encoded, problems = encode_sound(encode, entries, window * ROWS_PER_CHUNK, drop=broken.are_dropped)
+            broken.add(len(entries), problems)
+            if encoded is None or broken.are_hopeless:
+                break
+            examples, rows, digests = encoded
             if held_out:
-                _refuse_held_out(rows, held_out)
-            examples = encode_chunk(encoder, rows, window * ROWS_PER_CHUNK)
+                _refuse_held_out(rows, digests, held_out)
             too_long = np.flatnonzero(examples.lengths > capacity).tolist()
             if too_long and tokens.overlong == "error":
                 lengths = examples.lengths.tolist()
-                raise_problems(
-                    [describe_overlong(rows[at].where, lengths[at], capacity) for at in too_long],
-                    name_rows(self.mixture),
-                )
-            yield pack_split(self.split, examples, tokens, capacity, end_tokens)
+                overlong = [describe_overlong(rows[at].where, lengths[at], capacity) for at in too_long]
+                raise_problems(merge_alike(overlong, len(rows)), name)
+            if len(examples):
+                packed = pack_split(self.split, examples, tokens, capacity, end_tokens)
+                told = [Finding("warning", line) for line in (broken.tell(self.split) if problems else ())]
+                yield replace(packed, findings=sort_findings([*packed.findings, *told]))
+        raise_problems(broken.judge(name), name)
 
     def _read_held_out(self) -> list[tuple[bytes, str]]:
         """Digests and places of the held-out rows that no training row may repeat."""
         test = load_test_data(self.config.data) if self.split == "train" else None
         if test is None or self.config.data.allow_eval_overlap:
             return []
-        return [(compute_row_digest(row), row.where) for row in test.rows()]
+        held_out: list[tuple[bytes, str]] = []
+        for row in test.rows(self.config.tokens):
+            with suppress(DataError):  # Broken; counted where the held-out rows are packed.
+                held_out.append((compute_row_digest(row), row.where))
+        return held_out
 
 
-def _refuse_held_out(rows: Sequence[Row], held_out: Sequence[tuple[bytes, str]]) -> None:
-    overlap = find_overlap([compute_row_digest(row) for row in rows], [digest for digest, _ in held_out])
+def _collect_error(chunks: Iterator[list[Row | Problem]], broken: BrokenRows) -> Iterator[list[Row | Problem]]:
+    try:
+        yield from chunks
+    except DataError as error:
+        broken.refused += error.problems
+
+
+def _refuse_held_out(rows: Sequence[Row], digests: Sequence[bytes], held_out: Sequence[tuple[bytes, str]]) -> None:
+    overlap = find_overlap(digests, [digest for digest, _ in held_out])
     refuse_overlap(overlap, lambda at: rows[at].where, lambda at: held_out[at][1])
 
 

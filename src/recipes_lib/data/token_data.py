@@ -16,14 +16,13 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.token_ids import count_ids
 from recipes_lib.data.encoding import TokenizerLoader, build_encoder
 from recipes_lib.data.prepare import find_root, wait_for_set
-from recipes_lib.data.sources import raise_problems
 from recipes_lib.data.store import PreparedSet, compute_key
 from recipes_lib.data.token_overlap import refuse_repeats
 from recipes_lib.data.token_sets import make_token_set, open_side
 from recipes_lib.data.token_shards import TokenSource
 from recipes_lib.data.token_sources import Corpus, load_corpora, load_held_out, select_options
 from recipes_lib.data.token_weights import compute_weights
-from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem, raise_problems
 
 if TYPE_CHECKING:
     from recipes_lib.data.chat import RowEncoder
@@ -196,5 +195,5 @@ def _build_record(parts: Sequence[_Part], held_out: _Part | None, weights: Seque
 
 def _describe(part: _Part) -> dict[str, Any]:
     prepared = part.prepared
-    sides = {side: prepared.manifest[side] for side in ("train", "eval")}
+    sides = {side: prepared.manifest[side] for side in ("train", "eval", "broken_rows")}
     return {"name": part.corpus.name, "path": str(prepared.path), "key": prepared.key, **sides}

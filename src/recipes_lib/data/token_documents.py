@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
+from recipes_lib.data.broken_rows import BrokenRows, encode_sound
 from recipes_lib.data.encoding import ROWS_PER_CHUNK, encode_chunk
 from recipes_lib.data.rows import Row
 from recipes_lib.data.splits import compute_row_digest
@@ -88,8 +89,7 @@ def build_hold_out(rows: Iterable[Row], size: float | int | None, seed: int) -> 
         size: A share, a number, or ``None`` to hold nothing out.
         seed: Decides which documents are held out.
 
-    Raises:
-        DataError: A row is broken.
+    A row that cannot be digested is passed over: it cannot be encoded either.
     """
     if size is None:
         return HoldOut()
@@ -99,7 +99,10 @@ def build_hold_out(rows: Iterable[Row], size: float | int | None, seed: int) -> 
     smallest: list[int] = []  # a heap of negated draws: its first is the largest of them
     known: set[int] = set()
     for row in rows:
-        drawn = draw(compute_row_digest(row))
+        try:
+            drawn = draw(compute_row_digest(row))
+        except DataError:
+            continue
         if drawn in known or (len(known) == size and drawn > -smallest[0]):
             continue
         known.add(drawn)
@@ -110,51 +113,58 @@ def build_hold_out(rows: Iterable[Row], size: float | int | None, seed: int) -> 
     return HoldOut(seed, max(known, default=-1) + 1)
 
 
+def halve_digests(digests: Sequence[bytes]) -> npt.NDArray[np.uint64]:
+    """The first half of each digest, ``uint64 (R,)``: among 10 billion documents, 3 pairs are equal by chance."""
+    return np.frombuffer(b"".join(digests), "<u8")[::2].astype(np.uint64)
+
+
 def encode_documents(
-    encoder: RowEncoder, rows: Iterable[Row], hold_out: HoldOut, problems: list[Problem]
+    encoder: RowEncoder, entries: Iterable[Row | Problem], hold_out: HoldOut, broken: BrokenRows
 ) -> Iterator[DocumentChunk]:
-    """Tokens of rows, in order. While chunks are in the tokenizer, which frees the interpreter, others are read.
+    """Tokens of the sound rows, in order.
+
+    While chunks are in the tokenizer, which frees the interpreter, others are read.
 
     Args:
         encoder: Tokenises whole rows.
-        rows: The documents.
+        entries: The documents.
         hold_out: Which of them are held out.
-        problems: What is wrong is added here, and reading goes on.
+        broken: Told of every row of the chunks up to the one that is yielded, and of what is wrong.
     """
 
-    def encode(chunk: Sequence[Row]) -> DocumentChunk:
-        examples = encode_chunk(encoder, chunk, 0)
+    def encode(chunk: Sequence[Row], row_ids: Sequence[int]) -> DocumentChunk:
+        examples = encode_chunk(encoder, chunk, row_ids)
         digests = [compute_row_digest(row) for row in chunk]
         is_held_out = np.fromiter(map(hold_out.holds, digests), np.bool_, len(digests))
-        # Half of a digest will do to find equal documents: among 10 billion, 3 pairs are equal by chance.
-        halves = np.frombuffer(b"".join(digests), "<u8")[::2]
-        return DocumentChunk(examples.input_ids, examples.lengths, halves.astype(np.uint64), is_held_out)
+        return DocumentChunk(examples.input_ids, examples.lengths, halve_digests(digests), is_held_out)
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        pending: deque[Future[DocumentChunk]] = deque()
-        chunks = _split_chunks(rows, problems)
-        while True:
-            pending.extend(pool.submit(encode, chunk) for chunk in islice(chunks, _THREADS + 1 - len(pending)))
+        pending: deque[tuple[int, Future[tuple[DocumentChunk | None, list[Problem]]]]] = deque()
+        chunks = _split_chunks(broken.skim(entries), broken)
+        while not broken.are_hopeless:
+            for chunk in islice(chunks, _THREADS + 1 - len(pending)):
+                pending.append((len(chunk), pool.submit(encode_sound, encode, chunk, 0, drop=broken.are_dropped)))
             if not pending:
                 return
-            try:
-                yield pending.popleft().result()
-            except DataError as error:
-                problems.extend(error.problems)
+            num_rows, future = pending.popleft()
+            documents, problems = future.result()
+            broken.add(num_rows, problems)
+            if documents is not None:
+                yield documents
 
 
-def _split_chunks(rows: Iterable[Row], problems: list[Problem]) -> Iterator[list[Row]]:
-    chunk: list[Row] = []
+def _split_chunks(entries: Iterable[Row | Problem], broken: BrokenRows) -> Iterator[list[Row | Problem]]:
+    chunk: list[Row | Problem] = []
     num_characters = 0
     try:
-        for row in rows:
-            chunk.append(row)
-            num_characters += _count_characters(row)
+        for entry in entries:
+            chunk.append(entry)
+            num_characters += _count_characters(entry) if isinstance(entry, Row) else 0
             if len(chunk) == ROWS_PER_CHUNK or num_characters >= CHARACTERS_PER_CHUNK:
                 yield chunk
                 chunk, num_characters = [], 0
     except DataError as error:
-        problems.extend(error.problems)
+        broken.refused += error.problems
     if chunk:
         yield chunk
 

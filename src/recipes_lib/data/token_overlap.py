@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Final
 
 import numpy as np
 
-from recipes_lib.data.splits import Overlap, refuse_overlap
+from recipes_lib.data.splits import Overlap, compute_row_digest, refuse_overlap
+from recipes_lib.data.token_documents import halve_digests
 from recipes_lib.data.token_shards import TokenSource
 from recipes_lib.data.token_sources import Corpus
+from recipes_lib.errors import DataError
 
 _MAX_PAIRS: Final = 5
 _DOCUMENTS_AT_ONCE: Final = 1 << 20
@@ -44,17 +47,20 @@ def refuse_repeats(corpus: Corpus, train: TokenSource, held_out: Corpus, held_ou
     """
     overlap = find_repeats(train, held_out_source)
     if overlap.num_rows:
-        train_places = _find_places(corpus, [position for position, _ in overlap.pairs])
-        held_out_places = _find_places(held_out, [position for _, position in overlap.pairs])
+        train_places = _find_places(corpus, train, [position for position, _ in overlap.pairs])
+        held_out_places = _find_places(held_out, held_out_source, [position for _, position in overlap.pairs])
         refuse_overlap(overlap, train_places.__getitem__, held_out_places.__getitem__)
 
 
-def _find_places(corpus: Corpus, positions: Collection[int]) -> dict[int, str]:
-    """The places of rows as errors name them; reads the source again."""
+def _find_places(corpus: Corpus, tokens: TokenSource, positions: Collection[int]) -> dict[int, str]:
+    """The places of the first rows that say what these documents do; reads the source again."""
+    digests = {position: int(tokens.read_digests(position, position + 1)[0]) for position in positions}
     places: dict[int, str] = {}
-    for position, row in enumerate(corpus.rows()):
-        if position in positions:
-            places[position] = row.where
-        if len(places) == len(set(positions)):
+    for row in corpus.rows():
+        with suppress(DataError):  # A broken row is no document.
+            digest = int(halve_digests([compute_row_digest(row)])[0])
+            if digest in digests.values():
+                places.setdefault(digest, row.where)
+        if len(places) == len(set(digests.values())):
             break
-    return places
+    return {position: places[digest] for position, digest in digests.items()}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -11,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
-from recipes_lib.data.rows import Row
-from recipes_lib.data.sources import raise_problems
+from recipes_lib.data.broken_rows import BrokenRows
 from recipes_lib.data.store import (
     PreparedSet,
     choose_staging,
@@ -24,11 +24,13 @@ from recipes_lib.data.store import (
 from recipes_lib.data.token_documents import DocumentChunk, build_hold_out, encode_documents
 from recipes_lib.data.token_shards import TokenSource, TokenWriter, is_whole
 from recipes_lib.data.token_sources import Corpus
-from recipes_lib.errors import DataError, Problem
+from recipes_lib.errors import DataError, Problem, raise_problems
 from recipes_lib.files import read_record, replace_record
 
 if TYPE_CHECKING:
     from recipes_lib.data.chat import RowEncoder
+
+logger = logging.getLogger(__name__)
 
 Side = Literal["train", "eval"]
 
@@ -84,25 +86,28 @@ def _write(
     staging: Path, corpus: Corpus, encoder: RowEncoder, num_ids: int, on_documents: Callable[[int, int], None]
 ) -> dict[str, Any]:
     """Writes the shards of both sides, from where an earlier attempt got to, and returns what is in them."""
-    hold_out = build_hold_out(corpus.rows(), corpus.test_size, corpus.seed)
-    problems: list[Problem] = []
+    hold_out = build_hold_out(BrokenRows(corpus.tokens).take(corpus.entries()), corpus.test_size, corpus.seed)
     with _Sides(staging, num_ids, corpus.num_tokens) as sides:
-        on_documents(sides.num_rows, sides.num_tokens)
+        broken = BrokenRows(corpus.tokens, is_stream=corpus.source.streaming, **sides.counts)
+        on_documents(sides.num_documents, sides.num_tokens)
         # What is on the disk already is read again, since rows have no other place, but not tokenised.
-        rows: Iterable[Row] = () if sides.are_enough else islice(corpus.rows(), sides.num_rows, None)
-        for chunk in encode_documents(encoder, rows, hold_out, problems):
-            if problems:
+        entries = () if sides.are_enough else islice(corpus.entries(), broken.num_rows, None)
+        for chunk in encode_documents(encoder, entries, hold_out, broken):
+            if broken.refused or (broken.num_broken and not broken.are_dropped):
                 continue
-            sides.append(chunk)
-            on_documents(sides.num_rows, sides.num_tokens)
+            sides.append(chunk, broken.count())
+            on_documents(sides.num_documents, sides.num_tokens)
             if sides.are_enough:
                 break
         sides.save()
         description = sides.describe()
+    problems = broken.judge(corpus.name)
     if problems and not corpus.source.streaming:
         shutil.rmtree(staging, ignore_errors=True)  # mended rows have another key; a stream may only have broken off
     raise_problems(problems, corpus.name)
     _refuse_intruders(staging, description)
+    for told in broken.tell(corpus.name):
+        logger.warning(told)
     return description
 
 
@@ -125,7 +130,7 @@ class _Sides:
         self._staging = staging
         self._budget = budget
         progress = _read_progress(staging)
-        self.num_rows: int = progress.get("num_rows", 0)
+        self.counts: Mapping[str, int] = progress.get("broken_rows", {})
         self._train = TokenWriter(staging / "train", num_ids=num_ids, at=progress.get("train"))
         self._eval = TokenWriter(staging / "eval", num_ids=num_ids, at=progress.get("eval"))
         self._num_saved_shards = self._num_full_shards
@@ -136,6 +141,11 @@ class _Sides:
     def __exit__(self, *_: object) -> None:
         with self._train, self._eval:
             pass
+
+    @property
+    def num_documents(self) -> int:
+        """Documents of both sides."""
+        return self._train.num_documents + self._eval.num_documents
 
     @property
     def num_tokens(self) -> int:
@@ -151,8 +161,13 @@ class _Sides:
     def _num_full_shards(self) -> int:
         return self._train.num_full_shards + self._eval.num_full_shards
 
-    def append(self, chunk: DocumentChunk) -> None:
-        """Writes documents up to the one that makes them enough; what they filled a shard with is kept from then on."""
+    def append(self, chunk: DocumentChunk, counts: Mapping[str, int]) -> None:
+        """Writes documents up to the one that makes them enough; what they filled a shard with is kept from then on.
+
+        Args:
+            chunk: The documents.
+            counts: From ``BrokenRows.count``: the rows up to the end of the chunk.
+        """
         if self._budget is not None:
             ends = self._train.num_tokens + np.cumsum(np.where(chunk.is_held_out, 0, chunk.lengths))
             chunk = chunk.take(np.arange(len(ends)) <= ends.searchsorted(self._budget))
@@ -161,7 +176,7 @@ class _Sides:
             (self._eval, chunk.take(chunk.is_held_out)),
         ):
             writer.append(side.input_ids, side.lengths, side.digests)
-        self.num_rows += len(chunk.lengths)
+        self.counts = counts
         if self._num_full_shards > self._num_saved_shards:
             self.save()
 
@@ -169,18 +184,18 @@ class _Sides:
         """Makes what was written the place from which a later attempt goes on."""
         self._train.flush()
         self._eval.flush()
-        replace_record(self._staging / PROGRESS_FILE, {"num_rows": self.num_rows, **self.describe()})
+        replace_record(self._staging / PROGRESS_FILE, self.describe())
         self._num_saved_shards = self._num_full_shards
 
     def describe(self) -> dict[str, Any]:
-        """What is on each side, as JSON values."""
-        return {"train": self._train.describe(), "eval": self._eval.describe()}
+        """What is on each side, and of how many rows, as JSON values."""
+        return {"train": self._train.describe(), "eval": self._eval.describe(), "broken_rows": self.counts}
 
 
 def _read_progress(staging: Path) -> dict[str, Any]:
     """What the last ``save`` said; nothing, in an empty folder, when that is not all there."""
     with suppress(DataError, KeyError, TypeError, ValueError):
-        progress = read_record(staging / PROGRESS_FILE, {"num_rows": int, "train": dict, "eval": dict})
+        progress = read_record(staging / PROGRESS_FILE, {"train": dict, "eval": dict})
         if is_whole(staging / "train", progress["train"]) and is_whole(staging / "eval", progress["eval"]):
             return progress
     shutil.rmtree(staging, ignore_errors=True)

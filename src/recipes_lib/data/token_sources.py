@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from recipes_lib.config.schema import DataConfig, DatasetFormat, RecipeConfig, TokensConfig
@@ -14,9 +14,9 @@ from recipes_lib.data.keys import collect_inputs
 from recipes_lib.data.rows import Row
 from recipes_lib.data.source_mixtures import find_held_out
 from recipes_lib.data.source_rows import Source
-from recipes_lib.data.sources import load_source, raise_problems, read_rows
+from recipes_lib.data.sources import load_source, read_entries, read_rows
 from recipes_lib.data.token_weights import compute_budgets, list_entries
-from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem, raise_problems
 
 WITHOUT_EFFECT: Final = frozenset(
     {
@@ -46,6 +46,7 @@ class Corpus:
         test_size: Share or number of documents to hold out, or ``None``.
         seed: Decides which.
         num_tokens: Reading stops at the end of the document that brings the training tokens to this; ``None``: never.
+        tokens: What happens to rows that are broken.
     """
 
     name: str
@@ -54,14 +55,23 @@ class Corpus:
     test_size: float | int | None = None
     seed: int = 0
     num_tokens: int | None = None
+    tokens: TokensConfig = field(default_factory=TokensConfig)
 
-    def rows(self) -> Iterator[Row]:
-        """Read the documents from the start.
+    def entries(self) -> Iterator[Row | Problem]:
+        """Read the documents from the start, and the problem that stands in the place of one.
 
         Raises:
-            DataError: Once, at the end: every row that is broken.
+            DataError: Once, at the end: the source cannot be read further.
         """
-        return read_rows(self.source, self.format)
+        return read_entries(self.source, self.format)
+
+    def rows(self) -> Iterator[Row]:
+        """Read the documents that are sound.
+
+        Raises:
+            DataError: Once, at the end: all that is wrong, where more is broken than may be.
+        """
+        return read_rows(self.source, self.format, self.tokens)
 
     def collect_inputs(self, config: RecipeConfig) -> dict[str, Any]:
         """Everything that decides its token set, as JSON values; the key is their hash.
@@ -81,12 +91,18 @@ class Corpus:
 
 
 def select_options(config: RecipeConfig) -> RecipeConfig:
-    """The run with only those options of its data and tokens that decide how a canonical row is tokenised."""
+    """The run with only those options of its data and tokens that decide which rows are tokenised, and how."""
     tokens = config.tokens
     return dataclasses.replace(
         config,
         data=DataConfig(),
-        tokens=TokensConfig(loss_on="all", chat_template_path=tokens.chat_template_path, eos_token=tokens.eos_token),
+        tokens=TokensConfig(
+            loss_on="all",
+            chat_template_path=tokens.chat_template_path,
+            eos_token=tokens.eos_token,
+            broken_rows=tokens.broken_rows,
+            max_broken_fraction=tokens.max_broken_fraction,
+        ),
     )
 
 
@@ -119,6 +135,7 @@ def load_corpora(config: RecipeConfig, num_tokens: int | None = None) -> list[Co
             test_size=config.data.test_split_size if config.data.dataset_test_split is None else None,
             seed=read_seed(config),
             num_tokens=budget,
+            tokens=config.tokens,
         )
         corpora.append(corpus)
     raise_problems(problems, "dataset_mixture")
@@ -137,7 +154,8 @@ def load_held_out(config: RecipeConfig) -> Corpus | None:
     if entry is None:
         return None
     name = str(config.data.dataset_test_split)
-    return Corpus(name=name, source=_load_entry(config, entry), format=config.data.dataset_format)
+    source = _load_entry(config, entry)
+    return Corpus(name=name, source=source, format=config.data.dataset_format, tokens=config.tokens)
 
 
 def _name_entries(entries: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -29,14 +29,15 @@ def compute_weights(config: RecipeConfig, num_tokens: Sequence[int]) -> list[flo
     """The share of the training tokens that comes from each source; they sum to 1.
 
     A ``weight`` of a mixture's entry is its share relative to the sum of all, entries without one counting 1. When no
-    entry has one, every source has its share of the tokens there are, so that all are read equally often. In
-    fine-tuning a weight is something else: how often the rows of an entry come up.
+    entry has one, every source has its share of the tokens there are, times its ``repeat``: without those, all are read
+    equally often.
 
     Args:
         config: The run.
         num_tokens: Training tokens of each source.
     """
-    weights = _read_weights(config) or num_tokens
+    repeats = [entry.get("repeat", 1.0) for entry in list_entries(config.data)]
+    weights = _read_weights(config) or [repeat * num for repeat, num in zip(repeats, num_tokens, strict=True)]
     return [weight / sum(weights) for weight in weights]
 
 

@@ -53,6 +53,11 @@ class TrainingData:
         return max((audit["length_max"] for audit in audits), default=self.max_length)
 
     @property
+    def warnings(self) -> list[str]:
+        """What the audit warns of."""
+        return [finding.found for finding in self.findings if finding.severity == "warning"]
+
+    @property
     def typical_length(self) -> int:
         """Tokens that attend to each other: the median row's."""
         return self.audit.length_p50

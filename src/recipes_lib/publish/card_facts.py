@@ -136,9 +136,10 @@ def _name_place(name: str) -> str:
 
 
 def _name_part(part: Record) -> str:
-    name, revision, weight = str(part["name"]), part.get("revision"), part.get("weight")
+    name, revision = str(part["name"]), part.get("revision")
+    amounts = [f" ({key} {part[key]:g})" for key in ("weight", "repeat") if part.get(key) is not None]
     told = Path(name).name if Path(name).exists() or Path(name).is_absolute() else name
-    return told + (f" at {revision}" if revision else "") + (f" (weight {weight:g})" if weight is not None else "")
+    return told + (f" at {revision}" if revision else "") + "".join(amounts)
 
 
 def _show(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,8 @@ from recipes_lib.training.progress import TrainingProgress, build_progress
 from recipes_lib.training.row_sharing import Rows
 from recipes_lib.training.stage_mesh import build_stage_mesh
 
+logger = logging.getLogger(__name__)
+
 
 class ObservedData(Protocol):
     """What is known of a run's data by who watches it."""
@@ -46,6 +49,11 @@ class ObservedData(Protocol):
     @property
     def typical_length(self) -> int:
         """Tokens that attend to each other."""
+        ...
+
+    @property
+    def warnings(self) -> Sequence[str]:
+        """What a user should know of the data, one sentence each."""
         ...
 
     def iterate_examples(self) -> Iterator[Example]:
@@ -111,6 +119,8 @@ def build_observer(
     # Of a pipeline the last stage counts alone; of processes that share tensors each counts the same.
     row_group = group if part is None else build_stage_mesh(part.num_stages).replicas
     output_dir, progress = Path(str(args.output_dir)), build_progress(is_main=is_main)
+    for warning in data.warnings if is_main else ():
+        logger.warning(warning)
     hooks: list[EvaluationHook] = []
     if score_pairs is not None:
         hooks += [
@@ -152,11 +162,7 @@ def build_observer(
             )
         )
     counter = StepCounter()
-    meter = ThroughputMeter(
-        counter,
-        flops=_count_flops(model, data.typical_length),
-        peak_flops=_sum_peak_flops(args),
-    )
+    meter = ThroughputMeter(counter, flops=_count_flops(model, data.typical_length), peak_flops=_sum_peak_flops(args))
     writer = MetricsWriter(output_dir / METRICS_FILE, is_main=is_main)
     return Observer(counter, hooks, [MetricsCallback(counter, meter, writer, progress, group)], progress, config.guards)
 
