@@ -124,7 +124,7 @@ def kill_at(run, module, function: str, call: int) -> None:
 PLACES = [
     *((token_sets._Sides, "append", call) for call in (1, 2, 5, 9)),
     *((token_shards.TokenWriter, "_open_shard", call) for call in (2, 5)),
-    *((token_sets, "write_json", call) for call in (1, 2, 4)),
+    *((token_sets, "replace_record", call) for call in (1, 2, 4)),
     *((os, "fsync", call) for call in (1, 7, 8, 30)),
     *((store, "write_json", call) for call in (1, 2)),
     (os, "replace", 1),

@@ -94,7 +94,7 @@ def test_a_reward_model_without_positions_for_an_answer_is_found(look, tiny_mode
 
 
 def test_a_prompt_that_is_too_long_is_found_or_left_out(look):
-    rows = [*ROWS, {"prompt": "a long prompt " * 40}]
+    rows = [*ROWS, {"prompt": [{"role": "user", "content": "a long prompt " * 40}]}]
     problems, _ = look(rows, max_length=64)
     assert [problem.where.endswith("prompts.jsonl:13") for problem in problems] == [True]
     problems, told = look(rows, max_length=64, overlong="drop")
