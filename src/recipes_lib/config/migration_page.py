@@ -21,12 +21,12 @@ $ recipes check --migrate old.yaml > sft_mine.yaml
 $ recipes check --config sft_mine.yaml
 ```
 
-The first command rewrites a file line by line, keeps its order and comments, and says on standard error what it
-changed and what it leaves to you; a line that only you can settle becomes a comment. The exit code is 0 when the result
-loads and trains by the method of the old file, and 2 while something is left. Nothing of a file is read in silence:
-what is in none of these tables is a key of today, or an error with its line and the nearest key. Where a file has an
-old key and its successor, the successor stays, but where upstream went by the old one: `warmup_ratio` beside
-`warmup_steps: 0`, and in TRL's PPO `sft_model_path`, the policy, beside `model_name_or_path`, which named the tokenizer alone. A key that
+The first command rewrites a file line by line, keeps its order and comments, and says on standard error what it changed
+and what it leaves to you; a line that only you can settle becomes a comment. The exit code is 0 when the result loads
+and trains by the method of the old file, and 2 while something is left. Nothing of a file is read in silence: what is
+in none of these tables is a key of today, or an error with its line and the nearest key. Where a file has an old key
+and its successor, the successor stays, but where upstream went by the old one: `warmup_ratio` beside `warmup_steps: 0`,
+and in TRL's PPO `sft_model_path`, the policy, beside `model_name_or_path`, which named the tokenizer alone. A key that
 another one leaves without effect, such as `num_train_epochs` beside `max_steps`, is deleted.
 
 `old.yaml` may also hold one command line of TRL: `trl dpo --model_name_or_path ...`, or `accelerate launch ... dpo.py`.
