@@ -208,7 +208,8 @@ def test_a_disk_that_cannot_hold_what_will_be_kept_is_refused_at_the_first_step(
 
 def test_the_record_says_what_made_it(tiny_model_dir, tmp_path):
     record = {"config_fingerprint": "abc", "versions": {"torch": "2"}}
-    (tmp_path / "run.json").write_text(json.dumps(record))
+    run = {"stage": "sft", "config": {"seed": 1}}
+    (tmp_path / "run.json").write_text(json.dumps({**record, **run, "status": "running"}))
     train(tiny_model_dir, tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=3)
     sealed = dict(read_complete(tmp_path / "checkpoint-2"))
     assert sealed.pop("files")
@@ -219,6 +220,7 @@ def test_the_record_says_what_made_it(tiny_model_dir, tmp_path):
         "per_device_train_batch_size": 3,
         "gradient_accumulation_steps": 2,
         "engine": "",
+        "run": run,
     }
 
 
