@@ -65,8 +65,8 @@ def test_torn_lines_are_told_apart(tmp_path) -> None:
 
 def test_a_record_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch) -> None:
     path = tmp_path / "record.json"
-    replace_record(path, {"a": "ü", "path": tmp_path})
-    assert json.loads(path.read_text(encoding="utf-8")) == {"a": "ü", "path": str(tmp_path)}
+    replace_record(path, {"a": "ü", "path": tmp_path, "name": "\udcff"})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"a": "ü", "path": str(tmp_path), "name": "\udcff"}
 
     def fail(descriptor: int) -> None:
         raise OSError(28, "No space left on device")

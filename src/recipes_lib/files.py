@@ -112,7 +112,8 @@ def replace_record(path: Path, record: Any) -> None:
     Raises:
         OSError: As ``replace_text``.
     """
-    replace_text(path, json.dumps(record, indent=1, default=str, ensure_ascii=False))
+    # In ASCII: a path whose name is no UTF-8 has characters that no encoding writes.
+    replace_text(path, json.dumps(record, indent=1, default=str))
 
 
 def fsync(path: Path) -> None:
