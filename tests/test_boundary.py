@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -92,31 +94,83 @@ def test_anything_else_is_a_bug_and_keeps_its_traceback(capsys: pytest.CaptureFi
     assert "This is a bug" in told.splitlines()[-1]
 
 
-class OutOfMemoryError(RuntimeError):
-    """Named as torch's."""
+def test_what_the_machine_refuses_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(raising(OSError(errno.ENOSPC, "No space left on device", "out/metrics.jsonl"))) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("out/metrics.jsonl: the disk is full")
+    assert "Traceback" not in told
+    assert "bug" not in told
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (OSError(errno.ENOSPC, "No space left on device", "out/metrics.jsonl"), "out/metrics.jsonl: the disk is full"),
-        (RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"), "the disk is full"),
-        (
-            RuntimeError("[enforce fail] . PytorchStreamWriter failed writing file data/0: file write failed"),
-            "the disk",
-        ),
-        (OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"), "lower per_device_train_batch_size"),
-    ],
-)
-def test_running_out_of_disk_or_memory_is_no_bug(error, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    wrapped = ValueError("while saving")
-    wrapped.__cause__ = error
-    for raised in (error, wrapped):
-        assert run_command(raising(raised)) == 2
-        told = capsys.readouterr().err
-        assert words in told
-        assert "Traceback" not in told
-        assert "bug" not in told
+@contextmanager
+def opened_broken(kind: str):
+    """A descriptor that no write goes to: the reader is gone, the disk is full, or the terminal is closed."""
+    if kind == "full disk":
+        yield os.open("/dev/full", os.O_WRONLY)
+        return
+    reader, writer = os.openpty() if kind == "closed terminal" else os.pipe()
+    os.close(reader)
+    yield writer
+    os.close(writer)
+
+
+TALK = """
+import logging, sys, warnings
+from recipes_lib.boundary import run_command
+from recipes_lib.training.progress import LiveProgress, PlainProgress
+from tqdm import tqdm
+
+def work():
+    event = {"kind": "train", "step": 1, "loss": 1.0}
+    for progress in (PlainProgress(sys.stderr), LiveProgress(sys.stderr)):
+        progress.start(2, 0)
+        progress.show(event)
+        list(progress.track(range(3), "some", 3))
+        progress.say("line")
+        progress.stop()
+    logging.getLogger("any").warning("logged")
+    warnings.warn("warned")
+    list(tqdm(range(3), file=sys.stderr))
+    for _ in range(3):
+        print("word " * 10_000)
+        print("word", file=sys.stderr, flush=True)
+    sys.stdout.buffer.write(bytes(10_000))
+    open(sys.argv[1], "w").write("done")
+
+sys.exit(run_command(work))
+"""
+
+
+@pytest.mark.parametrize("flags", [(), ("-u",)], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("kind", ["gone reader", "full disk", "closed terminal"])
+def test_output_that_goes_nowhere_ends_nothing(kind: str, flags: tuple[str, ...], tmp_path: Path) -> None:
+    """Progress, logs, warnings and what is left in the buffers at the end, on both streams."""
+    if kind == "full disk" and not Path("/dev/full").exists():
+        pytest.skip("the operating system has no /dev/full")
+    command = [sys.executable, *flags, "-c", TALK, str(tmp_path / "done")]
+    with opened_broken(kind) as broken:
+        # Rich draws as on a terminal.
+        environment = os.environ | {"FORCE_COLOR": "1"}
+        assert subprocess.run(command, stdout=broken, stderr=broken, check=False, env=environment).returncode == 0
+    assert (tmp_path / "done").read_text() == "done"
+
+
+def test_output_that_was_closed_from_the_start_ends_nothing(tmp_path: Path) -> None:
+    shell = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, "-c", TALK, str(tmp_path / "done")]
+    assert subprocess.run(shell, check=False).returncode == 0
+    assert (tmp_path / "done").read_text() == "done"
+
+
+def test_deepspeed_does_not_tell_every_run_that_there_is_no_gpu() -> None:
+    code = (
+        "import logging, sys; from recipes_lib.boundary import run_command\n"
+        "def work():\n"
+        "    log = logging.getLogger('DeepSpeed'); log.addHandler(logging.StreamHandler(sys.stdout))\n"
+        "    log.warning('Setting accelerator to CPU. If you have GPU'); log.warning('another')\n"
+        "run_command(work)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "another\n"
 
 
 def test_a_parser_may_exit_by_itself() -> None:

@@ -113,3 +113,10 @@ def test_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
         )
     assert done.returncode == 141
     assert done.stderr == b""
+    if Path("/dev/full").exists():
+        with Path("/dev/full").open("wb") as output:
+            done = subprocess.run(
+                [sys.executable, "-c", code], stdout=output, stderr=subprocess.PIPE, check=False, env=environment
+            )
+        assert done.returncode == 2
+        assert done.stderr.startswith(b"standard output: cannot be written: No space left on device")

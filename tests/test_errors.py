@@ -1,8 +1,20 @@
 """What a user reads when something is wrong: where, what, and the way out."""
 
+import errno
+import threading
+
 import pytest
 
-from recipes_lib.errors import ConfigError, DataError, DivergedError, Problem, UserError, merge_alike, raise_problems
+from recipes_lib.errors import (
+    ConfigError,
+    DataError,
+    DivergedError,
+    Problem,
+    UserError,
+    explain_refusal,
+    merge_alike,
+    raise_problems,
+)
 
 
 def test_a_problem_reads_as_place_finding_and_remedy():
@@ -56,3 +68,51 @@ def test_problems_beyond_the_limit_are_counted():
         raise_problems([Problem(f"file {number}", "broken") for number in range(26)], "data")
     assert len(caught.value.problems) == 21
     assert str(caught.value.problems[-1]).startswith("data: 6 more problems")
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named as torch's."""
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "out/metrics.jsonl"), "out/metrics.jsonl: the disk is full"),
+        (RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"), "the disk is full"),
+        (RuntimeError("[enforce fail] . PytorchStreamWriter failed writing file data/0: file write failed"), "full"),
+        (OSError(errno.EFBIG, "File too large", "out/optimizer.pt"), "out/optimizer.pt: a file would be larger"),
+        (RuntimeError("Error while serializing: I/O error: File too large (os error 27)"), "ulimit -f"),
+        (PermissionError(errno.EACCES, "Permission denied", "out/run.json"), "out/run.json: not permitted"),
+        (OSError(errno.EROFS, "Read-only file system", "out/_lock"), "out/_lock: not permitted: Read-only"),
+        (RuntimeError("can't start new thread"), "threads: this process may have no more"),
+        (OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"), "lower per_device_train_batch_size"),
+    ],
+)
+def test_what_the_machine_refuses_is_told_as_that(error, words):
+    wrapped = ValueError("while saving")
+    wrapped.__cause__ = error
+    for raised in (error, wrapped):
+        problem = explain_refusal(raised)
+        assert problem is not None
+        assert words in str(problem)
+        assert problem.remedy
+
+
+@pytest.mark.parametrize(
+    "error",
+    [FileNotFoundError(errno.ENOENT, "No such file", "a"), OSError("odd"), PermissionError("ours"), KeyError("x")],
+)
+def test_what_the_machine_has_no_part_in_is_not(error):
+    assert explain_refusal(error) is None
+
+
+def test_a_thread_that_cannot_start_is_told_as_python_raises_it():
+    """The words are Python's own: 2**62 bytes of stack are more than any machine has."""
+    before = threading.stack_size()
+    try:
+        threading.stack_size(2**62)
+        with pytest.raises(RuntimeError) as caught:
+            threading.Thread(target=print).start()
+    finally:
+        threading.stack_size(before)
+    assert "threads" in str(explain_refusal(caught.value))

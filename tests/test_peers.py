@@ -47,7 +47,8 @@ def test_a_process_that_failed_is_with_its_reason(folders):
     assert set(message["extraInfo"]) == {"py_callstack", "timestamp"}
 
 
-def test_a_lost_connection_is_explained_by_who_is_gone(folders):
+def test_a_lost_connection_is_explained_by_who_is_gone(folders, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
     run_as(folders, "1", "peers.enter()")
     lost = peers.explain_lost_connection(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1"))
     assert lost is not None
@@ -60,4 +61,14 @@ def test_without_a_launcher_there_is_nobody_to_miss(monkeypatch):
     peers.enter()
     peers.record_failure(ValueError(), is_unforeseen=True)
     assert peers.find_lost() is None
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert "another process ended" in str(peers.explain_lost_connection(RuntimeError("Broken pipe"), seconds=0))
+
+
+@pytest.mark.parametrize("world_size", [None, "1", "x"])
+def test_one_process_alone_loses_no_peer(world_size, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if world_size is not None:
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+    assert peers.explain_lost_connection(BrokenPipeError(32, "Broken pipe"), seconds=0) is None
+    assert peers.read_world_size() == 1

@@ -14,11 +14,13 @@ import pytest
 from recipes_lib.errors import PreemptedError
 from recipes_lib.stopping import STOP_SIGNALS, StopRequest
 
-PRELUDE = "import os, signal, sys, time\nfrom recipes_lib.stopping import STOP\nSTOP.install()\n"
+IMPORTS = "import os, signal, sys, time\nfrom recipes_lib.stopping import STOP\n"
+# The tests may themselves be run under nohup.
+PRELUDE = IMPORTS + "signal.signal(signal.SIGHUP, signal.SIG_DFL)\nSTOP.install()\n"
 
 
-def start(body):
-    command = [sys.executable, "-u", "-c", PRELUDE + body]
+def start(body, prelude=PRELUDE):
+    command = [sys.executable, "-u", "-c", prelude + body]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, text=True, **pipes)
 
@@ -35,7 +37,7 @@ def has_pending(pid, number):
     return bool(int(status["ShdPnd"], 16) >> (number - 1) & 1)
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_with_nothing_to_save_a_signal_unwinds_and_leaves(number):
     process = start(
         "try:\n  print('ready'); time.sleep(60)\nexcept Exception: print('swallowed')\nfinally: print('clean')"
@@ -116,6 +118,16 @@ def test_once_closed_nothing_is_heard():
     for number in STOP_SIGNALS:
         process.send_signal(number)
     assert process.communicate("go\n", timeout=30)[0] == "done\n"
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("ending", ["", "STOP.close()\n"])
+def test_under_nohup_a_closed_terminal_is_no_request(ending):
+    body = f"{ending}print('ready'); sys.stdin.readline(); print(STOP.reason)"
+    process = start(body, IMPORTS + "signal.signal(signal.SIGHUP, signal.SIG_IGN)\nSTOP.install()\n")
+    wait_for_line(process, "ready")
+    process.send_signal(signal.SIGHUP)
+    assert process.communicate("go\n", timeout=30)[0] == "None\n"
     assert process.returncode == 0
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import errno
+import io
+import logging
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from recipes_lib import peers
 from recipes_lib.errors import (
@@ -18,8 +20,8 @@ from recipes_lib.errors import (
     DivergedError,
     LostPeerError,
     PreemptedError,
-    Problem,
     UserError,
+    explain_refusal,
 )
 from recipes_lib.stopping import STOP
 
@@ -29,13 +31,47 @@ if TYPE_CHECKING:
 EXIT_INTERRUPTED = 130
 """What a shell reports for a command ended by Ctrl-C (128 + SIGINT)."""
 
-# torch and safetensors write in C++ and Rust, whose errors carry no errno.
-_DISK_IS_FULL: Final = (
-    "No space left on device",
-    "Disk quota exceeded",
-    "PytorchStreamWriter failed writing file",
-    "basic_ios::clear: iostream error",
-)
+_OUTPUT_FAILURES: Final[dict[str, OSError]] = {}
+"""Why the last failed write to ``stdout`` or ``stderr`` did fail."""
+
+
+class _Output(io.FileIO):
+    """The descriptor under a standard stream; what the reader, the disk or the terminal refuses is lost in silence."""
+
+    def __init__(self, stream: str, descriptor: int) -> None:
+        super().__init__(descriptor, "wb", closefd=False)
+        self._stream = stream
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            _OUTPUT_FAILURES[self._stream] = error
+            return memoryview(data).nbytes
+
+
+def keep_output_from_failing() -> None:
+    """Let no write to standard output or standard error raise from now on: progress output must not end a run.
+
+    Underneath ``sys.stdout`` and ``sys.stderr``, so that it holds for all that writes to them: ``print``, logging,
+    warnings, rich, tqdm, and the interpreter's last flush. Streams that somebody else has put there are left alone.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # It was closed before this process began.
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 (for the whole process)
+        elif stream is getattr(sys, f"__{name}__"):
+            raw = _Output(name, stream.fileno())
+            # Unbuffered (``python -u``), Python writes text straight to the descriptor.
+            buffer: Any = raw if stream.write_through else io.BufferedWriter(raw)
+            options = {key: getattr(stream, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
+            setattr(sys, name, io.TextIOWrapper(buffer, **options))
+
+
+def find_output_failure() -> OSError | None:
+    """Return why something that this process wrote to standard output is lost; ``None``: nothing is."""
+    sys.stdout.flush()
+    return _OUTPUT_FAILURES.get("stdout")
 
 
 def run_command(command: Callable[[], int | None]) -> int:
@@ -51,6 +87,10 @@ def run_command(command: Callable[[], int | None]) -> int:
     Returns:
         One of the ``EXIT_`` codes of :mod:`recipes_lib.errors`, or ``EXIT_INTERRUPTED``.
     """
+    keep_output_from_failing()
+    # Where DeepSpeed is installed, transformers and accelerate import it in every run, and on a CPU it warns each time.
+    # A launch file that asks for DeepSpeed there is refused with a reason (``verify_accelerator``).
+    logging.getLogger("DeepSpeed").addFilter(_is_worth_telling)
     try:
         code = command() or EXIT_DONE
     except BaseException as error:
@@ -65,6 +105,10 @@ def run_command(command: Callable[[], int | None]) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _is_worth_telling(record: logging.LogRecord) -> bool:
+    return "Setting accelerator to CPU" not in record.getMessage()
 
 
 def _tell(error: BaseException) -> int:
@@ -89,35 +133,12 @@ def _tell(error: BaseException) -> int:
         return EXIT_INTERRUPTED
     if not isinstance(error, Exception):
         raise error
-    if shortage := explain_shortage(error):
-        sys.stderr.write(f"{shortage}\n")
+    if refusal := explain_refusal(error):
+        sys.stderr.write(f"{refusal}\n")
         return EXIT_USER
     traceback.print_exception(error)
     sys.stderr.write("This is a bug in recipes-lib, not a mistake of yours: please report it with the lines above.\n")
     return EXIT_BUG
-
-
-def explain_shortage(error: BaseException) -> Problem | None:
-    """Return what the machine ran out of, disk or device memory, if that is why ``error`` was raised; else ``None``."""
-    chain: BaseException | None = error
-    while chain is not None:
-        words = str(chain).splitlines()[0] if str(chain) else ""
-        is_full = isinstance(chain, OSError) and chain.errno in (errno.ENOSPC, errno.EDQUOT)
-        if is_full or any(phrase in words for phrase in _DISK_IS_FULL):
-            remedy = (
-                "free some space and run the same command: it goes on from the newest complete checkpoint; "
-                "`recipes check` shows what a run will write"
-            )
-            return Problem(str(getattr(chain, "filename", None) or "output_dir"), f"the disk is full: {words}", remedy)
-        # By name, because torch is not imported to tell a wrong key.
-        if type(chain).__name__ == "OutOfMemoryError":
-            remedy = (
-                "lower per_device_train_batch_size and raise gradient_accumulation_steps by as much (the result is "
-                "the same), set activation_checkpointing: true, or lower max_length"
-            )
-            return Problem("device memory", words, remedy)
-        chain = chain.__cause__ or chain.__context__
-    return None
 
 
 def parse_or_exit(stage: str, arguments: Sequence[str]) -> RecipeConfig:

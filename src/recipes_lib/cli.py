@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from recipes_lib import __version__
-from recipes_lib.boundary import run_command
-from recipes_lib.errors import EXIT_DONE, EXIT_USER
+from recipes_lib.boundary import find_output_failure, run_command
+from recipes_lib.errors import EXIT_DONE, EXIT_USER, ConfigError, Problem
 
 EXIT_PIPE_CLOSED = 141
 """What a shell reports when the reader of a pipe went away (128 + SIGPIPE), as in ``recipes preview ... | head``."""
@@ -79,11 +78,12 @@ def _describe_unknown(name: str) -> str:
 
 def _run(command: Command, arguments: list[str]) -> int | None:
     module, _, function = command.target.partition(":")
-    try:
-        code: int | None = getattr(importlib.import_module(module), function)(arguments)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The interpreter flushes standard output once more at exit, which must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    code: int | None = getattr(importlib.import_module(module), function)(arguments)
+    failure = find_output_failure()
+    if isinstance(failure, BrokenPipeError):
         return EXIT_PIPE_CLOSED
+    # Of a recipe it is progress, of a command what was asked for.
+    if failure is not None:
+        found = f"cannot be written: {failure.strerror}"
+        raise ConfigError(Problem("standard output", found, "write it to another place"))
     return code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,15 @@ EXIT_USER = 2
 EXIT_DIVERGED = 3
 EXIT_STALLED = 4
 EXIT_PREEMPTED = 75
+
+# torch and safetensors write in C++ and Rust, whose errors carry no errno.
+_DISK_IS_FULL: Final = (
+    "No space left on device",
+    "Disk quota exceeded",
+    "PytorchStreamWriter failed writing file",
+    "basic_ios::clear: iostream error",
+)
+_NOT_PERMITTED: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def escape_controls(text: object) -> str:
@@ -138,3 +148,41 @@ class LostPeerError(SystemExit):
 
     def __str__(self) -> str:
         return self.message
+
+
+def explain_refusal(error: BaseException) -> Problem | None:
+    """Return what the machine lacks or does not permit, if that is why ``error`` was raised; else ``None``.
+
+    Disk, device memory, threads, the size of a file, and files that may not be written or read.
+    """
+    chain: BaseException | None = error
+    while chain is not None:
+        words = str(chain).splitlines()[0] if str(chain) else ""
+        code = chain.errno if isinstance(chain, OSError) else None
+        where = str(getattr(chain, "filename", None) or "output_dir")
+        if code == errno.EFBIG or "File too large" in words:
+            remedy = "raise the limit (`ulimit -f unlimited`), or choose an output_dir on a file system without one"
+            return Problem(where, f"a file would be larger than this process or file system may write: {words}", remedy)
+        if code in (errno.ENOSPC, errno.EDQUOT) or any(phrase in words for phrase in _DISK_IS_FULL):
+            remedy = (
+                "free some space and run the same command: it goes on from the newest complete checkpoint; "
+                "`recipes check` shows what a run will write"
+            )
+            return Problem(where, f"the disk is full: {words}", remedy)
+        if isinstance(chain, OSError) and chain.errno in _NOT_PERMITTED and chain.filename is not None:
+            return Problem(where, f"not permitted: {chain.strerror}", "check its owner, its mode and how it is mounted")
+        if "can't start new thread" in words:
+            remedy = (
+                "raise the limit on processes and threads (`ulimit -u`, or that of the container) and run the same "
+                "command, or lower dataloader_num_workers"
+            )
+            return Problem("threads", f"this process may have no more: {words}", remedy)
+        # By name, because torch is not imported to tell a wrong key.
+        if type(chain).__name__ == "OutOfMemoryError":
+            remedy = (
+                "lower per_device_train_batch_size and raise gradient_accumulation_steps by as much (the result is "
+                "the same), set activation_checkpointing: true, or lower max_length"
+            )
+            return Problem("device memory", words, remedy)
+        chain = chain.__cause__ or chain.__context__
+    return None

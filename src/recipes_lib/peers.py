@@ -28,12 +28,12 @@ _CONNECTION_LOST: Final = (
 
 def read_rank() -> int:
     """Return the number of this process among all, as its launcher gave it; 0 without one."""
-    return int(os.environ.get("RANK", "0"))
+    return _read_number("RANK", 0)
 
 
 def read_world_size() -> int:
     """Return how many processes there are."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _read_number("WORLD_SIZE", 1)
 
 
 def has_launcher() -> bool:
@@ -94,12 +94,21 @@ def explain_lost_connection(error: BaseException, seconds: float = 2.0) -> str |
         seconds: How long to wait until the launcher has noticed who is gone.
     """
     words = str(error)
+    if read_world_size() == 1:  # There is no peer: the words are those of a pipe or a socket of another kind.
+        return None
     if not any(phrase in words for phrase in _CONNECTION_LOST):
         return None
     deadline = time.monotonic() + seconds
     while (lost := find_lost()) is None and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     return lost or "another process ended: its own output says why"
+
+
+def _read_number(name: str, default: int) -> int:
+    try:
+        return int(os.environ.get(name, default))
+    except ValueError:  # ``read_launch`` refuses it by name; until then an error must still be told.
+        return default
 
 
 def _find_folder() -> Path | None:

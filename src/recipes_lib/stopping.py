@@ -19,7 +19,7 @@ from typing import Final
 from recipes_lib import peers
 from recipes_lib.errors import EXIT_BUG, EXIT_PREEMPTED, LostPeerError, PreemptedError
 
-STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 SECONDS_OF_ONE_REQUEST: Final = 1.0
 """A scheduler signals every process and a launcher forwards what it got: within this time it is the same request."""
@@ -55,7 +55,9 @@ class StopRequest:
         signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(readable,), name="stop signals", daemon=True).start()
         for number in STOP_SIGNALS:
-            signal.signal(number, self._handle)
+            # Under nohup a closed terminal is no request.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._handle)
         os.register_at_fork(after_in_child=self._leave_to_parent)
 
     def ask(self, reason: str) -> None:
@@ -144,9 +146,8 @@ class StopRequest:
         be heard by it once more from each of them.
         """
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
         if sys.platform != "darwin":
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             threading.Thread(target=_obey_parent, daemon=True).start()

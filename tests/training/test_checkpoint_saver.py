@@ -89,6 +89,17 @@ def test_the_newest_every_nth_and_those_that_are_named_stay(build, tmp_path):
     assert [step for step, _ in list_checkpoints(tmp_path)] == [6, 4, 2]
 
 
+def test_a_directory_that_is_gone_is_not_made_anew_for_a_part_of_the_run(build, tmp_path):
+    saver, state = build(), {"weight": torch.ones(3)}
+    saver.save(stage(saver, 1, state))
+    saver.finish()
+    shutil.rmtree(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        stage(saver, 2, state)
+    assert not tmp_path.exists()
+    tmp_path.mkdir()
+
+
 def rehearse(saver, state, compare=lambda _: None, count=lambda: 12):
     saver.rehearse(
         lambda folder: stage(saver, 1, state, folder), compare, count, num_steps=4, model_bytes=12, num_besides=0

@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 from tests.training.trajectories import assert_equal_weights, make_packs, make_trainer, weights_of
 from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM, TrainerCallback
 
-from recipes_lib.boundary import explain_shortage
 from recipes_lib.config.schema import CheckpointConfig
-from recipes_lib.errors import ConfigError
+from recipes_lib.errors import ConfigError, explain_refusal
 from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.training import checkpointing
 from recipes_lib.training.checkpoint_writer import CheckpointWriter, HostCopy
@@ -183,7 +182,7 @@ def test_a_full_disk_ends_the_run_with_its_own_words(tiny_model_dir, tmp_path, m
     monkeypatch.setattr(CheckpointingTrainer, "_write_model", write_beside_a_full_file)
     with pytest.raises(OSError, match="No space left") as caught:
         train(tiny_model_dir, tmp_path, max_steps=100)
-    assert "the disk is full" in str(explain_shortage(caught.value))
+    assert "the disk is full" in str(explain_refusal(caught.value))
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
     assert find_damage(tmp_path / "checkpoint-2") is None
 

@@ -17,6 +17,7 @@ from recipes_lib.training.launch import (
     verify_accelerator,
     verify_engine,
     verify_launch,
+    verify_rendezvous,
 )
 
 
@@ -70,6 +71,30 @@ def test_a_pipeline_is_read_from_its_variables(schedule, num_chunks):
 def test_what_is_no_layout_is_refused(variables, words):
     with pytest.raises(ConfigError, match=words):
         read_launch(variables)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE: is 2, and there is no RANK, MASTER_ADDR, MASTER_PORT"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT: 'x' is not a port"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT: '65536' is not a port"),
+        ({"RANK": "2"}, "RANK: is 2, and the ranks of 2 processes end at 1"),
+    ],
+)
+def test_one_of_several_processes_must_be_told_where_they_meet(variables, words, monkeypatch):
+    whole = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in whole.items():
+        monkeypatch.setenv(name, value)
+    verify_rendezvous(read_launch())
+    for name in whole if variables == {"WORLD_SIZE": "2"} else ():
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=words):
+        verify_rendezvous(read_launch())
+    # One process meets nobody.
+    verify_rendezvous(launch())
 
 
 def test_processes_that_do_not_know_each_other_are_refused():

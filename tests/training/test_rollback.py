@@ -1,6 +1,6 @@
 """What is known of a rollback is on disk, whole, and names rows that it can be repeated with."""
 
-import json
+from pathlib import Path
 
 import pytest
 
@@ -22,7 +22,7 @@ def test_what_was_written_is_read(tmp_path):
 
 def test_a_kill_while_writing_leaves_what_was_there(tmp_path, monkeypatch):
     Rollbacks((FIRST,)).write(tmp_path)
-    monkeypatch.setattr(json, "dump", lambda _, file, **__: file.write('[{"step"') and 1 / 0)
+    monkeypatch.setattr(Path, "write_text", lambda self, *_, **__: self.write_bytes(b'[{"step"') and 1 / 0)
     with pytest.raises(ZeroDivisionError):
         Rollbacks((FIRST, SECOND)).write(tmp_path)
     assert read_rollbacks(tmp_path) == Rollbacks((FIRST,))

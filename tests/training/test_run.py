@@ -13,8 +13,16 @@ from recipes_lib.config.show import flatten_config
 from recipes_lib.errors import ConfigError, DivergedError, LostPeerError, PreemptedError
 from recipes_lib.training.checkpoints import write_complete
 from recipes_lib.training.launch import Launch
-from recipes_lib.training.run import RECORDED, describe_process, fingerprint_config, start_run
+from recipes_lib.training.run import RECORDED, Run, describe_process, fingerprint_config, start_run
 from recipes_lib.training.watchdog import WATCHDOG
+
+
+@pytest.fixture(autouse=True)
+def rendezvous(monkeypatch):
+    """What a launcher tells its processes; one alone does not look at it."""
+    for name, value in {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+
 
 ONE = Launch(rank=0, local_rank=0, world_size=1, engine="")
 
@@ -255,6 +263,24 @@ def test_a_directory_that_cannot_be_created_is_one_clear_error(tmp_path):
         start_run(make_config(blocker / "run"), ONE)
 
 
+def test_a_directory_that_cannot_be_written_is_one_clear_error(tmp_path):
+    (tmp_path / "_lock").mkdir()  # No mode keeps root from writing.
+    with pytest.raises(ConfigError, match="cannot be written: Is a directory"):
+        start_run(make_config(tmp_path), ONE)
+
+
+def test_a_directory_that_was_renamed_meanwhile_is_told_and_the_run_goes_on_when_it_is_back(tmp_path):
+    there, away = tmp_path / "there", tmp_path / "away"
+    run = start_run(make_config(there), ONE)
+    checkpoint = leave_checkpoint(there, 5)
+    there.rename(away)
+    with pytest.raises(ConfigError, match="it is gone: something has renamed"), run.recording_its_end():
+        (there / "metrics.jsonl").write_text("")
+    assert not there.exists()
+    away.rename(there)
+    assert start_run(make_config(there), ONE).resume_from == checkpoint
+
+
 def test_a_torn_record_does_not_stop_a_new_run(tmp_path):
     (tmp_path / "run.json").write_text('{"status": "run')
     assert start_run(make_config(tmp_path), ONE).resume_from is None
@@ -318,7 +344,8 @@ def test_a_record_that_vanishes_while_the_run_lives_is_written_again_whole(tmp_p
 
 def test_a_lost_connection_is_told_as_what_it_is(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    run = start_run(make_config(tmp_path), ONE)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    run = start_run(make_config(tmp_path), TWO)
     with pytest.raises(LostPeerError, match="another process ended"), run.recording_its_end():
         raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:429")
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "failed"
@@ -335,6 +362,37 @@ def test_a_disk_that_is_full_at_the_end_does_not_hide_why_it_ended(tmp_path, mon
         raise DivergedError("nan")
     with pytest.raises(OSError, match=r"run\.json"):
         run.record(status="done")
+
+
+def test_a_full_disk_is_recorded_as_a_refusal_in_the_room_kept_for_that(tmp_path, monkeypatch):
+    run = start_run(make_config(tmp_path), ONE)
+    write = Path.write_text
+
+    def write_where_there_is_room(path: Path, *text: str, **options: str) -> None:
+        if (tmp_path / "_lock").stat().st_size:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, *text, **options)
+
+    monkeypatch.setattr(Path, "write_text", write_where_there_is_room)
+    with pytest.raises(ConfigError, match="the disk is full"), run.recording_its_end():
+        raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["status"] == "refused"
+    assert "the disk is full" in record["error"]
+
+
+def test_a_disk_that_is_full_for_the_last_word_is_no_run_that_is_done(tmp_path, monkeypatch):
+    run, record = start_run(make_config(tmp_path), ONE), Run.record
+
+    def refuse_once(self, **facts):
+        if facts.get("status") == "done":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        record(self, **facts)
+
+    monkeypatch.setattr(Run, "record", refuse_once)
+    with pytest.raises(ConfigError, match="the disk is full"), run.recording_its_end():
+        pass
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == "refused"
 
 
 def test_a_run_that_hangs_is_recorded_as_stalled(tmp_path):

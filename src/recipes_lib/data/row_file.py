@@ -56,7 +56,7 @@ class RowFile(Generic[Counted]):
         self._record = path.with_name(f"{path.name}.record.json")
         self.counts = counts
         if self._record.exists():
-            fields = {"key": str, **dict.fromkeys(asdict(counts), int)}
+            fields = {"key": str, **{name: type(value) | int for name, value in asdict(counts).items()}}
             record = read_record(self._record, fields, remedy=f"delete it and {path} to begin anew")
             if record["key"] != key:
                 raise ConfigError(

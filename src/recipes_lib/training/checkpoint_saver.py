@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -82,11 +84,17 @@ class CheckpointSaver:
         return bool(self._args.should_save)
 
     def open(self, step: int, folder: str = STAGING) -> Path:
-        """Return where a checkpoint is put together, when the one before has its name; every process must call."""
+        """Return where a checkpoint is put together, when the one before has its name; every process must call.
+
+        Raises:
+            FileNotFoundError: The output directory is gone; one made anew would hold a part of the run alone.
+        """
         self.finish()
         WATCHDOG.enter("saving")
         staged = self._output_dir / folder / f"checkpoint-{step}"
         if self._args.should_save:
+            if not self._output_dir.is_dir():
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._output_dir))
             shutil.rmtree(staged.parent, ignore_errors=True)
         PartialState().wait_for_everyone()
         return staged

@@ -260,6 +260,28 @@ def verify_expected(launch: Launch) -> None:
         raise ConfigError(Problem("launch", found, "see whether all machines were started, with the same launch file"))
 
 
+def verify_rendezvous(launch: Launch) -> None:
+    """Stop one of several processes that could not meet the others, before it loads anything.
+
+    Raises:
+        ConfigError: Its rank is none of theirs, or it is not told where they meet.
+    """
+    if launch.world_size == 1:
+        return
+    problems = []
+    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        found = f"is {launch.world_size}, and there is no {', '.join(missing)}"
+        remedy = "start by `recipes launch`, `accelerate launch` or torchrun, or unset WORLD_SIZE for one process"
+        problems.append(Problem("WORLD_SIZE", found, remedy))
+    elif launch.rank >= launch.world_size:
+        found = f"is {launch.rank}, and the ranks of {launch.world_size} processes end at {launch.world_size - 1}"
+        problems.append(Problem("RANK", found, "give every process a rank of its own, from 0 on"))
+    if (port := os.environ.get("MASTER_PORT")) and not (port.isdecimal() and 1 <= int(port) < 2**16):
+        problems.append(Problem("MASTER_PORT", f"{port!r} is not a port", "write a number from 1 to 65535"))
+    if problems:
+        raise ConfigError(*problems)
+
+
 def verify_accelerator(launch: Launch, *, is_available: bool) -> None:
     """Stop a sharded run on a machine that it cannot run on, before anything is loaded.
 

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import os
 import platform
 import socket
 import sys
@@ -30,6 +31,7 @@ from recipes_lib.errors import (
     PreemptedError,
     Problem,
     UserError,
+    explain_refusal,
 )
 from recipes_lib.files import read_record, replace_record, verify_fields
 from recipes_lib.models.loading import find_commit
@@ -43,7 +45,7 @@ from recipes_lib.training.checkpoints import (
 )
 from recipes_lib.training.combinations import verify_combination
 from recipes_lib.training.extension import EXTENDABLE, find_common_checkpoint
-from recipes_lib.training.launch import Launch, verify_accelerator, verify_expected
+from recipes_lib.training.launch import Launch, verify_accelerator, verify_expected, verify_rendezvous
 from recipes_lib.training.optimizers import verify_optimizer
 from recipes_lib.training.progress import build_progress
 from recipes_lib.training.resumption import (
@@ -92,6 +94,8 @@ _HARMLESS_FAMILIES: Final = ("hub_", "log_", "logging_", "sample_", "save_", "tr
 
 _CLAIMS: Final[list[TextIO]] = []
 """Open for as long as this process lives: closed, a file is unlocked."""
+_RESERVED_BYTES: Final = 2**17
+"""Size of the lock file: room for ``run.json`` to say that the disk was full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,18 +142,30 @@ class Run:
 
         Raises:
             LostPeerError: A connection was lost because another process has ended.
+            ConfigError: The machine refused something, such as room on the disk, or the output directory is gone.
         """
         WATCHDOG.on_stall = lambda reason: self._record_end("stalled", reason)
         try:
             yield
+            self.record(status="done", finished=_now(), **self._tell())
         except BaseException as error:
             STOP.close()
-            lost = explain_lost_connection(error)
-            cause = LostPeerError(lost) if lost else error
+            cause = self._explain(error)
             status = next((status for kind, status in ENDS.items() if isinstance(cause, kind)), "failed")
             self._record_end(status, f"{type(cause).__name__}: {cause}")
-            raise cause from (error if lost else error.__cause__)
-        self.record(status="done", finished=_now(), **self._tell())
+            raise cause from (error.__cause__ if cause is error else error)
+
+    def _explain(self, error: BaseException) -> BaseException:
+        """Return what ended the run where ``error`` is only a consequence of it, else ``error``."""
+        if (lost := explain_lost_connection(error)) is not None:
+            return LostPeerError(lost)
+        if not isinstance(error, Exception) or isinstance(error, UserError | DivergedError):
+            return error
+        if isinstance(error, OSError) and not self.output_dir.is_dir():
+            found = "it is gone: something has renamed or deleted it, or its disk was unmounted"
+            return ConfigError(Problem(str(self.output_dir), found, "bring it back and run the same command"))
+        refusal = explain_refusal(error)
+        return ConfigError(refusal) if refusal else error
 
     def _tell(self) -> dict[str, Any]:
         """What happened on the way, and what it began with, which may have been fetched on the way."""
@@ -160,9 +176,15 @@ class Run:
         }
 
     def _record_end(self, status: str, reason: str) -> None:
-        """Record why the run ended; on a full disk that must not hide what is about to be told."""
-        with suppress(OSError):
-            self.record(status=status, finished=_now(), error=reason, **self._tell())
+        """Record why the run ended, on a full disk in the room kept for that; no failure hides what is told next."""
+        facts = {"status": status, "finished": _now(), "error": reason}
+        try:
+            self.record(**facts, **self._tell())
+        except OSError:
+            with suppress(OSError):
+                for file in _CLAIMS:
+                    file.truncate(0)
+                self.record(**facts)
 
 
 def start_run(config: RecipeConfig, launch: Launch) -> Run:
@@ -174,6 +196,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     Raises:
         ConfigError: The launch is another one than was asked for, or this machine has no GPU for it.
         ConfigError: A tracker or the optimizer is not installed, or the launch file does not go with the recipe.
+        ConfigError: The processes could not meet (``verify_rendezvous``).
         ConfigError: The directory cannot be written.
         ConfigError: Another process runs in it.
         ConfigError: It holds checkpoints or the model of a run whose configuration computes something else, and no
@@ -182,6 +205,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     """
     if launch.world_size > 1:
         sys.stderr.write(f"{describe_process(launch)}\n")
+    verify_rendezvous(launch)
     verify_expected(launch)
     verify_trackers(config)
     verify_combination(config, launch)
@@ -240,8 +264,12 @@ def _claim(output_dir: Path) -> None:
     Raises:
         ConfigError: Another process is in it.
     """
-    # Opened to be written, as a lock over a network wants it, and never written: a run that is done stays as it is.
-    file = (output_dir / LOCK_FILE).open("a", encoding="utf-8")
+    # Opened to be written, as a lock over a network wants it.
+    try:
+        file = (output_dir / LOCK_FILE).open("a", encoding="utf-8")
+    except OSError as error:
+        found = f"cannot be written: {error.strerror}"
+        raise ConfigError(Problem(str(output_dir), found, "choose another output_dir")) from error
     try:
         # Of the process alone: what it forks, such as a data loader's worker that outlives it, does not hold it.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -250,6 +278,8 @@ def _claim(output_dir: Path) -> None:
             return  # On a file system without locks.
         remedy = f"wait until it has ended, stop it (`fuser {file.name}` names it), or choose another output_dir"
         raise ConfigError(Problem(str(output_dir), "another process runs in it", remedy)) from error
+    with suppress(OSError, AttributeError):  # A full disk is told of by who writes to it; macOS cannot reserve.
+        os.posix_fallocate(file.fileno(), 0, _RESERVED_BYTES)
     _CLAIMS.append(file)
 
 
