@@ -17,11 +17,11 @@ if __name__ == "__main__":
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.pair_data import load_pair_data
+from recipes_lib.finishing import finish_run
 from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.export import export_model
 from recipes_lib.publishing import publishing
-from recipes_lib.report.page import build_report
 from recipes_lib.training.arguments import build_training_arguments
 from recipes_lib.training.dpo import DPOTrainer, prepare_reference
 from recipes_lib.training.launch import read_launch
@@ -37,6 +37,7 @@ def main(config: RecipeConfig) -> None:
     """Train ``config.model`` on the pairs of ``config.data``; leave a model, its record and a report."""
     run = start_run(config, read_launch())
     if run.finished:
+        finish_run(run)
         return
     config = run.config  # With another number of processes, another accumulation.
     with run.recording_its_end():
@@ -71,8 +72,7 @@ def main(config: RecipeConfig) -> None:
         )
         trainer.train(resume_from_checkpoint=run.choose_checkpoint())
         export_model(trainer, run.output_dir)
-    if run.launch.is_main:
-        build_report(run.output_dir)
+    finish_run(run)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,11 @@ if __name__ == "__main__":
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import load_prompt_data
+from recipes_lib.finishing import finish_run
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.planning.groups import plan_groups
 from recipes_lib.publish.export import export_model
 from recipes_lib.publishing import publishing
-from recipes_lib.report.page import build_report
 from recipes_lib.rl.groups import build_group_trainer
 from recipes_lib.rl.rewards import load_rewards
 from recipes_lib.training.arguments import build_training_arguments
@@ -35,6 +35,7 @@ def main(config: RecipeConfig) -> None:
     launch = read_launch()
     run = start_run(config, launch)
     if run.finished:
+        finish_run(run)
         return
     config = run.config  # With another number of processes, another accumulation.
     with run.recording_its_end():
@@ -50,8 +51,7 @@ def main(config: RecipeConfig) -> None:
         trainer = build_group_trainer(config, args, launch, rewards, prompts, tokenizer)
         trainer.train(resume_from_checkpoint=run.choose_checkpoint())
         export_model(trainer, run.output_dir)
-    if launch.is_main:
-        build_report(run.output_dir)
+    finish_run(run)
 
 
 if __name__ == "__main__":

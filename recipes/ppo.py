@@ -16,10 +16,10 @@ if __name__ == "__main__":
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import load_prompt_data
+from recipes_lib.finishing import finish_run
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.export import export_model
 from recipes_lib.publishing import publishing
-from recipes_lib.report.page import build_report
 from recipes_lib.rl.export import CRITIC_FOLDER, build_exporter, save_critic
 from recipes_lib.rl.models import load_actor_critic
 from recipes_lib.rl.rewards import load_rewards
@@ -37,6 +37,7 @@ def main(config: RecipeConfig) -> None:
     launch = read_launch()
     run = start_run(config, launch)
     if run.finished:
+        finish_run(run)
         return
     config = run.config  # With another number of processes, another accumulation.
     with run.recording_its_end():
@@ -56,8 +57,7 @@ def main(config: RecipeConfig) -> None:
         export_model(build_exporter(models, args, tokenizer), run.output_dir)
         if config.rewards.save_critic:
             save_critic(models.critic, tokenizer, run.output_dir / CRITIC_FOLDER, is_main=launch.is_main)
-    if launch.is_main:
-        build_report(run.output_dir)
+    finish_run(run)
 
 
 if __name__ == "__main__":

@@ -18,13 +18,13 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.chat import RowEncoder
 from recipes_lib.data.collators import PackedCollator
 from recipes_lib.data.token_data import prepare_tokens
+from recipes_lib.finishing import finish_run
 from recipes_lib.models.attention import choose_attention, prove_isolation
 from recipes_lib.models.heads import verify_loss_head
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.planning.pretraining import count_run_tokens
 from recipes_lib.publish.export import export_model
 from recipes_lib.publishing import publishing
-from recipes_lib.report.page import build_report
 from recipes_lib.training.arguments import build_training_arguments
 from recipes_lib.training.context_rows import join_context
 from recipes_lib.training.launch import read_launch
@@ -40,6 +40,7 @@ def main(config: RecipeConfig) -> None:
     """Pretrain ``config.model`` on the tokens of ``config.data``; leave a model, its record and a report."""
     run = start_run(config, read_launch())
     if run.finished:
+        finish_run(run)
         return
     config = run.config  # With another number of processes, another accumulation.
     with run.recording_its_end():
@@ -74,8 +75,7 @@ def main(config: RecipeConfig) -> None:
         verify_loss_head(trainer.model_wrapped)
         trainer.train(resume_from_checkpoint=run.choose_checkpoint())
         export_model(trainer, run.output_dir)
-    if run.launch.is_main:
-        build_report(run.output_dir)
+    finish_run(run)
 
 
 if __name__ == "__main__":

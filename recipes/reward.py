@@ -18,11 +18,11 @@ if __name__ == "__main__":
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.pair_data import load_pair_data
 from recipes_lib.data.unfinished import UnfinishedAnswers
+from recipes_lib.finishing import finish_run
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.models.scoring import RewardModel
 from recipes_lib.publish.export import export_model
 from recipes_lib.publishing import publishing
-from recipes_lib.report.page import build_report
 from recipes_lib.report.reward_verdict import settle_scale, write_verdict
 from recipes_lib.training.arguments import build_training_arguments
 from recipes_lib.training.launch import read_launch
@@ -38,6 +38,7 @@ def main(config: RecipeConfig) -> None:
     """Train a score on top of ``config.model`` from the pairs of ``config.data``; leave the model and its report."""
     run = start_run(config, read_launch())
     if run.finished:
+        finish_run(run)
         return
     config = run.config  # With another number of processes, another accumulation.
     with run.recording_its_end():
@@ -72,8 +73,7 @@ def main(config: RecipeConfig) -> None:
         settle_scale(reward_model, data.train)
         export_model(trainer, run.output_dir)
         run.record(failed_gates=write_verdict(reward_model, data.eval, run.output_dir, is_main=run.launch.is_main))
-    if run.launch.is_main:
-        build_report(run.output_dir)
+    finish_run(run)
 
 
 if __name__ == "__main__":

@@ -53,12 +53,13 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "exporting": {"errors", "models", "training"},
     "distill_chain": {"config", "errors", "models", "planning", "files"},
     "distill_write": {"config", "data", "errors", "models", "training"},
+    "finishing": {"publish", "report", "training"},
     "merge": {"config", "errors", "models", "publish", "files"},
     "sample_pairs": {"config", "data", "errors", "models", "rl", "training"},
     "plan": {"config", "errors", "models", "plan_ppo", "plan_tuning", "planning", "report"},
     "plan_ppo": {"config", "errors", "models", "planning", "rl"},
     "plan_tuning": {"config", "errors", "losses", "models", "planning", "rl", "training"},
-    "publishing": {"config", "errors", "peers", "publish", "report", "training"},
+    "publishing": {"config", "errors", "models", "peers", "publish", "report", "training"},
     "reproduce": {"config", "environment", "errors", "files"},
 }
 """Room or top-level module -> the rooms and modules it may import; the empty name is the package itself."""

@@ -22,12 +22,12 @@ from recipes_lib import peers
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.values import BOOLEANS
 from recipes_lib.errors import EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, ConfigError, Problem
+from recipes_lib.models.model_files import is_model
 from recipes_lib.publish.access import DEFAULT_BRANCH, Target, open_target
 from recipes_lib.publish.hub_session import RequestCount, describe
 from recipes_lib.publish.journal import Journal, read_journal
 from recipes_lib.publish.publication import SECONDS_BETWEEN_LOOKS, Publication, Story, is_refusal
 from recipes_lib.publish.push import Publisher
-from recipes_lib.publish.selection import is_model
 from recipes_lib.publish.snapshots import MODEL, Contents
 from recipes_lib.report.run_files import read_run
 from recipes_lib.training.checkpoints import COMPLETE, is_complete, list_checkpoints, read_complete

@@ -30,11 +30,11 @@ from recipes_lib.data.rows import Row
 from recipes_lib.data.training_data import load_training_data
 from recipes_lib.distill_write import AnswerCounts
 from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
+from recipes_lib.models.model_files import find_damage as find_damaged_weights
 from recipes_lib.models.scoring import read_scale
 from recipes_lib.publish.access import Target
 from recipes_lib.publish.card import write_card
 from recipes_lib.publish.journal import read_journal
-from recipes_lib.publish.selection import find_damage as find_damaged_weights
 from recipes_lib.report.page import build_report
 from recipes_lib.report.run_files import read_run
 from recipes_lib.training.checkpoints import find_damage, write_complete

@@ -7,16 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.numpy import save_file
 from tests.publish.runs import finish, make_run
 from tests.tiny import build_tokenizer
 from transformers import AutoTokenizer
 
 from recipes_lib.errors import DataError
-from recipes_lib.publish.selection import find_damage, find_secret, is_model, list_published
+from recipes_lib.publish.selection import find_secret, list_published
 
-INDEX = "model.safetensors.index.json"
-SHARDS = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
 SECRET = "hf_" + "k" * 34
 
 
@@ -115,38 +112,3 @@ def test_of_a_record_and_the_card_that_is_made_of_it_the_record_is_named(tmp_pat
     for name in ("README.md", "run.json"):
         (tmp_path / name).write_text(SECRET)
     assert find_secret(tmp_path) == "run.json"
-
-
-@pytest.mark.parametrize(
-    ("names", "holds"),
-    [
-        (["model.safetensors", "config.json"], True),
-        (["model-00001-of-00002.safetensors", "config.json"], True),
-        (["adapter_model.safetensors", "adapter_config.json"], True),
-        (["policy.safetensors", "ppo_state.json"], False),
-        (["config.json"], False),
-        ([], False),
-    ],
-)
-def test_only_what_can_be_loaded_is_a_model(tmp_path, names, holds):
-    for name in names:
-        (tmp_path / name).touch()
-    assert is_model(tmp_path) is holds
-    assert not is_model(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize(
-    ("change", "found"),
-    [
-        (lambda file: None, None),
-        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "model.safetensors cannot be opened again"),
-        (lambda file: file.write_bytes(b""), "model.safetensors cannot be opened again"),
-        (lambda file: save_file({}, file), "model.safetensors holds no tensor"),
-        (lambda file: file.with_name(INDEX).write_text(json.dumps(SHARDS)), "model-00002-of-00002.safetensors cannot"),
-    ],
-)
-def test_weights_are_opened_again(run, change, found):
-    file = finish(run) / "model.safetensors"
-    change(file)
-    damage = find_damage(run)
-    assert damage is None if found is None else damage.startswith(found)

@@ -7,6 +7,8 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.config.show import flatten_config
@@ -147,13 +149,48 @@ def test_a_batch_that_the_processes_cannot_share_is_refused_before_anything_is_w
     assert (tmp_path / "run.json").read_text() == before
 
 
-def test_a_finished_run_is_left_alone(tmp_path):
-    config = make_config(tmp_path)
-    with start_run(config, ONE).recording_its_end():
-        pass
-    before = (tmp_path / "run.json").read_text()
-    assert start_run(config, ONE).finished
-    assert (tmp_path / "run.json").read_text() == before
+def finish(config: RecipeConfig) -> Path:
+    """Leave a run that is done, with a model of one tensor."""
+    run = start_run(config, ONE)
+    with run.recording_its_end():
+        save_file({"weight": torch.ones(3)}, run.output_dir / "model.safetensors")
+        for name in ("config.json", "tokenizer.json"):
+            (run.output_dir / name).write_text("{}")
+    return run.output_dir
+
+
+def test_a_finished_run_is_left_alone(tmp_path, capsys):
+    output_dir = finish(make_config(tmp_path))
+    before = (output_dir / "run.json").read_text()
+    capsys.readouterr()
+    assert start_run(make_config(tmp_path), ONE).finished
+    assert (output_dir / "run.json").read_text() == before
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("model.safetensors", None, "model.safetensors is missing"),
+        ("model.safetensors", b"cut", "model.safetensors cannot be opened again"),
+        ("tokenizer.json", None, "tokenizer.json is missing"),
+    ],
+)
+@pytest.mark.parametrize("launch", [ONE, Launch(rank=1, local_rank=1, world_size=2, engine="")], ids=["main", "other"])
+def test_a_model_that_is_gone_is_written_again_from_the_last_checkpoint_or_refused(
+    tmp_path, launch, name, content, words, capsys
+):
+    config = make_config(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=2 // launch.world_size)
+    finish(make_config(tmp_path, **BATCH))
+    (tmp_path / name).unlink()
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=f"the run is done, {words}.*no checkpoint"):
+        start_run(config, launch)
+    checkpoint = leave_checkpoint(tmp_path, 5, **BATCH)
+    run = start_run(config, launch)
+    assert (run.finished, run.resume_from) == (False, checkpoint)
+    assert (f"{words}" in capsys.readouterr().err) == launch.is_main
 
 
 @pytest.mark.parametrize("ended", ["with a checkpoint", "done"])

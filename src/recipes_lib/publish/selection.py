@@ -6,23 +6,13 @@ import fnmatch
 from pathlib import Path
 from typing import Final
 
-from safetensors import SafetensorError, safe_open
-
 from recipes_lib.config.secrets import has_secret_shape
 from recipes_lib.errors import DataError, Problem
-from recipes_lib.files import read_record
+from recipes_lib.models.model_files import MODEL_FILES
 from recipes_lib.publish.card import CHART
 
 MANIFESTS: Final = ("run.json", "merge.json")
 RECORDS: Final = ("README.md", *MANIFESTS, "metrics.jsonl", "reward_report.json")
-_WEIGHTS: Final = ("model*.safetensors", "adapter_model*.safetensors")
-_INDEX: Final = "model.safetensors.index.json"
-_MODEL_FILES: Final = (
-    *(*_WEIGHTS, _INDEX, "config.json", "adapter_config.json", "generation_config.json", "reward_scale.json"),
-    *("chat_template.jinja", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.model"),
-)
-"""What a Hugging Face tool needs to load a model or an adapter; nothing else of a run leaves the machine unasked."""
 _TEMPLATES: Final = "additional_chat_templates"
 _HEAD_BYTES: Final = 8192
 """A file with a zero byte among its first ones is no text, which is how git tells as well."""
@@ -39,7 +29,7 @@ def list_published(folder: Path) -> list[str]:
         FileNotFoundError: There is no such folder.
     """
     top = {path.name for path in folder.iterdir() if not path.is_dir()}
-    chosen = {name for pattern in (*_MODEL_FILES, *RECORDS) for name in fnmatch.filter(top, pattern)}
+    chosen = {name for pattern in (*MODEL_FILES, *RECORDS) for name in fnmatch.filter(top, pattern)}
     if fnmatch.filter(top, "*.py"):
         # Here, because most models need neither their code nor the second that transformers takes.
         from recipes_lib.models.remote_code import list_code
@@ -65,33 +55,6 @@ def find_hub_cache() -> Path:
     return Path(constants.HF_HUB_CACHE).resolve()
 
 
-def is_model(folder: Path) -> bool:
-    """Return whether a folder holds a model or an adapter that Hugging Face tools load."""
-    has_config = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
-    return has_config and bool(_list_weights(folder))
-
-
-def find_damage(folder: Path) -> str | None:
-    """Return what is wrong with the weights of a model: a shard that is missing, a file that is cut off; else ``None``.
-
-    Without torch: whoever saved them has looked at every tensor.
-    """
-    weights, index = _list_weights(folder), folder / _INDEX
-    if index.is_file():
-        try:
-            weights |= set(map(str, read_record(index, {"weight_map": dict})["weight_map"].values()))
-        except DataError as error:
-            return str(error)
-    for name in sorted(weights):
-        try:
-            with safe_open(folder / name, framework="numpy") as tensors:
-                if not tensors.keys():
-                    return f"{name} holds no tensor"
-        except (OSError, SafetensorError) as error:
-            return f"{name} cannot be opened again: {error}"
-    return None
-
-
 def find_secret(folder: Path) -> str | None:
     """Return the path of a text in a folder that holds something of the shape of an access token; else ``None``."""
     paths = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
@@ -102,7 +65,3 @@ def find_secret(folder: Path) -> str | None:
             if b"\0" not in head and has_secret_shape((head + file.read()).decode(errors="replace")):
                 return path
     return None
-
-
-def _list_weights(folder: Path) -> set[str]:
-    return {path.name for pattern in _WEIGHTS for path in folder.glob(pattern)}

@@ -17,9 +17,10 @@ from typing import Any, Final
 
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import read_record
+from recipes_lib.models.model_files import find_damage, is_model
 from recipes_lib.publish.card import CHART, make_portable, write_card
 from recipes_lib.publish.push import Push
-from recipes_lib.publish.selection import MANIFESTS, RECORDS, find_damage, find_secret, is_model, list_published
+from recipes_lib.publish.selection import MANIFESTS, RECORDS, find_secret, list_published
 
 SNAPSHOTS: Final = "_publishing"
 MODEL: Final = "model"

@@ -33,8 +33,9 @@ from recipes_lib.errors import (
     UserError,
     explain_refusal,
 )
-from recipes_lib.files import read_record, replace_record, verify_fields
+from recipes_lib.files import is_inside, read_record, replace_record, verify_fields
 from recipes_lib.models.loading import find_commit
+from recipes_lib.models.model_files import find_missing, list_model_files
 from recipes_lib.peers import explain_lost_connection
 from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints import (
@@ -107,7 +108,7 @@ class Run:
         output_dir: Where everything of the run goes.
         launch: How this process was launched.
         resume_from: The complete checkpoint to go on from unless it is damaged; ``None`` at the beginning.
-        finished: True when the run had already reached its end.
+        finished: True when the run had already reached its end, and its model is whole.
         facts: What ``run.json`` holds; kept here too, so that it is whole whatever becomes of the file meanwhile.
     """
 
@@ -147,7 +148,7 @@ class Run:
         WATCHDOG.on_stall = lambda reason: self._record_end("stalled", reason)
         try:
             yield
-            self.record(status="done", finished=_now(), **self._tell())
+            self.record(status="done", finished=_now(), model_files=list_model_files(self.output_dir), **self._tell())
         except BaseException as error:
             STOP.close()
             cause = self._explain(error)
@@ -201,6 +202,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
         ConfigError: Another process runs in it.
         ConfigError: It holds checkpoints or the model of a run whose configuration computes something else, and no
             checkpoint that both would have made; the differing keys are named.
+        ConfigError: The run is done, its model is missing or damaged, and no checkpoint is left to write it from.
         ConfigError: The checkpoint cannot be loaded by these processes, or they cannot share its batch.
     """
     if launch.world_size > 1:
@@ -213,19 +215,14 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     verify_optimizer(config)
     # Upstream's bars for loading and saving would tear the progress line, once a process.
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    output_dir = Path(config.training["output_dir"])
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(Problem(str(output_dir), f"cannot create output_dir: {error.strerror}")) from error
-    if launch.is_main:
-        _claim(output_dir)
-        clear_leftovers(output_dir)
+    output_dir = _open(Path(config.training["output_dir"]), launch)
     resume_from, _ = find_last_complete(output_dir)
     effective, previous = flatten_config(config), _read_previous(output_dir, resume_from)
     finished = previous.get("status") == "done"
     differing = _find_differences(previous, effective, launch) if resume_from or finished else []
     say = build_progress(is_main=launch.is_main).say
+    if finished and not differing:
+        finished = _has_model(output_dir, previous, resume_from, say)
     if resume_from and (differing or not finished) and not set(differing) & set(BATCH_KEYS):
         config = _resume_batch(config, launch, resume_from, say)
     if differing:
@@ -256,6 +253,39 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
             rows_per_step=count_rows_per_step(config.training, launch.data_size),
         )
     return run
+
+
+def _open(output_dir: Path, launch: Launch) -> Path:
+    """Return the output directory when it is there, and held and cleared by the main process."""
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(Problem(str(output_dir), f"cannot create output_dir: {error.strerror}")) from error
+    if launch.is_main:
+        _claim(output_dir)
+        clear_leftovers(output_dir)
+    return output_dir
+
+
+def _has_model(
+    output_dir: Path, record: Mapping[str, Any], resume_from: Path | None, say: Callable[[str], None]
+) -> bool:
+    """Return whether the model of a run that is done is whole; if not, tell from where it is written again.
+
+    Raises:
+        ConfigError: No checkpoint is left to write it from, and to train it once more may cost what the user would not
+            spend.
+    """
+    names = record.get("model_files")
+    missing = find_missing(output_dir, filter(is_inside, names) if isinstance(names, list) else ())
+    if missing is None:
+        return True
+    if resume_from is None:
+        found = f"the run is done, {missing}, and there is no checkpoint to write the model from"
+        remedy = f"put it back, or delete {output_dir / RUN_FILE} to train the model once more"
+        raise ConfigError(Problem(str(output_dir), found, remedy))
+    say(f"the run is done, but {missing}: the model is written again from {resume_from.name}")
+    return False
 
 
 def _claim(output_dir: Path) -> None:

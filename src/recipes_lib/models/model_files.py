@@ -1,0 +1,72 @@
+"""Which files of a folder make a model or an adapter, and whether they are whole; without torch."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from safetensors import SafetensorError, safe_open
+
+from recipes_lib.errors import DataError
+from recipes_lib.files import read_record
+
+_WEIGHTS: Final = ("model*.safetensors", "adapter_model*.safetensors")
+_INDEX: Final = "model.safetensors.index.json"
+MODEL_FILES: Final = (
+    *(*_WEIGHTS, _INDEX, "config.json", "adapter_config.json", "generation_config.json", "reward_scale.json"),
+    *("chat_template.jinja", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.model"),
+)
+"""Patterns of what a Hugging Face tool needs to load a model or an adapter."""
+
+
+def list_model_files(folder: Path) -> list[str]:
+    """Return the names of the files at the top of a folder that make its model."""
+    top = [path.name for path in folder.iterdir() if path.is_file()]
+    return sorted({name for pattern in MODEL_FILES for name in fnmatch.filter(top, pattern)})
+
+
+def is_model(folder: Path) -> bool:
+    """Return whether a folder holds a model or an adapter that Hugging Face tools load."""
+    has_config = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+    return has_config and bool(_list_weights(folder))
+
+
+def find_missing(folder: Path, names: Iterable[str]) -> str | None:
+    """Return what a folder lacks of a model that was saved in it; ``None``: nothing.
+
+    Args:
+        folder: Folder of the model.
+        names: Its files when it was saved (``list_model_files``).
+    """
+    for name in names:
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+    return find_damage(folder) if is_model(folder) else "there are no weights with a configuration"
+
+
+def find_damage(folder: Path) -> str | None:
+    """Return what is wrong with the weights of a model: a shard that is missing, a file that is cut off; else ``None``.
+
+    Headers alone are read: whoever saved the weights has looked at every tensor.
+    """
+    weights, index = _list_weights(folder), folder / _INDEX
+    if index.is_file():
+        try:
+            weights |= set(map(str, read_record(index, {"weight_map": dict})["weight_map"].values()))
+        except DataError as error:
+            return str(error)
+    for name in sorted(weights):
+        try:
+            with safe_open(folder / name, framework="numpy") as tensors:
+                if not tensors.keys():
+                    return f"{name} holds no tensor"
+        except (OSError, SafetensorError) as error:
+            return f"{name} cannot be opened again: {error}"
+    return None
+
+
+def _list_weights(folder: Path) -> set[str]:
+    return {path.name for pattern in _WEIGHTS for path in folder.glob(pattern)}

@@ -1,0 +1,71 @@
+"""What of a folder is its model, and whether all of it is there."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from safetensors.numpy import save_file
+from tests.publish.runs import finish, make_run
+
+from recipes_lib.models.model_files import find_damage, find_missing, is_model, list_model_files
+
+INDEX = "model.safetensors.index.json"
+SHARDS = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+
+
+@pytest.fixture
+def run(tmp_path):
+    return make_run(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("names", "holds"),
+    [
+        (["model.safetensors", "config.json"], True),
+        (["model-00001-of-00002.safetensors", "config.json"], True),
+        (["adapter_model.safetensors", "adapter_config.json"], True),
+        (["policy.safetensors", "ppo_state.json"], False),
+        (["config.json"], False),
+        ([], False),
+    ],
+)
+def test_only_what_can_be_loaded_is_a_model(tmp_path, names, holds):
+    for name in names:
+        (tmp_path / name).touch()
+    assert is_model(tmp_path) is holds
+    assert not is_model(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda file: None, None),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "model.safetensors cannot be opened again"),
+        (lambda file: file.write_bytes(b""), "model.safetensors cannot be opened again"),
+        (lambda file: save_file({}, file), "model.safetensors holds no tensor"),
+        (lambda file: file.with_name(INDEX).write_text(json.dumps(SHARDS)), "model-00002-of-00002.safetensors cannot"),
+        (lambda file: file.with_name(INDEX).write_text("{"), f"{INDEX} cannot be read"),
+    ],
+)
+def test_weights_are_opened_again(run, change, found):
+    file = finish(run) / "model.safetensors"
+    change(file)
+    damage = find_damage(run)
+    assert damage is None if found is None else damage.startswith(found)
+
+
+def test_every_file_of_a_model_is_missed(run):
+    finish(run)
+    names = list_model_files(run)
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(names)
+    assert not {"run.json", "metrics.jsonl", "README.md"} & set(names)
+    assert find_missing(run, names) is None
+    for name in names:
+        content = (run / name).read_bytes()
+        (run / name).unlink()
+        assert find_missing(run, names) == f"{name} is missing"
+        (run / name).write_bytes(content)
+    # A record of an older release names none.
+    (run / "config.json").unlink()
+    assert find_missing(run, ()) == "there are no weights with a configuration"
