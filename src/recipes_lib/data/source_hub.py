@@ -13,6 +13,7 @@ from recipes_lib.data.file_digests import compute_digest
 from recipes_lib.data.source_rows import Entry, RawRow
 from recipes_lib.data.source_tables import spell_as_json
 from recipes_lib.errors import DataError, Problem
+from recipes_lib.hub import go_offline_unless_reachable
 
 _BATCH_ROWS: Final = 1000
 _DICT_FILE: Final = "dataset_dict.json"
@@ -133,9 +134,13 @@ def load_hub(name: str, config: str | None, revision: str | None, split: str, st
         DataError: The Hub cannot be reached, or has no such dataset, revision, configuration or split for this user; or
             only another revision is cached.
     """
+    go_offline_unless_reachable(name)
     import datasets
     from datasets.packaged_modules.cache.cache import Cache
+    from huggingface_hub import constants
 
+    # Its own copy of the switch, made when it was imported.
+    datasets.config.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE or constants.HF_HUB_OFFLINE
     try:
         builder = datasets.load_dataset_builder(name, config, revision=revision)
         if isinstance(builder, Cache) and revision not in (None, builder.hash):  # it serves whatever it has

@@ -31,6 +31,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.errors import ConfigError, Problem, UserError
+from recipes_lib.hub import go_offline_unless_reachable
 from recipes_lib.models.quantization import keep_differentiable
 from recipes_lib.models.remote_code import verify_remote_code
 from recipes_lib.models.tensor_parallel import verify_can_be_cut
@@ -280,7 +281,8 @@ def _load_options(config: ModelConfig) -> dict[str, Any]:
 
 @contextmanager
 def explained(key: str, name: str) -> Iterator[None]:
-    """Turn what transformers and the Hub raise for ``name`` into one ``ConfigError``."""
+    """Turn what transformers and the Hub raise for ``name`` into one ``ConfigError``, soon where the Hub is gone."""
+    go_offline_unless_reachable(name)
     try:
         yield
     except (UserError, torch.OutOfMemoryError):

@@ -1,0 +1,71 @@
+"""A Hub that is out of reach is told at once; one that answers is asked again as upstream does."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import datasets
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import _http
+
+from recipes_lib.config.schema import ModelConfig, TokensConfig
+from recipes_lib.data.source_hub import load_hub
+from recipes_lib.errors import UserError
+from recipes_lib.hub import go_offline_unless_reachable
+from recipes_lib.models.loading import load_model_config, load_tokenizer
+
+MODEL = ModelConfig(model_name_or_path="nobody/nothing")
+
+
+@pytest.fixture
+def unreachable(monkeypatch):
+    """An address where nobody listens; waiting for it fails the test."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+    for name in ("ENDPOINT", "HUGGINGFACE_CO_URL_TEMPLATE"):
+        value = getattr(constants, name).replace(constants.ENDPOINT, address)
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(_http.time, "sleep", lambda _: pytest.fail("waits to ask again"))
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda: load_tokenizer(MODEL, TokensConfig()),
+        lambda: load_model_config(MODEL),
+        lambda: load_hub("nobody/rows", None, None, "train", False),
+    ],
+    ids=["tokenizer", "configuration", "data"],
+)
+@pytest.mark.usefixtures("unreachable")
+def test_what_is_not_in_the_cache_is_refused_without_waiting(load):
+    with pytest.raises(UserError, match=r"nobody/(nothing|rows)") as caught:
+        load()
+    (problem,) = caught.value.problems
+    assert problem.remedy
+    assert constants.HF_HUB_OFFLINE
+
+
+def test_a_path_asks_nobody_and_a_hub_that_answers_stays_on_line(unreachable, tmp_path, monkeypatch):
+    go_offline_unless_reachable(str(tmp_path))
+    assert not constants.HF_HUB_OFFLINE
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr("recipes_lib.hub.SECONDS_TO_ANSWER", 60.0)
+        answering = threading.Thread(target=answer_once, args=(server,))
+        answering.start()
+        go_offline_unless_reachable("owner/name")
+        answering.join()
+    assert not constants.HF_HUB_OFFLINE
+
+
+def answer_once(server):
+    connection, _ = server.accept()
+    with connection:
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
