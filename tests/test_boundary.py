@@ -161,16 +161,18 @@ def test_output_that_was_closed_from_the_start_ends_nothing(tmp_path: Path) -> N
     assert (tmp_path / "done").read_text() == "done"
 
 
-def test_deepspeed_does_not_tell_every_run_that_there_is_no_gpu() -> None:
+def test_upstream_does_not_open_every_run_with_the_same_lines() -> None:
     code = (
         "import logging, sys; from recipes_lib.boundary import run_command\n"
         "def work():\n"
-        "    log = logging.getLogger('DeepSpeed'); log.addHandler(logging.StreamHandler(sys.stdout))\n"
-        "    log.warning('Setting accelerator to CPU. If you have GPU'); log.warning('another')\n"
+        "    logging.basicConfig(stream=sys.stdout, format='%(message)s')\n"
+        "    for name, line in (('DeepSpeed', 'Setting accelerator to CPU. If you have GPU'),\n"
+        "                       ('transformers.trainer_utils', 'The tokenizer has new PAD/BOS/EOS tokens that')):\n"
+        "        logging.getLogger(name).warning(line); logging.getLogger(name).warning('another of ' + name)\n"
         "run_command(work)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "another\n"
+    assert done.stdout.splitlines() == ["another of DeepSpeed", "another of transformers.trainer_utils"]
 
 
 def test_a_parser_may_exit_by_itself() -> None:

@@ -31,6 +31,14 @@ if TYPE_CHECKING:
 EXIT_INTERRUPTED = 130
 """What a shell reports for a command ended by Ctrl-C (128 + SIGINT)."""
 
+_OPENS_EVERY_RUN: Final = {
+    # transformers and accelerate import DeepSpeed wherever it is installed, and without a GPU it warns each time. A
+    # launch file that asks for DeepSpeed there is refused with a reason (``verify_accelerator``).
+    "DeepSpeed": "Setting accelerator to CPU",
+    # The trainer takes padding and end of text from the tokenizer, as ``load_tokenizer`` has settled them.
+    "transformers.trainer_utils": "The tokenizer has new PAD/BOS/EOS tokens",
+}
+"""Logger -> the beginning of a line that it writes in run after run, about what is meant to be so."""
 _OUTPUT_FAILURES: Final[dict[str, OSError]] = {}
 """Why the last failed write to ``stdout`` or ``stderr`` did fail."""
 
@@ -88,9 +96,8 @@ def run_command(command: Callable[[], int | None]) -> int:
         One of the ``EXIT_`` codes of :mod:`recipes_lib.errors`, or ``EXIT_INTERRUPTED``.
     """
     keep_output_from_failing()
-    # Where DeepSpeed is installed, transformers and accelerate import it in every run, and on a CPU it warns each time.
-    # A launch file that asks for DeepSpeed there is refused with a reason (``verify_accelerator``).
-    logging.getLogger("DeepSpeed").addFilter(_is_worth_telling)
+    for name in _OPENS_EVERY_RUN:
+        logging.getLogger(name).addFilter(_is_worth_telling)
     try:
         code = command() or EXIT_DONE
     except BaseException as error:
@@ -108,7 +115,7 @@ def run_command(command: Callable[[], int | None]) -> int:
 
 
 def _is_worth_telling(record: logging.LogRecord) -> bool:
-    return "Setting accelerator to CPU" not in record.getMessage()
+    return not record.getMessage().startswith(_OPENS_EVERY_RUN[record.name])
 
 
 def _tell(error: BaseException) -> int:
