@@ -294,7 +294,7 @@ def _claim(output_dir: Path) -> None:
     Raises:
         ConfigError: Another process is in it.
     """
-    # Opened to be written, as a lock over a network wants it.
+    # Opened to be written, as a lock over a network wants it, and written once: a run that is done stays as it is.
     try:
         file = (output_dir / LOCK_FILE).open("a", encoding="utf-8")
     except OSError as error:
@@ -309,7 +309,8 @@ def _claim(output_dir: Path) -> None:
         remedy = f"wait until it has ended, stop it (`fuser {file.name}` names it), or choose another output_dir"
         raise ConfigError(Problem(str(output_dir), "another process runs in it", remedy)) from error
     with suppress(OSError, AttributeError):  # A full disk is told of by who writes to it; macOS cannot reserve.
-        os.posix_fallocate(file.fileno(), 0, _RESERVED_BYTES)
+        if os.fstat(file.fileno()).st_size < _RESERVED_BYTES:
+            os.posix_fallocate(file.fileno(), 0, _RESERVED_BYTES)
     _CLAIMS.append(file)
 
 
