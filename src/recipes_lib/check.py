@@ -48,12 +48,14 @@ def main(argv: Sequence[str]) -> int:
         "--num_processes", type=int, help="processes that the run will have (default: of the launch file, or 1)"
     )
     add_pipeline_flags(parser)
-    parser.add_argument("--migrate", type=Path, metavar="OLD", help="print OLD rewritten to a file that loads")
+    parser.add_argument(
+        "--migrate", type=Path, metavar="OLD", help="print OLD, of TRL or alignment-handbook, as a recipe"
+    )
     parser.add_argument("--config", metavar="F", help="the recipe; further --key value flags override it")
     options, overrides = parser.parse_known_args(argv)
     stage, _ = split_stage(argv)
     if options.migrate:
-        return _print_migration(options.migrate, stage)
+        return _print_migration(options.migrate, stage if options.stage else None)
     config = parse_command(stage, [*(["--config", options.config] if options.config else []), *overrides])
     if isinstance(config, str):
         sys.stdout.write(f"{config}\n")
@@ -83,11 +85,16 @@ def check(config: RecipeConfig, launch: Launch, console: Console, launch_file: P
     return inspection.problems
 
 
-def _print_migration(path: Path, stage: str) -> int:
-    """Print the rewritten file on standard output and what changed on standard error."""
+def _print_migration(path: Path, stage: str | None) -> int:
+    """Print the rewritten file on standard output, and on standard error what changed and what is left."""
     migration = migrate(path, stage)
     sys.stdout.write(migration.text)
     for change in migration.changes:
         place = f"{path}:{change.line}" if change.line else str(path)
         sys.stderr.write(f"{'you decide' if change.by_hand else 'changed'}  {place}: {change.what}\n")
+    stage = migration.stage
+    if not migration.is_ready:
+        sys.stderr.write("not yet a recipe: settle the last lines above\n")
+        return EXIT_USER
+    sys.stderr.write(f"a recipe of {stage}: name the file {stage}.yaml or {stage}_*.yaml, or write --stage {stage}\n")
     return EXIT_DONE

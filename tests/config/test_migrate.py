@@ -80,11 +80,9 @@ optim: adamw_torch
 output_dir: data/out
 report_to:
 - wandb
-# `use_peft` is not a key of this stage; use the `lora` recipe
-# use_peft: true
-# `lora_target_modules` is not a key of this stage; use the `lora` recipe
-# lora_target_modules:
-# - q_proj
+use_peft: true
+lora_target_modules:
+- q_proj
 
 # The end
 seed: 42
@@ -92,9 +90,9 @@ seed: 42
 
 
 def test_an_old_file_is_rewritten_line_by_line_and_loads(write) -> None:
-    text, changes = migrate(write(OLD))
+    text, changes, *_ = migrate(write(OLD))
     assert text == NEW
-    config = check_text("sft", text, Path("new.yaml"))
+    config = check_text("lora", text, Path("new.yaml"))
     assert config.data.dataset_name == "owner/chats"
     assert config.training["warmup_steps"] == 0.1
     by_line = {change.line: change for change in changes}
@@ -104,25 +102,25 @@ def test_an_old_file_is_rewritten_line_by_line_and_loads(write) -> None:
     undecided = [
         OLD.splitlines()[change.line - 1].split(":")[0] for change in changes if change.by_hand and change.line
     ]
-    assert undecided == ["packing_strategy", "hub_token", "use_peft", "lora_target_modules"]
+    assert undecided == ["packing_strategy", "hub_token"]
 
 
 def test_migrating_twice_changes_nothing_more(write) -> None:
-    text, _ = migrate(write(OLD))
-    again, changes = migrate(write(text))
+    text, *_ = migrate(write(OLD))
+    again, changes, *_ = migrate(write(text))
     assert again == text
     assert not [change for change in changes if change.line]
 
 
 def test_a_change_of_meaning_is_named(write) -> None:
-    _, changes = migrate(write("model_name_or_path: a/b\ndataset_name: c/d\noutput_dir: o\nmax_seq_length: 512\n"))
+    _, changes, *_ = migrate(write("model_name_or_path: a/b\ndataset_name: c/d\noutput_dir: o\nmax_seq_length: 512\n"))
     remarks = " ".join(change.what for change in changes if change.by_hand)
     assert "loss_on: all" in remarks
     assert "overlong: truncate" in remarks
 
 
 def test_what_the_result_still_lacks_is_named(write) -> None:
-    _, changes = migrate(write("model_name_or_path: a/b\noutput_dir: o\nmax_steps: ten\nlearning_rte: 1\n"))
+    _, changes, *_ = migrate(write("model_name_or_path: a/b\noutput_dir: o\nmax_steps: ten\nlearning_rte: 1\n"))
     remarks = [change.what for change in changes if change.by_hand]
     assert any("dataset_name" in remark for remark in remarks)
     assert any("'ten'" in remark for remark in remarks)
@@ -130,7 +128,7 @@ def test_what_the_result_still_lacks_is_named(write) -> None:
 
 
 def test_a_successor_that_is_set_already_wins_and_is_named(write, sound: str) -> None:
-    text, changes = migrate(write(sound + "warmup_steps: 5\nwarmup_ratio: 0.1\n"))
+    text, changes, *_ = migrate(write(sound + "warmup_steps: 5\nwarmup_ratio: 0.1\n"))
     assert text == sound + "warmup_steps: 5\n"
     assert [change.line for change in changes if change.by_hand and change.line] == [6]
 
@@ -147,7 +145,7 @@ def test_a_successor_that_is_set_already_wins_and_is_named(write, sound: str) ->
     ],
 )
 def test_what_trl_trained_on_is_trained_on(write, sound: str, old: str, loss_on: str | None, by_hand: bool) -> None:
-    text, changes = migrate(write(sound + old))
+    text, changes, *_ = migrate(write(sound + old))
     assert check_text("sft", text, Path("new.yaml")).tokens.loss_on == loss_on
     # Of chats, what was left to the rows has another default here.
     assert any(change.by_hand for change in changes) is by_hand
@@ -156,7 +154,7 @@ def test_what_trl_trained_on_is_trained_on(write, sound: str, old: str, loss_on:
 @pytest.mark.parametrize("steps", ["0", "null"])
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_ratio_decides_beside_no_steps(write, sound: str, steps: str, order: int) -> None:
-    text, _ = migrate(write(sound + "".join([f"warmup_steps: {steps}\n", "warmup_ratio: 0.1\n"][::order])))
+    text, *_ = migrate(write(sound + "".join([f"warmup_steps: {steps}\n", "warmup_ratio: 0.1\n"][::order])))
     assert check_text("sft", text, Path("new.yaml")).training["warmup_steps"] == 0.1
 
 
@@ -170,7 +168,7 @@ def test_a_ratio_decides_beside_no_steps(write, sound: str, steps: str, order: i
     ],
 )
 def test_trls_ppo_starts_from_the_policy_that_it_names(write, names: str, model: str, tokenizer: str | None) -> None:
-    text, _ = migrate(write(names + "dataset_name: a/b\noutput_dir: o\nreward_model_path: a/reward\n"), "ppo")
+    text, *_ = migrate(write(names + "dataset_name: a/b\noutput_dir: o\nreward_model_path: a/reward\n"), "ppo")
     loaded = check_text("ppo", text, Path("new.yaml")).model
     assert (loaded.model_name_or_path, loaded.tokenizer_name_or_path) == (model, tokenizer)
 
@@ -178,7 +176,7 @@ def test_trls_ppo_starts_from_the_policy_that_it_names(write, names: str, model:
 @pytest.mark.parametrize("value", ["true", "false", "null", "0.5", "text", "[a, b]", "{a: b}"])
 def test_no_retired_key_survives_whatever_its_value(write, sound: str, value: str) -> None:
     for key in sorted({*RETIRED, *read_refused("sft"), *ELSEWHERE}):
-        text, changes = migrate(write(f"# head\n{sound}{key}: {value}\nseed: 1  # tail\n"))
+        text, changes, *_ = migrate(write(f"# head\n{sound}{key}: {value}\nseed: 1  # tail\n"), "sft")
         lines = text.splitlines()
         assert not [line for line in lines if line.startswith(f"{key}:")]
         assert lines[0] == "# head"
@@ -217,7 +215,7 @@ BLOCKS = [
 def test_any_mix_of_old_lines_gives_a_file_whose_keys_are_all_known(tmp_path_factory, blocks: list[str]) -> None:
     path = tmp_path_factory.mktemp("migrate") / "old.yaml"
     path.write_text("model_name_or_path: a/b\noutput_dir: o\n" + "\n".join(blocks) + "\n", encoding="utf-8")
-    text, _ = migrate(path)
+    text, *_ = migrate(path, "sft")
     path.write_text(text, encoding="utf-8")
     problems: list[str] = []
     try:

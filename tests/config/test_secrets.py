@@ -59,6 +59,14 @@ def test_a_stray_argument_with_a_secret_is_not_repeated(problems_of) -> None:
     assert CANARY not in str(problem)
 
 
+@pytest.mark.parametrize("stage", ["sft", "ppo"])
+@pytest.mark.parametrize("key", ["stop_token", "bos_token", "image_token"])
+def test_a_token_of_the_vocabulary_is_no_secret_under_any_name(problems_of, stage: str, key: str) -> None:
+    (problem,) = problems_of(flags=[f"--{key}", "eos"], stage=stage)
+    assert "secret" not in problem.found
+    assert "not needed" in problem.found or "unknown key" in problem.found
+
+
 def test_special_tokens_and_commits_are_no_secrets(problems_of) -> None:
     assert not problems_of(f"eos_token: </s>\npad_token: <pad>\nmodel_revision: {'0123456789' * 4}\n")
 

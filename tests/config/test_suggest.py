@@ -1,6 +1,12 @@
 from __future__ import annotations
 
+import re
+
 import pytest
+
+from recipes_lib.config.loader import load_config
+from recipes_lib.config.renames import read_known
+from recipes_lib.config.table import STAGES, load_table
 
 
 @pytest.mark.parametrize(
@@ -22,6 +28,11 @@ import pytest
         ("data: {x: 1}", "keys are flat", "left margin"),
         ("assistant_only_loss: true", "`loss_on`", "loss_on: assistant"),
         ("packing_strategy: bfd", "not needed", "overlong: split"),
+        ("packing_stratgy: bfd", "unknown key", "did you mean `overlong`?"),
+        ("remove_unused_colums: x", "unknown key", "docs/configs.md"),
+        ("reward_model_path: a/b", "is a key of PPO", "use the `ppo` recipe"),
+        ("batch_size: 4", "unknown key", "did you mean `per_device_train_batch_size`?"),
+        ("peft_config: x", "unknown key", "use the `lora` recipe"),
     ],
 )
 def test_an_unknown_key_says_what_to_write(problems_of, line: str, found: str, remedy: str) -> None:
@@ -41,3 +52,25 @@ def test_both_spellings_at_once_name_the_line_to_delete(problems_of) -> None:
 def test_a_retired_spelling_is_not_reported_as_missing_too(problems_of) -> None:
     text = "model_name_or_path: a/b\noutput_dir: o\ndataset_mixer:\n  a/b: 1.0\n"
     assert [problem.where for problem in problems_of(text=text)] == ["recipe.yaml:3"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_remedy_names_a_key_that_the_stage_refuses(stage: str) -> None:
+    known = read_known(stage)
+    named = {key: set(re.findall(r"`(\w+)[`:]", retired.remedy)) for key, retired in known.items()}
+    assert not {key: names & known.keys() for key, names in named.items() if names & known.keys()}
+    assert {retired.new for retired in known.values()} <= {None, *load_table(stage).keys}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_suggestion_is_a_key_of_the_stage(problems_of, stage: str) -> None:
+    known = sorted(read_known(stage))
+    for problem in problems_of(flags=[part for key in known for part in (f"--{key}x", "1")], stage=stage):
+        for name in re.findall(r"did you mean `(\w+)`", problem.remedy):
+            assert name in load_table(stage).keys
+
+
+@pytest.mark.parametrize("value", ["all-linear", "[all-linear]"])
+def test_all_linear_is_what_unset_means(recipes, value: str) -> None:
+    config = load_config("lora", ["--config", str(recipes["lora"]), "--lora_target_modules", value])
+    assert config.adapter.lora_target_modules is None

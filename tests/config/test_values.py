@@ -41,6 +41,10 @@ def read(line: str) -> tuple[Any, list[Problem]]:
         ("lr_scheduler_kwargs: {min_lr: 1e-6, decay: cosine}", {"min_lr": 1e-6, "decay": "cosine"}),
         ("dataset_mixture: [{name: a/b, weight: 2}]", [{"name": "a/b", "weight": 2}]),
         ("test_split_size: 100", 100),
+        # A list takes a single item as it is.
+        ("sample_prompts: hello", ["hello"]),
+        ("metrics: 'a.b:C'", ["a.b:C"]),
+        ("sample_prompts: null", None),
     ],
 )
 def test_a_value_is_read_by_its_declared_type(line: str, value: Any) -> None:
@@ -70,7 +74,7 @@ def test_a_value_is_read_by_its_declared_type(line: str, value: Any) -> None:
         ("optim: adam_torch", "did you mean adamw_torch"),
         ("report_to: wandbb", "did you mean wandb"),
         ("report_to: [wandbb]", "did you mean wandb"),
-        ("sample_prompts: hello", "[hello]"),
+        ("dataset_mixture: a/b", "a list of mappings"),
         ("lr_scheduler_kwargs: 3", "mapping"),
         ("dataset_mixture: {name: a/b}", "list"),
         ("dataset_mixture: [{id: a/b}]", "write `name`"),

@@ -142,6 +142,9 @@ def _read_value(entry: Entry, table: KeyTable, problems: list[Problem]) -> Any:
         problems.append(secret)
         return INVALID
     value = Reader(entry.locate, problems).read(entry.key, entry.node, table.keys[entry.key].schema)
+    if entry.key == "lora_target_modules" and value == ["all-linear"]:
+        # What TRL and PEFT call it; here it is the key left out.
+        return None
     if entry.key in _PATH_KEYS and isinstance(value, str):
         return expand_home(value)
     if entry.key == "dataset_mixture" and isinstance(value, list):

@@ -6,7 +6,9 @@ A version is the first minor release without the old spelling, read from the rel
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
 from recipes_lib.config.retired import Retired, dropped, dropped_at, each, renamed, undecided
@@ -22,6 +24,7 @@ _PREFERENCE = dropped_at(
     (False, None), "was removed from TRL's DPOConfig", "delete the line; losses are named by `loss_type`"
 )
 _REMOTE_CODE = undecided("is not read", "pin the model with `model_revision`")
+_NAMED: Final = re.compile(r"`(\w+)[`:]")
 _MIXTURE = "an entry of `dataset_mixture` is {name, weight, repeat, config, revision, split, format}"
 
 RETIRED: Final[Mapping[str, Retired]] = {
@@ -170,7 +173,8 @@ _OF_GROUPS = "num_generations steps_per_generation num_iterations scale_rewards 
 _OF_DISTILLATION = "teacher_model_name_or_path teacher_model_revision teacher_model_init_kwargs"
 _OF_ACCELERATE = (
     "mixed_precision num_processes num_machines machine_rank main_process_ip main_process_port distributed_type "
-    "compute_environment deepspeed_config fsdp_version dynamo_config downcast_bf16 gpu_ids same_network rdzv_backend"
+    "compute_environment deepspeed_config fsdp_version dynamo_config downcast_bf16 gpu_ids same_network rdzv_backend "
+    "accelerate_config"
 )
 
 ELSEWHERE: Final[Mapping[str, Retired]] = {
@@ -189,5 +193,11 @@ ELSEWHERE: Final[Mapping[str, Retired]] = {
 @functools.cache
 def read_known(stage: str) -> Mapping[str, Retired]:
     """Return every spelling that a stage understands only to refuse it."""
-    elsewhere = {key: retired for key, retired in ELSEWHERE.items() if key not in load_table(stage).keys}
-    return {**elsewhere, **RETIRED, **read_refused(stage)}
+    keys = load_table(stage).keys
+    known = {key: retired for key, retired in ELSEWHERE.items() if key not in keys} | {**RETIRED, **read_refused(stage)}
+    # A successor that the stage has not says itself what to do; and no remedy names a key that is refused in turn.
+    led = {key: known.get(retired.new or "", retired) for key, retired in known.items()}
+    return {
+        key: replace(retired, remedy="delete the line") if known.keys() & _NAMED.findall(retired.remedy) else retired
+        for key, retired in led.items()
+    }

@@ -36,7 +36,7 @@ _EXCLUSIVE = (
 _ROUNDING: Final = ("adamw_torch_4bit", "adamw_torch_8bit")
 """Of torchao: those of upstream's optimizers that read ``bf16_stochastic_round``; the others ignore it."""
 _METRIC = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def check_required(settings: Settings) -> Iterator[Problem]:
@@ -200,7 +200,7 @@ def check_model(settings: Settings) -> Iterator[Problem]:
         if revision == "tokenizer_revision" and settings[revision] is not None:
             repository = repository or settings["model_name_or_path"]
         is_needed = settings["trust_remote_code"] and repository is not None and not is_local(repository)
-        if is_needed and not _COMMIT.fullmatch(settings[revision] or ""):
+        if is_needed and not COMMIT.fullmatch(settings[revision] or ""):
             found = f"`trust_remote_code` runs whatever the repository {repository} holds that day"
             yield Problem(
                 settings.where("trust_remote_code"), found, f"write `{revision}:` as a commit of 40 hex digits"

@@ -9,6 +9,10 @@ import yaml
 from recipes_lib.errors import Problem
 
 _KEY = re.compile(r"(^|_)(token|api_?key|apikey|password|passwd|secret|credentials?|access_key)$", re.IGNORECASE)
+_TOKEN_OF_TEXT = re.compile(
+    r"(^|_)(bos|eos|pad|unk|sep|cls|mask|stop|start|end|begin|image|audio|video|think|special|separator|role)_token$",
+    re.IGNORECASE,
+)
 _VALUE = re.compile(
     r"\bhf_[A-Za-z0-9]{20,}|\bapi_org_[A-Za-z0-9]{20,}|\bhf_oauth_[\w.-]{20,}"  # Hugging Face
     r"|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{20,}"  # GitHub, GitLab
@@ -31,8 +35,8 @@ _REMEDY = "delete it and revoke it if it was shared; secrets come from the envir
 
 
 def is_secret_key(key: str) -> bool:
-    """Return whether a key asks for a secret. Known keys such as ``eos_token`` are for the caller to except."""
-    return _KEY.search(key) is not None
+    """Return whether a key asks for a secret; tokens of a vocabulary, such as ``stop_token``, are none."""
+    return _KEY.search(key) is not None and _TOKEN_OF_TEXT.search(key) is None
 
 
 def has_secret_shape(text: str) -> bool:

@@ -9,6 +9,7 @@ import yaml
 from recipes_lib.config.document import Entry
 from recipes_lib.config.renames import read_known
 from recipes_lib.config.secrets import is_secret_key, refuse_secret_key
+from recipes_lib.config.synonyms import SYNONYMS
 from recipes_lib.config.table import KeyTable
 from recipes_lib.errors import Problem
 
@@ -64,8 +65,12 @@ def _suggest(key: str, table: KeyTable, flag: bool) -> str:
         return f"write `--{positive} false`" if flag else f"write `{positive}: false`"
     plain = key.lower().replace("-", "_")
     known = read_known(table.stage)
-    near = difflib.get_close_matches(plain, [*table.keys, *known], n=1, cutoff=0.7)
-    if not near:
-        return "see `--help` or docs/configs.md for the keys"
-    successor = known[near[0]].new if near[0] in known else None
-    return f"did you mean `{successor or near[0]}`?"
+    synonym = SYNONYMS.get(plain, "")
+    if synonym in known:
+        return f"it is `{synonym}` elsewhere, which {known[synonym].found}; {known[synonym].remedy}"
+    # A retired spelling leads to its successor; one without is no suggestion.
+    names = {name: name for name in table.keys} | {
+        name: retired.new for name, retired in known.items() if retired.new in table.keys
+    }
+    near = [synonym] if synonym in table.keys else difflib.get_close_matches(plain, names, n=1, cutoff=0.7)
+    return f"did you mean `{names[near[0]]}`?" if near else "see `--help` or docs/configs.md for the keys"

@@ -28,9 +28,6 @@ _BOUNDS: Final[Mapping[str, tuple[str, Callable[[float, float], bool]]]] = {
     "exclusiveMaximum": ("below", lambda value, bound: value < bound),
 }
 
-_ONE_OR_MORE: Final = ("loss_type",)
-"""Lists of which upstream's documentation writes a single one as a scalar."""
-
 _ReadPairs = Callable[[yaml.MappingNode], Sequence[tuple[yaml.Node, yaml.Node]]]
 
 INVALID: Final = object()
@@ -53,7 +50,7 @@ class Reader:
         """Return the value of ``node`` as ``schema`` declares it, or ``INVALID``."""
         if not _CORE_TAG.fullmatch(node.tag):
             return self._refuse(node, f"`{name}` has the YAML tag {node.tag[:40]}", "delete the tag")
-        if "array" in schema["type"] and (children := _list_items(name, node)) is not None:
+        if "array" in schema["type"] and (children := _list_items(name, node, schema)) is not None:
             items = [self.read(label, item, schema["items"]) for label, item in children]
             return INVALID if any(item is INVALID for item in items) else items
         if isinstance(node, yaml.MappingNode) and "object" in schema["type"]:
@@ -122,11 +119,13 @@ class Reader:
         return INVALID
 
 
-def _list_items(name: str, node: yaml.Node) -> list[tuple[str, yaml.Node]] | None:
-    """Return the items of a list, each with its name; ``None`` where none is written."""
+def _list_items(name: str, node: yaml.Node, schema: Schema) -> list[tuple[str, yaml.Node]] | None:
+    """Return the items of a list, each with its name, a single one where it stands alone; ``None`` for all else."""
     if isinstance(node, yaml.SequenceNode):
         return [(f"{name}[{index}]", item) for index, item in enumerate(node.value)]
-    return [(name, node)] if name in _ONE_OR_MORE and node.value not in _NULL else None
+    takes_text = "string" in schema["type"] or "object" in schema["items"]["type"]
+    is_item = isinstance(node, yaml.ScalarNode) and not (node.style is None and node.value in (*_NULL, "None"))
+    return [(name, node)] if is_item and not takes_text else None
 
 
 def plain_value(node: yaml.Node, read_pairs: _ReadPairs = lambda mapping: mapping.value) -> Any:
