@@ -126,6 +126,20 @@ def test_migration_prints_a_file_that_loads_and_says_what_it_changed(chats, tiny
     assert f"{old}:4" in captured.err
 
 
+def test_migration_exits_with_2_while_something_is_left_and_names_the_stage(chats, tiny_model_dir, tmp_path, capsys):
+    old = tmp_path / "old.yaml"
+    old.write_text(f"model_name_or_path: {tiny_model_dir}\noutput_dir: o\nuse_peft: true\n")
+    assert main(["--migrate", str(old)]) == 2
+    captured = capsys.readouterr()
+    assert "use_peft: true" in captured.out
+    assert "`dataset_name` is missing" in captured.err
+    old.write_text(f"{old.read_text()}dataset_name: {chats}\n")
+    assert main(["--migrate", str(old), "--stage", "sft"]) == 2
+    assert "another method" in capsys.readouterr().err
+    assert main(["--migrate", str(old)]) == 0
+    assert "a recipe of lora" in capsys.readouterr().err
+
+
 def test_publishing_without_a_token_is_a_problem_before_the_first_step(chats, tiny_model_dir, tmp_path, monkeypatch):
     monkeypatch.setattr("recipes_lib.publish.access.get_token", lambda: None)
     problems, _ = run_check(keys_for(chats, tiny_model_dir, tmp_path, push_to_hub="true"))

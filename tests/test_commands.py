@@ -1,6 +1,7 @@
 """The commands that join rooms do their work from the same flags as a run."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -67,3 +68,12 @@ def test_report_names_the_page_it_wrote_and_refuses_a_folder_without_a_run(tmp_p
     assert str(tmp_path / "report.html") in capsys.readouterr().out
     assert main(["report", str(tmp_path / "nothing")]) == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "own"), [("prepare", []), ("preview", ["--rows", "--html"])])
+def test_the_help_of_a_command_shows_its_own_options_alone(command, own, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([command, "-h"])
+    assert caught.value.code == 0
+    told = set(re.findall(r"--[a-z_]+", capsys.readouterr().out))
+    assert told == {"--help", "--stage", "--config", "--key", *own}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes_lib.config.loader import split_stage
+from recipes_lib.config.loader import add_recipe_flags, split_stage
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 
@@ -22,6 +22,10 @@ def prepare(argv: Sequence[str]) -> None:
     Raises:
         ConfigError: The stage has nothing to prepare.
     """
+    about = "Tokenise, mask and pack the data of a run, or find them prepared."
+    parser = argparse.ArgumentParser(prog="recipes prepare", description=about, allow_abbrev=False)
+    add_recipe_flags(parser)
+    parser.parse_known_args(argv)
     stage, rest = split_stage(argv)
     if stage == "pretrain":
         from recipes_lib.data.token_prepare import main

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from recipes_lib.config.loader import check_text
 from recipes_lib.config.migrate import migrate
 from recipes_lib.config.renames import ELSEWHERE, RETIRED
+from recipes_lib.config.show import flatten_config
 from recipes_lib.config.stages import read_refused
 from recipes_lib.errors import ConfigError
 
@@ -188,6 +190,46 @@ def test_no_retired_key_survives_whatever_its_value(write, sound: str, value: st
 def test_what_cannot_be_edited_by_line_is_refused(write, text: str) -> None:
     with pytest.raises(ConfigError):
         migrate(write(text))
+
+
+TEMPLATE = "{% for m in messages %}{{ m.content + '\\n' }}{% endfor %}"
+
+
+def test_a_chat_template_goes_into_a_file_that_is_never_overwritten(write, sound: str) -> None:
+    path = write(sound + f"chat_template: {json.dumps(TEMPLATE)}\n")
+    for _ in range(2):
+        config = check_text("sft", migrate(path, "sft").text, path)
+        assert Path(config.tokens.chat_template_path).read_text(encoding="utf-8") == TEMPLATE
+    Path(config.tokens.chat_template_path).write_text("another")
+    with pytest.raises(ConfigError, match="move it away"):
+        migrate(path, "sft")
+    assert Path(config.tokens.chat_template_path).read_text(encoding="utf-8") == "another"
+
+
+@pytest.mark.parametrize(
+    ("stage", "old", "new"),
+    [
+        ("sft", "torch_dtype: null", ("dtype", "float32")),
+        ("sft", "packing: null", ("packing", True)),
+        ("sft", "max_steps: 10\nnum_train_epochs: 3", ("max_steps", 10)),
+        ("sft", "eval_strategy: 'no'\neval_steps: 100", ("eval_strategy", "no")),
+        ("sft", "trust_remote_code: true\nmodel_revision: main", ("trust_remote_code", False)),
+        ("sft", f"trust_remote_code: true\nmodel_revision: {'ab' * 20}", ("trust_remote_code", True)),
+        ("dpo", "use_peft: true\nlora_dropout: 0.05", ("lora_dropout", 0)),
+        ("lora", "lora_dropout: 0.05", ("lora_dropout", 0.05)),
+        ("grpo", "reward_funcs: think_format_reward", ("reward_funcs", ["trl.rewards:think_format_reward"])),
+    ],
+)
+def test_what_upstream_made_of_a_line_is_written(write, sound: str, stage: str, old: str, new: tuple) -> None:
+    migration = migrate(write(f"{sound}{old}\n"), stage)
+    assert migration.is_ready, migration.changes
+    assert flatten_config(check_text(stage, migration.text, Path("new.yaml")))[new[0]] == new[1]
+
+
+def test_dropout_that_upstream_kept_is_left_to_the_user(write, sound: str) -> None:
+    migration = migrate(write(f"{sound}use_peft: true\nlora_dropout: 0.05\ndisable_dropout: false\n"), "dpo")
+    assert not migration.is_ready
+    assert "lora_dropout: 0.05" in migration.text
 
 
 BLOCKS = [

@@ -232,3 +232,10 @@ def test_a_gated_tokenizer_is_said_to_be_gated(recipe: Recipe) -> None:
 def test_documents_are_kept_apart_but_where_the_paper_says_that_they_were_not(recipe: Recipe) -> None:
     model_type = (recipe.config.model.model_config or {})["model_type"]
     assert recipe.config.pretraining.cross_document_attention == (model_type == "gpt2")
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m/pretrain", "gpt2-124m/pretrain_h200", "gpt3-175b/pretrain"])
+def test_gelu_of_gpt2_is_one_kernel(name: str) -> None:
+    """``gelu_new``, transformers' default for GPT-2, is the same function in eight kernels."""
+    config = load_config("pretrain", ["--config", str(CONFIGS / f"{name}.yaml")]).model.model_config
+    assert config["activation_function"] == "gelu_pytorch_tanh"

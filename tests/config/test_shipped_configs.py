@@ -84,6 +84,11 @@ class TestShippedConfig:
         assert "Expect" in head
         assert "Hardware" in head
 
+    def test_a_recipe_for_one_gpu_is_launched_on_one(self, path: Path) -> None:
+        head = path.read_text(encoding="utf-8").split("\n\n")[0]
+        if re.search(r"Hardware: one GPU", head):
+            assert not re.search(r"accelerate_configs/(?!single_gpu)", head)
+
     def test_what_it_reads_from_the_hub_is_pinned(self, path: Path) -> None:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
         for key, revision in PINS.items():

@@ -70,6 +70,13 @@ def parse_command(stage: str, argv: Sequence[str]) -> RecipeConfig | str:
     return format_config(config, table) if command.wants == "print" else config
 
 
+def add_recipe_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags by which a command names the run that it is about."""
+    parser.add_argument("--stage", help="recipe (default: what the file's name begins with, or sft)")
+    about = "the recipe; further --key value flags override it (`python recipes/STAGE.py --help` lists the keys)"
+    parser.add_argument("--config", metavar="F", help=about)
+
+
 def split_stage(argv: Sequence[str]) -> tuple[str, list[str]]:
     """Return the stage that a command's arguments are about, and the rest of them.
 

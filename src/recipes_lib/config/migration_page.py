@@ -17,16 +17,37 @@ _HEADER: Final = """\
 # From alignment-handbook and TRL
 
 ```console
-$ recipes check --migrate old.yaml > mine.yaml
-$ recipes check --config mine.yaml
+$ recipes check --migrate old.yaml > sft_mine.yaml
+$ recipes check --config sft_mine.yaml
 ```
 
-The first command rewrites a file line by line, keeps its order and comments, and says on standard error what it
-changed and what it leaves to you; a line that only you can settle becomes a comment. Name the stage where the name of
-the file does not begin with it: `--stage dpo`. Nothing of a file is read in silence: what is in none of these tables is
-a key of today, or an error with its line and the nearest key. Where a file has an old key and its successor, the
-successor stays, but where upstream went by the old one: `warmup_ratio` beside `warmup_steps: 0`, and in TRL's PPO
-`sft_model_path`, the policy, beside `model_name_or_path`, which named the tokenizer alone.
+The first command rewrites a file line by line, keeps its order and comments, and says on standard error what it changed
+and what it leaves to you; a line that only you can settle becomes a comment. The exit code is 0 when the result loads
+and trains by the method of the old file, and 2 while something is left. Nothing of a file is read in silence: what is
+in none of these tables is a key of today, or an error with its line and the nearest key. Where a file has an old key
+and its successor, the successor stays, but where upstream went by the old one: `warmup_ratio` beside `warmup_steps: 0`,
+and in TRL's PPO `sft_model_path`, the policy, beside `model_name_or_path`, which named the tokenizer alone. A key that
+another one leaves without effect, such as `num_train_epochs` beside `max_steps`, is deleted.
+
+`old.yaml` may also hold one command line of TRL: `trl dpo --model_name_or_path ...`, or `accelerate launch ... dpo.py`.
+
+## The method of a file
+
+The stage follows from the keys of the file; where these leave several possible, from the words in its name, in the name
+of its folder, and in `output_dir`, `hub_model_id` and `run_name`. `--stage dpo` overrules that, and is refused where
+it would train something else. Name the new file after the stage, or write `--stage` wherever you use it.
+
+| in the old file | becomes |
+|---|---|
+| `orpo` or `simpo` in a name | stage `dpo` with `loss_type: orpo` or `simpo` |
+| fine-tuning with `use_peft`, `load_in_4bit` or `load_in_8bit` | stage `lora`; the other stages keep the keys |
+| `gkd`, `teacher_model_name_or_path` | stage `distill` |
+| a chat template in the file | `chat_template_path`, and a file beside the old one: `old_chat_template.jinja` |
+| `null` where a value is needed | the default |
+| `trust_remote_code: true` without a commit in `model_revision` | a comment |
+| `lora_dropout` of `dpo` and `reward` | 0, which TRL's `disable_dropout` made of it |
+| no `output_dir` | `trainer_output`, upstream's default |
+| `cpo`, `bco`, `online_dpo`, `nash_md`, `xpo`, `prm` and others that no recipe trains | refused |
 
 What a file leaves out is another matter: [the defaults that differ](configs.md) stand there, stage by stage, with the
 reason.

@@ -16,7 +16,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from recipes_lib.config.loader import parse_command
+from recipes_lib.config.loader import add_recipe_flags, parse_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.encoding import TokenizerLoader, build_encoder, encode_chunk, read_seed
 from recipes_lib.data.packing import Examples, build_examples
@@ -198,13 +198,15 @@ def main(stage: str, argv: Sequence[str], load_tokenizer: TokenizerLoader) -> No
         ConfigError: There is no row to show, or the page cannot be written; as ``build_preview``.
         DataError: As ``build_preview``.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--rows", type=int, default=3)
-    parser.add_argument("--html", type=Path)
-    options, rest = parser.parse_known_args(argv)
-    parsed = parse_command(stage, rest)
+    about = "Show what the model will be trained on, token by token."
+    parser = argparse.ArgumentParser(prog="recipes preview", description=about, allow_abbrev=False)
+    add_recipe_flags(parser)
+    parser.add_argument("--rows", type=int, default=3, help="rows to show (default: %(default)s)")
+    parser.add_argument("--html", type=Path, metavar="OUT", help="write them as an HTML page, too")
+    options, overrides = parser.parse_known_args(argv)
+    parsed = parse_command(stage, [*(["--config", options.config] if options.config else []), *overrides])
     if isinstance(parsed, str):
-        sys.stdout.write(f"usage: recipes preview --config FILE [--rows N] [--html OUT.html]\n\n{parsed}")
+        sys.stdout.write(parsed)
         return
     if options.rows < 1:
         raise ConfigError(Problem("--rows", f"{options.rows} rows cannot be shown", "write a number from 1 on"))
