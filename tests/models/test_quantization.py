@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from recipes_lib.config.schema import AdapterConfig, ModelConfig, QuantizationConfig
 from recipes_lib.errors import ConfigError
@@ -172,7 +172,7 @@ def test_dora_and_rank_stabilised_adapters_work_on_few_bits(tiny_model_dir):
 def test_bytes_are_counted_without_loading(tiny_model_dir, bits):
     config = BITS[bits]
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(load(tiny_model_dir, QuantizationConfig()).config)
+        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model_dir))
     assert count_quantized_bytes(empty, QuantizationConfig()) is None
     held = []
     for module in load(tiny_model_dir, config).modules():

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from recipes_lib.hardware import read_free_memory
 
@@ -65,15 +65,11 @@ class HostCopy:
 
     def __init__(self) -> None:
         """Take no memory yet."""
-        has_device = torch.cuda.is_available()
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=has_device,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=has_device,
-            )
-        )
+        self._has_device = torch.cuda.is_available()
+        # The inner class of DefaultStager, which in torch 2.11 and 2.12 closes it after the first copy: the memory is
+        # not reused, and the second copy ends with ``KeyError: <class 'type'>`` (pytorch/torchtitan #3476). DefaultStager
+        # itself will do when torch 2.13 is the lowest version.
+        self._stager = StateDictStager(pin_memory=self._has_device)
         self._is_taken = False
 
     def explain_refusal(self, *states: Any) -> str | None:
@@ -101,7 +97,10 @@ class HostCopy:
         """
         self._is_taken = True
         shared = set(unchanging)
-        copied: Any = self._stager.stage({name: value for name, value in state.items() if name not in shared})
+        changing = {name: value for name, value in state.items() if name not in shared}
+        copied: Any = self._stager.stage(changing, non_blocking=self._has_device)
+        if self._has_device:
+            torch.accelerator.synchronize()
         return {name: state[name] if name in shared else copied[name] for name in state}
 
 
