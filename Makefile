@@ -1,7 +1,9 @@
 # Everything a fresh machine needs: Python >= 3.11 and make. `make` alone prints the targets.
 # Plain paths only: the project must work in a folder whose name has spaces.
 
+# `make test-min` has an environment of its own, from another lock.
 VENV := .venv
+LOCK := constraints.txt
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 UNFINISHED := $(VENV)/.installing
@@ -16,7 +18,7 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 SOAK_MINUTES ?= 60
 # What pages link to outside docs/; in the site it lies where the links lead.
 SITE_FILES := recipes/configs docker/compose.yaml Dockerfile
-.PHONY: help install check test test-slow soak demo bench docs site clean
+.PHONY: help install check test test-min test-slow soak demo bench docs site clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | while IFS='|' read -r name text; do printf '  %-16s %s\n' "$$name" "$$text"; done
@@ -24,7 +26,7 @@ help: ## print this list
 install: $(STAMP) ## create .venv with the locked versions; instant when it is up to date
 
 # An environment whose installation was interrupted is made anew; a finished one is only brought up to date.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(LOCK)
 	@if [ -e $(UNFINISHED) ] || ! $(PYTHON) -c '$(USABLE)' 2>/dev/null || ! $(PYTHON) -m pip --version >/dev/null 2>&1; then \
 		for candidate in $(CANDIDATES); do \
 			if "$$candidate" -c '$(USABLE)' 2>/dev/null; then found=$$candidate; break; fi; \
@@ -38,7 +40,7 @@ $(STAMP): pyproject.toml constraints.txt
 	fi
 	@echo "Installing the locked versions into $(VENV); the first time takes a few minutes"
 	@touch $(UNFINISHED)
-	@$(PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,track]"
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check -c $(LOCK) -e ".[dev,track]"
 	@rm $(UNFINISHED)
 	@touch $(STAMP)
 
@@ -50,6 +52,11 @@ check: $(STAMP) ## lint, formatting, types, and the laws of the house
 
 test: $(STAMP) ## the tests, offline, on a CPU
 	@$(PYTHON) -m pytest -q -m "not slow" -n 2 --dist loadfile
+
+# The laws of the build files are those of the other lock.
+test-min: ## the tests of one process with the lowest versions that are declared, in .venv-min
+	@$(MAKE) --no-print-directory install VENV=.venv-min LOCK=constraints-min.txt
+	@.venv-min/bin/python -m pytest -q -m "not slow and not multiprocess" -n 2 --dist loadfile --ignore tests/test_house.py
 
 test-slow: $(STAMP) ## the long proofs
 	@$(PYTHON) -m pytest -q -m slow
@@ -88,5 +95,5 @@ site: $(STAMP) ## build the documentation as a site into build/site
 	@tar -c $(SITE_FILES) | tar -x -C build/site
 
 clean: ## remove the environment, caches and build products
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	rm -rf .venv .venv-min build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

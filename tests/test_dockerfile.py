@@ -162,7 +162,7 @@ def test_the_entry_point_takes_a_stage_or_a_command(tmp_path, arguments, launch,
 def test_the_instructions_of_the_cpu_target_make_a_working_image(tmp_path):
     """In a folder in the place of ``/``, without root, with the packages that are installed here as the index."""
     image, context, tools = tmp_path / "image", tmp_path / "context", tmp_path / "tools"
-    shutil.copytree(ROOT, context, ignore=shutil.ignore_patterns(".git", ".venv", "*_cache", "build", "runs"))
+    shutil.copytree(ROOT, context, ignore=shutil.ignore_patterns(".git", ".venv*", "*_cache", "build", "runs"))
     tools.mkdir()
     for name in ("apt-get", "useradd", "chown"):
         (tools / name).write_text(STUB)
