@@ -95,5 +95,5 @@ site: $(STAMP) ## build the documentation as a site into build/site
 	@tar -c $(SITE_FILES) | tar -x -C build/site
 
 clean: ## remove the environment, caches and build products
-	rm -rf .venv .venv-min build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	rm -rf .venv .venv-* build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -66,7 +66,7 @@ def find_wrong_commands(text: str) -> list[str]:
 
 def _find_faults(command: str) -> Iterator[str]:
     program, *arguments = shlex.split(command, comments=True)
-    if program == "make" and not set(arguments) <= read_targets():
+    if program == "make" and not {word for word in arguments if "=" not in word} <= read_targets():
         yield "no such target"
     if program == "recipes" and arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
         yield "no such command"

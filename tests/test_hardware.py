@@ -31,7 +31,7 @@ def test_bf16_on_a_gpu_is_what_the_gpu_has_without_emulation(
         asked.append(including_emulation)
         return is_supported or including_emulation
 
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
     assert supports_bf16() is is_supported
     assert asked == [False]

@@ -28,8 +28,8 @@ MODULE_OF = {"pyyaml": "yaml"}
 """Distributions whose module has another name."""
 
 
-def read_lock() -> dict[str, Version]:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
+def read_lock(name: str = "constraints.txt") -> dict[str, Version]:
+    lines = (ROOT / name).read_text().splitlines()
     pins = [line.split("==") for line in lines if line and not line.startswith("#")]
     return {canonicalize_name(name): Version(version) for name, version in pins}
 
@@ -107,8 +107,29 @@ def test_the_lock_is_inside_every_declared_range() -> None:
                 assert lock[canonicalize_name(requirement.name)] in requirement.specifier, requirement
 
 
+def test_the_lowest_versions_that_are_tried_are_those_declared() -> None:
+    lock = read_lock("constraints-min.txt")
+    requirements = [*PROJECT["dependencies"], *(line for extra in PROVED_EXTRAS for line in EXTRAS[extra])]
+    lowest = {
+        canonicalize_name(requirement.name): Version(specifier.version)
+        for requirement in map(Requirement, requirements)
+        for specifier in requirement.specifier
+        if specifier.operator == ">="
+    }
+    assert lowest.keys() >= {Requirement(line).name for line in PROJECT["dependencies"]}
+    assert {name: lock[name] for name in lowest} == lowest
+
+
 def test_no_build_file_names_a_package_index() -> None:
-    for name in ("pyproject.toml", "constraints.txt", "Makefile", "Dockerfile", ".ci/run", ".pre-commit-config.yaml"):
+    for name in (
+        "pyproject.toml",
+        "constraints.txt",
+        "constraints-min.txt",
+        "Makefile",
+        "Dockerfile",
+        ".ci/run",
+        ".pre-commit-config.yaml",
+    ):
         assert not re.search(r"index-url |--find-links|https?://\S*(simple|whl|pypi)", (ROOT / name).read_text()), name
 
 
@@ -185,6 +206,13 @@ def test_an_interrupted_installation_is_begun_anew(bare_copy: Path) -> None:
     (bare_copy / "broken").unlink()
     assert make_install(bare_copy, {}).returncode == 0
     assert (bare_copy / "log").read_text().split() == ["venv", "install", "venv", "install"]
+
+
+def test_the_lowest_versions_have_an_environment_of_their_own(bare_copy: Path) -> None:
+    shutil.copy(ROOT / "constraints-min.txt", bare_copy)
+    told = subprocess.run(["make", "-n", "test-min"], cwd=bare_copy, capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"(\S+) -m pip install .* -c (\S+)", told) == [(".venv-min/bin/python", "constraints-min.txt")]
+    assert re.findall(r"(\S+) -m pytest", told) == [".venv-min/bin/python"]
 
 
 def test_ci_runs_what_contributors_run_and_stops_at_the_first_failure() -> None:

@@ -95,6 +95,9 @@ def test_every_command_of_the_readme_does_what_it_says_in_its_order(tmp_path) ->
     commands = list(read_commands())
     assert len(commands) > 10
     for command in commands:
+        # The clone is made above; `make test` is what runs this, and what CI runs.
+        if command.startswith(("git clone ", "cd ")) or command == "make test":
+            continue
         if "activate" in command:
             # Of the shell that all later commands are typed into.
             activated = f"{command} && "

@@ -60,7 +60,7 @@ TEXT_LAWS: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 
 TEXT_SUFFIXES = {".py", ".md", ".yaml", ".yml", ".toml", ".json", ".jinja", ".txt", ".cfg", ""}
 LEFT_OUT = {
-    *(".git", ".venv", ".venv-min", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"),
+    *(".git", ".venv", ".venv-min", ".venv-newest", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"),
     *("build", "dist", "demo", "outputs"),
 }
 

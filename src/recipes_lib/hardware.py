@@ -10,7 +10,8 @@ import torch
 
 def supports_bf16() -> bool:
     """Return whether the device at hand multiplies bfloat16 in hardware; emulation is slower than float32."""
-    device = torch.accelerator.current_accelerator()
+    # A build with CUDA names its device even where there is none.
+    device = torch.accelerator.current_accelerator(check_available=True)
     if device is not None:
         return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     capabilities = torch.cpu.get_capabilities()

@@ -13,8 +13,6 @@ from recipes_lib.models.heads import add_loss_head, verify_loss_head
 from recipes_lib.models.loading import load_causal_lm
 from recipes_lib.models.quantization import build_quantization_config, count_quantized_bytes, keeping_precision
 
-HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
-needs_bitsandbytes = pytest.mark.skipif(not HAS_BITSANDBYTES, reason="bitsandbytes is not installed")
 BITS = {
     "nf4": QuantizationConfig(load_in_4bit=True),
     "nf4 plain": QuantizationConfig(load_in_4bit=True, use_bnb_nested_quant=False),
@@ -49,7 +47,6 @@ def test_without_bitsandbytes_the_package_is_named(monkeypatch):
     assert problem.remedy == "pip install bitsandbytes"
 
 
-@needs_bitsandbytes
 @pytest.mark.parametrize(
     ("engine", "compute_dtype", "stored_as"),
     [
@@ -70,7 +67,6 @@ def test_codes_are_stored_as_what_a_sharding_engine_casts_to(tiny_model_dir, eng
         assert torch.equal(weight.to(compute_dtype).view(torch.uint8), weight.view(torch.uint8))
 
 
-@needs_bitsandbytes
 @pytest.mark.parametrize(
     ("name", "kind", "is_nested"), [("nf4", "nf4", True), ("nf4 plain", "nf4", False), ("fp4", "fp4", True)]
 )
@@ -79,7 +75,6 @@ def test_levels_and_nesting_are_those_asked_for(tiny_model_dir, name, kind, is_n
     assert (state.quant_type, state.nested) == (kind, is_nested)
 
 
-@needs_bitsandbytes
 @pytest.mark.parametrize("name", BITS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_linear_layers_are_quantised_and_the_rest_keeps_the_dtype_of_the_run(tiny_model_dir, name, dtype):
@@ -95,7 +90,6 @@ def test_linear_layers_are_quantised_and_the_rest_keeps_the_dtype_of_the_run(tin
     assert 0 < difference < 0.3 * compute_probe_logits(full).abs().max()
 
 
-@needs_bitsandbytes
 @pytest.mark.parametrize("name", BITS)
 def test_an_adapter_on_few_bits_changes_nothing_then_learns_while_the_bits_stay(tiny_model_dir, name):
     model = load(tiny_model_dir, BITS[name])
@@ -124,7 +118,6 @@ def test_an_adapter_on_few_bits_changes_nothing_then_learns_while_the_bits_stay(
         assert torch.equal(compute_probe_logits(adapted), before)
 
 
-@needs_bitsandbytes
 @pytest.mark.parametrize("name", ["nf4", "nf4 plain", "fp4"])
 def test_gradients_are_those_of_the_weights_that_the_bits_stand_for_after_an_evaluation_too(tiny_model_dir, name):
     from bitsandbytes.functional import dequantize_4bit
@@ -150,7 +143,6 @@ def test_gradients_are_those_of_the_weights_that_the_bits_stand_for_after_an_eva
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-6)
 
 
-@needs_bitsandbytes
 @pytest.mark.parametrize("init", ["pissa", "olora", "orthogonal"])
 def test_an_init_that_reads_the_weights_is_refused_on_few_bits(tiny_model_dir, init):
     # With codes stored as float32, as under FSDP, PEFT would decompose the codes themselves.
@@ -159,7 +151,6 @@ def test_an_init_that_reads_the_weights_is_refused_on_few_bits(tiny_model_dir, i
         add_adapter(model, AdapterConfig(use_peft=True, init_lora_weights=init), seed=0)
 
 
-@needs_bitsandbytes
 def test_dora_and_rank_stabilised_adapters_work_on_few_bits(tiny_model_dir):
     model = load(tiny_model_dir, BITS["nf4"])
     before = compute_probe_logits(model)
@@ -167,7 +158,6 @@ def test_dora_and_rank_stabilised_adapters_work_on_few_bits(tiny_model_dir):
     torch.testing.assert_close(compute_probe_logits(adapted), before, rtol=1e-5, atol=1e-6)
 
 
-@needs_bitsandbytes
 @pytest.mark.parametrize("bits", BITS)
 def test_bytes_are_counted_without_loading(tiny_model_dir, bits):
     config = BITS[bits]

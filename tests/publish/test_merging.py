@@ -1,6 +1,5 @@
 """A merged model is the adapter's model, whatever the adapter and however the embeddings are tied."""
 
-import importlib.util
 import json
 
 import pytest
@@ -83,7 +82,6 @@ def test_a_base_in_few_bits_is_no_base_to_merge_into(tmp_path):
         plan_merge(ModelConfig(model_name_or_path=str(base)), adapter, QuantizationConfig(), None)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 @pytest.mark.parametrize("bits", [QuantizationConfig(load_in_4bit=True), QuantizationConfig(load_in_8bit=True)])
 def test_an_adapter_from_few_bits_is_merged_into_the_full_base_and_held_against_what_was_trained(
     tmp_path, tiny_tokenizer_dir, bits

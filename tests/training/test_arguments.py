@@ -42,6 +42,7 @@ def test_keys_of_the_recipe_reach_the_trainer(tmp_path):
 
 def test_one_process_takes_one_gpu_however_many_it_sees(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     config = make_config(tmp_path, bf16=False, per_device_train_batch_size=4, per_device_eval_batch_size=3)
     args = build_training_arguments(config, ONE, has_eval=True)

@@ -45,8 +45,6 @@ def test_the_weights_are_those_of_pefts_own_loraplus(tmp_path):
 
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "sgd", "adafactor", "adamw_8bit", "paged_adamw_8bit"])
 def test_a_matrices_and_whole_modules_keep_their_rate_and_their_decay(tmp_path, optim):
-    if "8bit" in optim:
-        pytest.importorskip("bitsandbytes")
     model = adapt(use_dora=True, lora_modules_to_save=["embed_tokens", "norm"])
     plain = build_optimizer(model, tmp_path, optim, weight_decay=0.1)
     before = {

@@ -22,8 +22,8 @@ from recipes_lib.training.stage_mesh import build_stage_mesh
 
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # Torch 2.11 connects neighbouring stages by messages, which gloo cannot send from a process to itself; no launch has
-    # a pipeline of one process. Goes when torch 2.13 is the lowest version; 2.15 has no such method.
+    # Torch 2.11 connects neighbouring stages by messages, which gloo cannot send from a process to itself; no launch
+    # has a pipeline of one process. Goes when torch 2.13 is the lowest version; 2.15 has no such method.
     monkeypatch.setattr(PipelineStage, "_get_init_p2p_neighbors_ops", lambda _: [], raising=False)
     distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
     build_stage_mesh.cache_clear()

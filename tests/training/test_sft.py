@@ -29,7 +29,6 @@ def test_the_trainer_is_trls_and_reports_to_nobody(tiny_model_dir, tmp_path, mon
 def test_an_adapter_on_few_bits_is_trained_in_float32_though_trl_rounds_it(
     tiny_model_dir, tmp_path, bits, optim
 ) -> None:
-    pytest.importorskip("bitsandbytes")
     adapter = AdapterConfig(use_peft=True, lora_r=4)
     quantization = build_quantization_config(QuantizationConfig(**{bits: True}), torch.float32, "")
     trainer, recorder, lines = make_adapter_trainer(

@@ -67,8 +67,8 @@ class HostCopy:
         """Take no memory yet."""
         self._has_device = torch.cuda.is_available()
         # The inner class of DefaultStager, which in torch 2.11 and 2.12 closes it after the first copy: the memory is
-        # not reused, and the second copy ends with ``KeyError: <class 'type'>`` (pytorch/torchtitan #3476). DefaultStager
-        # itself will do when torch 2.13 is the lowest version.
+        # not reused, and the second copy ends with ``KeyError: <class 'type'>`` (pytorch/torchtitan #3476).
+        # DefaultStager itself will do when torch 2.13 is the lowest version.
         self._stager = StateDictStager(pin_memory=self._has_device)
         self._is_taken = False
 
