@@ -37,6 +37,16 @@ def test_bf16_on_a_gpu_is_what_the_gpu_has_without_emulation(
     assert asked == [False]
 
 
+def test_a_build_with_cuda_asks_the_cpu_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_device(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", find_device)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
+    assert supports_bf16()
+
+
 def test_the_measured_peak_is_the_best_product(monkeypatch) -> None:
     clock = iter([0.0, 9.0, 9.5, 9.5, 9.6, 9.6, 10.6])
     monkeypatch.setattr(hardware, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
