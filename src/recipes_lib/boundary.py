@@ -35,6 +35,8 @@ _OPENS_EVERY_RUN: Final = {
     # transformers and accelerate import DeepSpeed wherever it is installed, and without a GPU it warns each time. A
     # launch file that asks for DeepSpeed there is refused with a reason (``verify_accelerator``).
     "DeepSpeed": "Setting accelerator to CPU",
+    # So does bitsandbytes, which computes 4-bit products on a CPU by plain torch then.
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
     # The trainer takes padding and end of text from the tokenizer, as ``load_tokenizer`` has settled them.
     "transformers.trainer_utils": "The tokenizer has new PAD/BOS/EOS tokens",
 }

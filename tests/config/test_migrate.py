@@ -275,7 +275,8 @@ def test_weights_that_were_repeats_become_repeats_and_shares_are_left_and_told(w
         head = head.replace("overlong: drop\n", "")
     passes = 'dataset_mixture:\n- name: a/weight  # weight: all\n  "weight": 1\n- {name: c/d, weight: 0.5, split: x}\n'
     shares = "dataset_mixture: [{name: a/b, weight: 80}, {name: c/d, weight: 20}]\n"
-    text, changes = migrate(write(head + passes + rest), stage)
+    migration = migrate(write(head + passes + rest), stage)
+    text, changes = migration.text, migration.changes
     if stage == "pretrain":
         assert text == head + passes + rest
         return
@@ -289,6 +290,7 @@ def test_weights_that_were_repeats_become_repeats_and_shares_are_left_and_told(w
     )
     assert [change.line for change in changes if "became `repeat`" in change.what] == [5]
     check_text(stage, text, Path("new.yaml"))
-    text, changes = migrate(write(head + shares + rest), stage)
+    migration = migrate(write(head + shares + rest), stage)
+    text, changes = migration.text, migration.changes
     assert text == head + shares + rest
     assert [change.line for change in changes if change.by_hand and "`repeat` is how often" in change.what] == [5]

@@ -29,7 +29,7 @@ from recipes_lib.training.sharded_states import (
 )
 
 MOMENTS = {
-    "flush": (checkpoints, "_fsync", 1),
+    "flush": (checkpoints, "fsync", 1),
     "hash": (checkpoints, "_hash", 1),
     "seal": (checkpoint_saver, "write_complete", 0),
     "name": (checkpoint_saver, "publish", 0),

@@ -269,8 +269,7 @@ def break_files(place: Path, name: str, num_mutations: int, capsys: pytest.Captu
     return found
 
 
-# Of some indices transformers takes more memory than a machine has: in the slow form alone.
-@pytest.mark.parametrize("name", [name for name in READERS if name != "an index of shards"])
+@pytest.mark.parametrize("name", READERS)
 def test_a_broken_file_is_read_or_refused(place, name, capsys) -> None:
     assert not break_files(place, name, NUM_DRAWN if READERS[name][1] is read_figures else NUM_QUICK, capsys)
 

@@ -97,7 +97,7 @@ def _run_recipe(folder: Path, tokenizer_dir: Path, keys: dict[str, Any]) -> dict
             accumulations.append(self.args.gradient_accumulation_steps)
 
     recipe.choose_trainer = lambda _: Watching
-    recipe.build_report = lambda _: None
+    recipe.finish_run = lambda _: None
     recipe.main(pretraining.build_config(folder.parent.parent, tokenizer_dir, **keys))
     losses = {str(event["step"]): event["loss"] for event in pretraining.read_steps(folder)}
     return {"losses": losses, "batches": batches, "accumulation": accumulations[0]}

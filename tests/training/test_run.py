@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import pickle
 import socket
 from pathlib import Path
 
@@ -316,6 +317,19 @@ def test_a_directory_that_was_renamed_meanwhile_is_told_and_the_run_goes_on_when
     assert not there.exists()
     away.rename(there)
     assert start_run(make_config(there), ONE).resume_from == checkpoint
+
+
+def test_a_checkpoint_that_holds_more_than_tensors_is_refused_by_name(tmp_path):
+    config = make_config(tmp_path)
+    facts = start_run(config, ONE).facts
+    checkpoint = leave_checkpoint(tmp_path, 5, run={key: facts[key] for key in RECORDED})
+    (checkpoint / "optimizer.pt").write_bytes(pickle.dumps(Path("an object")))
+    run = start_run(config, ONE)
+    refused = pytest.raises(ConfigError, match="checkpoint-5: is not loaded: a file in it holds more")
+    with refused as caught, run.recording_its_end():
+        torch.load(run.resume_from / "optimizer.pt", weights_only=True)
+    assert "delete the checkpoint" in caught.value.problems[0].remedy
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == "refused"
 
 
 def test_a_torn_record_does_not_stop_a_new_run(tmp_path):

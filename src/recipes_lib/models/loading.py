@@ -32,6 +32,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.errors import ConfigError, Problem, UserError
 from recipes_lib.hub import go_offline_unless_reachable
+from recipes_lib.models.model_files import find_damage
 from recipes_lib.models.quantization import keep_differentiable
 from recipes_lib.models.remote_code import verify_remote_code
 from recipes_lib.models.tensor_parallel import verify_can_be_cut
@@ -158,6 +159,9 @@ def load_pretrained(
     """
     verify_remote_code(config)
     name = str(config.model_name_or_path)
+    # transformers spends tens of GB on some indices that name no tensors of their files, before it finds that out.
+    if damage := find_damage(Path(name)):
+        raise ConfigError(Problem("model_name_or_path", f"{name}: {damage}", "save or download the model again"))
     with explained("model_name_or_path", name), without_report():
         loaded: Any = auto_class.from_pretrained(
             name,

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from recipes_lib.errors import DataError
 from recipes_lib.files import read_record
 
 INDEX: Final = "model.safetensors.index.json"
@@ -50,7 +51,7 @@ def verify_weights(folder: Path, expected: Mapping[str, torch.Size | None], weig
     """
     try:
         files = {name: folder / file for name, file in _read_index(folder, weights).items()}
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, SafetensorError, DataError) as error:
         raise BrokenSaveError(f"{folder} cannot be opened again: {error}") from error
     faults = [f"{name} is missing" for name in expected if name not in files]
     present = {file for file in files.values() if file.exists()}

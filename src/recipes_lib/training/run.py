@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Final, TextIO
 
 import torch
@@ -165,6 +166,10 @@ class Run:
         if isinstance(error, OSError) and not self.output_dir.is_dir():
             found = "it is gone: something has renamed or deleted it, or its disk was unmounted"
             return ConfigError(Problem(str(self.output_dir), found, "bring it back and run the same command"))
+        if isinstance(error, UnpicklingError):  # Of torch's `weights_only`, which reads tensors and runs nothing.
+            found = f"is not loaded: a file in it holds more than tensors ({str(error).splitlines()[0]})"
+            remedy = "delete the checkpoint: the same command resumes from the one before it"
+            return ConfigError(Problem(str(self.resume_from or self.output_dir), found, remedy))
         refusal = explain_refusal(error)
         return ConfigError(refusal) if refusal else error
 
