@@ -27,10 +27,10 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from recipes_lib.training.checkpoint_writer import HostCopy
-from recipes_lib.training.checkpointing import CheckpointingTrainer
-from recipes_lib.training.observer import Observer
-from recipes_lib.training.progress import SilentProgress
+from recipes_lib.training.checkpoints.checkpointing import CheckpointingTrainer
+from recipes_lib.training.checkpoints.writer import HostCopy
+from recipes_lib.training.monitoring.observer import Observer
+from recipes_lib.training.monitoring.progress import SilentProgress
 
 SIZES = {"10 M": {"hidden_size": 320, "num_hidden_layers": 6}, "100 M": {"hidden_size": 768, "num_hidden_layers": 12}}
 VARIANTS = {

@@ -98,15 +98,11 @@ def measure_ours(shape: str, rows: Any, tokenizer: Any, output_dir: str, meter: 
     import torch
     from trl import SFTConfig
 
-    from recipes_lib.config.distillation_keys import DistillationConfig
-    from recipes_lib.data.collators import PackedCollator
-    from recipes_lib.models.distillation import ask_teacher
-    from recipes_lib.models.heads import add_loss_head
-    from recipes_lib.training.distill import DistillationTrainer, Teaching
-    from recipes_lib.training.metrics import StepCounter
-    from recipes_lib.training.observer import Observer
-    from recipes_lib.training.progress import build_progress
-    from recipes_lib.training.teacher_store import (
+    from recipes_lib.config.schema import DistillationConfig
+    from recipes_lib.data.packed.collators import PackedCollator
+    from recipes_lib.distillation.distill_trainer import DistillationTrainer, Teaching
+    from recipes_lib.distillation.teacher import ask_teacher
+    from recipes_lib.distillation.teacher_store import (
         RecordFormat,
         StoreIdentity,
         TaughtCollator,
@@ -114,6 +110,10 @@ def measure_ours(shape: str, rows: Any, tokenizer: Any, output_dir: str, meter: 
         read_targets,
         write_store,
     )
+    from recipes_lib.models.heads.loss_head import add_loss_head
+    from recipes_lib.training.monitoring.metrics import StepCounter
+    from recipes_lib.training.monitoring.observer import Observer
+    from recipes_lib.training.monitoring.progress import build_progress
 
     teacher, collate = build_model(shape, "teacher"), PackedCollator(pad_token_id=0)
     add_loss_head(teacher)

@@ -46,7 +46,7 @@ def build_trainer_class(*, guarded: bool) -> Any:
     """Return our trainer, or the same with upstream's own handling of losses and norms."""
     from transformers import Trainer
 
-    from recipes_lib.training.sft import SFTTrainer
+    from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
 
     if guarded:
         return SFTTrainer
@@ -78,15 +78,15 @@ def time_calls(owner: Any, names: tuple[str, ...], spent: list[float]) -> None:
 def measure(name: str, folder: Path, num_steps: int) -> dict[str, float]:
     """Train one variant in this process and return the median step and their own share of it."""
     from recipes_lib.config.loader import load_config
-    from recipes_lib.data.collators import PackedCollator
-    from recipes_lib.data.training_data import load_training_data
-    from recipes_lib.models.attention import choose_attention
+    from recipes_lib.data.packed.collators import PackedCollator
+    from recipes_lib.data.packed.training_data import load_training_data
+    from recipes_lib.models.attention.kernels import choose_attention
     from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
-    from recipes_lib.training.arguments import build_training_arguments
-    from recipes_lib.training.launch import read_launch
-    from recipes_lib.training.metrics import StepCounter
-    from recipes_lib.training.observer import Observer, build_observer
-    from recipes_lib.training.progress import build_progress
+    from recipes_lib.training.layouts.launch_environment import read_launch
+    from recipes_lib.training.monitoring.metrics import StepCounter
+    from recipes_lib.training.monitoring.observer import Observer, build_observer
+    from recipes_lib.training.monitoring.progress import build_progress
+    from recipes_lib.training.trainers.arguments import build_training_arguments
 
     with tempfile.TemporaryDirectory() as output_dir:
         keys = {

@@ -27,18 +27,18 @@ RANK = 16
 def measure_ours(folder: Path, output_dir: str, meter: Any, **changes: Any) -> None:
     """Train with this library's trainer and its checks of the adapter; eight rows of 512 tokens a step."""
     from recipes_lib.config.loader import load_config
-    from recipes_lib.data.collators import PackedCollator
-    from recipes_lib.data.prepare import prepare
-    from recipes_lib.models.attention import choose_attention
+    from recipes_lib.data.packed.collators import PackedCollator
+    from recipes_lib.data.packed.prepared_set import prepare
+    from recipes_lib.models.attention.kernels import choose_attention
     from recipes_lib.models.loading import load_model_config, load_tokenizer
-    from recipes_lib.training.adapter_checks import AdapterChecks
-    from recipes_lib.training.arguments import build_training_arguments
-    from recipes_lib.training.launch import read_launch
-    from recipes_lib.training.metrics import StepCounter
-    from recipes_lib.training.observer import Observer
-    from recipes_lib.training.policy import load_policy
-    from recipes_lib.training.progress import build_progress
-    from recipes_lib.training.sft import SFTTrainer
+    from recipes_lib.training.guards.adapter_checks import AdapterChecks
+    from recipes_lib.training.layouts.launch_environment import read_launch
+    from recipes_lib.training.monitoring.metrics import StepCounter
+    from recipes_lib.training.monitoring.observer import Observer
+    from recipes_lib.training.monitoring.progress import build_progress
+    from recipes_lib.training.trainers.arguments import build_training_arguments
+    from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
+    from recipes_lib.training.trainers.trained_model import load_policy
 
     keys = SHARED | {
         "model_name_or_path": folder / "model",

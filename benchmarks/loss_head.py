@@ -73,7 +73,7 @@ def measure(head: str, *, bf16: bool) -> dict[str, float]:
 def add_head(model: Any, head: str) -> None:
     """Patch the model as the library does that is measured."""
     if head == "ours":
-        from recipes_lib.models.heads import add_loss_head
+        from recipes_lib.models.heads.loss_head import add_loss_head
 
         add_loss_head(model)
     elif head == "TRL":

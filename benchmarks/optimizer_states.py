@@ -14,7 +14,7 @@ from harness import write_results
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.training.optimizers import (
+from recipes_lib.training.optim.optimizers import (
     build_muon,
     describe_groups,
     get_decay_names,

@@ -21,10 +21,8 @@ from harness import build_parser, run_interleaved, spread, write_results
 from torch import Tensor, distributed, nn
 from transformers import LlamaConfig
 
-from recipes_lib.models.parts import Part
-from recipes_lib.models.stages import build_part_class
-from recipes_lib.training.pipeline import Pipeline
-from recipes_lib.training.stage_mesh import build_stage_mesh
+from recipes_lib.models.parallel.pipeline_parallel import Part, build_part_class
+from recipes_lib.training.layouts.pipeline import Pipeline, build_stage_mesh
 
 LAYERS: Final = 16
 FORWARD_SECONDS: Final = 0.01

@@ -109,8 +109,8 @@ def measure_ours(folder: Path, output_dir: str, shape: str, iterations: int, *, 
     from recipes_lib.rl.models import load_actor_critic
     from recipes_lib.rl.rewards import load_rewards
     from recipes_lib.rl.trainer import PPOTrainer
-    from recipes_lib.training.arguments import build_training_arguments
-    from recipes_lib.training.launch import read_launch
+    from recipes_lib.training.layouts.launch_environment import read_launch
+    from recipes_lib.training.trainers.arguments import build_training_arguments
 
     policy, _, response_length = SHAPES[shape]
     keys = {

@@ -84,14 +84,14 @@ def measure_dpo(folder: Path, pairs: Any, output_dir: str, steps: int, meter: An
     from trl import DPOConfig
 
     from recipes_lib.config.schema import PreferenceConfig
-    from recipes_lib.data.pair_collator import PairCollator
-    from recipes_lib.models.heads import add_loss_head
-    from recipes_lib.training.dpo import DPOTrainer
-    from recipes_lib.training.metrics import StepCounter
-    from recipes_lib.training.observer import Observer
-    from recipes_lib.training.preference import build_objective
-    from recipes_lib.training.progress import build_progress
-    from recipes_lib.training.reference import StoredReference
+    from recipes_lib.data.pairs.collator import PairCollator
+    from recipes_lib.models.heads.loss_head import add_loss_head
+    from recipes_lib.training.monitoring.metrics import StepCounter
+    from recipes_lib.training.monitoring.observer import Observer
+    from recipes_lib.training.monitoring.progress import build_progress
+    from recipes_lib.training.trainers.dpo_trainer import DPOTrainer
+    from recipes_lib.training.trainers.preference_objective import build_objective
+    from recipes_lib.training.trainers.reference import StoredReference
 
     model = AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="sdpa")
     model.config.use_cache = False
@@ -163,12 +163,12 @@ def measure_reward(folder: Path, pairs: Any, output_dir: str, steps: int, meter:
     from trl import RewardConfig
 
     from recipes_lib.config.schema import ModelConfig
-    from recipes_lib.data.pair_collator import PairCollator
-    from recipes_lib.models.score_head import add_score_head, load_reward_model
-    from recipes_lib.training.metrics import StepCounter
-    from recipes_lib.training.observer import Observer
-    from recipes_lib.training.progress import build_progress
-    from recipes_lib.training.reward import RewardObjective, RewardTrainer
+    from recipes_lib.data.pairs.collator import PairCollator
+    from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
+    from recipes_lib.training.monitoring.metrics import StepCounter
+    from recipes_lib.training.monitoring.observer import Observer
+    from recipes_lib.training.monitoring.progress import build_progress
+    from recipes_lib.training.trainers.reward_trainer import RewardObjective, RewardTrainer
 
     model = load_reward_model(ModelConfig(model_name_or_path=str(folder / "model")), "sdpa", seed=0)
     add_score_head(model)

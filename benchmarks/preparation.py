@@ -35,7 +35,7 @@ def measure_ours(folder: Path) -> float:
     import pyarrow  # noqa: F401
 
     from recipes_lib.config.loader import load_config
-    from recipes_lib.data.prepare import prepare
+    from recipes_lib.data.packed.prepared_set import prepare
     from recipes_lib.models.loading import load_tokenizer
 
     with tempfile.TemporaryDirectory() as prepared_dir:

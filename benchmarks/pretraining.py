@@ -71,16 +71,16 @@ def measure_ours(
     from transformers import AutoModelForCausalLM
 
     from recipes_lib.config.loader import load_config
-    from recipes_lib.data.collators import PackedCollator
-    from recipes_lib.data.token_data import prepare_tokens
+    from recipes_lib.data.packed.collators import PackedCollator
+    from recipes_lib.data.tokens.token_data import prepare_tokens
     from recipes_lib.models.loading import load_tokenizer
-    from recipes_lib.training.arguments import build_training_arguments
-    from recipes_lib.training.launch import read_launch
-    from recipes_lib.training.metrics import StepCounter
-    from recipes_lib.training.observer import Observer
-    from recipes_lib.training.pretrain import PretrainTrainer
-    from recipes_lib.training.pretraining_rows import build_rows
-    from recipes_lib.training.progress import build_progress
+    from recipes_lib.training.layouts.launch_environment import read_launch
+    from recipes_lib.training.monitoring.metrics import StepCounter
+    from recipes_lib.training.monitoring.observer import Observer
+    from recipes_lib.training.monitoring.progress import build_progress
+    from recipes_lib.training.trainers.arguments import build_training_arguments
+    from recipes_lib.training.trainers.next_token_trainer import PretrainTrainer
+    from recipes_lib.training.trainers.pretraining_rows import build_rows
 
     keys = SHARED | {
         "model_name_or_path": folder / "model",

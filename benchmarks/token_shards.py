@@ -90,8 +90,8 @@ def measure_bare(corpus: Path, *, with_offsets: bool) -> Figures:
 def measure_ours(corpus: Path) -> Figures:
     """``prepare_tokens`` from the file into an empty store."""
     from recipes_lib.config.loader import load_config
-    from recipes_lib.data.chat import RowEncoder  # noqa: F401 (as for the others, imports are not measured)
-    from recipes_lib.data.token_data import prepare_tokens
+    from recipes_lib.data.chat.encoder import RowEncoder  # noqa: F401 (as for the others, imports are not measured)
+    from recipes_lib.data.tokens.token_data import prepare_tokens
     from recipes_lib.models.loading import load_tokenizer
 
     with tempfile.TemporaryDirectory() as prepared_dir:

@@ -18,7 +18,7 @@ from recipes_lib.boundary import run_command
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the demo; return its exit code."""
-    from recipes_lib.demo.run import run_demo  # `--help` needs no torch.
+    from recipes_lib.demo.walkthrough import run_demo  # `--help` needs no torch.
 
     return run_demo(Path(__file__).resolve().parent, arguments.output_dir)
 

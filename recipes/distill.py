@@ -15,23 +15,23 @@ if __name__ == "__main__":
     CONFIG = parse_or_exit("distill", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.data.chat import RowEncoder
-from recipes_lib.data.collators import PackedCollator
-from recipes_lib.data.training_data import load_training_data
-from recipes_lib.finishing import finish_run
-from recipes_lib.models.attention import choose_attention, prove_isolation
-from recipes_lib.models.generation import set_stop_tokens
-from recipes_lib.models.heads import verify_loss_head
+from recipes_lib.data.chat.encoder import RowEncoder
+from recipes_lib.data.packed.collators import PackedCollator
+from recipes_lib.data.packed.training_data import load_training_data
+from recipes_lib.distillation.distill_trainer import DistillationTrainer, prepare_teaching
+from recipes_lib.distillation.teacher import is_own_teacher, map_teacher_vocabulary
+from recipes_lib.models.attention.kernels import choose_attention, prove_isolation
+from recipes_lib.models.generation.stop_tokens import set_stop_tokens
+from recipes_lib.models.heads.loss_head import verify_loss_head
 from recipes_lib.models.loading import load_causal_lm, load_tokenizer
-from recipes_lib.publish.export import export_model
-from recipes_lib.publishing import publishing
-from recipes_lib.training.arguments import build_training_arguments
-from recipes_lib.training.distill import DistillationTrainer, prepare_teaching
-from recipes_lib.training.launch import read_launch
-from recipes_lib.training.observer import build_observer
-from recipes_lib.training.policy import load_verified_config
+from recipes_lib.publish.final_model import export_model
+from recipes_lib.publish.finish import finish_run
+from recipes_lib.publish.publishing import publishing
+from recipes_lib.training.layouts.launch_environment import read_launch
+from recipes_lib.training.monitoring.observer import build_observer
 from recipes_lib.training.run import start_run
-from recipes_lib.training.teacher import is_own_teacher, map_teacher_vocabulary
+from recipes_lib.training.trainers.arguments import build_training_arguments
+from recipes_lib.training.trainers.trained_model import load_verified_config
 
 
 @publishing

@@ -16,20 +16,20 @@ if __name__ == "__main__":
     CONFIG = parse_or_exit("dpo", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.data.pair_data import load_pair_data
-from recipes_lib.finishing import finish_run
-from recipes_lib.models.generation import set_stop_tokens
+from recipes_lib.data.pairs.pair_data import load_pair_data
+from recipes_lib.models.generation.stop_tokens import set_stop_tokens
 from recipes_lib.models.loading import load_tokenizer
-from recipes_lib.publish.export import export_model
-from recipes_lib.publishing import publishing
-from recipes_lib.training.arguments import build_training_arguments
-from recipes_lib.training.dpo import DPOTrainer, prepare_reference
-from recipes_lib.training.launch import read_launch
-from recipes_lib.training.observer import build_observer
-from recipes_lib.training.pair_attention import build_pair_collator, choose_pair_attention, prove_pair_attention
-from recipes_lib.training.policy import load_policy, load_verified_config
-from recipes_lib.training.preference import build_objective
+from recipes_lib.publish.final_model import export_model
+from recipes_lib.publish.finish import finish_run
+from recipes_lib.publish.publishing import publishing
+from recipes_lib.training.layouts.launch_environment import read_launch
+from recipes_lib.training.monitoring.observer import build_observer
 from recipes_lib.training.run import start_run
+from recipes_lib.training.trainers.arguments import build_training_arguments
+from recipes_lib.training.trainers.dpo_trainer import DPOTrainer, prepare_reference
+from recipes_lib.training.trainers.pair_batches import build_pair_collator, choose_pair_attention, prove_pair_attention
+from recipes_lib.training.trainers.preference_objective import build_objective
+from recipes_lib.training.trainers.trained_model import load_policy, load_verified_config
 
 
 @publishing

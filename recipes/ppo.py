@@ -16,19 +16,18 @@ if __name__ == "__main__":
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import load_prompt_data
-from recipes_lib.finishing import finish_run
 from recipes_lib.models.loading import load_tokenizer
-from recipes_lib.publish.export import export_model
-from recipes_lib.publishing import publishing
-from recipes_lib.rl.export import CRITIC_FOLDER, build_exporter, save_critic
-from recipes_lib.rl.models import load_actor_critic
+from recipes_lib.publish.final_model import export_model
+from recipes_lib.publish.finish import finish_run
+from recipes_lib.publish.publishing import publishing
+from recipes_lib.rl.models import choose_placement, load_actor_critic
 from recipes_lib.rl.rewards import load_rewards
-from recipes_lib.rl.sharding import choose_placement
+from recipes_lib.rl.state import CRITIC_FOLDER, build_exporter, save_critic
 from recipes_lib.rl.trainer import PPOTrainer
-from recipes_lib.training.arguments import build_training_arguments
-from recipes_lib.training.launch import read_launch
-from recipes_lib.training.policy import load_verified_config
+from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.run import start_run
+from recipes_lib.training.trainers.arguments import build_training_arguments
+from recipes_lib.training.trainers.trained_model import load_verified_config
 
 
 @publishing

@@ -117,7 +117,7 @@ def opened_broken(kind: str):
 TALK = """
 import logging, sys, warnings
 from recipes_lib.boundary import run_command
-from recipes_lib.training.progress import LiveProgress, PlainProgress
+from recipes_lib.training.monitoring.progress import LiveProgress, PlainProgress
 from tqdm import tqdm
 
 def work():

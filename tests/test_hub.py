@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import _http
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
-from recipes_lib.data.source_hub import load_hub
+from recipes_lib.data.sources.hub_datasets import load_hub
 from recipes_lib.errors import UserError
 from recipes_lib.hub import go_offline_unless_reachable
 from recipes_lib.models.loading import load_model_config, load_tokenizer

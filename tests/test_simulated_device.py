@@ -7,7 +7,7 @@ import torch
 from tests import simulated_device
 from tests.forked import run_forked
 
-from recipes_lib.training.context_rows import cut_batch
+from recipes_lib.training.layouts.context_rows import cut_batch
 
 REFUSED = {
     "arithmetic": lambda ours, host: ours + host,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes_lib import launching
+from recipes_lib.commands import launch as launching
 
 SCRIPT = Path(__file__).parents[1] / "docs" / "slurm_requeue.sh"
 STUBS = {

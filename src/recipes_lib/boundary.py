@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from recipes_lib import peers
+from recipes_lib import processes
 from recipes_lib.errors import (
     EXIT_BUG,
     EXIT_DONE,
@@ -106,10 +106,10 @@ def run_command(command: Callable[[], int | None]) -> int:
         STOP.close()
         code = _tell(error)
         if code not in (EXIT_DONE, EXIT_PREEMPTED) and not isinstance(error, LostPeerError):
-            peers.record_failure(error, is_unforeseen=code == EXIT_BUG)
+            processes.record_failure(error, is_unforeseen=code == EXIT_BUG)
     if code in (EXIT_DONE, EXIT_PREEMPTED):
-        peers.leave()
-    if code != EXIT_DONE and peers.read_world_size() > 1:
+        processes.leave()
+    if code != EXIT_DONE and processes.read_world_size() > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -128,11 +128,11 @@ def _tell(error: BaseException) -> int:
     """
     if isinstance(error, PreemptedError):
         # All processes stop for the same reason.
-        if peers.read_rank() == 0:
+        if processes.read_rank() == 0:
             sys.stderr.write(f"{error}\n")
         return EXIT_PREEMPTED
     if isinstance(error, LostPeerError):
-        sys.stderr.write(f"rank {peers.read_rank()} ends too: {error}\n")
+        sys.stderr.write(f"rank {processes.read_rank()} ends too: {error}\n")
         return EXIT_BUG
     if isinstance(error, UserError | DivergedError):
         sys.stderr.write(f"{error}\n")
@@ -177,5 +177,5 @@ def parse_or_exit(stage: str, arguments: Sequence[str]) -> RecipeConfig:
     if not parsed:
         sys.exit(code)
     STOP.install()
-    peers.enter()
+    processes.enter()
     return parsed[0]

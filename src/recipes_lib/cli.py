@@ -24,24 +24,44 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "check": Command("recipes_lib.check:main", "find every problem of a run before it costs anything"),
-    "launch": Command("recipes_lib.launching:main", "run a recipe on one CPU, one GPU, one machine or many"),
-    "job": Command("recipes_lib.jobs:main", "write the file that starts a run on a cluster or in a cloud"),
-    "preview": Command("recipes_lib.commands:preview", "show what the model will be trained on, token by token"),
-    "prepare": Command("recipes_lib.commands:prepare", "tokenise, mask and pack once; training then tokenises nothing"),
-    "distill-store": Command("recipes_lib.distill_store:main", "keep what a teacher says of all rows, to distil from"),
-    "student": Command("recipes_lib.student:main", "cut a student out of its teacher's layers, to be distilled"),
-    "distill-chain": Command("recipes_lib.distill_chain:main", "distil by way of assistants, and compare with none"),
-    "distill-write": Command("recipes_lib.distill_write:main", "let a teacher answer prompts, as rows to fine-tune on"),
-    "tokenizer": Command("recipes_lib.tokenizer:main", "train a tokenizer on any data, and say how well it does"),
-    "plan": Command("recipes_lib.plan:main", "say what a run is, holds and takes, before it starts"),
-    "sample-pairs": Command("recipes_lib.sample_pairs:main", "make pairs of a policy's own answers, by its rewards"),
-    "merge": Command("recipes_lib.merge:main", "make a model of its own of an adapter and its base"),
-    "export": Command("recipes_lib.exporting:main", "make a model that any tool loads of a checkpoint in shards"),
-    "publish": Command("recipes_lib.publishing:main", "push a model or checkpoints to the Hub, as far as needed"),
-    "reproduce": Command("recipes_lib.reproduce:main", "restore a published run, and say what no longer matches"),
-    "report": Command("recipes_lib.commands:report", "make report.html from an output directory"),
-    "doctor": Command("recipes_lib.doctor:main", "say what this machine can do, and how to get the rest"),
+    "check": Command("recipes_lib.commands.check:main", "find every problem of a run before it costs anything"),
+    "launch": Command("recipes_lib.commands.launch:main", "run a recipe on one CPU, one GPU, one machine or many"),
+    "job": Command("recipes_lib.commands.job:main", "write the file that starts a run on a cluster or in a cloud"),
+    "preview": Command(
+        "recipes_lib.commands.prepare:preview", "show what the model will be trained on, token by token"
+    ),
+    "prepare": Command(
+        "recipes_lib.commands.prepare:prepare", "tokenise, mask and pack once; training then tokenises nothing"
+    ),
+    "distill-store": Command(
+        "recipes_lib.commands.distill.distill_store:main", "keep what a teacher says of all rows, to distil from"
+    ),
+    "student": Command(
+        "recipes_lib.commands.distill.student:main", "cut a student out of its teacher's layers, to be distilled"
+    ),
+    "distill-chain": Command(
+        "recipes_lib.commands.distill.distill_chain:main", "distil by way of assistants, and compare with none"
+    ),
+    "distill-write": Command(
+        "recipes_lib.commands.distill.distill_write:main", "let a teacher answer prompts, as rows to fine-tune on"
+    ),
+    "tokenizer": Command(
+        "recipes_lib.commands.tokenizer:main", "train a tokenizer on any data, and say how well it does"
+    ),
+    "plan": Command("recipes_lib.commands.plan:main", "say what a run is, holds and takes, before it starts"),
+    "sample-pairs": Command(
+        "recipes_lib.commands.sample_pairs:main", "make pairs of a policy's own answers, by its rewards"
+    ),
+    "merge": Command("recipes_lib.commands.merge:main", "make a model of its own of an adapter and its base"),
+    "export": Command("recipes_lib.commands.export:main", "make a model that any tool loads of a checkpoint in shards"),
+    "publish": Command(
+        "recipes_lib.publish.publishing:main", "push a model or checkpoints to the Hub, as far as needed"
+    ),
+    "reproduce": Command(
+        "recipes_lib.commands.reproduce:main", "restore a published run, and say what no longer matches"
+    ),
+    "report": Command("recipes_lib.commands.prepare:report", "make report.html from an output directory"),
+    "doctor": Command("recipes_lib.commands.doctor:main", "say what this machine can do, and how to get the rest"),
 }
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Final
 
-from recipes_lib import peers
+from recipes_lib import processes as peers
 from recipes_lib.errors import EXIT_BUG, EXIT_PREEMPTED, LostPeerError, PreemptedError
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)

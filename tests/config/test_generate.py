@@ -8,8 +8,8 @@ import pytest
 from trl import SFTConfig
 
 from recipes_lib.config.generate import build_documents, build_tables
+from recipes_lib.config.recipes import read_defaults, read_refused
 from recipes_lib.config.schema import SECTIONS
-from recipes_lib.config.stages import read_defaults, read_refused
 from recipes_lib.config.table import STAGES, load_table, table_path
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recipes_lib.config.layer_keys import WEIGHTS, LayersConfig
+from recipes_lib.config.schema import WEIGHTS, LayersConfig
 
 
 @pytest.mark.parametrize(

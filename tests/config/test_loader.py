@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes_lib.config.loader import check_text, load_config, parse_command
-from recipes_lib.config.stages import read_defaults
+from recipes_lib.config.recipes import read_defaults
 from recipes_lib.config.table import load_table
 from recipes_lib.errors import ConfigError, Problem
 

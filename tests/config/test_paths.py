@@ -6,7 +6,7 @@ import pytest
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.paths import expand_home, names_path
-from recipes_lib.data.source_files import READERS
+from recipes_lib.data.sources.local_files import READERS
 from recipes_lib.errors import ConfigError
 
 

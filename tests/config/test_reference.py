@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import re
 
-from recipes_lib.config.reference import format_reference
-from recipes_lib.config.renames import RETIRED
-from recipes_lib.config.stages import read_defaults, read_refused
+from recipes_lib.config.generate import format_reference
+from recipes_lib.config.migration.renames import RETIRED
+from recipes_lib.config.recipes import read_defaults, read_refused
 from recipes_lib.config.table import STAGES, load_table
 
 

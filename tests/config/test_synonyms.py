@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from recipes_lib.config.renames import read_known
-from recipes_lib.config.synonyms import SYNONYMS
+from recipes_lib.config.migration.renames import read_known
+from recipes_lib.config.suggest import SYNONYMS
 from recipes_lib.config.table import STAGES, load_table
 
 KEYS = {key for stage in STAGES for key in load_table(stage).keys}

@@ -11,8 +11,8 @@ from tests.data.templates.tokenizers import build_byte_level
 from transformers import PreTrainedTokenizerFast
 
 from recipes_lib.config.schema import LossOn
-from recipes_lib.data.chat import RowEncoder
-from recipes_lib.data.rows import EncodedRow, Row
+from recipes_lib.data.chat.encoder import RowEncoder
+from recipes_lib.data.sources.rows import EncodedRow, Row
 from recipes_lib.errors import DataError
 
 FOLDER = Path(__file__).parent / "templates"

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from recipes_lib.data.source_files import READERS
-from recipes_lib.data.sources import load_source, read_rows
+from recipes_lib.data.sources.canonical import load_source, read_rows
+from recipes_lib.data.sources.local_files import READERS
 from recipes_lib.errors import DataError, Problem
 
 GOOD = b'{"text": "fine"}\n'
@@ -358,7 +358,7 @@ def test_a_file_that_may_not_be_read_is_one_error(tmp_path: Path, monkeypatch: p
 
 
 def test_a_line_without_end_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipes_lib.data.source_text.MAX_LINE_BYTES", 100)
+    monkeypatch.setattr("recipes_lib.data.sources.text_lines.MAX_LINE_BYTES", 100)
     path = tmp_path / "d.jsonl"
     path.write_bytes(GOOD + b'{"text": "' + b"a" * 100)
     with pytest.raises(DataError, match=r"d\.jsonl:2: a line longer than 100 bytes"):

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from recipes_lib.data.formats import canonicalize, detect_format
+from recipes_lib.data.sources.formats import canonicalize, detect_format
 from recipes_lib.demo.chats import QUESTIONS, build_chats
 from recipes_lib.demo.corpus import Module, load_modules, parse_module, standard_library
 

@@ -38,8 +38,8 @@ def fail_at(place: str) -> None:
     """
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-    from recipes_lib.training import dpo
-    from recipes_lib.training.recipe_trainer import RecipeTrainer
+    from recipes_lib.training.trainers import dpo_trainer as dpo
+    from recipes_lib.training.trainers.recipe_trainer import RecipeTrainer
 
     steps: list[int] = []
     train, compute, clip = RecipeTrainer.training_step, LlamaDecoderLayer.forward, RecipeTrainer._clip_grad_norm

@@ -24,7 +24,7 @@ from tests.distributed.matrix import Layout
 from tests.faults import stages
 
 from recipes_lib.errors import EXIT_DONE
-from recipes_lib.training.launch import name_pipeline, read_launch
+from recipes_lib.training.layouts.launch_environment import name_pipeline, read_launch
 
 SHAPE: Final = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16}
 LAYOUTS: Final[Mapping[str, tuple[Layout, Mapping[str, str]]]] = {
@@ -101,7 +101,7 @@ def load(folder: Path, job: Mapping[str, Any]) -> None:
     from torch import distributed
     from transformers.trainer_callback import CallbackHandler
 
-    from recipes_lib.training import policy
+    from recipes_lib.training.trainers import trained_model as policy
 
     watch = contextlib.ExitStack()
     peaks: list[list[int]] = []

@@ -10,7 +10,7 @@ from typing import Any
 from tests.distributed.cells import EVERY
 from tests.faults import stages
 
-from recipes_lib.training.launch import name_pipeline
+from recipes_lib.training.layouts.launch_environment import name_pipeline
 
 LAYERS = stages.SIZES | {"num_hidden_layers": 4}
 UNTIED = json.dumps({"model_type": "llama"} | LAYERS)

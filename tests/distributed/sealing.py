@@ -16,17 +16,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import TrainingArguments
 
-from recipes_lib.training import checkpoint_saver, checkpoints, sharded_states
-from recipes_lib.training.checkpoint_saver import CheckpointSaver, Staged
-from recipes_lib.training.checkpoints import find_last_complete
-from recipes_lib.training.launch import read_launch
-from recipes_lib.training.resumption import agree_on_checkpoint
-from recipes_lib.training.sharded_states import (
+from recipes_lib.training.checkpoints import manifest as checkpoints
+from recipes_lib.training.checkpoints import saver as checkpoint_saver
+from recipes_lib.training.checkpoints import sharded as sharded_states
+from recipes_lib.training.checkpoints.manifest import find_last_complete
+from recipes_lib.training.checkpoints.resume import agree_on_checkpoint
+from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged
+from recipes_lib.training.checkpoints.sharded import (
     read_trained_shapes,
     save_model_shards,
     save_optimizer_shards,
     verify_shards,
 )
+from recipes_lib.training.layouts.launch_environment import read_launch
 
 MOMENTS = {
     "flush": (checkpoints, "fsync", 1),

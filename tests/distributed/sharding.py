@@ -18,7 +18,7 @@ from tests import simulated_device
 from tests.forked import ROOT, run_forked
 
 from recipes_lib.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_PREEMPTED
-from recipes_lib.training.launch import read_launch
+from recipes_lib.training.layouts.launch_environment import read_launch
 
 Job = Mapping[str, Any]
 """``stage``; ``keys`` of the configuration; and, where they are wanted, ``fault``, ``copy_of`` and ``step``, and
@@ -110,7 +110,7 @@ def run_recipe(stage: str, keys: Mapping[str, Any]) -> int:
 
     try:
         # By which one process of several leaves without waiting for the others.
-        with mock.patch("os._exit", leave), mock.patch("recipes_lib.finishing.build_report"):
+        with mock.patch("os._exit", leave), mock.patch("recipes_lib.publish.finish.build_report"):
             runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as end:
         return int(end.code or 0)
@@ -122,12 +122,12 @@ def break_something(fault: str | None) -> Iterator[None]:
     """Break what ``fault`` says while it lasts."""
     from torch.nn.parallel import DistributedDataParallel
 
-    from recipes_lib.models.sampling import GenerateBackend
-    from recipes_lib.training import recipe_trainer
-    from recipes_lib.training.pipeline import Pipeline
-    from recipes_lib.training.pipeline_trainer import PipelineTrainer
-    from recipes_lib.training.run_sampler import RunSampler
-    from recipes_lib.training.sft import SFTTrainer
+    from recipes_lib.models.generation.sampling import GenerateBackend
+    from recipes_lib.training.layouts.pipeline import Pipeline
+    from recipes_lib.training.layouts.pipeline_trainer import PipelineTrainer
+    from recipes_lib.training.trainers import recipe_trainer
+    from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
+    from recipes_lib.training.trainers.run_sampler import RunSampler
 
     compute, run, order = SFTTrainer.compute_loss, DistributedDataParallel.forward, RunSampler.__iter__
     run_step = PipelineTrainer._run_step

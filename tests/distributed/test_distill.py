@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.distillation.test_distillation import load, make_batch
 from tests.forked import run_forked
-from tests.models.test_distillation import load, make_batch
 from tests.training import students
 from tests.training.trajectories import make_packs
 from torch import distributed
 from torch.distributed.fsdp import fully_shard
 
+from recipes_lib.distillation.teacher import score_beside_teacher
 from recipes_lib.losses.distillation import Objective
-from recipes_lib.models.distillation import score_beside_teacher
 
 KEYS: dict[str, Any] = {"distillation_alpha": 0.3, "distillation_beta": 0.5, "distillation_temperature": 2.0}
 LAYERS: dict[str, Any] = {

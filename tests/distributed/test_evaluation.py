@@ -12,11 +12,11 @@ from torch import distributed
 from torch.multiprocessing import start_processes
 from transformers import AutoModelForCausalLM
 
-from recipes_lib.data.collators import PackedCollator
-from recipes_lib.models.heads import add_loss_head
-from recipes_lib.training.hooks.evaluation import EvaluateLoss
-from recipes_lib.training.metrics import StepCounter
-from recipes_lib.training.progress import SilentProgress
+from recipes_lib.data.packed.collators import PackedCollator
+from recipes_lib.models.heads.loss_head import add_loss_head
+from recipes_lib.training.evaluation.held_out import EvaluateLoss
+from recipes_lib.training.monitoring.metrics import StepCounter
+from recipes_lib.training.monitoring.progress import SilentProgress
 
 # Seven rows of unequal length: two processes with batches of two need uneven shares, and a last batch of one.
 ROWS = [

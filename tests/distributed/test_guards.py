@@ -9,7 +9,7 @@ import pytest
 from tests.forked import run_forked
 from tests.training import spiking
 
-from recipes_lib.training.rollback import read_rollbacks
+from recipes_lib.training.guards.rollback import read_rollbacks
 
 TWO = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
 ONE = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}

@@ -15,7 +15,7 @@ from tests.distributed.cells import measure_gaps, measure_weight_gap, read_event
 from tests.distributed.pipelines import CELLS, MUON_TOLERANCE, SLOW_CELLS, build_job, resume
 from tests.faults import stages
 
-from recipes_lib.exporting import export_checkpoint
+from recipes_lib.commands.export import export_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from tests.distributed import sealing
 from tests.forked import run_forked
 
-from recipes_lib.training.checkpoints import clear_leftovers, find_damage, find_last_complete, list_checkpoints
+from recipes_lib.training.checkpoints.manifest import clear_leftovers, find_damage, find_last_complete, list_checkpoints
 
 pytestmark = pytest.mark.multiprocess
 

@@ -21,7 +21,7 @@ from tests.distributed.cells import (
     read_weights,
 )
 
-from recipes_lib.exporting import export_checkpoint
+from recipes_lib.commands.export import export_checkpoint
 
 # The others are in the matrix.
 OURS = {name: CELLS[name] for name in ("sft packed", "lora padded")}

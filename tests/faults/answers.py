@@ -13,7 +13,7 @@ from tests.faults.laboratory import Laboratory, Trial, expect, load_weights, rea
 from tests.faults.moments import Moments, die, spoil
 from tests.recipes.paused import act_at
 
-from recipes_lib.training.checkpoints import find_damage, list_checkpoints
+from recipes_lib.training.checkpoints.manifest import find_damage, list_checkpoints
 
 RUNS = ("ppo", "ppo adapter")
 CALLS = {

@@ -24,7 +24,7 @@ from tests.faults.laboratory import (
 from tests.faults.moments import Moments, ask_to_stop, spoil
 from tests.recipes.paused import act_at
 
-from recipes_lib.training.checkpoints import find_damage, list_checkpoints
+from recipes_lib.training.checkpoints.manifest import find_damage, list_checkpoints
 
 DISK_BYTES = 32 * 2**20
 HARMS = ("truncated", "emptied", "bit flipped", "missing")
@@ -136,7 +136,7 @@ def not_a_number(where: str, lab: Laboratory, trial: Trial, random: Random) -> N
 
 
 def _spoil_at(where: str, step: int) -> None:
-    from recipes_lib.training.next_token import NextTokenTrainer
+    from recipes_lib.training.trainers.next_token_trainer import NextTokenTrainer
 
     compute = NextTokenTrainer.compute_loss
 

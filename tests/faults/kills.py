@@ -89,7 +89,7 @@ SPIKE_STEP = 26
 
 def spike(run: Path) -> None:
     """Let the loss jump at one step, for as long as the run has not gone back from it."""
-    from recipes_lib.training.next_token import NextTokenTrainer
+    from recipes_lib.training.trainers.next_token_trainer import NextTokenTrainer
 
     compute = NextTokenTrainer.compute_loss
 

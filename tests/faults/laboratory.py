@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tests.faults import lives, stages
 from tests.faults.lives import Fault, Life
 
-from recipes_lib.training.checkpoints import find_damage, list_checkpoints
+from recipes_lib.training.checkpoints.manifest import find_damage, list_checkpoints
 from recipes_lib.training.run import read_run_record
 
 WEIGHTS = ("model.safetensors", "adapter_model.safetensors")

@@ -19,29 +19,29 @@ from safetensors.torch import load_file, save_file
 from tests.recipes.preferences import make_rows
 from tests.tiny import build_tokenizer, save_model
 
-from recipes_lib import merge, reproduce
 from recipes_lib.boundary import run_command
+from recipes_lib.commands import merge, reproduce
+from recipes_lib.commands.distill.distill_write import AnswerCounts
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import ModelConfig, TokensConfig
-from recipes_lib.data.encoding import build_encoder
-from recipes_lib.data.pair_data import load_pair_data
+from recipes_lib.data.packed.encoding import build_encoder
+from recipes_lib.data.packed.training_data import load_training_data
+from recipes_lib.data.pairs.pair_data import load_pair_data
 from recipes_lib.data.row_file import RowFile
-from recipes_lib.data.rows import Row
-from recipes_lib.data.training_data import load_training_data
-from recipes_lib.distill_write import AnswerCounts
+from recipes_lib.data.sources.rows import Row
+from recipes_lib.models.heads.scoring import read_scale
 from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
 from recipes_lib.models.model_files import find_damage as find_damaged_weights
-from recipes_lib.models.scoring import read_scale
 from recipes_lib.publish.access import Target
 from recipes_lib.publish.card import write_card
 from recipes_lib.publish.journal import read_journal
 from recipes_lib.report.page import build_report
 from recipes_lib.report.run_files import read_run
-from recipes_lib.training.checkpoints import find_damage, write_complete
-from recipes_lib.training.launch import Launch
-from recipes_lib.training.launch_files import read_launch_file
-from recipes_lib.training.metrics import MetricsWriter
-from recipes_lib.training.rollback import Rollback, Rollbacks, read_rollbacks
+from recipes_lib.training.checkpoints.manifest import find_damage, write_complete
+from recipes_lib.training.guards.rollback import Rollback, Rollbacks, read_rollbacks
+from recipes_lib.training.layouts.launch_environment import Launch
+from recipes_lib.training.layouts.launch_files import read_launch_file
+from recipes_lib.training.monitoring.metrics import MetricsWriter
 from recipes_lib.training.run import start_run
 
 ROOT = Path(__file__).parents[2]

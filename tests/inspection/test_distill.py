@@ -13,8 +13,8 @@ from tests.training.students import save_student
 from transformers import AutoTokenizer
 
 from recipes_lib.config.loader import load_config
-from recipes_lib.inspection.distill import DistillationInspection
-from recipes_lib.training.launch_files import plan_launch
+from recipes_lib.inspection.supervised import DistillationInspection
+from recipes_lib.training.layouts.launch_files import plan_launch
 
 
 def look(folder: Path, student: Path, teacher: Path, **keys: Any) -> tuple[list[Any], str]:

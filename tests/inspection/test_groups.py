@@ -8,9 +8,9 @@ import json
 import pytest
 from rich.console import Console
 
-from recipes_lib.check import check
+from recipes_lib.commands.check import check
 from recipes_lib.config.loader import load_config
-from recipes_lib.training.launch_files import plan_launch
+from recipes_lib.training.layouts.launch_files import plan_launch
 
 
 @pytest.fixture

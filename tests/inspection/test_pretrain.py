@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 from tests.training.pretraining import build_config, read_steps, run_recipe, write_documents
 
-from recipes_lib.check import check
 from recipes_lib.cli import main
-from recipes_lib.training.launch_files import plan_launch
+from recipes_lib.commands.check import check
+from recipes_lib.training.layouts.launch_files import plan_launch
 
 
 def run_check(config, num_processes=1, pipeline=None):

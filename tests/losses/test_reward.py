@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from trl import RewardTrainer
 
-from recipes_lib.losses.reward import compute_bradley_terry
+from recipes_lib.losses.preference import compute_bradley_terry
 
 
 def scores(*values: float) -> Tensor:

@@ -20,7 +20,7 @@ from tests.losses.test_token_logps import LargestTensor
 from torch.nn import functional
 
 from recipes_lib.losses.distillation import Lesson, Objective, TeacherHead, compute_distillation
-from recipes_lib.losses.top_k import MIN_LOG_TAIL, TopLogps, compute_top_logps, learn_top
+from recipes_lib.losses.divergence import MIN_LOG_TAIL, TopLogps, compute_top_logps, learn_top
 
 
 def keep_top(lesson: Lesson, k: int, **changes: Any) -> Lesson:

@@ -10,7 +10,7 @@ from tests.distributed.threads import run_together
 from torch import Tensor
 
 from recipes_lib.losses.next_token import compute_cross_entropy
-from recipes_lib.losses.vocabulary_share import VocabularyShare
+from recipes_lib.losses.projection import VocabularyShare
 
 SIZES = (6, 5)
 """As torch cuts 11 tokens in two."""

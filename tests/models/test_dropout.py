@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from recipes_lib.models.dropout import disable_dropout
+from recipes_lib.models.inference import disable_dropout
 
 TINY = {
     "llama": {"attention_dropout": 0.5, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2},

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.layer_copy import compute_proof_logits, cut_layers, verify_copy
+from recipes_lib.models.structure import compute_proof_logits, cut_layers, verify_copy
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
 

@@ -7,10 +7,10 @@ from tests.models.vision_models import OUTSIDE, build_gemma3
 from transformers import AutoModelForSequenceClassification
 
 from recipes_lib.config.schema import AdapterConfig, ModelConfig
-from recipes_lib.models.adapter_layers import check_layers
-from recipes_lib.models.adapters import add_adapter, load_adapter
+from recipes_lib.models.adapters.lora import add_adapter, load_adapter
+from recipes_lib.models.adapters.targets import check_layers
 from recipes_lib.models.loading import load_causal_lm
-from recipes_lib.models.text_part import find_outside_text, freeze_outside_text
+from recipes_lib.models.structure import find_outside_text, freeze_outside_text
 
 INPUT_IDS = torch.arange(3, 35)[None]
 

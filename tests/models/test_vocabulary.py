@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.heads import add_loss_head, verify_loss_head
+from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
 from recipes_lib.models.vocabulary import VocabularyMap, adopt_vocabulary, map_vocabulary
 
 

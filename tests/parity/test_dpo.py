@@ -14,17 +14,17 @@ from trl import DPOConfig
 from trl import DPOTrainer as TRLTrainer
 
 from recipes_lib.config.loader import load_config
-from recipes_lib.data.pair_data import load_pair_data
+from recipes_lib.data.pairs.pair_data import load_pair_data
 from recipes_lib.models.loading import load_model_config
-from recipes_lib.training.arguments import build_training_arguments
-from recipes_lib.training.dpo import DPOTrainer, prepare_reference
-from recipes_lib.training.launch import read_launch
-from recipes_lib.training.metrics import StepCounter
-from recipes_lib.training.observer import Observer
-from recipes_lib.training.pair_attention import build_pair_collator, choose_pair_attention
-from recipes_lib.training.policy import load_policy
-from recipes_lib.training.preference import build_objective
-from recipes_lib.training.progress import SilentProgress
+from recipes_lib.training.layouts.launch_environment import read_launch
+from recipes_lib.training.monitoring.metrics import StepCounter
+from recipes_lib.training.monitoring.observer import Observer
+from recipes_lib.training.monitoring.progress import SilentProgress
+from recipes_lib.training.trainers.arguments import build_training_arguments
+from recipes_lib.training.trainers.dpo_trainer import DPOTrainer, prepare_reference
+from recipes_lib.training.trainers.pair_batches import build_pair_collator, choose_pair_attention
+from recipes_lib.training.trainers.preference_objective import build_objective
+from recipes_lib.training.trainers.trained_model import load_policy
 
 # TRL scores what a template writes behind the end of an answer too; this one writes nothing there.
 TEMPLATE = (

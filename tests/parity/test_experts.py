@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, Mix
 from trl import RewardConfig
 
 from recipes_lib.config.schema import GuardsConfig, ModelConfig
-from recipes_lib.data.collators import PackedCollator
-from recipes_lib.data.pair_collator import PairCollator
-from recipes_lib.models.heads import add_loss_head
-from recipes_lib.models.score_head import add_score_head, load_reward_model
-from recipes_lib.training.metrics import StepCounter
-from recipes_lib.training.observer import Observer
-from recipes_lib.training.progress import SilentProgress
-from recipes_lib.training.reward import RewardObjective, RewardTrainer
+from recipes_lib.data.packed.collators import PackedCollator
+from recipes_lib.data.pairs.collator import PairCollator
+from recipes_lib.models.heads.loss_head import add_loss_head
+from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
+from recipes_lib.training.monitoring.metrics import StepCounter
+from recipes_lib.training.monitoring.observer import Observer
+from recipes_lib.training.monitoring.progress import SilentProgress
+from recipes_lib.training.trainers.reward_trainer import RewardObjective, RewardTrainer
 
 PAD = 1
 LENGTHS = ((31, 4, 6), (9, 3), (5,))

@@ -14,7 +14,7 @@ from trl import SFTTrainer as TRLTrainer
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import AdapterConfig
-from recipes_lib.data.prepare import prepare
+from recipes_lib.data.packed.prepared_set import prepare
 
 SHARED = {
     "per_device_train_batch_size": 2,

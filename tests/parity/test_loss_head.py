@@ -25,7 +25,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from recipes_lib.models.heads import add_loss_head, verify_loss_head
+from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 61,

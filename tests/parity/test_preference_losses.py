@@ -26,7 +26,7 @@ from recipes_lib.losses.preference import (
     compute_wpo_weights,
     sum_logps,
 )
-from recipes_lib.models.heads import add_loss_head
+from recipes_lib.models.heads.loss_head import add_loss_head
 
 NUM_PAIRS = 4
 TRL_LOSSES = [name for name in PREFERENCE_LOSSES if name not in ("simpo", "orpo")]

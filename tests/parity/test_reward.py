@@ -13,12 +13,12 @@ from trl import RewardConfig
 from trl import RewardTrainer as TRLTrainer
 
 from recipes_lib.config.schema import ModelConfig
-from recipes_lib.data.pair_collator import PairCollator, PairLayout
-from recipes_lib.models.score_head import add_score_head, load_reward_model
-from recipes_lib.training.metrics import StepCounter
-from recipes_lib.training.observer import Observer
-from recipes_lib.training.progress import SilentProgress
-from recipes_lib.training.reward import RewardObjective, RewardTrainer
+from recipes_lib.data.pairs.collator import PairCollator, PairLayout
+from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
+from recipes_lib.training.monitoring.metrics import StepCounter
+from recipes_lib.training.monitoring.observer import Observer
+from recipes_lib.training.monitoring.progress import SilentProgress
+from recipes_lib.training.trainers.reward_trainer import RewardObjective, RewardTrainer
 
 SHARED: dict[str, Any] = {
     "learning_rate": 3e-4,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes_lib.planning.batch_ramp import compute_row_starts, count_micro_steps
+from recipes_lib.planning.schedule import compute_row_starts, count_micro_steps
 
 runs = st.fixed_dictionaries(
     {

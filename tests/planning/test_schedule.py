@@ -13,8 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from recipes_lib.config.schema import ScheduleConfig
 from recipes_lib.errors import ConfigError
-from recipes_lib.planning.batch_ramp import compute_row_starts
-from recipes_lib.planning.schedule import agree_until, build_schedule, compute_learning_rates
+from recipes_lib.planning.schedule import agree_until, build_schedule, compute_learning_rates, compute_row_starts
 
 PEAK, STEPS, WARMUP = 3e-4, 100, 10
 

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 from tests.publish.hub_server import Files
 
-from recipes_lib.training.checkpoints import write_complete
+from recipes_lib.training.checkpoints.manifest import write_complete
 
 
 def make_run(folder: Path, status: str = "running", **keys: object) -> Path:

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import DivergedError
 from recipes_lib.models.saved_weights import BrokenSaveError
-from recipes_lib.publish import export
-from recipes_lib.publish.export import export_model
+from recipes_lib.publish import final_model as export
+from recipes_lib.publish.final_model import export_model
 
 WEIGHTS = "adapter_model.safetensors"
 NAME = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from recipes_lib.publish.card import CHART, write_card
-from recipes_lib.publish.card_facts import (
+from recipes_lib.publish.card import (
+    CHART,
     MAX_CURVE_ROWS,
     describe_data,
     describe_effort,
@@ -17,6 +17,7 @@ from recipes_lib.publish.card_facts import (
     name_data,
     read_events,
     trace_lineage,
+    write_card,
 )
 
 COMMIT = "c" * 40

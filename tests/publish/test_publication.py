@@ -17,7 +17,7 @@ from recipes_lib.publish.journal import read_journal
 from recipes_lib.publish.publication import Publication
 from recipes_lib.publish.push import Publisher
 from recipes_lib.publish.snapshots import MODEL, Contents
-from recipes_lib.training.checkpoints import list_checkpoints, read_complete, rotate, write_complete
+from recipes_lib.training.checkpoints.manifest import list_checkpoints, read_complete, rotate, write_complete
 
 TARGET = Target("me/mine", "main", is_private=True, exists=True)
 

@@ -21,7 +21,7 @@ from recipes_lib.publish.snapshots import (
     read_push,
     take_snapshot,
 )
-from recipes_lib.training.checkpoints import read_complete
+from recipes_lib.training.checkpoints.manifest import read_complete
 
 LOADED = {"model.safetensors", "config.json", "tokenizer.json"}
 TOLD = {"README.md", "run.json"}

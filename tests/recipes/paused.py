@@ -16,23 +16,23 @@ from pathlib import Path
 
 WHERE = {
     # Not ``compute_loss``, by which the checks at the start compute a few losses of their own.
-    "step": ("recipes_lib.training.recipe_trainer:RecipeTrainer", "training_step"),
-    "pairs": ("recipes_lib.training.recipe_trainer:RecipeTrainer", "training_step"),
-    "evaluation": ("recipes_lib.training.hooks.evaluation:EvaluateLoss", "_score"),
-    "generation": ("recipes_lib.training.hooks.samples:_StopTogether", "__call__"),
-    "saving": ("recipes_lib.training.recipe_trainer:RecipeTrainer", "_save_checkpoint"),
+    "step": ("recipes_lib.training.trainers.recipe_trainer:RecipeTrainer", "training_step"),
+    "pairs": ("recipes_lib.training.trainers.recipe_trainer:RecipeTrainer", "training_step"),
+    "evaluation": ("recipes_lib.training.evaluation.held_out:EvaluateLoss", "_score"),
+    "generation": ("recipes_lib.training.evaluation.samples:_StopTogether", "__call__"),
+    "saving": ("recipes_lib.training.trainers.recipe_trainer:RecipeTrainer", "_save_checkpoint"),
     "loading": ("recipes_lib.models.loading", "load_tokenizer"),
-    "preparation": ("recipes_lib.data.prepare", "_build"),
-    "export": ("recipes_lib.publish.export", "verify_weights"),
-    "adapter export": ("recipes_lib.publish.export", "verify_adapter_export"),
-    "reference": ("recipes_lib.training.dpo", "compute_answer_logps"),
-    "sampling": ("recipes_lib.models.sampling:SampleByUniforms", "__call__"),
+    "preparation": ("recipes_lib.data.packed.prepared_set", "_build"),
+    "export": ("recipes_lib.publish.final_model", "verify_weights"),
+    "adapter export": ("recipes_lib.publish.final_model", "verify_adapter_export"),
+    "reference": ("recipes_lib.training.trainers.dpo_trainer", "compute_answer_logps"),
+    "sampling": ("recipes_lib.models.generation.sampling:SampleByUniforms", "__call__"),
     "scoring": ("recipes_lib.rl.rewards:Rewards", "score"),
     "reading": ("recipes_lib.rl.collect", "lay_out"),
     "policy update": ("recipes_lib.rl.update:Updater", "_learn_policy"),
     "critic update": ("recipes_lib.rl.update:Updater", "_learn_critic"),
     "ppo saving": ("recipes_lib.rl.trainer", "stage_state"),
-    "ppo samples": ("recipes_lib.rl.samples", "Sample"),
+    "ppo samples": ("recipes_lib.rl.monitor", "Sample"),
 }
 
 

@@ -9,8 +9,8 @@ import pytest
 from tests.recipes.preferences import ROOT, load_recipe, read_events, run_here, write_config, write_rows
 
 from recipes_lib.config.loader import load_config
-from recipes_lib.data.pair_sets import prepare_pairs
-from recipes_lib.data.prepare import prepare
+from recipes_lib.data.packed.prepared_set import prepare
+from recipes_lib.data.pairs.sets import prepare_pairs
 
 ASKED, GOOD, BAD = "What is {n} plus {n}?", "It is {twice}.", "It is not {twice}, or is it?"
 TURN, TEXT = "<|im_end|>", "<|endoftext|>"
@@ -126,7 +126,7 @@ def test_a_common_shape_trains_on_its_answers(
 ) -> None:
     row, answers, keys = SHAPES[shape]
     monkeypatch.setattr(recipes[stage], "finish_run", lambda run: None)
-    monkeypatch.setattr("recipes_lib.training.observer.measure_matmul_flops", lambda dtype: 1e9)
+    monkeypatch.setattr("recipes_lib.training.monitoring.observer.measure_matmul_flops", lambda dtype: 1e9)
     data = write_rows(tmp_path / "rows.jsonl", [fill(row, number) for number in range(4)])
     config = write_config(tmp_path, tiny_model_dir, data, max_length=512, per_device_train_batch_size=2, **keys)
     assert run_here(recipes[stage], config, stage=stage) == 0

@@ -21,8 +21,8 @@ from tests.recipes.preferences import (
 from tests.training.pairs import load_weights, perturb_model, train_adapter
 from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, BloomForCausalLM
 
-from recipes_lib.config.stages import PREFERENCE_LOSSES
-from recipes_lib.training.reference import StoredReference
+from recipes_lib.config.recipes import PREFERENCE_LOSSES
+from recipes_lib.training.trainers.reference import StoredReference
 
 
 def score_as_a_stranger(folder):
@@ -49,7 +49,7 @@ def recipe():
 def quick(monkeypatch, recipe):
     """Without what takes the time and is proved elsewhere."""
     monkeypatch.setattr(recipe, "finish_run", lambda run: None)
-    monkeypatch.setattr("recipes_lib.training.observer.measure_matmul_flops", lambda dtype: 1e9)
+    monkeypatch.setattr("recipes_lib.training.monitoring.observer.measure_matmul_flops", lambda dtype: 1e9)
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_a_first_step_that_is_not_ln_2_ends_with_exit_code_three(
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, attention_dropout=0.3)
     model.save_pretrained(tmp_path / "dropping")
     AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(tmp_path / "dropping")
-    monkeypatch.setattr("recipes_lib.training.policy.disable_dropout", lambda model: 0)
+    monkeypatch.setattr("recipes_lib.training.trainers.trained_model.disable_dropout", lambda model: 0)
     assert run_here(recipe, write_config(tmp_path, tmp_path / "dropping", data)) == 3
     said = capsys.readouterr().err
     assert "before the first update the loss is" in said

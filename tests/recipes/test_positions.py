@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from recipes_lib.check import check
+from recipes_lib.commands.check import check
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import UserError
-from recipes_lib.training.launch_files import plan_launch
+from recipes_lib.training.layouts.launch_files import plan_launch
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 QUESTION = [{"role": "user", "content": "How many days are in a week, and how many in a year?"}]

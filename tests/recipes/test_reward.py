@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.adapters import add_adapter
-from recipes_lib.models.adapters_saved import find_shareable
-from recipes_lib.models.heads import add_loss_head
-from recipes_lib.models.scoring import RewardModel
+from recipes_lib.models.adapters.lora import add_adapter
+from recipes_lib.models.adapters.saved import find_shareable
+from recipes_lib.models.heads.loss_head import add_loss_head
+from recipes_lib.models.heads.scoring import RewardModel
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "reward.py"
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from recipes_lib.config.loader import load_config
-from recipes_lib.data.prepare import prepare
+from recipes_lib.data.packed.prepared_set import prepare
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "sft.py"

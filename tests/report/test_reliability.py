@@ -14,8 +14,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from recipes_lib.report.charts import COLOURS
-from recipes_lib.report.reliability import draw_reliability
-from recipes_lib.report.reward_report import HeldOutScores, build_reward_report
+from recipes_lib.report.reward_report import HeldOutScores, build_reward_report, draw_reliability
 
 
 def make_report(margins: list[float]) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from transformers import AutoTokenizer
 
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import DataError
-from recipes_lib.models.score_head import add_score_head, load_reward_model
-from recipes_lib.models.scoring import RewardModel
+from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
+from recipes_lib.models.heads.scoring import RewardModel
 from recipes_lib.report import reward_verdict
 from recipes_lib.report.page import build_report
 from recipes_lib.report.reward_verdict import REWARD_FILE, read_verdict, settle_scale, write_verdict

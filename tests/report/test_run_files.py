@@ -10,7 +10,7 @@ import pytest
 
 from recipes_lib.errors import DataError
 from recipes_lib.report.run_files import find_non_finite_steps, read_curve, read_number, read_run
-from recipes_lib.training.metrics import MetricsWriter
+from recipes_lib.training.monitoring.metrics import MetricsWriter
 
 
 def test_what_the_writer_wrote_is_read_back(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.report.charts import COLOURS
-from recipes_lib.report.schedule_chart import draw_schedule
+from recipes_lib.report.charts import COLOURS, draw_schedule
 
 TOKENS = [0.0, 1e9, 5e9, 2e10]
 RATES = [0.0, 3e-4, 2e-4, 3e-5]

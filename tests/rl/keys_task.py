@@ -23,16 +23,16 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.errors import PreemptedError
+from recipes_lib.models.generation.sampling import GenerateBackend
 from recipes_lib.models.loading import load_tokenizer
-from recipes_lib.models.sampling import GenerateBackend
-from recipes_lib.rl.groups import build_group_trainer
+from recipes_lib.rl.grpo import build_group_trainer
 from recipes_lib.rl.models import ActorCritic, load_actor_critic
 from recipes_lib.rl.rewards import load_rewards
 from recipes_lib.rl.trainer import PPOTrainer
 from recipes_lib.stopping import STOP
-from recipes_lib.training.arguments import build_training_arguments
-from recipes_lib.training.launch import read_launch
+from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.run import start_run
+from recipes_lib.training.trainers.arguments import build_training_arguments
 
 PAD, EOS, FIRST_KEY, NUM_KEYS, FIRST_FILLER, VOCABULARY = 0, 1, 2, 8, 10, 32
 WORDS = ["<pad>", "<eos>", *(f"k{n}" for n in range(NUM_KEYS)), *(f"w{n}" for n in range(FIRST_FILLER, VOCABULARY))]

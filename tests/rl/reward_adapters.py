@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from recipes_lib.config.schema import AdapterConfig
-from recipes_lib.models.adapters import add_adapter
+from recipes_lib.models.adapters.lora import add_adapter
 
 
 def write_reward_model(policy_dir: Path, folder: Path) -> Path:

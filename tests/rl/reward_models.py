@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from recipes_lib.models.scoring import RewardModel
+from recipes_lib.models.heads.scoring import RewardModel
 
 
 def read_the_end(reward_model: RewardModel, ends: list[str]) -> None:

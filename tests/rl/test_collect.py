@@ -14,17 +14,17 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.prompts import load_prompt_data
+from recipes_lib.models.generation.sampling import GenerateBackend, Sampling
+from recipes_lib.models.heads.score_head import add_score_head
+from recipes_lib.models.heads.scoring import RewardModel
 from recipes_lib.models.loading import load_tokenizer
-from recipes_lib.models.sampling import GenerateBackend, Sampling
-from recipes_lib.models.score_head import add_score_head
-from recipes_lib.models.scoring import RewardModel
 from recipes_lib.rl.collect import Collector
 from recipes_lib.rl.models import load_actor_critic
 from recipes_lib.rl.rewards import Rewards
 from recipes_lib.rl.rollout import compute_response_logps, lay_out
-from recipes_lib.training.arguments import build_training_arguments
-from recipes_lib.training.launch import read_launch
-from recipes_lib.training.progress import SilentProgress
+from recipes_lib.training.layouts.launch_environment import read_launch
+from recipes_lib.training.monitoring.progress import SilentProgress
+from recipes_lib.training.trainers.arguments import build_training_arguments
 
 SEEN: list[str] = []
 

@@ -15,12 +15,12 @@ from transformers import (
 )
 
 from recipes_lib.config.loader import load_config
+from recipes_lib.models.heads.scoring import RewardModel, RewardStatistics, store_reward_statistics
 from recipes_lib.models.loading import load_tokenizer
-from recipes_lib.models.scoring import RewardModel, RewardStatistics, store_reward_statistics
-from recipes_lib.rl.export import save_critic
 from recipes_lib.rl.models import load_actor_critic
-from recipes_lib.training.arguments import build_training_arguments
-from recipes_lib.training.launch import read_launch
+from recipes_lib.rl.state import save_critic
+from recipes_lib.training.layouts.launch_environment import read_launch
+from recipes_lib.training.trainers.arguments import build_training_arguments
 
 IDS = torch.tensor([keys_task.draw_prompts(1, seed=3)[0]])
 POSITIONS = {"position_ids": torch.arange(IDS.shape[1])[None]}

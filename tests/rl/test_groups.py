@@ -13,7 +13,7 @@ from tests.data.templates.tokenizers import build_metaspace
 from tests.rl import arithmetic_task, keys_task
 
 from recipes_lib.data.prompts import PromptRow
-from recipes_lib.rl.groups import build_score
+from recipes_lib.rl.grpo import build_score
 from recipes_lib.rl.rewards import Rewards, Scores
 
 WORDS = keys_task.build_tokenizer()
@@ -98,7 +98,7 @@ def test_answers_that_no_reward_scores_teach_what_they_teach_where_trl_is_told_s
         keys_task.train_groups(stage, keys_task.build_group_flags(policy_dir, folder, prompts_file, **keys))
         figures = ("loss", "grad_norm", "reward", "reward_std", "frac_reward_zero_std")
         found.append([[event.get(figure) for figure in figures] for event in keys_task.read_metrics(folder)])
-        monkeypatch.setattr("recipes_lib.rl.groups.build_score", build_plain)
+        monkeypatch.setattr("recipes_lib.rl.grpo.build_score", build_plain)
     assert len(found[0]) == 4
     assert found[0] == found[1]
 

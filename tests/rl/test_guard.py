@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests.rl.test_rollout import build_rollout
 
 from recipes_lib.errors import DivergedError
-from recipes_lib.rl.guard import UpdateGuard
+from recipes_lib.rl.update import UpdateGuard
 
 LENGTHS = [(3, 4), (2, 1), (2, 3)]
 

@@ -18,7 +18,7 @@ from tests.forked import run_forked
 from tests.rl import keys_task
 from transformers import LlamaForCausalLM
 
-from recipes_lib.rl import targets
+from recipes_lib.rl import ppo_math as targets
 from recipes_lib.rl.ppo_math import whiten
 
 BETA = 1 / math.log(4)

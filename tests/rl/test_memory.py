@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.models.test_sampling import build_sampling
+from tests.models.generation.test_sampling import build_sampling
 from tests.rl import keys_task
 from tests.rl.reward_adapters import write_reward_adapter, write_reward_model
 from torch.autograd.graph import saved_tensors_hooks
@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
 from recipes_lib.config.loader import load_config
+from recipes_lib.models.generation.sampling import SampleByUniforms
 from recipes_lib.models.loading import load_model_config, load_tokenizer
-from recipes_lib.models.sampling import SampleByUniforms
 from recipes_lib.rl.memory import SAMPLING_BYTES, Weights, count_memory
 from recipes_lib.rl.models import load_actor_critic
 from recipes_lib.rl.rewards import load_rewards
-from recipes_lib.training.arguments import build_training_arguments
-from recipes_lib.training.launch import read_launch
+from recipes_lib.training.layouts.launch_environment import read_launch
+from recipes_lib.training.trainers.arguments import build_training_arguments
 
 ROWS = {"per_device_train_batch_size": 3, "per_device_eval_batch_size": 5, "max_length": 24, "response_length": 8}
 LAYOUTS = {

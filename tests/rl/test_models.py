@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.adapter_roles import REWARD
+from recipes_lib.models.adapters.roles import REWARD
+from recipes_lib.models.heads.scoring import RewardModel, RewardStatistics, store_reward_statistics
 from recipes_lib.models.loading import load_tokenizer
-from recipes_lib.models.scoring import RewardModel, RewardStatistics, store_reward_statistics
 from recipes_lib.rl.models import load_actor_critic
-from recipes_lib.training.arguments import build_training_arguments
-from recipes_lib.training.launch import read_launch
+from recipes_lib.training.layouts.launch_environment import read_launch
+from recipes_lib.training.trainers.arguments import build_training_arguments
 
 IDS = torch.tensor([[10, 11, 2, 3, 2, 2, 1]])
 INPUTS = {"input_ids": IDS, "position_ids": torch.arange(7)[None], "last_positions": torch.arange(7)}

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, BloomConfig, LlamaConfig, LlamaForSequen
 from recipes_lib.config.schema import RewardsConfig
 from recipes_lib.data.prompts import PromptRow
 from recipes_lib.errors import ConfigError, DataError
-from recipes_lib.models.scoring import RewardModel
+from recipes_lib.models.heads.scoring import RewardModel
 from recipes_lib.rl.rewards import MAX_MODEL_SCORE, Rewards, load_reward_functions, load_rewards, verify_positions
 
 CHATS = [PromptRow("here", [1], [{"role": "user", "content": f"{n}?"}], {"solution": str(n)}) for n in range(3)]

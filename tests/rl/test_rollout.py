@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from recipes_lib.data.prompts import PromptRow
-from recipes_lib.models.heads import add_loss_head
-from recipes_lib.models.score_head import add_score_head
+from recipes_lib.models.heads.loss_head import add_loss_head
+from recipes_lib.models.heads.score_head import add_score_head
 from recipes_lib.rl.rollout import Rollout, compute_response_logps, compute_response_values, lay_out
 
 CPU = torch.device("cpu")

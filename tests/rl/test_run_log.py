@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 
 from recipes_lib.rl.run_log import RunLog
 from recipes_lib.rl.state import PPOState
-from recipes_lib.training.hooks.samples import Sample
+from recipes_lib.training.evaluation.samples import Sample
 
 
 @pytest.fixture

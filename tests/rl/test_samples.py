@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from recipes_lib.data.prompts import PromptData, PromptRow
+from recipes_lib.rl.monitor import ScoredSamples, choose_samples
 from recipes_lib.rl.rewards import Rewards
-from recipes_lib.rl.samples import ScoredSamples, choose_samples
 
 PROMPTS = [PromptRow("here", [n], f"prompt {n}", {}) for n in range(3)]
 

@@ -14,13 +14,13 @@ from torch.distributed.fsdp import fully_shard
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError, PreemptedError
-from recipes_lib.rl import sharding
-from recipes_lib.rl.sharding import beat_between, choose_placement, held_whole
+from recipes_lib.rl import models as sharding
+from recipes_lib.rl.models import beat_between, choose_placement, held_whole
 from recipes_lib.stopping import STOP
-from recipes_lib.training.arguments import build_training_arguments
-from recipes_lib.training.launch import Launch
-from recipes_lib.training.preemption import LeftError
-from recipes_lib.training.sharded_models import is_sharded
+from recipes_lib.training.guards.preemption import LeftError
+from recipes_lib.training.layouts.fsdp import is_sharded
+from recipes_lib.training.layouts.launch_environment import Launch
+from recipes_lib.training.trainers.arguments import build_training_arguments
 
 
 @pytest.fixture

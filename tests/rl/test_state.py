@@ -10,11 +10,11 @@ from transformers import TrainingArguments
 from recipes_lib.config.schema import PPOConfig
 from recipes_lib.errors import DataError
 from recipes_lib.models.saved_weights import BrokenSaveError
-from recipes_lib.rl.schedule import compute_schedule
+from recipes_lib.rl.rollout_schedule import compute_schedule
 from recipes_lib.rl.state import PPOState, compare_state_with_live, load_state, stage_state
 from recipes_lib.rl.update import Learner
-from recipes_lib.training.checkpoint_saver import CheckpointSaver
-from recipes_lib.training.checkpoints import find_damage, find_last_complete
+from recipes_lib.training.checkpoints.manifest import find_damage, find_last_complete
+from recipes_lib.training.checkpoints.saver import CheckpointSaver
 
 
 def build(tmp_path, seed, width=3):

@@ -14,18 +14,18 @@ from tests.rl import keys_task
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import DivergedError, PreemptedError
-from recipes_lib.inspection.ppo import PPOInspection
-from recipes_lib.models import sampling
+from recipes_lib.inspection.policy_optimization import PPOInspection
+from recipes_lib.models.generation import sampling
 from recipes_lib.planning.disk import compute_disk
 from recipes_lib.rl import collect
-from recipes_lib.rl import samples as samples_module
+from recipes_lib.rl import monitor as samples_module
 from recipes_lib.rl import trainer as trainer_module
 from recipes_lib.rl.rewards import Rewards
 from recipes_lib.rl.trainer import PPOTrainer
 from recipes_lib.rl.update import Updater
 from recipes_lib.stopping import STOP
-from recipes_lib.training.checkpoints import list_checkpoints
-from recipes_lib.training.launch_files import plan_launch
+from recipes_lib.training.checkpoints.manifest import list_checkpoints
+from recipes_lib.training.layouts.launch_files import plan_launch
 
 # Eight answers a step, two steps an epoch, two epochs: three iterations are twelve steps.
 SHORT = {

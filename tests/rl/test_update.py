@@ -18,15 +18,14 @@ from recipes_lib.config.schema import PPOConfig
 from recipes_lib.errors import DivergedError
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.rl import update
-from recipes_lib.rl.guard import UpdateGuard
 from recipes_lib.rl.models import load_actor_critic
 from recipes_lib.rl.ppo_math import compute_policy_loss
 from recipes_lib.rl.rollout import compute_response_logps, compute_response_values, lay_out
-from recipes_lib.rl.schedule import compute_schedule
-from recipes_lib.rl.update import Learner, Updater
-from recipes_lib.training.arguments import build_training_arguments
-from recipes_lib.training.launch import read_launch
-from recipes_lib.training.progress import SilentProgress
+from recipes_lib.rl.rollout_schedule import compute_schedule
+from recipes_lib.rl.update import Learner, UpdateGuard, Updater
+from recipes_lib.training.layouts.launch_environment import read_launch
+from recipes_lib.training.monitoring.progress import SilentProgress
+from recipes_lib.training.trainers.arguments import build_training_arguments
 
 CPU = torch.device("cpu")
 LENGTHS = [(3, 5), (7, 1), (1, 4), (4, 2), (2, 8), (3, 3), (5, 6), (2, 1)]

@@ -11,14 +11,14 @@ from transformers import AutoTokenizer
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import AdapterConfig
-from recipes_lib.data.collators import PackedCollator
-from recipes_lib.models.adapters import add_adapter
+from recipes_lib.data.packed.collators import PackedCollator
+from recipes_lib.models.adapters.lora import add_adapter
 from recipes_lib.models.loading import load_causal_lm
-from recipes_lib.training.arguments import build_training_arguments
-from recipes_lib.training.launch import read_launch
-from recipes_lib.training.metrics import StepCounter
-from recipes_lib.training.observer import Observer
-from recipes_lib.training.sft import SFTTrainer
+from recipes_lib.training.layouts.launch_environment import read_launch
+from recipes_lib.training.monitoring.metrics import StepCounter
+from recipes_lib.training.monitoring.observer import Observer
+from recipes_lib.training.trainers.arguments import build_training_arguments
+from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
 
 TRAINING: dict[str, Any] = {
     "bf16": False,

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import distributed, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from recipes_lib.config.recipes import read_defaults
 from recipes_lib.config.schema import (
     AdapterConfig,
     DataConfig,
@@ -26,19 +27,18 @@ from recipes_lib.config.schema import (
     RecipeConfig,
     TokensConfig,
 )
-from recipes_lib.config.stages import read_defaults
-from recipes_lib.data.pair_audit import PairAudit
-from recipes_lib.data.pair_data import PairData
-from recipes_lib.training.arguments import build_training_arguments
-from recipes_lib.training.dpo import DPOTrainer, prepare_reference
-from recipes_lib.training.hooks.pair_evaluation import EvaluatePairs
-from recipes_lib.training.launch import read_launch
-from recipes_lib.training.metrics import StepCounter
-from recipes_lib.training.observer import Observer
-from recipes_lib.training.pair_attention import PairAttention, build_pair_collator
-from recipes_lib.training.policy import load_policy
-from recipes_lib.training.preference import build_objective
-from recipes_lib.training.progress import SilentProgress
+from recipes_lib.data.pairs.audit import PairAudit
+from recipes_lib.data.pairs.pair_data import PairData
+from recipes_lib.training.evaluation.held_out import EvaluatePairs
+from recipes_lib.training.layouts.launch_environment import read_launch
+from recipes_lib.training.monitoring.metrics import StepCounter
+from recipes_lib.training.monitoring.observer import Observer
+from recipes_lib.training.monitoring.progress import SilentProgress
+from recipes_lib.training.trainers.arguments import build_training_arguments
+from recipes_lib.training.trainers.dpo_trainer import DPOTrainer, prepare_reference
+from recipes_lib.training.trainers.pair_batches import PairAttention, build_pair_collator
+from recipes_lib.training.trainers.preference_objective import build_objective
+from recipes_lib.training.trainers.trained_model import load_policy
 
 # Every run collects garbage; what was imported is none, and takes most of the time to look at.
 gc.freeze()

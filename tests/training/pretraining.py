@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.training.pretrain import PretrainTrainer
+from recipes_lib.training.trainers.next_token_trainer import PretrainTrainer
 
 ROOT = Path(__file__).parents[2]
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "rivers", "carry", "sand", "towards", "sea", "every", "day")

@@ -15,10 +15,10 @@ from tests.training import pairs, pretraining, trajectories
 from torch import distributed
 
 from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
-from recipes_lib.training.invariants import StartChecks
-from recipes_lib.training.launch import read_launch
-from recipes_lib.training.pretrain import PretrainTrainer
+from recipes_lib.training.guards.start_checks import StartChecks
+from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.run import start_run
+from recipes_lib.training.trainers.next_token_trainer import PretrainTrainer
 
 KEYS: dict[str, Any] = {
     "max_steps": 7,

@@ -19,9 +19,9 @@ from transformers import TrainerCallback
 
 from recipes_lib.config.schema import GuardsConfig
 from recipes_lib.errors import DivergedError
-from recipes_lib.training.replay import compute_checksums
-from recipes_lib.training.sft import SFTTrainer
-from recipes_lib.training.spikes import Spike
+from recipes_lib.training.guards.replay import compute_checksums
+from recipes_lib.training.guards.step_guard import Spike
+from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
 
 MAX_ROW = 8
 """Ids of ordinary rows are below 4 plus this, so that others come as a surprise."""

@@ -13,27 +13,27 @@ from tests.training.trajectories import Recorder, make_packs
 from torch import distributed
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from recipes_lib.config.distillation_keys import DistillationConfig
-from recipes_lib.config.layer_keys import LayersConfig
+from recipes_lib.commands.distill.distill_store import build_compute
 from recipes_lib.config.schema import (
     DataConfig,
+    DistillationConfig,
     EvaluationConfig,
+    LayersConfig,
     ModelConfig,
     RecipeConfig,
     RewardsConfig,
     TokensConfig,
 )
-from recipes_lib.data.collators import PackedCollator
-from recipes_lib.distill_store import build_compute
-from recipes_lib.models.attention import AttentionChoice
-from recipes_lib.training.arguments import build_training_arguments
-from recipes_lib.training.distill import DistillationTrainer, prepare_teaching
-from recipes_lib.training.launch import read_launch
-from recipes_lib.training.metrics import StepCounter
-from recipes_lib.training.observer import Observer
-from recipes_lib.training.progress import build_progress
-from recipes_lib.training.teacher import is_own_teacher, load_teacher, map_teacher_vocabulary
-from recipes_lib.training.teacher_store import StoreIdentity, identify_store, write_store
+from recipes_lib.data.packed.collators import PackedCollator
+from recipes_lib.distillation.distill_trainer import DistillationTrainer, prepare_teaching
+from recipes_lib.distillation.teacher import is_own_teacher, load_teacher, map_teacher_vocabulary
+from recipes_lib.distillation.teacher_store import StoreIdentity, identify_store, write_store
+from recipes_lib.models.attention.kernels import AttentionChoice
+from recipes_lib.training.layouts.launch_environment import read_launch
+from recipes_lib.training.monitoring.metrics import StepCounter
+from recipes_lib.training.monitoring.observer import Observer
+from recipes_lib.training.monitoring.progress import build_progress
+from recipes_lib.training.trainers.arguments import build_training_arguments
 
 KEYS: dict[str, Any] = {
     "bf16": False,

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.config.show import flatten_config
 from recipes_lib.errors import ConfigError, DivergedError, LostPeerError, PreemptedError
-from recipes_lib.training.checkpoints import write_complete
-from recipes_lib.training.launch import Launch
+from recipes_lib.training.checkpoints.manifest import write_complete
+from recipes_lib.training.guards.watchdog import WATCHDOG
+from recipes_lib.training.layouts.launch_environment import Launch
 from recipes_lib.training.run import RECORDED, Run, describe_process, fingerprint_config, start_run
-from recipes_lib.training.watchdog import WATCHDOG
 
 
 @pytest.fixture(autouse=True)

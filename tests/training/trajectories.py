@@ -21,13 +21,13 @@ from recipes_lib.config.schema import (
     RecipeConfig,
     TokensConfig,
 )
-from recipes_lib.data.collators import PackedCollator
-from recipes_lib.training.arguments import build_training_arguments
-from recipes_lib.training.launch import read_launch
-from recipes_lib.training.metrics import StepCounter
-from recipes_lib.training.observer import EvaluationHook, Observer
-from recipes_lib.training.progress import build_progress
-from recipes_lib.training.sft import SFTTrainer
+from recipes_lib.data.packed.collators import PackedCollator
+from recipes_lib.training.layouts.launch_environment import read_launch
+from recipes_lib.training.monitoring.metrics import StepCounter
+from recipes_lib.training.monitoring.observer import EvaluationHook, Observer
+from recipes_lib.training.monitoring.progress import build_progress
+from recipes_lib.training.trainers.arguments import build_training_arguments
+from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
 
 
 def make_packs(num_rows: int = 16, *, seed: int = 0) -> Dataset:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import yaml
 
 from recipes_lib.config.document import unique_pairs
-from recipes_lib.config.renames import MIXTURE_RENAMED, RETIRED_VALUES
+from recipes_lib.config.migration.renames import MIXTURE_RENAMED, RETIRED_VALUES
 from recipes_lib.config.table import Schema, describe
 from recipes_lib.errors import Problem
 

@@ -13,15 +13,14 @@ from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.config.schema import DataConfig, RecipeConfig
 from recipes_lib.config.token_ids import count_before_end, find_end_tokens
-from recipes_lib.data.broken_rows import BrokenRows
-from recipes_lib.data.chat import RowEncoder
-from recipes_lib.data.encoding import build_encoder, read_seed
-from recipes_lib.data.format_messages import RowError, check_text, clean_messages
-from recipes_lib.data.formats import canonicalize, detect_format
-from recipes_lib.data.rows import Message, Row
-from recipes_lib.data.source_mixtures import Mixture, load_test_data, load_train_data
-from recipes_lib.data.source_rows import RawRow
-from recipes_lib.data.splits import compute_row_digest, find_overlap, refuse_overlap, split_rows
+from recipes_lib.data.chat.encoder import RowEncoder
+from recipes_lib.data.packed.encoding import build_encoder, read_seed
+from recipes_lib.data.sources.broken_rows import BrokenRows
+from recipes_lib.data.sources.formats import canonicalize, detect_format
+from recipes_lib.data.sources.messages import RowError, check_text, clean_messages
+from recipes_lib.data.sources.mixtures import Mixture, load_test_data, load_train_data
+from recipes_lib.data.sources.rows import Message, RawRow, Row
+from recipes_lib.data.sources.splits import compute_row_digest, find_overlap, refuse_overlap, split_rows
 from recipes_lib.errors import DataError, Problem, merge_alike, raise_problems
 
 logger = logging.getLogger(__name__)

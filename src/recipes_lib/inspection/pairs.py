@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from recipes_lib.inspection.base import Inspection, Say
+from recipes_lib.inspection.sections import Inspection, Say
 
 if TYPE_CHECKING:
-    from recipes_lib.data.pair_data import PairData
+    from recipes_lib.data.pairs.pair_data import PairData
 
 
 class PairInspection(Inspection):
@@ -26,7 +26,7 @@ class PairInspection(Inspection):
 
     def look_at_data(self, say: Say) -> None:
         """How many pairs there are, how long they are, and the audit."""
-        from recipes_lib.data.pair_data import load_pair_data
+        from recipes_lib.data.pairs.pair_data import load_pair_data
 
         if self.tokenizer is None:
             return
@@ -49,14 +49,14 @@ class PairInspection(Inspection):
         terminators = self._data.audit.terminators if self._data else ()
         self.say_agreement(say, self._data.longest if self._data else self.config.tokens.max_length, terminators)
         if self.config.stage == "reward":
-            from recipes_lib.models.score_head import set_pad_token
+            from recipes_lib.models.heads.score_head import set_pad_token
 
             set_pad_token(SimpleNamespace(config=self.model_config), self.tokenizer, terminators)  # type: ignore[arg-type]
             say(f"the score is read at the end; {self.tokenizer.pad_token!r} pads")
 
     def look_at_kernels(self, say: Say) -> None:
         """As for every stage, and whether a prompt is computed once for both answers."""
-        from recipes_lib.models.shared_prompt import supports_shared_prompt
+        from recipes_lib.models.attention.shared_prompt import supports_shared_prompt
 
         super().look_at_kernels(say)
         if self.model_config is None or self._data is None:

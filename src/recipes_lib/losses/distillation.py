@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recipes_lib.losses.divergence import compute_divergence
+from recipes_lib.losses.divergence import TopLogps, compute_divergence, learn_top
 from recipes_lib.losses.projection import Projection, ProjectionGradients, build_projection
-from recipes_lib.losses.top_k import TopLogps, learn_top
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recipes_lib.losses.projection import Projection, ProjectionGradients, build_projection
-from recipes_lib.losses.vocabulary_share import VocabularyShare
+from recipes_lib.losses.projection import Projection, ProjectionGradients, VocabularyShare, build_projection
 
 
 class TokenSums(NamedTuple):

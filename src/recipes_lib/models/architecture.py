@@ -25,11 +25,10 @@ from recipes_lib.config.schema import ModelConfig
 from recipes_lib.config.token_ids import count_ids
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.loading import load_causal_lm, load_model_config
-from recipes_lib.models.parts import Part
-from recipes_lib.models.stages import build_part_class
-from recipes_lib.models.tensor_parallel import distribute, verify_can_be_cut
-from recipes_lib.models.text_part import freeze_outside_text
-from recipes_lib.models.zero3 import loaded_whole
+from recipes_lib.models.parallel.pipeline_parallel import Part, build_part_class
+from recipes_lib.models.parallel.tensor_parallel import distribute, verify_can_be_cut
+from recipes_lib.models.parallel.zero3 import loaded_whole
+from recipes_lib.models.structure import freeze_outside_text
 
 VOCAB_MULTIPLE: Final = 64
 """An embedding whose rows are a multiple of this multiplies faster on tensor cores."""

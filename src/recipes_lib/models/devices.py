@@ -11,7 +11,10 @@ from accelerate.utils import send_to_device
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from recipes_lib.models.unwrapping import unwrap_adapter
+
+def unwrap_adapter(model: Any) -> Any:
+    """Return the model inside a PEFT wrapper, its layers still under their adapters; any other model as it is."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def find_device(model: nn.Module) -> torch.device:

@@ -33,11 +33,11 @@ from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.errors import ConfigError, Problem, UserError
 from recipes_lib.hub import go_offline_unless_reachable
 from recipes_lib.models.model_files import find_damage
+from recipes_lib.models.parallel.tensor_parallel import verify_can_be_cut
+from recipes_lib.models.parallel.zero3 import gather_where_used
 from recipes_lib.models.quantization import keep_differentiable
 from recipes_lib.models.remote_code import verify_remote_code
-from recipes_lib.models.tensor_parallel import verify_can_be_cut
-from recipes_lib.models.text_part import freeze_outside_text
-from recipes_lib.models.zero3 import gather_where_used
+from recipes_lib.models.structure import freeze_outside_text
 
 
 def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedTokenizerBase:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.planning.batch_ramp import RowStarts, compute_row_starts
-from recipes_lib.planning.schedule import Schedule, build_schedule
+from recipes_lib.planning.schedule import RowStarts, Schedule, build_schedule, compute_row_starts
 
 Phase = tuple[int, Sequence[float]]
 """First row of a phase of the curriculum, and the weight of each source in it."""

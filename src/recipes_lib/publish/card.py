@@ -9,16 +9,144 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from recipes_lib.errors import escape_controls
-from recipes_lib.files import read_record
-from recipes_lib.publish.card_facts import (
-    describe_data,
-    describe_effort,
-    list_curve,
-    list_limits,
-    read_events,
-    trace_lineage,
+from recipes_lib.errors import DataError, escape_controls
+from recipes_lib.files import read_lines, read_record
+
+Record = Mapping[str, Any]
+Row = tuple[str, ...]
+
+MAX_CURVE_ROWS: Final = 10
+_MAX_GENERATIONS: Final = 8
+_COUNTS: Final = {"num_rows": "rows", "num_tokens": "tokens", "num_target_tokens": "of them trained on"}
+_BOARD_WATTS: Final = (
+    *(("B200", 1000), ("MI300X", 750), ("H200", 700), ("H100 PCIe", 350), ("H100 80GB HBM3", 700)),
+    *(("A100-SXM4", 400), ("L40S", 350), ("L4", 72), ("T4", 70), ("RTX 4090", 450), ("RTX 3090", 350)),
 )
+"""Rated power of a board, from the makers' data sheets; a name stands before every name that it contains."""
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of ``metrics.jsonl`` by step; nothing where there is none, and no line that is cut off."""
+    events = [event for event in read_lines(folder / "metrics.jsonl") if event and isinstance(event.get("step"), int)]
+    return sorted(events, key=lambda event: int(event["step"]))
+
+
+def trace_lineage(record: Record) -> list[Row]:
+    """Return the stages that led to a model, the first one first, as far as their records are on this machine."""
+    rows: list[Row] = []
+    while len(rows) < _MAX_GENERATIONS:
+        config = record["config"]
+        start, commit = config.get("model_name_or_path"), record.get("model_commit") or config.get("model_revision")
+        told = "random weights" if start is None else _name_place(str(start))
+        rows.append((record["stage"], f"{told} at {commit}" if commit else told, name_data(config)))
+        try:
+            record = read_record(Path(str(start)) / "run.json", {"stage": str, "config": dict})
+        except DataError:
+            break  # The first of them, or none that a recipe left.
+    return rows[::-1]
+
+
+def name_data(config: Record) -> str:
+    """Return the datasets of a run with their revisions, and their weights in a mixture; of files the last name."""
+    parts = config.get("dataset_mixture") or [
+        {"name": config.get("dataset_name"), "revision": config.get("dataset_revision")}
+    ]
+    return ", ".join(_name_part(part) for part in parts if part.get("name"))
+
+
+def describe_data(record: Record) -> Iterator[Row]:
+    """Yield how much there was of each split, and the fingerprint of its sources."""
+    data: Record = record.get("data") or {}
+    sources = data.get("inputs", {}).get("sources", {}) if isinstance(data.get("inputs"), Mapping) else {}
+    for split, counts in data.items():
+        if isinstance(counts, Mapping) and counts.keys() & _COUNTS.keys():
+            told = [f"{counts[name]:,} {word}" for name, word in _COUNTS.items() if isinstance(counts.get(name), int)]
+            yield split, ", ".join(told), str(sources.get(split, ""))[:16]
+
+
+def describe_effort(record: Record, events: Sequence[Record]) -> Iterator[Row]:
+    """Yield what the training took: device, time, cost, tokens, operations, and at most how much energy."""
+    last = next((event for event in reversed(events) if event.get("kind") == "train"), {})
+    hardware, num_devices = record.get("hardware", {}), record.get("num_processes", 1)
+    if hardware.get("device"):
+        yield "device", f"{num_devices} x {hardware['device']}"
+    hours = last.get("seconds", 0) / 3600
+    if hours:
+        yield "training time", f"{hours:.2f} h, {hours * num_devices:.2f} device hours"
+    price = record["config"].get("device_hour_price")
+    if hours and price:
+        yield "cost", f"{hours * num_devices * price:,.2f}, at {price:g} for a device hour"
+    for name, word in (("num_tokens", "tokens"), ("num_target_tokens", "tokens trained on")):
+        if last.get(name):
+            yield word, f"{last[name]:,}"
+    if last.get("num_flops"):
+        yield "operations", f"{last['num_flops']:.3g} FLOP"
+    if last.get("memory_bytes"):
+        yield "peak memory", f"{last['memory_bytes'] / 1e9:.1f} GB on the main process"
+    watts = find_board_power(str(hardware.get("device", "")))
+    if hours and watts:
+        yield (
+            "energy",
+            f"at most {hours * num_devices * watts / 1000:.2f} kWh: {watts} W a board, without the machine around it",
+        )
+
+
+def find_board_power(device: str) -> int | None:
+    """Return the rated power of a GPU in watts; ``None`` where it is not known."""
+    return next((watts for name, watts in _BOARD_WATTS if re.search(rf"\b{name}\b", device)), None)
+
+
+def list_curve(events: Sequence[Record]) -> list[Row]:
+    """Return step, loss and held-out loss at up to ``MAX_CURVE_ROWS`` steps, the first and the last among them."""
+    steps: dict[int, dict[str, Any]] = {}
+    for event in events:
+        steps.setdefault(event["step"], {}).update({key: event[key] for key in ("loss", "eval_loss") if key in event})
+    known = [(step, figures) for step, figures in steps.items() if figures]
+    places = min(MAX_CURVE_ROWS, len(known))
+    chosen = sorted({round(place * (len(known) - 1) / max(places - 1, 1)) for place in range(places)})
+    return [
+        (str(step), *(_show(figures.get(name)) for name in ("loss", "eval_loss")))
+        for step, figures in (known[at] for at in chosen)
+    ]
+
+
+def list_limits(record: Record, figures: Record) -> Iterator[str]:
+    """Yield what the figures do not show, and what went wrong on the way."""
+    if record["stage"] == "pretrain":
+        yield "It continues text. Nobody has taught it to answer, to refuse, or to stop where an answer ends."
+    yield "Nothing was measured here of its bias, its safety, or the truth of what it says."
+    if not figures:
+        yield "Nothing was held out: no figure says how it does on what it has not seen."
+    for finding in (record.get("data") or {}).get("findings", ()):
+        if finding.get("severity") != "ok":
+            yield f"Data: {finding['found']}."
+    if record.get("rollbacks"):
+        yield f"Spikes of the loss were undone {len(record['rollbacks'])} times, by leaving rows out."
+    for gate in record.get("failed_gates") or ():
+        yield f"A gate of its report failed: {gate}."
+    config = record["config"]
+    name = config.get("dataset_name")
+    if name and not config.get("dataset_revision") and not Path(name).exists():
+        yield f"No revision of {name} was named: its rows may be others now."
+    if (record.get("git_commit") or "-dirty").endswith("-dirty"):
+        yield "The code that made it is no commit."
+
+
+def _name_place(name: str) -> str:
+    """Of a file or folder the last name."""
+    return Path(name).name if Path(name).exists() else name
+
+
+def _name_part(part: Record) -> str:
+    name, revision = str(part["name"]), part.get("revision")
+    amounts = [f" ({key} {part[key]:g})" for key in ("weight", "repeat") if part.get(key) is not None]
+    told = Path(name).name if Path(name).exists() or Path(name).is_absolute() else name
+    return told + (f" at {revision}" if revision else "") + "".join(amounts)
+
+
+def _show(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else "" if value is None else str(value)
+
 
 CHART: Final = "report/loss.png"
 _CHAT = (

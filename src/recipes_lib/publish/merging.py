@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,12 +16,59 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedToken
 
 from recipes_lib.config.schema import ModelConfig, QuantizationConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.adapters import adapters_off, load_adapter
-from recipes_lib.models.adapters_saved import ADAPTER_WEIGHTS
-from recipes_lib.models.agreement import compare, compute_next_token_logps
-from recipes_lib.models.attention import choose_kernel
+from recipes_lib.models.adapters.lora import adapters_off, load_adapter
+from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS
+from recipes_lib.models.attention.kernels import choose_kernel
 from recipes_lib.models.loading import load_causal_lm, load_model_config
 from recipes_lib.models.quantization import build_quantization_config
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Means over all positions of all texts.
+
+    Attributes:
+        mean_kl: Kullback-Leibler divergence from the first model to the second, in nats a token.
+        same_choice: Share of the positions at which both would choose the same token.
+        num_tokens: Positions.
+    """
+
+    mean_kl: float
+    same_choice: float
+    num_tokens: int
+
+
+def compute_next_token_logps(model: Any, texts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return for each text the log-probabilities of the token after each of its tokens, ``float32 (T, V)``, in nats.
+
+    Args:
+        model: A causal language model in evaluation mode.
+        texts: Token ids.
+    """
+    with torch.no_grad():
+        return [_compute_logps(model, text) for text in texts]
+
+
+def compare(first: Sequence[Tensor], second: Sequence[Tensor]) -> Agreement:
+    """Compare two models by what ``compute_next_token_logps`` gave for them on the same texts.
+
+    Source: ``torch.nn.functional.kl_div``; ``tests/publish/test_agreement.py``.
+    """
+    kls, choices = zip(*_compare_each(first, second), strict=True)
+    num_tokens = sum(len(logps) for logps in first)
+    return Agreement(float(sum(kls)) / num_tokens, int(sum(choices)) / num_tokens, num_tokens)
+
+
+def _compute_logps(model: Any, text: Sequence[int]) -> Tensor:
+    logits: Tensor = model(input_ids=torch.tensor([list(text)], device=model.device), use_cache=False).logits[0]
+    return logits.float().log_softmax(dim=-1).cpu()
+
+
+def _compare_each(first: Sequence[Tensor], second: Sequence[Tensor]) -> Iterator[tuple[float, int]]:
+    for ours, theirs in zip(first, second, strict=True):
+        divergence = (ours.exp() * (ours - theirs)).sum(dim=-1)
+        yield divergence.sum(dtype=torch.float64).item(), int((ours.argmax(-1) == theirs.argmax(-1)).sum())
+
 
 _PACKAGES: Final = ("torch", "transformers", "peft", "bitsandbytes", "recipes-lib")
 

@@ -13,7 +13,7 @@ from jinja2 import Environment
 
 from recipes_lib.report.charts import draw_charts, smooth
 from recipes_lib.report.problems import find_problems
-from recipes_lib.report.reliability import draw_reliability
+from recipes_lib.report.reward_report import draw_reliability
 from recipes_lib.report.reward_verdict import read_verdict
 from recipes_lib.report.run_files import Record, RunFiles, read_curve, read_number, read_run
 from recipes_lib.report.template import PAGE, STYLE

@@ -15,8 +15,8 @@ from torch import Tensor, distributed
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from recipes_lib.data.prompts import PromptRow
-from recipes_lib.models.sampling import Generator, mask_answers, read_continuation
-from recipes_lib.rl.models import ActorCritic
+from recipes_lib.models.generation.sampling import Generator, mask_answers, read_continuation
+from recipes_lib.rl.models import ActorCritic, beat_between, held_whole
 from recipes_lib.rl.rewards import Rewards
 from recipes_lib.rl.rollout import (
     Rollout,
@@ -25,10 +25,9 @@ from recipes_lib.rl.rollout import (
     compute_response_values,
     lay_out,
 )
-from recipes_lib.rl.schedule import Stream
-from recipes_lib.rl.sharding import beat_between, held_whole
-from recipes_lib.training.progress import TrainingProgress
-from recipes_lib.training.watchdog import WATCHDOG
+from recipes_lib.rl.rollout_schedule import Stream
+from recipes_lib.training.guards.watchdog import WATCHDOG
+from recipes_lib.training.monitoring.progress import TrainingProgress
 
 
 @dataclass(frozen=True, slots=True)

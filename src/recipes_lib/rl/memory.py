@@ -20,13 +20,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from recipes_lib.config.schema import ModelConfig, RecipeConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.losses.projection import CHUNK_BYTES
-from recipes_lib.models.adapter_roles import CRITIC, REWARD, add_critic, add_reward
-from recipes_lib.models.adapters import add_adapter
-from recipes_lib.models.adapters_saved import find_adapter, find_shareable, read_base
-from recipes_lib.models.heads import add_loss_head
+from recipes_lib.models.adapters.lora import add_adapter
+from recipes_lib.models.adapters.roles import CRITIC, REWARD, add_critic, add_reward
+from recipes_lib.models.adapters.saved import find_adapter, find_shareable, read_base
+from recipes_lib.models.devices import unwrap_adapter
+from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.loading import load_model_config
 from recipes_lib.models.quantization import count_quantized_bytes
-from recipes_lib.models.unwrapping import unwrap_adapter
 from recipes_lib.planning.disk import count_state_bytes
 
 SAMPLING_BYTES: Final = 44

@@ -4,33 +4,88 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.adapter_roles import CRITIC, AdapterScorer, add_critic, drop_scorers, role
-from recipes_lib.models.adapters_saved import find_adapter, find_shareable
-from recipes_lib.models.attention import choose_attention
-from recipes_lib.models.dropout import disable_dropout
-from recipes_lib.models.generation import set_stop_tokens
-from recipes_lib.models.heads import add_loss_head, verify_loss_head
+from recipes_lib.models.adapters.roles import CRITIC, AdapterScorer, add_critic, drop_scorers, role
+from recipes_lib.models.adapters.saved import find_adapter, find_shareable
+from recipes_lib.models.attention.kernels import choose_attention
+from recipes_lib.models.devices import unwrap_adapter
+from recipes_lib.models.generation.stop_tokens import set_stop_tokens
+from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
+from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
+from recipes_lib.models.heads.scoring import RewardModel, RewardStatistics, read_reward_statistics, read_scale
+from recipes_lib.models.inference import disable_dropout
 from recipes_lib.models.loading import load_model_config
-from recipes_lib.models.score_head import add_score_head, load_reward_model
-from recipes_lib.models.scoring import RewardModel, RewardStatistics, read_reward_statistics, read_scale
-from recipes_lib.models.unwrapping import unwrap_adapter
-from recipes_lib.rl.sharding import choose_placement
-from recipes_lib.training.activation_checkpointing import read_selective
-from recipes_lib.training.launch import Launch
-from recipes_lib.training.policy import load_policy
-from recipes_lib.training.sharded_models import is_sharded, reshard
+from recipes_lib.training.guards.preemption import leave_if_asked, stop_if_agreed
+from recipes_lib.training.layouts.fsdp import gathered, is_sharded, reshard, settle_precision, shard
+from recipes_lib.training.layouts.launch_environment import Launch, verify_engine
+from recipes_lib.training.optim.activation_checkpointing import read_selective
+from recipes_lib.training.trainers.trained_model import load_policy
+
+
+def choose_placement(args: TrainingArguments, launch: Launch) -> Callable[[Any], Any]:
+    """Return what brings a loaded model to where it computes: whole on this process's device, or sharded over all.
+
+    Under FSDP every process must bring the same models in the same order.
+
+    Args:
+        args: Device and precision.
+        launch: How this process was launched.
+
+    Raises:
+        ConfigError: FSDP was launched and accelerate is running without it.
+    """
+    if not launch.engine:
+        return lambda model: model.to(args.device)
+    accelerator = Accelerator(mixed_precision=args.mixed_precision)
+    verify_engine(launch, accelerator.distributed_type)
+    settle_precision(accelerator)
+    return partial(shard, accelerator)
+
+
+@contextmanager
+def held_whole(model: Any) -> Iterator[None]:
+    """Have all weights of a model on every process meanwhile, so that nobody within waits for another; all must enter.
+
+    Whoever leaves by a ``LeftError`` calls ``stop_if_agreed`` next, and meets there those who came to the end.
+
+    Args:
+        model: Sharded; with any other there is nothing to do.
+
+    Raises:
+        PreemptedError: At the end, on all processes: one was asked to stop.
+    """
+    if not is_sharded(model):
+        yield
+        return
+    with gathered(model):
+        yield
+    stop_if_agreed()
+
+
+def beat_between(model: Any) -> None:
+    """Tell of progress between forward passes, and leave if asked to: alone, or together where all take part in them.
+
+    Raises:
+        LeftError: This process was asked, and the model is its own.
+        PreemptedError: One was asked, and the model is sharded.
+    """
+    if is_sharded(model):
+        stop_if_agreed()
+    else:
+        leave_if_asked()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from recipes_lib.config.schema import RewardsConfig
 from recipes_lib.data.prompts import PromptRow
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.reward_tokens import Answer
-from recipes_lib.models.scoring import TOO_LONG, RewardModel, read_positions
+from recipes_lib.models.heads.scoring import TOO_LONG, Answer, RewardModel, read_positions
 
 MAX_MODEL_SCORE: Final = 10.0
 """Bound of a reward model's score, in its standard deviations: what lies beyond is not what it was trained on."""

@@ -10,10 +10,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from recipes_lib.rl.state import PPOState
-from recipes_lib.training.hooks.samples import SAMPLES_FILE, Sample
-from recipes_lib.training.metrics import METRICS_FILE, MetricsWriter, read_peak_memory
-from recipes_lib.training.progress import TrainingProgress, build_progress
-from recipes_lib.training.trackers import Trackers
+from recipes_lib.training.evaluation.samples import SAMPLES_FILE, Sample
+from recipes_lib.training.monitoring.metrics import METRICS_FILE, MetricsWriter, read_peak_memory
+from recipes_lib.training.monitoring.progress import TrainingProgress, build_progress
+from recipes_lib.training.monitoring.trackers import Trackers
 
 
 class RunLog:

@@ -16,22 +16,22 @@ from transformers.trainer_utils import SaveStrategy
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import PromptData
 from recipes_lib.errors import PreemptedError
-from recipes_lib.rl.answering import build_collector
-from recipes_lib.rl.engines import verify_engine
-from recipes_lib.rl.guard import UpdateGuard
+from recipes_lib.rl.engines.engine import build_collector, verify_engine
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import (
+    ScoredSamples,
     average_steps,
+    choose_samples,
     describe_rollout,
     describe_values,
     verify_first_rollout,
 )
-from recipes_lib.rl.ppo_math import KLController
+from recipes_lib.rl.ppo_math import KLController, compute_targets
+from recipes_lib.rl.reward_guard import RewardGuard
 from recipes_lib.rl.rewards import Rewards
 from recipes_lib.rl.rollout import Rollout, share
+from recipes_lib.rl.rollout_schedule import PPOSchedule, choose_prompts, compute_schedule, verify_warmup
 from recipes_lib.rl.run_log import RunLog
-from recipes_lib.rl.samples import ScoredSamples, choose_samples
-from recipes_lib.rl.schedule import PPOSchedule, choose_prompts, compute_schedule, verify_warmup
 from recipes_lib.rl.state import (
     PPOState,
     compare_own_shards_with_live,
@@ -39,15 +39,13 @@ from recipes_lib.rl.state import (
     load_state,
     stage_state,
 )
-from recipes_lib.rl.targets import compute_targets
-from recipes_lib.rl.update import Learner, Updater
+from recipes_lib.rl.update import Learner, UpdateGuard, Updater
 from recipes_lib.stopping import STOP
-from recipes_lib.training.arguments import get_compute_dtype
-from recipes_lib.training.checkpoint_saver import CheckpointSaver, Staged
-from recipes_lib.training.preemption import LeftError, end_stopped, leave_if_asked, stop_if_agreed
-from recipes_lib.training.rehearsal import count_bytes
-from recipes_lib.training.reward_guard import RewardGuard
-from recipes_lib.training.watchdog import WATCHDOG
+from recipes_lib.training.checkpoints.dry_run import count_bytes
+from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged
+from recipes_lib.training.guards.preemption import LeftError, end_stopped, leave_if_asked, stop_if_agreed
+from recipes_lib.training.guards.watchdog import WATCHDOG
+from recipes_lib.training.trainers.arguments import get_compute_dtype
 
 
 class PPOTrainer:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -16,7 +17,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import Trainer, TrainingArguments, get_scheduler
 
 from recipes_lib.config.schema import PPOConfig
-from recipes_lib.rl.guard import UpdateGuard
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import Figures, verify_first_minibatch
 from recipes_lib.rl.ppo_math import (
@@ -26,11 +26,103 @@ from recipes_lib.rl.ppo_math import (
     compute_value_loss,
 )
 from recipes_lib.rl.rollout import Rollout, compute_response_logps, compute_response_values, lay_out
-from recipes_lib.rl.schedule import PPOSchedule, Stream
-from recipes_lib.training.optimizers import get_decay_names
-from recipes_lib.training.progress import TrainingProgress
-from recipes_lib.training.sharded_models import is_sharded
-from recipes_lib.training.watchdog import WATCHDOG
+from recipes_lib.rl.rollout_schedule import PPOSchedule, Stream
+from recipes_lib.training.guards.step_facts import StepInputs, stop_before_update
+from recipes_lib.training.guards.watchdog import WATCHDOG
+from recipes_lib.training.layouts.fsdp import is_sharded
+from recipes_lib.training.monitoring.progress import TrainingProgress
+from recipes_lib.training.optim.optimizers import get_decay_names
+
+_SPOKEN: Final = {
+    "scores": "rewards",
+    "engine_logps": "log-probabilities of generation",
+    "logps": "log-probabilities of the policy",
+    "ref_logps": "log-probabilities of the reference",
+    "values": "values of the critic",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateGuard:
+    """Stops all processes alike where a number is none, and puts down what it came from.
+
+    Attributes:
+        output_dir: Of the run.
+        find_prompt: Gives the place of an answer's prompt among the prompts of the run, by the answer's number.
+
+    Source: ``recipes_lib.training.guards.step_facts``, by which every stage stops; ``tests/rl/test_guard.py``.
+    """
+
+    output_dir: Path
+    find_prompt: Callable[[int], int]
+
+    def judge_answers(self, rollout: Rollout, *, step: int) -> None:
+        """Look at everything that an iteration will learn from; every process has the same answers, and must call.
+
+        Args:
+            rollout: All answers, before any target was worked out.
+            step: The first one of the iteration, from 1.
+
+        Raises:
+            DivergedError: Something of an answer is not finite.
+        """
+        bad = {name: _find_bad_rows(getattr(rollout, name), rollout.mask) for name in _SPOKEN}
+        name = next((name for name, rows in bad.items() if rows.any()), None)
+        if name is None:
+            return
+        rows = torch.stack(list(bad.values())).any(dim=0).nonzero().flatten().tolist()
+        why = f"the {_SPOKEN[name]} of {int(bad[name].sum())} of {len(rollout)} answers are not finite"
+        self._stop({}, StepInputs(*self._describe([rollout.take(rows)])), step=step, facts={}, why=why)
+
+    def judge(
+        self,
+        learner: str,
+        parameters: Mapping[str, Tensor],
+        parts: Sequence[Rollout],
+        losses: Sequence[Tensor],
+        *,
+        step: int,
+        loss: float,
+        learning_rate: float,
+        norm: float,
+    ) -> None:
+        """Look at a step whose gradients were summed over the processes, before they are clipped.
+
+        Args:
+            learner: Whose step it is.
+            parameters: Its own, with their gradients.
+            parts: This process's micro-batches.
+            losses: Its share of each.
+            step: Number of the step, from 1.
+            loss: Of all processes.
+            learning_rate: Of the update.
+            norm: Of the gradients.
+
+        Raises:
+            DivergedError: Loss or norm are not finite.
+        """
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        batches, row_ids = self._describe(parts)
+        inputs = StepInputs(batches, row_ids, losses=list(losses))
+        facts = {"learner": learner, "loss": loss, "grad_norm": norm, "learning_rate": learning_rate}
+        self._stop(parameters, inputs, step=step, facts=facts, learner=learner)
+
+    def _stop(self, parameters: Mapping[str, Tensor], inputs: StepInputs, why: str = "", **more: Any) -> None:
+        stop_before_update(parameters, inputs, output_dir=self.output_dir, why=why, **more)
+
+    def _describe(self, parts: Sequence[Rollout]) -> tuple[list[dict[str, Tensor]], list[list[int]]]:
+        """Everything known of each part's answers, prompts and answers as tokens besides; and their prompts' places."""
+        cpu = torch.device("cpu")
+        batches = [{"input_ids": lay_out(part, cpu).inputs["input_ids"], **dict(part.tensors())} for part in parts]
+        return batches, [[self.find_prompt(number) for number in part.numbers.tolist()] for part in parts]
+
+
+def _find_bad_rows(values: Tensor, mask: Tensor) -> Tensor:
+    """Rows where a value is not finite, ``bool (B,)``; behind an answer anything may stand."""
+    bad = ~torch.isfinite(values)
+    return bad if bad.dim() == 1 else (bad & mask).any(dim=1)
+
 
 EARLY_STOP_FACTOR: Final = 1.5
 """Multiple of ``target_kl`` at which the updates of an iteration end."""

@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, Final, TextIO
 
 import torch
@@ -37,29 +36,35 @@ from recipes_lib.errors import (
 from recipes_lib.files import is_inside, read_record, replace_record, verify_fields
 from recipes_lib.models.loading import find_commit
 from recipes_lib.models.model_files import find_missing, list_model_files
-from recipes_lib.peers import explain_lost_connection
+from recipes_lib.processes import explain_lost_connection
 from recipes_lib.stopping import STOP
-from recipes_lib.training.checkpoints import (
+from recipes_lib.training.checkpoints.manifest import (
     clear_leftovers,
     find_last_complete,
     read_complete,
     supersede,
 )
-from recipes_lib.training.combinations import verify_combination
-from recipes_lib.training.extension import EXTENDABLE, find_common_checkpoint
-from recipes_lib.training.launch import Launch, verify_accelerator, verify_expected, verify_rendezvous
-from recipes_lib.training.optimizers import verify_optimizer
-from recipes_lib.training.progress import build_progress
-from recipes_lib.training.resumption import (
+from recipes_lib.training.checkpoints.resume import (
     BATCH_KEYS,
+    EXTENDABLE,
     agree_on_checkpoint,
     count_rows_per_step,
+    find_common_checkpoint,
     keep_batch,
     verify_checkpoint_fits,
 )
-from recipes_lib.training.rollback import read_rollbacks
-from recipes_lib.training.trackers import verify_trackers
-from recipes_lib.training.watchdog import WATCHDOG
+from recipes_lib.training.guards.rollback import read_rollbacks
+from recipes_lib.training.guards.watchdog import WATCHDOG
+from recipes_lib.training.layouts.compatibility import verify_combination
+from recipes_lib.training.layouts.launch_environment import (
+    Launch,
+    verify_accelerator,
+    verify_expected,
+    verify_rendezvous,
+)
+from recipes_lib.training.monitoring.progress import build_progress
+from recipes_lib.training.monitoring.trackers import verify_trackers
+from recipes_lib.training.optim.optimizers import verify_optimizer
 
 RUN_FILE = "run.json"
 RECORDED: Final = {"stage": str, "config": dict, "rows_per_step": int | None, "started": str | None}
@@ -166,7 +171,8 @@ class Run:
         if isinstance(error, OSError) and not self.output_dir.is_dir():
             found = "it is gone: something has renamed or deleted it, or its disk was unmounted"
             return ConfigError(Problem(str(self.output_dir), found, "bring it back and run the same command"))
-        if isinstance(error, UnpicklingError):  # Of torch's `weights_only`, which reads tensors and runs nothing.
+        # By name, since no pickle is read here: torch's `weights_only` found another object than tensors.
+        if type(error).__name__ == "UnpicklingError":
             found = f"is not loaded: a file in it holds more than tensors ({str(error).splitlines()[0]})"
             remedy = "delete the checkpoint: the same command resumes from the one before it"
             return ConfigError(Problem(str(self.resume_from or self.output_dir), found, remedy))

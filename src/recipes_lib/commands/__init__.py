@@ -1,0 +1,1 @@
+"""The ``recipes`` subcommands, each imported only when it is asked for."""

@@ -1,0 +1,100 @@
+"""``recipes check``: every problem of a run at once, on a laptop, found by the very functions that training calls."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from rich.console import Console
+
+from recipes_lib.config.loader import parse_command, split_stage
+from recipes_lib.config.migration.migrate import migrate
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.errors import EXIT_DONE, EXIT_USER, Problem
+from recipes_lib.training.layouts.launch_environment import Launch, add_pipeline_flags, name_pipeline
+from recipes_lib.training.layouts.launch_files import find_launch_file, plan_launch
+
+if TYPE_CHECKING:
+    from recipes_lib.inspection.sections import Inspection
+
+INSPECTIONS: Final = {
+    "pretrain": ("recipes_lib.inspection.supervised", "PretrainInspection"),
+    "sft": ("recipes_lib.inspection.supervised", "SFTInspection"),
+    "lora": ("recipes_lib.inspection.supervised", "SFTInspection"),
+    "reward": ("recipes_lib.inspection.pairs", "PairInspection"),
+    "dpo": ("recipes_lib.inspection.pairs", "PairInspection"),
+    "ppo": ("recipes_lib.inspection.policy_optimization", "PPOInspection"),
+    "distill": ("recipes_lib.inspection.supervised", "DistillationInspection"),
+    **dict.fromkeys(("rloo", "grpo"), ("recipes_lib.inspection.policy_optimization", "GroupInspection")),
+}
+"""Stage -> module and class that look at its runs."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return 0 when nothing was found and 2 otherwise.
+
+    Raises:
+        ConfigError: The configuration does not load or there is no such launch file, so that nothing else can be looked
+            at.
+    """
+    parser = argparse.ArgumentParser(prog="recipes check", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--stage", help="recipe to check for (default: what the file's name begins with, or sft)")
+    parser.add_argument("--hardware", help="launch file that the run will have: of accelerate_configs/, or path")
+    parser.add_argument(
+        "--num_processes", type=int, help="processes that the run will have (default: of the launch file, or 1)"
+    )
+    add_pipeline_flags(parser)
+    parser.add_argument(
+        "--migrate", type=Path, metavar="OLD", help="print OLD, of TRL or alignment-handbook, as a recipe"
+    )
+    parser.add_argument("--config", metavar="F", help="the recipe; further --key value flags override it")
+    options, overrides = parser.parse_known_args(argv)
+    stage, _ = split_stage(argv)
+    if options.migrate:
+        return _print_migration(options.migrate, stage if options.stage else None)
+    config = parse_command(stage, [*(["--config", options.config] if options.config else []), *overrides])
+    if isinstance(config, str):
+        sys.stdout.write(f"{config}\n")
+        return EXIT_DONE
+    launch_file = find_launch_file(options.hardware) if options.hardware else None
+    launch = plan_launch(
+        launch_file, options.num_processes, name_pipeline(options.pipeline_stages, options.pipeline_schedule)
+    )
+    problems = check(config, launch, Console(highlight=False), launch_file)
+    return EXIT_USER if problems else EXIT_DONE
+
+
+def check(config: RecipeConfig, launch: Launch, console: Console, launch_file: Path | None = None) -> list[Problem]:
+    """Look at a run from end to end and return everything that would stop it; facts and problems are printed.
+
+    Args:
+        config: The run; it has loaded, so its keys are right.
+        launch: How it will be started.
+        console: Where the findings go.
+        launch_file: By which; ``None`` where that is not known.
+    """
+    module, name = INSPECTIONS[config.stage]
+    inspection: Inspection = getattr(importlib.import_module(module), name)(config, launch, console, launch_file)
+    inspection.look_at_everything()
+    count = len(inspection.problems)
+    console.print(f"\n{count} problem{'s' * (count != 1)}" if count else "\nready to train")
+    return inspection.problems
+
+
+def _print_migration(path: Path, stage: str | None) -> int:
+    """Print the rewritten file on standard output, and on standard error what changed and what is left."""
+    migration = migrate(path, stage)
+    sys.stdout.write(migration.text)
+    for change in migration.changes:
+        place = f"{path}:{change.line}" if change.line else str(path)
+        sys.stderr.write(f"{'you decide' if change.by_hand else 'changed'}  {place}: {change.what}\n")
+    stage = migration.stage
+    if not migration.is_ready:
+        sys.stderr.write("not yet a recipe: settle the last lines above\n")
+        return EXIT_USER
+    sys.stderr.write(f"a recipe of {stage}: name the file {stage}.yaml or {stage}_*.yaml, or write --stage {stage}\n")
+    return EXIT_DONE

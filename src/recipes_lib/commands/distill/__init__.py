@@ -1,0 +1,1 @@
+"""Subcommands of distillation: store a teacher's answers and probabilities, build a student, chain assistants."""

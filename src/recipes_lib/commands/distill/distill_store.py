@@ -1,0 +1,119 @@
+"""``recipes distill-store``: ask a teacher about every target once, and keep what it says for any number of runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from recipes_lib.config.loader import parse_command
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+    from recipes_lib.distillation.teacher_store import ComputeTop, RecordFormat
+
+NUM_CHECKED: Final = 16
+"""Rows about which the teacher is asked again before its store is trusted."""
+ALLOWED: Final = {"float32": 0.02, "float16": 0.1, "bfloat16": 0.1}
+"""Nats a target by which the second answer may differ, by the precision of the products."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Write the store of a run of distillation, or hold the one that is there against the teacher.
+
+    Raises:
+        ConfigError: The configuration asks for no store, or the teacher cannot be loaded.
+        DataError: The disk is full, or the store is not what the teacher says.
+    """
+    parsed = parse_command("distill", argv)
+    if isinstance(parsed, str):
+        sys.stdout.write(parsed)
+        return
+    if parsed.distillation.teacher_top_k is None:
+        where = str(parsed.path or "command line")
+        remedy = "write `teacher_top_k: 64`; with it the run learns from the store"
+        raise ConfigError(Problem(where, "`teacher_top_k` is missing: how many tokens are to be kept", remedy))
+    store(parsed)
+
+
+def store(config: RecipeConfig) -> None:
+    """Write the store of a run, or go on with it, and hold it against the teacher.
+
+    Raises:
+        ConfigError: As ``main``.
+        DataError: As ``main``.
+    """
+    from recipes_lib.data.packed.collators import PackedCollator
+    from recipes_lib.data.packed.store import find_set, hold_lock
+    from recipes_lib.data.packed.training_data import load_training_data
+    from recipes_lib.distillation.teacher import load_teacher, map_teacher_vocabulary
+    from recipes_lib.distillation.teacher_store import compare_with_teacher, identify_store, read_store, write_store
+    from recipes_lib.models.attention.kernels import choose_attention
+    from recipes_lib.models.loading import load_tokenizer
+    from recipes_lib.training.layouts.launch_environment import read_launch
+    from recipes_lib.training.trainers.arguments import build_training_arguments, get_compute_dtype
+    from recipes_lib.training.trainers.trained_model import load_verified_config
+
+    tokenizer = load_tokenizer(config.model, config.tokens)
+    vocabulary = map_teacher_vocabulary(config, tokenizer)
+    data = load_training_data(config, lambda _: tokenizer)
+    identity = identify_store(config, vocabulary, data.record)
+    args = build_training_arguments(config, read_launch(), has_eval=False)
+    model_config = load_verified_config(config, tokenizer, data.longest, vocabulary)
+    attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing)
+    teacher: Any = load_teacher(config, attention, args, vocabulary)
+    teacher.to(args.device)
+    collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
+    compute = build_compute(config, identity.format, teacher, collate, args)
+    with hold_lock(identity.root, identity.key):
+        found = find_set(identity.root, identity.key, check_bytes=True)
+        if found is None:
+            batch_size = args.per_device_eval_batch_size
+            found = write_store(identity, data.train, compute, batch_size=batch_size, tell=_Tell(len(data.train)))
+    taught = read_store(identity, data.train)
+    dtype = str(get_compute_dtype(args)).removeprefix("torch.")
+    off = compare_with_teacher(identity, taught, compute, num_rows=NUM_CHECKED, allowed=ALLOWED[dtype])
+    size = identity.format.dtype.itemsize
+    num_targets = int(taught.counts.sum())
+    sys.stdout.write(
+        f"{num_targets:,} targets of {size} bytes, {num_targets * size / 1e9:.2f} GB; {identity.format.k} tokens of "
+        f"{identity.format.num_tokens:,} each\nasked again, the teacher is {off:.1e} nats off\npath {found.path}\n"
+    )
+
+
+def build_compute(
+    config: RecipeConfig, record: RecordFormat, teacher: Any, collate: Any, args: TrainingArguments
+) -> ComputeTop:
+    """Return the function that asks the teacher about rows, in the precision of the run."""
+    import torch
+
+    from recipes_lib.distillation.teacher import ask_teacher
+    from recipes_lib.distillation.teacher_store import read_targets
+    from recipes_lib.training.trainers.arguments import get_compute_dtype
+
+    dtype, device = get_compute_dtype(args), args.device
+
+    def compute(rows: Sequence[Any]) -> Any:
+        batch = {name: value for name, value in collate(list(rows)).items() if name not in ("num_tokens", "row_ids")}
+        inputs = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+        labels = inputs.pop("labels")
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            temperature = config.distillation.distillation_temperature
+            top = ask_teacher(teacher, inputs, labels, k=record.k, temperature=temperature)
+        return top, read_targets(labels)
+
+    return compute
+
+
+class _Tell:
+    """Says on the terminal how many rows are done."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+
+    def __call__(self, num_done: int) -> None:
+        sys.stdout.write(f"{num_done:,} of {self._num_rows:,} rows\n")
+        sys.stdout.flush()

@@ -1,0 +1,75 @@
+"""``recipes student``: cut a student out of its teacher, some of its layers and everything else, to be distilled."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+from recipes_lib.config.schema import ModelConfig, TokensConfig
+from recipes_lib.errors import ConfigError, Problem
+
+RECORD_FILE: Final = "student.json"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command.
+
+    Raises:
+        ConfigError: A flag is wrong, the teacher cannot be loaded or cut; then nothing is left behind.
+    """
+    options = _parse(argv)
+    if options.output.exists() and (not options.output.is_dir() or any(options.output.iterdir())):
+        raise ConfigError(Problem("--output", f"{options.output} is not empty", "name another folder"))
+    from transformers.utils.logging import disable_progress_bar
+
+    from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
+    from recipes_lib.models.structure import cut_layers, map_layers, verify_copy
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    teacher = ModelConfig(model_name_or_path=options.teacher, model_revision=options.revision, dtype="auto")
+    tokenizer = load_tokenizer(teacher, TokensConfig())
+    teacher_config, _ = load_model_config(teacher)
+    count = teacher_config.get_text_config().num_hidden_layers
+    layers = options.layers or list(map_layers(_check_count(options.num_layers, count), count))
+    model = load_causal_lm(teacher, "eager")
+    num_before = model.num_parameters()
+    cut_layers(model, layers)
+    model.config.use_cache = True
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=options.output.parent, prefix=f".{options.output.name}-") as folder:
+        student = Path(folder) / options.output.name
+        model.save_pretrained(student)
+        tokenizer.save_pretrained(student)
+        again = load_causal_lm(ModelConfig(model_name_or_path=str(student), dtype="auto"), "eager")
+        verify_copy(again, model, options.output)
+        record = {"teacher": options.teacher, "teacher_revision": options.revision, "layers": layers, "of": count}
+        (student / RECORD_FILE).write_text(json.dumps(record, indent=1), encoding="utf-8")
+        student.replace(options.output)
+    sys.stdout.write(
+        f"layers       {', '.join(map(str, layers))} of {count}\n"
+        f"parameters   {model.num_parameters():,} of {num_before:,}\n"
+        f"written to {options.output}; distil it by `model_name_or_path: {options.output}`\n"
+    )
+
+
+def _check_count(num_layers: int, count: int) -> int:
+    if not 1 <= num_layers <= count:
+        found = f"{num_layers} layers are asked for, and the teacher has {count}"
+        raise ConfigError(Problem("--num_layers", found, f"write a number from 1 to {count}"))
+    return num_layers
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="recipes student", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--teacher", required=True, metavar="ID", help="Hub id or folder of the model to cut it out of")
+    parser.add_argument("--revision", metavar="REV", help="commit, tag or branch of a Hub teacher")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--num_layers", type=int, metavar="K", help="layers, evenly spaced, the last among them")
+    which.add_argument("--layers", type=int, nargs="+", metavar="N", help="these layers, counted from 1")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to make, not there or empty")
+    return parser.parse_args(argv)

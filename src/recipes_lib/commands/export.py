@@ -1,0 +1,130 @@
+"""``recipes export``: make a model that any tool loads of a checkpoint, sharded or whole, on a machine without GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Final
+
+from recipes_lib.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_OF_TRAINING: Final = ("COMPLETE.json", "trainer_state.json", "model.safetensors.index.json")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command.
+
+    Raises:
+        ConfigError: As ``export_checkpoint``.
+    """
+    parser = argparse.ArgumentParser(prog="recipes export", description=__doc__, allow_abbrev=False)
+    parser.add_argument("checkpoint", type=Path, help="folder `checkpoint-N` of a run")
+    parser.add_argument("output", type=Path, help="folder to make, not there or empty")
+    options = parser.parse_args(argv)
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    num_parameters = export_checkpoint(options.checkpoint, options.output)
+    sys.stdout.write(f"{num_parameters:,} parameters written to {options.output}\n")
+
+
+def export_checkpoint(checkpoint: Path, output: Path) -> int:
+    """Write the model or the adapter of a checkpoint as the end of its run would, and open it again.
+
+    Host memory holds the weights once, and the largest tensors of them twice for a moment.
+
+    Args:
+        checkpoint: Sealed, of any stage of one model.
+        output: Where it goes; it must not be there, or be empty.
+
+    Returns:
+        Number of parameters.
+
+    Raises:
+        ConfigError: The checkpoint is damaged, or holds what cannot be made a model of; or ``output`` holds something.
+        BrokenSaveError: What was written is not whole.
+
+    Source: ``tests/commands/test_export.py``, ``tests/distributed/test_sharded.py``.
+    """
+    from recipes_lib.training.checkpoints.manifest import find_damage
+
+    if output.exists() and any(output.iterdir()):
+        raise ConfigError(Problem(str(output), "holds something already", "name a folder that is not there"))
+    if damage := find_damage(checkpoint):
+        raise ConfigError(Problem(str(checkpoint), damage, "name another checkpoint"))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as folder:
+        staging = Path(folder) / output.name
+        staging.mkdir()
+        for file in checkpoint.iterdir():
+            if file.suffix in (".json", ".jinja", ".model", ".txt") and file.name not in _OF_TRAINING:
+                shutil.copy(file, staging)
+        write = _write_adapter if (checkpoint / "adapter_config.json").exists() else _write_model
+        num_parameters = write(checkpoint, staging)
+        staging.replace(output)
+    return num_parameters
+
+
+def _write_model(checkpoint: Path, folder: Path) -> int:
+    import torch
+    import transformers
+
+    from recipes_lib.models.saved_weights import read_published_shapes, verify_weights
+    from recipes_lib.training.checkpoints.sharded import read_whole_weights
+
+    if not (checkpoint / "config.json").exists():
+        found = "holds no model of one configuration, such as one of PPO with its critic"
+        raise ConfigError(Problem(str(checkpoint), found, "let the run end: the model is in its output directory"))
+    config = transformers.AutoConfig.from_pretrained(checkpoint)
+    name = next(iter(config.architectures or ()), "no architecture")
+    architecture: Any = getattr(transformers, name, None)
+    if architecture is None:
+        raise ConfigError(Problem(str(checkpoint / "config.json"), f"transformers has no {name}"))
+    with torch.device("meta"):
+        model = architecture(config)
+    _give(model, read_whole_weights(checkpoint), checkpoint)
+    # Off while packed documents had to be kept apart.
+    model.config.use_cache = True
+    if (checkpoint / "generation_config.json").exists():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(checkpoint)
+    model.save_pretrained(folder)
+    return verify_weights(folder, read_published_shapes(model))
+
+
+def _give(model: Any, weights: Mapping[str, Tensor], checkpoint: Path) -> None:
+    """Make weights a model's own.
+
+    Raises:
+        ConfigError: They are not those of this model.
+    """
+    try:
+        _, unknown = model.load_state_dict(weights, strict=False, assign=True)
+    except RuntimeError as error:
+        raise ConfigError(Problem(str(checkpoint), f"its weights and its config.json differ: {error}")) from error
+    model.tie_weights()
+    missing = [name for name, tensor in model.named_parameters() if tensor.is_meta]
+    if unknown or missing:
+        found = f"its weights are not those of its config.json: {', '.join([*unknown, *missing][:4])}"
+        raise ConfigError(Problem(str(checkpoint), found))
+
+
+def _write_adapter(checkpoint: Path, folder: Path) -> int:
+    from safetensors.torch import save_file
+
+    from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS, name_in_file, read_such_an_init
+    from recipes_lib.models.saved_weights import verify_weights
+    from recipes_lib.training.checkpoints.sharded import read_whole_weights
+
+    if init := read_such_an_init(checkpoint):
+        found = f"its adapter fits a base that {init} had taken it out of, and that no file holds"
+        raise ConfigError(Problem(str(checkpoint), found, "let the run end: its output directory holds the adapter"))
+    weights = {name_in_file(name): tensor for name, tensor in read_whole_weights(checkpoint).items()}
+    save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    return verify_weights(folder, {name: tensor.shape for name, tensor in weights.items()}, ADAPTER_WEIGHTS)

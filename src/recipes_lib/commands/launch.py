@@ -1,0 +1,227 @@
+"""``recipes launch``: one command for one CPU, one GPU, one machine or many; shows accelerate's command and runs it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from recipes_lib.config.loader import parse_command, split_stage
+from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
+from recipes_lib.training.layouts.compatibility import verify_combination
+from recipes_lib.training.layouts.launch_environment import (
+    add_pipeline_flags,
+    expect_launch,
+    name_pipeline,
+    read_environment,
+)
+from recipes_lib.training.layouts.launch_files import ENGINES, find_launch_file, plan_launch, read_launch_file
+
+PORT: Final = 29500
+"""At which the machines meet, unless something else is said; torchrun's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """The machines of a run.
+
+    Attributes:
+        num_machines: How many there are.
+        machine_rank: Number of this one.
+        main_process_ip: Name or address of machine 0; ``None`` where there is but one.
+        main_process_port: At which it listens.
+        told_by: Who says so, in words.
+    """
+
+    num_machines: int = 1
+    machine_rank: int = 0
+    main_process_ip: str | None = None
+    main_process_port: int = PORT
+    told_by: str = "one machine"
+
+
+def find_machines(environment: Mapping[str, str]) -> Machines:
+    """Return what the environment says of the machines of this run.
+
+    Args:
+        environment: Of the process that starts the others, on each machine.
+
+    Raises:
+        ConfigError: It is already one of the started processes, SLURM has not started it once on every node, or one of
+            torchrun's variables is no number.
+    """
+    if "LOCAL_RANK" in environment:
+        found = f"this is process {environment.get('RANK', environment['LOCAL_RANK'])} of a launch already"
+        raise ConfigError(Problem("recipes launch", found, "start the recipe itself: `python recipes/sft.py ...`"))
+    if "SLURM_JOB_ID" in environment:
+        return _read_slurm(environment)
+    if (num_machines := _read_number(environment, "PET_NNODES", 1)) > 1:
+        return Machines(
+            num_machines,
+            _read_number(environment, "PET_NODE_RANK", 0),
+            environment.get("PET_MASTER_ADDR", environment.get("MASTER_ADDR")),
+            _read_number(environment, "PET_MASTER_PORT", _read_number(environment, "MASTER_PORT", PORT)),
+            "torchrun's variables (PET_...)",
+        )
+    return Machines()
+
+
+def find_first_host(nodes: str) -> str:
+    """Return the first host of SLURM's list: ``gpu-017`` of ``gpu-[017-020,031],login``."""
+    name, _, rest = nodes.partition("[")
+    if not rest or "," in name:
+        return name.split(",")[0]
+    first = re.split(r"[-,\]]", rest)[0]
+    return f"{name}{first}{re.split(',', rest.partition(']')[2])[0]}"
+
+
+def _read_number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, str(default))
+    if not re.fullmatch("[0-9]+", text):
+        remedy = "write how many machines there are: a run has them all from its beginning to its end"
+        remedy = remedy if name == "PET_NNODES" else "write a number, or unset it"
+        raise ConfigError(Problem(name, f"{text!r} is no whole number", remedy))
+    return int(text)
+
+
+def _read_slurm(environment: Mapping[str, str]) -> Machines:
+    num_nodes = int(environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_JOB_NUM_NODES", "1")))
+    advice = "start it once on every node: `srun --ntasks-per-node=1 recipes launch ...`"
+    if num_nodes > 1 and "SLURM_STEP_NUM_NODES" not in environment:
+        raise ConfigError(Problem("recipes launch", f"SLURM gave {num_nodes} nodes, and this is one of them", advice))
+    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    if not re.fullmatch(r"1(\(x\d+\))?", tasks):
+        found = f"SLURM has started {tasks} tasks on a node, and each would start a process for every GPU"
+        raise ConfigError(Problem("recipes launch", found, advice))
+    if num_nodes == 1:
+        return Machines(told_by="SLURM, one node")
+    nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
+    return Machines(
+        num_nodes,
+        int(environment["SLURM_NODEID"]),
+        find_first_host(nodes),
+        # Two jobs may share a node.
+        20000 + int(environment["SLURM_JOB_ID"]) % 10000,
+        f"SLURM, {num_nodes} nodes",
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compose the command, show it, and become it.
+
+    Raises:
+        ConfigError: The configuration does not load, there is no such launch file or schedule, it does not go with the
+            recipe, this machine cannot do what it asks for, or nothing says where the first machine is.
+    """
+    parser = argparse.ArgumentParser(prog="recipes launch", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--stage", help="recipe to run (default: what the file's name begins with, or sft)")
+    parser.add_argument(
+        "--config", metavar="F", required=True, help="the recipe; further --key value flags override it"
+    )
+    parser.add_argument("--hardware", help="file of accelerate_configs/, or path (default: what this machine has)")
+    parser.add_argument("--num_processes", type=int, help="over all machines (default: one for each GPU)")
+    add_pipeline_flags(parser)
+    parser.add_argument("--num_machines", type=int, help="default: what SLURM or torchrun's variables say, or 1")
+    parser.add_argument("--machine_rank", type=int, help="number of this machine, from 0")
+    parser.add_argument("--main_process_ip", help="name or address of machine 0")
+    parser.add_argument("--main_process_port", type=int, help="at which machine 0 listens")
+    parser.add_argument("--dry_run", action="store_true", help="show the command and run nothing")
+    options, overrides = parser.parse_known_args(argv)
+    stage, _ = split_stage(argv)
+    recipe = [str(Path("recipes") / f"{stage}.py"), "--config", options.config, *overrides]
+    # A wrong key is told before any process starts, and so is what the two files cannot ask for together.
+    config = parse_command(stage, recipe[1:])
+    machines = _settle_machines(options, find_machines(read_environment()))
+    file = find_launch_file(options.hardware or choose_for_this_machine(machines.num_machines))
+    document = read_launch_file(file)
+    if machines.num_machines > 1 and document["distributed_type"] == "NO":
+        found = f"{file} is for one process: each of {machines.num_machines} machines would train a model of its own"
+        raise ConfigError(Problem("--hardware", found, "use accelerate_configs/ddp.yaml, or cpu_ddp.yaml on CPUs"))
+    num_processes = options.num_processes
+    if num_processes is None:
+        num_processes = _count_processes(file, document, machines)
+    if num_processes % machines.num_machines:
+        found = f"{num_processes} processes cannot be shared out to {machines.num_machines} machines"
+        raise ConfigError(Problem("--num_processes", found, "write as many for each machine"))
+    pipeline = name_pipeline(options.pipeline_stages, options.pipeline_schedule)
+    if not isinstance(config, str):
+        verify_combination(config, plan_launch(file, num_processes, pipeline), str(file))
+    command = compose(file, recipe, machines, num_processes)
+    told = [f"{name}={value}" for name, value in pipeline.items()] if options.pipeline_stages > 1 else []
+    sys.stderr.write(f"{machines.told_by}, {num_processes} processes by {file}:\n{shlex.join([*told, *command])}\n")
+    if options.dry_run:
+        return EXIT_DONE
+    sys.stderr.flush()
+    kind = document["distributed_type"]
+    expect_launch(num_processes, kind if kind in ENGINES else "", pipeline)
+    os.execv(command[0], command)
+    raise AssertionError("the process is another one now")
+
+
+def compose(file: Path, recipe: Sequence[str], machines: Machines, num_processes: int) -> list[str]:
+    """Return accelerate's command; the file is named, so that no ``default_config.yaml`` of the user is read."""
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(file)]
+    command += ["--num_processes", str(num_processes), "--num_machines", str(machines.num_machines)]
+    if machines.num_machines > 1:
+        command += ["--machine_rank", str(machines.machine_rank)]
+        command += ["--main_process_ip", str(machines.main_process_ip)]
+    if num_processes > 1:
+        command += ["--main_process_port", str(machines.main_process_port)]
+    return [*command, *recipe]
+
+
+def _settle_machines(options: argparse.Namespace, found: Machines) -> Machines:
+    """What the flags say, over what was found.
+
+    Raises:
+        ConfigError: Of several machines nobody says which this is or where the first one is.
+    """
+    names = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
+    given: dict[str, Any] = {name: value for name in names if (value := getattr(options, name)) is not None}
+    fields = {name: given.get(name, getattr(found, name)) for name in names}
+    told_by = f"{fields['num_machines']} machines, as the flags say" if "num_machines" in given else found.told_by
+    settled = Machines(**fields, told_by=told_by)
+    is_silent = "num_machines" in given and found.num_machines == 1 and "machine_rank" not in given
+    if settled.num_machines > 1 and (settled.main_process_ip is None or is_silent):
+        raise ConfigError(
+            Problem(
+                "--num_machines",
+                f"there are {settled.num_machines} machines, and nobody says which this is or where the first one is",
+                "write --machine_rank and --main_process_ip, or start under SLURM",
+            )
+        )
+    if not 0 <= settled.machine_rank < settled.num_machines:
+        found_ = f"machine {settled.machine_rank} of {settled.num_machines}: they count from 0"
+        raise ConfigError(Problem("--machine_rank", found_, "write the number of this machine"))
+    return settled
+
+
+def choose_for_this_machine(num_machines: int = 1) -> str:
+    """Return the name of the launch file that suits this machine, one of ``num_machines`` like it."""
+    from recipes_lib.hardware import count_accelerators
+
+    alone, together = {0: ("cpu", "cpu_ddp"), 1: ("single_gpu", "ddp")}.get(count_accelerators(), ("ddp", "ddp"))
+    return alone if num_machines == 1 else together
+
+
+def _count_processes(file: Path, document: dict[str, Any], machines: Machines) -> int:
+    """A process for each GPU of all machines; on CPUs, and on one GPU, what the file says.
+
+    Raises:
+        ConfigError: The file asks for GPUs, and there are none.
+    """
+    if document.get("use_cpu") or document["distributed_type"] == "NO":
+        return int(document.get("num_processes", 1))
+    from recipes_lib.hardware import count_accelerators
+
+    here = count_accelerators()
+    if not here:
+        found = f"{file} shares a run out to GPUs, and this machine has none"
+        raise ConfigError(Problem("--hardware", found, "write --hardware cpu or cpu_ddp, or start where GPUs are"))
+    return here * machines.num_machines

@@ -1,0 +1,332 @@
+"""``recipes tokenizer``: train a byte-level BPE tokenizer on any data that a recipe reads, and say how well it does."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Final, get_args
+
+from rich.console import Console
+
+from recipes_lib.config.schema import DatasetFormat
+from recipes_lib.errors import ConfigError, DataError, Problem, UserError, raise_problems
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from recipes_lib.data.chat.templates import ChatTemplate
+    from recipes_lib.data.sources.mixtures import Mixture
+    from recipes_lib.models.tokenizer_training import TokenUsage
+
+MAX_TAIL_BYTES: Final = 1 << 20
+"""Text that is held out, at most: 1 MiB tells bytes per token to three digits."""
+MAX_TAIL_SHARE: Final = 0.05
+"""Share of the text that is held out, at most."""
+
+_SECTION_CHARACTERS: Final = 1 << 12
+_LINE_START: Final = re.compile(r"\n(?=\S)")
+_FILE: Final = "tokenizer.json"
+_NUM_SHOWN: Final = 8
+_LABEL_WIDTH: Final = 16
+_TRIAL: Final = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command.
+
+    Raises:
+        ConfigError: A flag is wrong, the chat template cannot be used, or the output folder holds another tokenizer or
+            cannot be written.
+        DataError: The data cannot be read, or are too little for the vocabulary.
+    """
+    options = _parse(argv)
+    settings = _read_settings(options)
+    _open_folder(options.output_dir, options.vocab_size)
+    mixture = _open_data(options)
+    from recipes_lib.models.tokenizer_training import measure_usage, train_tokenizer
+
+    template = _prove_template(settings, options.chat_template)
+    tail = HeldOutTail()
+    texts = tail.split(read_texts(mixture, template))
+    tokenizer = train_tokenizer(texts, vocab_size=options.vocab_size, show_progress=sys.stderr.isatty(), **settings)
+    if len(tokenizer) < options.vocab_size:
+        found = f"the text yields {len(tokenizer):,} tokens, and --vocab_size is {options.vocab_size:,}"
+        remedy = f"give more text, or write --vocab_size {len(tokenizer)}: no pair is left that occurs twice"
+        raise DataError(Problem(", ".join(options.data), found, remedy))
+    is_new = write_tokenizer(tokenizer, options.output_dir)
+    with Console(stderr=True).status("counting tokens"):
+        usage = measure_usage(tokenizer, HeldOutTail().split(read_texts(mixture, template)))
+        held_out = measure_usage(tokenizer, tail.texts)
+    for line in describe(tokenizer, usage, held_out):
+        sys.stdout.write(f"{line}\n")
+    sys.stdout.write(f"{'written to' if is_new else 'the same as is already in'} {options.output_dir}\n")
+
+
+class HeldOutTail:
+    """Lets texts through and keeps the last of them: a twentieth of all, and no more than 1 MiB.
+
+    Attributes:
+        texts: What is kept, once ``split`` has come to its end.
+    """
+
+    def __init__(self) -> None:
+        self.texts: deque[str] = deque()
+        self._num_bytes = 0
+
+    def split(self, texts: Iterable[str]) -> Iterator[str]:
+        """Yield all texts but those kept, in their order; memory does not grow with their number."""
+        from recipes_lib.models.tokenizer_training import count_bytes
+
+        total = 0
+        for text in texts:
+            size = count_bytes(text)
+            total += size
+            self._num_bytes += size
+            self.texts.append(text)
+            while self._num_bytes > MAX_TAIL_BYTES:
+                yield self._release()
+        while self._num_bytes > total * MAX_TAIL_SHARE:
+            yield self._release()
+
+    def _release(self) -> str:
+        from recipes_lib.models.tokenizer_training import count_bytes
+
+        text = self.texts.popleft()
+        self._num_bytes -= count_bytes(text)
+        return text
+
+
+def read_texts(mixture: Mixture, template: ChatTemplate | None) -> Iterator[str]:
+    """Yield the text of every row as a model will read it, long ones in sections that begin where a line does.
+
+    No piece of text that a tokenizer looks at crosses the start of a line that is not indented.
+
+    Args:
+        mixture: The rows.
+        template: Renders chats; without one, what each turn says is the text.
+
+    Raises:
+        DataError: Rows cannot be read or rendered.
+    """
+    from recipes_lib.data.chat.templates import TemplateError
+
+    for row in mixture.rows():
+        if row.messages is None:
+            text = f"{row.prompt}{row.completion}" if row.text is None else row.text
+        elif template is None:
+            text = "\n".join(message.get("content") or "" for message in row.messages)
+        else:
+            try:
+                text = template.render(row.messages, tools=row.tools, variables=row.template_kwargs).text
+            except TemplateError as error:
+                found = f"the chat template refused the chat: {error}"
+                raise DataError(Problem(row.where, found, "mend the row, or the template")) from error
+        start = 0
+        while end := _LINE_START.search(text, start + _SECTION_CHARACTERS):
+            yield text[start : end.end()]
+            start = end.end()
+        yield text[start:]
+
+
+def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> bool:
+    """Write a tokenizer into ``folder``, all of it or nothing; return False when the very same is already there.
+
+    Raises:
+        ConfigError: The folder holds another one, or cannot be written.
+    """
+    try:
+        with TemporaryDirectory(dir=folder, prefix=".tokenizer-") as staging:
+            tokenizer.save_pretrained(staging)
+            # Whoever finds the file of the vocabulary finds the others beside it.
+            files = sorted(Path(staging).iterdir(), key=lambda file: (file.name == _FILE, file.name))
+            if (folder / _FILE).exists():
+                _refuse_another(files, folder)
+                return False
+            for file in files:
+                file.replace(folder / file.name)
+    except OSError as error:
+        raise ConfigError(
+            Problem(str(folder), f"cannot be written: {error.strerror}", "name another folder")
+        ) from error
+    return True
+
+
+def describe(tokenizer: PreTrainedTokenizerFast, usage: TokenUsage, held_out: TokenUsage) -> Iterator[str]:
+    """Yield what a tokenizer has learned, line by line.
+
+    Args:
+        tokenizer: The tokenizer.
+        usage: How it spells what it was trained on.
+        held_out: How it spells what it was not trained on.
+    """
+    specials = set(tokenizer.all_special_ids)
+    names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    unused = [index for index, count in enumerate(usage.counts) if not count and index not in specials]
+    num_bytes = sum(len(names[index]) == 1 for index in unused)
+    merges = [index for index in unused if len(names[index]) > 1]
+    yield _label("vocabulary", f"{len(tokenizer):,} tokens, {len(specials)} of them special")
+    yield _label("training text", _tell_usage(usage))
+    yield _label("held-out tail", _tell_usage(held_out) if held_out.num_bytes else "none: the text is too short")
+    yield _label("never used", f"{len(unused):,} tokens: {num_bytes} single bytes, {len(merges):,} merges")
+    if merges:
+        yield _label("", ", ".join(repr(tokenizer.decode([index])) for index in merges[:_NUM_SHOWN]))
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="recipes tokenizer", description=__doc__, allow_abbrev=False)
+    parser.add_argument("data", nargs="+", metavar="DATA", help="files, folders or Hub ids, of any layout")
+    parser.add_argument("--vocab_size", type=int, required=True, metavar="N", help="tokens, special ones included")
+    parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="folder to write it into")
+    parser.add_argument(
+        "--special_token", action="extend", nargs="+", default=[], metavar="T", help="further special tokens"
+    )
+    parser.add_argument("--eos_token", metavar="T", help="ends a text (default: <|endoftext|>)")
+    parser.add_argument("--chat_template", metavar="T", help="`chatml`, or a Jinja file; chats are read through it")
+    # Errors of the data name these keys of a recipe as the remedy.
+    parser.add_argument("--dataset_config", help="configuration of a Hub dataset")
+    parser.add_argument("--dataset_revision", help="commit, tag or branch of a Hub dataset")
+    parser.add_argument("--dataset_train_split", default="train", help="split to read (default: train)")
+    parser.add_argument("--dataset_format", default="auto", choices=get_args(DatasetFormat), help="layout of the rows")
+    return parser.parse_args(argv)
+
+
+def _read_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of ``train_tokenizer`` that the flags stand for.
+
+    Raises:
+        ConfigError: The chat template cannot be read, a special token is too short, or the vocabulary is too small.
+    """
+    from recipes_lib.models.tokenizer_training import (
+        CHATML_TEMPLATE,
+        CHATML_TOKENS,
+        EOS_TOKEN,
+        NUM_BYTES,
+        PAD_TOKEN,
+    )
+
+    problems: list[Problem] = []
+    eos_token = EOS_TOKEN if options.eos_token is None else options.eos_token
+    is_chatml = options.chat_template == "chatml"
+    special_tokens = [*(CHATML_TOKENS if is_chatml else ()), *options.special_token]
+    template = CHATML_TEMPLATE if is_chatml else None
+    if options.chat_template and not is_chatml:
+        try:
+            template = Path(options.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+            found = f"{options.chat_template} cannot be read: {reason}"
+            problems.append(Problem("--chat_template", found, "write `chatml`, or the path of a Jinja file"))
+    for token in (eos_token, *special_tokens):
+        if len(token) < 2:
+            found = f"{token!r} is no special token: it must not be what a byte of text is spelt as"
+            problems.append(Problem("--special_token, --eos_token", found, "write at least two characters"))
+    smallest = NUM_BYTES + len({eos_token, PAD_TOKEN, *special_tokens})
+    if options.vocab_size < smallest:
+        found = f"{options.vocab_size} is too small for {NUM_BYTES} bytes and {smallest - NUM_BYTES} special tokens"
+        problems.append(Problem("--vocab_size", found, f"write {smallest} or more"))
+    if problems:
+        raise ConfigError(*problems)
+    return {"eos_token": eos_token, "special_tokens": special_tokens, "chat_template": template}
+
+
+def _open_folder(folder: Path, vocab_size: int) -> None:
+    """Make the folder; refuse, before anything is trained, one whose tokenizer cannot be the same.
+
+    Raises:
+        ConfigError: It holds another tokenizer, or cannot be made.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = Problem(str(folder), f"cannot be made: {error.strerror}", "name another --output_dir")
+        raise ConfigError(problem) from error
+    if not (folder / _FILE).exists():
+        return
+    try:
+        found = Tokenizer.from_file(str(folder / _FILE)).get_vocab_size()
+    except Exception as error:  # The library raises plain ones.
+        raise _build_refusal(folder) from error
+    if found != vocab_size:
+        raise _build_refusal(folder)
+
+
+def _open_data(options: argparse.Namespace) -> Mixture:
+    """Return the rows of all the data.
+
+    Raises:
+        DataError: Some of them cannot be opened.
+    """
+    from recipes_lib.data.sources.canonical import load_source
+    from recipes_lib.data.sources.mixtures import Mixture, Part
+
+    parts: list[Part] = []
+    problems: list[Problem] = []
+    for name in options.data:
+        try:
+            source = load_source(
+                name,
+                config=options.dataset_config,
+                revision=options.dataset_revision,
+                split=options.dataset_train_split,
+                text_documents="file",  # Line ends are text, too.
+            )
+        except DataError as error:
+            problems += error.problems
+            continue
+        parts.append(Part(source=source, format=options.dataset_format))
+    raise_problems(problems, ", ".join(options.data))
+    return Mixture(parts=parts)
+
+
+def _prove_template(settings: dict[str, Any], name: str | None) -> ChatTemplate | None:
+    """Return the chat template, after training data were made through it, by a tokenizer that knows bytes alone.
+
+    Raises:
+        ConfigError: It does not compile, refuses a question and its answer, or does not end the answer.
+    """
+    if name is None:
+        return None
+    from recipes_lib.data.chat.encoder import RowEncoder
+    from recipes_lib.data.chat.templates import ChatTemplate
+    from recipes_lib.data.sources.rows import Row
+    from recipes_lib.models.tokenizer_training import train_tokenizer
+
+    tokenizer = train_tokenizer([], vocab_size=0, **settings)
+    try:
+        RowEncoder(tokenizer).encode([Row(source=name, index=0, messages=_TRIAL)])
+    except UserError as error:
+        problems = (Problem(f"--chat_template {name}", one.found, one.remedy) for one in error.problems)
+        raise ConfigError(*problems) from error
+    return ChatTemplate(settings["chat_template"], tokenizer.special_tokens_map)
+
+
+def _refuse_another(files: Sequence[Path], folder: Path) -> None:
+    """Do nothing when ``folder`` has the very same files.
+
+    Raises:
+        ConfigError: It has not.
+    """
+    for file in files:
+        there = folder / file.name
+        if not there.is_file() or there.read_bytes() != file.read_bytes():
+            raise _build_refusal(folder)
+
+
+def _build_refusal(folder: Path) -> ConfigError:
+    remedy = "name another --output_dir, or remove it"
+    return ConfigError(Problem(str(folder), "already holds another tokenizer", remedy))
+
+
+def _tell_usage(usage: TokenUsage) -> str:
+    return f"{usage.num_bytes:,} bytes, {int(usage.counts.sum()):,} tokens, {usage.bytes_per_token:.3f} bytes a token"
+
+
+def _label(name: str, text: str) -> str:
+    return f"{name:{_LABEL_WIDTH}}{text}"

@@ -1,0 +1,370 @@
+"""``recipes check --migrate``: rewrite a recipe of an older TRL or alignment-handbook, line by line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from recipes_lib.config.document import Entry, read_entries, read_text
+from recipes_lib.config.loader import check_text
+from recipes_lib.config.migration.legacy_datasets import COMPANIONS, LEGACY_KEYS, convert_datasets
+from recipes_lib.config.migration.meanings import MEANINGS
+from recipes_lib.config.migration.methods import Method, infer_method
+from recipes_lib.config.migration.renames import RETIRED_VALUES, read_known
+from recipes_lib.config.migration.shell_commands import is_command, parse_command_text
+from recipes_lib.config.rules import COMMIT, are_shares
+from recipes_lib.config.secrets import is_secret_key
+from recipes_lib.config.settings import DECISIONS
+from recipes_lib.config.suggest import explain_unknown
+from recipes_lib.config.table import KeyTable, load_table
+from recipes_lib.config.values import plain_value
+from recipes_lib.errors import ConfigError, Problem
+
+_WEIGHT_KEY = re.compile(r"\bweight(?=['\"]?\s*:)")
+_LENGTH_KEYS = {"max_length", "max_seq_length"}
+_TOKENIZER_KEYS = {"tokenizer_name_or_path", "tokenizer_name", "tokenizer"}
+_REWARDS_OF_TRL = {"accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"}
+"""What TRL's scripts call by a short name, of the module ``trl.rewards``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing that migration did, or left to the user.
+
+    Attributes:
+        line: Line of the old file; 0 when it concerns the file as a whole.
+        what: What was done, or what to decide.
+        by_hand: Whether the user has to decide or look.
+    """
+
+    line: int
+    what: str
+    by_hand: bool = False
+
+
+class Migration(NamedTuple):
+    """A rewritten file and what was changed in it.
+
+    Attributes:
+        text: The new file.
+        changes: What was done, and what is left to the user.
+        stage: The recipe that trains by it.
+        is_ready: Whether it loads, and trains by the method of the old file.
+    """
+
+    text: str
+    changes: list[Change]
+    stage: str
+    is_ready: bool
+
+
+def migrate(path: Path, stage: str | None = None) -> Migration:
+    """Rewrite a recipe, or a command line of TRL, to a file that loads; order and comments of what stays are kept.
+
+    A key that cannot be rewritten becomes a comment, and a change ``by_hand`` names it. What the result still lacks is
+    listed in the same way. A chat template that stands in the file is written to a file of its own beside ``path``.
+
+    Args:
+        path: The old file.
+        stage: The recipe that is to train by it; ``None`` to infer it from keys and names.
+
+    Raises:
+        ConfigError: The file cannot be read, repeats a key, is one JSON-like mapping in braces, or is of a method that
+            no recipe trains; or its chat template cannot be written.
+    """
+    problems: list[Problem] = []
+    text, names, launcher = read_text(path, problems), [path.stem, path.resolve().parent.name], ""
+    is_shell = text is not None and is_command(text)
+    if text is not None and is_shell:
+        command = parse_command_text(text, str(path))
+        names, launcher = [command.script], command.launcher
+        text = yaml.safe_dump(dict(command.values), sort_keys=False, allow_unicode=True, width=1000)
+    entries = [] if text is None else read_entries(text, str(path), problems)
+    lines = (text or "").splitlines()
+    for entry in entries:
+        line, column = _position(entry)
+        if lines[line][:column].strip():
+            problems.append(
+                Problem(entry.where, f"`{entry.key}` does not begin its line", "write one `key: value` a line")
+            )
+    if problems or text is None:
+        raise ConfigError(*problems)
+    method = infer_method(names, {entry.key: plain_value(entry.node) for entry in entries}, stage)
+    rewriter = _Rewriter(load_table(method.stage), text, entries, path)
+    rewriter.settle()
+    rewriter.drop_overruled()
+    for entry in entries:
+        rewriter.rewrite(entry)
+    rewriter.complete(method)
+    rewriter.remark_on_meaning()
+    changes = [_tell_method(method, is_given=stage is not None), *rewriter.changes]
+    if launcher.count(" ") > 1:
+        changes.append(Change(0, f"`{launcher}` is the launcher: see `recipes launch --hardware`", by_hand=True))
+    if is_shell:
+        # The lines are those of the keys, one a flag, which the user's file has not.
+        changes = [replace(change, line=0) for change in changes]
+    new_text = rewriter.apply()
+    left = [Problem("", method.doubt, "write the `--stage` of the file's own method")] if method.doubt else []
+    try:
+        check_text(method.stage, new_text, path)
+    except ConfigError as error:
+        left += error.problems
+    changes += [Change(0, f"{problem.found}: {problem.remedy}", by_hand=True) for problem in left]
+    return Migration(new_text, changes, method.stage, is_ready=not left)
+
+
+def _tell_method(method: Method, *, is_given: bool) -> Change:
+    why = "as --stage says" if is_given else method.why or "nothing in the file says another"
+    return Change(0, f"it is of the stage {method.stage}: {why}")
+
+
+@dataclass(slots=True)
+class _Rewriter:
+    table: KeyTable
+    text: str
+    entries: Sequence[Entry]
+    path: Path
+    changes: list[Change] = field(default_factory=list)
+    edits: dict[int, tuple[int, list[str]]] = field(default_factory=dict)
+    added: dict[str, Any] = field(default_factory=dict)
+    lines: list[str] = field(init=False)
+    values: dict[str, Any] = field(init=False)
+    taken: set[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lines = self.text.splitlines()
+        self.values = {entry.key: plain_value(entry.node) for entry in self.entries}
+        self.taken = {*self.values}
+
+    def settle(self) -> None:
+        """Take back keys of today, or the weaker old one, where upstream went by the old key beside them."""
+        entries, values = {entry.key: entry for entry in self.entries}, self.values
+        if values.get("warmup_ratio") is not None and values.get("warmup_steps", 1) in (0, None):
+            self._give_way(entries["warmup_steps"], "warmup_ratio")
+        if values.get("assistant_only_loss") is True and values.get("completion_only_loss", True) is False:
+            self._give_way(entries["completion_only_loss"], "assistant_only_loss")
+        stage = self.table.stage
+        if stage in ("ppo", "rloo") and values.get("sft_model_path") and values.get("model_name_or_path"):
+            # TRL took the policy from the first, and the tokenizer alone from the second.
+            model = entries["model_name_or_path"]
+            if values["model_name_or_path"] == values["sft_model_path"] or _TOKENIZER_KEYS & self.taken:
+                self._give_way(model, "sft_model_path")
+            else:
+                self._rename(model, "tokenizer_name_or_path")
+                self.taken = self.taken - {model.key} | {"tokenizer_name_or_path"}
+
+    def drop_overruled(self) -> None:
+        """Take back keys that another one leaves without effect, which upstream says nothing of."""
+        known, entries = read_known(self.table.stage), {entry.key: entry for entry in self.entries}
+        renamed = {known[key].new: value for key, value in self.values.items() if key in known}
+        for decision in DECISIONS:
+            decider = self.values.get(decision.decider, renamed.get(decision.decider))
+            is_given = decider is not None and decision.key in entries and decision.key != "warmup_steps"
+            # A number of steps that is none is refused when the result is read.
+            is_broken = decision.decider == "max_steps" and isinstance(decider, str)
+            if is_given and not is_broken and decision.voids(decider):
+                self._give_way(entries[decision.key], decision.decider)
+
+    def rewrite(self, entry: Entry) -> None:
+        """Decide what becomes of one key of the old file that is not settled yet."""
+        key, value = entry.key, self.values[entry.key]
+        if _position(entry)[0] in self.edits:
+            return
+        if key in LEGACY_KEYS and not (key == "dataset_mixture" and isinstance(value, list)):
+            self._rewrite_datasets(entry)
+        elif key in COMPANIONS and self.taken & {"dataset_mixer", "dataset_mixer_list"}:
+            self._replace(entry, {}, f"`{key}` went into the datasets")
+        elif key in self.table.keys:
+            self._rewrite_value(entry, value)
+        elif key == "chat_template" and isinstance(value, str) and "{" in value and self._takes("chat_template_path"):
+            self._move_template(entry, value)
+        elif key in read_known(self.table.stage):
+            self._rewrite_retired(entry, value)
+        elif is_secret_key(key):
+            self._replace(entry, {}, f"deleted `{key}`: secrets come from the environment", by_hand=True)
+        else:
+            problem = explain_unknown(entry, self.table, self.taken)
+            self._comment_out(entry, f"{problem.found}; {problem.remedy}")
+
+    def complete(self, method: Method) -> None:
+        """Add what the old file left to the name of its script, or to upstream's defaults."""
+        if method.loss_type:
+            self.added["loss_type"] = method.loss_type
+            what = f"added `loss_type: {method.loss_type}`: {method.why}"
+            self.changes.append(Change(0, what))
+        if method.loss_type == "orpo":
+            what = "ORPO's likelihood term is of the chosen answer here, as in the paper; TRL's counts the prompt too"
+            self.changes.append(Change(0, what, by_hand=True))
+        if "output_dir" not in self.taken:
+            self.added["output_dir"] = "trainer_output"
+            self.changes.append(Change(0, "added `output_dir: trainer_output`, upstream's default"))
+
+    def remark_on_meaning(self) -> None:
+        """Name what is spelled as before and means something else."""
+        self.changes += [
+            Change(0, str(meaning), by_hand=True)
+            for meaning in MEANINGS
+            if meaning.concerns(self.taken, self.table.keys.keys())
+        ]
+
+    def apply(self) -> str:
+        """Return the text with every edit made."""
+        lines = list(self.lines)
+        for first in sorted(self.edits, reverse=True):
+            last, replacement = self.edits[first]
+            lines[first : last + 1] = replacement
+        lines += yaml.safe_dump(self.added, sort_keys=False).splitlines() if self.added else []
+        return "\n".join(lines) + "\n"
+
+    def _takes(self, key: str) -> bool:
+        return key in self.table.keys and key not in self.taken
+
+    def _give_way(self, entry: Entry, stronger: str) -> None:
+        self._replace(entry, {}, f"deleted `{entry.key}`: upstream went by `{stronger}`")
+        self.taken = self.taken - {entry.key}
+
+    def _rewrite_value(self, entry: Entry, value: Any) -> None:
+        key = entry.key
+        successor = RETIRED_VALUES.get((key, str(value)))
+        # TRL switches dropout off in the whole model, adapters too, before it compares log-probabilities or scores.
+        is_off = self.table.stage in ("dpo", "reward") and self.values.get("disable_dropout") in (None, True)
+        is_pinned = COMMIT.fullmatch(str(self.values.get("model_revision")))
+        if successor:
+            self._replace(entry, {key: successor}, f"`{key}: {value}` became {successor}")
+        elif key == "dataset_mixture" and self.table.stage != "pretrain":
+            self._rewrite_weights(entry, value)
+        elif value in (None, "None") and not self.table.keys[key].accepts("null"):
+            self._replace(entry, {}, f"deleted `{key}: {value}`: the default stands")
+        elif value == "None":
+            self._replace(entry, {key: None}, f"`{key}: None` became null")
+        elif key == "lora_dropout" and value and is_off:
+            self._replace(entry, {key: 0}, f"`{key}: {value}` became 0, which TRL's `disable_dropout` made of it")
+        elif key == "trust_remote_code" and value is True and not is_pinned:
+            # Without the line a model whose code is not in transformers is refused when it is loaded.
+            what = "would run whatever code the Hub holds that day; restore it with `model_revision:` as a commit"
+            self._comment_out(entry, f"`{key}` {what}, if the model is not in transformers")
+        elif key == "reward_funcs":
+            functions = [_name_reward(name) for name in (value if isinstance(value, list) else [value])]
+            if functions != value:
+                self._replace(entry, {key: functions}, f"`{key}` became {functions}")
+
+    def _accepts_null(self, key: str) -> bool:
+        return key not in self.table.keys or self.table.keys[key].accepts("null")
+
+    def _move_template(self, entry: Entry, template: str) -> None:
+        path = self.path.with_name(f"{self.path.stem}_chat_template.jinja")
+        try:
+            if not path.exists():
+                path.write_text(template, encoding="utf-8")
+            elif path.read_text(encoding="utf-8") != template:
+                raise ConfigError(
+                    Problem(str(path), "exists, and is not the chat template of the file", "move it away")
+                )
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                Problem(str(path), f"the chat template cannot be written: {error}", "migrate a copy elsewhere")
+            ) from None
+        self._replace(entry, {"chat_template_path": str(path)}, f"`{entry.key}` was written to {path}")
+        self.taken |= {"chat_template_path"}
+
+    def _rewrite_weights(self, entry: Entry, parts: Any) -> None:
+        """Turn weights of fine-tuning that are no shares into what they were: how often rows come up."""
+        parts = [part for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else []
+        if not any("weight" in part for part in parts) or any("repeat" in part for part in parts):
+            return
+        first, _ = _position(entry)
+        if are_shares(parts):
+            what = "`weight` in `dataset_mixture` is a share of all rows; `repeat` is how often an entry's rows come up"
+            self.changes.append(Change(first + 1, what, by_hand=True))
+            return
+        last = _last_line(entry.node, first)
+        renamed = [_WEIGHT_KEY.sub("repeat", line) for line in self.lines[first : last + 1]]
+        self.edits[first] = (last, renamed)
+        self.changes.append(Change(first + 1, "`weight` in `dataset_mixture` became `repeat`"))
+
+    def _rewrite_retired(self, entry: Entry, value: Any) -> None:
+        retired = read_known(self.table.stage)[entry.key]
+        new = retired.rewrite(value)
+        if value in (None, "None") and new and all(not self._accepts_null(key) for key in new):
+            new = {}
+        if new is None:
+            self._comment_out(entry, f"`{entry.key}` {retired.found}; {retired.remedy}")
+            return
+        if "overlong" in new and not self.taken & _LENGTH_KEYS:
+            new = {}
+        present = [key for key in new if key in self.taken]
+        if present:
+            self._replace(entry, {}, f"deleted `{entry.key}`: `{present[0]}` is set as well", by_hand=True)
+        elif not new:
+            self._replace(entry, {}, f"deleted `{entry.key}`, which {retired.found}")
+        elif dict(new) == {retired.new: value}:
+            self._rename(entry, str(retired.new))
+        else:
+            spelled = ", ".join(f"`{key}: {value}`" for key, value in new.items())
+            self._replace(entry, new, f"`{entry.key}: {value}` became {spelled}")
+        self.taken |= set(new)
+
+    def _rewrite_datasets(self, entry: Entry) -> None:
+        legacy = {other.key: plain_value(other.node) for other in self.entries if other.key in LEGACY_KEYS + COMPANIONS}
+        new, remark = convert_datasets(legacy)
+        new = new and {key: value for key, value in new.items() if key not in self.taken or key == entry.key}
+        if not new:
+            self._comment_out(entry, f"`{entry.key}` could not be rewritten; write `dataset_name` or `dataset_mixture`")
+            return
+        self._replace(entry, new, f"`{entry.key}` became {', '.join(f'`{key}`' for key in new)}")
+        if remark:
+            self.changes.append(Change(_position(entry)[0] + 1, remark, by_hand=True))
+        self.taken |= set(new)
+
+    def _rename(self, entry: Entry, new: str) -> None:
+        line, column = _position(entry)
+        rest = self.lines[line][column:]
+        # The old name ends where the colon (or the closing quote and the colon) begins.
+        self.edits[line] = (line, [self.lines[line][:column] + new + rest[rest.index(":") :]])
+        self.changes.append(Change(line + 1, f"`{entry.key}` became `{new}`"))
+
+    def _replace(self, entry: Entry, new: Mapping[str, Any], what: str, *, by_hand: bool = False) -> None:
+        line, column = _position(entry)
+        dumped = yaml.safe_dump(dict(new), sort_keys=False, allow_unicode=True, width=1000) if new else ""
+        self.edits[line] = (_last_line(entry.node, line), [" " * column + part for part in dumped.splitlines()])
+        self.changes.append(Change(line + 1, what, by_hand))
+
+    def _comment_out(self, entry: Entry, what: str) -> None:
+        line, _ = _position(entry)
+        last = _last_line(entry.node, line)
+        self.edits[line] = (last, [f"# {what}", *(f"# {part}" for part in self.lines[line : last + 1])])
+        self.changes.append(Change(line + 1, what, by_hand=True))
+
+
+def _name_reward(name: Any) -> Any:
+    """Return the import path of a reward function as TRL's scripts name it: ``package.module.function``, or short."""
+    if name in _REWARDS_OF_TRL:
+        return f"trl.rewards:{name}"
+    is_dotted = isinstance(name, str) and re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", name)
+    return ":".join(name.rsplit(".", 1)) if is_dotted else name
+
+
+def _position(entry: Entry) -> tuple[int, int]:
+    """Return line and column of a key, from 0."""
+    assert entry.key_node is not None
+    mark = entry.key_node.start_mark
+    assert mark is not None
+    return int(mark.line), int(mark.column)
+
+
+def _last_line(node: yaml.Node, first: int) -> int:
+    """Return the last line of a value; a block's own end mark lies behind the comments that follow it."""
+    assert node.end_mark is not None
+    if isinstance(node, yaml.ScalarNode):
+        inside = node.style in ("|", ">") or node.end_mark.column == 0
+        return max(first, int(node.end_mark.line) - (1 if inside else 0))
+    assert isinstance(node, yaml.CollectionNode)
+    if node.flow_style:
+        return max(first, int(node.end_mark.line))
+    children = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
+    return max([first, *(_last_line(child, first) for child in children)])

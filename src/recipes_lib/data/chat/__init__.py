@@ -1,0 +1,1 @@
+"""Chat rows to token ids and loss mask: templates, trained spans, verification."""

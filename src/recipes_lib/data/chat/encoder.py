@@ -1,0 +1,416 @@
+"""Rows to token ids with a loss mask: the one author of the mask.
+
+Each row is tokenised once, as one text; its mask is read off character offsets and then proved, by decoding the tokens
+that are trained on and comparing them with the characters they stand for.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Collection, Sequence
+from typing import Any, ClassVar, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Encoding
+from tokenizers.decoders import ByteLevel
+from transformers import PreTrainedTokenizerBase
+
+from recipes_lib.config.schema import LossOn
+from recipes_lib.data.chat.remarks import Remark
+from recipes_lib.data.chat.spans import SpanFinder, refuse_inner_ends
+from recipes_lib.data.chat.templates import TEMPLATE_DATE, ChatTemplate, TemplateError
+from recipes_lib.data.chat.token_bytes import ByteEnds
+from recipes_lib.data.masking import MergedTokenError, count_tokens_before
+from recipes_lib.data.sources.rows import EncodedRow, Row
+from recipes_lib.errors import ConfigError, DataError, Problem
+
+_EXCERPT: Final = 20
+_REMEDY: Final = "change the text, or use a tokenizer that can write it"
+
+
+class Claim(NamedTuple):
+    """Tokens ``first:last`` of a row, claimed to say ``text``."""
+
+    where: str
+    ids: npt.NDArray[np.uint32]
+    first: int
+    last: int
+    text: str
+
+
+class _Surfaces(dict[int, str]):
+    """What each token says by itself; a lone surrogate, which equals no text, for tokens of part of a character."""
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__()
+        self._backend = backend
+
+    def __missing__(self, token: int) -> str:
+        said = str(self._backend.decode([token], skip_special_tokens=False))
+        self[token] = said = "\ud800" if "\ufffd" in said else said
+        return said
+
+
+class Proof:
+    """Decodes claims and compares.
+
+    A byte-level decoder only puts tokens side by side, so where all of them are whole characters their own texts are
+    put together here, at a tenth of the price of ``decode_batch``.
+
+    Args:
+        tokenizer: A fast tokenizer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._backend = tokenizer.backend_tokenizer
+        self._surfaces = _Surfaces(self._backend) if isinstance(self._backend.decoder, ByteLevel) else None
+        special = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._swallowing = [
+            (re.compile((r"\s*" if t.lstrip else "") + re.escape(str(t)) + (r"\s*" if t.rstrip else "")), str(t))
+            for t in special
+            if t.lstrip or t.rstrip
+        ]
+
+    def problems(self, claims: Sequence[Claim]) -> list[Problem]:
+        """One problem for each claim that does not hold."""
+        claims = [claim for claim in claims if not self._is_plain(claim)]
+        decoded = self._backend.decode_batch(
+            [c.ids[c.first : c.last].tolist() for c in claims], skip_special_tokens=False
+        )
+        return [
+            Problem(claim.where, f"the tokens trained on do not say the text: {_difference(said, claim.text)}", _REMEDY)
+            for claim, said in zip(claims, decoded, strict=True)
+            if said != claim.text and not self._holds_in_context(claim)
+        ]
+
+    def _is_plain(self, claim: Claim) -> bool:
+        if self._surfaces is None:
+            return False
+        return "".join(map(self._surfaces.__getitem__, claim.ids[claim.first : claim.last].tolist())) == claim.text
+
+    def _holds_in_context(self, claim: Claim) -> bool:
+        """Whether the tokens say their text after those before them, up to what the tokenizer itself makes equal.
+
+        Decoders drop a leading space at the start of a text. Normalisers change characters, and special tokens swallow
+        white space beside them, in every use of the tokenizer: what they make equal no model can tell apart.
+        """
+        before, said = (
+            self._backend.decode(claim.ids[:end].tolist(), skip_special_tokens=False)
+            for end in (claim.first, claim.last)
+        )
+        return self._fold(said) == self._fold(before + claim.text)
+
+    def _fold(self, text: str) -> str:
+        for pattern, token in self._swallowing:
+            text = pattern.sub(token.replace("\\", r"\\"), text)
+        normalizer = self._backend.normalizer
+        return text if normalizer is None else str(normalizer.normalize_str(text))
+
+
+def _difference(said: str, text: str) -> str:
+    """Both texts from shortly before where they part."""
+    at = next((i for i, (a, b) in enumerate(zip(said, text, strict=False)) if a != b), min(len(said), len(text)))
+    start = max(0, at - _EXCERPT)
+    return f"they say {said[start : at + _EXCERPT]!r}, the text says {text[start : at + _EXCERPT]!r}"
+
+
+_COUNTING = threading.Lock()
+
+
+class _Draft(NamedTuple):
+    """A row before tokenisation: its text, the characters trained on (``None``: all), and what is to be told of it."""
+
+    row: Row
+    text: str
+    spans: list[tuple[int, int]] | None
+    remarks: Sequence[Remark] = ()
+
+    @property
+    def places(self) -> list[int]:
+        """The characters at which its spans start and end."""
+        return [at for span in self.spans or () for at in span]
+
+
+class RowEncoder:
+    """Turns canonical rows into token ids and loss masks; several threads may share it.
+
+    Args:
+        tokenizer: A fast tokenizer.
+        loss_on: What is trained on; ``None`` decides by layout: ``assistant`` for chats, ``completion`` where the row
+            has a prompt, ``all`` for text.
+        chat_template: Jinja text that replaces the tokenizer's template.
+        eos_token: Ends texts, completions, and chat turns that the template leaves open. Unset: the tokenizer's ends
+            texts and completions, and an open turn is an error.
+
+    Attributes:
+        num_tokenized_rows: Rows tokenised by this process, over all encoders.
+
+    Raises:
+        ConfigError: The tokenizer has no character offsets, or no such ``eos_token``.
+    """
+
+    num_tokenized_rows: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        loss_on: LossOn | None = None,
+        chat_template: str | None = None,
+        eos_token: str | None = None,
+    ) -> None:
+        if not tokenizer.is_fast:
+            found = f"{type(tokenizer).__name__} is written in Python and tells no character offsets"
+            raise ConfigError(Problem("tokenizer_name_or_path", found, "use a tokenizer that has a tokenizer.json"))
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self._loss_on = loss_on
+        self._chat_template = chat_template
+        self._eos_token = eos_token
+        added = tokenizer.added_tokens_decoder
+        self._special = {id_: str(token) for id_, token in added.items() if token.special}
+        self._bos_id: int | None = tokenizer.bos_token_id
+        adds_bos = self._bos_id is not None and self._backend.encode("a").ids[:1] == [self._bos_id]
+        self._bos: list[int] = [self._bos_id] if adds_bos else []
+        self._eos_id = _token_id(tokenizer, eos_token) if eos_token is not None else tokenizer.eos_token_id
+        self._eos: str | None = eos_token or tokenizer.eos_token
+        self._byte_ends = ByteEnds(tokenizer) if ByteEnds.suits(tokenizer) else None
+        self._proof = Proof(tokenizer)
+        self._finders: dict[bool, SpanFinder] = {}
+
+    def encode(self, rows: Sequence[Row]) -> list[EncodedRow]:
+        """Token ids and loss mask of each row, in order.
+
+        A row with nothing to train on comes back with a mask that is False throughout.
+
+        Raises:
+            DataError: Rows that cannot be rendered, tokenised or masked exactly; all of them.
+        """
+        problems: list[Problem] = []
+        drafts = self._drafts(rows, problems)
+        ids, cuts = self._tokenize(drafts)
+        claims: list[Claim] = []
+        encoded: list[EncodedRow] = []
+        for draft, text_ids, text_cuts in zip(drafts, ids, cuts, strict=True):
+            try:
+                encoded.append(self._mask(draft, text_ids, text_cuts, claims))
+            except DataError as error:
+                problems += error.problems
+        problems += self._proof.problems(claims)
+        if problems:
+            raise DataError(*problems)
+        return encoded
+
+    def _drafts(self, rows: Sequence[Row], problems: list[Problem]) -> list[_Draft]:
+        drafts: list[_Draft] = []
+        for row in rows:
+            try:
+                drafts.append(self._draft(row))
+            except DataError as error:
+                problems += error.problems
+        return drafts
+
+    def render_prompt(self, row: Row) -> str:
+        """The text before the answer: what a server renders with ``add_generation_prompt``; of plain rows, the prompt.
+
+        Raises:
+            DataError: The row has no prompt, or the template refused it.
+        """
+        if row.messages is None:
+            if row.prompt is None:
+                raise DataError(Problem(row.where, "a plain text has no prompt", "give rows with a prompt or messages"))
+            return row.prompt
+        answers = [index for index, message in enumerate(row.messages) if message["role"] == "assistant"]
+        num_messages = row.num_prompt_messages
+        if num_messages is None:
+            num_messages = answers[-1] if answers else len(row.messages)
+        return self._finder(row).render_prompt(row, num_messages)
+
+    def encode_prompt(self, row: Row) -> npt.NDArray[np.uint32]:
+        """Ids of ``render_prompt``: the ids with which the encoded row begins, ``uint32 (T,)``.
+
+        Raises:
+            DataError: As ``render_prompt``.
+        """
+        ids = self._backend.encode(self.render_prompt(row), add_special_tokens=False).ids
+        array = np.array(ids, dtype=np.uint32)
+        return array if row.messages is not None else self._with_bos(array)
+
+    @property
+    def cautions(self) -> list[str]:
+        """What a user should know of the chat template, one sentence each."""
+        template = self._template(with_tools=False)
+        cautions = []
+        if template.reads_clock:
+            cautions.append(
+                f"the chat template writes today's date; training writes {TEMPLATE_DATE:%Y-%m-%d} in every row"
+            )
+        if not template.has_generation_prompt:
+            cautions.append("the chat template ignores add_generation_prompt; a server must open the answer by itself")
+        return cautions
+
+    def _template(self, with_tools: bool) -> ChatTemplate:
+        try:
+            source = self._tokenizer.get_chat_template(self._chat_template, tools=[{}] if with_tools else None)
+        except ValueError as error:
+            remedy = "name one with chat_template_path, or start from a model that has one"
+            raise ConfigError(Problem("chat_template_path", "the tokenizer has no chat template", remedy)) from error
+        variables = dict(self._tokenizer.special_tokens_map)
+        if self._eos_token is not None:
+            variables["eos_token"] = self._eos_token
+        try:
+            return ChatTemplate(source, variables)
+        except TemplateError as error:
+            raise ConfigError(Problem("chat_template_path", f"the chat template does not compile: {error}")) from error
+
+    def _finder(self, row: Row) -> SpanFinder:
+        with_tools = bool(row.tools)
+        if with_tools not in self._finders:
+            template = self._template(with_tools)
+            ends = {token for token in (self._eos, self._tokenizer.eos_token) if token is not None}
+            self._finders[with_tools] = SpanFinder(template, self._special.values(), self._eos_token, ends)
+        return self._finders[with_tools]
+
+    def _draft(self, row: Row) -> _Draft:
+        loss_on = _resolve(self._loss_on, row)
+        if row.messages is None and self._eos_id is None:
+            raise ConfigError(
+                Problem("eos_token", "the tokenizer has no token that ends a text", "name one of its tokens")
+            )
+        if row.messages is not None:
+            text, spans, remarks = self._finder(row).find(row, _trained_messages(row, loss_on))
+            places = None if loss_on == "all" else [(span.start, span.end) for span in spans]
+            draft = _Draft(row, text, places, remarks)
+        elif row.prompt is not None:
+            completion = row.completion or ""
+            assert self._eos is not None
+            turn = completion if completion.endswith(self._eos) else completion + self._eos
+            refuse_inner_ends(row.where, "the answer", [completion], turn, [self._eos])
+            text = row.prompt + completion
+            draft = _Draft(row, text, None if loss_on == "all" else [(len(row.prompt), len(text))])
+        else:
+            draft = _Draft(row, row.text or "", None)
+        try:
+            draft.text.encode()
+        except UnicodeEncodeError as error:
+            found = f"U+{ord(draft.text[error.start]):04X} is half of a surrogate pair, not a character"
+            raise DataError(Problem(row.where, found, "repair the encoding of the text")) from error
+        return draft
+
+    def _tokenize(self, drafts: Sequence[_Draft]) -> tuple[list[npt.NDArray[np.uint32]], Sequence[list[int] | None]]:
+        """The tokens of each draft, and how many of them lie before the places at which its spans start and end."""
+        if self._backend.truncation or self._backend.padding:  # Left behind by a call of the tokenizer.
+            self._backend.no_truncation()
+            self._backend.no_padding()
+        with _COUNTING:
+            RowEncoder.num_tokenized_rows += len(drafts)
+        texts = [draft.text for draft in drafts]
+        if self._byte_ends is not None:
+            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+            ids = [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+            return ids, self._byte_ends.cut(ids, texts, [draft.places for draft in drafts])
+        encodings = self._backend.encode_batch(texts, add_special_tokens=False)
+        ids = [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+        return ids, [self._try_cut(*pair) for pair in zip(drafts, encodings, strict=True)]
+
+    def _with_bos(self, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+        has_bos = not self._bos or (len(ids) > 0 and ids[0] == self._bos[0])
+        return ids if has_bos else np.concatenate([np.array(self._bos, dtype=np.uint32), ids])
+
+    def _mask(
+        self, draft: _Draft, text_ids: npt.NDArray[np.uint32], cuts: list[int] | None, claims: list[Claim]
+    ) -> EncodedRow:
+        """The ids and mask of a row; adds what its spans claim to ``claims``."""
+        is_plain = draft.row.messages is None
+        ids = text_ids
+        if is_plain:
+            ids = self._with_bos(ids)
+            if not len(ids) or ids[-1] != self._eos_id:
+                ids = np.append(ids, np.uint32(self._eos_id))
+        elif self._bos_id is not None and len(ids) > 1 and ids[0] == ids[1] == self._bos_id:
+            found, remedy = "the chat begins with two BOS tokens", "take one out of the chat, or out of the template"
+            raise DataError(Problem(draft.row.where, found, remedy))
+        if draft.spans is None:
+            loss_mask = np.ones(len(ids), dtype=np.bool_)
+            loss_mask[:1] = ids[:1] != self._bos_id
+            return EncodedRow(ids, loss_mask, draft.remarks)
+        if cuts is None:
+            # A token on both sides of a place, or tokens that are not the text as it stands: look at the characters.
+            cuts = self._cut(draft, self._backend.encode(draft.text, add_special_tokens=False))
+        loss_mask = np.zeros(len(ids), dtype=np.bool_)
+        shift = int(is_plain and len(text_ids) > 0 and ids[0] != text_ids[0])
+        for (start, end), first, last in zip(draft.spans, cuts[::2], cuts[1::2], strict=True):
+            loss_mask[first + shift : len(ids) if is_plain else last] = True
+            claims.append(Claim(draft.row.where, ids, first + shift, last + shift, draft.text[start:end]))
+        return EncodedRow(ids, loss_mask, draft.remarks)
+
+    def _try_cut(self, draft: _Draft, encoding: Encoding) -> list[int] | None:
+        try:
+            return self._cut(draft, encoding)
+        except DataError:
+            return None  # It is raised again where the row is masked.
+
+    def _cut(self, draft: _Draft, encoding: Encoding) -> list[int]:
+        """Number of tokens before each place of a draft."""
+        cuts = []
+        for at in draft.places:
+            try:
+                cuts.append(count_tokens_before(encoding, draft.text, at, self._special))
+            except MergedTokenError as error:
+                raise _merged(draft, error, at) from error
+        return cuts
+
+
+def _merged(draft: _Draft, error: MergedTokenError, at: int) -> DataError:
+    left, right = draft.text[error.start : at], draft.text[at : error.end]
+    found = f"one token holds {left!r}, not trained on, and {right!r}, trained on; or the other way round"
+    if draft.row.messages is None:
+        remedy = "move the white space at the end of the prompt to the start of the completion"
+    else:
+        remedy = "let the template end the generation prompt, and each turn, in a special token or a line break"
+    return DataError(Problem(draft.row.where, found, remedy))
+
+
+def _resolve(loss_on: LossOn | None, row: Row) -> LossOn:
+    """What a row is trained on; refuses what its layout cannot have."""
+    if row.messages is not None:
+        has_prompt = row.num_prompt_messages is not None
+        default: LossOn = "completion" if has_prompt else "assistant"
+        possible = {"assistant", "last_assistant", "all"} | ({"completion"} if has_prompt else set())
+        layout = "a chat without a separate prompt"
+    elif row.prompt is not None:
+        default, possible, layout = "completion", {"completion", "all"}, "a plain prompt and completion"
+    else:
+        default, possible, layout = "all", {"all"}, "plain text"
+    if loss_on is not None and loss_on not in possible:
+        found = f"loss_on: {loss_on} does not fit {layout}"
+        raise DataError(Problem(row.where, found, f"leave loss_on out, or set it to {default}"))
+    if loss_on == "all" and row.untrained:
+        found = f"loss_on: all trains on every message, and message {min(row.untrained)} is marked not to be trained on"
+        raise DataError(Problem(row.where, found, "take the mark out of the row, or leave loss_on out"))
+    return loss_on or default
+
+
+def _trained_messages(row: Row, loss_on: LossOn) -> Collection[int]:
+    """Numbers of the messages that are trained on by themselves: none where everything is, or all are marked."""
+    assert row.messages is not None
+    answers = [index for index, message in enumerate(row.messages) if message["role"] == "assistant"]
+    match loss_on:
+        case "assistant":
+            chosen = answers
+        case "last_assistant":
+            chosen = answers[-1:]
+        case "completion":
+            chosen = [index for index in answers if index >= (row.num_prompt_messages or 0)]
+        case _:
+            chosen = []
+    return [index for index in chosen if index not in row.untrained] if row.untrained else chosen
+
+
+def _token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
+    token_id = tokenizer.get_vocab().get(token)
+    if token_id is None:
+        raise ConfigError(Problem("eos_token", f"{token!r} is not a token of the tokenizer", "name one that is"))
+    return token_id

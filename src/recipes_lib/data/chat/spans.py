@@ -1,0 +1,517 @@
+"""Which characters of a rendered chat are trained on: derived from the template, then verified against the messages.
+
+A turn is trained from where the generation prompt ends, so reasoning and tool calls are in it, to its terminator, the
+special token that tells a server to stop.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
+
+from recipes_lib.data.chat.remarks import Remark
+from recipes_lib.data.chat.templates import NOBODY, REASONING_KEYS, ChatTemplate, Rendered, Span, TemplateError
+from recipes_lib.data.sources.rows import Message, Row
+from recipes_lib.errors import DataError, Problem
+
+PLACEHOLDER: Final = "placeholder"
+THINK_END: Final = "</think>"
+
+_THOUGHT: Final = re.compile(r"(?:.*?<think>)?(.*?)</think>", re.DOTALL)
+
+
+class WrittenCheck:
+    """Compares rows with what their template made of them.
+
+    Args:
+        render: Renders a row, with a generation prompt or without.
+        special_tokens: Text of the tokenizer's special tokens.
+    """
+
+    def __init__(self, render: Callable[[Row, bool], Rendered], special_tokens: Collection[str]) -> None:
+        self._render = render
+        self._special = tuple(special_tokens)
+        self._openers = tuple({token[0] for token in special_tokens})
+
+    def refuse_unwritten(self, row: Row, rendered: Rendered, trained: Collection[int] = ()) -> None:
+        """Refuse a row of which the template leaves a message out.
+
+        Args:
+            row: A chat.
+            rendered: The same, rendered.
+            trained: Messages that are known to be written.
+
+        Raises:
+            DataError: It does.
+        """
+        written = _find_written(_list_messages(row), rendered, trained)
+        if len(written) < len(_list_messages(row)):
+            for number in range(len(_list_messages(row))):
+                if number not in written:
+                    self._check_message(row, rendered, number)
+
+    def list_remarks(self, row: Row, rendered: Rendered, trained: Collection[int]) -> list[Remark]:
+        """What is to be told of a row.
+
+        Args:
+            row: A chat.
+            rendered: The same, rendered.
+            trained: The messages that are trained on.
+
+        Raises:
+            DataError: The template does not write the arguments of a tool call that is trained on.
+        """
+        messages, remarks = _list_messages(row), []
+        for number, message in enumerate(messages):
+            if number in trained:
+                if message.get("tool_calls"):
+                    remarks += self._check_calls(row, rendered, number)
+            elif self._spells_special(message):
+                remarks.append(Remark.SPECIAL_TEXT)
+        if len(messages) - 1 in trained and self._loses_reasoning(row, rendered):
+            remarks.append(Remark.LOST_REASONING)
+        if row.tools and self._loses_tools(row, rendered):
+            remarks.append(Remark.LOST_TOOLS)
+        return list(dict.fromkeys(remarks))
+
+    def _spells_special(self, message: Message) -> bool:
+        content = message.get("content")
+        said = content if isinstance(content, str) else "".join(find_texts(message))
+        for opener in self._openers:
+            if opener in said:
+                return any(token in said for token in self._special)
+        return False
+
+    def _check_message(self, row: Row, rendered: Rendered, number: int) -> None:
+        turn = rendered.turn(number)
+        message = _list_messages(row)[number]
+        if calls := message.get("tool_calls"):  # What is said beside them may be left out.
+            renamed = [_change_function(call, name=_say_else(_read_name(call))) for call in calls]
+            if self._ignores(row, rendered, number, {**message, "tool_calls": renamed}):
+                found = f"message {number} calls {_read_name(calls[0])!r}, but the chat template does not write that"
+                raise DataError(Problem(row.where, found, "use a template that writes tool_calls"))
+            return
+        # Many templates write a system message before the loop, or into the first turn.
+        head = rendered.text[: rendered.turns[0].end] if rendered.turns else rendered.text
+        if all(said in turn or said in head for said in find_texts(message)):
+            return
+        if self._ignores(row, rendered, number, reword(message)):
+            found = f"the chat template does not write message {number}, of the role {message['role']!r}"
+            remedy = "use a template that writes such messages (chat_template_path), or take them out of the rows"
+            raise DataError(Problem(row.where, found, remedy))
+
+    def _check_calls(self, row: Row, rendered: Rendered, number: int) -> list[Remark]:
+        message, turn = _list_messages(row)[number], rendered.turn(number)
+        remarks = []
+        answers = [said.rpartition(THINK_END)[2].strip() for said in find_texts(message)]
+        if any(said not in turn for said in answers) and self._ignores(row, rendered, number, reword(message)):
+            remarks.append(Remark.LOST_BESIDE_CALL)
+        for at, call in enumerate(message["tool_calls"]):
+            function = call.get("function") or call
+            arguments = function.get("arguments")
+            if not isinstance(arguments, Mapping) or not arguments:
+                continue
+            if str(dict(arguments)) in turn:
+                remarks.append(Remark.PYTHON_ARGUMENTS)
+            elif not _writes_arguments(turn, arguments):
+                calls = list(message["tool_calls"])
+                calls[at] = _change_function(call, arguments={**arguments, PLACEHOLDER: PLACEHOLDER})
+                if self._ignores(row, rendered, number, {**message, "tool_calls": calls}):
+                    found = f"message {number} calls {function['name']!r}, but the chat template writes no arguments"
+                    raise DataError(Problem(row.where, found, "use a template that writes tool_calls"))
+        return remarks
+
+    def _loses_reasoning(self, row: Row, rendered: Rendered) -> bool:
+        """Whether the template drops the reasoning of the last turn, on which a model would learn to reason."""
+        last = len(_list_messages(row)) - 1
+        message = _list_messages(row)[last]
+        if len(message) == 2 and THINK_END not in (message.get("content") or ""):
+            return False
+        key = next((key for key in REASONING_KEYS if message.get(key)), "content")
+        said = message.get(key)
+        if not isinstance(said, str) or (key == "content" and THINK_END not in said):
+            return False
+        thought = _THOUGHT.match(said) if key == "content" else None
+        start, end = thought.span(1) if thought else (0, len(said))
+        reasoning = said[start:end].strip()
+        other = said[:start] + _say_else(reasoning) + said[end:]
+        return reasoning not in rendered.turn(last) and self._ignores(row, rendered, last, {**message, key: other})
+
+    def _loses_tools(self, row: Row, rendered: Rendered) -> bool:
+        assert row.tools
+        function = row.tools[0].get("function")
+        description = (function if isinstance(function, Mapping) else row.tools[0]).get("description")
+        if isinstance(description, str) and description.strip() and description.strip() in rendered.text:
+            return False
+        return self._is_same(replace(row, tools=None), rendered)
+
+    def _ignores(self, row: Row, rendered: Rendered, number: int, other: Message) -> bool:
+        messages = list(_list_messages(row))
+        messages[number] = other
+        return self._is_same(replace(row, messages=messages), rendered)
+
+    def _is_same(self, row: Row, rendered: Rendered) -> bool:
+        try:
+            return self._render(row, rendered.asks).text == rendered.text
+        except TemplateError:
+            return False  # It reads what it refuses.
+
+
+def _find_written(messages: Sequence[Message], rendered: Rendered, trained: Collection[int]) -> set[int]:
+    """The trained messages, and those whose text stands in what they wrote."""
+    written = set(trained)
+    for number, start, end in rendered.turns:
+        if number not in written:
+            content, calls = messages[number].get("content"), messages[number].get("tool_calls") or ()
+            if any(rendered.text.find(_read_name(call), start, end) < 0 for call in calls):
+                continue
+            if isinstance(content, str) and rendered.text.find(content.strip(), start, end) >= 0:
+                written.add(number)
+    return written
+
+
+def find_texts(message: Message) -> list[str]:
+    """What a message says, trimmed, as templates do; one text per content part."""
+    content = message.get("content")
+    if isinstance(content, str):
+        said = content.strip()
+        return [said] if said else []
+    parts = [part.get("text") for part in content or []]
+    return [part.strip() for part in parts if isinstance(part, str) and part.strip()]
+
+
+def reword(message: Message) -> Message:
+    """The message with other words in the place of each that it says."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": _say_else(content)}
+    return {
+        **message,
+        "content": [{**part, "text": _say_else(part["text"])} if part.get("text") else part for part in content],
+    }
+
+
+def _read_name(call: Mapping[str, Any]) -> str:
+    return str((call.get("function") or call)["name"])
+
+
+def _change_function(call: Mapping[str, Any], **changes: Any) -> Mapping[str, Any]:
+    """The tool call with another name, or other arguments."""
+    return {**call, "function": {**call["function"], **changes}} if call.get("function") else {**call, **changes}
+
+
+def _say_else(text: str) -> str:
+    return PLACEHOLDER if PLACEHOLDER not in text else "something else"
+
+
+def _writes_arguments(turn: str, arguments: Mapping[str, Any]) -> bool:
+    as_json = json.dumps(arguments, ensure_ascii=False)
+    return as_json in turn or all(str(value) in turn for value in arguments.values())
+
+
+def _list_messages(row: Row) -> Sequence[Message]:
+    assert row.messages is not None
+    return row.messages
+
+
+_EXCERPT: Final = 20
+
+
+def refuse_inner_ends(where: str, who: str, said: Iterable[str], turn: str, ends: Collection[str]) -> None:
+    """Refuse an answer that would teach the model to stop and go on.
+
+    A text may bring the one end that its turn has, where no one else writes it.
+
+    Args:
+        where: The row's place.
+        who: The answer, as the error names it.
+        said: The texts of the answer.
+        turn: What is trained on of it, its end included.
+        ends: Tokens that end answers.
+
+    Raises:
+        DataError: A text spells one of ``ends`` elsewhere than at the end of the turn, or a second time; or the turn
+            ends twice without that.
+    """
+    for text in said:
+        for end in ends:
+            if end in text and not (turn.count(end) == 1 and turn.rstrip().endswith(end)):
+                at = text.index(end)
+                excerpt = text[max(0, at - _EXCERPT) : at + len(end) + _EXCERPT]
+                found = f"{who} is trained on and spells the end token {end!r}, where the model would stop: {excerpt!r}"
+                raise DataError(Problem(where, found, "take it out of the text; what ends the answer is added to it"))
+    for end in ends:
+        if turn.rstrip().endswith(end + end):
+            raise DataError(Problem(where, f"{who} ends twice, with {end + end!r}", "let the template write it once"))
+
+
+_BESIDE: Final = (*REASONING_KEYS, "tool_calls")
+_MARK_IT: Final = "put {% generation %} ... {% endgeneration %} around the assistant's text (chat_template_path)"
+
+
+class Targets(NamedTuple):
+    """A rendered chat, the characters of it that are trained on, in order, and what is to be told of the row."""
+
+    text: str
+    spans: list[Span]
+    remarks: Sequence[Remark] = ()
+
+
+class SpanFinder:
+    """Finds and verifies the trained characters of chats under one template.
+
+    Args:
+        template: The chat template.
+        special_tokens: Text of the tokenizer's special tokens, one of which must end every trained turn.
+        eos_token: Ends turns that the template leaves open; ``None`` makes such turns an error.
+        end_tokens: Tokens that end an answer besides those that the template writes.
+    """
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        special_tokens: Collection[str],
+        eos_token: str | None,
+        end_tokens: Collection[str] = (),
+    ) -> None:
+        self._template = template
+        self._eos_token = eos_token
+        any_special = "|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True))) or "(?!)"
+        self._special = re.compile(any_special)
+        self._at_end = re.compile(rf"(?:{any_special})\Z")
+        self._longest = max(map(len, special_tokens), default=0)
+        self._end_tokens = end_tokens
+        self._written = WrittenCheck(self._render, special_tokens)
+
+    def find(self, row: Row, trained: Collection[int]) -> Targets:
+        """The chat of ``row`` as text, with the spans of the ``trained`` messages.
+
+        Raises:
+            DataError: The template refused the chat, wrote a turn's text somewhere else than in its span, put another
+                message into it, does not end it, or leaves a message out; or an answer spells the token that ends it.
+        """
+        try:
+            rendered = self._render(row)
+            targets = self._targets(row, rendered, trained)
+            self._refuse_foreign_text(row, targets, trained)
+        except TemplateError as error:
+            raise _refusal(row, error) from error
+        self._check_answers(row, targets, trained)
+        self._written.refuse_unwritten(row, rendered, trained)
+        return Targets(targets.text, targets.spans, self._written.list_remarks(row, rendered, trained))
+
+    def render_prompt(self, row: Row, num_messages: int) -> str:
+        """What a server is given to get the turn after the first ``num_messages`` messages.
+
+        Raises:
+            DataError: The template refused the messages, or does not write one of them.
+        """
+        prompt = replace(row, messages=_messages(row)[:num_messages])
+        try:
+            rendered = self._render(prompt, add_generation_prompt=True)
+            header = "" if self._template.has_generation_prompt else self._header(row, num_messages)
+        except TemplateError as error:
+            raise _refusal(row, error) from error
+        self._written.refuse_unwritten(prompt, rendered)
+        return rendered.text + header
+
+    def _render(self, row: Row, add_generation_prompt: bool = False) -> Rendered:
+        return self._template.render(
+            _messages(row),
+            tools=row.tools,
+            variables=row.template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+        )
+
+    @cached_property
+    def _ends(self) -> Collection[str]:
+        """Tokens that end answers: those that the template writes after one, in the last turn and before it."""
+        speakers = ("user", "assistant", "user", "assistant")
+        row = Row(source="", index=0, messages=[{"role": role, "content": PLACEHOLDER} for role in speakers])
+        try:
+            text, spans, _ = self._targets(row, self._render(row), (1, 3))
+        except (TemplateError, DataError):  # It takes other chats than this one.
+            return self._end_tokens
+        ends = [text[span.start : span.end].rpartition(PLACEHOLDER)[2] for span in spans]
+        return {*self._end_tokens, *(token for end in ends for token in self._special.findall(end))}
+
+    def _targets(self, row: Row, rendered: Rendered, trained: Collection[int]) -> Targets:
+        if not trained:
+            return Targets(rendered.text, [])
+        if not rendered.turns:
+            found = "the chat template does not loop over the messages in a way that shows who wrote what"
+            raise _fault(row, found, _MARK_IT)
+        if self._template.marks_generation:
+            return self._marked(row, rendered, trained)
+        return self._derive(row, rendered, trained)
+
+    def _marked(self, row: Row, rendered: Rendered, trained: Collection[int]) -> Targets:
+        """The ``{% generation %}`` blocks as they stand; one outside the loop belongs to the turn before it."""
+        spans: list[Span] = []
+        for block in rendered.generated:
+            owner = block.message
+            if owner == NOBODY:
+                owner = max((t.message for t in rendered.turns if t.start < block.start), default=NOBODY)
+            if owner in trained and block.start < block.end:
+                spans.append(block._replace(message=owner))
+        last = {span.message: span for span in spans}
+        for message in sorted(trained):
+            if message not in last:
+                raise _fault(row, f"message {message} has no {{% generation %}} block", "change the template")
+            if not self._terminated(rendered.text, last[message].start, last[message].end):
+                found = f"the {{% generation %}} block of message {message} does not end in a special token"
+                raise _fault(row, found, "move the end-of-turn token into the block")
+        return Targets(rendered.text, spans)
+
+    def _derive(self, row: Row, rendered: Rendered, trained: Collection[int]) -> Targets:
+        text = rendered.text
+        spans: list[Span] = []
+        for message in sorted(trained):
+            turns = [turn for turn in rendered.turns if turn.message == message and text[turn.start : turn.end].strip()]
+            if not turns:
+                found = f"the chat template writes nothing for message {message}"
+                raise _fault(row, found, "remove the message, or change the template")
+            start, end = turns[0].start, turns[-1].end
+            start += self._header_length(row, message, text[start : turns[0].end])
+            if rendered.turns[-1].end == end < len(text) and self._terminated(text, end, len(text)):
+                end = len(text)  # A final EOS after the loop.
+            for turn, next_turn in pairwise(turns):
+                spans.append(Span(message, start, _rstripped(text, start, turn.end)))
+                start = next_turn.start
+            text, end = self._terminate(row, text, Span(message, start, end))
+            spans.append(Span(message, start, end))
+        return Targets(text, spans)
+
+    def _terminated(self, text: str, start: int, end: int) -> int | None:
+        """Where the special token ends in which ``text[start:end]`` ends, white space aside."""
+        end = _rstripped(text, start, end)
+        return end if self._at_end.search(text, max(start, end - self._longest), end) else None
+
+    def _terminate(self, row: Row, text: str, turn: Span) -> tuple[str, int]:
+        """The text, and where the terminator of a turn ends; open turns get ``eos_token``, if one was given."""
+        message, start, end = turn
+        if (terminated := self._terminated(text, start, end)) is not None:
+            return text, terminated
+        if self._eos_token is not None:
+            if end == len(text):
+                return text + self._eos_token, end + len(self._eos_token)
+            if opening := self._special.match(text, end):  # Some models stop on the next turn's opening token.
+                return text, opening.end()
+        found = f"message {message} ends in no special token, so the model would never learn to stop"
+        remedy = "set eos_token to the token that generation stops on, or let the template end the turn with one"
+        raise _fault(row, found, remedy)
+
+    def _header_length(self, row: Row, message: int, turn: str) -> int:
+        """Characters of an assistant turn that the generation prompt gives, and the model need not write."""
+        header = self._header(row, message)
+        if turn.startswith(header):
+            return len(header)
+        # The template prompts for something else than it writes here, as for reasoning that it drops from old turns.
+        body_end = max((found.start() for found in self._special.finditer(turn)), default=len(turn))
+        content = [turn.rfind(text, 0, body_end) for text in find_texts(_messages(row)[message])]
+        shared = next((at for at, (a, b) in enumerate(zip(header, turn, strict=False)) if a != b), len(turn))
+        common = min([shared, *(at for at in content if at >= 0)])
+        for token in self._special.finditer(turn):
+            if token.start() < common < token.end():
+                common = token.start()
+        if common == 0:
+            found = f"message {message} opens with {turn[:40]!r}, but the generation prompt is {header[:40]!r}"
+            raise _fault(row, found, _MARK_IT)
+        return common
+
+    def _header(self, row: Row, num_messages: int) -> str:
+        """The text that a server puts before the answer to the first ``num_messages`` messages."""
+        if self._template.has_generation_prompt and (header := self._asked(row, num_messages)) is not None:
+            return header
+        parts = any(isinstance(message.get("content"), list) for message in _messages(row))
+        answer = {"role": "assistant", "content": [{"type": "text", "text": PLACEHOLDER}] if parts else PLACEHOLDER}
+        probe = replace(row, messages=[*_messages(row)[:num_messages], answer])
+        rendered = self._render(probe)
+        turn = next((turn for turn in rendered.turns if turn.message == num_messages), None)
+        header, written, _ = rendered.text[turn.start : turn.end].partition(PLACEHOLDER) if turn else ("", "", "")
+        if not written:
+            found = "the chat template writes no generation prompt, and no answer where one was expected"
+            raise _fault(row, found, "add {% if add_generation_prompt %} with the opening of an assistant turn")
+        return header if header.strip() else ""
+
+    def _asked(self, row: Row, num_messages: int) -> str | None:
+        """The generation prompt after the first ``num_messages`` messages; that of any chat if they hold no question.
+
+        Many templates refuse a chat without user turn, or prompt for nothing after it; the full chat they took.
+        """
+        prompt = _messages(row)[:num_messages]
+        try:
+            header = self._template.generation_prompt(prompt, tools=row.tools, variables=row.template_kwargs)
+            if header or any(message["role"] == "user" for message in prompt):
+                return header
+        except TemplateError:
+            pass
+        anyone = [{"role": "user", "content": ""}]
+        return self._template.generation_prompt(anyone, tools=row.tools, variables=row.template_kwargs)
+
+    def _refuse_foreign_text(self, row: Row, targets: Targets, trained: Collection[int]) -> None:
+        """Answers may repeat what others said; but then, had the others said something else, they would be the same."""
+        written = [targets.text[span.start : span.end] for span in targets.spans]
+        answers = "\n".join(written)
+        suspects = {
+            index
+            for index, message in enumerate(_messages(row))
+            if message["role"] != "assistant" and [text for text in find_texts(message) if text in answers]
+        }
+        if not suspects:
+            return
+        messages = [reword(message) if index in suspects else message for index, message in enumerate(_messages(row))]
+        reworded = replace(row, messages=messages)
+        text, spans, _ = self._targets(reworded, self._render(reworded), trained)
+        if [text[span.start : span.end] for span in spans] != written:
+            found = f"the chat template writes message {min(suspects)} into the text of an assistant turn"
+            raise _fault(row, found, _MARK_IT)
+
+    def _check_answers(self, row: Row, targets: Targets, trained: Collection[int]) -> None:
+        """Every trained turn says what its message says: its answer, or the tools that it calls."""
+        for index in sorted(trained):
+            message = _messages(row)[index]
+            turn = "".join([targets.text[span.start : span.end] for span in targets.spans if span.message == index])
+            texts = find_texts(message)
+            if [end for end in self._ends if end in turn[:-1]]:  # Elsewhere than at its very end.
+                said = [*texts, *(str(message[key]) for key in _BESIDE if key in message)]
+                refuse_inner_ends(row.where, f"message {index}", said, turn, self._ends)
+            calls = [str((call.get("function") or call)["name"]) for call in message.get("tool_calls") or []]
+            for name in calls:
+                if not self._says(turn, name):
+                    found = f"message {index} calls {name!r}, but the chat template does not write that"
+                    raise _fault(row, found, "use a template that writes tool_calls")
+            # A template may drop reasoning, and whatever goes with a tool call, from what it writes.
+            for answer in [] if calls else texts:
+                if not self._says(turn, answer) and not self._says(turn, answer.rpartition(THINK_END)[2].strip()):
+                    found = (
+                        f"the answer of message {index} ({answer[:40]!r}) is not in the text that would be trained on"
+                    )
+                    raise _fault(row, found, _MARK_IT)
+
+    def _says(self, turn: str, text: str) -> bool:
+        if len(text) < self._longest:  # It might be found in the name of a special token.
+            turn, text = self._special.sub("", turn), self._special.sub("", text).strip()
+        return text in turn
+
+
+def _fault(row: Row, found: str, remedy: str) -> DataError:
+    return DataError(Problem(row.where, found, remedy))
+
+
+def _refusal(row: Row, error: TemplateError) -> DataError:
+    return _fault(row, f"the chat template refuses this chat: {error}", "change the chat, or the template")
+
+
+def _messages(row: Row) -> Sequence[Message]:
+    assert row.messages is not None
+    return row.messages
+
+
+def _rstripped(text: str, start: int, end: int) -> int:
+    return start + len(text[start:end].rstrip())

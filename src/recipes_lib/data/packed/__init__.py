@@ -1,0 +1,1 @@
+"""Tokenised, packed datasets: preparation, storage on disk, auditing, collation."""

@@ -1,0 +1,284 @@
+"""The supervision audit: what of a set is trained on, what was lost, and whether that can be meant."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from recipes_lib.config.schema import TokensConfig
+from recipes_lib.config.token_ids import NUM_OF_END
+from recipes_lib.data.chat.remarks import Remark, Remarked
+from recipes_lib.data.packed.packing import Bins, Examples, LengthCounts, choose_bins, fit_to_length
+from recipes_lib.errors import DataError, Problem
+
+MAX_FRACTION_WITHOUT_TARGET = 0.01
+"""Largest share of rows that may hold nothing to learn before it is an error."""
+
+Severity = Literal["ok", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitAudit:
+    """Figures of one split; JSON values. Rows are as tokenised, before any cut; packs are what is trained on.
+
+    Attributes:
+        num_rows: Rows.
+        num_rows_without_target: Rows on which nothing is trained.
+        num_duplicates: Rows that say what an earlier one says.
+        num_tokens: Tokens of the rows.
+        stop_fraction: Share of rows with targets whose last one is an end token.
+        terminators: End tokens that last targets are, in order; empty for rows that need none.
+        length_p5: 5th percentile of the rows' lengths in tokens.
+        length_p50: Median length.
+        length_p95: 95th percentile.
+        length_max: Longest row.
+        num_packs: Rows of the batch.
+        num_packed_tokens: Tokens in them.
+        num_target_tokens: Tokens trained on in them.
+    """
+
+    num_rows: int
+    num_rows_without_target: int
+    num_duplicates: int
+    num_tokens: int
+    stop_fraction: float
+    terminators: list[int]
+    length_p5: int
+    length_p50: int
+    length_p95: int
+    length_max: int
+    num_packs: int
+    num_packed_tokens: int
+    num_target_tokens: int
+
+    @property
+    def target_fraction(self) -> float:
+        """Share of the packed tokens that is trained on."""
+        return self.num_target_tokens / max(1, self.num_packed_tokens)
+
+    def packing_efficiency(self, capacity: int) -> float:
+        """Share of ``num_packs`` rows of ``capacity`` tokens that is filled."""
+        return self.num_packed_tokens / max(1, self.num_packs * capacity)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One result of the audit: how bad it is, what was found, and what to do about it (empty when it is fine)."""
+
+    severity: Severity
+    found: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSplit:
+    """Examples cut and packed, and what that means.
+
+    Attributes:
+        examples: What ``fit_to_length`` left.
+        bins: How they are packed.
+        audit: The figures.
+        cut: What the cut cost.
+        findings: From ``judge`` and ``judge_remarks``.
+    """
+
+    examples: Examples
+    bins: Bins
+    audit: SplitAudit
+    cut: LengthCounts
+    findings: Sequence[Finding]
+
+
+def pack_split(
+    split: str,
+    examples: Examples,
+    tokens: TokensConfig,
+    capacity: int,
+    end_token_ids: Collection[int],
+    num_duplicates: int = 0,
+) -> PackedSplit:
+    """Cuts, packs, counts and judges one split; refuses nothing.
+
+    Args:
+        split: ``train`` or ``eval``, as the messages name it.
+        examples: Every row as tokenised, at least one.
+        tokens: Options.
+        capacity: ``max_length``, given or derived.
+        end_token_ids: Ids that end an answer.
+        num_duplicates: Rows that say what an earlier one says.
+    """
+    fitted, cut = fit_to_length(examples, capacity, tokens.overlong)
+    bins = choose_bins(fitted.lengths, capacity, packing=tokens.packing)
+    audit = compute_split_audit(
+        examples,
+        fitted,
+        bins,
+        end_token_ids,
+        num_duplicates,
+    )
+    findings = [
+        *judge(split, audit, cut, tokens.max_truncated_fraction),
+        *judge_remarks(split, examples.remarked, len(examples)),
+    ]
+    return PackedSplit(fitted, bins, audit, cut, sort_findings(findings))
+
+
+def describe_overlong(where: str, length: int, capacity: int) -> Problem:
+    """The refusal of a row that is too long."""
+    remedy = "raise max_length, or set overlong to truncate, drop or split"
+    return Problem(where, f"{length:,} tokens, max_length is {capacity:,}", remedy, size=length)
+
+
+def compute_split_audit(
+    examples: Examples,
+    fitted: Examples,
+    bins: Bins,
+    end_token_ids: Collection[int],
+    num_duplicates: int,
+) -> SplitAudit:
+    """Counts one split.
+
+    Args:
+        examples: Every row as tokenised, at least one.
+        fitted: What ``fit_to_length`` left.
+        bins: How those are packed.
+        end_token_ids: Ids that end an answer.
+        num_duplicates: Rows that say what an earlier one says.
+    """
+    num_targets = examples.num_targets
+    last_targets = _last_targets(examples, num_targets)
+    is_end = np.isin(last_targets, list(end_token_ids))
+    # Of each row the one behind which there is no other.
+    ends = np.take_along_axis(last_targets, is_end.argmax(axis=0)[None], axis=0)[0][is_end.any(axis=0)]
+    p5, p50, p95, longest = np.percentile(examples.lengths, [5, 50, 95, 100], method="nearest").tolist()
+    return SplitAudit(
+        num_rows=len(examples),
+        num_rows_without_target=int((num_targets == 0).sum()),
+        num_duplicates=num_duplicates,
+        num_tokens=len(examples.input_ids),
+        stop_fraction=float(is_end.any(axis=0).mean()) if is_end.size else 0.0,
+        terminators=np.unique(ends).tolist(),
+        length_p5=p5,
+        length_p50=p50,
+        length_p95=p95,
+        length_max=longest,
+        num_packs=len(bins),
+        num_packed_tokens=len(fitted.input_ids),
+        num_target_tokens=int(fitted.loss_mask.sum()),
+    )
+
+
+def judge(split: str, audit: SplitAudit, lengths: LengthCounts, max_lost_fraction: float | None) -> list[Finding]:
+    """What the figures of a split mean, worst first.
+
+    Args:
+        split: ``train`` or ``eval``, as the messages name it.
+        audit: From ``compute_split_audit``.
+        lengths: From ``fit_to_length``.
+        max_lost_fraction: ``max_truncated_fraction``.
+    """
+    return sort_findings(
+        [
+            _judge_targets(split, audit),
+            _judge_stops(split, audit),
+            _judge_lengths(split, lengths, max_lost_fraction),
+            _judge_duplicates(split, audit),
+        ]
+    )
+
+
+def judge_remarks(split: str, remarked: Sequence[Remarked], num_rows: int) -> list[Finding]:
+    """A warning for each remark that was made on rows of a split, with their count and the first of them."""
+    places: dict[Remark, list[str]] = {}
+    for row in remarked:
+        for remark in row.remarks:
+            places.setdefault(remark, []).append(row.where)
+    return [
+        Finding(
+            "warning",
+            f"{split}: {len(rows):,} of {num_rows:,} rows {remark.found}; the first is {rows[0]}",
+            remark.remedy,
+        )
+        for remark, rows in places.items()
+    ]
+
+
+def judge_loss(found: str, lost_fraction: float, max_lost_fraction: float | None) -> Finding:
+    """What a loss means that ``overlong`` asked for: a warning, up to the largest share, if one is set.
+
+    Args:
+        found: What is lost.
+        lost_fraction: Share of the target tokens that is lost.
+        max_lost_fraction: ``max_truncated_fraction``.
+    """
+    if max_lost_fraction is None or lost_fraction <= max_lost_fraction:
+        return Finding("warning", found)
+    return Finding(
+        "error", found, f"raise max_length, or accept the loss: max_truncated_fraction is {max_lost_fraction:g}"
+    )
+
+
+def sort_findings(findings: Sequence[Finding]) -> list[Finding]:
+    """The findings, worst first."""
+    order: Sequence[Severity] = ("error", "warning", "ok")
+    return sorted(findings, key=lambda finding: order.index(finding.severity))
+
+
+def refuse_errors(where: str, findings: Sequence[Finding]) -> None:
+    """Stops at findings of severity ``error``.
+
+    Raises:
+        DataError: Naming every one of them.
+    """
+    problems = [Problem(where, finding.found, finding.remedy) for finding in findings if finding.severity == "error"]
+    if problems:
+        raise DataError(*problems)
+
+
+def _judge_targets(split: str, audit: SplitAudit) -> Finding:
+    fraction = audit.num_rows_without_target / audit.num_rows
+    found = f"{split}: {audit.num_rows_without_target} of {audit.num_rows} rows ({fraction:.1%}) hold no target token"
+    if not audit.num_packs:
+        return Finding("error", f"{split}: no row is left after the cut to max_length", "raise max_length")
+    if not fraction:
+        return Finding("ok", f"{split}: {audit.target_fraction:.1%} of the tokens are trained on, some in every row")
+    severity: Severity = "error" if fraction > MAX_FRACTION_WITHOUT_TARGET else "warning"
+    return Finding(severity, found, "look at them with `recipes preview`, and remove them or change loss_on")
+
+
+def _judge_stops(split: str, audit: SplitAudit) -> Finding:
+    found = f"{split}: {audit.stop_fraction:.1%} of the rows end their last answer with an end token that is trained on"
+    if audit.stop_fraction == 1:
+        return Finding("ok", found)
+    severity: Severity = "error" if audit.stop_fraction == 0 else "warning"
+    return Finding(severity, found, "the model would not learn to stop: check eos_token and the chat template")
+
+
+def _judge_lengths(split: str, lengths: LengthCounts, max_lost_fraction: float | None) -> Finding:
+    found = (
+        f"{split}: rows longer than max_length: {lengths.num_overlong:,}; lost with them: "
+        f"{lengths.num_lost_targets:,} target tokens ({lengths.lost_fraction:.2%}), "
+        f"{lengths.num_lost_rows:,} of the rows entirely"
+    )
+    if not lengths.num_overlong:
+        return Finding("ok", f"{split}: no row is longer than max_length")
+    return judge_loss(found, lengths.lost_fraction, max_lost_fraction)
+
+
+def _judge_duplicates(split: str, audit: SplitAudit) -> Finding:
+    found = f"{split}: exact duplicates of earlier rows: {audit.num_duplicates:,}"
+    return Finding("warning" if audit.num_duplicates else "ok", found)
+
+
+def _last_targets(examples: Examples, num_targets: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
+    """Ids of the last targets of every row that has one, ``(NUM_OF_END, rows)``; a short row repeats its first."""
+    num_targets = num_targets[num_targets > 0]
+    # With targets in order, the last stands right before the first one of the next row that has any.
+    ends = np.cumsum(num_targets)
+    at = np.maximum(ends[None] - 1 - np.arange(NUM_OF_END)[:, None], (ends - num_targets)[None])
+    last: npt.NDArray[np.uint32] = examples.input_ids[np.flatnonzero(examples.loss_mask)[at]]
+    return last

@@ -1,0 +1,224 @@
+"""Rows token by token, coloured by what is trained on: in the terminal and as one HTML file."""
+
+from __future__ import annotations
+
+import argparse
+import html
+import sys
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from recipes_lib.config.loader import add_recipe_flags, parse_command
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.data.packed.encoding import TokenizerLoader, build_encoder, encode_chunk, read_seed
+from recipes_lib.data.packed.packing import Examples, build_examples
+from recipes_lib.data.sources.mixtures import load_train_data
+from recipes_lib.data.sources.rows import EncodedRow
+from recipes_lib.data.tokens.sources import load_corpora, select_options
+from recipes_lib.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_CONTEXT_TOKENS = 4
+_WHITESPACE = {" ": "·", "\n": "↵\n", "\t": "⇥", "\r": "␍", "\u00a0": "⍽"}
+_TARGET_STYLE, _CONTEXT_STYLE = "black on green", "dim"
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
+:root {{ color-scheme: light dark; --target: #b7e4c7; --ink: #1b1b1b; }}
+@media (prefers-color-scheme: dark) {{ :root {{ --target: #1b6b3a; --ink: #f4f4f4; }} }}
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }}
+pre {{ white-space: pre-wrap; overflow-wrap: anywhere; font: 14px/1.9 ui-monospace, monospace; padding: 1rem;
+  border: 1px solid #8886; border-radius: .4rem; }}
+span {{ border-radius: .2rem; outline: 1px solid #8883; }}
+.target {{ background: var(--target); color: var(--ink); }} .context {{ color: #888; }} .special {{ font-weight: 700; }}
+</style></head><body>
+<h1>{title}</h1>
+<p><span class="target">trained on</span> <span class="context">read only</span>
+<span class="special">special token</span> · a space, ↵ a new line, ⇥ a tab; a token's id shows when pointed at</p>
+{rows}
+</body></html>
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One token as a reader sees it.
+
+    Attributes:
+        text: Its text with white space and control characters made visible.
+        token_id: Its id.
+        is_target: True when it is trained on.
+        is_special: True for a special token of the tokenizer.
+    """
+
+    text: str
+    token_id: int
+    is_target: bool
+    is_special: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PreviewRow:
+    """A row and where it comes from.
+
+    Attributes:
+        where: Its place, as an error would name it.
+        pieces: Its tokens.
+    """
+
+    where: str
+    pieces: Sequence[Piece]
+
+    @property
+    def title(self) -> str:
+        """Its place, length and number of targets in one line."""
+        num_targets = sum(piece.is_target for piece in self.pieces)
+        return f"{self.where}: {len(self.pieces)} tokens, {num_targets} trained on"
+
+
+def compute_pieces(tokenizer: PreTrainedTokenizerBase, example: Examples) -> list[Piece]:
+    """The tokens of ``example``, one example; a token that is part of a character shows as the tokenizer spells it."""
+    ids, special = example.input_ids.tolist(), set(tokenizer.all_special_ids)
+    return [
+        Piece(_show(_decode_one(tokenizer, ids, at)), token_id, is_target, token_id in special)
+        for at, (token_id, is_target) in enumerate(zip(ids, example.loss_mask.tolist(), strict=True))
+    ]
+
+
+def render_text(row: PreviewRow) -> Text:
+    """The row for a terminal: targets on green, the rest dim, special tokens bold."""
+    text = Text(f"{row.title}\n", style="bold")
+    for piece in row.pieces:
+        style = _TARGET_STYLE if piece.is_target else _CONTEXT_STYLE
+        text.append(piece.text, style=f"not bold {style}" if not piece.is_special else f"bold {style}")
+    return text
+
+
+def render_html(title: str, rows: Sequence[PreviewRow]) -> str:
+    """The rows as one HTML page that loads nothing from elsewhere; text from the data is escaped."""
+    sections = (f"<h2>{html.escape(row.title)}</h2>\n<pre>{''.join(map(_span, row.pieces))}</pre>" for row in rows)
+    return _PAGE.format(title=html.escape(title), rows="\n".join(sections))
+
+
+def _span(piece: Piece) -> str:
+    classes = ("target" if piece.is_target else "context") + (" special" if piece.is_special else "")
+    return f'<span class="{classes}" title="{piece.token_id}">{html.escape(piece.text)}</span>'
+
+
+def _decode_one(tokenizer: PreTrainedTokenizerBase, ids: list[int], at: int) -> str:
+    """What token ``at`` adds to the text of the tokens before it: alone, many decoders would drop its leading space."""
+    before = ids[max(0, at - _CONTEXT_TOKENS) : at]
+    prefix = str(tokenizer.decode(before, clean_up_tokenization_spaces=False))
+    text = str(tokenizer.decode([*before, ids[at]], clean_up_tokenization_spaces=False))
+    added = text.removeprefix(prefix)
+    if "\ufffd" in text[max(0, len(prefix) - 1) :] or (prefix and added == text):
+        return str(tokenizer.convert_ids_to_tokens(ids[at]))
+    return added
+
+
+def _show(text: str) -> str:
+    shown = (_WHITESPACE.get(character) or _escape(character) for character in text)
+    return "".join(shown)
+
+
+def _escape(character: str) -> str:
+    """Control and invisible characters by code point, so that data can neither hide nor steer a terminal."""
+    return f"\\u{{{ord(character):x}}}" if unicodedata.category(character)[0] in "CZ" else character
+
+
+def build_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> list[PreviewRow]:
+    """The first training rows, tokenised and masked by the functions that prepare them, before any cut.
+
+    Raises:
+        ConfigError: The options do not fit together.
+        DataError: The rows cannot be read, tokenised or masked.
+    """
+    if config.stage in ("reward", "dpo"):
+        return _build_pair_preview(config, tokenizer, num_rows)
+    if config.stage in ("ppo", "rloo", "grpo"):
+        return _build_prompt_preview(config, tokenizer, num_rows)
+    if config.stage == "pretrain":
+        documents = chain.from_iterable(corpus.rows() for corpus in load_corpora(config))
+        rows, encoder = list(islice(documents, num_rows)), build_encoder(select_options(config), tokenizer)
+    else:
+        rows = list(islice(load_train_data(config.data, seed=read_seed(config)).rows(config.tokens), num_rows))
+        encoder = build_encoder(config, tokenizer)
+    examples = encode_chunk(encoder, rows, range(len(rows)))
+    return [
+        PreviewRow(row.where, compute_pieces(tokenizer, examples.take(np.array([at])))) for at, row in enumerate(rows)
+    ]
+
+
+def _build_prompt_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> list[PreviewRow]:
+    """The first prompts as the policy is asked; nothing of them is trained on."""
+    from recipes_lib.data.prompts import load_prompt_data  # brings transformers
+
+    preview = []
+    for prompt in load_prompt_data(config, tokenizer).train[:num_rows]:
+        ids = np.array(prompt.input_ids, dtype=np.uint32)
+        example = build_examples([EncodedRow(ids, np.zeros(len(ids), dtype=np.bool_))], [0])
+        preview.append(PreviewRow(prompt.where, compute_pieces(tokenizer, example)))
+    return preview
+
+
+def _build_pair_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> list[PreviewRow]:
+    """Both answers of the first pairs, each behind the prompt."""
+    from recipes_lib.data.pairs.sets import PairEncoder  # brings transformers
+
+    data = replace(config.data, dataset_format="preference")
+    rows = list(islice(load_train_data(data, seed=read_seed(config)).rows(config.tokens), num_rows))
+    pairs = PairEncoder(build_encoder(config, tokenizer), tokenizer).encode(rows)
+    preview = []
+    for row, pair in zip(rows, pairs, strict=True):
+        for name, answer in (("chosen", pair.chosen_ids), ("rejected", pair.rejected_ids)):
+            ids = np.concatenate([pair.prompt_ids, answer])
+            example = build_examples([EncodedRow(ids, np.arange(len(ids)) >= len(pair.prompt_ids))], [0])
+            preview.append(PreviewRow(f"{row.where}, {name}", compute_pieces(tokenizer, example)))
+    return preview
+
+
+def main(stage: str, argv: Sequence[str], load_tokenizer: TokenizerLoader) -> None:
+    """``recipes preview``: shows the first rows in the terminal, and writes them as HTML when asked.
+
+    Args:
+        stage: Name of the recipe.
+        argv: Arguments after the command: ``--rows``, ``--html``, and what the run's script takes.
+        load_tokenizer: Loads the run's tokenizer.
+
+    Raises:
+        ConfigError: There is no row to show, or the page cannot be written; as ``build_preview``.
+        DataError: As ``build_preview``.
+    """
+    about = "Show what the model will be trained on, token by token."
+    parser = argparse.ArgumentParser(prog="recipes preview", description=about, allow_abbrev=False)
+    add_recipe_flags(parser)
+    parser.add_argument("--rows", type=int, default=3, help="rows to show (default: %(default)s)")
+    parser.add_argument("--html", type=Path, metavar="OUT", help="write them as an HTML page, too")
+    options, overrides = parser.parse_known_args(argv)
+    parsed = parse_command(stage, [*(["--config", options.config] if options.config else []), *overrides])
+    if isinstance(parsed, str):
+        sys.stdout.write(parsed)
+        return
+    if options.rows < 1:
+        raise ConfigError(Problem("--rows", f"{options.rows} rows cannot be shown", "write a number from 1 on"))
+    rows = build_preview(parsed, load_tokenizer(parsed), options.rows)
+    if options.html is not None:
+        title = f"{parsed.data.dataset_name or 'dataset_mixture'}: what is trained on"
+        try:
+            options.html.parent.mkdir(parents=True, exist_ok=True)
+            options.html.write_text(render_html(title, rows), encoding="utf-8")
+        except OSError as error:
+            found = f"cannot be written: {error.strerror}"
+            raise ConfigError(Problem(str(options.html), found, "name another file after --html")) from None
+    console = Console(highlight=False)
+    for row in rows:
+        console.print(render_text(row), end="\n\n", soft_wrap=True)

@@ -1,0 +1,311 @@
+"""What a run trains on, whether it was prepared beforehand or is tokenised on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import datasets
+import numpy as np
+import numpy.typing as npt
+from datasets.iterable_dataset import ExamplesIterable
+from transformers import PreTrainedTokenizerBase
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.config.token_ids import find_end_tokens
+from recipes_lib.data.packed.audit import (
+    Finding,
+    PackedSplit,
+    SplitAudit,
+    describe_overlong,
+    pack_split,
+    refuse_errors,
+    sort_findings,
+)
+from recipes_lib.data.packed.encoding import (
+    ROWS_PER_CHUNK,
+    TokenizerLoader,
+    build_encoder,
+    encode_chunk,
+    read_seed,
+    split_chunks,
+)
+from recipes_lib.data.packed.packing import Examples
+from recipes_lib.data.packed.prepared_set import prepare_once
+from recipes_lib.data.sources.broken_rows import BrokenRows, encode_sound
+from recipes_lib.data.sources.mixtures import Mixture, load_test_data, load_train_data
+from recipes_lib.data.sources.rows import Row
+from recipes_lib.data.sources.splits import compute_row_digest, find_overlap, refuse_overlap
+from recipes_lib.errors import ConfigError, DataError, Problem, merge_alike, raise_problems
+
+if TYPE_CHECKING:
+    import datasets
+
+
+Pack = dict[str, np.ndarray[Any, np.dtype[Any]]]
+
+
+def build_train_stream(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> datasets.IterableDataset:
+    """The training packs, as ``prepare`` would make them of each window of rows, shuffled inside the window.
+
+    The order depends on the seed, the epoch (``set_epoch``) and the window alone, so that skipping what was trained on
+    resumes exactly. Every process reads the whole stream and trains on its share.
+
+    Raises:
+        ConfigError: ``max_length`` is not set, or rows are to be held out of the stream.
+    """
+    _refuse_unknowable(config)
+    windows = _Windows(config, tokenizer, load_train_data(config.data, seed=read_seed(config)), "train")
+    return datasets.IterableDataset(_EpochIterable(windows.generate, {"epoch_seed": 0}))
+
+
+def read_eval_packs(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> datasets.Dataset | None:
+    """The held-out packs, read whole into memory, or ``None`` when ``dataset_test_split`` is not set.
+
+    They are scored again and again, by several processes, each its share: that needs rows with numbers.
+
+    Raises:
+        ConfigError: As ``build_train_stream``.
+    """
+    _refuse_unknowable(config)
+    test = load_test_data(config.data)
+    if test is None:
+        return None
+    packs = [pack for _, pack in _Windows(config, tokenizer, test, "eval").generate()]
+    return datasets.Dataset.from_list(packs).with_format("numpy")
+
+
+def audit_first_window(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> PackedSplit:
+    """The supervision audit of the first rows of the stream, errors among its findings.
+
+    Raises:
+        ConfigError: As ``build_train_stream``.
+        DataError: The rows cannot be read or tokenised, or are too long.
+    """
+    _refuse_unknowable(config)
+    windows = _Windows(config, tokenizer, load_train_data(config.data, seed=read_seed(config)), "train")
+    return next(windows.pack())
+
+
+class _EpochIterable(ExamplesIterable):  # type: ignore[misc]
+    """Examples whose order follows the epoch: ``datasets`` calls ``shuffle_data_sources`` from the second epoch on."""
+
+    def shuffle_data_sources(self, generator: np.random.Generator) -> _EpochIterable:
+        return _EpochIterable(self.generate_examples_fn, {"epoch_seed": int(generator.integers(1, 2**32))})
+
+
+@dataclass(frozen=True, slots=True)
+class _Windows:
+    """Rows read, encoded, cut and packed ``ROWS_PER_CHUNK`` at a time; training packs shuffled inside their window."""
+
+    config: RecipeConfig
+    tokenizer: PreTrainedTokenizerBase
+    mixture: Mixture
+    split: Literal["train", "eval"]
+
+    def generate(self, epoch_seed: int = 0) -> Iterator[tuple[int, Pack]]:
+        """Numbered packs, each window checked as a prepared set is.
+
+        Raises:
+            DataError: Too many rows are broken; or rows of a window are too long, or hold nothing to learn.
+        """
+        number = 0
+        for window, packed in enumerate(self.pack()):
+            refuse_errors(self.mixture.name, packed.findings)
+            order = np.arange(len(packed.bins))
+            if self.split == "train":
+                np.random.default_rng([read_seed(self.config), epoch_seed, window]).shuffle(order)
+            for at in order.tolist():
+                yield number, _build_pack(packed, at)
+                number += 1
+
+    def pack(self) -> Iterator[PackedSplit]:
+        """The windows in order.
+
+        Broken rows are judged by the share of all that were read, from a full window on and at the end.
+
+        Raises:
+            DataError: Too many rows are broken, or rows are too long.
+        """
+        encoder = build_encoder(self.config, self.tokenizer)
+        end_tokens = find_end_tokens(self.tokenizer)
+        tokens, capacity = self.config.tokens, self.config.tokens.max_length
+        assert capacity is not None
+        held_out, name = self._read_held_out(), self.mixture.name
+        broken = BrokenRows(tokens, is_stream=True)
+
+        def encode(rows: Sequence[Row], row_ids: Sequence[int]) -> tuple[Examples, Sequence[Row], list[bytes]]:
+            return encode_chunk(encoder, rows, row_ids), rows, [compute_row_digest(row) for row in rows]
+
+        for window, entries in enumerate(_collect_error(split_chunks(self.mixture.entries()), broken)):
+            encoded, problems = encode_sound(encode, entries, window * ROWS_PER_CHUNK, drop=broken.are_dropped)
+            broken.add(len(entries), problems)
+            if encoded is None or broken.are_hopeless:
+                break
+            examples, rows, digests = encoded
+            if held_out:
+                _refuse_held_out(rows, digests, held_out)
+            too_long = np.flatnonzero(examples.lengths > capacity).tolist()
+            if too_long and tokens.overlong == "error":
+                lengths = examples.lengths.tolist()
+                overlong = [describe_overlong(rows[at].where, lengths[at], capacity) for at in too_long]
+                raise_problems(merge_alike(overlong, len(rows)), name)
+            if len(examples):
+                packed = pack_split(self.split, examples, tokens, capacity, end_tokens)
+                told = [Finding("warning", line) for line in (broken.tell(self.split) if problems else ())]
+                yield replace(packed, findings=sort_findings([*packed.findings, *told]))
+        raise_problems(broken.judge(name), name)
+
+    def _read_held_out(self) -> list[tuple[bytes, str]]:
+        """Digests and places of the held-out rows that no training row may repeat."""
+        test = load_test_data(self.config.data) if self.split == "train" else None
+        if test is None or self.config.data.allow_eval_overlap:
+            return []
+        held_out: list[tuple[bytes, str]] = []
+        for row in test.rows(self.config.tokens):
+            with suppress(DataError):  # Broken; counted where the held-out rows are packed.
+                held_out.append((compute_row_digest(row), row.where))
+        return held_out
+
+
+def _collect_error(chunks: Iterator[list[Row | Problem]], broken: BrokenRows) -> Iterator[list[Row | Problem]]:
+    try:
+        yield from chunks
+    except DataError as error:
+        broken.refused += error.problems
+
+
+def _refuse_held_out(rows: Sequence[Row], digests: Sequence[bytes], held_out: Sequence[tuple[bytes, str]]) -> None:
+    overlap = find_overlap(digests, [digest for digest, _ in held_out])
+    refuse_overlap(overlap, lambda at: rows[at].where, lambda at: held_out[at][1])
+
+
+def _build_pack(packed: PackedSplit, at: int) -> Pack:
+    bins = packed.bins
+    documents = packed.examples.take(bins.order[bins.offsets[at] : bins.offsets[at + 1]])
+    return {
+        "input_ids": documents.input_ids,
+        "loss_mask": documents.loss_mask,
+        "seq_lengths": documents.lengths,
+        "row_ids": documents.row_ids,
+    }
+
+
+def _refuse_unknowable(config: RecipeConfig) -> None:
+    """Refuses options that need the whole stream to be read before training.
+
+    Raises:
+        ConfigError: There are such options.
+    """
+    problems = []
+    if config.tokens.max_length is None:
+        problems.append(("max_length", "a stream has no longest example to take it from", "set max_length"))
+    if config.data.test_split_size is not None:
+        problems.append(
+            ("test_split_size", "rows cannot be held out of a stream", "name held-out data: dataset_test_split")
+        )
+    if problems:
+        raise ConfigError(*(Problem(config.provenance.get(key, key), *words) for key, *words in problems))
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingData:
+    """Packed rows and what is known of them.
+
+    Attributes:
+        train: Training packs: columns ``input_ids``, ``loss_mask``, ``seq_lengths``, ``row_ids``.
+        eval: Held-out packs, or ``None``.
+        max_length: Tokens that a pack has room for.
+        num_packs: Training packs; ``None`` for a stream.
+        audit: Figures of the training rows; of a stream, of its first ones.
+        findings: What the audit of all rows makes of them.
+        record: JSON values for ``run.json``: where the rows came from, and their counts.
+    """
+
+    train: datasets.Dataset | datasets.IterableDataset
+    eval: datasets.Dataset | None
+    max_length: int
+    num_packs: int | None
+    audit: SplitAudit
+    findings: Sequence[Finding]
+    record: dict[str, Any]
+
+    @property
+    def held_out(self) -> Mapping[str, datasets.Dataset]:
+        """The held-out packs by name; empty when nothing is held out."""
+        return {} if self.eval is None else {"held-out set": self.eval}
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row, held-out rows included; of a stream, the most that a row may have."""
+        audits = [self.record[side] for side in ("train", "eval") if self.record.get(side)]
+        return max((audit["length_max"] for audit in audits), default=self.max_length)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the audit warns of."""
+        return [finding.found for finding in self.findings if finding.severity == "warning"]
+
+    @property
+    def typical_length(self) -> int:
+        """Tokens that attend to each other: the median row's."""
+        return self.audit.length_p50
+
+    def iterate_examples(self) -> Iterator[tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]]:
+        """Yield ids and targets of the held-out rows, each ``(T,)``, in the order of the data, not of the packing."""
+        if self.eval is None:
+            return
+        places = sorted(
+            (int(row_id), pack, place)
+            for pack, row_ids in enumerate(self.eval["row_ids"])
+            for place, row_id in enumerate(row_ids)
+        )
+        for _, pack, place in places:
+            row = self.eval[pack]
+            end = int(np.sum(row["seq_lengths"][: place + 1]))
+            span = slice(end - int(row["seq_lengths"][place]), end)
+            yield row["input_ids"][span], row["loss_mask"][span]
+
+
+def load_training_data(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local_rank: int = 0) -> TrainingData:
+    """Find or make the prepared set of a run, or open its stream; call it before any process group exists.
+
+    Args:
+        config: The run.
+        load_tokenizer: Called only when something has to be tokenised.
+        local_rank: Number of this process on its node; the first one prepares, the others wait for it.
+
+    Raises:
+        ConfigError: The options do not fit together.
+        DataError: Rows are broken, too long, held out as well as trained on, or hold nothing to learn.
+    """
+    if config.data.dataset_streaming:
+        return _open_stream(config, load_tokenizer)
+    prepared = prepare_once(config, load_tokenizer, local_rank=local_rank)
+    figures = {name: value for name, value in prepared.manifest["train"].items() if name != "cut"}
+    return TrainingData(
+        train=prepared.train,
+        eval=prepared.eval,
+        max_length=prepared.manifest["max_length"],
+        num_packs=len(prepared.train),
+        audit=SplitAudit(**figures),
+        findings=[Finding(**finding) for finding in prepared.manifest["findings"]],
+        record={"prepared_set": str(prepared.path), **prepared.manifest},
+    )
+
+
+def _open_stream(config: RecipeConfig, load_tokenizer: TokenizerLoader) -> TrainingData:
+    tokenizer = load_tokenizer(config)
+    first = audit_first_window(config, tokenizer)
+    assert config.tokens.max_length is not None
+    return TrainingData(
+        train=build_train_stream(config, tokenizer),
+        eval=read_eval_packs(config, tokenizer),
+        max_length=config.tokens.max_length,
+        num_packs=None,
+        audit=first.audit,
+        findings=first.findings,
+        record={"streamed": True, "first_window": asdict(first.audit)},
+    )

@@ -1,0 +1,1 @@
+"""Preference pairs: tokenisation, prepared sets, collation."""

@@ -1,0 +1,164 @@
+"""Prepared pairs -> tensors of one batch, with one copy of each prompt or with two."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from recipes_lib.data.packed.packing import IntArray, choose_bins
+
+PairLayout = Literal["shared", "shared_flat", "separate", "flat"]
+
+PADDING: Final = -1
+"""Value of ``pair_ids`` and ``branch_ids`` in padding."""
+
+PAIR_FIGURES: Final = ("margin", "ref_chosen_logp", "ref_rejected_logp")
+"""Columns with a number for each pair, which go into the batch as they are."""
+
+_PARTS: Final = ("prompt_ids", "chosen_ids", "rejected_ids")
+_Parts = Sequence[IntArray]
+_Arrays = dict[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairCollator:
+    """Prepared pairs to a batch of as few rows as best-fit packing needs, each as long as the longest document.
+
+    In the ``shared`` layout a document is a pair, ``prompt, chosen, rejected``, and both answers stand at the positions
+    right behind the prompt; only a mask keeps them apart, which the model's room builds from ``pair_ids`` and
+    ``branch_ids``. ``shared_flat`` is the same in one row, for kernels that take bounds: they are made of
+    ``part_lengths``. In the others a document is a prompt with one answer, kept apart by restarting positions and no
+    mask, as ``PackedCollator`` does: ``separate`` for sdpa and eager, ``flat`` in one row for kernels that take
+    document boundaries.
+
+    What the answers' tokens are scored by is the same in all layouts: ``predictors`` are the places, in the batch laid
+    end to end, whose hidden states say what comes next. The last place of a prompt predicts the first token of both
+    answers.
+
+    Attributes:
+        pad_token_id: Id written into padding; told by length and never by id, so it may be the end token's.
+        layout: How the two answers stand beside each other.
+        packing: Whether documents share rows; ``flat`` and ``shared_flat`` have but one row.
+
+    Source: hidden states, scores and gradients are those of each answer alone,
+    ``tests/models/attention/test_shared_prompt.py``.
+    """
+
+    pad_token_id: int
+    layout: PairLayout = "shared"
+    packing: bool = True
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Builds the batch of P pairs, N tokens of answers in all, in R rows of L tokens.
+
+        Args:
+            rows: Each with ``prompt_ids``, ``chosen_ids``, ``rejected_ids``, at least one token each, and maybe
+                ``row_id`` and numbers of ``PAIR_FIGURES``. Other columns are ignored.
+
+        Returns:
+            ``int64`` unless said otherwise:
+
+            - ``input_ids`` and ``position_ids``, ``(R, L)``; positions are 0 in padding.
+            - ``token_mask``, ``bool (R, L)``, True for tokens that are not padding.
+            - ``shared``: ``pair_ids``, number of the pair in ``rows``, and ``branch_ids``, 0 in a prompt, 1 in a chosen
+              answer, 2 in a rejected one; ``(R, L)``, both -1 in padding.
+            - ``shared_flat``: ``part_lengths``, ``(P, 3)``: tokens of each prompt, chosen answer and rejected answer.
+            - ``flat``: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, ``int32 (2P + 1,)``; ``max_length_q`` and
+              ``max_length_k``, int.
+            - ``predictors``, ``(N,)``: places in ``R * L`` that predict the answers' tokens; ``targets``, ``(N,)``:
+              those tokens; ``sequence_ids``, ``(N,)``, ascending: whose they are, ``2 * pair`` for the chosen answer
+              and one more for the rejected one.
+            - ``last_positions``, ``(2P,)``: place of each answer's last token.
+            - ``num_tokens``, a scalar: tokens in the rows, padding not counted; ``num_completion_tokens``, ``(2P,)``.
+            - ``row_ids``, of the pairs that have a ``row_id``: an array of numpy, so that it stays where it is.
+            - ``margin``, ``ref_chosen_logp``, ``ref_rejected_logp``: ``float32 (P,)``, those that ``rows`` have.
+        """
+        pairs = [[np.asarray(row[name], np.int64) for name in _PARTS] for row in rows]
+        is_shared = self.layout in ("shared", "shared_flat")
+        documents = pairs if is_shared else [[prompt, answer] for prompt, *answers in pairs for answer in answers]
+        lengths = np.array([sum(map(len, parts)) for parts in documents])
+        starts, shape = self._place(lengths)
+        batch = _fill(documents, starts, shape, self.pad_token_id)
+        if self.layout == "shared":
+            batch |= _name_branches(pairs, starts, shape)
+        elif self.layout == "shared_flat":
+            batch["part_lengths"] = np.array([[len(part) for part in parts] for parts in pairs])
+        batch |= _find_predictors(pairs, starts, is_shared=is_shared)
+        batch["num_tokens"] = np.array(lengths.sum())
+        for name in PAIR_FIGURES:
+            if name in rows[0]:
+                batch[name] = np.array([row[name] for row in rows], np.float32)
+        tensors: dict[str, Any] = {name: torch.from_numpy(values) for name, values in batch.items()}
+        if "row_id" in rows[0]:
+            tensors["row_ids"] = np.array([row["row_id"] for row in rows], np.int64)
+        return tensors | (_build_bounds(lengths) if self.layout == "flat" else {})
+
+    def _place(self, lengths: IntArray) -> tuple[IntArray, tuple[int, int]]:
+        """Where each document begins, in the batch laid end to end, and how many rows of how many tokens there are."""
+        if self.layout in ("flat", "shared_flat"):
+            return np.cumsum(lengths) - lengths, (1, int(lengths.sum()))
+        width = int(lengths.max())
+        bins = choose_bins(lengths, width, packing=self.packing)
+        before = np.cumsum(lengths[bins.order]) - lengths[bins.order]
+        bin_of = np.repeat(np.arange(len(bins)), np.diff(bins.offsets))
+        starts = np.empty_like(lengths)
+        starts[bins.order] = bin_of * width + before - before[bins.offsets[:-1]][bin_of]
+        return starts, (len(bins), width)
+
+
+def _fill(documents: Sequence[_Parts], starts: IntArray, shape: tuple[int, int], pad_token_id: int) -> _Arrays:
+    """The documents at their places; what comes after a prompt is at the positions right behind it."""
+    input_ids, position_ids = np.full(shape, pad_token_id, np.int64), np.zeros(shape, np.int64)
+    token_mask = np.zeros(shape, np.bool_)
+    for start, (prompt, *answers) in zip(starts, documents, strict=True):
+        positions = [np.arange(len(prompt)), *(len(prompt) + np.arange(len(answer)) for answer in answers)]
+        _write(input_ids, start, [prompt, *answers])
+        _write(position_ids, start, positions)
+        _write(token_mask, start, [np.ones(len(part), np.bool_) for part in (prompt, *answers)])
+    return {"input_ids": input_ids, "position_ids": position_ids, "token_mask": token_mask}
+
+
+def _name_branches(pairs: Sequence[_Parts], starts: IntArray, shape: tuple[int, int]) -> _Arrays:
+    pair_ids, branch_ids = np.full(shape, PADDING, np.int64), np.full(shape, PADDING, np.int64)
+    for number, (start, parts) in enumerate(zip(starts, pairs, strict=True)):
+        _write(pair_ids, start, [np.full(len(part), number) for part in parts])
+        _write(branch_ids, start, [np.full(len(part), branch) for branch, part in enumerate(parts)])
+    return {"pair_ids": pair_ids, "branch_ids": branch_ids}
+
+
+def _write(rows: npt.NDArray[Any], start: int, parts: Sequence[npt.NDArray[Any]]) -> None:
+    values = np.concatenate(parts)
+    rows.reshape(-1)[start : start + len(values)] = values
+
+
+def _find_predictors(pairs: Sequence[_Parts], starts: IntArray, *, is_shared: bool) -> _Arrays:
+    """Which place predicts which token of which answer, answer after answer."""
+    prompt, chosen, rejected = np.array([[len(part) for part in parts] for parts in pairs]).T
+    lengths = np.column_stack([chosen, rejected]).ravel()
+    if is_shared:
+        prompt_ends = np.repeat(starts + prompt - 1, 2)
+        firsts = prompt_ends + 1 + np.column_stack([np.zeros_like(chosen), chosen]).ravel()
+    else:
+        prompt_ends = starts + np.repeat(prompt, 2) - 1
+        firsts = prompt_ends + 1
+    begins = np.cumsum(lengths) - lengths
+    predictors = np.repeat(firsts - 1 - begins, lengths) + np.arange(lengths.sum())
+    predictors[begins] = prompt_ends
+    return {
+        "predictors": predictors,
+        "targets": np.concatenate([answer for _, *answers in pairs for answer in answers]),
+        "sequence_ids": np.repeat(np.arange(len(lengths)), lengths),
+        "last_positions": firsts + lengths - 1,
+        "num_completion_tokens": lengths,
+    }
+
+
+def _build_bounds(lengths: IntArray) -> dict[str, torch.Tensor | int]:
+    bounds = torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32))
+    longest = int(lengths.max())
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}

@@ -1,0 +1,1 @@
+"""Any dataset layout to canonical rows: local files, Hub datasets, mixtures, splits."""

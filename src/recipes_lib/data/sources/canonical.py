@@ -1,0 +1,216 @@
+"""What ``dataset_name`` names, and its rows in canonical form."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+from recipes_lib.config.paths import expand_home
+from recipes_lib.config.schema import DatasetFormat, TokensConfig
+from recipes_lib.data.sources.broken_rows import BrokenRows
+from recipes_lib.data.sources.formats import COLUMNS, RowFormat, canonicalize, detect_format
+from recipes_lib.data.sources.hub_datasets import is_saved, load_hub, load_saved
+from recipes_lib.data.sources.local_files import READERS, load_files
+from recipes_lib.data.sources.rows import Entry, RawRow, Row, Source
+from recipes_lib.data.sources.text_lines import TextDocuments
+from recipes_lib.errors import ConfigError, DataError, Problem
+
+_MAX_WITHOUT_LAYOUT: Final = 20
+"""Rows looked at in search of one that has a layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class _RenamedSource:
+    """A source whose columns are called by other names, or left out."""
+
+    source: Source
+    columns: Mapping[str, str | None]
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def streaming(self) -> bool:
+        return self.source.streaming
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(json.dumps([self.source.fingerprint(), dict(self.columns)]).encode()).hexdigest()
+
+    def rows(self) -> Iterator[Entry]:
+        """Read from the start.
+
+        Raises:
+            DataError: The first row has not all of the columns.
+        """
+        is_first = True
+        for entry in self.source.rows():
+            if isinstance(entry, RawRow):
+                if is_first:
+                    self._refuse_missing(entry)
+                is_first = False
+                entry = replace(entry, columns=self._rename(entry.columns))
+            yield entry
+
+    def _rename(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        hidden = {*self.columns, *self.columns.values()}
+        kept = {name: value for name, value in row.items() if name not in hidden}
+        return kept | {
+            name: row[column] for name, column in self.columns.items() if column is not None and column in row
+        }
+
+    def _refuse_missing(self, row: RawRow) -> None:
+        problems = []
+        for name, column in self.columns.items():
+            if column is not None and column not in row.columns:
+                near = difflib.get_close_matches(column, row.columns, n=1)
+                remedy = f"did you mean `{near[0]}`?" if near else f"name one of {', '.join(row.columns)}"
+                problems.append(Problem(row.where, f"dataset_columns.{name}: there is no column `{column}`", remedy))
+        if problems:
+            raise DataError(*problems)
+
+
+def load_source(
+    name: str,
+    *,
+    config: str | None = None,
+    revision: str | None = None,
+    split: str = "train",
+    columns: Mapping[str, str | None] | None = None,
+    streaming: bool = False,
+    text_documents: TextDocuments = "line",
+) -> Source:
+    """Open a dataset by the name the user gave: the path of a file or folder if there is one, else a Hub id.
+
+    Args:
+        name: Path or Hub id.
+        config: Configuration of a Hub dataset.
+        revision: Commit, tag or branch of a Hub dataset.
+        split: Split wanted.
+        columns: Column of the dataset for each column of a layout (``dataset_columns``); ``None`` leaves one out.
+        streaming: Read a Hub dataset without downloading it first; local data are never held in memory.
+        text_documents: What a row of a text or Markdown file is.
+
+    Raises:
+        ConfigError: ``columns`` names what no layout has, or is not a mapping of names.
+        DataError: There is no such file, folder, Hub dataset or split, or it is of an unknown kind.
+    """
+    if columns is not None:
+        _check_columns(columns)
+        source = load_source(
+            name, config=config, revision=revision, split=split, streaming=streaming, text_documents=text_documents
+        )
+        return _RenamedSource(source, columns)
+    path = Path(expand_home(name))
+    try:
+        is_folder, is_local = path.is_dir(), bool(name) and path.exists()
+    except OSError as error:
+        raise DataError(
+            Problem(name, f"cannot be read: {error.strerror}", "check the path and its permissions")
+        ) from None
+    if not is_local:
+        _refuse_missing_path(path, name)
+        return load_hub(name, config, revision, split, streaming)
+    if config or revision:
+        found = "`dataset_config` and `dataset_revision` are for Hub datasets; this is a local path"
+        raise DataError(Problem(name, found, "remove them, or rename the local path if the Hub dataset is meant"))
+    if is_folder and is_saved(path):
+        return load_saved(path, name, split)
+    return load_files(path, name, split, text_documents)
+
+
+def _check_columns(columns: object) -> None:
+    if not isinstance(columns, Mapping):
+        raise ConfigError(Problem("dataset_columns", "it is not a mapping", "write {prompt: question, ...}"))
+    problems = []
+    for name, column in columns.items():
+        if name not in COLUMNS:
+            near = difflib.get_close_matches(str(name), COLUMNS, n=1)
+            remedy = f"did you mean `{near[0]}`?" if near else f"name one of {', '.join(sorted(COLUMNS))}"
+            problems.append(Problem("dataset_columns", f"no layout has a column `{name}`", remedy))
+        if column is not None and not isinstance(column, str):
+            problems.append(Problem("dataset_columns", f"`{name}: {column}` names no column", "quote it"))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def read_rows(
+    source: Source, declared_format: DatasetFormat = "auto", tokens: TokensConfig | None = None
+) -> Iterator[Row]:
+    """Read the rows of a source in canonical form; the first row that has a layout says which all of them have.
+
+    Raises:
+        DataError: Once, after the whole source is read: every problem, or that there is no row.
+    """
+    return BrokenRows(tokens, is_stream=source.streaming).read(read_entries(source, declared_format), source.name)
+
+
+def detect_source_format(source: Source, declared_format: DatasetFormat = "auto") -> RowFormat:
+    """Name the layout of a source's rows, from the first that has one.
+
+    Raises:
+        DataError: There is none: what is wrong with the first row, or that there is no row.
+    """
+    first: Problem | None = None
+    for entry in islice(source.rows(), _MAX_WITHOUT_LAYOUT):
+        try:
+            if isinstance(entry, RawRow):
+                return detect_format(entry.columns, declared_format, where=entry.where)
+            raise DataError(entry)
+        except DataError as error:
+            first = first or error.problems[0]
+    raise DataError(first or _no_rows(source))
+
+
+def read_entries(source: Source, declared_format: DatasetFormat) -> Iterator[Row | Problem]:
+    """Yield each row in canonical form, or the problem that stands in its place.
+
+    Raises:
+        DataError: At the end: no row has a layout, there is no row, or the source cannot be read further.
+    """
+    row_format: RowFormat | None = None
+    without_layout: list[Problem] = []
+    is_empty = True
+    for entry in source.rows():
+        is_empty = False
+        if isinstance(entry, Problem):
+            yield entry
+            continue
+        try:
+            if row_format is None:
+                row_format = detect_format(entry.columns, declared_format, where=entry.where)
+                yield from without_layout
+            yield canonicalize(entry.columns, row_format, entry.source, entry.index, entry.index_name)
+        except DataError as error:
+            if row_format is not None:
+                yield error.problems[0]
+            elif len(without_layout) < _MAX_WITHOUT_LAYOUT:
+                without_layout += error.problems
+            else:
+                break
+    if is_empty:
+        raise DataError(_no_rows(source))
+    if row_format is None and without_layout:
+        raise DataError(without_layout[0])
+
+
+def _no_rows(source: Source) -> Problem:
+    return Problem(source.name, "no rows: it is empty or has only blank lines", "check how it was written")
+
+
+def _refuse_missing_path(path: Path, name: str) -> None:
+    """Raise when a name that leads nowhere can only have been meant as a path."""
+    inner = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
+    is_path = name.startswith(("/", ".", "~")) or "\\" in name or name.count("/") > 1 or inner.suffix in READERS
+    if name.strip() and not is_path:
+        return
+    siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
+    nearest = difflib.get_close_matches(path.name, siblings, n=1)
+    remedy = f"did you mean `{path.parent / nearest[0]}`?" if nearest else f"paths start from {Path.cwd()}"
+    raise DataError(Problem(name or "dataset_name", "no such file or folder", remedy))

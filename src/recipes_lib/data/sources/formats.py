@@ -1,0 +1,418 @@
+"""Row layouts: which one a dataset has, and each to the canonical row."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from recipes_lib.config.schema import DatasetFormat
+from recipes_lib.data.sources.messages import (
+    ROLES,
+    SHAREGPT_ROLES,
+    RowError,
+    check_answer,
+    check_answered,
+    check_json,
+    check_text,
+    clean_messages,
+    describe,
+    parse_tools,
+    split_marks,
+)
+from recipes_lib.data.sources.rows import Message, Row
+from recipes_lib.errors import DataError, Problem
+
+Raw = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """The layout of a dataset's rows.
+
+    Attributes:
+        name: Layout, as ``dataset_format`` spells it.
+        columns: Columns that are read.
+        ignored: Columns that are not.
+    """
+
+    name: DatasetFormat
+    columns: tuple[str, ...]
+    ignored: tuple[str, ...]
+
+    def __str__(self) -> str:
+        ignored = f"; ignored: {', '.join(self.ignored)}" if self.ignored else ""
+        return f"`{self.name}` layout, from {', '.join(self.columns)}{ignored}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    read: Callable[[Raw], dict[str, Any]]
+
+
+def detect_format(raw: Raw, declared: DatasetFormat = "auto", *, where: str) -> RowFormat:
+    """Name the layout of a row from its columns; those that are null, as in unified Arrow rows, do not count.
+
+    Args:
+        raw: The first row.
+        declared: ``dataset_format``; unless ``auto``, only checked.
+        where: The row's place, for errors.
+
+    Raises:
+        DataError: The columns match no layout, several, or not the declared one.
+    """
+    present = [column for column, value in raw.items() if value is not None]
+    matches: list[DatasetFormat] = [name for name, layout in _LAYOUTS.items() if set(layout.required) <= set(present)]
+    if declared == "auto":
+        matches = _drop_lesser(raw, matches)
+    else:
+        if declared not in matches:
+            missing = [column for column in _LAYOUTS[declared].required if column not in present]
+            raise DataError(
+                Problem(
+                    where,
+                    f"the `{declared}` layout needs {_quote(missing)}; found {_quote(present)}",
+                    f"rename the columns, or change `dataset_format: {declared}`",
+                )
+            )
+        matches = [declared]
+    if len(matches) > 1:
+        found = " and ".join(f"`{name}` ({', '.join(_LAYOUTS[name].required)})" for name in matches)
+        fix = " or ".join(f"`dataset_format: {name}`" for name in matches)
+        raise DataError(Problem(where, f"the columns match several layouts: {found}", f"set {fix}"))
+    if not matches:
+        known = "; ".join(" + ".join(layout.required) for layout in _LAYOUTS.values())
+        raise DataError(
+            Problem(
+                where,
+                f"the columns match no layout: {_quote(present)}",
+                f"rename them, or map them with `dataset_columns`, to one of: {known}",
+            )
+        )
+    layout = _LAYOUTS[matches[0]]
+    read = tuple(column for column in (*layout.required, *layout.optional) if column in raw)
+    return RowFormat(matches[0], read, tuple(column for column in raw if column not in read))
+
+
+def _drop_lesser(raw: Raw, matches: list[DatasetFormat]) -> list[DatasetFormat]:
+    """Drop layouts whose columns only repeat, or belong to, those of another layout that matches."""
+    lesser = set(_FALLBACKS) if set(matches) - set(_FALLBACKS) else set()
+    if "preference" in matches and "sharegpt" in matches and not _ends_answered(raw["conversations"]):
+        lesser.add("sharegpt")  # The conversation that LLaMA-Factory's pairs of answers go on from.
+    if "alpaca" in matches and "text" in matches:
+        written = [str(raw[column]) for column in ("instruction", "output")]
+        if all(part in str(raw["text"]) for part in written):
+            lesser.add("text")  # Alpaca's fourth column: the other three, rendered.
+    return [name for name in matches if name not in lesser]
+
+
+def _ends_answered(conversations: object) -> bool:
+    last = conversations[-1] if isinstance(conversations, (list, tuple)) and conversations else None
+    role = last.get("from", last.get("role")) if isinstance(last, Mapping) else None
+    return SHAREGPT_ROLES.get(str(role)) == "assistant"
+
+
+def canonicalize(raw: Raw, row_format: RowFormat, source: str, index: int, index_name: str = "row") -> Row:
+    """Bring a row to canonical form, checked.
+
+    Source: agrees with TRL's ``maybe_convert_to_chatml`` and ``extract_prompt``; Alpaca as LLaMA-Factory reads it.
+    Proved in ``tests/data/sources/test_formats.py``.
+
+    Raises:
+        DataError: The row is broken; names its place and the first thing that is wrong.
+    """
+    try:
+        if row_format.name != "preference":
+            _refuse_judged(raw)
+        fields = _LAYOUTS[row_format.name].read(raw)
+        if "messages" in fields:
+            fields["messages"], fields["untrained"] = split_marks(fields["messages"])
+        return Row(source=source, index=index, index_name=index_name, **fields)
+    except RowError as error:
+        where = Row(source=source, index=index, index_name=index_name).where
+        raise DataError(Problem(where, error.found, error.remedy)) from None
+
+
+def _refuse_judged(raw: Raw) -> None:
+    """Refuse a row whose answer a boolean calls good or bad, as KTO's do: bad answers would be trained on, too."""
+    columns = ("label", "kto_tag") if raw.get("completion") is not None else ("kto_tag",)
+    if judge := next((column for column in columns if isinstance(raw.get(column), bool)), None):
+        raise RowError(
+            f"the boolean `{judge}` says which answers are good, and all of them would be trained on",
+            f"keep the rows where it is true, without the column; or write `dataset_columns: {{{judge}: null}}` if it "
+            "says something else",
+        )
+
+
+def _read_messages(raw: Raw) -> dict[str, Any]:
+    messages = clean_messages(_take(raw, "messages"), "messages")
+    check_answered(messages, "messages")
+    return {"messages": messages, **_read_chat_extras(raw)}
+
+
+def _read_sharegpt(raw: Raw) -> dict[str, Any]:
+    messages = clean_messages(_take(raw, "conversations"), "conversations", SHAREGPT_ROLES)
+    check_answered(messages, "conversations")
+    return {"messages": _put_system_first(raw, messages), **_read_chat_extras(raw)}
+
+
+def _read_answer(raw: Raw, *, question: tuple[str, ...], answer: str) -> dict[str, Any]:
+    asked = _read_question(raw, *question)
+    said = check_answer(_take(raw, answer), f"`{answer}`")
+    return {"messages": [*asked, _say(said)], **_read_chat_extras(raw)}
+
+
+def _read_question(raw: Raw, column: str, context: str | None = None) -> list[Message]:
+    """The chat up to a question that stands in columns of its own, of which the second may be missing."""
+    columns = [column, *([context] if context is not None and raw.get(context) is not None else [])]
+    question = "\n".join(filter(None, (check_text(_take(raw, name), f"`{name}`") for name in columns)))
+    if not question:
+        empty = " and ".join(f"`{name}`" for name in columns)
+        raise RowError(f"{empty} {'are' if columns[1:] else 'is'} empty", "write the question, or remove the row")
+    return [*_read_system(raw), *_read_history(raw), {"role": "user", "content": question}]
+
+
+def _read_prompt_completion(raw: Raw) -> dict[str, Any]:
+    prompt, completion = _take(raw, "prompt"), _take(raw, "completion")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return {"prompt": check_text(prompt, "`prompt`"), "completion": check_answer(completion, "`completion`")}
+    _check_same_kind(prompt=prompt, completion=completion)
+    prompt, completion = clean_messages(prompt, "prompt"), clean_messages(completion, "completion")
+    check_answered(completion, "completion")
+    return {"messages": [*prompt, *completion], "num_prompt_messages": len(prompt), **_read_chat_extras(raw)}
+
+
+def _read_preference(raw: Raw) -> dict[str, Any]:
+    values = {column: _take(raw, column) for column in ("chosen", "rejected")}
+    if values["chosen"] == values["rejected"]:
+        raise RowError("`chosen` and `rejected` are the same", "remove the row: it prefers nothing")
+    _check_same_kind(**values)
+    prompt = raw.get("prompt")
+    if isinstance(values["chosen"], str):
+        asked = None if isinstance(prompt, str) else _read_asked(raw)
+        if asked is None:
+            return {**_read_text_pair(prompt, **values), **_read_margin(raw)}
+        chosen, rejected = ([_say(check_answer(text, f"`{column}`"))] for column, text in values.items())
+    else:
+        chosen, rejected = (
+            clean_messages([turns] if isinstance(turns, Mapping) else turns, column, SHAREGPT_ROLES)
+            for column, turns in values.items()
+        )
+        # Chats that are there whole repeat what other columns say of their prompt.
+        is_whole = not isinstance(prompt, (list, tuple)) and max(len(chosen), len(rejected)) > 1
+        asked = None if is_whole else _read_asked(raw)
+        if asked is None:
+            asked, chosen, rejected = _split_prompt(chosen, rejected)
+        elif chosen[: len(asked)] == asked:
+            raise RowError("`chosen` repeats `prompt`", "leave the prompt out of the answers, or drop the column")
+    _check_pair(chosen=chosen, rejected=rejected)
+    extras = {**_read_chat_extras(raw), **_read_margin(raw)}
+    return {"messages": [*asked, *chosen], "num_prompt_messages": len(asked), "rejected": rejected, **extras}
+
+
+def _read_asked(raw: Raw) -> list[Message] | None:
+    """The chat that both answers go on from, where it stands in other columns than theirs."""
+    prompt = raw.get("prompt")
+    if isinstance(prompt, (list, tuple)):
+        return clean_messages(prompt, "prompt")
+    if prompt is not None:
+        return _read_question(raw, "prompt")
+    if raw.get("conversations") is not None:
+        turns = clean_messages(raw["conversations"], "conversations", SHAREGPT_ROLES)
+        if turns[-1]["role"] == "assistant":
+            found = "`conversations` ends with an answer of its own beside `chosen` and `rejected`"
+            raise RowError(found, "end it with the question, or leave the column out")
+        return _put_system_first(raw, turns)
+    if raw.get("question") is not None:
+        return _read_question(raw, "question")
+    return _read_question(raw, "instruction", "input") if raw.get("instruction") is not None else None
+
+
+def _read_text_pair(prompt: object, chosen: str, rejected: str) -> dict[str, Any]:
+    if prompt is None:
+        prompt = _find_prompt(chosen, rejected)
+        chosen, rejected = chosen.removeprefix(prompt), rejected.removeprefix(prompt)
+    return {
+        "prompt": check_text(prompt, "`prompt`"),
+        "completion": check_answer(chosen, "`chosen`"),
+        "rejected": check_answer(rejected, "`rejected`"),
+    }
+
+
+def _find_prompt(chosen: str, rejected: str) -> str:
+    """The prompt with which two texts begin.
+
+    That of dialogues, as hh-rlhf writes them, ends with the last ``Assistant:`` that both have. That of other texts
+    ends where they part, before the word in which they do and the space before it: a prompt that ended inside a word,
+    or in a space, would be other tokens than the text has there.
+
+    Source: TRL's ``extract_prompt``, with which texts that part at the start of a word agree.
+    """
+    prompt = chosen[: _count_shared(chosen, rejected)]
+    if _ASSISTANT in chosen:
+        prompt = "".join(prompt.rpartition(_ASSISTANT)[:2])
+    else:
+        last_word = "" if prompt[-1:].isspace() else "".join(prompt.rsplit(maxsplit=1)[-1:])
+        prompt = prompt.removesuffix(last_word).rstrip(" ")
+    if not prompt.strip():
+        raise RowError(
+            "`chosen` and `rejected` share no prompt",
+            "begin both with the same text, or add a `prompt` column (`dataset_columns`, if it has another name)",
+        )
+    for column, text in (("chosen", chosen), ("rejected", rejected)):
+        if _ASSISTANT in chosen and _SPEAKER.search(text, len(prompt)):
+            found = f"`{column}` has further turns after the answer in which both part"
+            raise RowError(found, "end both dialogues with the first answer in which they differ")
+    return prompt
+
+
+def _check_pair(**answers: list[Message]) -> None:
+    for column, answer in answers.items():
+        if not answer or answer[0]["role"] != "assistant":
+            raise RowError(
+                f"after the prompt, `{column}` does not go on with an assistant turn",
+                "let chosen and rejected differ in the answer alone",
+            )
+        if split_marks(answer)[1]:
+            found = f"a turn of `{column}` is marked not to be trained on, and a pair compares its answers whole"
+            raise RowError(found, "take the mark out, or remove the row")
+
+
+def _read_margin(raw: Raw) -> dict[str, Any]:
+    margin = raw.get("margin")
+    if margin is None:
+        return {}
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        found = margin if isinstance(margin, float) else describe(margin)
+        raise RowError(f"`margin` is {found}, not a finite number", "write by how much `chosen` is better")
+    return {"margin": float(margin)}
+
+
+def _split_prompt(chosen: list[Message], rejected: list[Message]) -> tuple[list[Message], list[Message], list[Message]]:
+    """Split off the turns that both chats begin with."""
+    shared = _count_shared(chosen, rejected)
+    if not shared:
+        raise RowError(
+            "`chosen` and `rejected` share no prompt",
+            "begin both with the same messages, or add `prompt` as messages",
+        )
+    return chosen[:shared], chosen[shared:], rejected[shared:]
+
+
+def _count_shared(chosen: Sequence[object], rejected: Sequence[object]) -> int:
+    """How many characters, or turns, both begin with."""
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    return next((at for at, (ours, theirs) in pairs if ours != theirs), min(len(chosen), len(rejected)))
+
+
+def _read_text(raw: Raw) -> dict[str, Any]:
+    text = check_text(_take(raw, "text"), "`text`")
+    if not text or text.isspace():
+        raise RowError("`text` is empty", "remove the row: there is nothing to train on")
+    return {"text": text}
+
+
+def _read_chat_extras(raw: Raw) -> dict[str, Any]:
+    extras: dict[str, Any] = {}
+    if raw.get("tools"):
+        extras["tools"] = parse_tools(raw["tools"])
+    kwargs = raw.get("chat_template_kwargs")
+    if kwargs:
+        if not isinstance(kwargs, Mapping):
+            raise RowError(f"`chat_template_kwargs` is {describe(kwargs)}, not an object", "write {name: value}")
+        extras["template_kwargs"] = check_json(dict(kwargs), "`chat_template_kwargs`")
+    return extras
+
+
+def _read_system(raw: Raw) -> list[Message]:
+    system = raw.get("system")
+    if system is None:
+        return []
+    return [{"role": ROLES["system"], "content": system}] if check_text(system, "`system`").strip() else []
+
+
+def _put_system_first(raw: Raw, turns: list[Message]) -> list[Message]:
+    system = _read_system(raw)
+    if system and turns[0]["role"] == "system":
+        raise RowError("the row has a `system` column and a system turn", "keep one of the two")
+    return [*system, *turns]
+
+
+def _read_history(raw: Raw) -> list[Message]:
+    history = raw.get("history") or []
+    if not isinstance(history, (list, tuple)):
+        raise RowError(f"`history` is {describe(history)}, not a list", "write [[question, answer], ...]")
+    turns: list[Message] = []
+    for number, pair in enumerate(history):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise RowError(f"history[{number}] is not a [question, answer] pair", "write [[question, answer], ...]")
+        question = check_text(pair[0], f"history[{number}][0]")
+        turns += [{"role": "user", "content": question}, _say(check_answer(pair[1], f"history[{number}][1]"))]
+    return turns
+
+
+def _say(answer: str) -> Message:
+    return {"role": "assistant", "content": answer}
+
+
+def _take(raw: Raw, column: str) -> Any:
+    value = raw.get(column)
+    if value is None:
+        state = "null" if column in raw else f"missing; the row has {_quote(list(raw))}"
+        raise RowError(
+            f"column `{column}` is {state}",
+            "fill it or remove the row; datasets of different layouts are parts of a `dataset_mixture`",
+        )
+    return value
+
+
+def _check_same_kind(**columns: object) -> None:
+    if len({isinstance(value, str) for value in columns.values()}) > 1:
+        found = ", ".join(f"`{name}` is {describe(value)}" for name, value in columns.items())
+        raise RowError(found, "write both as strings or both as lists of messages")
+
+
+def _quote(columns: list[str]) -> str:
+    return ", ".join(f"`{column}`" for column in columns) or "none with a value"
+
+
+_ASSISTANT: Final = "\n\nAssistant:"
+_SPEAKER: Final = re.compile(r"\n\n(Human|Assistant):")
+_CHAT_EXTRAS = ("tools", "chat_template_kwargs")
+_QUESTION_EXTRAS = ("system", "history", *_CHAT_EXTRAS)
+_LAYOUTS: Final[Mapping[DatasetFormat, _Layout]] = {
+    "messages": _Layout(("messages",), _CHAT_EXTRAS, _read_messages),
+    "prompt_completion": _Layout(("prompt", "completion"), _CHAT_EXTRAS, _read_prompt_completion),
+    "text": _Layout(("text",), (), _read_text),
+    "sharegpt": _Layout(("conversations",), ("system", *_CHAT_EXTRAS), _read_sharegpt),
+    "alpaca": _Layout(
+        ("instruction", "output"),
+        ("input", *_QUESTION_EXTRAS),
+        partial(_read_answer, question=("instruction", "input"), answer="output"),
+    ),
+    "dolly": _Layout(
+        ("instruction", "response"),
+        ("context", *_QUESTION_EXTRAS),
+        partial(_read_answer, question=("instruction", "context"), answer="response"),
+    ),
+    "question_answer": _Layout(
+        ("question", "answer"), _QUESTION_EXTRAS, partial(_read_answer, question=("question",), answer="answer")
+    ),
+    "preference": _Layout(
+        ("chosen", "rejected"),
+        ("prompt", "conversations", "question", "instruction", "input", "margin", *_QUESTION_EXTRAS),
+        _read_preference,
+    ),
+}
+_FALLBACKS: Final[tuple[DatasetFormat, ...]] = ("dolly", "question_answer")
+"""Layouts of columns that stand beside those of others as well, and count where no other layout matches."""
+
+COLUMNS: Final = frozenset(
+    {column for layout in _LAYOUTS.values() for column in (*layout.required, *layout.optional)} | {"label", "kto_tag"}
+)
+"""Every column that has a meaning, by which ``dataset_columns`` may call others."""

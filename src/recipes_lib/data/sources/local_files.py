@@ -1,0 +1,242 @@
+"""Local files and folders as sources: which files, which split, which reader."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from io import BufferedReader
+from os.path import realpath
+from pathlib import Path
+from typing import Final
+
+from recipes_lib.data.sources.file_digests import compute_digest
+from recipes_lib.data.sources.json_rows import read_json
+from recipes_lib.data.sources.rows import Entry
+from recipes_lib.data.sources.tables import read_arrow, read_csv, read_parquet
+from recipes_lib.data.sources.text_lines import BrokenFileError, TextDocuments, read_text
+from recipes_lib.errors import DataError, Problem
+
+Reader = Callable[[BufferedReader, str], Iterator[Entry]]
+
+_JSON_LINES: Final = partial(read_json, may_be_document=False)
+READERS: Final[Mapping[str, Reader]] = {
+    ".jsonl": _JSON_LINES,
+    ".ndjson": _JSON_LINES,
+    ".json": partial(read_json, may_be_document=True),
+    ".csv": partial(read_csv, delimiter=","),
+    ".tsv": partial(read_csv, delimiter="\t"),
+    ".parquet": read_parquet,
+    ".arrow": read_arrow,
+    ".txt": read_text,
+    ".md": read_text,
+}
+"""How a file is read, by its suffix."""
+
+_KINDS: Final = {".ndjson": ".jsonl", ".json": ".jsonl", ".md": ".txt"}
+_COMPRESSIONS: Final = {".gz": "gzip", ".zst": "zstd"}
+_IGNORED_NAMES: Final = frozenset(
+    {"README.md", "LICENSE.txt", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
+)
+_SPLIT_WORDS: Final = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_SHARD: Final = re.compile(r"data/(?P<split>[^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]+")
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """The rows of some files, one after another.
+
+    Attributes:
+        name: File or folder as the user wrote it.
+        files: Paths to read, by the name an error calls them.
+        text_documents: What a row of a text file is.
+    """
+
+    name: str
+    files: Mapping[str, Path]
+    text_documents: TextDocuments = "line"
+    streaming = False
+
+    def rows(self) -> Iterator[Entry]:
+        """Read the files from the start.
+
+        Raises:
+            DataError: At the end: files that break off.
+        """
+        problems: list[Problem] = []
+        for label, path in self.files.items():
+            try:
+                with open_file(path) as file:
+                    yield from self._choose_reader(path)(file, label)
+            except BrokenFileError as error:
+                problems.append(error.problem)
+            except OSError as error:
+                problems.append(_describe_failure(label, path, error))
+        if problems:
+            raise DataError(*problems)
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the bytes of the files, in order, and of how they are read.
+
+        Their names do not matter, their suffixes do; of text files, what a row is.
+
+        Raises:
+            DataError: A file cannot be read.
+        """
+        digest = hashlib.sha256()
+        for label, path in self.files.items():
+            suffix = _suffix(path)
+            is_joined = READERS[suffix] is read_text and self.text_documents != "line"
+            kind = f"{suffix} {self.text_documents}" if is_joined else suffix
+            try:
+                digest.update(kind.encode() + compute_digest(path))
+            except OSError as error:
+                raise DataError(_describe_failure(label, path, error)) from None
+        return digest.hexdigest()
+
+    def _choose_reader(self, path: Path) -> Reader:
+        reader = READERS[_suffix(path)]
+        return partial(read_text, documents=self.text_documents) if reader is read_text else reader
+
+
+def open_file(path: Path) -> BufferedReader:
+    """Open a file for reading, through its compression if its name says so."""
+    compression = _COMPRESSIONS.get(path.suffix.lower())
+    if compression is None:
+        return path.open("rb")
+    import pyarrow as pa
+
+    return BufferedReader(pa.input_stream(str(path), compression=compression))
+
+
+def load_files(path: Path, name: str, split: str, text_documents: TextDocuments = "line") -> FileSource:
+    """Choose the files of a split: of a file, its only split ``train``; of a folder, by names as ``datasets`` does.
+
+    A file that links give several names is read once, under the first.
+
+    Source: ``datasets.data_files.get_data_patterns``; proved in ``tests/data/sources/test_local_files.py``.
+
+    Args:
+        path: File or folder.
+        name: The same as the user wrote it.
+        split: Split wanted.
+        text_documents: What a row of a text file is.
+
+    Raises:
+        DataError: There is no file of a known kind, several kinds, or no such split.
+    """
+    if path.is_file():
+        if _suffix(path) not in READERS:
+            raise DataError(Problem(name, f"unknown kind of file `{path.suffix}`", f"rename it to {_KNOWN}"))
+        splits = {"train": [path]}
+    else:
+        splits = _find_splits(path, name)
+    if split not in splits:
+        found = f"no split `{split}`; found {', '.join(f'`{found}`' for found in splits)}"
+        remedy = (
+            f"name one of these; or a path (./{split}), with `dataset_test_split`; "
+            "or hold rows out, with `test_split_size`"
+        )
+        raise DataError(Problem(name, found, remedy))
+    files: dict[str, Path] = {}
+    for file in splits[split]:
+        files.setdefault(realpath(file), file)
+    return FileSource(name, {_label(file, path, name): file for file in files.values()}, text_documents)
+
+
+def _find_splits(folder: Path, name: str) -> dict[str, list[Path]]:
+    try:
+        files = sorted(_enumerate_files(folder), key=lambda file: file.relative_to(folder).as_posix())
+    except OSError as error:
+        raise DataError(_describe_failure(name, folder, error)) from None
+    kinds: dict[str, Path] = {}
+    for file in files:
+        kinds.setdefault(_KINDS.get(_suffix(file), _suffix(file)), file)
+    if not kinds:
+        raise DataError(Problem(name, "the folder has no data file", f"put in files with the suffix {_KNOWN}"))
+    if len(kinds) > 1:
+        examples = ", ".join(file.relative_to(folder).as_posix() for file in kinds.values())
+        raise DataError(
+            Problem(name, f"the folder mixes kinds of files: {examples}", "name one file, or move the others away")
+        )
+    return _group_by_split(files, folder, name)
+
+
+def _enumerate_files(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """Yield the data files in a folder and the folders in it, but no folder inside itself, as a link can have it."""
+    above |= {realpath(folder)}
+    for path in folder.iterdir():
+        if path.name.startswith((".", "__")) or path.name in _IGNORED_NAMES:
+            continue
+        if path.is_dir():
+            if realpath(path) not in above:
+                yield from _enumerate_files(path, above)
+        elif _suffix(path) in READERS:
+            yield path
+
+
+def _group_by_split(files: list[Path], folder: Path, name: str) -> dict[str, list[Path]]:
+    """Group by the first rule that any file obeys: Hub shards, a folder named after a split, a file named after one."""
+    for rule in (_split_of_shard, _split_of_folder, _split_of_name):
+        found = {file: rule(file.relative_to(folder)) for file in files}
+        if not any(found.values()):
+            continue
+        splits: dict[str, list[Path]] = {}
+        for file, named in found.items():
+            if len(named) != 1:
+                what = f"`{file.relative_to(folder).as_posix()}` belongs to "
+                if named:
+                    what += " and ".join(sorted(named))
+                else:
+                    # What the others are named after may be a surprise.
+                    other = next(other for other in files if found[other])
+                    example = f"`{other.relative_to(folder).as_posix()}` to {' and '.join(sorted(found[other]))}"
+                    what += f"no split, and {example}"
+                remedy = "name every file after one split, as train-1.jsonl, or none; or move it away"
+                raise DataError(Problem(name, what, remedy))
+            splits.setdefault(named.pop(), []).append(file)
+        return splits
+    return {"train": files}
+
+
+def _split_of_shard(file: Path) -> set[str]:
+    match = _SHARD.fullmatch(file.as_posix())
+    return {match["split"]} if match else set()
+
+
+def _split_of_folder(file: Path) -> set[str]:
+    return {split for part in file.parts[:-1] for split in _splits_in(part)}
+
+
+def _split_of_name(file: Path) -> set[str]:
+    return _splits_in(file.name)
+
+
+def _splits_in(text: str) -> set[str]:
+    words = set(re.split(r"[-._ 0-9]", text))
+    return {split for split, names in _SPLIT_WORDS.items() if words & set(names)}
+
+
+def _suffix(path: Path) -> str:
+    """Return the suffix that says what the file is, without that of its compression."""
+    inner = path.with_suffix("") if path.suffix.lower() in _COMPRESSIONS else path
+    return inner.suffix.lower()
+
+
+def _label(file: Path, root: Path, name: str) -> str:
+    return name if file == root else f"{name.rstrip('/')}/{file.relative_to(root).as_posix()}"
+
+
+def _describe_failure(label: str, path: Path, error: OSError) -> Problem:
+    if error.errno is None:  # raised by the decompressor
+        return Problem(label, f"not a whole {path.suffix} file: {error}", "compress or download it again")
+    return Problem(label, f"cannot be read: {error.strerror}", "check the path and its permissions")
+
+
+_KNOWN: Final = ", ".join(READERS) + ", or one of these with .gz or .zst"

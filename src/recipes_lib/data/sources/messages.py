@@ -1,0 +1,299 @@
+"""Chat turns as datasets write them to chat turns as templates read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+from recipes_lib.data.sources.rows import Message
+
+ROLES: Final = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
+"""Roles of the ``messages`` layout."""
+
+FUNCTION_CALL: Final = "function_call"
+SHAREGPT_ROLES: Final = {
+    **ROLES,
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    FUNCTION_CALL: "assistant",
+}
+"""Roles of ShareGPT conversations, and the template role of each."""
+
+
+TRAIN: Final = "train"
+"""Key, False, of a cleaned turn that is marked not to be trained on; ``split_marks`` takes it out again."""
+
+_MARKS: Final = ("weight", "train", "training")
+"""Keys by which turns are left out of training: OpenAI's, 0 or 1, and axolotl's, booleans."""
+
+_PARTIAL_MARKS: Final = ("train_detail", "training_detail")
+
+Json = TypeVar("Json")
+
+
+class RowError(Exception):
+    """One row is broken: what was found and what to do; the caller knows which row."""
+
+    def __init__(self, found: str, remedy: str) -> None:
+        super().__init__(found)
+        self.found = found
+        self.remedy = remedy
+
+
+def describe(value: object) -> str:
+    """Name a value's type as a writer of JSON knows it."""
+    if value is None:
+        return "null"
+    for kind, name in (
+        (bool, "a boolean"),
+        (str, "a string"),
+        ((int, float), "a number"),
+        (Mapping, "an object"),
+        ((list, tuple), "a list"),
+    ):
+        if isinstance(value, kind):
+            return name
+    return f"of type {type(value).__name__}"
+
+
+def check_text(value: object, place: str) -> str:
+    """Return ``value``, a string that any tokenizer can encode.
+
+    Raises:
+        RowError: It is not a string, or it holds a NUL character or half a surrogate pair.
+    """
+    if not isinstance(value, str):
+        raise RowError(f"{place} is {describe(value)}, not a string", "write it as a string")
+    if "\0" in value:
+        raise RowError(
+            f"{place} holds a NUL character at position {value.index(chr(0))}",
+            "remove it; NULs everywhere mean UTF-16 text that was read as UTF-8",
+        )
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise RowError(
+                f"{place} holds half a surrogate pair, \\u{ord(value[error.start]):04x}, at position {error.start}",
+                "write the whole character; text cut in the middle of an emoji leaves such halves",
+            ) from None
+    return value
+
+
+def check_answer(value: object, place: str) -> str:
+    """Return ``value``, a string that a model can be trained to answer.
+
+    Raises:
+        RowError: As ``check_text``; or it is blank, which trains the model to stop at once.
+    """
+    text = check_text(value, place)
+    if not text or text.isspace():
+        raise RowError(f"{place} is empty", "write the answer, or remove the row")
+    return text
+
+
+def clean_messages(value: object, column: str, roles: Mapping[str, str] = ROLES) -> list[Message]:
+    """Check a list of turns and bring each to ``role``, ``content`` and what else the template reads.
+
+    A turn's null keys are dropped: they stand where another row of the file has ``tool_calls`` or ``name``. Text parts
+    are joined. A mark that says whether a turn is trained on is left as ``TRAIN``, False, or not at all. A last turn
+    that is the user's is accepted: dumps of real conversations end so, and no loss falls on it.
+
+    Args:
+        value: The column.
+        column: Its name, for errors.
+        roles: Template role of each accepted role.
+
+    Raises:
+        RowError: The first thing that is wrong, named as ``column[turn].key``.
+    """
+    if not isinstance(value, (list, tuple)):
+        raise RowError(f"`{column}` is {describe(value)}, not a list of messages", f"write `{column}` as a list")
+    if not value:
+        raise RowError(f"`{column}` is an empty list", "write at least one message, or remove the row")
+    return [_clean_message(message, f"{column}[{turn}]", roles) for turn, message in enumerate(value)]
+
+
+def split_marks(messages: Sequence[Message]) -> tuple[Sequence[Message], frozenset[int]]:
+    """Cleaned turns as templates read them, and the numbers of those that are marked not to be trained on."""
+    untrained = [turn for turn, message in enumerate(messages) if TRAIN in message]
+    if untrained:
+        messages = [{key: value for key, value in message.items() if key != TRAIN} for message in messages]
+    return messages, frozenset(untrained)
+
+
+def check_answered(messages: Iterable[Message], column: str) -> None:
+    """Refuse a chat without an assistant turn: there is nothing to train on.
+
+    Raises:
+        RowError: No turn is the assistant's.
+    """
+    if all(message["role"] != "assistant" for message in messages):
+        raise RowError(f"`{column}` has no assistant turn: nothing to train on", "add the answer, or remove the row")
+
+
+def _clean_message(written: object, place: str, roles: Mapping[str, str]) -> Message:
+    if not isinstance(written, Mapping):
+        raise RowError(f"{place} is {describe(written)}, not an object", "write it as {role: ..., content: ...}")
+    message: Mapping[str, Any] = written
+    if roles is SHAREGPT_ROLES and "from" in message:
+        names = {"from": "role", "value": "content"}
+        message = {names.get(key, key): value for key, value in message.items()}
+    written_role = message.get("role")
+    role = roles.get(written_role) if isinstance(written_role, str) else None
+    if role is None:
+        raise _role_error(message, place)
+    content = message.get("content")
+    if len(message) == 2 and isinstance(content, str) and role == written_role:
+        _check_content(message, place)
+        return message
+    cleaned: dict[str, Any] = {key: value for key, value in message.items() if value is not None}
+    is_trained = _take_marks(cleaned, role, place)
+    if written_role == FUNCTION_CALL:
+        cleaned = {"role": role, "content": "", "tool_calls": _parse_function_calls(content, f"{place}.value")}
+    else:
+        cleaned["role"] = role
+        _clean_extras(cleaned, place)
+        if role == "assistant" and "tool_calls" in cleaned:
+            cleaned.setdefault("content", "")  # Many templates fail on a missing one, and none tells it from "".
+        _check_content(cleaned, place)
+    return cleaned if is_trained else {**cleaned, TRAIN: False}
+
+
+def _take_marks(message: dict[str, Any], role: str, place: str) -> bool:
+    """Take out what marks a turn as trained on or not, and return which."""
+    if partial := next((key for key in _PARTIAL_MARKS if key in message), None):
+        raise RowError(f"{place}.{partial} marks parts of a turn", "take it out: a turn is trained on whole, or not")
+    marks = {key: message.pop(key) for key in _MARKS if key in message}
+    for key, value in marks.items():
+        is_weight = key == "weight"
+        if isinstance(value, bool) == is_weight or value not in (0, 1):
+            raise RowError(f"{place}.{key} is {value!r}", f"write {'0 or 1' if is_weight else 'true or false'}")
+    if len(set(map(bool, marks.values()))) > 1:
+        raise RowError(f"{place} has {' and '.join(marks)}, which contradict each other", "keep one of them")
+    is_trained = all(marks.values())
+    if marks and is_trained and role != "assistant":
+        found = f"{place}.{next(iter(marks))} asks to train on a turn of the role {role!r}"
+        raise RowError(found, "take it out: only assistant turns are trained on")
+    return is_trained
+
+
+def _check_content(message: Message, place: str) -> None:
+    content, speaks = message.get("content"), message["role"] == "assistant"
+    if speaks and "tool_calls" in message:
+        check_text(content, f"{place}.content")
+    elif content is None:
+        raise RowError(f"{place}.content is missing", "write the text of the turn")
+    elif speaks:
+        check_answer(content, f"{place}.content")
+    else:
+        check_text(content, f"{place}.content")
+
+
+def _clean_extras(message: dict[str, Any], place: str) -> None:
+    """Bring what is not plain text into the form that templates read, in place."""
+    if isinstance(message.get("content"), (list, tuple)):
+        message["content"] = _join_parts(message["content"], f"{place}.content")
+    if "tool_calls" in message:
+        calls = message["tool_calls"]
+        if not isinstance(calls, (list, tuple)):
+            raise RowError(f"{place}.tool_calls is {describe(calls)}, not a list", "write a list of tool calls")
+        if calls:
+            message["tool_calls"] = [_clean_call(call, f"{place}.tool_calls[{n}]") for n, call in enumerate(calls)]
+        else:
+            del message["tool_calls"]
+    for key, value in message.items():
+        if isinstance(value, str):
+            check_text(value, f"{place}.{key}")
+
+
+def _join_parts(parts: Sequence[object], place: str) -> str:
+    texts = []
+    for number, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if not isinstance(part, Mapping) or kind != "text":
+            found = f"has type `{kind}`" if kind is not None else f"is {describe(part)}"
+            raise RowError(f"{place}[{number}] {found}", "only text parts can be trained on: remove it, or the row")
+        texts.append(check_text(part.get("text"), f"{place}[{number}].text"))
+    return "".join(texts)
+
+
+def _clean_call(call: object, place: str) -> Mapping[str, Any]:
+    """Check a tool call; arguments written as a JSON string, as OpenAI has them, become the object templates read."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not function.get("name"):
+        raise RowError(f"{place} names no function", "write {type: function, function: {name: ..., arguments: {...}}}")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = _parse_json(arguments, f"{place}.function.arguments")
+    if not isinstance(arguments, Mapping):
+        raise RowError(f"{place}.function.arguments is {describe(arguments)}, not an object", "write {name: value}")
+    return check_json({**call, "function": {**function, "arguments": arguments}}, place)
+
+
+def _parse_function_calls(value: object, place: str) -> list[Mapping[str, Any]]:
+    parsed = _parse_json(value, place) if isinstance(value, str) else value
+    calls = parsed if isinstance(parsed, (list, tuple)) else [parsed]
+    if not calls:
+        raise RowError(f"{place} is an empty list", "write at least one function call")
+    return [_clean_call({"type": "function", "function": call}, f"{place}[{n}]") for n, call in enumerate(calls)]
+
+
+def parse_tools(value: object) -> list[Any] | None:
+    """Read the ``tools`` column, a list of schemas or the same as a JSON string; ``None`` when there are none.
+
+    Raises:
+        RowError: It is something else.
+    """
+    if not value:
+        return None
+    tools = _parse_json(value, "`tools`") if isinstance(value, str) else value
+    if not isinstance(tools, (list, tuple)):
+        raise RowError(f"`tools` is {describe(tools)}, not a list", "write a list of tool schemas")
+    for number, tool in enumerate(tools):
+        if not isinstance(tool, Mapping):
+            raise RowError(f"tools[{number}] is {describe(tool)}, not an object", "write each tool as a JSON schema")
+    return check_json(list(tools), "`tools`") or None
+
+
+def check_json(value: Json, place: str) -> Json:
+    """Return ``value``, which templates can write as JSON.
+
+    Raises:
+        RowError: It holds something JSON has no word for, or half a surrogate pair.
+    """
+    try:
+        check_text(json.dumps(value, ensure_ascii=False), place)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RowError(f"{place} cannot be written as JSON: {error}", "use strings, numbers, lists, objects") from None
+    return value
+
+
+def _parse_json(text: str, place: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"{place} is not valid JSON: {error}", "write it as JSON") from None
+
+
+def _role_error(message: Mapping[str, Any], place: str) -> RowError:
+    role = message.get("role")
+    if role is None:
+        if "from" in message:
+            return RowError(
+                f"{place} has `from`, not `role`: this is the ShareGPT layout", "rename the column to `conversations`"
+            )
+        return RowError(f"{place} has no role", f"add `role`, one of {', '.join(ROLES)}")
+    if not isinstance(role, str):
+        return RowError(f"{place}.role is {describe(role)}, not a string", f"use one of {', '.join(ROLES)}")
+    known = SHAREGPT_ROLES.get(role.strip().lower())
+    advice = f"write `{known}`" if known else f"use one of {', '.join(ROLES)}"
+    return RowError(f"{place} has the unknown role {role!r}", advice)

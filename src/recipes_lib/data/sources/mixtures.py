@@ -1,0 +1,329 @@
+"""Several sources as one, each with its weight; a single dataset is a mixture of one."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, get_args
+
+import numpy as np
+
+from recipes_lib.config.paths import expand_home, names_path
+from recipes_lib.config.schema import DataConfig, DatasetFormat, RecipeConfig, TokensConfig
+from recipes_lib.config.settings import is_local
+from recipes_lib.data.sources.broken_rows import BrokenRows
+from recipes_lib.data.sources.canonical import load_source, read_entries
+from recipes_lib.data.sources.rows import Row, Source
+from recipes_lib.errors import ConfigError, DataError, Problem, raise_problems
+
+
+def list_entries(data: DataConfig) -> Sequence[Mapping[str, Any]]:
+    """The entries of ``dataset_mixture``, or the one dataset as such an entry."""
+    if data.dataset_mixture is not None:
+        return data.dataset_mixture
+    entry = {
+        "name": data.dataset_name,
+        "config": data.dataset_config,
+        "revision": data.dataset_revision,
+        "split": data.dataset_train_split,
+        "columns": data.dataset_columns,
+    }
+    return [entry]
+
+
+def compute_weights(config: RecipeConfig, num_tokens: Sequence[int]) -> list[float]:
+    """The share of the training tokens that comes from each source; they sum to 1.
+
+    A ``weight`` of a mixture's entry is its share relative to the sum of all, entries without one counting 1. When no
+    entry has one, every source has its share of the tokens there are, times its ``repeat``: without those, all are read
+    equally often.
+
+    Args:
+        config: The run.
+        num_tokens: Training tokens of each source.
+    """
+    repeats = [entry.get("repeat", 1.0) for entry in list_entries(config.data)]
+    weights = _read_weights(config) or [repeat * num for repeat, num in zip(repeats, num_tokens, strict=True)]
+    return [weight / sum(weights) for weight in weights]
+
+
+def compute_budgets(config: RecipeConfig, num_tokens: int | None) -> list[int]:
+    """Tokens to read of each streamed source, so many that none comes twice before the run's end.
+
+    Args:
+        config: The run.
+        num_tokens: Tokens that the run trains on.
+
+    Raises:
+        ConfigError: The run's length or the sources' shares are not known, or a number of documents is to be held out.
+    """
+    weights = _read_weights(config)
+    _refuse_unknowable(config, weights, num_tokens)
+    assert num_tokens is not None
+    phases = config.pretraining.dataset_curriculum or [{"start_tokens": 0, "weights": weights}]
+    borders = [*(min(phase["start_tokens"], num_tokens) for phase in phases), num_tokens]
+    shares = [0.0] * len(list_entries(config.data))
+    for phase, (start, stop) in zip(phases, itertools.pairwise(borders), strict=True):
+        for at, weight in enumerate(phase["weights"]):
+            shares[at] += (stop - start) * weight / sum(phase["weights"])
+    # A source may be ahead of its weight by a window in each phase, and each later phase begins at a whole row.
+    slack = (2 * len(phases) - 1) * (config.tokens.max_length or 0)
+    return [math.ceil(share) + slack for share in shares]
+
+
+def _read_weights(config: RecipeConfig) -> list[float] | None:
+    """The weights of the entries, or ``None`` when none has one."""
+    entries = list_entries(config.data)
+    if len(entries) > 1 and all("weight" not in entry for entry in entries):
+        return None
+    return [entry.get("weight", 1.0) for entry in entries]
+
+
+def _refuse_unknowable(config: RecipeConfig, weights: Sequence[float] | None, num_tokens: int | None) -> None:
+    problems = []
+    size = config.data.test_split_size
+    if size is not None and size >= 1:
+        remedy = "write a share below 1, or name held-out data: dataset_test_split"
+        found = "a number of documents is drawn among all of them, and a stream is not read to its end"
+        problems.append(("test_split_size", found, remedy))
+    if num_tokens is None:
+        problems.append(("dataset_streaming", "it is not known how far to read", "write `max_tokens: ...`"))
+    if weights is None and config.pretraining.dataset_curriculum is None:
+        found = "it is not known how far to read each source of the mixture"
+        problems.append(("dataset_streaming", found, "give each a `weight`"))
+    if problems:
+        raise ConfigError(*(Problem(config.provenance.get(key, key), *words) for key, *words in problems))
+
+
+PART_KEYS: Final = ("name", "weight", "repeat", "config", "revision", "split", "format", "columns")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One source of a mixture.
+
+    Attributes:
+        source: Its rows.
+        weight: Its share of the mixture, relative to the sum of the parts'; ``None``: ``repeat`` says how many rows.
+        repeat: How many times its rows come up: 0.25 is a quarter of them, drawn without replacement; 2.5 is two whole
+            passes and a half.
+        format: Layout of its rows.
+    """
+
+    source: Source
+    weight: float | None = None
+    repeat: float = 1.0
+    format: DatasetFormat = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """The rows of all parts, part after part and in their own order; whoever trains shuffles.
+
+    Of parts with weights as many rows are taken as can be without any twice: all of the one that is the scarcest for
+    its weight, and of each other a draw. That is how ``datasets.interleave_datasets`` stops at ``first_exhausted``.
+
+    Attributes:
+        parts: The parts; all have a weight, or none.
+        seed: Decides which rows a fraction of a part draws.
+    """
+
+    parts: Sequence[Part]
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """What the user called its sources."""
+        return " + ".join(part.source.name for part in self.parts)
+
+    @property
+    def streaming(self) -> bool:
+        """Whether a source is a stream."""
+        return any(part.source.streaming for part in self.parts)
+
+    def rows(self, tokens: TokensConfig | None = None) -> Iterator[Row]:
+        """Read the rows that are sound.
+
+        Raises:
+            DataError: Once, after all parts are read: all that is wrong, where more is broken than ``tokens`` allow.
+        """
+        return BrokenRows(tokens, is_stream=self.streaming).read(self.entries(), self.name)
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the sources' fingerprints, the layouts asked for, how much of each, and the seed if it decides."""
+        parts = [[part.source.fingerprint(), part.weight, part.repeat, part.format] for part in self.parts]
+        seed = self.seed if any(part.weight is not None or part.repeat % 1 for part in self.parts) else None
+        return hashlib.sha256(json.dumps([parts, seed]).encode()).hexdigest()
+
+    def entries(self) -> Iterator[Row | Problem]:
+        """Read the rows, or the problem that stands in the place of one; told once, however often the row comes up.
+
+        Raises:
+            DataError: Once, after all parts are read: what is wrong with whole sources.
+        """
+        problems: list[Problem] = []
+        for part, num_passes in zip(self.parts, self._count_passes(), strict=True):
+            try:
+                yield from self._read(part, num_passes)
+            except DataError as error:
+                problems += error.problems
+        raise_problems(problems, self.name)
+
+    def _count_passes(self) -> list[float]:
+        """How many times the rows of each part come up."""
+        weights = [part.weight for part in self.parts if part.weight is not None]
+        if not weights:
+            return [part.repeat for part in self.parts]
+        counts = [sum(1 for _ in part.source.rows()) for part in self.parts]
+        total = min(count / weight for count, weight in zip(counts, weights, strict=True))
+        return [round(total * weight) / max(1, count) for count, weight in zip(counts, weights, strict=True)]
+
+    def _read(self, part: Part, num_passes: float) -> Iterator[Row | Problem]:
+        drawn = self._draw(part, num_passes % 1)
+        if num_passes < 1 and not any(drawn):
+            key, value = ("repeat", part.repeat) if part.weight is None else ("weight", part.weight)
+            found = f"its {key}, {value:g}, draws none of its {len(drawn):,} rows"
+            raise DataError(Problem(part.source.name, found, f"raise the {key}, or take it out of the mixture"))
+        for number in range(math.ceil(num_passes)):
+            is_whole = number < math.floor(num_passes)
+            for index, entry in enumerate(read_entries(part.source, part.format)):
+                if (not number) if isinstance(entry, Problem) else is_whole or drawn[index]:
+                    yield entry
+
+    def _draw(self, part: Part, fraction: float) -> Sequence[bool]:
+        """Mark the rows that a fraction draws; the draw depends on the part and the seed alone."""
+        if not fraction:
+            return ()
+        num_rows = sum(1 for _ in part.source.rows())
+        key = hashlib.blake2b(part.source.fingerprint().encode(), digest_size=8).digest()
+        order = np.random.default_rng([self.seed, int.from_bytes(key)]).permutation(num_rows)
+        drawn = np.zeros(num_rows, dtype=np.bool_)
+        drawn[order[: round(fraction * num_rows)]] = True
+        marks: list[bool] = drawn.tolist()
+        return marks
+
+
+def load_train_data(data: DataConfig, *, seed: int = 0) -> Mixture:
+    """Open what is trained on: ``dataset_name``, or the parts of ``dataset_mixture``.
+
+    Raises:
+        ConfigError: Both or neither are set, the mixture is to be streamed, or a part of it is wrong.
+        DataError: A source cannot be opened.
+    """
+    if (data.dataset_name is None) == (data.dataset_mixture is None):
+        state = "neither is set" if data.dataset_name is None else "both are set"
+        raise ConfigError(Problem("dataset_name, dataset_mixture", state, "set one of the two"))
+    if data.dataset_mixture is None:
+        source = load_source(**list_entries(data)[0], streaming=data.dataset_streaming)
+        return Mixture(parts=[Part(source=source, format=data.dataset_format)])
+    if data.dataset_streaming:
+        found = "a mixture cannot be streamed: its parts would be trained on one after another"
+        raise ConfigError(Problem("dataset_streaming", found, "set it to false, or mix the data on disk first"))
+    defaults = {"format": data.dataset_format, "columns": data.dataset_columns}
+    return build_mixture([{**defaults, **part} for part in data.dataset_mixture], seed=seed)
+
+
+def load_test_data(data: DataConfig) -> Mixture | None:
+    """Open the held-out data that ``dataset_test_split`` names.
+
+    Raises:
+        ConfigError: As ``find_held_out``.
+        DataError: It cannot be opened.
+    """
+    entry = find_held_out(data)
+    if entry is None:
+        return None
+    source = load_source(**entry, streaming=data.dataset_streaming)
+    return Mixture(parts=[Part(source=source, format=data.dataset_format)])
+
+
+def find_held_out(data: DataConfig, where: str = "dataset_test_split") -> dict[str, Any] | None:
+    """What ``dataset_test_split`` names, as an entry of a mixture: a split of ``dataset_name``, or a path.
+
+    The spelling alone says which, so that no file that happens to lie there changes what is held out.
+
+    Args:
+        data: Which data.
+        where: Where the key stands, for the error.
+
+    Raises:
+        ConfigError: It is a path and nothing is there, or a split and the training data are a mixture.
+    """
+    name = data.dataset_test_split
+    if name is None:
+        return None
+    if names_path(name):
+        if not is_local(expand_home(name)):
+            raise ConfigError(Problem(where, f"there is no file or folder `{name}`", "correct the path"))
+        return {"name": name, "columns": data.dataset_columns}
+    if data.dataset_name is None:
+        found = f"`{name}` is the name of a split, and a mixture has no splits"
+        raise ConfigError(Problem(where, found, f"name a held-out path (./{name}), or set `test_split_size`"))
+    return {**list_entries(data)[0], "split": name}
+
+
+def build_mixture(parts: Sequence[Mapping[str, Any]], *, seed: int = 0) -> Mixture:
+    """Open the parts of a ``dataset_mixture``.
+
+    Each is ``{name, weight, repeat, config, revision, split, format, columns}``.
+
+    All keys but the name are optional; see ``Part`` for what they mean.
+
+    Raises:
+        ConfigError: A part has an unknown key, no name, or a value of the wrong kind.
+        DataError: A source cannot be opened.
+    """
+    problems = [problem for number, part in enumerate(parts) for problem in _check_part(part, number)]
+    if len({"weight" in part for part in parts if isinstance(part, Mapping)}) > 1:
+        problems.append(Problem("dataset_mixture", "some parts have a weight and some have none", "write all, or none"))
+    if not parts:
+        problems.append(Problem("dataset_mixture", "it is empty", "list at least one {name: ...}"))
+    if problems:
+        raise ConfigError(*problems)
+    loaded = []
+    for part in parts:
+        try:
+            loaded.append(_load_part(part))
+        except DataError as error:
+            problems += error.problems
+    raise_problems(problems, "dataset_mixture")
+    return Mixture(parts=loaded, seed=seed)
+
+
+def _load_part(part: Mapping[str, Any]) -> Part:
+    where = {key: part[key] for key in ("config", "revision", "split", "columns") if key in part}
+    return Part(
+        source=load_source(part["name"], **where),
+        weight=part.get("weight"),
+        repeat=part.get("repeat", 1.0),
+        format=part.get("format", "auto"),
+    )
+
+
+def _check_part(part: Mapping[str, Any], number: int) -> Iterator[Problem]:
+    where = f"dataset_mixture[{number}]"
+    if not isinstance(part, Mapping):
+        yield Problem(where, "it is not a mapping", "write {name: ..., weight: ...}")
+        return
+    for key in part:
+        if key not in PART_KEYS:
+            nearest = difflib.get_close_matches(str(key), PART_KEYS, n=1)
+            advice = f"did you mean `{nearest[0]}`?" if nearest else f"known keys: {', '.join(PART_KEYS)}"
+            yield Problem(where, f"unknown key `{key}`", advice)
+    if not part.get("name"):
+        yield Problem(where, "it has no name", "add `name`, a Hub id or a path")
+    for key in ("name", "config", "revision", "split"):
+        if not isinstance(part.get(key, ""), str):
+            yield Problem(where, f"`{key}` is not a string", "quote it")
+    for key, remedy in (("weight", "its share of the mixture: 0.2"), ("repeat", "how often its rows come up: 0.5, 2")):
+        value = part.get(key, 1.0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            yield Problem(where, f"`{key}` is {value!r}", f"write {remedy}")
+    if part.get("format", "auto") not in get_args(DatasetFormat):
+        found = f"`format` is {part['format']!r}"
+        yield Problem(where, found, f"use one of {', '.join(get_args(DatasetFormat))}")

@@ -1,0 +1,161 @@
+"""Held-out rows: making a split in which no row is on both sides, and finding rows that are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from recipes_lib.data.sources.rows import Row
+from recipes_lib.errors import ConfigError, DataError, Problem
+
+_ENCODER: Final = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
+
+
+class Split(NamedTuple):
+    """Positions of the rows of each side, ascending, ``int64``."""
+
+    train: npt.NDArray[np.int64]
+    test: npt.NDArray[np.int64]
+
+
+class Overlap(NamedTuple):
+    """Training rows that are held-out rows too.
+
+    Attributes:
+        num_rows: How many training rows are.
+        pairs: Positions of the first few, each with the position of a held-out row that is the same.
+    """
+
+    num_rows: int
+    pairs: Sequence[tuple[int, int]]
+
+
+def compute_row_digest(row: Row) -> bytes:
+    """Digest of what a row says, 16 bytes; equal for rows that differ only in key order and surrounding whitespace.
+
+    Where the row stands, which part of it is the prompt, and the template's variables do not count: a model that has
+    seen it knows it.
+
+    Raises:
+        DataError: A message holds what JSON has no word for.
+    """
+    content = [row.messages, row.tools, row.prompt, row.completion, row.text, row.rejected]
+    try:
+        text = _ENCODER.encode(_strip(content)).encode()
+    except (TypeError, ValueError) as error:
+        raise DataError(_name_unwritable(row, str(error))) from None
+    return hashlib.blake2b(text, digest_size=16).digest()
+
+
+def split_rows(
+    digests: Sequence[bytes], test_split_size: float | int, seed: int, *, inseparable: str = "equal rows"
+) -> Split:
+    """Hold out rows, equal ones together; which ones depends on their content and the seed, not on their order.
+
+    The number held out is exact, unless only groups of equal rows are left that are larger than what is missing; then
+    it is less.
+
+    Args:
+        digests: Digest of each row.
+        test_split_size: Share of the rows below 1, number of rows from 1 on.
+        seed: Decides which rows are held out.
+        inseparable: What rows with one digest are, for the error.
+
+    Raises:
+        ConfigError: The size is not a number above 0, or a number of rows with a fraction.
+        DataError: It leaves no row on one side.
+    """
+    num_test = _count_test_rows(len(digests), test_split_size)
+    groups: dict[bytes, list[int]] = defaultdict(list)
+    for position, digest in enumerate(digests):
+        groups[digest].append(position)
+    key = seed.to_bytes(16, signed=True)
+    test: list[int] = []
+    for digest in sorted(groups, key=lambda digest: hashlib.blake2b(digest, key=key, digest_size=16).digest()):
+        if len(test) + len(groups[digest]) <= num_test:
+            test += groups[digest]
+        if len(test) == num_test:
+            break
+    if not test:
+        found = f"no {num_test:,} of the {len(digests):,} rows can be held out: {inseparable} stay together"
+        raise DataError(Problem(f"test_split_size: {test_split_size}", found, "hold out more, or remove duplicates"))
+    is_test = np.zeros(len(digests), dtype=np.bool_)
+    is_test[test] = True
+    return Split(np.flatnonzero(~is_test), np.flatnonzero(is_test))
+
+
+def find_overlap(train_digests: Sequence[bytes], eval_digests: Sequence[bytes], max_pairs: int = 5) -> Overlap:
+    """Find training rows that are held-out rows too."""
+    places: dict[bytes, int] = {}
+    for position, digest in enumerate(eval_digests):
+        places.setdefault(digest, position)
+    shared = [position for position, digest in enumerate(train_digests) if digest in places]
+    return Overlap(len(shared), [(position, places[train_digests[position]]) for position in shared[:max_pairs]])
+
+
+def refuse_overlap(
+    overlap: Overlap,
+    train_where: Callable[[int], str],
+    eval_where: Callable[[int], str],
+    *,
+    relation: str = "are held-out rows too",
+) -> None:
+    """Raise when training rows are held-out rows too, naming the first few by their places.
+
+    Args:
+        overlap: From ``find_overlap``.
+        train_where: Gives the place of a training row by its position.
+        eval_where: Gives that of a held-out row.
+        relation: What such training rows do, for the error.
+
+    Raises:
+        DataError: There are such rows.
+    """
+    if not overlap.num_rows:
+        return
+    pairs = ", ".join(f"{train_where(train)} = {eval_where(held_out)}" for train, held_out in overlap.pairs)
+    more = ", ..." if overlap.num_rows > len(overlap.pairs) else ""
+    found = f"{overlap.num_rows:,} training rows {relation}: {pairs}{more}"
+    remedy = "remove them from one side, or set `allow_eval_overlap: true`"
+    raise DataError(Problem(train_where(overlap.pairs[0][0]), found, remedy))
+
+
+def _count_test_rows(num_rows: int, test_split_size: float | int) -> int:
+    where = f"test_split_size: {test_split_size}"
+    is_number = isinstance(test_split_size, int | float) and not isinstance(test_split_size, bool)
+    if not is_number or not 0 < test_split_size < math.inf or (test_split_size > 1 and test_split_size % 1):
+        raise ConfigError(Problem(where, "not a share or a number of rows", "write 0.05 for 5 %, or 500 for 500 rows"))
+    num_test = round(num_rows * test_split_size) if test_split_size < 1 else int(test_split_size)
+    if not 0 < num_test < num_rows:
+        found = f"of {num_rows:,} rows, {num_test:,} would be held out and {max(num_rows - num_test, 0):,} trained on"
+        raise DataError(Problem(where, found, "choose a size that leaves rows on both sides"))
+    return num_test
+
+
+def _name_unwritable(row: Row, reason: str) -> Problem:
+    for column, turns in (("messages", row.messages), ("rejected", row.rejected)):
+        for number, turn in enumerate(turns if isinstance(turns, list | tuple) else ()):
+            for key, value in turn.items():
+                try:
+                    _ENCODER.encode(value).encode()
+                except (TypeError, ValueError):
+                    found = f"{column}[{number}].{key} cannot be written as JSON: {reason}"
+                    return Problem(row.where, found, "write it as text, or leave it out")
+    raise AssertionError(reason)
+
+
+def _strip(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.strip()
+    if isinstance(value, Mapping):
+        return {key: _strip(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strip(item) for item in value]
+    return value

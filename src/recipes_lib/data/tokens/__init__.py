@@ -1,0 +1,1 @@
+"""Pretraining corpora: token shards, data order, mixture weights."""

@@ -1,0 +1,365 @@
+"""The tokens of one source as a prepared set: found by content, or written shard by shard, and resumed when killed."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import logging
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from recipes_lib.data.packed.encoding import ROWS_PER_CHUNK, encode_chunk
+from recipes_lib.data.packed.store import (
+    PreparedSet,
+    choose_staging,
+    explain_disk_errors,
+    find_set,
+    hold_lock,
+    publish_set,
+)
+from recipes_lib.data.sources.broken_rows import BrokenRows, encode_sound
+from recipes_lib.data.sources.rows import Row
+from recipes_lib.data.sources.splits import compute_row_digest
+from recipes_lib.data.tokens.shards import TokenSource, TokenWriter, is_whole
+from recipes_lib.data.tokens.sources import Corpus
+from recipes_lib.errors import DataError, Problem, raise_problems
+from recipes_lib.files import read_record, replace_record
+
+if TYPE_CHECKING:
+    from recipes_lib.data.chat.encoder import RowEncoder
+
+
+CHARACTERS_PER_CHUNK: Final = 1 << 21
+"""A chunk is closed when it has so many characters, so that memory does not grow with the length of documents."""
+
+_THREADS: Final = 2
+_ALL_DRAWS: Final = 1 << 64
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentChunk:
+    """Some documents as tokens, R documents of N tokens in all.
+
+    Attributes:
+        input_ids: ``uint32 (N,)``, documents end to end.
+        lengths: Tokens of each document, ``int64 (R,)``, at least 1.
+        digests: ``uint64 (R,)``; equal for documents that say the same.
+        is_held_out: ``bool (R,)``; True where the document is held out.
+    """
+
+    input_ids: npt.NDArray[np.uint32]
+    lengths: npt.NDArray[np.int64]
+    digests: npt.NDArray[np.uint64]
+    is_held_out: npt.NDArray[np.bool_]
+
+    def take(self, chosen: npt.NDArray[np.bool_]) -> DocumentChunk:
+        """The documents where ``chosen``, ``bool (R,)``, is True."""
+        if chosen.all():
+            return self
+        tokens = self.input_ids[np.repeat(chosen, self.lengths)]
+        return DocumentChunk(tokens, self.lengths[chosen], self.digests[chosen], self.is_held_out[chosen])
+
+
+@dataclass(frozen=True, slots=True)
+class HoldOut:
+    """Holds documents out by what they say, whatever their order, so that equal ones stay together.
+
+    Each document has a draw, a number below 2**64 that follows from its content and the seed.
+
+    Attributes:
+        seed: Decides the draws.
+        threshold: Documents with draws below it are held out.
+    """
+
+    seed: int = 0
+    threshold: int = 0
+
+    def draw(self, digest: bytes) -> int:
+        """The draw of the document with that digest."""
+        key = self.seed.to_bytes(16, signed=True)
+        return int.from_bytes(hashlib.blake2b(digest, key=key, digest_size=8).digest())
+
+    def holds(self, digest: bytes) -> bool:
+        """Whether the document with that digest, from ``compute_row_digest``, is held out."""
+        return self.threshold > 0 and self.draw(digest) < self.threshold
+
+
+def build_hold_out(rows: Iterable[Row], size: float | int | None, seed: int) -> HoldOut:
+    """The rule that holds ``test_split_size`` of the documents out.
+
+    Below 1 it is the chance of each document, so that no document has to be known beforehand. From 1 on it is a number
+    of documents that differ: those with the smallest draws, each with all its copies, for which ``rows`` is read.
+
+    Args:
+        rows: The documents; read only for a number of them.
+        size: A share, a number, or ``None`` to hold nothing out.
+        seed: Decides which documents are held out.
+
+    A row that cannot be digested is passed over: it cannot be encoded either.
+    """
+    if size is None:
+        return HoldOut()
+    if size < 1:
+        return HoldOut(seed, int(size * _ALL_DRAWS))
+    draw = HoldOut(seed).draw
+    smallest: list[int] = []  # a heap of negated draws: its first is the largest of them
+    known: set[int] = set()
+    for row in rows:
+        try:
+            drawn = draw(compute_row_digest(row))
+        except DataError:
+            continue
+        if drawn in known or (len(known) == size and drawn > -smallest[0]):
+            continue
+        known.add(drawn)
+        if len(known) > size:
+            known.remove(-heapq.heappushpop(smallest, -drawn))
+        else:
+            heapq.heappush(smallest, -drawn)
+    return HoldOut(seed, max(known, default=-1) + 1)
+
+
+def halve_digests(digests: Sequence[bytes]) -> npt.NDArray[np.uint64]:
+    """The first half of each digest, ``uint64 (R,)``: among 10 billion documents, 3 pairs are equal by chance."""
+    return np.frombuffer(b"".join(digests), "<u8")[::2].astype(np.uint64)
+
+
+def encode_documents(
+    encoder: RowEncoder, entries: Iterable[Row | Problem], hold_out: HoldOut, broken: BrokenRows
+) -> Iterator[DocumentChunk]:
+    """Tokens of the sound rows, in order.
+
+    While chunks are in the tokenizer, which frees the interpreter, others are read.
+
+    Args:
+        encoder: Tokenises whole rows.
+        entries: The documents.
+        hold_out: Which of them are held out.
+        broken: Told of every row of the chunks up to the one that is yielded, and of what is wrong.
+    """
+
+    def encode(chunk: Sequence[Row], row_ids: Sequence[int]) -> DocumentChunk:
+        examples = encode_chunk(encoder, chunk, row_ids)
+        digests = [compute_row_digest(row) for row in chunk]
+        is_held_out = np.fromiter(map(hold_out.holds, digests), np.bool_, len(digests))
+        return DocumentChunk(examples.input_ids, examples.lengths, halve_digests(digests), is_held_out)
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        pending: deque[tuple[int, Future[tuple[DocumentChunk | None, list[Problem]]]]] = deque()
+        chunks = _split_chunks(broken.skim(entries), broken)
+        while not broken.are_hopeless:
+            for chunk in islice(chunks, _THREADS + 1 - len(pending)):
+                pending.append((len(chunk), pool.submit(encode_sound, encode, chunk, 0, drop=broken.are_dropped)))
+            if not pending:
+                return
+            num_rows, future = pending.popleft()
+            documents, problems = future.result()
+            broken.add(num_rows, problems)
+            if documents is not None:
+                yield documents
+
+
+def _split_chunks(entries: Iterable[Row | Problem], broken: BrokenRows) -> Iterator[list[Row | Problem]]:
+    chunk: list[Row | Problem] = []
+    num_characters = 0
+    try:
+        for entry in entries:
+            chunk.append(entry)
+            num_characters += _count_characters(entry) if isinstance(entry, Row) else 0
+            if len(chunk) == ROWS_PER_CHUNK or num_characters >= CHARACTERS_PER_CHUNK:
+                yield chunk
+                chunk, num_characters = [], 0
+    except DataError as error:
+        broken.refused += error.problems
+    if chunk:
+        yield chunk
+
+
+def _count_characters(row: Row) -> int:
+    """Characters of what a row says, markup aside."""
+    if row.messages is not None:
+        return sum(len(str(message.get("content", ""))) for message in row.messages)
+    return len(row.text or "") + len(row.prompt or "") + len(row.completion or "")
+
+
+logger = logging.getLogger(__name__)
+
+Side = Literal["train", "eval"]
+
+PROGRESS_FILE: Final = ".progress.json"
+
+
+def open_side(prepared: PreparedSet, side: Side, name: str) -> TokenSource:
+    """The documents of a token set that are trained on, or those held out."""
+    return TokenSource(name, prepared.path / side, **prepared.manifest[side])
+
+
+def make_token_set(
+    root: Path,
+    key: str,
+    inputs: Mapping[str, Any],
+    corpus: Corpus,
+    load_encoder: Callable[[], tuple[RowEncoder, int]],
+    on_documents: Callable[[int, int], None],
+) -> PreparedSet:
+    """Finds the token set of a corpus, or makes it; whoever is killed goes on behind the last full shard.
+
+    Args:
+        root: Folder of prepared sets.
+        key: From ``compute_key``.
+        inputs: What went into it, from ``Corpus.collect_inputs``.
+        corpus: The documents.
+        load_encoder: Gives the encoder and how many ids its tokenizer has; called only when a set has to be made.
+        on_documents: Told how many documents and tokens have been written, after each chunk.
+
+    Raises:
+        ConfigError: The tokenizer cannot be used.
+        DataError: Rows are broken, each named up to twenty; or the set cannot be written.
+    """
+    if found := find_set(root, key):
+        return found
+    with hold_lock(root, key) as is_locked:
+        if found := find_set(root, key):  # made by the process that held the lock before
+            return found
+        encoder, num_ids = load_encoder()
+        staging = choose_staging(root, key, is_kept=is_locked)
+        try:
+            with explain_disk_errors(root):
+                manifest = _write(staging, corpus, encoder, num_ids, on_documents)
+                published = publish_set(staging, root, key, {"key": key, "inputs": inputs, **manifest})
+                (published.path / PROGRESS_FILE).unlink(missing_ok=True)
+                return published
+        finally:
+            if not is_locked:
+                shutil.rmtree(staging, ignore_errors=True)
+
+
+def _write(
+    staging: Path, corpus: Corpus, encoder: RowEncoder, num_ids: int, on_documents: Callable[[int, int], None]
+) -> dict[str, Any]:
+    """Writes the shards of both sides, from where an earlier attempt got to, and returns what is in them."""
+    hold_out = build_hold_out(BrokenRows(corpus.tokens).take(corpus.entries()), corpus.test_size, corpus.seed)
+    with _Sides(staging, num_ids, corpus.num_tokens) as sides:
+        broken = BrokenRows(corpus.tokens, is_stream=corpus.source.streaming, **sides.counts)
+        on_documents(sides.num_documents, sides.num_tokens)
+        # What is on the disk already is read again, since rows have no other place, but not tokenised.
+        entries = () if sides.are_enough else islice(corpus.entries(), broken.num_rows, None)
+        for chunk in encode_documents(encoder, entries, hold_out, broken):
+            if broken.refused or (broken.num_broken and not broken.are_dropped):
+                continue
+            sides.append(chunk, broken.count())
+            on_documents(sides.num_documents, sides.num_tokens)
+            if sides.are_enough:
+                break
+        sides.save()
+        description = sides.describe()
+    problems = broken.judge(corpus.name)
+    if problems and not corpus.source.streaming:
+        shutil.rmtree(staging, ignore_errors=True)  # mended rows have another key; a stream may only have broken off
+    raise_problems(problems, corpus.name)
+    _refuse_intruders(staging, description)
+    for told in broken.tell(corpus.name):
+        logger.warning(told)
+    return description
+
+
+def _refuse_intruders(staging: Path, description: Mapping[str, Any]) -> None:
+    """Some cluster file systems grant one lock on every machine; then two processes write one file.
+
+    Raises:
+        DataError: There is more in the files than was written.
+    """
+    if not all(is_whole(staging / side, description[side], exactly=True) for side in ("train", "eval")):
+        shutil.rmtree(staging, ignore_errors=True)
+        found = "two processes have written the same set: the locks of this file system end at a machine"
+        raise DataError(Problem(str(staging.parent), found, "run `recipes prepare` on one machine first"))
+
+
+class _Sides:
+    """What is trained on and what is held out, written side by side up to a number of training tokens."""
+
+    def __init__(self, staging: Path, num_ids: int, budget: int | None) -> None:
+        self._staging = staging
+        self._budget = budget
+        progress = _read_progress(staging)
+        self.counts: Mapping[str, int] = progress.get("broken_rows", {})
+        self._train = TokenWriter(staging / "train", num_ids=num_ids, at=progress.get("train"))
+        self._eval = TokenWriter(staging / "eval", num_ids=num_ids, at=progress.get("eval"))
+        self._num_saved_shards = self._num_full_shards
+
+    def __enter__(self) -> _Sides:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._train, self._eval:
+            pass
+
+    @property
+    def num_documents(self) -> int:
+        """Documents of both sides."""
+        return self._train.num_documents + self._eval.num_documents
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of both sides."""
+        return self._train.num_tokens + self._eval.num_tokens
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether there are as many training tokens as were asked for."""
+        return self._budget is not None and self._train.num_tokens >= self._budget
+
+    @property
+    def _num_full_shards(self) -> int:
+        return self._train.num_full_shards + self._eval.num_full_shards
+
+    def append(self, chunk: DocumentChunk, counts: Mapping[str, int]) -> None:
+        """Writes documents up to the one that makes them enough; what they filled a shard with is kept from then on.
+
+        Args:
+            chunk: The documents.
+            counts: From ``BrokenRows.count``: the rows up to the end of the chunk.
+        """
+        if self._budget is not None:
+            ends = self._train.num_tokens + np.cumsum(np.where(chunk.is_held_out, 0, chunk.lengths))
+            chunk = chunk.take(np.arange(len(ends)) <= ends.searchsorted(self._budget))
+        for writer, side in (
+            (self._train, chunk.take(~chunk.is_held_out)),
+            (self._eval, chunk.take(chunk.is_held_out)),
+        ):
+            writer.append(side.input_ids, side.lengths, side.digests)
+        self.counts = counts
+        if self._num_full_shards > self._num_saved_shards:
+            self.save()
+
+    def save(self) -> None:
+        """Makes what was written the place from which a later attempt goes on."""
+        self._train.flush()
+        self._eval.flush()
+        replace_record(self._staging / PROGRESS_FILE, self.describe())
+        self._num_saved_shards = self._num_full_shards
+
+    def describe(self) -> dict[str, Any]:
+        """What is on each side, and of how many rows, as JSON values."""
+        return {"train": self._train.describe(), "eval": self._eval.describe(), "broken_rows": self.counts}
+
+
+def _read_progress(staging: Path) -> dict[str, Any]:
+    """What the last ``save`` said; nothing, in an empty folder, when that is not all there."""
+    with suppress(DataError, KeyError, TypeError, ValueError):
+        progress = read_record(staging / PROGRESS_FILE, {"train": dict, "eval": dict})
+        if is_whole(staging / "train", progress["train"]) and is_whole(staging / "eval", progress["eval"]):
+            return progress
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    return {}

@@ -1,0 +1,210 @@
+"""The tokens of one source on disk: written document by document, read from anywhere, memory-mapped."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from io import BufferedWriter
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from recipes_lib.data.packed.store import sync_folder
+
+IntArray = npt.NDArray[np.int64]
+TokenArray = npt.NDArray[np.uint32]
+DigestArray = npt.NDArray[np.uint64]
+
+SHARD_BYTES: Final = 1 << 28
+"""Size of a shard, 256 MiB; the last one is smaller."""
+
+_ENDS_FILE: Final = "document_ends.bin"
+_DIGESTS_FILE: Final = "document_digests.bin"
+# Each open map holds a file descriptor, of which a process has often no more than 1,024.
+_MAX_OPEN_FILES: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSource:
+    """The tokens of a source's documents, end to end; cheap to pickle, since files are opened where they are read.
+
+    Attributes:
+        name: What the user called it.
+        folder: Where its files are.
+        dtype: Type of an id on disk: ``<u2`` or ``<u4``, little-endian.
+        tokens_per_shard: Tokens of every shard but the last.
+        num_tokens: Tokens in all.
+        num_documents: Documents in all.
+    """
+
+    name: str
+    folder: Path
+    dtype: str
+    tokens_per_shard: int
+    num_tokens: int
+    num_documents: int
+
+    def read(self, start: int, stop: int) -> TokenArray:
+        """Tokens ``start:stop``, ``uint32 (stop - start,)``."""
+        assert 0 <= start <= stop <= self.num_tokens, "outside the source"
+        tokens = np.empty(stop - start, np.uint32)
+        done = 0
+        while start + done < stop:
+            number, at = divmod(start + done, self.tokens_per_shard)
+            shard = _map_file(_shard_file(self.folder, number), self.dtype)
+            piece = shard[at : at + len(tokens) - done]
+            tokens[done : done + len(piece)] = piece
+            done += len(piece)
+        return tokens
+
+    def read_document_lengths(self, start: int, stop: int) -> IntArray:
+        """Lengths of the pieces of documents that lie in tokens ``start:stop``, ``int64``; they sum to its length."""
+        if start == stop:
+            return np.zeros(0, np.int64)
+        # As signed numbers, because numpy compares signed with unsigned ones as floats, in a copy of the whole file.
+        ends = _map_file(self.folder / _ENDS_FILE, "<i8")
+        first, last = ends.searchsorted(start, side="right"), ends.searchsorted(stop)
+        return np.diff(ends[first:last], prepend=start, append=stop)
+
+    def read_digests(self, start: int, stop: int) -> DigestArray:
+        """Digests of documents ``start:stop``, ``uint64 (stop - start,)``; equal for documents that say the same."""
+        if start == stop:
+            return np.zeros(0, np.uint64)
+        return np.array(_map_file(self.folder / _DIGESTS_FILE, "<u8")[start:stop], np.uint64)
+
+
+def is_whole(folder: Path, description: Mapping[str, Any], *, exactly: bool = False) -> bool:
+    """Whether a folder has every byte that ``TokenWriter.describe`` told of; ``exactly``: and none that it did not."""
+    size, per_shard = np.dtype(description["dtype"]).itemsize, description["tokens_per_shard"]
+    num_full, rest = divmod(description["num_tokens"], per_shard)
+    wanted = {_shard_file(folder, number): per_shard * size for number in range(num_full)}
+    wanted[_shard_file(folder, num_full)] = rest * size
+    wanted |= {folder / name: 8 * description["num_documents"] for name in (_ENDS_FILE, _DIGESTS_FILE)}
+    found = {path: path.stat().st_size for path in wanted if path.is_file()}
+    if exactly:
+        return found == {path: num_bytes for path, num_bytes in wanted.items() if num_bytes}
+    return all(found.get(path, 0) >= num_bytes for path, num_bytes in wanted.items())
+
+
+class TokenWriter:
+    """Appends documents to the shards of one source; the bytes do not depend on how the documents are handed over.
+
+    Used as a context manager, which closes its files.
+
+    Args:
+        folder: Where the files go; made with the first document.
+        num_ids: Ids that the tokenizer has; decides the type on disk.
+        at: What ``describe`` returned when ``flush`` was called: go on from there, and cut off what was written later.
+
+    Raises:
+        OSError: A file cannot be opened.
+    """
+
+    def __init__(self, folder: Path, *, num_ids: int, at: Mapping[str, Any] | None = None) -> None:
+        self._folder = folder
+        self._type = np.dtype(np.uint16 if num_ids <= 1 << 16 else np.uint32).newbyteorder("<")
+        self._tokens_per_shard = SHARD_BYTES // self._type.itemsize
+        self.num_tokens = 0
+        self.num_documents = 0
+        self._files: dict[str, BufferedWriter] = {}
+        if at and at["num_documents"]:
+            self.num_tokens, self.num_documents = at["num_tokens"], at["num_documents"]
+            self._open_documents()
+            if self.num_tokens % self._tokens_per_shard:
+                self._open_shard()
+
+    def __enter__(self) -> TokenWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with ExitStack() as stack:
+            for file in self._files.values():
+                stack.callback(file.close)
+
+    @property
+    def num_full_shards(self) -> int:
+        """Shards that will not grow any more."""
+        return self.num_tokens // self._tokens_per_shard
+
+    def describe(self) -> dict[str, Any]:
+        """What ``TokenSource`` has to know besides name and folder, as JSON values."""
+        return {
+            "dtype": self._type.str,
+            "tokens_per_shard": self._tokens_per_shard,
+            "num_tokens": self.num_tokens,
+            "num_documents": self.num_documents,
+        }
+
+    def append(self, input_ids: TokenArray, lengths: IntArray, digests: DigestArray) -> None:
+        """Appends documents laid end to end.
+
+        Args:
+            input_ids: ``uint32 (N,)``.
+            lengths: Tokens of each document, ``int64 (R,)``, at least 1 each; they sum to N.
+            digests: ``uint64 (R,)``.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        if not len(lengths):
+            return
+        if not self._files:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._open_documents()
+        self._files["ends"].write((self.num_tokens + np.cumsum(lengths)).astype("<u8").data)
+        self._files["digests"].write(digests.astype("<u8").data)
+        ids = input_ids.astype(self._type)
+        while len(ids):
+            filled = self.num_tokens % self._tokens_per_shard
+            if not filled:
+                self._open_shard()
+            piece = ids[: self._tokens_per_shard - filled]
+            self._files["shard"].write(piece.data)
+            self.num_tokens += len(piece)
+            ids = ids[len(piece) :]
+        self.num_documents += len(lengths)
+
+    def flush(self) -> None:
+        """Returns when everything appended is on the disk.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        if self._files:
+            sync_folder(self._folder)
+
+    def _open_documents(self) -> None:
+        self._files["ends"] = _open_at(self._folder / _ENDS_FILE, 8 * self.num_documents)
+        self._files["digests"] = _open_at(self._folder / _DIGESTS_FILE, 8 * self.num_documents)
+
+    def _open_shard(self) -> None:
+        """Opens the shard of the next token, and has done with the one before."""
+        if "shard" in self._files:
+            self.flush()
+            self._files["shard"].close()
+        number, filled = divmod(self.num_tokens, self._tokens_per_shard)
+        self._files["shard"] = _open_at(_shard_file(self._folder, number), filled * self._type.itemsize)
+
+
+def _shard_file(folder: Path, number: int) -> Path:
+    return folder / f"tokens-{number:05d}.bin"
+
+
+def _open_at(path: Path, num_bytes: int) -> BufferedWriter:
+    """Opens a file to append to its first ``num_bytes``."""
+    file = path.open("ab")
+    file.truncate(num_bytes)
+    return file
+
+
+@functools.lru_cache(maxsize=_MAX_OPEN_FILES)
+def _map_file(path: Path, dtype: str) -> npt.NDArray[Any]:
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))

@@ -1,0 +1,288 @@
+"""What a pretraining run is made of: the tokens of every source on disk, prepared once for each content."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from recipes_lib.config.loader import parse_command
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.config.token_ids import count_ids
+from recipes_lib.data.packed.encoding import TokenizerLoader, build_encoder
+from recipes_lib.data.packed.prepared_set import find_root, wait_for_set
+from recipes_lib.data.packed.store import PreparedSet, compute_key
+from recipes_lib.data.sources.mixtures import compute_weights
+from recipes_lib.data.sources.splits import Overlap, compute_row_digest, refuse_overlap
+from recipes_lib.data.tokens.sets import halve_digests, make_token_set, open_side
+from recipes_lib.data.tokens.shards import TokenSource
+from recipes_lib.data.tokens.sources import Corpus, load_corpora, load_held_out, select_options
+from recipes_lib.errors import ConfigError, DataError, Problem, raise_problems
+
+if TYPE_CHECKING:
+    from recipes_lib.data.chat.encoder import RowEncoder
+
+
+_MAX_PAIRS: Final = 5
+_DOCUMENTS_AT_ONCE: Final = 1 << 20
+
+
+def find_repeats(train: TokenSource, held_out: TokenSource) -> Overlap:
+    """Find the training documents that say what a held-out one says; positions are numbers of documents."""
+    digests, places = np.unique(held_out.read_digests(0, held_out.num_documents), return_index=True)
+    num_documents = 0
+    pairs: list[tuple[int, int]] = []
+    for start in range(0, train.num_documents, _DOCUMENTS_AT_ONCE):
+        found = train.read_digests(start, min(start + _DOCUMENTS_AT_ONCE, train.num_documents))
+        nearest = digests.searchsorted(found)
+        shared = np.flatnonzero(digests.take(nearest, mode="clip") == found)
+        num_documents += len(shared)
+        first = shared[: _MAX_PAIRS - len(pairs)]
+        pairs += zip((start + first).tolist(), places[nearest[first]].tolist(), strict=True)
+    return Overlap(num_documents, pairs)
+
+
+def refuse_repeats(corpus: Corpus, train: TokenSource, held_out: Corpus, held_out_source: TokenSource) -> None:
+    """Raise when documents are trained on although they are held out, naming the first few by their places.
+
+    Args:
+        corpus: What is trained on; nothing is held out of it, so that its rows are its documents.
+        train: Its tokens.
+        held_out: What is held out.
+        held_out_source: Its tokens.
+
+    Raises:
+        DataError: There are such documents.
+    """
+    overlap = find_repeats(train, held_out_source)
+    if overlap.num_rows:
+        train_places = _find_places(corpus, train, [position for position, _ in overlap.pairs])
+        held_out_places = _find_places(held_out, held_out_source, [position for _, position in overlap.pairs])
+        refuse_overlap(overlap, train_places.__getitem__, held_out_places.__getitem__)
+
+
+def _find_places(corpus: Corpus, tokens: TokenSource, positions: Collection[int]) -> dict[int, str]:
+    """The places of the first rows that say what these documents do; reads the source again."""
+    digests = {position: int(tokens.read_digests(position, position + 1)[0]) for position in positions}
+    places: dict[int, str] = {}
+    for row in corpus.rows():
+        with suppress(DataError):  # A broken row is no document.
+            digest = int(halve_digests([compute_row_digest(row)])[0])
+            if digest in digests.values():
+                places.setdefault(digest, row.where)
+        if len(places) == len(set(digests.values())):
+            break
+    return {position: places[digest] for position, digest in digests.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenData:
+    """The tokens of a run.
+
+    Attributes:
+        train: What is trained on, by source, in the order of ``dataset_mixture``; each has at least ``max_length``
+            tokens.
+        eval: What is held out, by name: the sources that rows were held out of, or the one named by
+            ``dataset_test_split``; empty when nothing is held out.
+        weights: Share of the training tokens that comes from each source, summing to 1; see ``compute_weights``.
+        record: JSON values for ``run.json``: where the tokens came from, and their counts.
+        is_new: Whether this process prepared any of them.
+    """
+
+    train: Sequence[TokenSource]
+    eval: Mapping[str, TokenSource]
+    weights: Sequence[float]
+    record: Mapping[str, Any]
+    is_new: bool
+
+
+class _Part(NamedTuple):
+    corpus: Corpus
+    prepared: PreparedSet
+
+
+def prepare_tokens(
+    config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local_rank: int = 0, num_tokens: int | None = None
+) -> TokenData:
+    """Finds the tokens of a run, or makes them; call it before any process group exists.
+
+    Every source is a prepared set of its own, so that a changed mixture tokenises only what is new in it, and a changed
+    weight, curriculum or ``max_length`` nothing.
+
+    Args:
+        config: The run.
+        load_tokenizer: Called only when something has to be tokenised.
+        local_rank: Number of this process on its node; the first one prepares, the others wait for it.
+        num_tokens: Tokens of all rows of the run; with ``dataset_streaming`` no more are read, and a row of slack.
+
+    Raises:
+        ConfigError: The options do not fit together, or the tokenizer is not there.
+        DataError: Documents are broken or held out as well as trained on, each named up to twenty; a source is too
+            small; the disk is full; or, on the other processes, that the first one gave up.
+    """
+    if config.tokens.max_length is None:
+        where = config.provenance.get("max_length", "max_length")
+        raise ConfigError(Problem(where, "rows of pretraining have one length", "write `max_length: 1024`"))
+    corpora, held_out = load_corpora(config, num_tokens), load_held_out(config)
+    parts = _prepare([*corpora, *([held_out] if held_out else [])], config, load_tokenizer, local_rank)
+    is_new = any(part.prepared.is_new for part in parts)
+    held_out_part = parts.pop() if held_out else None
+    train = _open_train(parts, config.tokens.max_length)
+    if local_rank == 0 and held_out_part and not config.data.allow_eval_overlap:
+        _refuse_repeats(parts, train, held_out_part)
+    weights = compute_weights(config, [source.num_tokens for source in train])
+    return TokenData(
+        train=train,
+        eval=_open_eval(parts, held_out_part),
+        weights=weights,
+        record=_build_record(parts, held_out_part, weights),
+        is_new=is_new,
+    )
+
+
+def _prepare(
+    corpora: Sequence[Corpus], config: RecipeConfig, load_tokenizer: TokenizerLoader, local_rank: int
+) -> list[_Part]:
+    """The token set of each corpus; all are tried before anything is refused."""
+    root = find_root(config)
+
+    @functools.cache
+    def load_encoder() -> tuple[RowEncoder, int]:
+        tokenizer = load_tokenizer(config)
+        return build_encoder(select_options(config), tokenizer), count_ids(tokenizer)
+
+    parts: list[_Part] = []
+    problems: list[Problem] = []
+    for corpus in corpora:
+        inputs = corpus.collect_inputs(config)
+        key = compute_key(inputs)
+        if local_rank != 0:
+            parts.append(_Part(corpus, wait_for_set(root, key)))
+            continue
+        try:
+            with _show_progress(corpus.name) as on_documents:
+                parts.append(_Part(corpus, make_token_set(root, key, inputs, corpus, load_encoder, on_documents)))
+        except DataError as error:
+            if isinstance(error.__cause__, OSError):  # a full disk is full for the next one too
+                raise
+            problems += error.problems
+    raise_problems(problems, "dataset_mixture")
+    return parts
+
+
+@contextmanager
+def _show_progress(name: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows how many documents and tokens there are, on a terminal and only while they become more."""
+    console = Console(stderr=True)
+    columns = SpinnerColumn(), TextColumn("tokenising {task.description}:"), _Figures()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(name, total=None, documents=0)
+        yield lambda documents, tokens: progress.update(task, completed=tokens, documents=documents)
+
+
+class _Figures(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        """Documents, tokens, and tokens per second."""
+        documents, tokens, speed = task.fields["documents"], task.completed, task.speed or 0
+        return Text(f"{documents:,} documents, {tokens:,.0f} tokens, {speed:,.0f} tokens/s")
+
+
+def _open_train(parts: Sequence[_Part], max_length: int) -> list[TokenSource]:
+    """The training tokens of each source.
+
+    Raises:
+        DataError: A source has not enough of them for one row.
+    """
+    sources = [open_side(part.prepared, "train", part.corpus.name) for part in parts]
+    problems = [
+        Problem(
+            source.name,
+            f"{source.num_tokens:,} tokens to train on, and a row has max_length: {max_length:,}",
+            "put more text in, leave it out of the mixture, or lower max_length",
+        )
+        for source in sources
+        if source.num_tokens < max_length
+    ]
+    raise_problems(problems, "dataset_mixture")
+    return sources
+
+
+def _open_eval(parts: Sequence[_Part], held_out: _Part | None) -> dict[str, TokenSource]:
+    """The held-out tokens by name; a source of which nothing is held out is left out.
+
+    Raises:
+        DataError: Documents were to be held out, and none of any source is.
+    """
+    if held_out:
+        sources = [open_side(held_out.prepared, "train", held_out.corpus.name)]
+    else:
+        sources = [open_side(part.prepared, "eval", part.corpus.name) for part in parts]
+    found = {source.name: source for source in sources if source.num_documents}
+    size = parts[0].corpus.test_size
+    if size is not None and not found:
+        raise DataError(Problem(f"test_split_size: {size}", "it holds no document out", "hold out more"))
+    return found
+
+
+def _refuse_repeats(parts: Sequence[_Part], train: Sequence[TokenSource], held_out: _Part) -> None:
+    problems: list[Problem] = []
+    for part, source in zip(parts, train, strict=True):
+        held_out_source = open_side(held_out.prepared, "train", held_out.corpus.name)
+        try:
+            refuse_repeats(part.corpus, source, held_out.corpus, held_out_source)
+        except DataError as error:
+            problems += error.problems
+    raise_problems(problems, "dataset_test_split")
+
+
+def _build_record(parts: Sequence[_Part], held_out: _Part | None, weights: Sequence[float]) -> dict[str, Any]:
+    sources = [{**_describe(part), "weight": weight} for part, weight in zip(parts, weights, strict=True)]
+    return {"sources": sources, "held_out": _describe(held_out) if held_out else None}
+
+
+def _describe(part: _Part) -> dict[str, Any]:
+    prepared = part.prepared
+    sides = {side: prepared.manifest[side] for side in ("train", "eval", "broken_rows")}
+    return {"name": part.corpus.name, "path": str(prepared.path), "key": prepared.key, **sides}
+
+
+def main(stage: str, argv: Sequence[str], load_tokenizer: TokenizerLoader) -> None:
+    """Prepare the tokens of a run and say what is in them.
+
+    Args:
+        stage: Name of the recipe.
+        argv: Arguments after the command, as the run's script takes them.
+        load_tokenizer: Called only when something has to be tokenised.
+    """
+    parsed = parse_command(stage, argv)
+    if isinstance(parsed, str):
+        sys.stdout.write(parsed)
+        return
+    started = time.monotonic()
+    tokens = prepare_tokens(parsed, load_tokenizer, num_tokens=parsed.pretraining.max_tokens)
+    console = Console()
+    console.print(render_summary(tokens))
+    state = f"prepared in {time.monotonic() - started:.1f} s" if tokens.is_new else "nothing to do: already prepared"
+    console.print(state, highlight=False)
+    for source in tokens.record["sources"]:
+        console.print(f"{source['name']}: {source['path']}", soft_wrap=True, markup=False, highlight=False)
+
+
+def render_summary(tokens: TokenData) -> Table:
+    """What is in the tokens of a run, one line for each source and side."""
+    table = Table("source", "share", "documents", "tokens", title="tokens to train on")
+    for source, weight in zip(tokens.train, tokens.weights, strict=True):
+        table.add_row(source.name, f"{weight:.1%}", f"{source.num_documents:,}", f"{source.num_tokens:,}")
+    for name, source in tokens.eval.items():
+        table.add_row(f"held out of {name}", "", f"{source.num_documents:,}", f"{source.num_tokens:,}")
+    return table

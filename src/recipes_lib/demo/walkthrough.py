@@ -1,0 +1,350 @@
+"""The demo from end to end: its data are made from this Python's own library, and the ordinary recipes do the rest."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from textwrap import indent
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
+
+from recipes_lib.demo.chats import QUESTIONS, Chat, Question, build_chats
+from recipes_lib.demo.corpus import load_modules, split_texts, standard_library
+from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
+from recipes_lib.models.tokenizer_training import CHATML_TEMPLATE, CHATML_TOKENS, train_tokenizer
+
+VOCAB_SIZE = 2048
+MAX_POSITIONS = 512
+
+
+def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 2048 tokens that can spell every text, with ChatML as its chat template."""
+    tokenizer = train_tokenizer(
+        texts, vocab_size=VOCAB_SIZE, special_tokens=CHATML_TOKENS, chat_template=CHATML_TEMPLATE
+    )
+    tokenizer.model_max_length = MAX_POSITIONS
+    return tokenizer
+
+
+def save_tokenizer(folder: Path, texts: Iterable[str]) -> int:
+    """Write the tokenizer; return the size of its vocabulary."""
+    tokenizer = build_tokenizer(texts)
+    tokenizer.save_pretrained(folder)
+    return len(tokenizer)
+
+
+def save_student(folder: Path, tokenizer_dir: Path, seed: int) -> int:
+    """Write a random Llama with a quarter of the pretrained model's weights, and the tokenizer; return how many."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=176,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=MAX_POSITIONS,
+        initializer_range=0.05,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return int(model.num_parameters())
+
+
+MAX_CHATS = 3000
+"""About as many as these stages come to see in their few steps."""
+
+
+def shorten(chats: Iterable[Chat]) -> Iterator[Chat]:
+    """Yield the chats that a word or two can answer, asked to be brief."""
+    for chat in chats:
+        if chat.question.brief and (said := re.match(chat.question.brief, chat.answer)):
+            yield Chat(chat.question, f"Briefly: {chat.prompt}", f"{said[1].capitalize()}.")
+
+
+def ask(chat: Chat) -> dict[str, Any]:
+    """As a row of prompts: the question, and in a column of its own what is right to answer."""
+    return {"prompt": [{"role": "user", "content": chat.prompt}], "solution": chat.answer}
+
+
+def build_pairs(chats: Sequence[Chat]) -> Iterator[dict[str, Any]]:
+    """Yield ``preference`` rows, in the order of the chats: a right answer and a wrong one to each prompt.
+
+    Two chats that ask alike and have different answers lend each other theirs. So each answer is rejected as often as
+    it is chosen, and nothing but the prompt tells which is right. What finds no partner is left out.
+    """
+    waiting: defaultdict[Question, deque[int]] = defaultdict(deque)
+    lenders: dict[int, int] = {}
+    for number, chat in enumerate(chats):
+        alone = waiting[chat.question]  # All of them have the same answer: they would have met otherwise.
+        if alone and chats[alone[0]].answer != chat.answer:
+            other = alone.popleft()
+            lenders |= {number: other, other: number}
+        else:
+            alone.append(number)
+    for number in sorted(lenders):
+        chosen, rejected = chats[number], chats[lenders[number]]
+        yield {
+            "prompt": [{"role": "user", "content": chosen.prompt}],
+            "chosen": [{"role": "assistant", "content": chosen.answer}],
+            "rejected": [{"role": "assistant", "content": rejected.answer}],
+        }
+
+
+SEED = 0
+DISK_BYTES = 100_000_000
+SHOWN = {"pretrain": 2, "sft": len(QUESTIONS), "lora": 2, "ppo": len(QUESTIONS)}
+"""How many of a stage's samples are printed."""
+SHOWN_CHARACTERS = 100
+MAX_ANSWERED = 250
+"""Held-out chats that the models answer; pairs are made of all of them, which takes no sampling."""
+
+
+class Stage(NamedTuple):
+    """A run of a recipe: the recipe's name, its configuration, and what it does."""
+
+    recipe: str
+    config: str
+    purpose: str
+
+
+STAGES = {
+    "pretrain": Stage("pretrain", "pretrain.yaml", "pretraining on the texts, from random weights"),
+    "sft": Stage("sft", "sft_on_chats.yaml", "fine-tuning on the answers of the chats"),
+    "lora": Stage("lora", "lora_brief.yaml", "an adapter that answers briefly where it is asked to"),
+    "reward": Stage("reward", "reward_on_pairs.yaml", "a reward model that tells right answers from wrong ones"),
+    "dpo": Stage("dpo", "dpo_on_pairs.yaml", "preference optimisation, from wrong answers to right ones"),
+    "ppo": Stage(
+        "ppo", "ppo_on_questions.yaml", "PPO: answers of its own, by whether they are right and by the reward model"
+    ),
+    "labels": Stage("sft", "sft_student.yaml", "a model of a quarter of the weights, on the texts alone"),
+    "distill": Stage(
+        "distill",
+        "distill_student.yaml",
+        "distillation: the same small model, and what the pretrained one says of them",
+    ),
+}
+"""Output folder of a stage -> what runs in it."""
+FIGURES = (
+    ("pretrain", "loss, nats a token", "eval_loss", ".2f"),
+    ("sft", "loss, nats a token", "eval_loss", ".2f"),
+    ("sft", "answers that are right, word for word", "eval_exact_match", ".0%"),
+    ("lora", "brief answers that are right, word for word", "eval_exact_match", ".0%"),
+    ("reward", "pairs whose right answer has the higher score", "eval_rewards/accuracies", ".0%"),
+    ("dpo", "pairs whose right answer gained on the wrong one", "eval_rewards/accuracies", ".0%"),
+    ("dpo", "loss of the pairs", "eval_loss", ".2f"),
+    ("dpo", "answers that are right, word for word", "eval_exact_match", ".0%"),
+    ("ppo", "answers sampled at temperature 1.5 that are right", "eval_reward/exact_match", ".0%"),
+    ("ppo", "reward of these: right or wrong, and the reward model's word", "eval_reward", ".2f"),
+    ("ppo", "what the reward model says of them alone", "eval_reward/reward_model", ".2f"),
+    ("ppo", "KL to the fine-tuned model, nats an answer", "objective/kl_seq", ".2f"),
+)
+"""Stage, what is measured, its name in ``metrics.jsonl``, how it is written."""
+BITS = "eval_bits_per_byte"
+STUDENTS = {
+    "pretrain": "the teacher, which is the pretrained model",
+    "labels": "a student of a quarter of its weights, on the texts alone",
+    "distill": "the same student, distilled",
+}
+"""Output folder of a stage -> what is held against the others."""
+# So small a model gains nothing from a second thread, and loses much where the cores are shared.
+ENVIRONMENT = ("HF_HUB_OFFLINE=1", "OMP_NUM_THREADS=1")
+TRY_IT = """from transformers import pipeline
+ask = pipeline("text-generation", {model!r}, do_sample=False)
+print(ask([{{"role": "user", "content": {question!r}}}])[0]["generated_text"][-1]["content"])"""
+
+
+def run_demo(recipes: Path, output_dir: Path) -> int:
+    """Run every stage as a user would, then show what was learned; return the exit code of a stage that fails.
+
+    Args:
+        recipes: Folder of the recipes and of ``configs/demo``.
+        output_dir: Where everything is written.
+
+    Raises:
+        ConfigError: ``output_dir`` cannot be written, or lacks room.
+        DataError: This Python came without the sources of its library.
+    """
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    started = time.perf_counter()
+    last = len(STAGES) + 2
+
+    def announce(number: int, purpose: str) -> None:
+        console.print(f"\n{number} of {last}, at {time.perf_counter() - started:.0f} s: {purpose}", style="bold")
+
+    console.print("From your Python's sources to a small assistant: five to ten minutes on one core.")
+    announce(1, "texts and chats from the standard library, and a tokenizer")
+    open_folder(output_dir)
+    for line in write_start(output_dir):
+        console.print(f"  {line}")
+    for number, stage in enumerate(STAGES.values(), start=2):
+        announce(number, stage.purpose)
+        command = build_command(recipes, stage)
+        console.print(f"  cd {shlex.quote(str(output_dir))} && {shlex.join(command)}", style="dim")
+        code = subprocess.run(command, cwd=output_dir, check=False).returncode
+        if code != EXIT_DONE:
+            return code
+    announce(last, "what it learned, shown on modules that it never saw")
+    show_answers(output_dir, console)
+    show_figures(output_dir, console)
+    show_students(output_dir, console)
+    show_verdict(output_dir, console)
+    show_places(output_dir, console)
+    return EXIT_DONE
+
+
+def open_folder(output_dir: Path) -> None:
+    """Make the folders for the data, and see that the disk holds what will be written.
+
+    Raises:
+        ConfigError: It cannot be written, or lacks room.
+    """
+    try:
+        (output_dir / "data").mkdir(parents=True, exist_ok=True)
+        (output_dir / "data" / "pretrain.jsonl").touch()
+    except OSError as error:
+        problem = Problem(str(output_dir), f"cannot be written: {error.strerror}", "name another --output_dir")
+        raise ConfigError(problem) from error
+    if (free := shutil.disk_usage(output_dir).free) < DISK_BYTES:
+        problem = Problem(
+            str(output_dir),
+            f"the demo needs {DISK_BYTES / 1e6:.0f} MB, and {free / 1e6:.0f} MB are free",
+            "make room, or name an --output_dir on another disk",
+        )
+        raise ConfigError(problem)
+
+
+def write_start(output_dir: Path) -> Iterator[str]:
+    """Write the data and the tokenizer, and say what was written."""
+    modules = load_modules(standard_library())
+    texts, chats = split_texts(modules, SEED), build_chats(modules, SEED)
+    few, few_held_out = chats.train[:MAX_CHATS], chats.held_out[:MAX_ANSWERED]
+    files: dict[str, list[Any]] = {
+        "pretrain": [{"text": text} for text in texts.train],
+        "pretrain_held_out": [{"text": text} for text in texts.held_out],
+        "sft": [chat.row for chat in chats.train],
+        "sft_held_out": [chat.row for chat in few_held_out],
+        "brief": [chat.row for chat in shorten(few)],
+        "brief_held_out": [chat.row for chat in shorten(few_held_out)],
+        "pairs": list(build_pairs(few)),
+        "pairs_held_out": list(build_pairs(chats.held_out)),
+        # Others than those that the reward model learnt from.
+        "questions": [ask(chat) for chat in chats.train[MAX_CHATS : 2 * MAX_CHATS]],
+        "questions_held_out": [ask(chat) for chat in few_held_out],
+    }
+    for name, rows in files.items():
+        path = output_dir / "data" / f"{name}.jsonl"
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+        yield f"{path}: {len(rows)} rows"
+    num_tokens = save_tokenizer(output_dir / "tokenizer", texts.train)
+    yield f"{output_dir / 'tokenizer'}: {num_tokens} tokens"
+    num_weights = save_student(output_dir / "student", output_dir / "tokenizer", SEED)
+    yield f"{output_dir / 'student'}: {num_weights:,} random weights"
+
+
+def build_command(recipes: Path, stage: Stage) -> list[str]:
+    """Return what a user would type for a stage, in the folder that its configuration speaks of."""
+    return [
+        "env",
+        *ENVIRONMENT,
+        sys.executable,
+        str(recipes / f"{stage.recipe}.py"),
+        "--config",
+        str(recipes / "configs/demo" / stage.config),
+    ]
+
+
+def show_figures(output_dir: Path, console: Console) -> None:
+    """Print what was measured on held-out modules, before and after each stage."""
+    table = Table("on held-out modules", "before", "after")
+    for stage, label, key, form in FIGURES:
+        values = [line[key] for line in read_lines(output_dir / stage / "metrics.jsonl") if key in line]
+        table.add_row(f"{stage}: {label}", *(format(values[end], form) for end in (0, -1)))
+    console.print()
+    console.print(table)
+
+
+def show_students(output_dir: Path, console: Console) -> None:
+    """Print the teacher and its student, with and without it, side by side."""
+    table = Table("bits for each byte of held-out modules", "before", "after")
+    bits = {}
+    for stage, label in STUDENTS.items():
+        values = [line[BITS] for line in read_lines(output_dir / stage / "metrics.jsonl") if BITS in line]
+        table.add_row(label, f"{values[0]:.3f}", f"{values[-1]:.3f}")
+        bits[stage] = values[-1]
+    console.print()
+    console.print(table)
+    gain, distance = bits["labels"] - bits["distill"], bits["labels"] - bits["pretrain"]
+    console.print(
+        f"At equal tokens the teacher saves its student {gain:.3f} bits, {gain / distance:.0%} of the way to it."
+    )
+
+
+def show_verdict(output_dir: Path, console: Console) -> None:
+    """Print whether the reward model may serve PPO, and what is against it."""
+    failed = json.loads((output_dir / "reward" / "reward_report.json").read_text(encoding="utf-8"))["failed_gates"]
+    console.print(f"\nMay the reward model serve PPO? {'Not yet:' if failed else 'Yes, it passes every gate.'}")
+    for gate in failed:
+        console.print(f"  {gate}")
+
+
+def show_answers(output_dir: Path, console: Console) -> None:
+    """Print what the model wrote before and after each stage, and the truth."""
+    for stage, count in SHOWN.items():
+        samples = read_lines(output_dir / stage / "samples.jsonl")
+        first, last = ([s for s in samples if s["step"] == end["step"]] for end in (samples[0], samples[-1]))
+        for before, after in zip(first[:count], last[:count], strict=True):
+            prompt = before["prompt"] if stage == "pretrain" else strip_chat(before["prompt"])
+            console.print(f"\n{prompt}", style="bold")
+            for label, sample in (("before", before), ("after", after)):
+                console.print(f"  {label + ':':8}{_shorten(sample['completion'])}{_format_reward(sample)}")
+            if after["reference"] is not None:
+                console.print(f"  {'truth:':8}{_shorten(after['reference'])}")
+
+
+def _shorten(text: str) -> str:
+    return " ".join(text.split())[:SHOWN_CHARACTERS] or "(nothing)"
+
+
+def _format_reward(sample: dict[str, Any]) -> str:
+    return f"  (reward {sample['reward']:.2f})" if "reward" in sample else ""
+
+
+def show_places(output_dir: Path, console: Console) -> None:
+    """Print where the rest stands, and how to ask more."""
+    question = strip_chat(read_lines(output_dir / "sft" / "samples.jsonl")[0]["prompt"])
+    console.print("\nWhere to look: the curves and every answer", style="bold")
+    for stage in STAGES:
+        console.print(f"  {output_dir / stage / 'report.html'}")
+    console.print(f"\nAsk it yourself, in {shlex.quote(sys.executable)}:", style="bold")
+    console.print(indent(TRY_IT.format(model=str((output_dir / "sft").resolve()), question=question), "  "))
+
+
+def strip_chat(prompt: str) -> str:
+    """Return the question in a rendered prompt of one turn."""
+    return prompt.partition("user\n")[2].partition("<|im_end|>")[0]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a JSONL file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

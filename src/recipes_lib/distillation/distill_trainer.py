@@ -1,0 +1,276 @@
+"""Distillation: the trainer of fine-tuning, whose student learns from texts and from what a teacher says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import extract_model_from_parallel
+from torch import nn
+from transformers import PreTrainedModel, TrainingArguments
+
+from recipes_lib.config.schema import DistillationConfig, LayersConfig, RecipeConfig
+from recipes_lib.data.packed.training_data import TrainingData
+from recipes_lib.distillation.layer_features import LayerKnowledge
+from recipes_lib.distillation.on_policy import ANSWERED, AnswerFigures, OwnAnswers, prepare_answers
+from recipes_lib.distillation.teacher import load_teacher, score_beside_record, score_beside_teacher
+from recipes_lib.distillation.teacher_store import TEACHER_FIELD, TaughtCollator, identify_store, read_store
+from recipes_lib.errors import ConfigError, DivergedError, Problem
+from recipes_lib.losses.distillation import DistillationSums, Objective
+from recipes_lib.losses.divergence import TopLogps
+from recipes_lib.models.attention.kernels import AttentionChoice
+from recipes_lib.models.vocabulary import VocabularyMap
+from recipes_lib.training.checkpoints.saver import Staged
+from recipes_lib.training.layouts.fsdp import gathered, prepare_frozen
+from recipes_lib.training.trainers.arguments import get_rounding_dtype
+from recipes_lib.training.trainers.figures import TermFigures
+from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
+from recipes_lib.training.trainers.recipe_trainer import Batch
+
+ASSISTANTS = "assistant_model_names_or_paths"
+"""The key that names the models between teacher and student."""
+Collate = Callable[[Sequence[Mapping[str, Any]]], Batch]
+
+
+@dataclass(frozen=True, slots=True)
+class Teaching:
+    """Where a student hears its teacher.
+
+    Attributes:
+        teacher: The model, or ``None`` where ``rows`` hold what it says.
+        rows: To train on.
+        collate: Rows to a batch.
+        layers: What is learnt from its layers besides.
+        answers: Makes batches of the student's own answers; ``None`` where it learns from the rows alone.
+    """
+
+    teacher: PreTrainedModel | None
+    rows: Any
+    collate: Collate
+    layers: LayersConfig = field(default_factory=LayersConfig)
+    answers: OwnAnswers | None = None
+
+
+class DistillationTrainer(SFTTrainer):
+    """``SFTTrainer`` with the objective of ``compute_distillation``: a mean over the targets of the whole step.
+
+    Source: ``tests/distillation/test_distill_trainer.py``, ``tests/distributed/test_distill.py``.
+    """
+
+    def __init__(
+        self, *, teaching: Teaching, distillation: DistillationConfig, is_own_teacher: bool, **kwargs: Any
+    ) -> None:
+        """Set the trainer up.
+
+        Args:
+            teaching: From ``prepare_teaching``; a teacher is in no optimizer and in no checkpoint.
+            distillation: What the student learns.
+            is_own_teacher: Whether the student begins as a copy of its teacher: the first divergence must be 0.
+            **kwargs: As ``SFTTrainer``.
+        """
+        super().__init__(data_collator=teaching.collate, **kwargs)
+        # TRL takes tables only.
+        self.train_dataset, teacher = teaching.rows, teaching.teacher
+        self.objective: Objective = build_objective(distillation)
+        self.figures, self.answer_figures = TermFigures(), AnswerFigures()
+        # Before the one that writes, which puts down what the figures are by then.
+        self.callback_handler.callbacks[1:1] = [self.figures, *self.answer_figures.callbacks]
+        self.answers = teaching.answers
+        self.teacher: nn.Module | None = None
+        self._teacher_dtype = torch.float16 if teacher is None else teacher.dtype
+        if teacher is not None:
+            # Its products in the student's precision, its weights sharded as the student's.
+            self.teacher = prepare_frozen(self.accelerator, teacher)
+        self.layers = LayerKnowledge(teaching.layers, self.model, self.teacher, seed=self.args.seed)
+        self._is_first_step = True
+        self._is_own_teacher = is_own_teacher
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
+    ) -> tuple[list[Batch], torch.Tensor | None]:
+        """Take the micro-batches of a step, and say of which kind its loss is: of texts or of the student's answers."""
+        taken = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.answers is not None and self.answers.is_due(self.state.global_step):
+            self.guard.inputs.kind = ANSWERED
+        return taken
+
+    def take_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """As ``RecipeTrainer``; where it is due, the student answers the prompts itself."""
+        answers, step = self.answers, self.state.global_step
+        taken = super().take_batches(batches)
+        if answers is None or not answers.is_due(step):
+            yield from taken
+            return
+        student = extract_model_from_parallel(self.model_wrapped, keep_torch_compile=False)
+        with gathered(student):
+            for batch in taken:
+                yield answers.replace(student, batch, step)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """Return this process's share of the step's mean loss of a target."""
+        num_tokens, labels = inputs.pop("num_tokens"), inputs.pop("labels")
+        record, answered = inputs.pop(TEACHER_FIELD, None), inputs.pop(ANSWERED, None)
+        with self.layers.listening(labels, inputs["position_ids"]) as heard:
+            if record is None:
+                # Of its own answers a student learns nothing but what the teacher says of them.
+                objective = self.objective if answered is None else replace(self.objective, alpha=0.0)
+                output = score_beside_teacher(model, self.teacher, inputs, labels, objective)
+            else:
+                output = score_beside_record(model, TopLogps(**record), inputs, labels, self.objective)
+        parts = self.layers.compute_parts(heard)
+        sums: DistillationSums = output.result
+        if self._is_first_step:
+            self._is_first_step = False
+            if self.state.global_step == 0:
+                dtypes = (get_rounding_dtype(self.model, self.args), self._teacher_dtype)
+                dtype = min(dtypes, key=lambda dtype: dtype.itemsize)
+                whose = "labels" if answered is None else "its answers"
+                self.observer.progress.say(verify_first_sums(sums, dtype, whose, is_own_teacher=self._is_own_teacher))
+        num_targets = sums.num_targets if num_items_in_batch is None else num_items_in_batch
+        # Gradients are averaged over processes, while num_targets counts all of them.
+        loss = (sums.loss_sum + self.layers.weigh(parts)) * (self.accelerator.num_processes / num_targets)
+        if output.aux_loss is not None:
+            loss = loss + self.weigh_aux_loss(output.aux_loss, num_tokens)
+        if answered is None:
+            self.figures.add(_name_figures(sums, parts), sums.num_targets)
+        else:
+            self.answer_figures.add(sums, answered, parts)
+        self.observer.counter.add(num_tokens, sums.num_targets, sums.num_correct)
+        return (loss, output) if return_outputs else loss
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as every stage does, the projections of layers with the student."""
+        with self.layers.attached():
+            return super().train(*args, **kwargs)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Build the optimizer by name, the projections in a group of their own."""
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if is_new:
+            self.layers.split_group(optimizer)
+        return optimizer
+
+    def _stage(self, model: nn.Module, folder: str) -> Staged:
+        """Put a checkpoint of the student together, and the projections beside it."""
+        with self.layers.detached():
+            staged = super()._stage(model, folder)
+        return self.layers.add_to(staged, self._saver)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Read the student and the projections."""
+        with self.layers.detached():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.layers.load(Path(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        with self.layers.detached():
+            super()._load_best_model()
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """While it lasts, what is computed does not count as training, nor as the first step."""
+        kept = self.figures, self.answer_figures, self._is_first_step, self.answers
+        # What is rehearsed are the batches that it is given.
+        self.figures, self.answer_figures = TermFigures(), AnswerFigures()
+        self._is_first_step, self.answers = False, None
+        try:
+            with super().rehearsal():
+                yield
+        finally:
+            self.figures, self.answer_figures, self._is_first_step, self.answers = kept
+
+
+def prepare_teaching(
+    config: RecipeConfig,
+    data: TrainingData,
+    attention: AttentionChoice,
+    args: TrainingArguments,
+    vocabulary: VocabularyMap,
+    collate: Collate,
+) -> Teaching:
+    """Load the teacher, or read what is stored of it.
+
+    Args:
+        config: The run.
+        data: Its rows.
+        attention: Of the student.
+        args: Precision of the products.
+        vocabulary: From ``map_teacher_vocabulary``.
+        collate: Rows to the student's batch.
+
+    Raises:
+        ConfigError: There are assistants, which take several runs; as ``load_teacher`` or ``read_store``.
+    """
+    if config.distillation.assistant_model_names_or_paths:
+        where = config.provenance.get(ASSISTANTS, ASSISTANTS)
+        found = "a student has one teacher, and assistants are students first"
+        raise ConfigError(Problem(where, found, "run `recipes distill-chain` with this configuration"))
+    if config.distillation.teacher_top_k is None:
+        teacher = load_teacher(config, attention, args, vocabulary)
+        answers = prepare_answers(config, args, teacher.config, vocabulary, collate)
+        return Teaching(teacher, data.train, collate, config.layers, answers)
+    identity = identify_store(config, vocabulary, data.record)
+    return Teaching(None, read_store(identity, data.train), TaughtCollator(collate, identity.format))
+
+
+def build_objective(distillation: DistillationConfig) -> Objective:
+    """Return what the keys of a run say is to be learnt."""
+    return Objective(
+        alpha=distillation.distillation_alpha,
+        beta=distillation.distillation_beta,
+        temperature=distillation.distillation_temperature,
+    )
+
+
+def verify_first_sums(
+    sums: DistillationSums, dtype: torch.dtype, whose: str = "labels", *, is_own_teacher: bool
+) -> str:
+    """Look at the first batch of a run, before any update.
+
+    Args:
+        sums: Of this process.
+        dtype: What results are rounded to.
+        whose: What the targets are: the text's, or ``its answers``, which no teacher knows better than who wrote them.
+        is_own_teacher: Whether the divergence must be 0.
+
+    Returns:
+        What was found, in a line.
+
+    Raises:
+        DivergedError: A student that is its own teacher differs from it by more than rounding.
+    """
+    num_targets = max(1, int(sums.num_targets))
+    divergence, nll, teacher_nll = (
+        float(figure) / num_targets for figure in (sums.divergence_sum, sums.nll_sum, sums.teacher_nll_sum)
+    )
+    allowed = 4 * torch.finfo(dtype).eps
+    if is_own_teacher and not abs(divergence) <= allowed:
+        raise DivergedError(
+            f"the student is its own teacher, and before the first update they are {divergence:.3g} nats apart: "
+            f"rounding explains {allowed:.1g}. Dropout is on, or the two read different tokens"
+        )
+    told = f"step 0: {whose} cost the student {nll:.3f} nats and the teacher {teacher_nll:.3f}, {divergence:.3g} apart"
+    if whose == "labels" and teacher_nll > nll:
+        told += "; the teacher knows these texts less well than the student: is it the right one?"
+    return told
+
+
+def _name_figures(sums: DistillationSums, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        **{f"distillation/{name}": part.detach() for name, part in parts.items()},
+        "distillation/nll": sums.nll_sum,
+        "distillation/divergence": sums.divergence_sum,
+        "distillation/teacher_nll": sums.teacher_nll_sum,
+        "distillation/agreement": sums.num_agreed.float(),
+    }

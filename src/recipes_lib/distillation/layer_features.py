@@ -1,0 +1,283 @@
+"""What a student learns from the layers of its teacher: heard while both run, compared at the places of the targets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from recipes_lib.config.schema import RELATION_WEIGHTS, WEIGHTS, LayersConfig
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.losses.layers import (
+    compute_angle_sum,
+    compute_attention_sum,
+    compute_distance_sum,
+    compute_feature_sum,
+    compute_similarity_sum,
+)
+from recipes_lib.models.structure import Heard, find_layers, hearing, map_layers, verify_layers
+from recipes_lib.training.checkpoints.dry_run import compare_state
+from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, write_state
+
+PROJECTIONS: Final = "feature_projections"
+"""Under which they are a part of the student while it trains."""
+PROJECTIONS_FILE: Final = "feature_projections.pt"
+
+_RELATIONS: Final = {
+    "similarity": compute_similarity_sum,
+    "distance": compute_distance_sum,
+    "angle": compute_angle_sum,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where a batch has something to learn: the positions whose hidden states predict a target.
+
+    Attributes:
+        is_target: ``bool (B, L - 1)``.
+        lengths: How many of them each document has, document behind document.
+    """
+
+    is_target: Tensor
+    lengths: list[int]
+
+    def take(self, states: Tensor) -> Tensor:
+        """Return what a tensor ``(B, L, ...)`` has there, ``(N, ...)``."""
+        return states[:, :-1][self.is_target]
+
+    def take_attention(self, attentions: Tensor) -> Tensor:
+        """Return what the mean head of ``(B, H, L, L)`` attends to from there, ``(N, L)``."""
+        return self.take(attentions.float().mean(dim=1))
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What was heard of a batch.
+
+    Attributes:
+        places: Where it is compared.
+        student: As its layers gave it.
+        teacher: At the places.
+    """
+
+    places: Places
+    student: Heard
+    teacher: Heard
+
+
+def find_places(labels: Tensor, position_ids: Tensor) -> Places:
+    """Return the places of the targets of a batch.
+
+    Args:
+        labels: ``int64 (B, L)``, unshifted, negative where there is no target.
+        position_ids: ``int64 (B, L)``, 0 where a document begins.
+    """
+    is_target = labels[:, 1:] >= 0
+    documents = position_ids.flatten().eq(0).cumsum(0).view_as(position_ids)[:, :-1][is_target]
+    _, counts = documents.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
+    return Places(is_target, counts.tolist())
+
+
+class LayerKnowledge:
+    """The parts of the loss that compare layers, and the projections that they need.
+
+    A part is a sum over the targets, the mean of the layers that it compares; it is divided, as the rest of the loss,
+    by the targets of the whole step. The projections are trained as a part of the student, so that whatever sums,
+    clips, watches or compares its gradients does so with theirs; while anything is saved they are taken off.
+
+    Source: ``tests/distillation/test_layer_features.py``, ``tests/distributed/test_distill.py``.
+    """
+
+    def __init__(self, config: LayersConfig, student: Any, teacher: Any, *, seed: int = 0) -> None:
+        """Settle which layers are compared, and begin the projections.
+
+        Args:
+            config: Weights and layers.
+            student: What is trained, without wrapper.
+            teacher: The frozen one; ``None`` where its layers are not heard.
+            seed: Of projections between states of different width.
+
+        Raises:
+            ConfigError: A layer is named that the student has not; or as ``verify_layers``.
+        """
+        self.config = config
+        self._student, self._teacher = student, teacher
+        self._projections = nn.ModuleDict()
+        if not self.is_used:
+            return
+        self._features, self._relations = choose_layers(config, len(find_layers(student)))
+        mapped = map_layers(len(find_layers(student)), len(find_layers(teacher)))
+        self._answers = dict(enumerate(mapped, start=1))
+        for model in (student, teacher):
+            verify_layers(model, attentions=bool(config.attention_weight))
+        width, aim = (model.config.get_text_config().hidden_size for model in (student, teacher))
+        generator = torch.Generator().manual_seed(seed)
+        for number in self._features:
+            self._projections[str(number)] = _build_projection(width, aim, generator)
+        self._projections.to(student.device)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether any part has a weight."""
+        return any(getattr(self.config, key) for key in WEIGHTS)
+
+    @contextmanager
+    def listening(self, labels: Tensor, position_ids: Tensor) -> Iterator[Comparison | None]:
+        """Keep what leaves the layers that are compared, the student's and the teacher's, while both run once.
+
+        Args:
+            labels: As for ``find_places``.
+            position_ids: As for ``find_places``.
+        """
+        if not self.is_used:
+            yield None
+            return
+        places = find_places(labels, position_ids)
+        has_states = any((self.config.similarity_weight, self.config.distance_weight, self.config.angle_weight))
+        states = sorted({*self._features, *(self._relations if has_states else ())})
+        attentions = self._relations if self.config.attention_weight else ()
+        with (
+            hearing(self._student, states=states, attentions=attentions) as own,
+            hearing(
+                self._teacher,
+                states=sorted({self._answers[number] for number in states}),
+                attentions=sorted({self._answers[number] for number in attentions}),
+                # Of the teacher nothing is kept that is not compared.
+                read_states=places.take,
+                read_attentions=places.take_attention,
+            ) as other,
+        ):
+            yield Comparison(places, own, other)
+
+    def compute_parts(self, heard: Comparison | None) -> dict[str, Tensor]:
+        """Return the sum of each part over the targets, a differentiable scalar, by its name.
+
+        Args:
+            heard: From ``listening``, after both have run.
+        """
+        config, parts = self.config, dict[str, Tensor]()
+        if heard is None:
+            return parts
+        places, own, other = heard.places, heard.student, heard.teacher
+        for number in self._features:
+            pair = places.take(own.states[number]), other.states[self._answers[number]]
+            weight: Any = self._projections[str(number)].weight
+            _add(parts, "feature", compute_feature_sum(*pair, weight, config.feature_loss), len(self._features))
+        for number in self._relations:
+            if config.attention_weight:
+                pair = places.take_attention(own.attentions[number]), other.attentions[self._answers[number]]
+                _add(parts, "attention", compute_attention_sum(*pair), len(self._relations))
+            for name, compute in _RELATIONS.items():
+                if getattr(config, f"{name}_weight"):
+                    pair = places.take(own.states[number]), other.states[self._answers[number]]
+                    _add(parts, name, compute(*pair, places.lengths), len(self._relations))
+        return parts
+
+    def weigh(self, parts: Mapping[str, Tensor]) -> Tensor | float:
+        """Return the parts by their weights as one sum."""
+        weighed = [part * float(getattr(self.config, f"{name}_weight")) for name, part in parts.items()]
+        return sum(weighed, 0.0)
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Let the projections be a part of the student while the context lasts."""
+        if self._projections:
+            self._student.add_module(PROJECTIONS, self._projections)
+        try:
+            yield
+        finally:
+            if self._projections:
+                delattr(self._student, PROJECTIONS)
+
+    @contextmanager
+    def detached(self) -> Iterator[None]:
+        """While the context lasts the student is what is saved: itself."""
+        if not hasattr(self._student, PROJECTIONS):
+            yield
+            return
+        delattr(self._student, PROJECTIONS)
+        try:
+            yield
+        finally:
+            self._student.add_module(PROJECTIONS, self._projections)
+
+    def split_group(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the projections a group of their own: at their own rate, and without decay, which draws them to 0.
+
+        Args:
+            optimizer: As built over the student with them, not yet prepared by accelerate; it must not have stepped.
+        """
+        own = {id(parameter) for parameter in self._projections.parameters()}
+        for group in list(optimizer.param_groups):
+            moved = [parameter for parameter in group["params"] if id(parameter) in own]
+            if moved:
+                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in own]
+                rate = self.config.projection_learning_rate
+                optimizer.add_param_group({**group, "params": moved, "lr": rate, "weight_decay": 0.0})
+
+    def add_to(self, staged: Staged, saver: CheckpointSaver) -> Staged:
+        """Have the projections written beside the student, where there are any.
+
+        Args:
+            staged: A checkpoint of the student, without them.
+            saver: What copies that which training goes on to change.
+        """
+        if not (self._projections and saver.is_main):
+            return staged
+        state, path = saver.take(self._projections.state_dict()), staged.folder / PROJECTIONS_FILE
+
+        def write() -> None:
+            write_state(state, path)
+            compare_state(path, state)
+
+        return replace(staged, tasks=[*staged.tasks, write])
+
+    def load(self, checkpoint: Path) -> None:
+        """Read the projections of a checkpoint, where there are any."""
+        if self._projections:
+            state = torch.load(checkpoint / PROJECTIONS_FILE, map_location="cpu", weights_only=True)
+            self._projections.load_state_dict(state)
+
+
+def choose_layers(config: LayersConfig, num_layers: int) -> tuple[list[int], list[int]]:
+    """Return which layers of a student are compared by their hidden states, and which by relations.
+
+    Args:
+        config: Weights and layers.
+        num_layers: Of the student.
+
+    Raises:
+        ConfigError: One is named that it has not.
+    """
+    features = config.feature_layers or list(range(1, num_layers + 1))
+    relations = config.relation_layers or [num_layers]
+    for key, named in (("feature_layers", features), ("relation_layers", relations)):
+        if max(named) > num_layers:
+            found = f"`{key}` names layer {max(named)}, and the student has {num_layers}"
+            raise ConfigError(Problem(key, found, f"write numbers from 1 to {num_layers}"))
+    has_relations = any(getattr(config, key) for key in RELATION_WEIGHTS)
+    return sorted(features) if config.feature_weight else [], sorted(relations) if has_relations else []
+
+
+def _build_projection(width: int, aim: int, generator: torch.Generator) -> nn.Linear:
+    """A matrix that leaves the root mean square of a state as it is: the identity where no width changes."""
+    projection = nn.Linear(width, aim, bias=False, device="meta").to_empty(device="cpu")
+    if width == aim:
+        nn.init.eye_(projection.weight)
+    else:
+        # Of a wide state those directions are kept that fit, with their share of its size.
+        gain = math.sqrt(aim / min(width, aim))
+        nn.init.orthogonal_(projection.weight, gain=gain, generator=generator)
+    return projection
+
+
+def _add(parts: dict[str, Tensor], name: str, part: Tensor, num_layers: int) -> None:
+    share = part / num_layers
+    parts[name] = parts[name] + share if name in parts else share

@@ -1,0 +1,329 @@
+"""What a teacher says of every target, kept on disk: its likeliest tokens and the rest in one bucket, a record each."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.data.packed.collators import find_targets
+from recipes_lib.data.packed.prepared_set import find_root
+from recipes_lib.data.packed.store import (
+    PreparedSet,
+    choose_staging,
+    compute_key,
+    explain_disk_errors,
+    find_set,
+    publish_set,
+)
+from recipes_lib.data.sources.file_digests import compute_digest
+from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.losses.divergence import TopLogps
+from recipes_lib.models.loading import find_commit, load_model_config
+from recipes_lib.models.vocabulary import VocabularyMap
+from recipes_lib.training.evaluation.row_sharing import Rows
+from recipes_lib.training.trainers.trained_model import TEACHER, choose_teacher
+
+FORMAT: Final = 1
+SHARD_TOKENS: Final = 2**18
+"""Tokens of the rows of a shard; what is lost when writing is interrupted."""
+COUNTS_FILE: Final = "num_targets.npy"
+TEACHER_FIELD: Final = "teacher"
+"""Column of a row that holds the records of its targets."""
+_HIGH_BITS: Final = ((16, 0), (18, 2), (20, 4), (24, 8))
+"""Bits of the largest id, and those of them that go beside the lower sixteen."""
+
+Records = npt.NDArray[np.void]
+ComputeTop = Callable[[Sequence[Any]], tuple[TopLogps, npt.NDArray[np.int64]]]
+"""Rows to what the teacher says of their targets, in their order, and the targets."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFormat:
+    """How the record of a target is laid out.
+
+    Attributes:
+        k: Tokens in it.
+        num_tokens: Tokens in the vocabulary.
+    """
+
+    k: int
+    num_tokens: int
+
+    @property
+    def num_high_bits(self) -> int:
+        """Bits of an id above the lower sixteen."""
+        return next(high for bits, high in _HIGH_BITS if self.num_tokens <= 2**bits)
+
+    @property
+    def dtype(self) -> np.dtype[np.void]:
+        """Ids in 16 and 2, 4 or 8 bits; log-probabilities in half precision; the tail's in single precision."""
+        high = [("high", "u1", (-(-self.k * self.num_high_bits // 8),))] if self.num_high_bits else []
+        tops = [("low", "<u2", (self.k,)), *high, ("logps", "<f2", (self.k,))]
+        return np.dtype([*tops, ("log_tail", "<f4"), ("target_logp", "<f2"), ("target", "<u2")])
+
+    def encode(self, top: TopLogps, targets: npt.NDArray[np.integer]) -> Records:
+        """Return the records of ``N`` targets; each holds the lower bits of its target, to be recognised by."""
+        ids = top.ids.cpu().numpy()
+        records = np.zeros(len(ids), self.dtype)
+        records["target"] = targets & 0xFFFF
+        records["low"] = ids & 0xFFFF
+        if bits := self.num_high_bits:
+            each = 8 // bits
+            high = np.zeros((len(ids), records["high"].shape[1] * each), np.uint8)
+            high[:, : self.k] = ids >> 16
+            shifts = np.arange(each, dtype=np.uint8) * bits
+            records["high"] = np.bitwise_or.reduce(high.reshape(len(ids), -1, each) << shifts, axis=2)
+        records["logps"] = top.logps.float().cpu().numpy()
+        records["log_tail"] = top.log_tails.float().cpu().numpy()
+        records["target_logp"] = top.target_logps.float().cpu().numpy()
+        return records
+
+    def decode(self, records: Records) -> TopLogps:
+        """Return what ``encode`` was given, rounded."""
+        ids = records["low"].astype(np.int64)
+        if bits := self.num_high_bits:
+            shifts = np.arange(8 // bits, dtype=np.uint8) * bits
+            high = (records["high"][:, :, None] >> shifts) & (2**bits - 1)
+            ids |= high.reshape(len(records), -1)[:, : self.k].astype(np.int64) << 16
+        logps, log_tails, target_logps = (
+            torch.from_numpy(records[name].astype(np.float32)) for name in ("logps", "log_tail", "target_logp")
+        )
+        return TopLogps(torch.from_numpy(ids), logps, log_tails, target_logps, self.num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreIdentity:
+    """Which store a run needs.
+
+    Attributes:
+        root: Folder of prepared sets.
+        key: Hash of ``inputs``.
+        inputs: What decides the numbers: the teacher, its vocabulary, the rows, ``k`` and the temperature.
+        format: Of its records.
+        rows_per_shard: Rows of the prepared set whose targets are in one file.
+    """
+
+    root: Path
+    key: str
+    inputs: Mapping[str, Any]
+    format: RecordFormat
+    rows_per_shard: int
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """What is written beside the numbers."""
+        return {"key": self.key, "inputs": dict(self.inputs), "bytes_per_target": self.format.dtype.itemsize}
+
+
+@dataclass(frozen=True, slots=True)
+class TaughtRows:
+    """Rows, each with the records of its targets.
+
+    Attributes:
+        rows: The prepared ones.
+        shards: Records, memory-mapped.
+        starts: Where in its shard the first target of each row is.
+        counts: Targets of each row.
+        rows_per_shard: As in ``StoreIdentity``.
+    """
+
+    rows: Rows
+    shards: Sequence[Records]
+    starts: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+    rows_per_shard: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        records = self.shards[index // self.rows_per_shard]
+        start = self.starts[index]
+        return {**self.rows[index], TEACHER_FIELD: records[start : start + self.counts[index]]}
+
+
+@dataclass(frozen=True, slots=True)
+class TaughtCollator:
+    """Rows to a batch, with what the teacher says of its targets where the rows have it.
+
+    Attributes:
+        collate: Rows to the batch without it.
+        format: Of the records.
+    """
+
+    collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
+    format: RecordFormat
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Build the batch; ``teacher`` has the fields of a ``TopLogps`` of its targets, row by row.
+
+        Raises:
+            DataError: A record is of another target than the one at its place.
+        """
+        batch = self.collate(rows)
+        if TEACHER_FIELD in rows[0]:
+            records = np.concatenate([row[TEACHER_FIELD] for row in rows])
+            targets = read_targets(batch["labels"])
+            if len(records) != len(targets) or (records["target"] != targets & 0xFFFF).any():
+                found = "what is stored of the teacher is of other places than the targets of these rows"
+                raise DataError(Problem("teacher_top_k", found, "write it again with `recipes distill-store`"))
+            batch[TEACHER_FIELD] = self.format.decode(records)._asdict()
+        return batch
+
+
+def read_targets(labels: torch.Tensor) -> npt.NDArray[np.int64]:
+    """Return the targets of a batch, row by row, ``int64 (N,)``."""
+    shifted: npt.NDArray[np.int64] = labels[:, 1:].cpu().numpy()
+    return shifted[shifted >= 0]
+
+
+def identify_store(config: RecipeConfig, vocabulary: VocabularyMap, rows: Mapping[str, Any]) -> StoreIdentity:
+    """Say which store a run needs, without loading the teacher.
+
+    Args:
+        config: The run.
+        vocabulary: From ``map_teacher_vocabulary``.
+        rows: Manifest of the prepared set: its key is that of tokenizer, template and data.
+
+    Raises:
+        ConfigError: The teacher cannot be found.
+    """
+    distillation = config.distillation
+    assert distillation.teacher_top_k is not None
+    num_tokens = len(vocabulary.teacher_ids)
+    k = min(distillation.teacher_top_k, num_tokens)
+    inputs = {
+        "format": FORMAT,
+        "teacher": identify_teacher(config),
+        "dtype": distillation.teacher_dtype,
+        "vocabulary": hashlib.sha256(np.asarray(vocabulary.teacher_ids, np.int64).tobytes()).hexdigest(),
+        "rows": rows["key"],
+        "k": k,
+        "temperature": distillation.distillation_temperature,
+    }
+    rows_per_shard = max(1, SHARD_TOKENS // int(rows["max_length"]))
+    return StoreIdentity(find_root(config), compute_key(inputs), inputs, RecordFormat(k, num_tokens), rows_per_shard)
+
+
+def identify_teacher(config: RecipeConfig) -> dict[str, str]:
+    """Return what says which weights a teacher has: the Hub's commit, or the bytes of a folder.
+
+    Raises:
+        ConfigError: Neither is known.
+    """
+    chosen = choose_teacher(config)
+    folder = Path(str(chosen.model_name_or_path))
+    if folder.is_dir():
+        files = sorted(path for path in (*folder.glob("*.safetensors"), folder / "config.json") if path.is_file())
+        return {path.name: compute_digest(path).hex() for path in files}
+    load_model_config(chosen)  # From here on the cache knows the commit.
+    commit = find_commit(str(chosen.model_name_or_path), chosen.model_revision)
+    if commit is None:
+        where = config.provenance.get(TEACHER, TEACHER)
+        found = f"no commit is known of {chosen.model_name_or_path}, by which stored numbers could be told"
+        raise ConfigError(Problem(where, found, "write `teacher_model_revision:` as a commit of 40 hex digits"))
+    return {"name": str(chosen.model_name_or_path), "commit": commit}
+
+
+def write_store(
+    identity: StoreIdentity, rows: Rows, compute: ComputeTop, *, batch_size: int, tell: Callable[[int], None]
+) -> PreparedSet:
+    """Ask the teacher about every row; who was interrupted goes on behind the last whole shard. Hold the lock.
+
+    Args:
+        identity: From ``identify_store``.
+        rows: The prepared rows.
+        compute: Asks the teacher about some of them.
+        batch_size: Rows at a time.
+        tell: Told how many rows are done.
+
+    Raises:
+        DataError: The disk is full.
+    """
+    staging = choose_staging(identity.root, identity.key, is_kept=True)
+    with explain_disk_errors(identity.root):
+        staging.mkdir(exist_ok=True)
+        for start in range(0, len(rows), identity.rows_per_shard):
+            numbers = range(start, min(start + identity.rows_per_shard, len(rows)))
+            path = staging / _name_shard(start // identity.rows_per_shard)
+            if not path.exists():
+                parts = [
+                    identity.format.encode(*compute([rows[number] for number in numbers[first : first + batch_size]]))
+                    for first in range(0, len(numbers), batch_size)
+                ]
+                partial = path.with_name(".partial.npy")
+                np.save(partial, np.concatenate(parts))
+                partial.replace(path)
+            tell(numbers.stop)
+        counts = [int(find_targets(rows[number]).sum()) for number in range(len(rows))]
+        np.save(staging / COUNTS_FILE, np.array(counts, np.int64))
+        if (previous := find_set(identity.root, identity.key)) is not None:
+            shutil.rmtree(previous.path)  # Other bytes than were sealed.
+        published = publish_set(staging, identity.root, identity.key, identity.manifest)
+        shutil.rmtree(staging, ignore_errors=True)
+        return published
+
+
+def read_store(identity: StoreIdentity, rows: Rows) -> TaughtRows:
+    """Return the rows with what the store says of them.
+
+    Raises:
+        ConfigError: There is no such store, or it is damaged.
+    """
+    found = find_set(identity.root, identity.key)
+    if found is None:
+        told = f"nothing is stored for this teacher, vocabulary, data, k and temperature ({identity.key[:16]})"
+        raise ConfigError(Problem("teacher_top_k", told, "run `recipes distill-store` with this configuration first"))
+    counts: npt.NDArray[np.int64] = np.load(found.path / COUNTS_FILE)
+    size = identity.rows_per_shard
+    shards = [np.load(found.path / _name_shard(number), mmap_mode="r") for number in range(-(-len(counts) // size))]
+    starts = np.cumsum(counts) - counts
+    starts -= np.repeat(starts[::size], size)[: len(starts)]
+    if len(counts) != len(rows) or sum(map(len, shards)) != counts.sum():
+        raise ConfigError(Problem(str(found.path), "holds other rows than it was made of", "delete the folder"))
+    return TaughtRows(rows, shards, starts, counts, size)
+
+
+def compare_with_teacher(
+    identity: StoreIdentity, taught: TaughtRows, compute: ComputeTop, *, num_rows: int, allowed: float
+) -> float:
+    """Ask the teacher about some rows again and return by how much the store is off, in nats on average.
+
+    Args:
+        identity: From ``identify_store``; its key draws the rows.
+        taught: From ``read_store``.
+        compute: As for ``write_store``.
+        num_rows: How many.
+        allowed: What rounding explains.
+
+    Raises:
+        DataError: The store is off by more: it is not of this teacher, or not of these places.
+    """
+    draw = np.random.default_rng(int(identity.key[:8], 16))
+    numbers = np.sort(draw.permutation(len(taught))[:num_rows])
+    sums, num_targets = 0.0, 0
+    for number in map(int, numbers):
+        row = taught[number]
+        stored, (fresh, _) = identity.format.decode(row[TEACHER_FIELD]), compute([taught.rows[number]])
+        apart = (stored.logps - fresh.logps.float().cpu()).abs().mean(dim=-1)
+        sums += float((apart + (stored.target_logps - fresh.target_logps.float().cpu()).abs()).sum())
+        num_targets += len(apart)
+    difference = sums / max(1, num_targets)
+    if not difference <= allowed:
+        found = f"what is stored differs from what the teacher says by {difference:.3g} nats a target"
+        remedy = f"rounding explains {allowed:g}; delete {identity.root / identity.key[:16]} and write it again"
+        raise DataError(Problem("teacher_top_k", found, remedy))
+    return difference
+
+
+def _name_shard(number: int) -> str:
+    return f"shard-{number:05}.npy"

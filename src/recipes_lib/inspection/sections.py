@@ -1,0 +1,275 @@
+"""What ``recipes check`` looks at in a run of any stage; facts and problems are printed section by section."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.text import Text
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.errors import ConfigError, Problem, UserError
+from recipes_lib.training.layouts.launch_environment import Launch
+
+SHARES_OF_A_RUN: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
+Say = Callable[[str], None]
+
+
+class Inspection(ABC):
+    """What is known of a run so far; a section whose ground is missing has nothing to say."""
+
+    def __init__(self, config: RecipeConfig, launch: Launch, console: Console, launch_file: Path | None = None) -> None:
+        """Look at ``config`` as the processes of ``launch`` would run it, started by ``launch_file``."""
+        self.config = config
+        self.launch_file = launch_file
+        self.launch = launch
+        self.console = console
+        self.problems: list[Problem] = []
+        self.tokenizer: Any = None
+        self.model_config: Any = None
+        self.vocabulary: Any = None  # Of a run with a teacher: how its tokens are mapped to the student's.
+        self.num_parameters = 0
+        self.num_steps = 0
+        self.launched_precision = "no"
+        self.num_learners = 1  # Models, or adapters, in a checkpoint, each with its optimizer states.
+
+    def look_at_everything(self) -> None:
+        """Print every section."""
+        for name, look in (
+            ("configuration", self.look_at_keys),
+            ("launch", self.look_at_launch),
+            ("tokenizer and model", self.look_at_model),
+            ("data", self.look_at_data),
+            ("model and data together", self.look_at_agreement),
+            ("precision and attention", self.look_at_kernels),
+            ("optimizer and trackers", self.look_at_packages),
+            ("steps and learning rate", self.look_at_steps),
+            ("disk", self.look_at_disk),
+            ("Hub", self.look_at_hub),
+        ):
+            with self.section(name) as say:
+                look(say)
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[Say]:
+        """Print a section: its facts, and as its problems what it raised."""
+        facts: list[str] = []
+        found: Sequence[Problem] = ()
+        try:
+            yield facts.append
+        except UserError as error:
+            found = error.problems
+        if not facts and not found:
+            return
+        self.problems += found
+        mark = ("✗ ", "bold red") if found else ("✓ ", "green")
+        self.console.print(Text.assemble(mark, (name, "bold")))
+        for line in facts:
+            self.console.print(Text(f"    {line}"), soft_wrap=True)
+        for problem in found:
+            self.console.print(Text("    " + str(problem).replace("\n", "\n    "), style="red"), soft_wrap=True)
+
+    def look_at_keys(self, say: Say) -> None:
+        """How many keys were given."""
+        given = sum(place not in ("default",) and "derived" not in place for place in self.config.provenance.values())
+        say(f"{self.config.path or 'flags'}: {given} keys given, {len(self.config.provenance)} in effect")
+
+    def look_at_launch(self, say: Say) -> None:
+        """Whether recipe and launch file go together."""
+        from recipes_lib.training.layouts.compatibility import verify_combination
+
+        launch, stages = self.launch, self.launch.layout.stages
+        verify_combination(self.config, launch, str(self.launch_file or "the launch"))
+        self.launched_precision = launch.precision
+        if self.launch_file is None and stages == 1:
+            return
+        shares = f"each with 1/{stages} of the layers" if stages > 1 else "each with the whole model"
+        shares = f"sharded by {launch.engine}" if launch.engine else shares
+        by = f"{self.launch_file}: " if self.launch_file else ""
+        say(f"{by}{launch.world_size:,} processes, {shares}, mixed_precision {launch.precision}")
+
+    def look_at_model(self, say: Say) -> None:
+        """The tokenizer and the architecture."""
+        from recipes_lib.models.architecture import find_model_config
+        from recipes_lib.models.loading import load_tokenizer
+        from recipes_lib.models.parallel.context_parallel import verify_can_share_rows
+        from recipes_lib.models.parallel.pipeline_parallel import verify_can_be_cut_along_layers
+        from recipes_lib.models.parallel.tensor_parallel import verify_can_be_cut
+
+        self.tokenizer = load_tokenizer(self.config.model, self.config.tokens)
+        max_length = self.config.tokens.max_length
+        self.model_config, _ = find_model_config(self.config.model, self.tokenizer, max_length)
+        if self.launch.tensor_size > 1:
+            verify_can_be_cut(self.model_config, self.launch.tensor_size)
+        if self.launch.context_size > 1:
+            verify_can_share_rows(self.model_config, self.launch.context_size, by_heads=self.launch.shares_by_heads)
+        if self.launch.part:
+            verify_can_be_cut_along_layers(self.model_config, self.launch.part)
+        self.num_parameters = int(_build_on_meta(self.model_config).num_parameters())
+        say(
+            f"{self.model_config.model_type}, {self.num_parameters / 1e6:,.1f} M parameters, "
+            f"{len(self.tokenizer):,} tokens in the vocabulary"
+        )
+
+    @abstractmethod
+    def look_at_data(self, say: Say) -> None:
+        """What is trained on and what is held out."""
+
+    @abstractmethod
+    def look_at_agreement(self, say: Say) -> None:
+        """Whether model, tokenizer and data contradict each other."""
+
+    @abstractmethod
+    def look_at_steps(self, say: Say) -> None:
+        """How many steps there are and at which rates; sets ``num_steps``."""
+
+    @property
+    @abstractmethod
+    def keeps_documents_apart(self) -> bool:
+        """Whether documents that share a row must not see each other."""
+
+    def look_at_kernels(self, say: Say) -> None:
+        """The device, the precision and the attention kernel that this machine would choose."""
+        import torch
+
+        from recipes_lib.models.attention.kernels import choose_kernel
+        from recipes_lib.training.trainers.arguments import resolve_precision
+
+        if self.model_config is None:
+            return
+        precision = resolve_precision(self.config, self.launched_precision)
+        compute_dtype = torch.bfloat16 if precision["bf16"] else torch.float16 if precision["fp16"] else torch.float32
+        device = torch.device("cpu") if precision["use_cpu"] else torch.accelerator.current_accelerator()
+        assert device is not None
+        products = str(compute_dtype).removeprefix("torch.")
+        say(f"here: {device.type}, {self.config.model.dtype} weights, {products} products")
+        attention = choose_kernel(
+            self.model_config,
+            self.config.model.attn_implementation,
+            device=device,
+            compute_dtype=compute_dtype,
+            packing=self.keeps_documents_apart,
+        )
+        say(f"attention: {attention.implementation}, documents laid out in {attention.layout}")
+
+    def say_schedule(self, say: Say, num_rows: int | None) -> int:
+        """Say how many steps upstream's trainer makes over ``num_rows`` rows (a stream: ``None``), and at which rates.
+
+        Returns:
+            Rows of a step over all processes.
+        """
+        from recipes_lib.planning.steps import compute_steps
+
+        plan = compute_steps(num_rows, self.config.training, self.launch.data_size)
+        self.num_steps = plan.num_steps
+        say(f"{plan.num_steps:,} steps, {plan.num_epochs:.2f} epochs, {plan.num_warmup_steps:,} steps of warm-up")
+        self.say_rates(say, plan.num_warmup_steps)
+        return plan.rows_per_step
+
+    def say_rates(self, say: Say, num_warmup_steps: int) -> None:
+        """Say which rates upstream's schedule has over ``num_steps``."""
+        from recipes_lib.planning.schedule import compute_learning_rates
+
+        steps = [round(share * (self.num_steps - 1)) for share in SHARES_OF_A_RUN]
+        peak = float(self.config.read("learning_rate"))
+        rates = compute_learning_rates(peak, self.config.training, self.num_steps, num_warmup_steps, steps)
+        shown = "decided while training" if rates is None else ", ".join(f"{rate:.2e}" for rate in rates)
+        say(f"learning rate at 0, 25, 50, 75, 100 %: {shown}")
+
+    def say_agreement(self, say: Say, longest: int | None, terminators: Sequence[int]) -> None:
+        """Say that model and tokenizer agree, and what answers end with.
+
+        Raises:
+            ConfigError: They do not.
+        """
+        from recipes_lib.models.loading import describe_spare_tokens
+        from recipes_lib.training.trainers.trained_model import load_verified_config
+
+        load_verified_config(self.config, self.tokenizer, longest, self.vocabulary)
+        ends = ", ".join(repr(self.tokenizer.convert_ids_to_tokens(end)) for end in terminators)
+        spare = describe_spare_tokens(self.model_config, self.tokenizer)
+        say(f"vocabulary, special tokens and length agree; answers end with {ends or 'the end of text'}{spare}")
+
+    def look_at_packages(self, say: Say) -> None:
+        """Parameter groups, and optional packages, which may be there where it will run: none is refused here."""
+        from recipes_lib.training.monitoring.trackers import verify_trackers
+        from recipes_lib.training.optim.optimizers import format_group, plan_groups, verify_optimizer
+
+        if self.model_config is not None and not self.config.adapter.use_peft:
+            for row in plan_groups(_build_on_meta(self.model_config), self.config):
+                say(format_group(row))
+
+        for verify in (verify_optimizer, verify_trackers):
+            try:
+                verify(self.config)
+            except ConfigError as error:
+                for problem in error.problems:
+                    say(f"warning: {problem.where}: {problem.found}; {problem.remedy}")
+
+    def look_at_disk(self, say: Say) -> None:
+        """Whether the checkpoints fit."""
+        from recipes_lib.planning.disk import compute_disk, verify_disk
+
+        if self.model_config is None or not self.num_steps:
+            return
+        num_trained, weight_bytes = self.count_trained()
+        keep_every = self.config.checkpoints.save_keep_steps
+        plan = compute_disk(
+            num_trained,
+            weight_bytes,
+            self.num_steps,
+            self.config.training,
+            keep_every=keep_every,
+            num_learners=self.num_learners,
+        )
+        say(
+            f"{plan.num_checkpoints} checkpoints of {plan.checkpoint_bytes / 1e9:.2f} GB and the model: "
+            f"{plan.total_bytes / 1e9:.2f} GB of {plan.free_bytes / 1e9:.1f} GB free"
+        )
+        verify_disk(plan, self.config.training["output_dir"])
+
+    def count_trained(self) -> tuple[int, int]:
+        """Return how many parameters a learner has, the adapter's alone where there is one, and the bytes of each."""
+        import torch
+
+        from recipes_lib.models.adapters.lora import add_adapter
+
+        if self.config.adapter.use_peft:
+            # How the factors begin changes none of their shapes, and may need the weights, which are not there.
+            adapter = replace(self.config.adapter, init_lora_weights="default")
+            with torch.device("meta"), warnings.catch_warnings():
+                # Of a saved adapter, that its values are not kept.
+                warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")
+                adapted = add_adapter(_build_on_meta(self.model_config), adapter, seed=0)
+            trained = (parameter for parameter in adapted.parameters() if parameter.requires_grad)
+            return sum(parameter.numel() for parameter in trained), 4
+        named = self.config.model.dtype
+        dtype = (self.model_config.dtype or torch.float32) if named == "auto" else getattr(torch, named)
+        return self.num_parameters, dtype.itemsize
+
+    def look_at_hub(self, say: Say) -> None:
+        """Whether the model could be pushed."""
+        if not self.config.training.get("push_to_hub"):
+            return
+        from recipes_lib.publish.access import find_target
+
+        say(str(find_target(self.config.training)))
+
+
+def _build_on_meta(model_config: Any) -> Any:
+    """Build a model as it is loaded, without giving its weights memory."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from recipes_lib.models.structure import freeze_outside_text
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config)  # type: ignore[no-untyped-call]
+    freeze_outside_text(model)
+    return model

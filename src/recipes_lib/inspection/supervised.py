@@ -1,0 +1,167 @@
+"""What ``recipes check`` looks at in a run of supervised fine-tuning."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from recipes_lib.inspection.sections import SHARES_OF_A_RUN, Inspection, Say
+
+if TYPE_CHECKING:
+    from recipes_lib.data.packed.training_data import TrainingData
+    from recipes_lib.training.trainers.pretraining_rows import PretrainingRows
+
+
+class SFTInspection(Inspection):
+    """Rows, their mask and their packs, and the schedule that upstream builds."""
+
+    def __init__(self, *args: Any) -> None:
+        """Take what ``Inspection`` takes."""
+        super().__init__(*args)
+        self._data: TrainingData | None = None
+
+    @property
+    def keeps_documents_apart(self) -> bool:
+        """Whether rows are packed."""
+        return self.config.tokens.packing
+
+    def look_at_data(self, say: Say) -> None:
+        """The layout of the rows, what is trained on of them, and the audit."""
+        from recipes_lib.data.packed.encoding import build_encoder
+        from recipes_lib.data.packed.training_data import load_training_data
+        from recipes_lib.data.sources.canonical import detect_source_format
+        from recipes_lib.data.sources.mixtures import load_train_data
+
+        for part in load_train_data(self.config.data, seed=0).parts:
+            say(f"{part.source.name}: {detect_source_format(part.source, part.format)}")
+        if self.tokenizer is None:
+            return
+        self._data = load_training_data(self.config, lambda _: self.tokenizer)
+        audit = self._data.audit
+        say(
+            f"{audit.num_rows:,} rows in {audit.num_packs:,} packs of {self._data.max_length:,} tokens, "
+            f"{audit.packing_efficiency(self._data.max_length):.0%} filled"
+        )
+        say(
+            f"tokens a row: 5 % up to {audit.length_p5:,}, half up to {audit.length_p50:,}, "
+            f"95 % up to {audit.length_p95:,}, longest {audit.length_max:,}"
+        )
+        for finding in self._data.findings:
+            say(("" if finding.severity == "ok" else f"{finding.severity}: ") + finding.found)
+        for caution in build_encoder(self.config, self.tokenizer).cautions:
+            say(f"warning: {caution}")
+
+    def look_at_agreement(self, say: Say) -> None:
+        """Vocabulary, special tokens, length, and what answers end with."""
+        if self.tokenizer is None or self.model_config is None:
+            return
+        longest = self._data.longest if self._data else self.config.tokens.max_length
+        self.say_agreement(say, longest, self._data.audit.terminators if self._data else ())
+
+    def look_at_steps(self, say: Say) -> None:
+        """As many steps as the Trainer will count, and its rates."""
+        if self._data is None:
+            return
+        num_rows = self.say_schedule(say, self._data.num_packs)
+        targets = num_rows * self._data.audit.num_target_tokens / self._data.audit.num_packs
+        say(f"a step: {num_rows} rows of up to {self._data.max_length:,} tokens, {targets:,.0f} targets")
+
+
+class PretrainInspection(Inspection):
+    """Documents and their mixture, the schedule in tokens, and the size of the model against that of the data."""
+
+    def __init__(self, *args: Any) -> None:
+        """Take what ``Inspection`` takes."""
+        super().__init__(*args)
+        self._rows: PretrainingRows | None = None
+
+    @property
+    def keeps_documents_apart(self) -> bool:
+        """Whether a document sees only itself."""
+        return not self.config.pretraining.cross_document_attention
+
+    def look_at_data(self, say: Say) -> None:
+        """The tokens of each source, how often each is read, and what is held out."""
+        from recipes_lib.data.tokens.token_data import prepare_tokens
+        from recipes_lib.planning.pretraining import count_run_tokens
+        from recipes_lib.training.trainers.pretraining_rows import build_rows
+
+        if self.tokenizer is None:
+            return
+        num_tokens = count_run_tokens(self.config, self.launch.data_size)
+        tokens = prepare_tokens(self.config, lambda _: self.tokenizer, num_tokens=num_tokens)
+        self._rows = build_rows(self.config, tokens, self.launch.data_size)
+        epochs = self._rows.epochs.values()
+        for source, weight, passes in zip(tokens.train, tokens.weights, epochs, strict=True):
+            say(
+                f"{source.name}: {source.num_documents:,} documents, {source.num_tokens:,} tokens, "
+                f"{weight:.1%} of the mixture, read {passes:.2f} times"
+            )
+        for name, source in tokens.eval.items():
+            say(f"held out of {name}: {source.num_documents:,} documents, {source.num_tokens:,} tokens")
+        for warning in self._rows.warnings:
+            say(f"warning: {warning}")
+
+    def look_at_agreement(self, say: Say) -> None:
+        """Vocabulary, special tokens and length."""
+        if self.tokenizer is not None and self.model_config is not None:
+            self.say_agreement(say, self.config.tokens.max_length, ())
+
+    def look_at_steps(self, say: Say) -> None:
+        """Steps, tokens, the batch, and the learning rates of the very schedule that training follows."""
+        if self._rows is None:
+            return
+        plan = self._rows.plan
+        self.num_steps = plan.num_steps
+        first, full = (int(rows) * plan.max_length for rows in (plan.row_starts[1], plan.rows_per_step))
+        batch = f"{full:,} tokens" if first == full else f"{first:,} tokens at first, {full:,} in the end"
+        say(f"{plan.num_steps:,} steps of {batch}; {plan.num_tokens:,} tokens in all")
+        say(f"{plan.num_tokens / max(1, self.num_parameters):,.1f} tokens per parameter (Chinchilla: 20)")
+        peak = float(self.config.training["learning_rate"])
+        rates = [plan.schedule(round(share * (plan.num_steps - 1))) * peak for share in SHARES_OF_A_RUN]
+        say(f"learning rate at 0, 25, 50, 75, 100 %: {', '.join(f'{rate:.2e}' for rate in rates)}")
+        say(f"{plan.schedule.num_warmup_steps:,} steps of warm-up")
+
+
+class DistillationInspection(SFTInspection):
+    """What fine-tuning is looked at for, and whether student and teacher read the same tokens."""
+
+    def look_at_agreement(self, say: Say) -> None:
+        """Vocabulary, special tokens and length of the student; and the teacher beside it."""
+        if self.tokenizer is None or self.model_config is None:
+            return
+        from recipes_lib.distillation.teacher import map_teacher_vocabulary
+        from recipes_lib.models.loading import load_model_config
+        from recipes_lib.training.trainers.trained_model import choose_teacher
+
+        self.vocabulary = vocabulary = map_teacher_vocabulary(self.config, self.tokenizer)
+        super().look_at_agreement(say)
+        teacher, _ = load_model_config(choose_teacher(self.config))
+        sizes = [config.get_text_config().vocab_size for config in (self.model_config, teacher)]
+        how = "by the same ids" if vocabulary.is_identity else "by ids of its own, which are mapped"
+        say(
+            f"teacher: {teacher.model_type}, knows the student's {len(vocabulary.teacher_ids):,} tokens {how}; "
+            f"rows of the embeddings: student {sizes[0]:,}, teacher {sizes[1]:,}"
+        )
+        self._look_at_layers(teacher, say)
+        if self.config.distillation.teacher_top_k is not None and self._data is not None:
+            from recipes_lib.data.packed.store import find_set
+            from recipes_lib.distillation.teacher_store import identify_store
+
+            identity = identify_store(self.config, vocabulary, self._data.record)
+            size = self._data.audit.num_target_tokens * identity.format.dtype.itemsize
+            is_there = find_set(identity.root, identity.key) is not None
+            state = "is stored" if is_there else "is not stored yet: run `recipes distill-store` before training"
+            say(f"what the teacher says, {size / 1e9:.2f} GB, {state}")
+
+    def _look_at_layers(self, teacher: Any, say: Say) -> None:
+        """Say which layers will be compared, if any."""
+        from recipes_lib.distillation.layer_features import choose_layers
+        from recipes_lib.models.structure import map_layers
+
+        configs = (self.model_config, teacher)
+        num_student, num_teacher = (config.get_text_config().num_hidden_layers for config in configs)
+        answers = map_layers(num_student, num_teacher)
+        for what, numbers in zip(("states", "relations"), choose_layers(self.config.layers, num_student), strict=True):
+            if numbers:
+                pairs = ", ".join(f"{number} and {answers[number - 1]}" for number in numbers)
+                say(f"{what} of layers: the student's and the teacher's {pairs}")

@@ -1,0 +1,1 @@
+"""LoRA adapters: creation, loading, target modules, merged weights."""

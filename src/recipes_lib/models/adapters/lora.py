@@ -1,0 +1,350 @@
+"""Low-rank adapters on a model: fresh ones, saved ones on the base that they were trained on, and the base without."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from huggingface_hub import snapshot_download
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
+from peft.utils import ModulesToSaveWrapper
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from recipes_lib.config.schema import AdapterConfig
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.adapters.saved import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    TAKEN_OUT_OF_WEIGHTS,
+    TaskType,
+    check_base,
+    check_saved,
+    has_such_an_init,
+    read_commit,
+)
+from recipes_lib.models.adapters.targets import (
+    check_layers,
+    name_targets,
+    name_whole_modules,
+    stores_transposed,
+    verify_layers,
+)
+from recipes_lib.models.devices import find_device
+from recipes_lib.models.inference import evaluating, suited_to_kernel
+from recipes_lib.models.loading import explained, without_report
+from recipes_lib.models.quantization import keep_differentiable
+
+_INITS: Final = {"default": True, "pissa": "pissa_niter_16"}
+"""PEFT's name of an ``init_lora_weights`` where it is another; 16 iterations find the directions that an exact
+decomposition would take hours for."""
+_SAVED_HEAD: Final = "base_model.model.score.weight"
+
+
+def add_adapter(
+    model: PreTrainedModel, config: AdapterConfig, *, seed: int, task_type: TaskType = "CAUSAL_LM"
+) -> PeftModel:
+    """The model under an adapter that alone is trained: a fresh one, or a saved one that goes on.
+
+    The adapter's weights are ``float32``, whatever the model's are. ``model`` itself is changed, never copied. Tied
+    embeddings stay tied where one of them is trained whole. A fresh adapter changes no logit, however it begins; one of
+    ``pissa`` or ``olora`` begins with a part of the model's weights, and only together they are the model.
+
+    Args:
+        model: With or without the loss head; ``lora_modules_to_save: [lm_head]`` needs it to come after.
+        config: The adapter.
+        seed: Of the fresh weights, which are the same on every process.
+        task_type: What the model is for.
+
+    Raises:
+        ConfigError: The model has no such layers, a layer cannot have such an adapter, or the saved adapter is not for
+            this model; everything at once.
+
+    Source: Hu et al. 2022 (LoRA), Kalajdzievski 2023 (rsLoRA), Liu et al. 2024 (DoRA), Meng et al. 2024 (PiSSA), by
+    PEFT's ``get_peft_model``; ``tests/models/adapters/test_lora.py``.
+    """
+    if config.adapter_name_or_path is not None:
+        return load_adapter(
+            model, config.adapter_name_or_path, task_type=task_type, is_trainable=True, dropout=config.lora_dropout
+        )
+    if problems := [*check_layers(model, config)]:
+        raise ConfigError(*problems)
+    init, whole, tied = config.init_lora_weights, *name_whole_modules(model, config)
+    before = compute_probe_logits(model) if init in TAKEN_OUT_OF_WEIGHTS else None
+    settings = LoraConfig(
+        task_type=task_type,
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=name_targets(model, config),
+        modules_to_save=list(whole) or None,
+        init_lora_weights=_INITS.get(init, init),
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
+        fan_in_fan_out=stores_transposed(model, config),
+        ensure_weight_tying=tied,
+    )
+    with torch.random.fork_rng(), _without_old_name():
+        torch.manual_seed(seed)
+        adapted = get_peft_model(model, settings, revision=read_commit(model.config))
+    verify_layers(adapted, "lora_target_modules")
+    if tied:
+        _verify_tie(adapted)
+        # PEFT took the head out of the list, by which it would know, on loading, that there is a tie to make.
+        settings.modules_to_save = whole
+    _train_whole_modules_in_float32(adapted)
+    if before is not None:
+        shift = find_logit_shift(before, compute_probe_logits(adapted), model.dtype)
+        if shift is not None:
+            found = f"{init} moves the model's logits before anything is trained, by {shift:.2g} of the largest"
+            remedy = "write dtype: float32, in which they add up, or init_lora_weights: default"
+            raise ConfigError(Problem("init_lora_weights", found, remedy))
+        # What an export needs to say what was learnt in terms of the original weights.
+        adapted.initial_factors = {
+            name: tensor.detach().cpu().clone()
+            for name, tensor in read_adapter_state(adapted).items()
+            if name.endswith((".lora_A.weight", ".lora_B.weight"))
+        }
+    return adapted
+
+
+def load_adapter(
+    model: PreTrainedModel,
+    name: str,
+    *,
+    task_type: TaskType = "CAUSAL_LM",
+    is_trainable: bool = False,
+    dropout: float = 0.0,
+    on_any_base: bool = False,
+) -> PeftModel:
+    """The model under a saved adapter, every weight of which comes from the file.
+
+    Args:
+        model: The base, which is changed, never copied.
+        name: Folder or Hub id of the adapter.
+        task_type: What the model is for.
+        is_trainable: Whether it goes on training; otherwise it is frozen.
+        dropout: Of the training that goes on, whatever it was before.
+        on_any_base: Accept a base of another name or commit than the adapter was trained on.
+
+    Raises:
+        ConfigError: It cannot be found, is no LoRA adapter in safetensors, was trained on another base or for another
+            task, needs a base that no file holds, lies on something else than layers, or its weights are not those that
+            its configuration announces.
+    """
+    key = "adapter_name_or_path"
+    with explained(key, name):
+        is_folder = Path(name).is_dir()
+        folder = Path(name if is_folder else snapshot_download(name, allow_patterns=[ADAPTER_CONFIG, ADAPTER_WEIGHTS]))
+        saved = PeftConfig.from_pretrained(str(folder))
+    problems = [*check_saved(saved, folder, task_type), *([] if on_any_base else check_base(saved, model.config))]
+    if problems:
+        raise ConfigError(*(Problem(key, f"{name} {found}", remedy) for found, remedy in problems))
+    saved.lora_dropout = dropout
+    try:
+        with explained(key, name), _without_old_name():
+            adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable, config=saved)
+    except (RuntimeError, KeyError) as error:
+        found = f"{name} does not fit the model: {str(error).strip().splitlines()[-1].strip()}"
+        raise ConfigError(Problem(key, found, "name a complete adapter of this model")) from error
+    verify_layers(adapted, key)
+    _train_whole_modules_in_float32(adapted)
+    # PEFT only warns of what a file lacks, and says nothing of what it has too much of.
+    with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
+        differing = read_adapter_state(adapted).keys() ^ file.keys()
+    if differing:
+        found = f"{name} and its {ADAPTER_CONFIG} disagree about {len(differing)} weights, such as {min(differing)}"
+        raise ConfigError(Problem(key, found, "name a complete adapter of this model"))
+    return adapted
+
+
+def attach_scorer(model: PeftModel, folder: Path, name: str) -> Tensor:
+    """Put a saved adapter with a score head beside the adapters of a causal language model, frozen.
+
+    Args:
+        model: On the base that the adapter was trained on (``find_shareable``).
+        folder: Of the saved adapter.
+        name: What PEFT calls it from now on.
+
+    Returns:
+        The weight of the head, ``(1, D)``, for which a causal language model has no place.
+
+    Raises:
+        ConfigError: The weights are not those that its configuration announces, none of them is a head, or they lie on
+            something else than layers.
+    """
+    weights = load_file(folder / ADAPTER_WEIGHTS)
+    head = weights.pop(_SAVED_HEAD, None)
+    saved = PeftConfig.from_pretrained(str(folder))
+    saved.task_type, saved.modules_to_save, saved.lora_dropout, saved.inference_mode = "CAUSAL_LM", None, 0.0, True
+    with _without_old_name():
+        model.add_adapter(name, saved)
+    verify_layers(model, "reward_model_name_or_path")
+    announced = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    if head is None or announced.keys() != weights.keys():
+        differing = announced.keys() ^ weights.keys() or {_SAVED_HEAD}
+        found = f"{folder} and its {ADAPTER_CONFIG} disagree about {len(differing)} weights, such as {min(differing)}"
+        raise ConfigError(Problem("reward_model_name_or_path", found, "name a complete adapter of this model"))
+    set_peft_model_state_dict(model, weights, adapter_name=name)
+    return head
+
+
+def load_fresh_base(model: PeftModel) -> PreTrainedModel:
+    """The base of an adapter as its checkpoint has it, precision and quantisation as in ``model``.
+
+    On the device of ``model`` where there is room for both, otherwise on the CPU.
+
+    Raises:
+        ConfigError: It cannot be loaded.
+    """
+    settings, base = model.peft_config[model.active_adapter], model.get_base_model()
+    auto_class = AutoModelForSequenceClassification if settings.task_type == "SEQ_CLS" else AutoModelForCausalLM
+    device = find_device(base)
+    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 1.2 * base.get_memory_footprint():
+        device = torch.device("cpu")
+    options = {"num_labels": base.config.num_labels} if settings.task_type == "SEQ_CLS" else {}
+    with explained("model_name_or_path", str(settings.base_model_name_or_path)), without_report():
+        fresh: PreTrainedModel = auto_class.from_pretrained(
+            settings.base_model_name_or_path,
+            revision=settings.revision,
+            dtype=base.config.dtype,
+            quantization_config=getattr(base.config, "quantization_config", None),
+            attn_implementation=base.config._attn_implementation,
+            device_map={"": device},
+            # Code of the repository that has run all the while.
+            trust_remote_code=any(kind.__module__.startswith("transformers_modules") for kind in type(base).__mro__),
+            **options,
+        )
+    # The same kernel as while training.
+    keep_differentiable(fresh)
+    return fresh
+
+
+@contextmanager
+def adapters_off(model: PeftModel) -> Iterator[None]:
+    """Let the model be its base inside the block, exactly: in evaluation mode, without gradients.
+
+    Afterwards every module is in the mode it was in, and every parameter is trained that was.
+
+    Raises:
+        ValueError: The adapter began with a part of the base's weights, so that the base alone is no model.
+    """
+    if is_taken_out_of_weights(model):
+        raise ValueError("an adapter initialised by pissa or olora has no base that could be a reference")
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+
+    def restore_flags() -> None:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+
+    try:
+        with evaluating(model), model.disable_adapter():
+            # PEFT freezes the adapter meanwhile, and FSDP2 looks in its first forward pass at what is trained.
+            restore_flags()
+            yield
+    finally:
+        restore_flags()
+
+
+def is_taken_out_of_weights(model: PeftModel) -> bool:
+    """Return whether the base lacks what the adapter began with, as after ``pissa`` and ``olora``."""
+    return has_such_an_init(model.peft_config[model.active_adapter])
+
+
+def compute_probe_logits(model: Any) -> Tensor:
+    """Return the logits ``float32 (1, 8, V)``, on the CPU, of eight fixed tokens; scores ``(1, n)`` of a classifier.
+
+    When weights are sharded every process must call; modes are left as they were.
+    """
+    config = model.config.get_text_config()
+    input_ids = torch.arange(1, 9, device=find_device(model))[None] % config.vocab_size
+    with evaluating(model), suited_to_kernel(model):
+        logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
+    return logits.float().cpu()
+
+
+def find_logit_shift(before: Tensor, after: Tensor, dtype: torch.dtype) -> float | None:
+    """Return by how much of the largest logit one has moved; ``None`` when rounding to ``dtype`` explains it."""
+    shift = (after - before).abs().max().item() / before.abs().max().item()
+    return None if shift <= max(1e-4, 4 * torch.finfo(dtype).eps) else shift
+
+
+def read_adapter_state(model: PeftModel) -> dict[str, Tensor]:
+    """Return what a save of the active adapter holds, by the names in the file."""
+    # Whether embeddings were resized would be asked of the Hub; here no token is ever added.
+    state: dict[str, Tensor] = get_peft_model_state_dict(
+        model, adapter_name=model.active_adapter, save_embedding_layers=False
+    )
+    return state
+
+
+def describe_adapter(model: PeftModel) -> dict[str, Any]:
+    """Return what ``run.json`` says of an adapter: its base and commit, its size, and how much of all is trained."""
+    settings = model.peft_config[model.active_adapter]
+    num_trained, num_parameters = model.get_nb_trainable_parameters()
+    return {
+        "base_model": settings.base_model_name_or_path,
+        "base_revision": settings.revision,
+        "r": settings.r,
+        "lora_alpha": settings.lora_alpha,
+        "num_trained_parameters": num_trained,
+        "num_parameters": num_parameters,
+    }
+
+
+def _verify_tie(model: PeftModel) -> None:
+    """Fail where PEFT, which knows a tie by the names of the modules, trains one of two embeddings that are one.
+
+    Raises:
+        ConfigError: Input and output embedding are no longer the same.
+    """
+    if model.get_input_embeddings().weight is not model.get_output_embeddings().weight:
+        found = f"the embeddings of {type(model.get_base_model()).__name__} are tied, and could not be kept so"
+        raise ConfigError(Problem("lora_modules_to_save", found, "leave the embeddings out"))
+
+
+def _train_whole_modules_in_float32(model: PeftModel) -> None:
+    """Keep modules that are trained whole in ``float32``, as PEFT keeps the low-rank matrices, beside a half model.
+
+    Adam's updates are below what sixteen bits resolve, so that a copy in the base's precision would stand still.
+    """
+    for wrapper in [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]:
+        dtype = next(wrapper.original_module.parameters()).dtype
+        if dtype in (torch.bfloat16, torch.float16):
+            for trained in wrapper.modules_to_save.values():
+                trained.float()
+                trained.register_forward_pre_hook(_widen_inputs)
+                trained.register_forward_hook(functools.partial(_narrow_output, dtype))
+
+
+def _widen_inputs(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(
+        value.float() if isinstance(value, Tensor) and value.is_floating_point() else value for value in inputs
+    )
+
+
+def _narrow_output(dtype: torch.dtype, _module: nn.Module, _inputs: Any, output: Any) -> Any:
+    # Beside tensors there are the sums of the loss head, which stay as they are.
+    return output.to(dtype) if isinstance(output, Tensor) else output
+
+
+@contextmanager
+def _without_old_name() -> Iterator[None]:
+    """Keep users from a warning that is none of their business; until PEFT asks by transformers' new name."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        yield

@@ -1,0 +1,138 @@
+"""Policy, critic, reference and reward model on one trunk: adapters, of which one or none is on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+
+from recipes_lib.models.adapters.lora import _without_old_name, adapters_off, attach_scorer
+from recipes_lib.models.heads.score_head import ScoreOutput
+from recipes_lib.models.inference import evaluating, suited_to_kernel
+
+Role = Literal["policy", "critic", "reference", "reward"]
+
+CRITIC: Final = "critic"
+REWARD: Final = "reward"
+"""PEFT's names of the adapters of critic and reward model; the policy's is the one that was there before."""
+
+
+class AdapterScorer(nn.Module):
+    """A score for each position: an adapter of its own on the policy's trunk, and a linear head.
+
+    Its parameters are the head's; the adapter's are the trunk's. Whoever trains it calls it, and goes backward, inside
+    ``role(model, "critic")``; it enters its role by itself.
+
+    Attributes:
+        head: In ``float32``, whatever the trunk's precision.
+        config: Of the trunk; a copy, for what is said of this scorer alone.
+    """
+
+    def __init__(self, model: Any, name: Literal["critic", "reward"], weight: Tensor | None = None) -> None:
+        """Stand on a trunk that has the adapter.
+
+        Args:
+            model: A PEFT model with a loss head (``add_loss_head``).
+            name: Of the role.
+            weight: Of the head, ``(1, D)``; ``None`` for one that says 0.
+        """
+        super().__init__()
+        width = model.config.get_text_config().hidden_size
+        self.head = nn.Linear(width, 1, device=next(model.parameters()).device, dtype=torch.float32)
+        nn.init.zeros_(self.head.bias)
+        with torch.no_grad():
+            self.head.weight.copy_(torch.zeros(1, width) if weight is None else weight)
+        self.config = copy.deepcopy(model.config)
+        self._name: Role = name
+        # Not as a submodule: the trunk's parameters are not the scorer's.
+        self._model = (model,)
+
+    def forward(self, *, last_positions: Tensor, **inputs: Tensor) -> ScoreOutput:
+        """Score positions, as a model with a score head does (``add_score_head``)."""
+        (model,) = self._model
+        with role(model, self._name), suited_to_kernel(model):
+            output = model.get_base_model()(**inputs, states_at=last_positions)
+        with torch.autocast(output.states.device.type, enabled=False):
+            scores = self.head(output.states.float()).squeeze(-1)
+        return ScoreOutput(scores, output.aux_loss)
+
+
+def add_critic(model: Any, folder: Path | None = None) -> AdapterScorer:
+    """Give a model a critic that is trained.
+
+    Args:
+        model: A PEFT model whose active adapter is the policy's.
+        folder: A saved adapter with a score head to begin with; ``None`` for an adapter shaped like the policy's and a
+            head of 0, so that every value is 0 at the beginning.
+
+    Raises:
+        ConfigError: As ``attach_scorer``.
+    """
+    weight = None
+    if folder is not None:
+        weight = attach_scorer(model, folder, CRITIC)
+    else:
+        with _without_old_name():
+            model.add_adapter(CRITIC, copy.deepcopy(model.peft_config[model.active_adapter]))
+    for name, parameter in model.named_parameters():
+        if f".{CRITIC}." in name:
+            parameter.requires_grad_(True)
+    return AdapterScorer(model, "critic", weight)
+
+
+def add_reward(model: Any, folder: Path) -> AdapterScorer:
+    """Give a model a saved reward model, which is not trained, as one more adapter.
+
+    Args:
+        model: A PEFT model.
+        folder: Of the adapter, with its head.
+
+    Raises:
+        ConfigError: As ``attach_scorer``.
+    """
+    return AdapterScorer(model, "reward", attach_scorer(model, folder, REWARD)).requires_grad_(False)
+
+
+def drop_scorers(model: Any) -> None:
+    """Leave a model no adapter but the policy's."""
+    for name in {CRITIC, REWARD} & set(model.peft_config):
+        model.delete_adapter(name)
+
+
+@contextmanager
+def role(model: Any, name: Role) -> Iterator[None]:
+    """Let a PEFT model with several adapters be one of the four inside the block.
+
+    Afterwards the adapter is on that was, and every parameter is trained that was: PEFT's ``set_adapter`` freezes all
+    others. As ``reference`` the model is its base; so and as ``reward`` it is in evaluation mode and without gradients.
+
+    Source: ``tests/models/adapters/test_roles.py``.
+    """
+    if name == "reference":
+        with adapters_off(model):
+            yield
+        return
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    before = model.active_adapter
+    (policy,) = (adapter for adapter in model.peft_config if adapter not in (CRITIC, REWARD))
+    try:
+        _switch(model, {"policy": policy, "critic": CRITIC, "reward": REWARD}[name], flags)
+        if name == "reward":
+            with evaluating(model):
+                yield
+        else:
+            yield
+    finally:
+        _switch(model, before, flags)
+
+
+def _switch(model: Any, adapter: str, flags: list[tuple[nn.Parameter, bool]]) -> None:
+    if model.active_adapter != adapter:
+        model.set_adapter(adapter)
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)

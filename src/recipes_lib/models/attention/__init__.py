@@ -1,0 +1,1 @@
+"""Attention kernels: choice, variable-length attention, shared prompts, isolation of packed documents."""

@@ -1,0 +1,247 @@
+"""Which attention kernel a model runs on, and the proof that it keeps packed documents apart."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, TrainingArguments
+from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+from recipes_lib.config.schema import ModelConfig
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.attention.varlen import register_varlen
+from recipes_lib.models.devices import find_device
+from recipes_lib.models.heads.score_head import HEAD
+from recipes_lib.models.inference import find_rounding, suited_to_kernel
+from recipes_lib.models.parallel.context_parallel import ContextShare, register_context, verify_can_share_rows
+
+Layout = Literal["rows", "flat"]
+"""``rows``: documents share the rows of a ``(B, L)`` batch, told apart by positions that restart. ``flat``: all in one
+row, with ``cu_seq_lens_q``, ``cu_seq_lens_k`` (``int32``), ``max_length_q`` and ``max_length_k`` beside it."""
+
+LAYOUTS: Final[dict[str, Layout]] = {
+    "sdpa": "rows",
+    "eager": "rows",
+    "flash_attention_2": "flat",
+    "flash_attention_3": "flat",
+    "varlen": "flat",
+}
+"""Every ``attn_implementation``, with the layout of the batch in which it isolates documents."""
+
+FLASH_IS_INSTALLED: Final = {
+    "flash_attention_2": is_flash_attn_2_available,
+    "flash_attention_3": is_flash_attn_3_available,
+}
+ISOLATING_LAYERS: Final = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """What to load the model with, and how to lay its batches out."""
+
+    implementation: str
+    layout: Layout
+    context: ContextShare | None = None
+    """The processes that share rows; ``None``: each has whole ones."""
+
+
+def choose_attention(
+    config: ModelConfig,
+    model_config: PreTrainedConfig,
+    args: TrainingArguments,
+    *,
+    packing: bool,
+    context: ContextShare | None = None,
+) -> AttentionChoice:
+    """Settle the kernel for a run: ``choose_kernel`` for its model, device and precision.
+
+    Args:
+        config: Which kernel was asked for.
+        model_config: Of the model.
+        args: Of the trainer.
+        packing: Whether documents share a row.
+        context: The processes that share rows; they need the attention that reaches over them.
+
+    Raises:
+        ConfigError: As ``choose_kernel`` and ``verify_can_share_rows``; rows are shared on GPUs in float32.
+    """
+    halves = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+    is_bf16 = args.bf16 or args.mixed_precision == "fp8"
+    compute_dtype = (
+        torch.bfloat16 if is_bf16 else torch.float16 if args.fp16 else halves.get(config.dtype, torch.float32)
+    )
+    if context is not None:
+        if args.device.type == "cuda" and compute_dtype == torch.float32:
+            found = "on a GPU the attention of rows that are shared needs bf16 or fp16"
+            raise ConfigError(Problem("launch", found, "use a launch file with `mixed_precision: bf16`"))
+        verify_can_share_rows(model_config, context.size, by_heads=context.by_heads)
+        register_context(context)
+        return AttentionChoice("context", "rows", context)
+    return choose_kernel(
+        model_config, config.attn_implementation, device=args.device, compute_dtype=compute_dtype, packing=packing
+    )
+
+
+def choose_kernel(
+    config: PreTrainedConfig,
+    requested: str | None,
+    *,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    packing: bool,
+) -> AttentionChoice:
+    """Settle the attention kernel: the requested one if it may be used, otherwise the fastest that may.
+
+    Args:
+        config: The model's configuration.
+        requested: ``attn_implementation`` as the user gave it.
+        device: Where the model will run.
+        compute_dtype: Precision of its matrix products.
+        packing: Whether documents share a row.
+
+    Raises:
+        ConfigError: The kernel is unknown, not installed or not for this model, or ``packing`` would let documents of
+            this model see each other.
+    """
+    config = config.get_text_config()
+    problems = _packing_problems(config) if packing else []
+    # Only on CUDA and for packed rows is there more to win than sdpa gives.
+    default = ["varlen", "sdpa", "eager"] if packing and device.type == "cuda" else ["sdpa", "eager"]
+    reasons = {name: _refusal(name, config, device, compute_dtype) for name in LAYOUTS}
+    candidates = [requested] if requested else default
+    chosen = next((name for name in candidates if name in reasons and reasons[name] is None), None)
+    if chosen is None:
+        usable = ", ".join(name for name, reason in reasons.items() if reason is None)
+        problems += [
+            Problem("attn_implementation", f"{name} {reasons.get(name, 'is not a known kernel')}", f"use {usable}")
+            for name in candidates
+        ]
+    if chosen is None or problems:
+        raise ConfigError(*problems)
+    if chosen == "varlen":
+        register_varlen()
+    return AttentionChoice(chosen, LAYOUTS[chosen])
+
+
+def _packing_problems(config: PreTrainedConfig) -> list[Problem]:
+    """Why documents that share a row would see each other, as far as the configuration tells."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    mixing = sorted(set(getattr(config, "layer_types", None) or ()) - ISOLATING_LAYERS)
+    if getattr(model_class, "_is_stateful", False) or mixing:
+        reason = f"has {', '.join(mixing) or 'recurrent'} layers, which are not known to keep documents apart"
+    elif getattr(config, "alibi", False) or not _takes_position_ids(model_class):
+        reason = "takes no position_ids, so it cannot tell where a document starts"
+    else:
+        return []
+    return [Problem("packing", f"a {config.model_type} model {reason}", "set packing: false")]
+
+
+def _takes_position_ids(model_class: Any) -> bool:
+    # A model that brings its own code is judged by running it, in prove_isolation.
+    return model_class is None or "position_ids" in inspect.signature(model_class.forward).parameters
+
+
+def _refusal(name: str, config: PreTrainedConfig, device: torch.device, compute_dtype: torch.dtype) -> str | None:
+    """Why this kernel cannot be used here, or ``None``."""
+    is_cuda, is_flash, is_varlen = device.type == "cuda", name.startswith("flash_attention"), name == "varlen"
+    has_dropout = any(getattr(config, key, 0.0) for key in ("attention_dropout", "attn_pdrop"))
+    has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
+    needs_half = is_flash or (is_varlen and is_cuda)
+    reasons = {
+        "runs on CUDA devices only": is_flash and not is_cuda,
+        "is not installed": is_flash and not FLASH_IS_INSTALLED[name](),
+        "needs bf16 or fp16": needs_half and compute_dtype not in (torch.bfloat16, torch.float16),
+        f"is not supported for {config.model_type} models by transformers": not _is_supported(name, config),
+        "cannot cap attention logits, which this model does": has_softcap and name in ("sdpa", "varlen"),
+        "has no attention dropout, which this model's configuration sets": has_dropout and is_varlen,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def _is_supported(name: str, config: PreTrainedConfig) -> bool:
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None:
+        return name != "varlen"
+    answers: dict[str, bool] = {
+        "eager": True,
+        "sdpa": model_class._supports_sdpa,
+        # It computes what sdpa does, reached by way of transformers' attention interface.
+        "varlen": model_class._supports_sdpa and model_class._supports_attention_backend,
+    }
+    return answers.get(name, bool(model_class._supports_flash_attn))
+
+
+@torch.no_grad()
+def prove_isolation(model: Any, layout: Layout) -> None:
+    """Run two packed documents through the model itself and show that neither sees the other.
+
+    Each must have the logits that it has alone, and changing one must leave the other's as they were; of a reward
+    model, whose logits are those of one token, the hidden states. A few forward passes over sixteen tokens; when the
+    weights are sharded every process must call.
+
+    Args:
+        model: The model as it will be trained; mode and random state are left alone.
+        layout: How its batches are laid out.
+
+    Raises:
+        ConfigError: The documents see each other, or the model cannot run on a packed batch at all.
+
+    Source: ``tests/models/attention/test_kernels.py`` shows leaks found and isolation proved.
+    """
+    device = find_device(model)
+    lengths = (7, 9)
+    documents = [torch.arange(2, 2 + length, device=device) for length in lengths]
+    changed = [document + 9 for document in documents]
+    was_training = model.training
+    model.eval()
+    try:
+        with suited_to_kernel(model, is_packed=True):
+            together = _run_packed(model, documents, layout)
+            alone = [_run_packed(model, [document], layout)[0] for document in documents]
+            beside_another = [
+                _run_packed(model, [documents[0], changed[1]], layout)[0],
+                _run_packed(model, [changed[0], documents[1]], layout)[1],
+            ]
+            eps = find_rounding(alone[0])
+    except (RuntimeError, TypeError, ValueError) as error:
+        remedy = "set packing: false, or another attn_implementation"
+        raise ConfigError(Problem("packing", f"this model fails on a packed batch: {error}", remedy)) from error
+    finally:
+        model.train(was_training)
+    scale = max(states.abs().max().item() for states in alone)
+    # Alone, other kernels and shapes may run; beside another document, nothing differs but that document, and only
+    # mixtures of experts move by a rounding, when it is routed elsewhere.
+    for others, tolerance in ((alone, scale * max(1e-4, 4 * eps)), (beside_another, scale * 4 * eps)):
+        difference = max((one - other).abs().max().item() for one, other in zip(together, others, strict=True))
+        if not difference <= tolerance:
+            kept = "hidden states" if _is_scorer(model) else "logits"
+            found = f"a document does not keep its {kept} beside another: one moves by {difference:.2g}"
+            raise ConfigError(Problem("packing", found, "set packing: false, or another attn_implementation"))
+
+
+def _is_scorer(model: Any) -> bool:
+    return hasattr(model, HEAD)
+
+
+def _run_packed(model: Any, documents: Sequence[Tensor], layout: Layout) -> list[Tensor]:
+    """Logits ``(T, V)`` of each document, all in one row; of a reward model, hidden states ``(T, H)``."""
+    lengths = [len(document) for document in documents]
+    device = documents[0].device
+    inputs: dict[str, Any] = {
+        "input_ids": torch.cat(list(documents))[None] % model.config.get_text_config().vocab_size,
+        "position_ids": torch.cat([torch.arange(length, device=device) for length in lengths])[None],
+    }
+    if layout == "flat":
+        bounds = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
+        inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+        inputs |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+    if _is_scorer(model):
+        states = model(**inputs, use_cache=False, output_hidden_states=True).hidden_states[-1]
+    else:
+        states = model(**inputs, use_cache=False).logits
+    return list(states[0].split(lengths))

@@ -1,0 +1,115 @@
+"""Attention inside each document of one long row, by the flash attention that comes with torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+
+def register_varlen() -> None:
+    """Make ``attn_implementation="varlen"`` known to transformers.
+
+    A batch of one row with ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k`` runs document by
+    document; on a CPU, where torch has no such kernel, by one sdpa call each. With ``shared_prompt_index`` beside them
+    (``build_shared_prompt_bounds``) documents are the parts of pairs, and an answer sees its prompt before itself.
+    Anything else (padding, generation) runs as with ``sdpa``.
+
+    Source: ``torch.nn.attention.varlen.varlen_attn``; ``tests/models/attention/test_varlen.py``.
+    """
+    AttentionInterface.register("varlen", _varlen_attention)
+    AttentionMaskInterface.register("varlen", _varlen_mask)
+
+
+def _varlen_mask(
+    *, batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **settings: Any
+) -> Tensor | None:
+    """What sdpa needs, except that a packed row gets an empty mask, as a mark that its lengths must come beside it."""
+    is_packed = not settings.get("allow_is_causal_skip", True) and not settings.get("use_vmap", False)
+    if attention_mask is None and is_packed and batch_size == 1 and q_length == kv_length:
+        return torch.empty(0, dtype=torch.bool, device=settings["device"])
+    return sdpa_mask(
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **settings
+    )
+
+
+def _varlen_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each document of a row, ``(1, heads, T, D)`` to ``(1, T, heads, D)``; or else sdpa's."""
+    bounds: Tensor | None = settings.get("cu_seq_lens_q")
+    is_packed = attention_mask is not None and attention_mask.numel() == 0
+    if is_packed and bounds is None:
+        raise ValueError("attn_implementation: varlen needs cu_seq_lens_q beside a row of several documents")
+    if bounds is None or not (is_packed or attention_mask is None):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
+    if settings.get("dropout") or any(settings.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
+        raise ValueError("attn_implementation: varlen has no dropout, softcap, sinks or position bias")
+    # Norms leave queries and keys in float32 under autocast; values come straight from a projection.
+    states = (query.to(value.dtype), key.to(value.dtype), value)
+    attend = _attend_on_cuda if value.is_cuda else _attend_by_document
+    return attend(states, settings), None
+
+
+_States = tuple[Tensor, Tensor, Tensor]
+
+
+def _attend_on_cuda(states: _States, settings: dict[str, Any]) -> Tensor:
+    query, key, value = (state[0].transpose(0, 1) for state in states)
+    if (index := settings.get("shared_prompt_index")) is not None:
+        key, value = key[index], value[index]
+    window = settings.get("sliding_window")
+    # Where there are more keys than queries, the last of both are the same token.
+    output = varlen_attn(
+        query,
+        key,
+        value,
+        settings["cu_seq_lens_q"],
+        settings["cu_seq_lens_k"],
+        settings["max_length_q"],
+        settings["max_length_k"],
+        scale=settings.get("scaling"),
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(output, Tensor)
+    return output[None]
+
+
+def _attend_by_document(states: _States, settings: dict[str, Any]) -> Tensor:
+    lengths, window = settings["cu_seq_lens_q"].diff().tolist(), settings.get("sliding_window")
+    key_lengths = settings["cu_seq_lens_k"].diff().tolist()
+    documents = list(zip(*(torch.split(state, lengths, dim=2) for state in states), strict=True))
+    outputs = []
+    for number, ((query, *own), length, num_keys) in enumerate(zip(documents, lengths, key_lengths, strict=True)):
+        (key, value), before, mask = own, num_keys - length, None
+        if before:
+            # An answer behind another: its prompt begins the document before it.
+            _, *others = documents[number - 1]
+            key, value = (torch.cat([a[:, :, :before], b], dim=2) for a, b in zip(others, own, strict=True))
+        if before or (window is not None and window < length):
+            mask = torch.ones(length, num_keys, dtype=torch.bool).tril(before)
+            mask = mask if window is None else mask.triu(1 + before - window)
+        outputs.append(
+            functional.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                mask,
+                is_causal=mask is None,
+                scale=settings.get("scaling"),
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        )
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()

@@ -1,0 +1,310 @@
+"""Answers of a policy: one protocol, and transformers' ``generate`` behind it, by which any faster engine is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.cache_utils import DynamicLayer
+
+from recipes_lib.models.devices import find_device
+from recipes_lib.models.generation.stop_tokens import build_plain_generation, pad_left
+
+
+def build_cache(model: Any, num_tokens: int) -> DynamicCache | None:
+    """A cache for ``model.generate`` whose rows can be selected while answers are sampled.
+
+    Args:
+        model: A causal language model, or a PEFT model around it.
+        num_tokens: Most tokens of a row, the prompt's among them.
+
+    Returns:
+        The cache; ``None`` for a model that keeps another state than keys and values of each token.
+    """
+    cache = DynamicCache(config=model.config)
+    if not model._supports_default_dynamic_cache() or not all(
+        isinstance(layer, DynamicLayer) for layer in cache.layers
+    ):
+        return None
+    cache.layers = [RoomyLayer(num_tokens) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+class RoomyLayer(DynamicLayer):
+    """A layer's cache that writes the new token, where upstream's copies all that there were.
+
+    Source: transformers' ``DynamicLayer``, equal in ``tests/models/generation/test_generation_cache.py``.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        """Make room for ``num_tokens`` at the first update."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._num_tokens = num_tokens
+        self._rooms: list[Tensor] = []
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Append, and return all keys and values, ``(B, H, L, D)`` each; views of the room."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        begin = self.get_seq_length()
+        end = begin + key_states.shape[-2]
+        if not self._rooms or end > self._rooms[0].shape[2]:
+            states = (key_states, value_states)
+            self._rooms = [new.new_empty(*new.shape[:2], max(end, self._num_tokens), new.shape[-1]) for new in states]
+            for room, held in zip(self._rooms, (self.keys, self.values), strict=True):
+                if held is not None and begin:
+                    room[:, :, :begin] = held
+        for room, new in zip(self._rooms, (key_states, value_states), strict=True):
+            room[:, :, begin:end] = new
+        self.keys, self.values = (room[:, :, :end] for room in self._rooms)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows, in room of their own."""
+        super().batch_select_indices(indices)
+        self._rooms = []
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """Answers to a batch of prompts, as the engine left them.
+
+    Attributes:
+        response_ids: ``int64 (B, T)`` on the CPU; behind an answer's stop token anything may stand.
+        engine_logps: Log-probability of each token by the engine, in nats and at the temperature; ``float32 (B, T)``.
+    """
+
+    response_ids: Tensor
+    engine_logps: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How answers are sampled, whatever samples them.
+
+    Attributes:
+        stop_ids: Tokens that end an answer.
+        pad_id: Fills prompts on the left and answers on the right; never told from a token by its id.
+        response_length: Longest answer.
+        temperature: Divides the logits.
+        beat: Called whenever there is progress: with ``generate`` at each token, with an engine at each step or part.
+        num_tokens: Tokens that may be sampled, the first of the vocabulary; ``None``: all. Of ``generate`` alone.
+    """
+
+    stop_ids: Sequence[int]
+    pad_id: int
+    response_length: int
+    temperature: float
+    beat: Callable[[], None] = lambda: None
+    num_tokens: int | None = None
+
+
+class Generator(Protocol):
+    """Samples answers.
+
+    Attributes:
+        name: For the log.
+        follows_seed: Which answer a prompt gets depends on its own uniforms alone: not on the others beside it, not on
+            the number of processes, not on whether the run was stopped. Where it is False, uniforms are at most a seed.
+        batch_size: Prompts that it is given at once; ``None`` gives it all, for it fills batches of its own.
+    """
+
+    name: str
+    follows_seed: bool
+    batch_size: int | None
+
+    def load(self, policy: Any) -> None:
+        """Take over the policy's weights as they are now; every process calls that answers next."""
+        ...
+
+    def generate(self, policy: Any, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> Generated:
+        """Answer every prompt once.
+
+        Args:
+            policy: A causal language model in evaluation mode, with the weights that were loaded.
+            prompts: Token ids.
+            uniforms: Numbers of ``[0, 1)``, ``float64 (B, response_length)``: one for each token of an answer.
+        """
+        ...
+
+
+class GenerateBackend:
+    """transformers' ``generate``: any model, any device.
+
+    Whenever half of a batch's answers have ended, the others go on without them, on the keys and values that they have;
+    so that a batch does not cost as much as if all of its answers were as long as the longest.
+
+    Source: ``GenerationMixin.generate``; answers as those of one plain call, and log-probabilities as those of the
+    training graph, in ``tests/models/generation/test_sampling.py``.
+    """
+
+    name = "generate"
+    follows_seed = True
+
+    def __init__(self, sampling: Sampling, *, batch_size: int, precision: Any) -> None:
+        """Prepare to answer.
+
+        Args:
+            sampling: How.
+            batch_size: Prompts of a batch.
+            precision: Gives the context in which products are computed.
+        """
+        self.batch_size: int | None = batch_size
+        self._sampling = sampling
+        self._precision: Any = precision
+
+    def load(self, policy: Any) -> None:
+        """Do nothing: it is the policy itself that answers."""
+
+    def generate(self, policy: Any, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> Generated:
+        """Answer every prompt once, as one left-padded batch that loses the answers that ended."""
+        device = find_device(policy)
+        ids, mask = (part.to(device) for part in pad_left(prompts, self._sampling.pad_id))
+        uniforms, rows = uniforms.to(device), torch.arange(len(prompts), device=device)
+        length, done = self._sampling.response_length, 0
+        response_ids = torch.full((len(prompts), length), self._sampling.pad_id, device=device)
+        engine_logps = torch.zeros(len(prompts), length, device=device)
+        cache = build_cache(policy, ids.shape[1] + length)
+        while len(rows) and done < length:
+            half = HalfEnded(self._sampling.stop_ids, rows)
+            sampler = SampleByUniforms(uniforms[rows, done:], self._sampling)
+            sequences = self._go_on(policy, ids, mask, length - done, sampler, cache, half)
+            new = sequences[:, ids.shape[1] :]
+            now = slice(done, done + new.shape[1])
+            response_ids[rows, now], engine_logps[rows, now] = new, sampler.read_logps()
+            done = now.stop
+            if cache is None:
+                break
+            rest = (~half.has_ended).nonzero().squeeze(1)
+            ids, rows = sequences[rest], rows[rest]
+            mask = torch.cat([mask[rest], torch.ones_like(new[rest])], dim=1)
+            cache.batch_select_indices(rest)
+        return Generated(response_ids[:, :done].cpu(), engine_logps[:, :done].cpu())
+
+    def _go_on(
+        self, policy: Any, ids: Tensor, mask: Tensor, length: int, sampler: Any, cache: Any, half: HalfEnded
+    ) -> Tensor:
+        """Up to ``length`` tokens more of each row, all of them with a cache until half of the rows have ended."""
+        reuse = {} if cache is None else {"past_key_values": cache, "stopping_criteria": StoppingCriteriaList([half])}
+        context: AbstractContextManager[Any] = self._precision()
+        with torch.no_grad(), context:
+            sequences: Tensor = policy.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                generation_config=build_plain_generation(self._sampling.stop_ids, self._sampling.pad_id, length),
+                logits_processor=LogitsProcessorList([sampler]),
+                # A sharded policy is held whole meanwhile: whoever has all answers waits for nobody.
+                synced_gpus=False,
+                **reuse,
+            )
+        return sequences
+
+
+class HalfEnded(StoppingCriteria):
+    """Ends a generation when half of its rows have ended; ``has_ended`` says which, ``bool (B,)``."""
+
+    def __init__(self, stop_ids: Sequence[int], rows: Tensor) -> None:
+        """None of ``rows``, ``(B,)``, has ended yet."""
+        self.has_ended = torch.zeros_like(rows, dtype=torch.bool)
+        self._stop_ids = torch.tensor(list(stop_ids), device=rows.device)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
+        """Return whether to end, for every row alike."""
+        self.has_ended |= torch.isin(input_ids[:, -1], self._stop_ids)
+        return (2 * self.has_ended.sum() >= len(self.has_ended)).expand(len(self.has_ended))
+
+
+class SampleByUniforms(LogitsProcessor):
+    """Samples exactly, by inverting the distribution at given numbers, and keeps what each token's log-probability was.
+
+    So an answer does not depend on the batch it was sampled in, nor on the number of processes; and no logits of a
+    whole answer are ever held.
+    """
+
+    def __init__(self, uniforms: Tensor, sampling: Sampling) -> None:
+        """Sample at ``uniforms``, ``float64 (B, T)``."""
+        self._uniforms = uniforms
+        self._sampling = sampling
+        self._logps: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Leave each row its sampled token alone."""
+        self._sampling.beat()
+        logps = (scores[:, : self._sampling.num_tokens].float() / self._sampling.temperature).log_softmax(dim=-1)
+        # In double precision: at the end of a large vocabulary single steps are too coarse for rare tokens.
+        cumulative = logps.double().exp().cumsum(dim=-1)
+        at = self._uniforms[:, len(self._logps), None] * cumulative[:, -1:]
+        chosen = torch.searchsorted(cumulative, at, right=True).clamp(max=logps.shape[-1] - 1)
+        self._logps.append(logps.gather(1, chosen).squeeze(1))
+        return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
+
+    def read_logps(self) -> Tensor:
+        """Log-probabilities of the sampled tokens, ``float32 (B, T)``."""
+        return torch.stack(self._logps, dim=1)
+
+
+def mask_answers(response_ids: Tensor, stop_ids: Collection[int]) -> tuple[Tensor, Tensor]:
+    """Which tokens belong to the answers, and which answers ended by themselves.
+
+    The first stop token ends an answer and belongs to it; what a batched generation put behind it does not. Padding is
+    never told by its id.
+
+    Args:
+        response_ids: ``int64 (B, T)``, generated tokens alone: a stop token of the prompt ends nothing.
+        stop_ids: Every token that ends an answer.
+
+    Returns:
+        ``bool (B, T)`` mask and ``bool (B,)``, True where an answer ended before the limit.
+    """
+    is_stop = torch.isin(response_ids, torch.tensor(sorted(stop_ids), device=response_ids.device))
+    num_stops_before = is_stop.cumsum(dim=1) - is_stop.long()
+    return num_stops_before == 0, is_stop.any(dim=1)
+
+
+def join_answers(answers: Sequence[tuple[Sequence[int], Sequence[float]]], sampling: Sampling) -> Generated:
+    """Answers that an engine returned one by one, tokens and log-probabilities of each, as one batch.
+
+    Raises:
+        RuntimeError: An answer was cut short: it neither ends with a stop token nor has the full length.
+    """
+    stops = set(sampling.stop_ids)
+    width = max(len(ids) for ids, _ in answers)
+    response_ids = torch.full((len(answers), width), sampling.pad_id)
+    engine_logps = torch.zeros(len(answers), width)
+    for row, (ids, logps) in enumerate(answers):
+        if len(ids) < sampling.response_length and not (ids and ids[-1] in stops):
+            # What stands behind it would be taken for the answer.
+            raise RuntimeError(
+                f"the engine ended an answer after {len(ids)} of {sampling.response_length} tokens without a stop token"
+            )
+        response_ids[row, : len(ids)] = torch.tensor(ids)
+        engine_logps[row, : len(ids)] = torch.tensor(logps)
+    return Generated(response_ids, engine_logps)
+
+
+def read_continuation(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], answer: Sequence[int]) -> str:
+    """The text of an answer as it goes on behind its prompt, with the white space in between that decoders strip.
+
+    Args:
+        tokenizer: Of the policy.
+        prompt: Token ids.
+        answer: Token ids.
+    """
+
+    def read(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    whole, start = read([*prompt, *answer]), read(prompt)
+    return whole[len(start) :] if whole.startswith(start) else read(answer)

@@ -1,0 +1,1 @@
+"""Model heads: chunked vocabulary loss, reward score."""

@@ -1,0 +1,348 @@
+"""A causal language model that returns its loss or token log-probabilities without the logits of a whole batch."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from transformers.utils.generic import ModelOutput
+
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.losses.next_token import TokenSums, compute_cross_entropy
+from recipes_lib.losses.token_logps import TokenLogps, compute_token_logps
+from recipes_lib.models.devices import find_device, unwrap_adapter
+from recipes_lib.models.inference import suited_to_kernel
+from recipes_lib.models.parallel.tensor_parallel import find_share, project_on_shares
+
+
+@dataclass
+class LossHeadOutput(ModelOutput):
+    """Sums over the targets of a batch.
+
+    Attributes:
+        nll_sum: Negative log-likelihood in nats; ``float32`` scalar, differentiable.
+        num_targets: Targets in the batch; ``int64`` scalar.
+        num_correct: Targets that are the arg-max of their logits; ``int64`` scalar.
+        aux_loss: Load-balancing loss of a mixture of experts, before ``router_aux_loss_coef``; ``None`` unless the
+            model's configuration sets ``output_router_logits``.
+    """
+
+    nll_sum: Tensor | None = None
+    num_targets: Tensor | None = None
+    num_correct: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
+@dataclass
+class TokenLogpsOutput(ModelOutput):
+    """What the model says of the target tokens of a batch.
+
+    Attributes:
+        logps: ``log p(target)`` in nats; ``float32 (N,)``, differentiable.
+        is_top: Whether the target is the arg-max of its logits; ``bool (N,)``.
+        log_sum_sq_probs: ``log sum_v p(v)^2``; ``float32 (N,)``, without gradient; ``None`` unless asked for.
+        entropy: Of the distribution that the target is taken from, in nats; as ``log_sum_sq_probs``.
+        aux_loss: As in ``LossHeadOutput``.
+    """
+
+    logps: Tensor | None = None
+    is_top: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
+@dataclass
+class StatesOutput(ModelOutput):
+    """What the model knows at some positions of a batch.
+
+    Attributes:
+        states: Last hidden states, ``(N, D)``, differentiable.
+        aux_loss: As in ``LossHeadOutput``.
+    """
+
+    states: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
+class HeadOutput(NamedTuple):
+    """What a function of hidden states and output embedding gave.
+
+    Attributes:
+        result: What it returned.
+        aux_loss: As in ``LossHeadOutput``.
+    """
+
+    result: Any
+    aux_loss: Tensor | None
+
+
+def add_loss_head(model: PreTrainedModel) -> None:
+    """Let ``model`` return a loss, log-probabilities, states or what a function makes of them, on demand.
+
+    With any of the forms below, ``token_mask``, ``bool (B, L)``, is ``True`` for real tokens: padding does not count in
+    the load-balancing loss of a mixture of experts. Nothing else needs it, since no document attends to padding.
+
+    ``model(input_ids=..., position_ids=..., labels=..., loss_head=True)`` sums the loss over a batch: ``labels`` are
+    ``int64 (B, L)``, unshifted, negative where there is no target. With ``targets`` beside them, ``int64 (B, L)``, each
+    hidden state is scored on the one at its own place, as where rows are cut over processes (``cut_batch``).
+
+    ``model(input_ids=..., position_ids=..., predictors=..., targets=..., token_logps=True)`` gives the log-probability
+    of each of ``N`` tokens. ``predictors`` are ``int64 (N,)`` indices into the flattened ``(B * L)`` positions,
+    ``targets`` the ``int64 (N,)`` tokens that the hidden states there predict; several targets may share a predictor,
+    as the first tokens of two answers do. ``attention_mask`` is ``bool (B, 1, L, L)``, ``True`` where a query (third
+    axis) sees a key (fourth), every token itself among them; without it ``position_ids`` tell documents apart.
+    ``with_statistics=True`` adds what ``compute_token_logps`` has to be asked for; ``temperature`` divides the logits.
+
+    ``model(input_ids=..., position_ids=..., states_at=...)`` gives the last hidden states at ``int64 (N,)`` indices
+    into the flattened positions, for a head that is not the model's own.
+
+    ``model(input_ids=..., position_ids=..., head=function)`` returns a ``HeadOutput`` of ``function(hidden, weight,
+    bias=..., logit_scale=..., softcap=...)``, called on the last hidden states, ``(B, L, D)``.
+
+    Without any of them the model is what it was, so generation is unchanged. A PEFT wrapper may come before or after;
+    before, where it trains tied embeddings whole.
+
+    All are computed inside the output projection's own call, so that whatever shards its weight (FSDP2, ZeRO-3)
+    gathers it, and reduces its gradient, by the same hooks as for ordinary logits.
+
+    Raises:
+        ConfigError: The model has no output projection that is a plain ``nn.Linear``.
+
+    Source: the model's own ``forward``; ``tests/parity/test_loss_head.py``.
+    """
+    model = unwrap_adapter(model)
+    projections = _find_projections(model)
+    for projection in projections:
+        if not isinstance(projection, nn.Linear) or not projection.weight.is_floating_point():
+            kind = type(projection).__name__
+            raise ConfigError(
+                Problem(
+                    "model_name_or_path",
+                    f"{type(model).__name__} projects to the vocabulary by {kind}, not by nn.Linear",
+                    "choose a causal language model with an lm_head that is neither quantised nor under an adapter",
+                )
+            )
+    original_forward = cast(types.MethodType, model.forward).__func__
+
+    # generate() checks its arguments against the signature of the class's forward.
+    @functools.wraps(type(model).forward)
+    def forward(
+        self: PreTrainedModel,
+        *args: Any,
+        loss_head: bool = False,
+        token_logps: bool = False,
+        states_at: Tensor | None = None,
+        head: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if loss_head:
+            return _compute_sums(self, *args, **kwargs)
+        if token_logps:
+            return _compute_logps(self, *args, **kwargs)
+        if states_at is not None:
+            hidden, aux_loss = _run_backbone(self, kwargs)
+            return StatesOutput(hidden.flatten(0, 1)[states_at], aux_loss)
+        if head is not None:
+            return _call_head(self, head, **kwargs)
+        return original_forward(self, *args, **kwargs)
+
+    # Modules keep an instance's forward behind their hooks and carry it along when PEFT copies them.
+    vars(model)["forward"] = types.MethodType(forward, model)
+    for projection in projections:
+        vars(projection)["forward"] = types.MethodType(_project_or_score, projection)
+
+
+def verify_loss_head(model: Any) -> None:
+    """Compare the loss head with the model's own loss on eight tokens, before anything is trained.
+
+    Args:
+        model: What ``add_loss_head`` was given; when its weights are sharded every process must call.
+
+    Raises:
+        ConfigError: The losses differ: between backbone and logits the model does something that is unknown here.
+    """
+    config = unwrap_adapter(model).config.get_text_config()
+    input_ids = torch.arange(1, 9, device=find_device(model))[None] % config.vocab_size
+    was_training = model.training
+    model.eval()
+    with torch.no_grad(), suited_to_kernel(model):
+        own = model(input_ids=input_ids, labels=input_ids, use_cache=False)
+        sums = model(input_ids=input_ids, labels=input_ids, loss_head=True)
+    model.train(was_training)
+    ours = sums.nll_sum / sums.num_targets
+    if sums.aux_loss is not None:
+        ours = ours + config.router_aux_loss_coef * sums.aux_loss
+    tolerance = 1e-5 if own.logits.dtype == torch.float32 else 1e-2
+    if not torch.isclose(ours, own.loss.float(), rtol=tolerance, atol=tolerance):
+        raise ConfigError(
+            Problem(
+                "model_name_or_path",
+                f"on the same tokens this model's own loss is {own.loss:.6f} and its chunked loss is {ours:.6f}",
+                "its architecture changes the logits in a way that is not supported; choose another model",
+            )
+        )
+
+
+def _find_projections(model: Any) -> list[Any]:
+    """The output projection; where PEFT trains it whole, the original and each copy.
+
+    PEFT's wrapper hands every argument on, to the copy that is active or, while adapters are off, to the original.
+    """
+    projection = model.get_output_embeddings()
+    copies = getattr(projection, "modules_to_save", None)
+    return [projection] if copies is None else [projection.original_module, *copies.values()]
+
+
+def _logit_transform(config: PreTrainedConfig) -> dict[str, Any]:
+    """What stands between projection and softmax: Cohere's and Granite's factor, Gemma's cap."""
+    scale = getattr(config, "logit_scale", None)
+    return {
+        "logit_scale": (1.0 if scale is None else scale) / getattr(config, "logits_scaling", 1.0),
+        "softcap": getattr(config, "final_logit_softcapping", None),
+    }
+
+
+def _project_or_score(
+    projection: nn.Linear, hidden: Tensor, score: Callable[..., Any] | None = None, *args: Any, **options: Any
+) -> Any:
+    """The output projection's ``forward``: logits, or what ``score`` makes of hidden states and weight."""
+    weight: Any = projection.weight
+    bias: Any = projection.bias
+    if isinstance(weight, DTensor):
+        # Processes share the vocabulary.
+        if score is None:
+            return project_on_shares(hidden, weight, bias)
+        if score is compute_cross_entropy:
+            options["share"] = find_share(weight)
+            weight, bias = (None if part is None else part.to_local() for part in (weight, bias))
+        else:
+            weight, bias = (None if part is None else part.full_tensor() for part in (weight, bias))
+    elif score is None:
+        return type(projection).forward(projection, hidden)
+    return score(hidden, weight, *args, bias=bias, **options)
+
+
+def _compute_sums(
+    model: Any, *, labels: Tensor, targets: Tensor | None = None, attention_mask: Tensor | None = None, **inputs: Any
+) -> LossHeadOutput:
+    # A mask or a cache would switch off the isolation of packed documents, which is read from the positions. Padding
+    # stands at the end of a row, where causal attention keeps it from the documents.
+    if attention_mask is not None:
+        raise ValueError("the loss head takes no attention_mask: position_ids tell documents apart")
+    if targets is not None:
+        # Rows are cut over processes. A mask of four axes is taken as it is, and here the attention knows without.
+        inputs["attention_mask"] = torch.empty(1, 1, 0, 0, dtype=torch.bool, device=labels.device)
+        hidden, aux_loss = _run_backbone(model, inputs)
+        sums: TokenSums = _score(model, compute_cross_entropy, hidden, targets)
+        return LossHeadOutput(sums.nll_sum, sums.num_targets, sums.num_correct, aux_loss)
+    num_predictors = labels.shape[1] - 1
+    if _can_cut(model, num_predictors, inputs):
+        inputs = {name: part[:, :num_predictors] for name, part in inputs.items() if name != "use_cache"}
+    hidden, aux_loss = _run_backbone(model, inputs)
+    sums = _score(model, compute_cross_entropy, hidden[:, :num_predictors], labels[:, 1:])
+    return LossHeadOutput(sums.nll_sum, sums.num_targets, sums.num_correct, aux_loss)
+
+
+def _can_cut(model: Any, num_predictors: int, inputs: Mapping[str, Any]) -> bool:
+    """Whether rows are read without their last token, which only has to be predicted.
+
+    Kernels are slower on windows of a round length and one more, and on those of a round length less one. Boundaries
+    of documents count all tokens, as does the load-balancing loss.
+    """
+    is_round = num_predictors > 0 and num_predictors % 8 == 0
+    known = {"input_ids", "position_ids", "token_mask", "use_cache"}
+    return is_round and inputs.keys() <= known and not _has_router_loss(model)
+
+
+def _compute_logps(
+    model: Any,
+    *,
+    predictors: Tensor,
+    targets: Tensor,
+    attention_mask: Tensor | None = None,
+    with_statistics: bool = False,
+    temperature: float = 1.0,
+    **inputs: Any,
+) -> TokenLogpsOutput:
+    if attention_mask is not None:
+        inputs["attention_mask"] = _spell_mask(model, attention_mask)
+    hidden, aux_loss = _run_backbone(model, inputs)
+    chosen = hidden.flatten(0, 1)[predictors]
+    options = {"with_statistics": with_statistics, "temperature": temperature}
+    scored: TokenLogps = _score(model, compute_token_logps, chosen, targets, **options)
+    return TokenLogpsOutput(*scored, aux_loss)
+
+
+def _call_head(model: Any, head: Callable[..., Any], **inputs: Any) -> HeadOutput:
+    hidden, aux_loss = _run_backbone(model, inputs)
+    return HeadOutput(_score(model, head, hidden), aux_loss)
+
+
+def _spell_mask(model: Any, visible: Tensor) -> Tensor:
+    """A mask as the attention kernel reads it; the model takes one of four axes as it is, over what it would make.
+
+    Raises:
+        ValueError: The mask has another form, or the kernel or a sliding window would not be what it says.
+    """
+    config = model.config.get_text_config()
+    if visible.ndim != 4 or visible.dtype != torch.bool:
+        raise ValueError(f"attention_mask is bool (B, 1, L, L) here, not {visible.dtype} {tuple(visible.shape)}")
+    window = getattr(config, "sliding_window", None)
+    if window is not None and visible.shape[-1] > window:
+        raise ValueError(f"an attention_mask of {visible.shape[-1]} tokens would undo the sliding window of {window}")
+    if config._attn_implementation == "sdpa":
+        return visible
+    if config._attn_implementation == "eager":
+        hidden_score = torch.finfo(model.dtype).min
+        return torch.zeros_like(visible, dtype=model.dtype).masked_fill(~visible, hidden_score)
+    raise ValueError(f"{config._attn_implementation} takes no attention_mask; use sdpa or eager")
+
+
+def _has_router_loss(model: Any) -> bool:
+    return bool(getattr(model.config.get_text_config(), "output_router_logits", False))
+
+
+def _run_backbone(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Last hidden states, ``(B, L, D)``, and the load-balancing loss of a model that asks for it."""
+    inputs["use_cache"] = False
+    token_mask = inputs.pop("token_mask", None)
+    if _has_router_loss(model):
+        inputs["output_router_logits"] = True
+    outputs = model.base_model(**inputs)
+    aux_loss = None
+    if _has_router_loss(model):
+        # Configurations call the number of experts by several names; models have it by one, or read it from there.
+        counts = model if hasattr(model, "num_experts") else model.config.get_text_config()
+        aux_loss = cast(
+            Tensor,
+            load_balancing_loss_func(
+                outputs.router_logits, counts.num_experts, counts.num_experts_per_tok, attention_mask=token_mask
+            ),
+        )
+    return outputs.last_hidden_state, aux_loss
+
+
+def _score(
+    model: Any,
+    score: Callable[..., Any],
+    hidden: Tensor,
+    *args: Tensor,
+    temperature: float = 1.0,
+    **options: Any,
+) -> Any:
+    """Call ``score`` by way of the output projection, with what stands between it and the softmax."""
+    # A cap bounds the logits before the temperature divides them, so that it is divided too.
+    transform = {
+        name: None if value is None else value / temperature
+        for name, value in _logit_transform(model.config.get_text_config()).items()
+    }
+    return model.get_output_embeddings()(hidden, score, *args, **transform, **options)

@@ -1,0 +1,191 @@
+"""A reward model: a backbone with one number for each answer, read at the answer's last token."""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils.generic import ModelOutput
+
+from recipes_lib.config.schema import ModelConfig
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.devices import unwrap_adapter
+from recipes_lib.models.heads.loss_head import _run_backbone, _spell_mask
+from recipes_lib.models.loading import load_pretrained
+from recipes_lib.models.parallel.zero3 import written_whole
+
+HEAD: Final = "score"
+"""What transformers calls the head of every decoder that classifies; also ``modules_to_save`` of an adapter."""
+_OUTPUT_PROJECTION: Final = ("lm_head.weight", "lm_head.bias")
+"""Of the fine-tuned model that training starts from, and of no use here."""
+
+
+@dataclass
+class ScoreOutput(ModelOutput):
+    """What the model thinks of the answers in a batch.
+
+    Attributes:
+        scores: Not normalised; ``float32 (S,)``, differentiable.
+        aux_loss: As in ``LossHeadOutput``.
+    """
+
+    scores: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
+def load_reward_model(
+    config: ModelConfig,
+    attn_implementation: str,
+    *,
+    seed: int | None,
+    quantization: BitsAndBytesConfig | None = None,
+) -> PreTrainedModel:
+    """The model in training mode with one score per sequence, in the precision of the master weights.
+
+    A checkpoint with a head keeps it. Over a causal language model the head is drawn from ``N(0, 1 / (d + 1))``, so
+    that the first scores have a variance near 1 whatever the width ``d``.
+
+    Args:
+        config: Which model.
+        attn_implementation: As ``choose_attention`` settled it.
+        seed: Of a fresh head, which is the same on every process; ``None`` where a checkpoint without one is a mistake.
+        quantization: As for ``load_causal_lm``; the head is never quantised.
+
+    Raises:
+        ConfigError: As ``load_causal_lm``; or there is no head, and none may be made.
+
+    Source: Stiennon et al. 2020 (initialisation, as kept by Huang et al. 2024);
+        ``tests/models/heads/test_score_head.py``.
+    """
+    model, missing = load_pretrained(
+        AutoModelForSequenceClassification,
+        config,
+        attn_implementation,
+        quantization,
+        may_lack=[f"{HEAD}.weight"] if seed is not None else [],
+        may_hold=_OUTPUT_PROJECTION,
+        num_labels=1,
+    )
+    if missing:
+        assert seed is not None
+        head = _find_head(model)
+        if head.weight.is_meta:
+            # transformers leaves it so on all but one process of a machine, which FSDP2 will give its weights.
+            head.to_empty(device=model.device)
+        with torch.no_grad(), written_whole(head.weight):
+            weight = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed))
+            head.weight.copy_(weight / math.sqrt(head.in_features + 1))
+    return model
+
+
+def set_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, terminators: Iterable[int]) -> None:
+    """Make transformers' own forward pass read the score where training does.
+
+    It reads at the last token that is not ``config.pad_token_id``, wherever the mask ends: a padding token that also
+    ends answers would move it to the token before.
+
+    Args:
+        model: A PEFT wrapper may be around it.
+        tokenizer: As ``load_tokenizer`` returned it; saved with the model, it pads with the same token.
+        terminators: Ids of the last tokens of answers, as in ``set_stop_tokens``.
+
+    Raises:
+        ConfigError: The tokenizer pads with a token that ends answers, as it does where it has no padding token.
+
+    Source: transformers' ``GenericForSequenceClassification.forward``; ``tests/models/heads/test_score_head.py``.
+    """
+    ends = {tokenizer.eos_token_id, *terminators}
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id in ends:
+        found = f"{tokenizer.pad_token!r} pads and ends answers, so transformers would read the score before the end"
+        raise ConfigError(Problem("pad_token", found, _advise_pad_token(tokenizer, ends)))
+    config = unwrap_adapter(model).config
+    config.pad_token_id = config.get_text_config().pad_token_id = tokenizer.pad_token_id
+
+
+def add_score_head(model: PreTrainedModel) -> None:
+    """Let ``model`` return a ``ScoreOutput`` on demand; call it before an adapter is put around.
+
+    ``model(input_ids=..., position_ids=..., last_positions=...)`` scores the answers of a batch: ``last_positions`` are
+    ``int64 (S,)`` indices into the flattened ``(R * L)`` positions, of the token that ends each answer.
+    ``attention_mask`` is ``bool (R, 1, L, L)``, ``True`` where a query (third axis) sees a key (fourth), every token
+    itself among them; without it ``position_ids`` tell documents apart, and padding stands at the ends of rows.
+
+    Without ``last_positions`` the model is what it was. The head multiplies in ``float32``, also under autocast, for
+    the difference of two scores has fewer digits than either; and only at the positions asked for.
+
+    Raises:
+        ConfigError: The model has no head called ``score`` that is a plain ``nn.Linear`` with one output.
+
+    Source: transformers' ``GenericForSequenceClassification.forward``; ``tests/models/heads/test_score_head.py``.
+    """
+    head = _find_head(model)
+    original_forward = cast(types.MethodType, model.forward).__func__
+
+    @functools.wraps(type(model).forward)
+    def forward(self: PreTrainedModel, *args: Any, last_positions: Tensor | None = None, **kwargs: Any) -> Any:
+        if last_positions is None:
+            return original_forward(self, *args, **kwargs)
+        return _compute_scores(self, *args, last_positions=last_positions, **kwargs)
+
+    # Modules keep an instance's forward behind their hooks and carry it along when PEFT copies them.
+    vars(model)["forward"] = types.MethodType(forward, model)
+    vars(head)["forward"] = types.MethodType(_project, head)
+
+
+def _find_head(model: Any) -> nn.Linear:
+    head = getattr(model, HEAD, None)
+    if isinstance(head, nn.Linear) and head.out_features == 1 and head.weight.is_floating_point():
+        return head
+    found = f"{type(model).__name__} has no head `{HEAD}` that is an nn.Linear with one output"
+    remedy = "choose a causal language model; an adapter comes after the head"
+    raise ConfigError(Problem("model_name_or_path", found, remedy))
+
+
+def _compute_scores(
+    model: Any, *, last_positions: Tensor, attention_mask: Tensor | None = None, **inputs: Any
+) -> ScoreOutput:
+    if attention_mask is not None:
+        inputs["attention_mask"] = _spell_mask(model, attention_mask)
+    # A PEFT wrapper hands on every argument of its own, and the backbone does not know them all.
+    inputs = {name: value for name, value in inputs.items() if value is not None}
+    hidden, aux_loss = _run_backbone(model, inputs)
+    # The head's own call: what shards its weight gathers it there, and PEFT puts its trained copy in its place.
+    (scores,) = getattr(model, HEAD)(hidden.flatten(0, 1)[last_positions], in_float32=True)
+    return ScoreOutput(scores, aux_loss)
+
+
+def _project(head: nn.Linear, hidden: Tensor, in_float32: bool = False) -> Any:
+    """The head's ``forward``; ``in_float32`` it returns a tuple, so that no hook narrows the scores ``(S,)`` again."""
+    if not in_float32:
+        return type(head).forward(head, hidden)
+    bias = None if head.bias is None else head.bias.float()
+    with torch.autocast(hidden.device.type, enabled=False):
+        # No view, which whoever writes into it under FSDP2 would cut off from its hooks.
+        return (nn.functional.linear(hidden.float(), head.weight.float(), bias).squeeze(-1).clone(),)
+
+
+def _advise_pad_token(tokenizer: PreTrainedTokenizerBase, ends: set[int]) -> str:
+    template = str(tokenizer.chat_template or "")
+    special = {str(token): at for at, token in tokenizer.added_tokens_decoder.items() if token.special}
+    unused = [
+        token for token, at in special.items() if at not in {*ends, tokenizer.bos_token_id} and token not in template
+    ]
+    if unused:
+        names = sorted(unused, key=lambda token: ("pad" not in token, special[token]))[:3]
+        return f"set pad_token to a special token that stands in no text, such as {' or '.join(names)}"
+    return (
+        "add one: tokenizer.add_special_tokens({'pad_token': '<|pad|>'}), "
+        "model.resize_token_embeddings(len(tokenizer)), save both, and name that folder"
+    )

@@ -1,0 +1,422 @@
+"""The one way to score answers with a reward model: in evaluation, in PPO, and for whoever loads it."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jinja2 import Environment, Template
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template, _render_with_assistant_indices
+
+from recipes_lib.config.schema import ModelConfig, TokensConfig
+from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.files import read_record
+from recipes_lib.models.adapters.lora import load_adapter
+from recipes_lib.models.adapters.roles import add_reward
+from recipes_lib.models.adapters.saved import find_adapter, read_base
+from recipes_lib.models.attention.kernels import choose_kernel
+from recipes_lib.models.devices import find_device
+from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
+from recipes_lib.models.inference import evaluating
+from recipes_lib.models.loading import load_model_config, load_tokenizer
+
+Message = Mapping[str, Any]
+"""A chat turn: ``role`` and ``content``, and whatever else the template reads."""
+
+Answer = Sequence[Message] | tuple[str, str]
+"""A chat that ends with the assistant's turn, or a plain prompt and its answer."""
+
+_TEMPLATE_DATE: Final = datetime.datetime(2025, 1, 1)
+"""What ``strftime_now`` reads, as in training: an answer's score does not depend on the day."""
+
+_REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
+
+
+def encode_answers(
+    tokenizer: PreTrainedTokenizerBase,
+    answers: Sequence[Answer],
+    *,
+    finished: Sequence[bool] | None = None,
+    where: Sequence[str] = (),
+) -> list[list[int]]:
+    """Token ids of each answer behind its prompt; the last one ends the answer, and none follows it.
+
+    Chats are rendered by the tokenizer's template, and end where training ends them: with the last ``{% generation %}``
+    block where there are such marks, otherwise with the special token that closes the last turn. A turn left open is
+    ended by ``eos_token``, as plain answers are. An end token that the text already had is not doubled.
+
+    Args:
+        tokenizer: Of the reward model.
+        answers: What is scored.
+        finished: False where an answer was broken off: its last token is then the last one of its text, as in the pairs
+            of ``UnfinishedAnswers``. Unset, all have ended.
+        where: The place of each, for errors; without, its number.
+
+    Raises:
+        ConfigError: There are chats, and the tokenizer has no chat template.
+        DataError: Answers that the template refuses, or chats that do not end with the assistant's turn; all of them.
+
+    Source: equality with what training reads in ``tests/models/heads/test_reward_tokens.py``.
+    """
+    if tokenizer.chat_template is None and not all(_is_plain(answer) for answer in answers):
+        remedy = "score (prompt, answer) texts, or save the tokenizer with the template that it was trained with"
+        raise ConfigError(Problem("chat_template_path", "the reward model's tokenizer has no chat template", remedy))
+    problems: list[Problem] = []
+    texts: list[str] = []
+    ended = [True] * len(answers) if finished is None else finished
+    for index, (answer, has_ended) in enumerate(zip(answers, ended, strict=True)):
+        try:
+            texts.append("".join(answer) if _is_plain(answer) else _render(tokenizer, answer, finished=has_ended))
+        except Exception as error:  # Foreign code met the user's data: whatever it raises is about this answer.
+            problems.append(Problem(name_answer(index, where), f"cannot be rendered: {error}"))
+    if problems:
+        raise DataError(*problems)
+    encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+    begin = _find_begin(tokenizer)
+    for answer, ids, has_ended in zip(answers, encoded, ended, strict=True):
+        if _is_plain(answer) and ids[:1] != begin:
+            ids[:0] = begin
+        if not has_ended:
+            continue
+        if _is_plain(answer):
+            ids.append(tokenizer.eos_token_id)
+        while ids[-2:-1] == ids[-1:]:
+            ids.pop()
+    return encoded
+
+
+def name_answer(index: int, where: Sequence[str] = ()) -> str:
+    """An answer as an error names it: by its place among ``where``, or by its number."""
+    return where[index] if where else f"answer {index}"
+
+
+def _is_plain(answer: Answer) -> TypeGuard[tuple[str, str]]:
+    return isinstance(answer[0], str)
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, answer: Answer, *, finished: bool) -> str:
+    """The chat as text, up to its end token, or up to where it was broken off.
+
+    Raises:
+        ValueError: The last message is not the assistant's.
+    """
+    chat = [_canonical(message) for message in answer if not isinstance(message, str)]
+    if chat[-1]["role"] != "assistant":
+        raise ValueError(f"the last message is of the role {chat[-1]['role']!r}, and what is scored is the assistant's")
+    template = _compile(tokenizer.get_chat_template())
+    render: Callable[..., tuple[str, list[tuple[int, int]]]] = _render_with_assistant_indices
+    text, marked = render(template, chat, None, None, False, **tokenizer.special_tokens_map)
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    if marked:  # The template itself says where the answer ends.
+        text = text[: marked[-1][1]]
+    elif text.rstrip().endswith(tuple(special)):
+        text = text.rstrip()
+    else:
+        text += str(tokenizer.eos_token)
+    if finished:
+        return text
+    # An end of the turn, and perhaps one of the text, with line breaks between and behind them: none was written.
+    end = f"(?:{'|'.join(map(re.escape, special))})"
+    return re.sub(rf"{end}(?:\s*{end})*\s*\Z", "", text)
+
+
+@functools.cache
+def _compile(source: str) -> Template:
+    """The template as ``apply_chat_template`` has it, with its clock stopped."""
+    environment: Environment = _compile_jinja_template(source).environment
+    return environment.from_string(source, globals={"strftime_now": _TEMPLATE_DATE.strftime})
+
+
+def _canonical(message: Message) -> dict[str, Any]:
+    """A message as the template reads it in training: no keys without a value, reasoning under each of its names."""
+    present = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((present[key] for key in _REASONING_KEYS if key in present), None)
+    return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}
+
+
+def _find_begin(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer puts before every plain text: its start token, or nothing."""
+    begin: list[int] = tokenizer("a")["input_ids"][:1]
+    return begin if begin == [tokenizer.bos_token_id] else []
+
+
+SCALE_FILE: Final = "reward_scale.json"
+"""Statistics of a reward model that was saved as an adapter, whose folder has no configuration of the model."""
+
+Overlong = Literal["error", "nan"]
+"""What becomes of an input that is longer than the model's positions: a ``DataError``, or the score NaN."""
+
+TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
+
+MAX_BATCH_TOKENS = 8192
+"""Tokens in a batch, padding counted; a longer input is a batch of its own."""
+
+
+TOO_LONG: Final = (
+    "shorten prompt or answer (in a run: `response_length`, or `max_length` with `overlong: drop`), or take a reward "
+    "model with more positions"
+)
+"""What to do about answers for which a reward model has no positions."""
+
+
+class RewardStatistics(NamedTuple):
+    """Mean and standard deviation of the scores of reference answers, in units of the head."""
+
+    mean: float
+    std: float
+
+
+@dataclass(frozen=True, slots=True)
+class RewardModel:
+    """A reward model and its tokenizer, which scores answers.
+
+    A score does not depend on the other answers, on the tokenizer's ``padding_side`` or on the token that pads.
+    Where weights are sharded, and not held whole meanwhile, every process must ask for the scores of the same answers.
+
+    Attributes:
+        model: With a score head (``add_score_head``), under a PEFT wrapper or not; or an ``AdapterScorer``.
+        tokenizer: Its own, with its own chat template; any other makes scores meaningless.
+    """
+
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+
+    @classmethod
+    def load(
+        cls,
+        name: str | Path,
+        *,
+        revision: str | None = None,
+        device: str = "cpu",
+        place: Callable[[Any], Any] | None = None,
+    ) -> RewardModel:
+        """A saved reward model, in evaluation mode and the precision that it was saved in; an adapter on its base.
+
+        Args:
+            name: Folder or Hub id.
+            revision: Commit, tag or branch of a Hub model.
+            device: Where it runs.
+            place: Brings it there, where that is more than moving it: where it is sharded.
+
+        Raises:
+            ConfigError: It cannot be loaded, its checkpoint has no head, or it is an adapter without its scale.
+        """
+        saved, config, adapter = find_saved(str(name), revision)
+        model_config, _ = load_model_config(config)
+        kernel = choose_kernel(
+            model_config, None, device=torch.device(device), compute_dtype=torch.float32, packing=False
+        )
+        # The head of an adapter is in its own file, whatever its base has.
+        model: Any = load_reward_model(config, kernel.implementation, seed=None if adapter is None else 0)
+        add_score_head(model)
+        if adapter is not None:
+            model = load_adapter(model, str(adapter), task_type="SEQ_CLS")
+            store_reward_statistics(model, read_scale(adapter))
+        model = model.to(device) if place is None else place(model.requires_grad_(False))
+        return cls(model.eval(), load_tokenizer(saved, TokensConfig()))
+
+    @classmethod
+    def share(cls, trunk: Any, folder: Path) -> RewardModel:
+        """A reward model that was saved as an adapter, as one more adapter of a model on the same base.
+
+        It scores as ``load`` would have it, through its own tokenizer and template, without a base of its own.
+
+        Args:
+            trunk: A PEFT model with a loss head.
+            folder: From ``find_shareable``.
+
+        Raises:
+            ConfigError: As ``attach_scorer``, or it has no scale.
+        """
+        scale = read_scale(folder)
+        scorer = add_reward(trunk, folder)
+        store_reward_statistics(scorer, scale)
+        saved = ModelConfig(model_name_or_path=str(folder), dtype="auto")
+        return cls(scorer, load_tokenizer(saved, TokensConfig()))
+
+    def encode(
+        self, answers: Sequence[Answer], *, finished: Sequence[bool] | None = None, where: Sequence[str] = ()
+    ) -> list[list[int]]:
+        """Token ids of each answer behind its prompt; the last one ends the answer, where it is ``finished``.
+
+        Raises:
+            ConfigError: As ``encode_answers``.
+            DataError: As ``encode_answers``.
+        """
+        return encode_answers(self.tokenizer, answers, finished=finished, where=where)
+
+    def score(
+        self,
+        answers: Sequence[Answer],
+        *,
+        finished: Sequence[bool] | None = None,
+        where: Sequence[str] = (),
+        overlong: Overlong = "error",
+    ) -> list[float]:
+        """Rewards of answers, in their order; in standard deviations from the mean where the model has statistics.
+
+        Args:
+            answers: What is scored.
+            finished: False where an answer was broken off before its end; unset, all have ended.
+            where: The place of each, for errors; without, its number.
+            overlong: As for ``compute_raw_scores``.
+
+        Raises:
+            ConfigError: As ``encode_answers``.
+            DataError: As ``encode_answers`` and ``compute_raw_scores``.
+        """
+        rows = self.encode(answers, finished=finished, where=where)
+        raw = self.compute_raw_scores(rows, where=where, overlong=overlong)
+        mean, std = read_reward_statistics(self.model) or (0.0, 1.0)
+        return [(score - mean) / std for score in raw]
+
+    def compute_raw_scores(
+        self, rows: Sequence[TokenIds], *, where: Sequence[str] = (), overlong: Overlong = "error"
+    ) -> list[float]:
+        """What the head says at the last token of each row, not normalised, in the order of ``rows``.
+
+        Args:
+            rows: Token ids, at least one each, as ``encode`` gives them or as pairs are prepared.
+            where: As for ``score``.
+            overlong: What becomes of a row that is longer than the model's positions.
+
+        Raises:
+            DataError: Rows are empty; or too long, and ``overlong`` is ``error``; all of them.
+        """
+        if empty := [index for index, row in enumerate(rows) if not len(row)]:
+            found = "the reward model's tokenizer makes no token of it"
+            remedy = "see that its tokenizer is the one that it was trained with"
+            raise DataError(*(Problem(name_answer(at, where), found, remedy) for at in empty))
+        limit = read_positions(self.model.config)
+        too_long = [index for index, row in enumerate(rows) if len(row) > limit]
+        if too_long and overlong == "error":
+            found = "{} tokens are more than the {} positions of the reward model"
+            raise DataError(
+                *(Problem(name_answer(at, where), found.format(len(rows[at]), limit), TOO_LONG) for at in too_long)
+            )
+        scores = [math.nan] * len(rows)
+        fitting = [index for index, row in enumerate(rows) if len(row) <= limit]
+        with evaluating(self.model):
+            for batch in _cut(sorted(fitting, key=lambda index: len(rows[index])), rows):
+                for index, score in zip(batch, self._run([rows[at] for at in batch]), strict=True):
+                    scores[index] = score
+        return scores
+
+    def _run(self, rows: Sequence[TokenIds]) -> list[float]:
+        lengths = torch.tensor([len(row) for row in rows])
+        width = int(lengths.max())
+        # Padding behind a row is seen by none of its tokens, so that it needs no mask and may be any token.
+        input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
+        for at, row in enumerate(rows):
+            input_ids[at, : len(row)] = torch.as_tensor(np.asarray(row, np.int64))
+        device = find_device(self.model)
+        output = self.model(
+            input_ids=input_ids.to(device),
+            position_ids=torch.arange(width, device=device).expand(len(rows), -1),
+            last_positions=(torch.arange(len(rows)) * width + lengths - 1).to(device),
+        )
+        scores: list[float] = output.scores.tolist()
+        return scores
+
+
+class Saved(NamedTuple):
+    """Where a reward model lies.
+
+    Attributes:
+        named: What was named, with the tokenizer.
+        weights: What has the configuration and the weights: the same, or what an adapter was trained on.
+        adapter: Its folder, or ``None``.
+    """
+
+    named: ModelConfig
+    weights: ModelConfig
+    adapter: Path | None
+
+
+def find_saved(name: str, revision: str | None) -> Saved:
+    """Find a saved reward model by its folder or Hub id, and the revision of a Hub model.
+
+    Raises:
+        ConfigError: As ``find_adapter``.
+    """
+    adapter = find_adapter(name, revision)
+    named = ModelConfig(model_name_or_path=name, model_revision=revision, dtype="auto")
+    return Saved(named, named if adapter is None else replace(named, **read_base(adapter)._asdict()), adapter)
+
+
+def read_positions(config: PreTrainedConfig) -> float:
+    """Tokens of the longest row that a model has positions for; infinite where its configuration says nothing."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
+
+
+def compute_reward_statistics(raw_scores: Sequence[float]) -> RewardStatistics:
+    """Mean and standard deviation of the scores of reference answers.
+
+    Args:
+        raw_scores: From ``compute_raw_scores``, at least two; of what the policy is expected to say before PPO, such as
+            the answers of fine-tuning.
+
+    Raises:
+        DataError: All answers have the same score.
+
+    Source: Ziegler et al. 2019 (mean 0 and variance 1 over the reference's answers);
+        ``tests/models/heads/test_scoring.py``.
+    """
+    std = statistics.pstdev(raw_scores)
+    if std == 0:
+        found = f"all {len(raw_scores)} reference answers have the score {raw_scores[0]:.6g}"
+        raise DataError(Problem("reward statistics", found, "give different answers; or the model has learnt nothing"))
+    return RewardStatistics(statistics.fmean(raw_scores), std)
+
+
+def store_reward_statistics(model: Any, computed: RewardStatistics) -> None:
+    """Write the statistics into the model's configuration, with which they are saved and by which ``score`` goes."""
+    model.config.reward_mean, model.config.reward_std = computed
+    # As OpenRLHF reads them.
+    model.config.mean, model.config.std = computed
+
+
+def read_reward_statistics(model: Any) -> RewardStatistics | None:
+    """Return the statistics that ``store_reward_statistics`` left; ``None`` before."""
+    config = model.config
+    return RewardStatistics(config.reward_mean, config.reward_std) if hasattr(config, "reward_mean") else None
+
+
+def read_scale(adapter: Path) -> RewardStatistics:
+    """Return the statistics beside a saved adapter.
+
+    Raises:
+        ConfigError: There are none, or none that are sound.
+    """
+    try:
+        mean, std = RewardStatistics(**read_record(adapter / SCALE_FILE))
+        if not (math.isfinite(mean) and 0 < std < math.inf):
+            raise ValueError(f"mean {mean}, std {std}")
+        return RewardStatistics(mean, std)
+    except (DataError, ValueError, TypeError) as error:
+        found = f"{adapter} holds no sound {SCALE_FILE}, without which its scores mean nothing beside others"
+        remedy = "name the output directory of a finished run of recipes/reward.py"
+        raise ConfigError(Problem("model_name_or_path", found, remedy)) from error
+
+
+def _cut(by_length: Sequence[int], rows: Sequence[TokenIds]) -> Iterator[list[int]]:
+    """Yield rows that come after each other by length, as many as fill a batch."""
+    batch: list[int] = []
+    for index in by_length:
+        if batch and (len(batch) + 1) * len(rows[index]) > MAX_BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch

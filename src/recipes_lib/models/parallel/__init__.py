@@ -1,0 +1,1 @@
+"""Model parallelism: tensor, context and pipeline parallelism, ZeRO-3."""

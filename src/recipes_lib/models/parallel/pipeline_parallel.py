@@ -1,0 +1,231 @@
+"""A model cut along its layers: each process of a pipeline has the class of the whole one, and its part of the weights.
+
+What another process holds is replaced by a module that hands on what it is given, so that masks, positions and order
+of layers stay the model's own code, and every weight keeps its name: the parts of all processes are the whole model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.devices import find_device
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one process of a pipeline holds of a model.
+
+    The layers are cut into ``num_stages * num_chunks`` chunks of the same size; stage ``s`` holds the chunks ``s``,
+    ``s + num_stages``, and so on. The first one has the embedding, the last one the final norm and the projection.
+
+    Attributes:
+        stage: Number of this process in its pipeline, from 0.
+        num_stages: Processes of a pipeline.
+        num_chunks: Chunks of each process.
+    """
+
+    stage: int
+    num_stages: int
+    num_chunks: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the first chunk is here."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the last chunk is here."""
+        return self.stage == self.num_stages - 1
+
+    @property
+    def total_chunks(self) -> int:
+        """Chunks of the whole pipeline."""
+        return self.num_stages * self.num_chunks
+
+    @property
+    def chunks(self) -> range:
+        """Numbers of the chunks that are here."""
+        return range(self.stage, self.total_chunks, self.num_stages)
+
+    def share_layers(self, num_layers: int) -> Sequence[range]:
+        """Return the numbers of the layers of each chunk that is here.
+
+        Raises:
+            ConfigError: The layers are no multiple of the chunks, so that one process would keep the others waiting.
+        """
+        size, rest = divmod(num_layers, self.total_chunks)
+        if rest or not size:
+            fitting = [
+                str(number) for number in range(1, num_layers + 1) if not num_layers % (number * self.num_chunks)
+            ]
+            found = f"{num_layers} layers cannot be cut into {self.total_chunks} equal chunks"
+            in_turns = f" of {self.num_chunks} chunks each" if self.num_chunks > 1 else ""
+            remedy = f"launch {' or '.join(fitting)} stages{in_turns}" if fitting else "choose another schedule"
+            raise ConfigError(Problem("pipeline stages", found, remedy))
+        return [range(chunk * size, (chunk + 1) * size) for chunk in self.chunks]
+
+
+_EMBEDDING: Final = "embed_tokens"
+_LAYERS: Final = "layers"
+_NORM: Final = "norm"
+_PLAN: Final = [_EMBEDDING, _LAYERS, _NORM]
+"""What a model is made of that can be cut here, as transformers names it in ``base_model_pp_plan``."""
+
+
+class Elsewhere(nn.Module):
+    """Stands where another process has a module, and hands on what it is given."""
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return ``hidden``."""
+        return hidden
+
+
+def build_part_class(config: PreTrainedConfig, part: Part) -> type[PreTrainedModel]:
+    """Return the class of a part: the model's own, which leaves out what other processes hold when it is built.
+
+    Loading such a model reads its own tensors alone. It has besides ``part``; ``whole_shapes``, the shape of every
+    tensor of the whole model by its name, tied ones once; ``whole_names``, the names by which weights may be saved; and
+    ``is_tied``, whether embeddings are.
+
+    Args:
+        config: Of the whole model.
+        part: What this process holds.
+
+    Raises:
+        ConfigError: transformers has no plan to cut this architecture, it is not made of an embedding, layers, a norm
+            and a projection alone, or its layers do not divide; or it balances its experts, over all layers at once.
+    """
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None or list(config.base_model_pp_plan or ()) != _PLAN:
+        raise _refuse(config, "transformers has no plan by which it is cut into embedding, layers and norm")
+    if getattr(config, "output_router_logits", False):
+        raise _refuse(config, "the balance between its experts is computed over all layers at once")
+    layers = {number for chunk in part.share_layers(config.num_hidden_layers) for number in chunk}
+
+    def initialise(self: Any, config: PreTrainedConfig, *args: Any, **options: Any) -> None:
+        model_class.__init__(self, config, *args, **options)
+        self.part = part
+        self.whole_shapes = _read_whole_shapes(self)
+        self.whole_names = frozenset(self.state_dict())
+        self.is_tied = bool(self.all_tied_weights_keys)
+        _leave_out(self, part, layers)
+
+    # Under the name of the model's own class, which goes into its configuration.
+    attributes = {"__init__": initialise, "__module__": model_class.__module__, "__qualname__": model_class.__name__}
+    return type(model_class.__name__, (model_class,), attributes)
+
+
+def verify_can_be_cut_along_layers(config: PreTrainedConfig, part: Part) -> None:
+    """Cut a model that has no weights.
+
+    Args:
+        config: Of the whole model.
+        part: What a process would hold.
+
+    Raises:
+        ConfigError: As ``build_part_class`` and ``cut_into_chunks``.
+    """
+    # Any stage is judged alike; the last one has a norm, and so a type.
+    last = replace(part, stage=part.num_stages - 1)
+    with torch.device("meta"):
+        model: Any = build_part_class(config, last)(config)
+    model.base_model.embed_tokens, model.lm_head, model.base_model.layers = Elsewhere(), Elsewhere(), nn.ModuleList()
+    # What is left are a norm and the frequencies of positions, whose values no state depends on.
+    _verify_nothing_between(model.to_empty(device="cpu"))
+
+
+def build_whole_on_meta(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the whole model that this is a part of, without weights."""
+    whole_class: Any = type(model).__bases__[0]
+    with torch.device("meta"):
+        whole: PreTrainedModel = whole_class(model.config)
+    return whole
+
+
+def cut_into_chunks(model: Any) -> list[PreTrainedModel]:
+    """Return the chunks of this process, in their order: models of the whole class that share the modules of ``model``.
+
+    The first chunk of a pipeline takes ``input_ids``, any other ``inputs_embeds``: the states that the one before gave.
+
+    Raises:
+        ConfigError: Between its layers this model does something else, which each chunk would do again.
+    """
+    part: Part = model.part
+    _verify_nothing_between(model)
+    shares = zip(part.chunks, part.share_layers(model.config.num_hidden_layers), strict=True)
+    return [
+        _view(model, layers, is_first=number == 0, is_last=number == part.total_chunks - 1) for number, layers in shares
+    ]
+
+
+def _read_whole_shapes(model: nn.Module) -> Mapping[str, torch.Size]:
+    # Backwards, so that of two names of one tensor it is the first that stays.
+    unique = {id(tensor): (name, tensor.shape) for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
+    return dict(reversed(unique.values()))
+
+
+def _leave_out(model: Any, part: Part, layers: Collection[int]) -> None:
+    """Replace what other processes hold; tied embeddings are with the first and with the last one."""
+    base, is_tied = model.base_model, model.is_tied
+    known = rf"({model.base_model_prefix}\.({'|'.join(_PLAN)})|lm_head)\."
+    if unknown := [name for name in model.whole_names if not re.match(known, name)]:
+        raise _refuse(model.config, f"it has {unknown[0]}, which belongs to no layer")
+    for number in range(len(base.layers)):
+        if number not in layers:
+            base.layers[number] = Elsewhere()
+    if not part.is_first and not (is_tied and part.is_last):
+        base.embed_tokens = Elsewhere()
+    if not part.is_last:
+        base.norm, model.lm_head = Elsewhere(), Elsewhere()
+    if is_tied and not part.is_last:
+        model.all_tied_weights_keys = {}
+
+
+def _view(model: Any, layers: Collection[int], *, is_first: bool = False, is_last: bool = False) -> PreTrainedModel:
+    """The model with these layers alone, and at an end what is there; no two chunks have a weight in common."""
+    view: Any = _share(model, type(model).__bases__[0])
+    base: Any = _share(model.base_model, type(model.base_model))
+    setattr(view, model.base_model_prefix, base)
+    every: Any = model.base_model.layers
+    base.layers = nn.ModuleList(layer if at in layers else Elsewhere() for at, layer in enumerate(every))
+    if not is_last:
+        base.norm = view.lm_head = Elsewhere()
+    # A tied one is the projection too.
+    if not is_first and not (is_last and model.is_tied):
+        base.embed_tokens = Elsewhere()
+    return view  # type: ignore[no-any-return]
+
+
+def _share(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    """Another module of the same children, some of which may be replaced."""
+    shared = kind.__new__(kind)
+    vars(shared).update(vars(module))
+    vars(shared)["_modules"] = dict(module._modules)
+    return shared
+
+
+@torch.no_grad()
+def _verify_nothing_between(model: PreTrainedModel) -> None:
+    """Run the model without any layer, which must give what it was given."""
+    device = find_device(model)
+    view = _view(model, ())
+    states = torch.linspace(-1, 1, 8 * model.config.hidden_size, device=device, dtype=model.dtype).view(1, 8, -1)
+    positions = torch.arange(8, device=device)[None]
+    given = view.base_model(inputs_embeds=states, position_ids=positions, use_cache=False).last_hidden_state
+    if not torch.equal(given, states):
+        raise _refuse(model.config, "it changes the states between its embedding and its layers")
+
+
+def _refuse(config: PreTrainedConfig, why: str) -> ConfigError:
+    found = f"a {config.model_type} model cannot be cut into stages: {why}"
+    remedy = "launch without stages, by accelerate_configs/fsdp2.yaml where the model does not fit"
+    return ConfigError(Problem("pipeline stages", found, remedy))

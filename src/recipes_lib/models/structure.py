@@ -1,0 +1,244 @@
+"""The layers of a model: where they are, which one of a teacher answers to which of a student, what leaves them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.devices import find_device
+from recipes_lib.models.inference import suited_to_kernel
+
+Read = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What left the layers of a model in its last forward pass, by their number, from 1.
+
+    Attributes:
+        states: Hidden states behind a layer, ``(B, L, D)``; of the last one behind the final norm, as upstream has it.
+        attentions: Attention of its heads, ``(B, H, L, L)``.
+    """
+
+    states: dict[int, Tensor] = field(default_factory=dict)
+    attentions: dict[int, Tensor] = field(default_factory=dict)
+
+
+def map_layers(num_student: int, num_teacher: int) -> tuple[int, ...]:
+    """Return for each layer ``k`` of a student, from 1, the layer of its teacher that it answers to.
+
+    It is ``k * num_teacher / num_student``, rounded half up: the last to the last, the others evenly spaced.
+
+    Source: Sun et al. 2019 (PKD-Skip, arXiv 1908.09355) and Jiao et al. 2020 (arXiv 1909.10351), where one number of
+        layers divides the other; ``tests/models/test_structure.py``.
+    """
+    return tuple((2 * number * num_teacher + num_student) // (2 * num_student) for number in range(1, num_student + 1))
+
+
+def find_layers(model: Any) -> nn.ModuleList:
+    """Return the layers of a causal language model, in their order.
+
+    Raises:
+        ConfigError: They are not where every architecture of transformers has them, in one list.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    for module in model.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    found = f"{type(model).__name__} has no list of its {count} layers"
+    raise ConfigError(Problem("model_name_or_path", found, "choose another architecture"))
+
+
+@contextmanager
+def hearing(
+    model: Any,
+    *,
+    states: Collection[int] = (),
+    attentions: Collection[int] = (),
+    read_states: Read = lambda states: states,
+    read_attentions: Read = lambda attentions: attentions,
+) -> Iterator[Heard]:
+    """Keep what leaves some layers while the context lasts, of each forward pass in place of the one before.
+
+    Of the layers that are not named nothing is kept, unlike with ``output_hidden_states``. Layers that are recomputed
+    in the backward pass are so outside of the context: with ``read_...`` functions that save for it, they would differ.
+
+    Args:
+        model: A causal language model, without wrapper.
+        states: Layers whose hidden states are kept.
+        attentions: Layers whose attention is kept; only ``eager`` has it.
+        read_states: What is kept of hidden states; for a model that is trained, they themselves.
+        read_attentions: What is kept of attention; likewise.
+
+    Raises:
+        ConfigError: As ``find_layers``; or a layer has no attention that could be heard.
+    """
+    layers, heard = find_layers(model), Heard()
+
+    def keep(kept: dict[int, Tensor], number: int, read: Read, at: int) -> Callable[..., None]:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            kept[number] = read(output if isinstance(output, Tensor) else output[at])
+
+        return hook
+
+    handles = []
+    for number in states:
+        module = layers[number - 1] if number < len(layers) else model.base_model
+        handles.append(module.register_forward_hook(keep(heard.states, number, read_states, 0)))
+    for number in attentions:
+        attention = _find_attention(layers[number - 1])
+        handles.append(attention.register_forward_hook(keep(heard.attentions, number, read_attentions, 1)))
+    try:
+        yield heard
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def verify_layers(model: Any, *, attentions: bool) -> None:
+    """Hold what is heard of every layer against what the model itself returns, on eight tokens.
+
+    Args:
+        model: A causal language model; its mode is left alone.
+        attentions: Whether attention is heard too; the model is loaded with ``attn_implementation: eager`` then.
+
+    Raises:
+        ConfigError: As ``hearing``; or they differ.
+    """
+    config = model.config.get_text_config()
+    input_ids = torch.arange(1, 9, device=find_device(model))[None] % config.vocab_size
+    numbers = range(1, config.num_hidden_layers + 1)
+    was_training = model.training
+    model.eval()
+    try:
+        listening = hearing(model, states=numbers, attentions=numbers if attentions else ())
+        with suited_to_kernel(model), listening as heard:
+            own: Any = model.base_model(
+                input_ids=input_ids, use_cache=False, output_hidden_states=True, output_attentions=attentions
+            )
+    finally:
+        model.train(was_training)
+    pairs = [(heard.states, own.hidden_states[1:]), (heard.attentions, own.attentions if attentions else ())]
+    for kept, expected in pairs:
+        if len(kept) != len(expected) or not all(map(torch.equal, [kept[number] for number in sorted(kept)], expected)):
+            found = f"what leaves the layers of {type(model).__name__} is not what it returns as hidden states"
+            remedy = "choose another architecture, or learn from what the teacher says alone"
+            raise ConfigError(Problem("model_name_or_path", found, remedy))
+
+
+def _find_attention(layer: nn.Module) -> nn.Module:
+    for module in layer.children():
+        if type(module).__name__.endswith("Attention"):
+            return module
+    found = f"{type(layer).__name__} has no attention that could be heard"
+    raise ConfigError(Problem("attention_weight", found, "delete the line"))
+
+
+def cut_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
+    """Leave a causal language model with some of its layers, in the order given, and its configuration to match.
+
+    Embeddings, final norm, output projection and all widths stay. Of what the configuration says layer by layer, such
+    as ``layer_types``, the entries of the layers that stay are kept.
+
+    Args:
+        model: Changed in place, in weights and configuration.
+        layers: Their numbers, from 1.
+
+    Raises:
+        ConfigError: The model has no such layer, or none is left.
+
+    Source: Sanh et al. 2019 (DistilBERT, arXiv 1910.01108, section 3), which takes every second layer;
+        ``tests/models/test_layer_copy.py``.
+    """
+    whole = find_layers(model)
+    count = len(whole)
+    if not layers or min(layers) < 1 or max(layers) > count:
+        found = f"layers {list(layers)} are asked for, and {type(model).__name__} has 1 to {count}"
+        raise ConfigError(Problem("--layers", found, "name layers that it has"))
+    kept = nn.ModuleList(whole[number - 1] for number in layers)
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if child is whole:
+                setattr(parent, name, kept)
+    config: Any = model.config.get_text_config()
+    by_layer = {name: value for name, value in vars(config).items() if isinstance(value, list) and len(value) == count}
+    config.num_hidden_layers = len(layers)
+    for name, value in by_layer.items():
+        setattr(config, name, [value[number - 1] for number in layers])
+
+
+@torch.no_grad()
+def compute_proof_logits(model: Any) -> Tensor:
+    """Return what a model says of sixteen tokens, ``(16, V)``."""
+    vocab_size = model.config.get_text_config().vocab_size
+    input_ids = torch.arange(1, 17, device=model.device)[None] % vocab_size
+    was_training = model.training
+    model.eval()
+    logits: Tensor = model(input_ids=input_ids, use_cache=False).logits[0]
+    model.train(was_training)
+    return logits
+
+
+def verify_copy(student: PreTrainedModel, cut: PreTrainedModel, folder: Path) -> None:
+    """Hold a student that was loaded again against the model that it was written from, to the bit.
+
+    Args:
+        student: From ``folder``.
+        cut: By ``cut_layers``, on the same device and in the same precision.
+        folder: To be named.
+
+    Raises:
+        ConfigError: A tensor differs; or the architecture treats layers by their place in the whole model, so that the
+            loaded one says something else.
+    """
+    own, expected = student.state_dict(), cut.state_dict()
+    differing = [name for name in expected if name not in own or not torch.equal(own[name], expected[name])]
+    if differing or not torch.equal(compute_proof_logits(student), compute_proof_logits(cut)):
+        what = f"the tensor {differing[0]}" if differing else "what it says"
+        found = f"{type(cut).__name__} cannot be cut: loaded again from {folder}, {what} is another"
+        raise ConfigError(Problem("--teacher", found, "name layers whose places in the model do not matter, or all"))
+
+
+def find_outside_text(model: Any) -> list[str]:
+    """Return the modules and parameters of a model through which no text passes, by their paths; the largest ones.
+
+    They are what its base holds beside its text model, such as a vision tower and what projects its features; none
+    where the configuration is one of text alone. The heads are no part of the base.
+
+    Args:
+        model: With its head, before an adapter is put around it.
+
+    Source: ``get_decoder`` of transformers; ``tests/models/test_text_part.py``.
+    """
+    if model.config.get_text_config() is model.config:
+        return []
+    paths = {id(module): path for path, module in model.named_modules()}
+    text, base = paths[id(model.get_decoder())], paths[id(model.base_model)]
+    if text == base:
+        return []
+    parts = model.get_submodule(base)
+    names = [*dict(parts.named_children()), *dict(parts.named_parameters(recurse=False))]
+    found = [f"{base}.{name}".removeprefix(".") for name in names]
+    return [path for path in found if not is_outside(text, [path])]
+
+
+def is_outside(path: str, parts: list[str]) -> bool:
+    """Return whether a path lies in one of ``find_outside_text``."""
+    return any(f"{path}.".startswith(f"{part}.") for part in parts)
+
+
+def freeze_outside_text(model: Any) -> None:
+    """Keep what no text passes through as it is: it is saved with the model, and never trained."""
+    parts = find_outside_text(model)
+    for name, parameter in model.named_parameters():
+        if is_outside(name, parts):
+            parameter.requires_grad_(False)

@@ -1,0 +1,131 @@
+"""The final model as any Hugging Face tool expects it, opened again before it is called done."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+from transformers import Trainer
+
+from recipes_lib.errors import ConfigError, DivergedError
+from recipes_lib.files import read_record
+from recipes_lib.models.adapters.lora import (
+    compute_probe_logits,
+    find_logit_shift,
+    load_adapter,
+    load_fresh_base,
+    read_adapter_state,
+)
+from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS, restate_for_original_base
+from recipes_lib.models.heads.scoring import SCALE_FILE, read_reward_statistics
+from recipes_lib.models.parallel.zero3 import loaded_whole
+from recipes_lib.models.saved_weights import BrokenSaveError, read_published_shapes, verify_weights
+from recipes_lib.publish.card import write_card
+
+UNVERIFIED: Final = "_unverified"
+"""Folder in the output directory that a model is saved into; uploads leave out what begins with an underscore."""
+
+
+def export_model(trainer: Trainer, folder: Path) -> None:
+    """Save the model or the adapter of a finished run, open it again, and only then put it in its place.
+
+    Args:
+        trainer: After training; every process must call.
+        folder: The output directory, with ``run.json``.
+
+    Raises:
+        BrokenSaveError: What was saved is not whole; it stays in the folder ``UNVERIFIED``.
+        DivergedError: A part of an adapter has learnt nothing; it stays there too.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    # Off while packed documents had to be kept apart; whoever loads the model wants fast generation.
+    model.config.use_cache = True
+    is_adapter = isinstance(model, PeftModel)
+    logits = compute_probe_logits(trainer.model) if is_adapter else None
+    staging = folder / UNVERIFIED
+    if trainer.args.should_save:
+        shutil.rmtree(staging, ignore_errors=True)
+    trainer.accelerator.wait_for_everyone()
+    trainer.save_model(str(staging))
+    if trainer.args.should_save:
+        # Upstream's pickle of its arguments; run.json holds the same as JSON.
+        (staging / "training_args.bin").unlink()
+        if logits is None:
+            verify_weights(staging, read_published_shapes(model))
+        else:
+            _complete_adapter(model, staging)
+            with trainer.accelerator.autocast():
+                verify_adapter_export(staging, model, logits, is_half=trainer.accelerator.mixed_precision != "no")
+        for path in staging.iterdir():
+            path.replace(folder / path.name)
+        staging.rmdir()
+    if trainer.args.should_save:
+        evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+        figures = {name: value for name, value in (evaluations or [{}])[-1].items() if name.startswith("eval_")}
+        write_card(folder, read_record(folder / "run.json", {"stage": str, "config": dict}), figures)
+
+
+def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor, *, is_half: bool) -> None:
+    """Open a saved adapter again on a fresh base, and compare what they say with what the trained model says.
+
+    The base is loaded once more, on the same device where it has room for it: only so a base that was changed while
+    training, or another one than is recorded, can show.
+
+    Args:
+        folder: Of the adapter.
+        model: The trained model.
+        logits: What ``compute_probe_logits`` gave for it.
+        is_half: Whether products are in sixteen bits.
+
+    Raises:
+        BrokenSaveError: A tensor is missing, empty, not finite or of another shape, or the logits of eight tokens
+            differ by more than rounding explains.
+        DivergedError: It is what was trained, and training has left a part as it was.
+    """
+    # What began with a part of the weights is restated with more rows than were trained.
+    is_restated = hasattr(model, "initial_factors")
+    # Under ZeRO-3 something empty is in the place of what is shared out.
+    shapes = {
+        name: None if is_restated or not tensor.numel() else tensor.shape
+        for name, tensor in read_adapter_state(model).items()
+    }
+    verify_weights(folder, shapes, ADAPTER_WEIGHTS)
+    try:
+        with loaded_whole():
+            reopened = load_adapter(load_fresh_base(model), str(folder), task_type=_read_task(model))
+    except ConfigError as error:
+        raise BrokenSaveError(f"{folder} cannot be opened again: {error}") from error
+    shift = find_logit_shift(logits, compute_probe_logits(reopened), torch.bfloat16 if is_half else reopened.dtype)
+    if shift is not None:
+        raise BrokenSaveError(
+            f"{folder}: opened again, a logit differs by {shift:.2g} of the largest from what was trained"
+        )
+    with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as tensors:
+        learning = [name for name in tensors.keys() if ".lora_B." in name]  # noqa: SIM118 (it is not a mapping)
+        untrained = [name for name in learning if not tensors.get_tensor(name).any()]
+    if untrained:
+        raise DivergedError(
+            f"{len(untrained)} of {len(learning)} parts of the adapter are what they were before training, "
+            f"{untrained[0]} first: no step had anything to teach them. A policy learns nothing from answers that all "
+            "earn the same: look at the rewards in metrics.jsonl"
+        )
+
+
+def _complete_adapter(model: PeftModel, folder: Path) -> None:
+    """Write what PEFT leaves out: where answers stop, the scale of scores, and the terms of the original weights."""
+    base: Any = model.get_base_model()
+    if base.can_generate():
+        base.generation_config.save_pretrained(folder)
+    if (scale := read_reward_statistics(base)) is not None:
+        (folder / SCALE_FILE).write_text(json.dumps(scale._asdict()), encoding="utf-8")
+    if hasattr(model, "initial_factors"):
+        restate_for_original_base(folder, model.initial_factors)
+
+
+def _read_task(model: PeftModel) -> Any:
+    return model.peft_config[model.active_adapter].task_type

@@ -1,0 +1,1 @@
+"""Generation engines of RL: transformers' generate, continuous batching, vLLM server."""

@@ -1,0 +1,113 @@
+"""A vLLM server as the engine of PPO: prompts go there by HTTP, and every iteration the policy's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from trl.generation import vllm_client
+
+from recipes_lib.config.schema import EngineConfig
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.adapters.merged_weights import describe_weights, iterate_weights
+from recipes_lib.models.generation.sampling import Generated, Sampling, join_answers
+
+REQUESTS: Final = 64
+"""HTTP requests that wait at once; the prompts are shared out among them. As TRL's own client."""
+_URL: Final = "vllm_server_base_url"
+_COMMAND: Final = (
+    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs "
+    """--weight-transfer-config '{"backend": "nccl"}'"""
+)
+
+
+class VLLMBackend:
+    """Answers come from a server; the first process sends it the weights, each process its prompts.
+
+    The server draws its own random numbers. Log-probabilities are those of its kernels, after the temperature.
+
+    Source: ``trl.generation.vllm_client.VLLMClient``; ``tests/rl/engines/test_vllm_server.py``, against a server that
+    speaks its requests.
+    """
+
+    name = "vLLM"
+    follows_seed = False
+    batch_size: int | None = None
+
+    def __init__(self, client: Any, sampling: Sampling, *, is_main: bool) -> None:
+        """Answer by way of ``client``; only the main process sends weights."""
+        self._client = client
+        self._sampling = sampling
+        self._is_main = is_main
+
+    def load(self, policy: Any) -> None:
+        """Send the weights, an adapter added to them, and make the server forget what it remembers of prompts."""
+        if self._is_main:
+            self._client.update_named_params(describe_weights(policy), iterate_weights(policy))
+            self._client.reset_prefix_cache()
+
+    def generate(self, policy: Any, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> Generated:
+        """Answer every prompt once; ``uniforms`` are not used.
+
+        Raises:
+            RuntimeError: As ``join_answers``.
+        """
+        rows = range(len(prompts))
+        parts = [rows[start::REQUESTS] for start in range(min(REQUESTS, len(prompts)))]
+        answers: dict[int, tuple[list[int], list[float]]] = {}
+        with ThreadPoolExecutor(max_workers=len(parts)) as pool:
+            waiting = {pool.submit(self._ask, [list(prompts[row]) for row in part]): part for part in parts}
+            for done in as_completed(waiting):
+                answers.update(zip(waiting[done], done.result(), strict=True))
+                self._sampling.beat()
+        return join_answers([answers[row] for row in rows], self._sampling)
+
+    def _ask(self, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
+        output = self._client.generate(
+            prompts,
+            temperature=self._sampling.temperature,
+            max_tokens=self._sampling.response_length,
+            generation_kwargs={"stop_token_ids": list(self._sampling.stop_ids)},
+        )
+        # Of each token a list of one, its own.
+        logps = [[token[0] for token in answer] for answer in output["logprobs"]]
+        return list(zip(output["completion_ids"], logps, strict=True))
+
+
+def check_vllm() -> None:
+    """Refuse a run for which vLLM would have to be installed.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if not vllm_client.is_vllm_available():
+        remedy = "pip install 'trl[vllm]', or write `use_transformers_continuous_batching: true`, which needs nothing"
+        raise ConfigError(Problem("use_vllm", "vLLM is not installed", remedy))
+
+
+def connect(config: EngineConfig, sampling: Sampling, *, device: torch.device, is_main: bool) -> VLLMBackend:
+    """Reach the server and, on the main process, open the way for the weights.
+
+    Raises:
+        ConfigError: vLLM is not installed, the server cannot be reached, or it was started without what is needed.
+    """
+    check_vllm()
+    try:
+        client = vllm_client.VLLMClient(
+            base_url=config.vllm_server_base_url,
+            group_port=config.vllm_group_port,
+            connection_timeout=config.vllm_server_timeout,
+        )
+        mode = client.get_server_info()["model_config"]["logprobs_mode"]
+        if mode != "processed_logprobs":
+            # At another temperature than 1 it would say how likely a token is at 1.
+            raise RuntimeError(f"the server says {mode} of its tokens, which is before the temperature")
+        if is_main:
+            client.init_communicator(device=device)
+    except Exception as error:  # TRL's client raises nothing more specific where a request fails.
+        found = f"{config.vllm_server_base_url}: {error}"
+        raise ConfigError(Problem(_URL, found, f"start it on GPUs of its own: {_COMMAND}")) from error
+    return VLLMBackend(client, sampling, is_main=is_main)

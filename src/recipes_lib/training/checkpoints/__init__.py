@@ -1,0 +1,1 @@
+"""Checkpoints: asynchronous saving, manifest, verification, sharded states, resume."""

@@ -1,0 +1,323 @@
+"""Weights and optimizer states that FSDP2 shards: every process writes the shards that it holds, as safetensors."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, distributed, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from recipes_lib.files import read_json
+from recipes_lib.models.adapters.lora import read_adapter_state
+from recipes_lib.models.saved_weights import BrokenSaveError
+from recipes_lib.training.checkpoints.manifest import find_writer
+from recipes_lib.training.layouts.fsdp import reshard
+
+MODEL_SHARDS: Final = "model_shards"
+OPTIMIZER_SHARDS: Final = "optimizer_shards"
+_GROUPS: Final = "param_groups.json"
+_SEPARATOR: Final = " of "
+"""Stands between the name of an optimizer's state and that of the parameter it belongs to."""
+
+
+def read_trained_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return what a checkpoint of a sharded model holds: of a model under an adapter what is trained, else all.
+
+    Tied tensors are there once; those that are sharded are ``DTensor``.
+    """
+    reshard(model)
+    if hasattr(model, "peft_config"):
+        return {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+    # Backwards, so that of two names it is the first that stays, as in ``named_parameters``.
+    unique = {id(tensor): (name, tensor) for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
+    return dict(unique.values())
+
+
+def read_trained_shapes(model: Any) -> Mapping[str, torch.Size]:
+    """Return the whole shape of every tensor that a checkpoint of all processes holds."""
+    if hasattr(model, "part"):
+        shapes: Mapping[str, torch.Size] = model.whole_shapes
+        return shapes
+    return {name: tensor.shape for name, tensor in read_trained_state(model).items()}
+
+
+def gather_trained_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the whole of what ``read_trained_state`` names, on the host of the main process; elsewhere nothing.
+
+    Tensor by tensor, so that no device holds more than one whole tensor besides its own; every process must call.
+    """
+    if hasattr(model, "part"):
+        return _collect(read_trained_state(model))
+    whole: dict[str, Tensor] = {}
+    for name, tensor in read_trained_state(model).items():
+        gathered = _gather(tensor)
+        if _get_rank() == 0:
+            whole[name] = gathered.cpu()
+    return whole
+
+
+def save_model_shards(folder: Path, model: nn.Module) -> None:
+    """Write the shards of a model's weights under ``folder``; every process must call, and none gathers anything."""
+    _save(folder / MODEL_SHARDS, read_trained_state(model))
+
+
+def load_model_shards(folder: Path, model: nn.Module) -> None:
+    """Read weights into a model that is sharded, over as many processes as may be; every process must call."""
+    _load(folder / MODEL_SHARDS, read_trained_state(model))
+
+
+def load_whole_model(folder: Path, model: Any) -> None:
+    """Read weights that one process wrote whole into a model that is sharded; each process reads what it holds of them.
+
+    Args:
+        folder: Of the checkpoint, with the safetensors file of a model or of an adapter.
+        model: Sharded, as it is trained.
+    """
+    reshard(model)
+    _load(folder, read_adapter_state(model) if hasattr(model, "peft_config") else read_trained_state(model))
+
+
+def read_whole_weights(folder: Path) -> dict[str, Tensor]:
+    """Return the weights of a checkpoint, written in shards or whole, on the host and there once.
+
+    Args:
+        folder: Of the checkpoint; that it is undamaged is known.
+    """
+    source = folder / MODEL_SHARDS if (folder / MODEL_SHARDS).is_dir() else folder
+    described = HuggingFaceStorageReader(str(source)).read_metadata().state_dict_metadata
+    weights: dict[str, Tensor] = {
+        name: torch.empty(tensor.size, dtype=tensor.properties.dtype)  # type: ignore[union-attr]
+        for name, tensor in described.items()
+    }
+    _load(source, weights)
+    return weights
+
+
+def save_optimizer_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write the shards of an optimizer's states; its groups, which all processes have alike, as JSON."""
+    _save(folder / OPTIMIZER_SHARDS, _read_states(model, optimizer))
+    if _get_rank() == 0:
+        groups = [_describe_group(group) for group in optimizer.param_groups]
+        (folder / OPTIMIZER_SHARDS / _GROUPS).write_text(json.dumps(groups, indent=1), encoding="utf-8")
+
+
+def load_optimizer_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Read an optimizer's states, over as many processes as may be; every process must call.
+
+    Args:
+        folder: Of the checkpoint.
+        model: Sharded, as it is trained.
+        optimizer: Over its parameters, in the groups that the saved one had; it need not have made a step.
+    """
+    source = folder / OPTIMIZER_SHARDS
+    parameters = dict(model.named_parameters())
+    states: dict[str, Tensor] = {}
+    for full_name, described in HuggingFaceStorageReader(str(source)).read_metadata().state_dict_metadata.items():
+        if (name := full_name.partition(_SEPARATOR)[2]) not in parameters and hasattr(model, "part"):
+            continue  # Of another stage.
+        parameter = parameters[name].detach()
+        dtype = described.properties.dtype  # type: ignore[union-attr]
+        is_alike = described.size == parameter.shape  # type: ignore[union-attr]
+        shape = described.size  # type: ignore[union-attr]
+        states[full_name] = torch.zeros_like(parameter, dtype=dtype) if is_alike else torch.zeros(shape, dtype=dtype)
+    _load(source, states)
+    by_parameter: dict[Tensor, dict[str, Tensor]] = {}
+    for full_name, value in states.items():
+        key, _, name = full_name.partition(_SEPARATOR)
+        by_parameter.setdefault(parameters[name], {})[key] = value
+    _restore(optimizer, by_parameter, read_json(source / _GROUPS))
+
+
+def load_whole_optimizer(
+    file: Path, optimizer: torch.optim.Optimizer, whole: Sequence[Sequence[nn.Parameter | None]]
+) -> None:
+    """Read an optimizer's states that one process wrote whole; each process keeps its shards of them.
+
+    The file is mapped, not read: host memory holds one whole state at a time.
+
+    Args:
+        file: ``optimizer.pt`` of upstream.
+        optimizer: Over the parameters of a sharded model, or of a part of one, in the groups that the saved one had.
+        whole: The parameters of each group of the saved one, in its order; ``None`` for those of another process.
+    """
+    saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    by_parameter: dict[Tensor, dict[str, Tensor]] = {}
+    for group, then in zip(whole, saved["param_groups"], strict=True):
+        for parameter, number in zip(group, then["params"], strict=True):
+            if parameter is None:
+                continue
+            # What has been frozen or never stepped has none.
+            states = saved["state"].get(number, {})
+            by_parameter[parameter] = {key: _share_out(value, parameter) for key, value in states.items()}
+    _restore(optimizer, by_parameter, [_describe_group(group) for group in saved["param_groups"]])
+
+
+def verify_shards(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
+    """Open saved weights again: each process those that it wrote, the first one of the others what they say they hold.
+
+    Args:
+        folder: Of the checkpoint.
+        shapes: Whole shape of each tensor that must be there.
+
+    Raises:
+        BrokenSaveError: A tensor is missing, not whole or not finite; or a file cannot be opened.
+    """
+    rank, found, faults = _get_rank(), dict.fromkeys(shapes, 0), []
+    # What another process wrote has left the memory of this machine, and would come over the network.
+    for file in _list_files(folder / MODEL_SHARDS, None if rank == 0 else rank):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                    found[name] = found.get(name, 0) + math.prod(tensors.get_slice(name).get_shape())
+                    if find_writer(file.name) == rank and not tensors.get_tensor(name).isfinite().all():
+                        faults.append(f"{name} is not finite")
+        except SafetensorError as error:
+            faults.append(f"{file.name} cannot be opened again ({error})")
+    if rank == 0:
+        faults += [f"{name} is not whole" for name, shape in shapes.items() if found[name] != shape.numel()]
+    if faults:
+        raise BrokenSaveError(f"{folder / MODEL_SHARDS}: " + "; ".join(faults))
+
+
+def compare_own_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Hold what this process has written against what it was made from, to the bit.
+
+    Args:
+        folder: Of the checkpoint.
+        model: The model, unchanged since.
+        optimizer: Its optimizer, unchanged since.
+
+    Raises:
+        BrokenSaveError: A tensor differs.
+    """
+    live = {MODEL_SHARDS: read_trained_state(model), OPTIMIZER_SHARDS: _read_states(model, optimizer)}
+    for name, tensors in live.items():
+        for file, key, saved in _iterate(folder / name, rank=_get_rank()):
+            tensor = tensors[key].detach()
+            own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if not torch.equal(saved, own.cpu()):
+                raise BrokenSaveError(f"{file}: {key} differs from what is trained")
+
+
+def _read_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        f"{key}{_SEPARATOR}{names[parameter]}": torch.as_tensor(value)
+        for parameter, states in optimizer.state.items()
+        for key, value in states.items()
+        if value is not None
+    }
+
+
+def _save(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    with _told_of_processes() as options:
+        save({name: tensor.detach() for name, tensor in tensors.items()}, storage_writer=writer, **options)
+
+
+def _load(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fill ``tensors`` in place."""
+    reader = HuggingFaceStorageReader(str(folder))
+    with _told_of_processes() as options:
+        load({name: tensor.detach() for name, tensor in tensors.items()}, storage_reader=reader, **options)
+
+
+@contextmanager
+def _told_of_processes() -> Iterator[dict[str, bool]]:
+    """Tell torch that one process is meant where there is one, and keep it from wondering about that."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield {"no_dist": not distributed.is_initialized()}
+
+
+def _iterate(folder: Path, rank: int) -> Iterator[tuple[Path, str, Tensor]]:
+    """The files of one process with the names and the contents of their tensors."""
+    for file in _list_files(folder, rank):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                yield file, name, tensors.get_tensor(name)
+
+
+def _list_files(folder: Path, rank: int | None) -> list[Path]:
+    """The files of one process, or of all."""
+    return sorted(file for file in folder.glob("*.safetensors") if rank in (None, find_writer(file.name)))
+
+
+def _describe_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.item() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
+    }
+
+
+def _restore_group(now: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's values as they were saved; JSON has no tuples."""
+    return {**now, **{key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()}}
+
+
+def _share_out(value: Tensor, parameter: Tensor) -> Tensor:
+    """Of a whole tensor what this process holds of the parameter that it belongs to; of a number, all."""
+    if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
+        return value.clone()
+    # Without a source every process takes its part of what it has itself.
+    shards = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return shards.clone()
+
+
+def _restore(
+    optimizer: torch.optim.Optimizer,
+    by_parameter: Mapping[Tensor, Mapping[str, Tensor]],
+    groups: Sequence[Mapping[str, Any]],
+) -> None:
+    """Give an optimizer the states of its parameters, and the values of its groups but for what is in them."""
+    packed = optimizer.state_dict()["param_groups"]
+    numbers = {
+        parameter: number
+        for group, described in zip(optimizer.param_groups, packed, strict=True)
+        for parameter, number in zip(group["params"], described["params"], strict=True)
+    }
+    state = {numbers[parameter]: dict(states) for parameter, states in by_parameter.items() if states}
+    restored = [_restore_group(now, then) for now, then in zip(packed, groups, strict=True)]
+    optimizer.load_state_dict({"state": state, "param_groups": restored})
+
+
+def _collect(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of all processes, on the host of the main one; one that several have is the first one's."""
+    held: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(held, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
+    device, rank = next(iter(tensors.values())).device, distributed.get_rank()
+    whole: dict[str, Tensor] = {}
+    # Backwards, so that of several the first one is the owner.
+    owners = {name: owner for owner, names in reversed([*enumerate(held)]) for name in names}
+    for name, owner in owners.items():
+        shape, dtype = held[owner][name]
+        # All that hold a part of it gather it.
+        tensor = _gather(tensors[name]) if name in tensors else torch.empty(shape, dtype=dtype, device=device)
+        if rank == owner != 0:
+            distributed.send(tensor.contiguous(), dst=0)
+        elif rank == 0:
+            if owner != 0:
+                distributed.recv(tensor, src=owner)
+            whole[name] = tensor.cpu()
+    return whole
+
+
+def _gather(tensor: Tensor) -> Tensor:
+    """A whole tensor; every process that has a shard of it must call."""
+    shards = tensor.detach()
+    return shards.full_tensor() if isinstance(shards, DTensor) else shards
+
+
+def _get_rank() -> int:
+    return distributed.get_rank() if distributed.is_initialized() else 0

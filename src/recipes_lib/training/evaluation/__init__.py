@@ -1,0 +1,1 @@
+"""Evaluation during training: held-out loss, samples, user metrics."""

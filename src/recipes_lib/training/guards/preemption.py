@@ -1,0 +1,152 @@
+"""Stopping together: the processes of a run agree, save the last finished step once, and leave with exit code 75."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from torch import distributed
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import SaveStrategy
+
+from recipes_lib.errors import PreemptedError
+from recipes_lib.stopping import STOP
+from recipes_lib.training.evaluation.training_state import RandomStates
+from recipes_lib.training.guards.trainer_view import TrainerView
+from recipes_lib.training.guards.watchdog import WATCHDOG
+from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY
+from recipes_lib.training.monitoring.metrics import sum_over_processes
+
+GENERATION_STEPS: Final = 8
+"""Tokens between two looks while samples are generated."""
+
+
+def stop_if_agreed(group: distributed.ProcessGroup | None = None) -> None:
+    """Raise in every process of ``group`` if any of them was asked to stop; all of them must call it, in the same loop.
+
+    Raises:
+        PreemptedError: One was asked.
+    """
+    WATCHDOG.beat()
+    if STOP.is_deferred and sum_over_processes([STOP.reason is not None], group)[0]:
+        raise build_preemption()
+
+
+def build_preemption() -> PreemptedError:
+    """Return what is raised by all processes once they have agreed; all of them must call it."""
+    reasons: list[Any] = [STOP.reason]
+    if distributed.is_initialized():
+        reasons = [None] * distributed.get_world_size()
+        distributed.all_gather_object(reasons, STOP.reason)
+    rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
+    STOP.ask(reason)
+    return PreemptedError(reason if len(reasons) == 1 else f"{reason} on rank {rank}")
+
+
+class LeftError(Exception):
+    """Leaves what this process computes by itself; where all meet again, they agree."""
+
+
+def leave_if_asked() -> None:
+    """Tell of progress, and leave if this process was asked to stop: where no other process takes part.
+
+    Who catches the error calls ``stop_if_agreed`` next, as the others do when they are done.
+
+    Raises:
+        LeftError: It was asked while training.
+    """
+    WATCHDOG.beat()
+    if STOP.is_deferred and STOP.reason is not None:
+        raise LeftError
+
+
+def end_stopped(request: PreemptedError, *, step: int, saved_step: int) -> PreemptedError:
+    """Hear no further signal, and return what tells the user; everything that was to be saved is saved.
+
+    Args:
+        request: Raised by all processes.
+        step: The last finished one.
+        saved_step: That of the last checkpoint; 0: there is none.
+    """
+    STOP.close()
+    kept = f"checkpoint-{saved_step} is complete" if saved_step else "nothing was to be saved yet"
+    return PreemptedError(f"{request}: stopped after step {step}; {kept}; run the same command to go on")
+
+
+class LastStep(TrainerCallback):
+    """Remembers what the last finished step left behind, so that it can be saved although the next one is under way.
+
+    Also tells the watchdog how the steps go, and makes an evaluation that was left when the run stopped.
+
+    Source: ``tests/training/guards/test_preemption.py``, ``tests/recipes/test_preempted.py``.
+    """
+
+    def __init__(self, trainer: TrainerView) -> None:
+        """Nothing is finished yet."""
+        self._trainer = trainer
+        self._random: RandomStates | None = None
+        self._saved_step = 0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Take the step of the checkpoint, if there is one, for the last one; it was evaluated when it was made."""
+        self._saved_step = state.global_step
+        if state.global_step > 0:
+            args.eval_on_start = False
+            self._trainer.last_evaluated_step = read_evaluation(state)["last"]
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Make the evaluation that was left, with all that upstream makes of its figures."""
+        if read_evaluation(state)["is_owed"]:
+            self._trainer.evaluate_what_is_owed()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """A step begins."""
+        WATCHDOG.enter("a step" if self._random is not None else "the first step")
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """A micro-batch is done."""
+        WATCHDOG.beat()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Keep the random states: the next rows are drawn before it is known whether they are wanted."""
+        self._random = RandomStates.read()
+        WATCHDOG.finish_step()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Know that the last step is saved."""
+        self._saved_step = state.global_step
+
+    def save(self, request: PreemptedError) -> PreemptedError:
+        """Save the last finished step unless it is, and return what tells the user; every process must call.
+
+        Args:
+            request: Raised by all processes, after an update or inside an evaluation.
+        """
+        trainer, state = self._trainer, self._trainer.state
+        if state.global_step > self._saved_step and trainer.args.save_strategy != SaveStrategy.NO:
+            assert self._random is not None
+            self._random.restore()
+            trainer.control.should_save = True
+            for callback in trainer.observer.callbacks:
+                callback.on_step_end(trainer.args, state, trainer.control)
+            stored: Any = state.stateful_callbacks
+            stored[EVALUATION_KEY] = {"last": trainer.last_evaluated_step, "is_owed": trainer.is_evaluating}
+            trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+            trainer.control = trainer.callback_handler.on_save(trainer.args, state, trainer.control)
+        trainer.finish_saving()
+        # The launcher ends the others when the first one leaves: not before the main process has sealed.
+        trainer.accelerator.wait_for_everyone()
+        return end_stopped(request, step=state.global_step, saved_step=self._saved_step)
+
+
+def read_evaluation(state: TrainerState) -> dict[str, Any]:
+    """Return which step was evaluated ``last``, and whether the evaluation of this one ``is_owed``."""
+    stored: Any = state.stateful_callbacks
+    return {"last": -1, "is_owed": False, **stored.get(EVALUATION_KEY, {})}

@@ -1,0 +1,1 @@
+"""Distributed layouts: launch, FSDP2, context and pipeline parallelism, incompatible options."""

@@ -1,0 +1,107 @@
+"""Rows that several processes share: which of a batch's tokens this one has, and what those attend to."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+from transformers import TrainingArguments
+
+from recipes_lib.data.masking import IGNORE_INDEX
+from recipes_lib.models.parallel.context_parallel import ContextShare
+from recipes_lib.training.layouts.launch_environment import Launch
+
+
+def join_context(launch: Launch, args: TrainingArguments) -> ContextShare | None:
+    """Meet the processes that share rows with this one; ``None`` where each has rows of its own. All must call.
+
+    Args:
+        launch: How they were started.
+        args: Of the trainer; the process group exists.
+    """
+    if launch.context_size == 1:
+        return None
+    sizes = (launch.data_size, launch.context_size)
+    mesh = init_device_mesh(args.device.type, sizes, mesh_dim_names=("data", "context"))
+    return ContextShare(
+        group=mesh.get_group("context"),
+        rank=launch.context_rank,
+        size=launch.context_size,
+        data_group=mesh.get_group("data"),
+        by_heads=launch.shares_by_heads,
+    )
+
+
+def cut_batch(batch: Mapping[str, Any], rank: int, num_processes: int, *, by_heads: bool) -> dict[str, Any]:
+    """This process's part of a batch: of each row the tokens of one piece from its head and one from its tail.
+
+    A row is cut into twice as many pieces as there are processes. The first attends to the fewest tokens and the last
+    to the most, so that every process has as much to do; by heads it would have anyhow.
+
+    Args:
+        batch: As ``PackedCollator`` makes it in the layout ``rows``; alike on all processes that share it.
+        rank: Of this process among them.
+        num_processes: That share it.
+        by_heads: As ``ContextShare``.
+
+    Returns:
+        The tokens of this process, ``(B, 2 * L / 2n)``: ``input_ids``, ``position_ids``, ``labels``, and ``targets``,
+        the label of the token behind each, which may be another process's; ``num_tokens`` of the whole batch on the
+        first process and 0 on the others. Besides, for the attention: ``cu_seq_lens_q``, ``cu_seq_lens_k``,
+        ``max_length_q`` and ``max_length_k`` of what attends together, and ``context_index``, where among the gathered
+        tokens the keys of each stand: by heads those of whole documents, which are the queries too.
+    """
+    # Which keys a token has is worked out on the host, wherever the loader has brought the batch.
+    batch = {name: batch[name].cpu() for name in ("input_ids", "position_ids", "labels", "num_tokens")}
+    length = batch["input_ids"].shape[1]
+    piece = -(-length // (2 * num_processes))
+    padding = 2 * num_processes * piece - length
+    # Padding is a document of its own.
+    restarted = torch.arange(padding).expand(len(batch["input_ids"]), -1)
+    positions = torch.cat([batch["position_ids"], restarted], dim=1)
+    labels = functional.pad(batch["labels"], (0, padding), value=IGNORE_INDEX)
+    whole = {
+        "input_ids": functional.pad(batch["input_ids"], (0, padding)),
+        "position_ids": positions,
+        "labels": labels,
+        "targets": functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX),
+    }
+    starts = (rank * piece, (2 * num_processes - 1 - rank) * piece)
+    columns = torch.cat([torch.arange(start, start + piece) for start in starts])
+    own = {name: tensor[:, columns].contiguous() for name, tensor in whole.items()}
+    num_tokens = batch["num_tokens"] if rank == 0 else torch.zeros_like(batch["num_tokens"])
+    attending = [(0, positions.shape[1])] if by_heads else [(start, start + piece) for start in starts]
+    return {**own, "num_tokens": num_tokens, **_find_keys(positions.numpy(), attending, num_processes)}
+
+
+def _find_keys(positions: Any, attending: Sequence[tuple[int, int]], num_processes: int) -> dict[str, Any]:
+    """Which tokens each run of queries attends to: a run is what a document has in one ``attending`` part of a row."""
+    # The pieces of a row, in its order, as gathered from process after process.
+    owners = [min(at, 2 * num_processes - 1 - at) for at in range(2 * num_processes)]
+    row = np.arange(positions.shape[1])
+    piece = len(row) // len(owners)
+    number, offset = row // piece, row % piece
+    place = np.array(owners)[number] * len(positions) * 2 * piece + np.where(number < num_processes, 0, piece) + offset
+    queries, keys, index = [0], [0], []
+    for at, line in enumerate(positions):
+        bounds = np.append(np.flatnonzero(line == 0), len(line))
+        for start, stop in attending:
+            for first, behind in itertools.pairwise(bounds):
+                begin, end = max(first, start), min(behind, stop)
+                if begin < end:
+                    queries.append(end - begin)
+                    keys.append(end - first)
+                    index.append(place[first:end] + at * 2 * piece)
+    return {
+        "cu_seq_lens_q": torch.tensor(queries).cumsum(0, dtype=torch.int32),
+        "cu_seq_lens_k": torch.tensor(keys).cumsum(0, dtype=torch.int32),
+        "max_length_q": int(max(queries)),
+        "max_length_k": int(max(keys)),
+        # A batch without rows, which holds a place while the batch grows, has no keys.
+        "context_index": torch.from_numpy(np.concatenate([*index, row[:0]])),
+    }

@@ -1,0 +1,140 @@
+"""How FSDP2 shards a model: in which precision it computes and reduces, a frozen one too; whole meanwhile, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import fsdp2_prepare_model
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+
+def settle_precision(accelerator: Accelerator) -> None:
+    """Have FSDP2 reduce gradients and return losses in ``float32``; call it before any model is prepared.
+
+    accelerate asks for the narrow type everywhere: losses and log-probabilities would have three digits, and gradients
+    would be summed over the processes with as many. The products alone are narrow, as under autocast.
+
+    Source: ``tests/training/layouts/test_fsdp.py``.
+    """
+    plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
+    if plugin is not None and plugin.mixed_precision_policy is not None:
+        plugin.mixed_precision_policy = _build_policy(plugin.mixed_precision_policy.param_dtype)
+
+
+def shard(accelerator: Accelerator, model: Any) -> Any:
+    """Return a model that is sharded as accelerate shards the one that it trains: layer by layer.
+
+    Args:
+        accelerator: Of FSDP2, its precision settled.
+        model: On the host; where loading is sparing, with weights on the main process alone.
+    """
+    plugin = accelerator.state.fsdp_plugin
+    named = plugin.transformer_cls_names_to_wrap
+    try:
+        return fsdp2_prepare_model(accelerator, model)
+    finally:
+        # accelerate would look for the layers of this model in the next one, which may be of another architecture.
+        plugin.transformer_cls_names_to_wrap = named
+
+
+def shard_chunk(
+    chunk: nn.Module, layers: Iterable[nn.Module], group: ProcessGroup, device: torch.device, compute_dtype: torch.dtype
+) -> None:
+    """Shard a chunk of a pipeline, layer by layer, over the processes that hold the same; in place.
+
+    Its gradients are summed over them. Once a micro-batch has gathered a layer it stays whole to the end of the step:
+    to gather it for each of them would take as many times as long (as torchtitan does with FSDP in a pipeline).
+
+    Args:
+        chunk: No two have a weight in common.
+        layers: Of the chunk.
+        group: The processes.
+        device: Of this one, where its shards go.
+        compute_dtype: Of products, in which weights are gathered.
+
+    Source: ``tests/distributed/test_pipeline_shards.py``.
+    """
+    mesh = DeviceMesh.from_group(group, device.type)
+    policy = _build_policy(None if compute_dtype == torch.float32 else compute_dtype)
+    for module in (*layers, chunk):
+        sharded = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        sharded.set_gradient_divide_factor(1.0)
+        # gloo knows no other.
+        sharded.set_force_sum_reduction_for_comms(True)
+
+
+def has_shards(model: nn.Module) -> bool:
+    """Return whether some weight of a model is spread over processes."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def is_sharded(model: Any) -> bool:
+    """Return whether FSDP2 shards a model."""
+    return isinstance(model, FSDPModule)
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Hold all weights of a sharded model on every process, in the precision of products; every process must enter.
+
+    Within, a forward pass waits for no other process; so that each may make as many of them as it has to.
+
+    Source: ``tests/training/layouts/test_fsdp.py``, ``tests/distributed/test_ppo.py``.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    # What a unit does after a forward pass can be set, and not asked for.
+    groups = [group for unit in units if (group := unit._get_fsdp_state()._fsdp_param_group) is not None]
+    before = [group.post_forward_mesh_info for group in groups]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for group, mesh_info in zip(groups, before, strict=True):
+            group.post_forward_mesh_info = mesh_info
+        reshard(model)
+
+
+def compute_total_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the norm of all tensors together, over all parts of those that are spread over processes; a plain scalar.
+
+    Those that are spread over the same processes are taken together, as torch can.
+    """
+    together: dict[DeviceMesh | None, list[Tensor]] = {}
+    for tensor in tensors:
+        together.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    totals: list[Any] = [get_total_norm(some) for some in together.values()]
+    norms = [total.full_tensor() if isinstance(total, DTensor) else total for total in totals]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def prepare_frozen(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Return a model that is not trained, sharded as the trained one is, its products in the same precision."""
+    if accelerator.is_fsdp2:
+        sharded: nn.Module = shard(accelerator, model)
+        return sharded
+    prepared: nn.Module = accelerator.prepare_model(model, device_placement=True, evaluation_mode=True)
+    # accelerate keeps what it prepares, for checkpoints of its own.
+    accelerator._models.pop()
+    return prepared
+
+
+def _build_policy(param_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
+
+
+def reshard(model: nn.Module) -> None:
+    """Leave every process with its own shards; FSDP2 keeps some weights whole after a forward pass."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,0 +1,357 @@
+"""How this process was launched, read once from the environment, and whether the launch really happened."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.parallel.pipeline_parallel import Part
+
+_EXPECTED: Final = "RECIPES_LAUNCHED"
+"""What ``recipes launch`` leaves for the processes to be held against: their number and the engine."""
+_LEFT_TO_LOADING: Final = "RECIPES_SHARDED_WHEN_LOADED"
+"""Set where accelerate's own sharding was switched off, since transformers shards the model while it loads it."""
+_ON_CPUS: Final = "FSDP and DeepSpeed need an accelerator on every process; on CPUs use accelerate_configs/cpu_ddp.yaml"
+_DIMENSIONS: Final = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+_STAGES: Final = "PIPELINE_STAGES"
+"""Of pipelines no launch file has a word: ``recipes launch`` writes their stages here, or who starts the launcher."""
+_SCHEDULE: Final = "PIPELINE_SCHEDULE"
+SCHEDULES: Final = ("1f1b", "gpipe", "interleaved")
+"""In which order the micro-batches of a step go through a pipeline; the first is taken where nothing is said."""
+
+_Number = TypeVar("_Number", int, float)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How the launch file lays a run out over its processes; what it does not say is as accelerate takes it then.
+
+    Attributes:
+        uses_cpu: Whether the file asks for CPUs; processes that torch's launcher started are not told.
+        fsdp_version: 1 or 2.
+        state_dict_type: ``SHARDED_STATE_DICT`` or another of FSDP's.
+        recomputes: Whether FSDP recomputes activations.
+        offloads_weights: Whether FSDP keeps weights on the host.
+        sizes: Processes along each dimension of the mesh (``dp_replicate``, ``dp_shard``, ``tp``, ``cp``, ``sp``) that
+            has more than one.
+        zero_stage: Of DeepSpeed.
+        gathers_on_save: Whether ZeRO-3 gathers weights on saving.
+        accumulation: ``gradient_accumulation_steps`` of DeepSpeed; ``None`` leaves it to the recipe.
+        clipping: ``gradient_clipping`` of DeepSpeed; ``None`` leaves it to the recipe.
+        offloads_optimizer: Whether DeepSpeed updates on the host.
+        stages: Processes of a pipeline, each with a part of the layers; 1 is none.
+        schedule: One of ``SCHEDULES``.
+    """
+
+    uses_cpu: bool = False
+    fsdp_version: int = 1
+    state_dict_type: str = "SHARDED_STATE_DICT"
+    recomputes: bool = False
+    offloads_weights: bool = False
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    zero_stage: int = 2
+    gathers_on_save: bool = False
+    accumulation: int | None = None
+    clipping: float | None = None
+    offloads_optimizer: bool = False
+    stages: int = 1
+    schedule: str = SCHEDULES[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the launcher (accelerate, torchrun, SLURM through either) told this process.
+
+    Attributes:
+        rank: Index of this process among all.
+        local_rank: Index of this process on its machine.
+        world_size: Number of processes.
+        engine: ``FSDP``, ``DEEPSPEED`` or empty: the sharding that the launch file asked accelerate for.
+        precision: ``mixed_precision`` of the launch file: ``no``, ``bf16``, ``fp16`` or ``fp8``.
+        layout: What else the launch file says.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    engine: str
+    precision: str = "no"
+    layout: Layout = Layout()
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one process that writes files and prints."""
+        return self.rank == 0
+
+    @property
+    def tensor_size(self) -> int:
+        """Processes that share the tensors of each layer; 1: each computes whole layers."""
+        return self.layout.sizes.get("tp", 1)
+
+    @property
+    def context_size(self) -> int:
+        """Processes that share the tokens of a row; 1: each has whole rows."""
+        return self.layout.sizes.get("cp", 1) * self.layout.sizes.get("sp", 1)
+
+    @property
+    def shares_by_heads(self) -> bool:
+        """Whether those exchange tokens for heads to attend, as Ulysses does; otherwise each gathers all keys."""
+        return "sp" in self.layout.sizes
+
+    @property
+    def context_rank(self) -> int:
+        """Index of this process among those that share the tokens of its rows."""
+        return self.rank % self.context_size
+
+    @property
+    def data_size(self) -> int:
+        """Processes that take rows of their own, or groups that share tensors, rows or the stages of a pipeline."""
+        # A launch that does not fill one group is refused a moment later.
+        return max(1, self.world_size // (self.tensor_size * self.context_size * self.layout.stages))
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this process, or of its group, among those."""
+        # Pipelines lie across the processes, so that those which add up gradients are neighbours.
+        return self.rank % self.data_size if self.layout.stages > 1 else self.rank * self.data_size // self.world_size
+
+    @property
+    def part(self) -> Part | None:
+        """What this process holds of a model; ``None``: all of it."""
+        if self.layout.stages == 1:
+            return None
+        num_chunks = 2 if self.layout.schedule == "interleaved" else 1
+        return Part(self.rank // self.data_size, self.layout.stages, num_chunks)
+
+
+def read_launch(variables: Mapping[str, str] | None = None) -> Launch:
+    """Return what the launcher put into the environment; one process when there is none.
+
+    Args:
+        variables: Those of another process, such as the one that a launch file would start; ``None`` is this one's.
+
+    Raises:
+        ConfigError: A number is none, or there is no such schedule of a pipeline.
+    """
+    told = os.environ if variables is None else variables
+    engine = ""
+    if _is_true(told, "ACCELERATE_USE_FSDP") or _is_true(told, _LEFT_TO_LOADING):
+        engine = "FSDP"
+    if _is_true(told, "ACCELERATE_USE_DEEPSPEED"):
+        engine = "DEEPSPEED"
+    return Launch(
+        rank=_read_number(told, "RANK", 0),
+        local_rank=_read_number(told, "LOCAL_RANK", 0),
+        world_size=_read_number(told, "WORLD_SIZE", 1, least=1),
+        engine=engine,
+        precision=told.get("ACCELERATE_MIXED_PRECISION", "no").lower(),
+        layout=_read_layout(told),
+    )
+
+
+def _read_layout(told: Mapping[str, str]) -> Layout:
+    sizes = {name: _read_number(told, f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1, least=1) for name in _DIMENSIONS}
+    accumulation, clipping = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_CLIPPING"
+    return Layout(
+        uses_cpu=_is_true(told, "ACCELERATE_USE_CPU"),
+        fsdp_version=_read_number(told, "FSDP_VERSION", 1, least=1),
+        state_dict_type=told.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT"),
+        recomputes=_is_true(told, "FSDP_ACTIVATION_CHECKPOINTING"),
+        offloads_weights=_is_true(told, "FSDP_OFFLOAD_PARAMS"),
+        sizes={name: size for name, size in sizes.items() if size > 1},
+        zero_stage=_read_number(told, "ACCELERATE_DEEPSPEED_ZERO_STAGE", 2),
+        gathers_on_save=_is_true(told, "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"),
+        accumulation=None if told.get(accumulation, "auto") == "auto" else _read_number(told, accumulation, 1, least=1),
+        clipping=None if told.get(clipping, "auto") in ("auto", "none") else _read_number(told, clipping, 1.0),
+        offloads_optimizer=told.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none") != "none",
+        **_read_pipeline(told),
+    )
+
+
+def _read_pipeline(told: Mapping[str, str]) -> dict[str, Any]:
+    schedule = told.get(_SCHEDULE, SCHEDULES[0]).lower()
+    if schedule not in SCHEDULES:
+        raise ConfigError(Problem(_SCHEDULE, f"there is no schedule {schedule!r}", f"write {' or '.join(SCHEDULES)}"))
+    return {"stages": _read_number(told, _STAGES, 1, least=1), "schedule": schedule}
+
+
+def _read_number(told: Mapping[str, str], name: str, default: _Number, least: int = 0) -> _Number:
+    text = told.get(name, str(default))
+    try:
+        number = type(default)(text)
+        is_right = number >= least and math.isfinite(number)
+    except ValueError:
+        is_right = False
+    if not is_right:
+        kind = "a whole number" if isinstance(default, int) else "a number"
+        raise ConfigError(Problem(name, f"{text!r} is not {kind} from {least} on", f"write {kind}"))
+    return number
+
+
+def add_pipeline_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a pipeline; without them it is as the variables say."""
+    layout = read_launch().layout
+    parser.add_argument(
+        "--pipeline_stages", type=int, default=layout.stages, help="processes that share the layers of a model"
+    )
+    parser.add_argument("--pipeline_schedule", default=layout.schedule, help=f"one of {', '.join(SCHEDULES)}")
+
+
+def name_pipeline(stages: int, schedule: str) -> dict[str, str]:
+    """Return the variables by which a process is told of a pipeline."""
+    return {_STAGES: str(stages), _SCHEDULE: schedule}
+
+
+def _is_true(told: Mapping[str, str], name: str) -> bool:
+    return told.get(name, "").lower() in {"1", "true"}
+
+
+def read_environment() -> Mapping[str, str]:
+    """Return the variables of this process."""
+    return dict(os.environ)
+
+
+def keep_from_accelerate(launch: Launch) -> None:
+    """Keep accelerate from what it would do otherwise than this library; it starts the processes all the same.
+
+    accelerate 1.15 cuts none of a model that was loaded whole, and does not know transformers' classes for one that is
+    cut while it is loaded. A stage it would share out to all processes, not to those that hold it. Of rows that are
+    shared it would drop the masks, under FSDP for torch's ring and under DeepSpeed for sdpa, so that packed documents
+    see each other, and DeepSpeed, once told of them, doubles gradients at ZeRO-1 and 2.
+    """
+    if launch.engine == "FSDP" and (launch.tensor_size > 1 or launch.layout.stages > 1):
+        os.environ[_LEFT_TO_LOADING] = "true"
+        os.environ["ACCELERATE_USE_FSDP"] = os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
+    if launch.context_size > 1:
+        os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
+
+
+def expect_launch(num_processes: int, engine: str, pipeline: Mapping[str, str] | None = None) -> None:
+    """Tell the processes that this one becomes or starts how many they should be, and what should shard them.
+
+    Args:
+        num_processes: Over all machines.
+        engine: As ``Launch`` has it.
+        pipeline: From ``name_pipeline``.
+    """
+    os.environ[_EXPECTED] = f"{num_processes} {engine}"
+    os.environ.update(pipeline or {})
+
+
+def verify_expected(launch: Launch) -> None:
+    """Stop a process of a launch that became another one; before anything else, since it needs no other process.
+
+    Raises:
+        ConfigError: There are more or fewer processes than ``recipes launch`` asked for, or something else shards them.
+    """
+    if (expected := os.environ.get(_EXPECTED)) is None:
+        return
+    num_processes, _, engine = expected.partition(" ")
+    if (int(num_processes), engine) != (launch.world_size, launch.engine):
+        found = (
+            f"{num_processes} processes under {engine or 'no sharding'} were asked for; this is one of "
+            f"{launch.world_size} under {launch.engine or 'no sharding'}"
+        )
+        raise ConfigError(Problem("launch", found, "see whether all machines were started, with the same launch file"))
+
+
+def verify_rendezvous(launch: Launch) -> None:
+    """Stop one of several processes that could not meet the others, before it loads anything.
+
+    Raises:
+        ConfigError: Its rank is none of theirs, or it is not told where they meet.
+    """
+    if launch.world_size == 1:
+        return
+    problems = []
+    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        found = f"is {launch.world_size}, and there is no {', '.join(missing)}"
+        remedy = "start by `recipes launch`, `accelerate launch` or torchrun, or unset WORLD_SIZE for one process"
+        problems.append(Problem("WORLD_SIZE", found, remedy))
+    elif launch.rank >= launch.world_size:
+        found = f"is {launch.rank}, and the ranks of {launch.world_size} processes end at {launch.world_size - 1}"
+        problems.append(Problem("RANK", found, "give every process a rank of its own, from 0 on"))
+    if (port := os.environ.get("MASTER_PORT")) and not (port.isdecimal() and 1 <= int(port) < 2**16):
+        problems.append(Problem("MASTER_PORT", f"{port!r} is not a port", "write a number from 1 to 65535"))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def verify_accelerator(launch: Launch, *, is_available: bool) -> None:
+    """Stop a sharded run on a machine that it cannot run on, before anything is loaded.
+
+    Args:
+        launch: What the launcher asked for.
+        is_available: Whether torch finds an accelerator.
+
+    Raises:
+        ConfigError: The launch file asked for FSDP or DeepSpeed, which need one.
+    """
+    if launch.engine and not is_available and "ACCELERATE_TORCH_DEVICE" not in os.environ:
+        found = f"the launch file asks for {launch.engine}, and torch finds no GPU on this machine"
+        raise ConfigError(Problem("launch", found, _ON_CPUS))
+
+
+def verify_launch(launch: Launch, num_processes: int, distributed_type: str) -> None:
+    """Stop a run that accelerate has silently turned into something else than what was launched.
+
+    Args:
+        launch: What the launcher asked for.
+        num_processes: ``accelerate``'s number of processes, after its state exists.
+        distributed_type: ``accelerate``'s ``DistributedType`` value, such as ``NO`` or ``MULTI_GPU``; FSDP on several
+            GPUs is ``MULTI_GPU`` still.
+
+    Raises:
+        ConfigError: Fewer processes work together than were started, so that each would train a copy of its own.
+        ConfigError: The launch file asked for FSDP or DeepSpeed and accelerate is running without it.
+    """
+    if num_processes != launch.world_size:
+        raise ConfigError(
+            Problem(
+                "launch",
+                f"{launch.world_size} processes were started but accelerate joined {num_processes}: "
+                "each would train a model of its own",
+                "on a machine without GPUs set use_cpu: true in the launch file and distributed_type: MULTI_GPU, "
+                "or start with `torchrun --nproc_per_node N`",
+            )
+        )
+    # accelerate makes FSDP of several accelerators, and of nothing else, once its Accelerator is built; and so may who
+    # loads a model.
+    becomes = "FSDP" if launch.engine == "FSDP" and distributed_type not in ("NO", "MULTI_CPU") else distributed_type
+    if launch.engine and becomes != launch.engine:
+        raise ConfigError(
+            Problem(
+                "launch",
+                f"the launch file asks for {launch.engine} but accelerate is running {distributed_type}",
+                _ON_CPUS,
+            )
+        )
+
+
+def verify_engine(launch: Launch, distributed_type: str, *, tensor_size: int = 1, is_in_shards: bool = False) -> None:
+    """Stop a run that is not sharded by what it was launched with, now that accelerate has decided.
+
+    Args:
+        launch: What the launcher asked for.
+        distributed_type: Of the finished ``Accelerator``.
+        tensor_size: Processes that share the tensors of the model.
+        is_in_shards: Whether it is sharded already, without accelerate.
+
+    Raises:
+        ConfigError: The launch file asked for FSDP or DeepSpeed and there is none, or the other way round.
+        ConfigError: It asked for tensors to be shared by another number of processes.
+    """
+    if tensor_size != launch.tensor_size:
+        found = f"tensors were to be cut into {launch.tensor_size}, and the model's are in {tensor_size}"
+        raise ConfigError(Problem("launch", found, "start by `accelerate launch --config_file` and one of our files"))
+    engine = distributed_type if distributed_type in ("FSDP", "DEEPSPEED") else ""
+    if is_in_shards and not engine:
+        engine = "FSDP"
+    if engine != launch.engine:
+        found = f"{launch.engine or 'no sharding'} was launched and accelerate is running {distributed_type}"
+        raise ConfigError(Problem("launch", found, "start by `accelerate launch --config_file` and one of our files"))

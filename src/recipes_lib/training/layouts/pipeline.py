@@ -1,0 +1,284 @@
+"""Micro-batches through a model in stages: torch's schedules over chunks that read all but the states from a batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed import ProcessGroup, pipelining
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from recipes_lib.models.devices import find_device
+from recipes_lib.models.heads.loss_head import LossHeadOutput, add_loss_head
+from recipes_lib.models.parallel.pipeline_parallel import Elsewhere, Part, cut_into_chunks
+from recipes_lib.training.layouts.fsdp import compute_total_norm, has_shards, reshard, shard_chunk
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageMesh:
+    """The groups that this process is in.
+
+    Attributes:
+        pipeline: The stages of its pipeline, in their order.
+        replicas: Those that hold the same part and take other rows.
+        ends: First and last stage of its pipeline, which share tied embeddings; the others are not in it.
+    """
+
+    pipeline: ProcessGroup
+    replicas: ProcessGroup
+    ends: ProcessGroup
+
+
+@functools.cache
+def build_stage_mesh(num_stages: int) -> StageMesh:
+    """Return the groups of this process; every process must call, with the same number.
+
+    Args:
+        num_stages: Processes of a pipeline; the process group exists, and has a multiple of it.
+    """
+    rank, num_replicas = distributed.get_rank(), distributed.get_world_size() // num_stages
+    columns = [list(range(first, num_replicas * num_stages, num_replicas)) for first in range(num_replicas)]
+    rows = [list(range(num_replicas * stage, num_replicas * (stage + 1))) for stage in range(num_stages)]
+    ends = [sorted({ranks[0], ranks[-1]}) for ranks in columns]
+    # Each process takes part in making every group.
+    pipelines, replicas, pairs = ([distributed.new_group(ranks) for ranks in kind] for kind in (columns, rows, ends))
+    stage, replica = divmod(rank, num_replicas)
+    return StageMesh(pipelines[replica], replicas[stage], pairs[replica])
+
+
+Batch = Mapping[str, Any]
+_SCHEDULES: Final[Mapping[str, Any]] = {
+    "1f1b": pipelining.Schedule1F1B,
+    "gpipe": pipelining.ScheduleGPipe,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+}
+_OF_LAST: Final = ("labels", "loss_head")
+"""What a batch holds for the last chunk alone."""
+
+
+class Chunk(nn.Module):
+    """A chunk as a schedule runs it: states come from the chunk before, and all else from the micro-batch itself.
+
+    Every stage has the batch at hand, so that positions and the boundaries of documents are never sent.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        is_first: bool,
+        is_last: bool,
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """Run ``model``, a chunk of ``cut_into_chunks``, in the precision of ``autocast``."""
+        super().__init__()
+        self.model = model
+        self.is_first, self.is_last = is_first, is_last
+        self.batches: Sequence[Batch] = ()
+        self.results: list[Any] = []
+        self._autocast = autocast
+        self._dtype = model.dtype
+        if is_last:
+            add_loss_head(model)
+
+    def forward(self, states: Tensor | None = None, *, at: Tensor) -> Tensor:
+        """Return the states behind this chunk, ``(B, L, D)``, or the summed loss where it is the last one.
+
+        Args:
+            states: Behind the chunk before; ``None`` where this is the first one.
+            at: Number of the micro-batch; ``int64 (1,)``.
+        """
+        inputs = dict(self.batches[int(at)])
+        if not self.is_first:
+            del inputs["input_ids"]
+            inputs["inputs_embeds"] = states
+        with self._autocast():
+            if self.is_last:
+                self.results.append(self.model(**inputs, use_cache=False))
+                # Of logits nobody asks for gradients.
+                loss: Tensor = self.results[-1].get("nll_sum", torch.zeros(()))
+                return loss
+            inputs = {name: value for name, value in inputs.items() if name not in _OF_LAST}
+            hidden: Tensor = self.model.base_model(**inputs, use_cache=False).last_hidden_state
+        # What the next stage waits for: under autocast the sums of a layer are as wide as its weights.
+        return hidden.to(self._dtype)
+
+
+class Pipeline(nn.Module):
+    """The model that the stages are together: what it computes and the gradients it leaves are those of the whole one.
+
+    Source: torch ``torch.distributed.pipelining``; ``tests/training/layouts/test_pipeline.py``,
+    ``tests/distributed/test_pipeline.py``.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        mesh: StageMesh,
+        *,
+        schedule: str,
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """Connect the stages; every process must call.
+
+        Args:
+            model: This process's part, from ``build_part_class``, where it will be trained.
+            mesh: With whom it is connected.
+            schedule: One of ``SCHEDULES`` of ``training/launch.py``.
+            autocast: Gives the context in which a forward pass runs.
+        """
+        super().__init__()
+        self.model, self.config = model, model.config
+        self.part: Part = model.part
+        last = self.part.total_chunks - 1
+        numbered = zip(self.part.chunks, cut_into_chunks(model), strict=True)
+        self.chunks: Any = nn.ModuleList(
+            Chunk(chunk, is_first=number == 0, is_last=number == last, autocast=autocast) for number, chunk in numbered
+        )
+        self._mesh, self._schedule = mesh, schedule
+        self._dtype = model.dtype  # Of states; FSDP2 may hold weights in another one for a while.
+        self._built: tuple[Any, Any] | None = None  # What the last schedule was for, and its buffers.
+        self._scale: Tensor | float = 1.0
+
+    @property
+    def tied_copy(self) -> nn.Parameter | None:
+        """The embedding of the last stage, where the first one has the same; ``None`` elsewhere."""
+        is_copy = self.part.is_last and not self.part.is_first and self.model.is_tied
+        return self.model.get_input_embeddings().weight if is_copy else None
+
+    def shard(self, device: torch.device, compute_dtype: torch.dtype) -> None:
+        """Share this stage out to its replicas, layer by layer, before an optimizer sees its weights.
+
+        Args:
+            device: Where the shards go.
+            compute_dtype: Of matrix products.
+        """
+        for chunk in self.chunks:
+            layers = [layer for layer in chunk.model.base_model.layers if not isinstance(layer, Elsewhere)]
+            shard_chunk(chunk, layers, self._mesh.replicas, device, compute_dtype)
+
+    @torch.no_grad()
+    def forward(self, **inputs: Any) -> Any:
+        """Return what the whole model gives for a batch, on every process of the pipeline; all of them must call.
+
+        Args:
+            **inputs: As a model with a loss head takes them; the same on all stages.
+
+        Returns:
+            ``LossHeadOutput`` with ``loss_head=True``, else ``loss`` and ``logits``.
+        """
+        inputs.pop("use_cache", None)
+        results = self._give([inputs], self._hand_through)
+        reshard(self)
+        found = [_to_host(results[0]) if results else {}]
+        distributed.broadcast_object_list(found, group=self._mesh.pipeline, group_src=self.part.num_stages - 1)
+        kind: Any = LossHeadOutput if inputs.get("loss_head") else CausalLMOutput
+        device = inputs["input_ids"].device
+        return kind(**{name: value.to(device) for name, value in found[0].items()})
+
+    def compute_gradients(self, batches: Sequence[Batch], num_targets: Tensor | int) -> Sequence[Any]:
+        """Run all micro-batches of a step forward and backward; add the gradients of its loss to the parameters'.
+
+        They are those of this pipeline's rows: ``reduce_gradients`` comes next.
+
+        Args:
+            batches: Of one shape, without ``num_tokens``.
+            num_targets: What the summed loss is divided by.
+
+        Returns:
+            ``LossHeadOutput`` of each micro-batch, where the last chunk is here; elsewhere nothing.
+        """
+        self._scale = 1 / num_targets
+        return self._give([{**batch, "loss_head": True} for batch in batches], self._run_schedule)
+
+    def reduce_gradients(self) -> None:
+        """Add up the gradients of all replicas, and of tied embeddings those of both ends; every process must call."""
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        # Of shards FSDP2 has done it.
+        if distributed.get_world_size(self._mesh.replicas) > 1 and not has_shards(self.model):
+            waiting = [distributed.all_reduce(part, group=self._mesh.replicas, async_op=True) for part in gradients]
+            for work in waiting:
+                work.wait()
+        is_end = self.part.is_first or self.part.is_last
+        if self.part.num_stages > 1 and is_end and self.model.is_tied:
+            gradient = self.model.get_input_embeddings().weight.grad
+            # Both ends have the same rows of it.
+            own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            distributed.all_reduce(own, group=self._mesh.ends)
+
+    def measure_norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the norm of some tensors of all stages together; every process must call, with what counts here."""
+        squares = compute_total_norm(tensors).float().square().to(self._device)
+        distributed.all_reduce(squares, group=self._mesh.pipeline)
+        return squares.sqrt()
+
+    def _give(self, batches: Sequence[Batch], run: Callable[[Sequence[Batch]], None]) -> Sequence[Any]:
+        """Lay batches before the chunks that ``run`` calls; return what the last one made of them, if it is here."""
+        for chunk in self.chunks:
+            chunk.batches, chunk.results = batches, []
+        run(batches)
+        results: Sequence[Any] = self.chunks[-1].results
+        for chunk in self.chunks:
+            chunk.batches, chunk.results = (), []
+        return results
+
+    def _hand_through(self, batches: Sequence[Batch]) -> None:
+        """Run one batch forward, each chunk when it has the states of the one before."""
+        size, shape = self.part.num_stages, batches[0]["input_ids"].shape
+        states = None
+        for number, chunk in zip(self.part.chunks, self.chunks, strict=True):
+            if not chunk.is_first and size > 1:
+                states = torch.empty(*shape, self.config.hidden_size, dtype=self._dtype, device=self._device)
+                distributed.recv(states, group=self._mesh.pipeline, group_src=(number - 1) % size)
+            states = chunk(states, at=torch.zeros(1, dtype=torch.int64))
+            if not chunk.is_last and size > 1:
+                distributed.send(states.contiguous(), group=self._mesh.pipeline, group_dst=(number + 1) % size)
+
+    def _run_schedule(self, batches: Sequence[Batch]) -> None:
+        key = (len(batches), batches[0]["input_ids"].shape)
+        if self._built is None or self._built[0] != key:
+            self._built = (key, self._build_schedule(*key))
+        numbers = torch.arange(len(batches))
+        target = {"target": numbers} if self.chunks[-1].is_last else {}
+        self._built[1].step(at=numbers, return_outputs=False, **target)
+
+    def _build_schedule(self, num_batches: int, shape: torch.Size) -> Any:
+        # Told what is sent, torch need not run the model once to find out.
+        options: dict[str, Any] = {"dtype": self._dtype, "device": "meta", "requires_grad": True}
+        states, loss = torch.empty(*shape, self.config.hidden_size, **options), torch.empty((), **options)
+        stages = [
+            PipelineStage(
+                chunk,
+                number,
+                self.part.total_chunks,
+                self._device,
+                input_args=() if chunk.is_first else (states,),
+                output_args=(loss if chunk.is_last else states,),
+                group=self._mesh.pipeline,
+            )
+            for number, chunk in zip(self.part.chunks, self.chunks, strict=True)
+        ]
+        return _SCHEDULES[self._schedule](
+            stages[0] if len(stages) == 1 else stages,
+            num_batches,
+            loss_fn=lambda nll_sum, _: nll_sum * self._scale,
+            scale_grads=False,
+        )
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = find_device(self.model)
+        return device
+
+
+def _to_host(output: Any) -> dict[str, Tensor]:
+    names = ("nll_sum", "num_targets", "num_correct", "loss", "logits")
+    return {name: output[name].cpu() for name in names if output.get(name) is not None}

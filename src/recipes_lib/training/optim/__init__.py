@@ -1,0 +1,1 @@
+"""Optimizers, parameter groups and activation checkpointing."""

@@ -1,0 +1,48 @@
+"""Activation checkpointing that keeps the matrix products and recomputes the rest."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+_KEPT: Final = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+"""What costs arithmetic; everything else costs memory traffic, and is computed again."""
+
+
+def read_selective(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return what ``activation_checkpointing_enable`` takes for ``save_matmuls: true``; ``None`` without it.
+
+    Args:
+        options: ``activation_checkpointing_kwargs``.
+
+    Source: Korthikanti et al. 2022, section 5; equal to no checkpointing in
+    ``tests/training/optim/test_activation_checkpointing.py``.
+    """
+    given = dict(options or {})
+    if not given.pop("save_matmuls", False):
+        return None
+    contexts = functools.partial(create_selective_checkpoint_contexts, _choose)
+    every_n_layers, offload = given.pop("every_n_layers", 1), given.pop("offload", False)
+    return {
+        "activation_checkpointing_kwargs": {"use_reentrant": False, **given, "context_fn": contexts},
+        "every_n_layers": every_n_layers,
+        "offload": offload,
+    }
+
+
+def _choose(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,364 @@
+"""Which parameters an optimizer decays, which of them Muon takes, and what an optimizer needs and holds."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, Final, overload
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, TrainingArguments
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.training.layouts.compatibility import BITSANDBYTES
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """torch's Muon and AdamW over the groups of one optimizer, so that schedulers, scalers and accelerate see one.
+
+    Every group names its owner under ``optimizer``: ``Muon`` or ``AdamW``. Muon's updates are scaled to the root mean
+    square of AdamW's, so that one learning rate and one weight decay serve both. States are those of the two
+    optimizers: a momentum (Muon), two moments and a step (AdamW).
+
+    Source: Jordan et al. 2024 (Muon); Liu et al. 2025 (Muon is scalable for LLM training), section 2.2, the scale
+    ``0.2 sqrt(max(rows, columns))``; numpy's singular values in ``tests/training/optim/test_muon.py``.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[nn.Parameter],
+        others: Sequence[dict[str, Any]],
+        *,
+        lr: float,
+        weight_decay: float,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        """Build both optimizers.
+
+        Args:
+            matrices: Parameters of two dimensions, for Muon; all of them decay.
+            others: AdamW's groups, each with its ``params`` and ``weight_decay``.
+            lr: Learning rate of both.
+            weight_decay: Muon's.
+            betas: AdamW's.
+            eps: AdamW's.
+        """
+        self._owners: dict[str, torch.optim.Optimizer] = {
+            "Muon": torch.optim.Muon(
+                [{"params": matrices}], lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+            ),
+            "AdamW": torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps),
+        }
+        groups = [group | {"optimizer": name} for name, owner in self._owners.items() for group in owner.param_groups]
+        super().__init__(groups, {"lr": lr})
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient; return what ``closure`` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for name, owner in self._owners.items():
+            # Loading a state and sharding a model replace groups, states and parameters of this optimizer.
+            owner.state = self.state
+            owner.param_groups = [group for group in self.param_groups if group["optimizer"] == name]
+            owner.step()
+        return loss
+
+
+_BIAS_OR_NORM: Final = re.compile(r"bias|layernorm|rmsnorm|(?:^|[._])norm(?:$|\.)")
+
+_PACKAGES: Final[tuple[tuple[str, str, str], ...]] = (
+    ("bitsandbytes", "pip install bitsandbytes", " ".join(BITSANDBYTES)),
+    ("torchao", "pip install torchao", "adamw_torch_4bit adamw_torch_8bit"),
+    ("schedulefree", "pip install schedulefree", "schedule_free_radam schedule_free_adamw schedule_free_sgd"),
+    ("galore_torch", "pip install galore-torch", "galore_adamw galore_adamw_8bit galore_adafactor"),
+    ("apollo_torch", "pip install apollo-torch", "apollo_adamw"),
+    ("grokadamw", "pip install grokadamw", "grokadamw"),
+    ("optimi", "pip install torch-optimi", "stable_adamw"),
+    ("torchdistx", "pip install git+https://github.com/pytorch/torchdistx", "adamw_anyprecision"),
+    ("torch_xla", "pip install torch_xla", "adamw_torch_xla"),
+    ("torch_npu", "pip install torch_npu", "adamw_torch_npu_fused"),
+)
+"""Module, how to get it, and the values of ``optim`` that need it."""
+
+_IN_BACKWARD: Final = ("lomo", "_layerwise")
+"""Ends of the values of ``optim`` that update each weight as soon as its gradient is known."""
+
+_SHOWN_PARAMETERS: Final = 6
+_FLATTENED: Final = "this process's share of what DeepSpeed has flattened"
+
+_WITHOUT_RESUME: Final = ("galore", "apollo", "grokadamw")
+"""Beginnings of the values of ``optim`` whose states a checkpoint does not bring back: they are objects that it refuses
+to load, or stand where it does not look."""
+
+
+def get_decay_names(model: nn.Module, *, decay_embeddings: bool) -> list[str]:
+    """Return the names of the parameters that ``weight_decay`` applies to: matrices, and embeddings where asked for.
+
+    Biases and norms never decay. A tied embedding is named once, as ``named_parameters`` does.
+
+    Args:
+        model: With or without wrappers around it.
+        decay_embeddings: Whether input, position and output embeddings decay.
+
+    Source: transformers ``Trainer.get_decay_parameter_names``, which decays embeddings, and norms that it does not know
+    by name; see ``tests/training/optim/test_optimizers.py``.
+    """
+    embeddings = _find_embeddings(model)
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.ndim >= 2
+        and not _BIAS_OR_NORM.search(name.lower())
+        and (decay_embeddings or id(parameter) not in embeddings)
+    ]
+
+
+def build_muon(model: nn.Module, args: TrainingArguments, *, decay_embeddings: bool) -> MuonAdamW:
+    """Build Muon over the hidden matrices of a model and AdamW over the rest of what is trained.
+
+    Muon takes parameters of exactly two dimensions that are neither embeddings, nor biases, nor norms. Expert stacks
+    and convolutions have three: orthogonalising them takes a batched or reshaped iteration, which torch's Muon has not,
+    so AdamW has them. A matrix that holds several, such as GPT-2's queries, keys and values, is taken as one.
+
+    Args:
+        model: What is trained; the optimizer is built before it is wrapped, or after.
+        args: Learning rate, weight decay, and AdamW's betas and epsilon.
+        decay_embeddings: As ``get_decay_names``.
+    """
+    embeddings = _find_embeddings(model)
+    decaying = set(get_decay_names(model, decay_embeddings=decay_embeddings))
+    matrices: list[nn.Parameter] = []
+    others: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.ndim == 2 and name in decaying and id(parameter) not in embeddings:
+            matrices.append(parameter)
+        else:
+            others[name in decaying].append(parameter)
+    return MuonAdamW(
+        matrices,
+        [
+            {"params": others[True], "weight_decay": args.weight_decay},
+            {"params": others[False], "weight_decay": 0.0},
+        ],
+        lr=args.learning_rate,
+        weight_decay=args.weight_decay,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+    )
+
+
+def split_loraplus_groups(optimizer: torch.optim.Optimizer, model: nn.Module, ratio: float) -> None:
+    """Let the B matrices of low-rank adapters learn ``ratio`` times as fast, in groups of their own.
+
+    Whatever built the optimizer, what decays stays what decayed. It must not have stepped yet.
+
+    Args:
+        optimizer: As built, not yet prepared by accelerate.
+        model: The one it trains; it names the parameters.
+        ratio: ``loraplus_lr_ratio``.
+
+    Source: Hayou et al. 2024 (LoRA+), section 4; PEFT's ``create_loraplus_optimizer`` builds groups, and decides what
+    decays, anew. ``tests/training/optim/test_optimizers_loraplus.py``.
+    """
+    is_b = {id(parameter) for name, parameter in model.named_parameters() if ".lora_B." in name}
+    for group in list(optimizer.param_groups):
+        fast = [parameter for parameter in group["params"] if id(parameter) in is_b]
+        if fast:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in is_b]
+            optimizer.add_param_group({**group, "params": fast, "lr": group["lr"] * ratio})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRow:
+    """One group of an optimizer, as it is told to people.
+
+    Attributes:
+        optimizer: Which one updates it.
+        num_tensors: Tensors.
+        num_parameters: Numbers in them.
+        weight_decay: Share of a weight that a step at learning rate 1 takes away.
+        learning_rate: At the peak of the schedule.
+        state_bytes: Bytes of states a parameter; ``None`` while there are none, as before the first step.
+        parameters: Their names, ``*`` for the number of a layer.
+    """
+
+    optimizer: str
+    num_tensors: int
+    num_parameters: int
+    weight_decay: float
+    learning_rate: float
+    state_bytes: float | None
+    parameters: tuple[str, ...]
+
+
+def describe_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[GroupRow]:
+    """Return one row per group that is not empty.
+
+    Args:
+        optimizer: As built, or as accelerate prepared it.
+        model: The one it trains; it names the parameters.
+    """
+    names = {id(parameter): re.sub(r"\.\d+\.", ".*.", name) for name, parameter in model.named_parameters()}
+    inner = getattr(optimizer, "optimizer", optimizer)
+    rows = []
+    for group in inner.param_groups:
+        if parameters := group["params"]:
+            state_bytes = _count_state_bytes(inner, parameters)
+            rows.append(
+                GroupRow(
+                    optimizer=group.get("optimizer", type(inner).__name__),
+                    num_tensors=len(parameters),
+                    num_parameters=sum(parameter.numel() for parameter in parameters),
+                    weight_decay=group["weight_decay"],
+                    learning_rate=group.get("initial_lr", group["lr"]),
+                    state_bytes=state_bytes / _count_numbers(parameters) if state_bytes else None,
+                    parameters=tuple(dict.fromkeys(names.get(id(parameter), _FLATTENED) for parameter in parameters)),
+                )
+            )
+    return rows
+
+
+def format_group(row: GroupRow) -> str:
+    """Return a group in a line: ``AdamW: 124,318,464 numbers in 50 tensors, weight decay 0.1, rate 6.0e-04: ...``."""
+    shown = ", ".join(row.parameters[:_SHOWN_PARAMETERS])
+    rest = len(row.parameters) - _SHOWN_PARAMETERS
+    return (
+        f"{row.optimizer}: {row.num_parameters:,} numbers in {row.num_tensors} tensors, weight decay "
+        f"{row.weight_decay:g}, rate {row.learning_rate:.1e}: {shown}{f' and {rest} more' if rest > 0 else ''}"
+    )
+
+
+def plan_groups(model: nn.Module, config: RecipeConfig) -> list[GroupRow]:
+    """Return the parameter groups of a run without building its optimizer.
+
+    Args:
+        model: What is trained; its weights may be on the meta device.
+        config: The run.
+    """
+    training = config.training
+    optim, rate = str(training.get("optim", "adamw_torch_fused")), float(config.read("learning_rate"))
+    decay, decay_embeddings = float(training.get("weight_decay", 0.0)), config.pretraining.decay_embeddings
+    if optim == "muon":
+        betas = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
+        settings: Any = SimpleNamespace(**betas | dict(training) | {"learning_rate": rate, "weight_decay": decay})
+        return describe_groups(build_muon(model, settings, decay_embeddings=decay_embeddings), model)
+    names = set(get_decay_names(model, decay_embeddings=decay_embeddings))
+    trained = [(name in names, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for decays, parameter in trained if decays is kind], "weight_decay": decay * kind}
+        for kind in (True, False)
+    ]
+    optimizer = torch.optim.SGD([group for group in groups if group["params"]], lr=rate)
+    return [replace(row, optimizer=optim) for row in describe_groups(optimizer, model)]
+
+
+def measure_state_bytes(optimizer: torch.optim.Optimizer) -> float:
+    """Return the bytes of states that this process holds for each of its trained parameters; 0 before the first step.
+
+    Tensors that several parameters share, such as the levels of a quantisation, count once.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return _count_state_bytes(optimizer, parameters) / _count_numbers(parameters)
+
+
+def verify_optimizer(config: RecipeConfig) -> None:
+    """Refuse an optimizer that this machine does not have, or that upstream would build otherwise than asked.
+
+    Raises:
+        ConfigError: A package is missing; the optimizer needs another key, or leaves one unread; a run with it could
+            not be resumed; or it acts where neither accumulation nor the guards can.
+    """
+    # The schedule of pretraining is its own: upstream's warm-up is off there.
+    training = {**config.training, **({"warmup_steps": 0} if config.stage == "pretrain" else {})}
+    optim = str(training.get("optim", "adamw_torch"))
+    if problems := list(_find_problems(optim, training)):
+        raise ConfigError(*problems)
+
+
+def _find_problems(optim: str, training: Mapping[str, Any]) -> Iterator[Problem]:
+    if optim.endswith(_IN_BACKWARD):
+        found = f"{optim} updates weights inside the backward pass, before accumulation, clipping and the guards"
+        yield Problem("optim", found, "use adafactor or an 8-bit optimizer to save memory")
+        return
+    for module, command, names in _PACKAGES:
+        if optim in names.split() and importlib.util.find_spec(module) is None:
+            yield Problem("optim", f"{optim} needs the package {module}, which is not installed", command)
+    if optim.startswith(_WITHOUT_RESUME) and training.get("save_strategy", "steps") != "no":
+        found = f"a run with {optim} cannot go on from a checkpoint"
+        yield Problem("optim", found, "write save_strategy: 'no', or use another optimizer")
+    if optim.startswith(("galore", "apollo")):
+        yield from _find_problems_of_low_rank(optim, training)
+    if optim.startswith("schedule_free"):
+        yield from _find_problems_of_schedule_free(optim, training)
+    if optim == "muon" and training.get("optim_args"):
+        yield Problem("optim_args", "muon takes no arguments", "delete the line")
+
+
+def _find_problems_of_low_rank(optim: str, training: Mapping[str, Any]) -> Iterator[Problem]:
+    if not training.get("optim_target_modules"):
+        found = f"{optim} needs to know which matrices it projects"
+        yield Problem("optim_target_modules", found, "write optim_target_modules: all-linear")
+    if training.get("weight_decay"):
+        found = f"upstream does not hand weight_decay to {optim}"
+        yield Problem("weight_decay", found, "write weight_decay: 0, or use another optimizer")
+
+
+def _find_problems_of_schedule_free(optim: str, training: Mapping[str, Any]) -> Iterator[Problem]:
+    if training.get("lr_scheduler_type", "linear") != "constant":
+        found = f"{optim} averages weights instead of lowering the learning rate"
+        yield Problem("lr_scheduler_type", found, "write lr_scheduler_type: constant")
+    if 0 < training.get("warmup_steps", 0) < 1:
+        # It divides the first steps by this number: a share of 0.01 is a first step at a hundred times the peak.
+        yield Problem("warmup_steps", f"{optim} warms up by steps, not by a share", "write a number of steps, or 0")
+
+
+def _find_embeddings(model: nn.Module) -> set[int]:
+    """Return the identities of the parameters of input, position and output embeddings."""
+    modules: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            modules.add(module)
+        elif isinstance(module, PreTrainedModel):
+            head = module.get_output_embeddings()  # type: ignore[no-untyped-call]
+            modules |= {head} if head is not None else set()
+    return {id(parameter) for module in modules for parameter in module.parameters()}
+
+
+def _count_state_bytes(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> int:
+    states = [tensor for parameter in parameters for tensor in _iter_tensors(optimizer.state.get(parameter))]
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in states}.values())
+
+
+def _count_numbers(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(tensor.numel() for parameter in parameters for tensor in _iter_tensors(parameter))
+
+
+def _iter_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that hold memory: of a sharded tensor the shard, of a quantised one codes and scales."""
+    if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
+        names, _ = value.__tensor_flatten__()
+        yield from _iter_tensors([getattr(value, name) for name in names])
+    elif isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _iter_tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _iter_tensors(item)

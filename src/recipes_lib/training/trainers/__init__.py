@@ -1,0 +1,1 @@
+"""One trainer per recipe over transformers' Trainer, and their arguments."""

@@ -1,0 +1,193 @@
+"""From a recipe's keys to the arguments object of upstream's trainers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, TrainingArguments
+from trl import DPOConfig, GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
+
+from recipes_lib.config.recipes import ADDED_CHOICES
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.hardware import supports_bf16
+from recipes_lib.training.layouts.launch_environment import Launch, keep_from_accelerate, verify_launch
+
+MIN_CAPABILITY: Final = (8, 9)
+"""Ada and Hopper: the first with 8-bit float products."""
+
+_DIVISOR: Final = 16
+_OTHERWISE: Final = "use another launch file, such as accelerate_configs/single_gpu.yaml"
+
+
+def verify_fp8(launched_precision: str) -> None:
+    """Refuse an fp8 launch that accelerate would turn into another precision, or could not make at all.
+
+    Args:
+        launched_precision: ``mixed_precision`` of the launch file.
+
+    Raises:
+        ConfigError: torchao is not installed.
+        ConfigError: The device is no GPU with 8-bit products.
+
+    Source: accelerate ``AcceleratorState``, which falls back to fp16; see ``tests/training/trainers/test_fp8.py``.
+    """
+    if launched_precision == "fp8" and (problems := list(_find_problems())):
+        raise ConfigError(*problems)
+
+
+def _find_problems() -> Iterator[Problem]:
+    if importlib.util.find_spec("torchao") is None:
+        yield Problem("launch", "fp8 needs the package torchao, which is not installed", "pip install torchao")
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if capability is None or capability < MIN_CAPABILITY:
+        has = "no GPU" if capability is None else f"a GPU of compute capability {capability[0]}.{capability[1]}"
+        wanted = ".".join(map(str, MIN_CAPABILITY))
+        yield Problem("launch", f"fp8 needs a GPU of compute capability {wanted} or higher; here is {has}", _OTHERWISE)
+
+
+def verify_fp8_layers(model: nn.Module) -> None:
+    """Refuse a model in which fp8 would change nothing.
+
+    Raises:
+        ConfigError: No layer but the first and the last is an ``nn.Linear`` whose sizes are multiples of 16.
+
+    Source: accelerate ``filter_first_and_last_linear_layers``; see ``tests/training/trainers/test_fp8.py``.
+    """
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    if not any(layer.in_features % _DIVISOR == 0 == layer.out_features % _DIVISOR for layer in linear[1:-1]):
+        found = f"fp8 would change nothing: {type(model).__name__} has no inner nn.Linear with sizes in multiples of 16"
+        raise ConfigError(Problem("launch", found, f"choose another model_type, or {_OTHERWISE}"))
+
+
+# Rows arrive tokenised, masked and packed; upstream must not touch them again.
+_PREPARED: Final = {"dataset_kwargs": {"skip_prepare_dataset": True}, "packing": False, "max_length": None}
+_CLASSES: Final = {
+    "sft": SFTConfig,
+    "lora": SFTConfig,
+    "reward": RewardConfig,
+    "dpo": DPOConfig,
+    "distill": SFTConfig,
+    "rloo": RLOOConfig,
+    "grpo": GRPOConfig,
+}
+_OF_STAGE: dict[str, dict[str, Any]] = {
+    "sft": _PREPARED,
+    "lora": _PREPARED,
+    "reward": {"max_length": None},
+    "dpo": {"max_length": None},
+    "distill": _PREPARED,
+    # The schedule is the trainer's own, and measured in tokens; so is the length of the run.
+    "pretrain": {"lr_scheduler_type": "constant", "warmup_steps": 0},
+}
+_ALWAYS: dict[str, Any] = {
+    "disable_tqdm": True,
+    "remove_unused_columns": False,
+    # Upstream uploads from within training, and what was not opened again; recipes_lib/publish/publishing.py does it.
+    "push_to_hub": False,
+    # Upstream's default replaces a NaN loss in the log by the running mean while the weights are destroyed.
+    "logging_nan_inf_filter": False,
+    # One normaliser over all processes and micro-batches, so that how the batch is cut changes nothing.
+    "average_tokens_across_devices": True,
+}
+
+
+def resolve_precision(config: RecipeConfig, launched: str = "no") -> dict[str, Any]:
+    """Return ``bf16``, ``fp16`` and ``use_cpu``: what the recipe says, and bf16 where the hardware has it.
+
+    Args:
+        config: The recipe.
+        launched: ``mixed_precision`` of the launch file; ``fp8`` and ``fp16`` stay what they are where the recipe says
+            nothing.
+    """
+    training = config.training
+    bf16, fp16 = training.get("bf16"), training.get("fp16")
+    if bf16 is None and fp16 is None:
+        fp16 = launched == "fp16"
+    if bf16 is None:
+        bf16 = launched != "fp8" and not fp16 and supports_bf16()
+    use_cpu = bool(training.get("use_cpu")) or not torch.accelerator.is_available()
+    return {"bf16": bf16, "fp16": bool(fp16), "use_cpu": use_cpu}
+
+
+def build_training_arguments(
+    config: RecipeConfig, launch: Launch, *, has_eval: bool, num_steps: int | None = None
+) -> TrainingArguments:
+    """Build the arguments of a run; several processes meet here, in one process group.
+
+    Args:
+        config: The recipe.
+        launch: How this process was launched.
+        has_eval: Whether there is held-out data; without it nothing is evaluated.
+        num_steps: Optimizer steps, where the recipe gives the length of the run in other units.
+
+    Raises:
+        ConfigError: The processes did not become the one run that was launched.
+        ConfigError: The launch file asks for fp8, which cannot be had here.
+    """
+    verify_fp8(launch.precision)
+    keep_from_accelerate(launch)
+    if launch.engine == "DEEPSPEED":
+        # By their old names DeepSpeed 0.19 calls collectives of torch 2.13, several times a step.
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    precision = resolve_precision(config, launch.precision)
+    arguments = {**config.training, **_OF_STAGE.get(config.stage, {}), **_ALWAYS, **precision}
+    if config.stage in ("rloo", "grpo"):
+        arguments |= _read_sampling(config)
+    # Every parameter takes part in every loss; looking for idle ones would walk the graph once more a step.
+    arguments.setdefault("ddp_find_unused_parameters", False)
+    if not has_eval:
+        arguments |= {"eval_strategy": "no", "eval_on_start": False, "eval_steps": None}
+    if num_steps is not None:
+        arguments["max_steps"] = num_steps
+    if arguments.get("optim") in ADDED_CHOICES.get(config.stage, {}).get("optim", ()):
+        # Upstream has no such name; the trainer builds it.
+        arguments["optim"] = "adamw_torch"
+    args: TrainingArguments = _CLASSES.get(config.stage, TrainingArguments)(**arguments)
+    # Upstream would spread the rows of one process over all GPUs that it sees by `DataParallel`: another batch than was
+    # planned, on copies of a model that is not made to be copied.
+    args._n_gpu = min(args.n_gpu, 1)
+    # Ours among upstream's save_ keys.
+    args.save_keep_steps = config.checkpoints.save_keep_steps  # type: ignore[attr-defined]
+    verify_launch(launch, args.world_size, args.distributed_state.distributed_type)
+    return args
+
+
+def _read_sampling(config: RecipeConfig) -> dict[str, Any]:
+    """What TRL's trainers that sample are told in their own words."""
+    # How they load the reference, which they do by themselves.
+    loading = {"revision": config.model.model_revision, "trust_remote_code": config.model.trust_remote_code}
+    return {
+        "max_completion_length": config.rewards.response_length,
+        "temperature": config.rewards.temperature,
+        "model_init_kwargs": loading if any(loading.values()) else None,
+        # Evaluation is the hooks', which ask for one answer.
+        "num_generations_eval": 1,
+    }
+
+
+def get_compute_dtype(args: TrainingArguments) -> torch.dtype:
+    """Return the precision of the matrix products; under fp8 that of those which stay as they are."""
+    if args.bf16 or args.mixed_precision == "fp8":
+        return torch.bfloat16
+    return torch.float16 if args.fp16 else torch.float32
+
+
+def build_autocast(args: TrainingArguments) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Return what makes the context in which a model that no trainer has prepared computes as the run does."""
+    dtype = get_compute_dtype(args)
+    if dtype == torch.float32:
+        return contextlib.nullcontext
+    return functools.partial(torch.autocast, args.device.type, dtype)
+
+
+def get_rounding_dtype(model: PreTrainedModel, args: TrainingArguments) -> torch.dtype:
+    """Return the coarser one of the precisions of the weights and of the products: what results are rounded to."""
+    return min(model.dtype, get_compute_dtype(args), key=lambda dtype: dtype.itemsize)

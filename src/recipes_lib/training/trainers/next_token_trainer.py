@@ -1,0 +1,173 @@
+"""The objective that every next-token stage shares: the mean negative log-likelihood of its targets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import trl
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Sampler, SequentialSampler
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import SaveStrategy
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.data.masking import IGNORE_INDEX
+from recipes_lib.data.tokens.dataset import TokenDataset
+from recipes_lib.models.heads.loss_head import add_loss_head
+from recipes_lib.models.quantization import keeping_precision
+from recipes_lib.planning.schedule import Schedule
+from recipes_lib.training.guards.start_checks import verify_initial_loss
+from recipes_lib.training.layouts.compatibility import STOCHASTIC_ADAMW
+from recipes_lib.training.monitoring.weight_monitor import WeightMonitor
+from recipes_lib.training.optim.optimizers import build_muon
+from recipes_lib.training.optim.stochastic_rounding import StochasticAdamW
+from recipes_lib.training.trainers.recipe_trainer import Batch, RecipeTrainer
+
+
+class NextTokenTrainer(RecipeTrainer):
+    """``RecipeTrainer`` with the next-token objective, computed in the model's own output projection.
+
+    A stage derives from it and from the upstream trainer of its kind, in this order.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        """Put the loss head on the model and set the trainer up.
+
+        Args:
+            **kwargs: As ``RecipeTrainer``; ``model`` is a causal language model, ``data_collator`` makes ``input_ids``,
+                ``labels`` and ``position_ids``, and the first token of each document is never a target.
+        """
+        super().__init__(**kwargs)
+        self.add_loss_head()
+
+    def add_loss_head(self) -> None:
+        """Let the model return its loss without logits."""
+        add_loss_head(self.model)
+
+    def count_terms(self, batch: Batch) -> torch.Tensor:
+        """Return the number of targets."""
+        labels: torch.Tensor = batch["labels"]
+        return labels.ne(IGNORE_INDEX).sum()
+
+    def leave_out(self, batch: Batch) -> Batch:
+        """Return the batch without targets."""
+        none = {"labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
+        return {**batch, **none, "num_tokens": torch.zeros_like(batch["num_tokens"])}
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """Return this process's share of the step's mean negative log-likelihood, in nats per target."""
+        num_tokens = inputs.pop("num_tokens")
+        outputs = model(**inputs, loss_head=True)
+        num_targets = outputs.num_targets if num_items_in_batch is None else num_items_in_batch
+        # Gradients are averaged over processes, while num_targets counts all of them.
+        loss = outputs.nll_sum * (self.accelerator.num_processes / num_targets)
+        if outputs.aux_loss is not None:
+            loss = loss + self.weigh_aux_loss(outputs.aux_loss, num_tokens)
+        self.observer.counter.add(num_tokens, outputs.num_targets, outputs.num_correct)
+        return (loss, outputs) if return_outputs else loss
+
+
+class SFTTrainer(NextTokenTrainer, trl.SFTTrainer):  # type: ignore[misc]
+    """TRL's SFT trainer with the objective, the evaluation and the checkpoints of ``NextTokenTrainer``."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        """Set TRL's trainer up.
+
+        Args:
+            **kwargs: As ``NextTokenTrainer``; ``model`` may be under an adapter.
+        """
+        with keeping_precision(kwargs["model"]):
+            super().__init__(**kwargs)
+
+    def _send_telemetry(self) -> None:
+        """Report nothing to anyone."""
+
+
+class SaveBeforeDecay(TrainerCallback):
+    """Has a checkpoint saved at the step that the decay begins at, from which a longer run can go on."""
+
+    def __init__(self, step: int) -> None:
+        """Save after ``step`` optimizer steps, unless nothing is saved at all."""
+        self._step = step
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Ask for a checkpoint."""
+        if state.global_step == self._step and args.save_strategy != SaveStrategy.NO:
+            control.should_save = True
+
+
+class PretrainTrainer(NextTokenTrainer):
+    """Upstream's trainer with the objective of ``NextTokenTrainer`` over rows whose order is already theirs."""
+
+    def __init__(self, *, config: RecipeConfig, schedule: Schedule, **kwargs: Any) -> None:
+        """Set upstream's trainer up.
+
+        Args:
+            config: The run: its ``optim``, which upstream's arguments cannot hold where it is ``muon``, and whether
+                ``weight_decay`` applies to embeddings.
+            schedule: Learning rate of each step as a share of the peak.
+            **kwargs: As ``NextTokenTrainer``; ``train_dataset`` holds every row of the run in its order.
+        """
+        self.schedule = schedule
+        self.optim = config.training.get("optim")
+        self.is_from_scratch = config.model.model_config is not None
+        self.decay_embeddings = config.pretraining.decay_embeddings
+        if self.optim == STOCHASTIC_ADAMW:
+            args = kwargs["args"]
+            options = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+            kwargs["optimizer_cls_and_kwargs"] = (StochasticAdamW, options)
+        super().__init__(**kwargs)
+        # DeepSpeed has updated the weights by the time that it could look, and under ZeRO-3 no process has them.
+        if not self.is_deepspeed_enabled:
+            # Before the one that writes, which puts down what the figures are by then.
+            self.callback_handler.callbacks.insert(1, WeightMonitor(self.measure_norm, self.list_counted))
+        if schedule.first_decay_step is not None:
+            self.add_callback(SaveBeforeDecay(schedule.first_decay_step))
+        self.router_aux_loss_coef = getattr(self.model.config, "router_aux_loss_coef", 0.0)
+
+    def kept_steps(self) -> set[int]:
+        """Return the steps whose checkpoints are never deleted: from the start of the decay a longer run can go on."""
+        first_decay_step = self.schedule.first_decay_step
+        return super().kept_steps() | (set() if first_decay_step is None else {first_decay_step})
+
+    def find_rows(self, step: int) -> tuple[int, int]:
+        """Return the first row of the run that step ``step``, from 0, takes over all processes, and the one behind."""
+        rows: TokenDataset = self.train_dataset  # type: ignore[assignment]
+        return rows.find_rows(step)
+
+    def verify_first_loss(self, loss: float) -> None:
+        """Hold the loss of random weights against what is known of it."""
+        if self.is_from_scratch:
+            self.observer.progress.say(verify_initial_loss(self.model, loss, self.guard.inputs.batches))
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        """Take the rows as they come, without those that a rollback leaves out."""
+        rows: Any = self.train_dataset if train_dataset is None else train_dataset
+        rows.skips = self.guard.rollbacks.skips
+        return SequentialSampler(rows)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Build the optimizer by name: upstream's, or Muon."""
+        if self.optim != "muon":
+            return super().create_optimizer(model)
+        if self.optimizer is None:
+            self.optimizer = build_muon(model or self.model, self.args, decay_embeddings=self.decay_embeddings)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
+        """Let the learning rate follow the schedule; the rate logged with a step is the one it was made with."""
+        if self.lr_scheduler is None:
+            driven = self.optimizer if optimizer is None else optimizer
+            assert driven is not None
+            # A function is not saved with a checkpoint, so that a longer run goes on by its own schedule.
+            self.lr_scheduler = LambdaLR(driven, lambda step: self.schedule(step))
+            self._created_lr_scheduler = True
+        return self.lr_scheduler

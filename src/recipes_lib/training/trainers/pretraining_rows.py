@@ -1,0 +1,121 @@
+"""The rows of a pretraining run in their order, and what is held out: tokens on disk meet the plan of the run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.data.packed.encoding import read_seed
+from recipes_lib.data.tokens.dataset import EvalWindows, TokenDataset
+from recipes_lib.data.tokens.order import RowOrder
+from recipes_lib.data.tokens.shards import TokenSource
+from recipes_lib.data.tokens.token_data import TokenData
+from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
+
+MAX_EPOCHS: Final = 4
+"""Repeating data up to four times is almost as good as new data; beyond, its value decays (Muennighoff et al. 2023)."""
+
+_EXAMPLE_TOKENS: Final = 1 << 16
+"""How far into a held-out source documents are looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class PretrainingRows:
+    """What a run trains on and is evaluated on.
+
+    Attributes:
+        plan: How many rows each step takes, at which rate.
+        train: Every row of the run, in its order.
+        held_out: Held-out rows by the name of their source.
+        typical_length: Tokens that attend to each other: the mean document, or a row if that is shorter.
+        epochs: Passes over each source, by name.
+        record: JSON values for ``run.json``.
+    """
+
+    plan: PretrainingPlan
+    train: TokenDataset
+    held_out: Mapping[str, EvalWindows]
+    typical_length: int
+    epochs: Mapping[str, float]
+    record: Mapping[str, Any]
+    _eval_sources: Sequence[TokenSource]
+
+    def iterate_examples(self) -> Iterator[tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]]:
+        """Yield the beginnings of the first held-out documents, and that all is a target, both ``(T,)``."""
+        for source in self._eval_sources:
+            start = 0
+            for length in source.read_document_lengths(0, min(source.num_tokens, _EXAMPLE_TOKENS)).tolist():
+                ids = source.read(start, start + min(length, self.plan.max_length))
+                yield ids, np.ones(len(ids), np.bool_)
+                start += length
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a user should know of the mixture, one sentence each."""
+        return [
+            f"{name} is read {epochs:.1f} times; beyond {MAX_EPOCHS} a repeated token teaches little"
+            for name, epochs in self.epochs.items()
+            if epochs > MAX_EPOCHS
+        ]
+
+
+def build_rows(config: RecipeConfig, tokens: TokenData, world_size: int) -> PretrainingRows:
+    """Put the tokens of a run in order.
+
+    Args:
+        config: The run.
+        tokens: From ``prepare_tokens``.
+        world_size: Data-parallel processes.
+
+    Raises:
+        ConfigError: The schedule does not fit into the run.
+    """
+    assert config.tokens.max_length is not None
+    num_windows = [source.num_tokens // config.tokens.max_length for source in tokens.train]
+    plan = plan_pretraining(config, world_size, num_windows=sum(num_windows), weights=tokens.weights)
+    order = RowOrder(num_windows, plan.phases, seed=read_seed(config))
+    isolated = not config.pretraining.cross_document_attention
+    names = _shorten([source.name for source in tokens.train])
+    epochs = dict(zip(names, order.count_epochs(plan.num_rows).tolist(), strict=True))
+    eval_names = _shorten(list(tokens.eval))
+    return PretrainingRows(
+        plan=plan,
+        train=TokenDataset(
+            tokens.train,
+            order,
+            max_length=plan.max_length,
+            row_starts=plan.row_starts,
+            rows_per_step=plan.rows_per_step,
+            rows_per_micro_step=plan.rows_per_micro_step,
+            isolated=isolated,
+        ),
+        held_out={
+            name: EvalWindows(source, max_length=plan.max_length, isolated=isolated)
+            for name, source in zip(eval_names, tokens.eval.values(), strict=True)
+        },
+        typical_length=_compute_typical_length(tokens.train, plan.max_length, isolated),
+        epochs=epochs,
+        record={**tokens.record, "epochs": epochs, "num_rows": plan.num_rows, "num_tokens": plan.num_tokens},
+        _eval_sources=list(tokens.eval.values()),
+    )
+
+
+def _compute_typical_length(sources: Sequence[TokenSource], max_length: int, isolated: bool) -> int:
+    if not isolated:
+        return max_length
+    num_documents = sum(source.num_documents for source in sources)
+    return min(max_length, -(-sum(source.num_tokens for source in sources) // num_documents))
+
+
+def _shorten(names: Sequence[str]) -> list[str]:
+    """Return the last part of each path or Hub id, the whole name where that is not unique."""
+    short = [PurePath(name).stem or name for name in names]
+    counts = Counter(short)
+    return [part if counts[part] == 1 else name for part, name in zip(short, names, strict=True)]

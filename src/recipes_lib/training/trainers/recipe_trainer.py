@@ -1,0 +1,414 @@
+"""What every stage adds to upstream's trainer: one normaliser a step, guards, evaluation hooks, sealed checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.data_loader import BatchSamplerShard
+from torch import nn
+from torch.nn.utils import clip_grads_with_norm_
+from torch.utils.data import DataLoader, Sampler
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_utils import SaveStrategy
+
+from recipes_lib.config.schema import AdapterConfig
+from recipes_lib.errors import DivergedError, PreemptedError
+from recipes_lib.models.parallel.tensor_parallel import count_tensor_parts
+from recipes_lib.models.parallel.zero3 import leave_to_engine
+from recipes_lib.planning.steps import compute_steps
+from recipes_lib.stopping import STOP
+from recipes_lib.training.checkpoints.checkpointing import CheckpointingTrainer
+from recipes_lib.training.guards.adapter_checks import AdapterChecks
+from recipes_lib.training.guards.preemption import LastStep, build_preemption, stop_if_agreed
+from recipes_lib.training.guards.start_checks import StartChecks
+from recipes_lib.training.guards.step_facts import StepInputs, separate_row_ids
+from recipes_lib.training.guards.step_guard import StepGuard
+from recipes_lib.training.guards.watchdog import WATCHDOG
+from recipes_lib.training.layouts.context_rows import cut_batch
+from recipes_lib.training.layouts.fsdp import compute_total_norm, has_shards, reshard, settle_precision
+from recipes_lib.training.layouts.launch_environment import read_launch, verify_engine
+from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY
+from recipes_lib.training.monitoring.metrics import StepCounter
+from recipes_lib.training.monitoring.observer import Observer
+from recipes_lib.training.optim.activation_checkpointing import read_selective
+from recipes_lib.training.optim.optimizers import (
+    describe_groups,
+    format_group,
+    get_decay_names,
+    split_loraplus_groups,
+)
+from recipes_lib.training.trainers.arguments import verify_fp8_layers
+from recipes_lib.training.trainers.run_sampler import EpochRows, RunSampler, deal_out
+
+Batch = dict[str, Any]
+
+
+class RecipeTrainer(CheckpointingTrainer):
+    """Upstream's trainer with the evaluation, the guards and the checkpoints of this library.
+
+    A stage says what its objective is a mean over (``count_terms``) and computes it (``compute_loss``): the sum over
+    the terms of an optimizer step divided by their number over all processes and micro-batches, so that how the batch
+    is cut changes nothing (``tests/training/trainers/test_next_token_trainer.py``,
+    ``tests/distributed/test_accumulation.py``).
+    """
+
+    # Divided by the global number of terms in compute_loss; upstream must not divide by the accumulation again.
+    loss_is_scaled_for_ga = True
+    decay_embeddings = True
+    router_aux_loss_coef = 0.0
+    has_own_objective = True
+    """Whether the objective is a mean over terms, known before the step: what the checks of the start rely on."""
+    compares_rows = False
+    """Whether the rows of a micro-batch are compared with each other, so that how a batch is cut does change it."""
+    model: PreTrainedModel
+    last_evaluated_step = -1
+    is_evaluating = False
+    _is_last_repeated = False
+    _num_parameters: int | None = None
+
+    def __init__(
+        self,
+        *,
+        model: PreTrainedModel,
+        args: TrainingArguments,
+        train_dataset: Any,
+        eval_dataset: Any = None,
+        data_collator: Callable[[Sequence[Mapping[str, Any]]], Batch] | None = None,
+        processing_class: PreTrainedTokenizerBase,
+        observer: Observer,
+        adapter: AdapterConfig | None = None,
+        **options: Any,
+    ) -> None:
+        """Set upstream's trainer up over rows of tokens.
+
+        Args:
+            model: What is trained; nothing was wrapped yet.
+            args: From ``build_training_arguments``.
+            train_dataset: Rows; what ``data_collator`` takes.
+            eval_dataset: Held-out rows; the hooks decide what is done with them.
+            data_collator: Rows to the batch that ``compute_loss`` takes; ``None`` where upstream's trainer has its own.
+            processing_class: The tokenizer, saved with every checkpoint.
+            observer: What watches the run.
+            adapter: What ``model`` is under, if it is under one; every part of it must learn, and nothing else may.
+            **options: Further arguments of upstream's trainer.
+        """
+        self.observer = observer
+        self.adapter = adapter or AdapterConfig()
+        # Before upstream has touched a weight.
+        say, is_idle = observer.progress.say, not self.has_own_objective
+        checks = [AdapterChecks(model, self.adapter, say=say, may_be_idle=is_idle)] if self.adapter.use_peft else []
+        super().__init__(
+            model=model,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            **({} if data_collator is None else {"data_collator": data_collator}),
+            **options,
+        )
+        self.launch = read_launch()
+        verify_engine(
+            self.launch,
+            self.accelerator.distributed_type,
+            tensor_size=count_tensor_parts(self.model),
+            is_in_shards=has_shards(self.model),
+        )
+        settle_precision(self.accelerator)
+        self.remove_callback(PrinterCallback)
+        # Right behind the one that decides what is due, so that the trackers behind report the figures added here.
+        self.callback_handler.callbacks[1:1] = observer.callbacks
+        self.add_callback(_TellGroups(observer.progress.say))
+        self._last_step = LastStep(self)
+        for callback in (*checks, self._last_step):
+            self.add_callback(callback)
+        if args.mixed_precision == "fp8":
+            verify_fp8_layers(self.model)
+        if self.has_own_objective:
+            self.add_callback(StartChecks(self, has_adapter=self.adapter.use_peft))
+        self.guard = StepGuard(self, observer.guards)
+        # The last, so that what it saves at the very beginning is what the first step starts from.
+        self.add_callback(self.guard)
+
+    @abstractmethod
+    def count_terms(self, batch: Batch) -> torch.Tensor:
+        """Return how many terms a micro-batch adds to the objective; ``int64`` scalar."""
+
+    @abstractmethod
+    def leave_out(self, batch: Batch) -> Batch:
+        """Return a batch that adds nothing to the objective and is computed all the same: others wait for it."""
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Return the parameters that ``weight_decay`` applies to."""
+        return get_decay_names(model, decay_embeddings=self.decay_embeddings)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Build the optimizer by name, and give an adapter's B matrices their rate."""
+        # Of what was sharded on loading a forward pass has left some weights whole, and their shards are to be updated.
+        reshard(self.model)
+        is_new, ratio = self.optimizer is None, self.adapter.loraplus_lr_ratio
+        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        if is_new and ratio is not None:
+            split_loraplus_groups(optimizer, self.model if model is None else model, ratio)
+        return optimizer
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, and evaluate once more at the end unless the last step was just evaluated.
+
+        Raises:
+            PreemptedError: The run was asked to stop; a checkpoint of the last finished step is complete.
+        """
+        options: Any = self.args.activation_checkpointing_kwargs
+        selective = read_selective(options)
+        if self.args.activation_checkpointing and selective:
+            # Upstream hands on what a YAML file can hold, which no function is.
+            self.model.activation_checkpointing_enable(**selective)
+            self.args.activation_checkpointing = False
+        leave_to_engine(self.model)
+        with STOP.deferred(), WATCHDOG.watching(Path(str(self.args.output_dir)), is_main=self.args.process_index == 0):
+            try:
+                output = self.guard.train(super().train, resume_from_checkpoint)
+                self._show_averaged_weights()
+                if self.observer.hooks and self.last_evaluated_step != self.state.global_step:
+                    self.evaluate()
+                # Who was asked during the last save would otherwise leave alone.
+                stop_if_agreed()
+            except PreemptedError as request:
+                raise self._last_step.save(request) from None
+            finally:
+                self.observer.progress.stop()
+        return output
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
+    ) -> tuple[list[Batch], torch.Tensor | None]:
+        """Take the micro-batches of one optimizer step and count their terms over all processes.
+
+        Raises:
+            PreemptedError: A process was asked to stop; the step is not begun.
+            DivergedError: The whole step holds none: there is nothing to learn from it.
+        """
+        if self.stops_at_end():
+            return [], None
+        batches = list(self.take_batches(islice(epoch_iterator, num_batches)))
+        if not batches:
+            return [], None
+        row_ids = separate_row_ids(batches)
+        if self.launch.context_size > 1:
+            rank, size, by_heads = self.launch.context_rank, self.launch.context_size, self.launch.shares_by_heads
+            batches = [cut_batch(batch, rank, size, by_heads=by_heads) for batch in batches]
+        # A stage counts where its labels lie: on the host, or where the loader has brought them.
+        num_terms = torch.stack([self.count_terms(batch) for batch in batches]).sum().to(device)
+        num_tokens = torch.stack([batch["num_tokens"] for batch in batches]).sum().to(device)
+        counts = torch.stack([num_terms, num_tokens, torch.tensor(STOP.reason is not None, device=device)])
+        counts = self.accelerator.reduce(counts, reduction="sum")
+        # One synchronisation per optimizer step buys that all stop together and no update is ever made from nothing.
+        total, _, num_asked = counts.tolist()
+        if num_asked:
+            raise build_preemption()
+        if total == 0:
+            raise DivergedError(
+                f"step {self.state.global_step + 1} holds no token to train on; "
+                "`recipes check` shows the share of supervised tokens of every row"
+            )
+        self.guard.inputs = StepInputs(batches, row_ids, counts[0], num_tokens=counts[1])
+        return batches, counts[0]
+
+    def weigh_aux_loss(self, aux_loss: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
+        """Return what the load-balancing loss of a micro-batch adds to this process's share of the step's loss.
+
+        It is a mean over tokens: a micro-batch is weighted by its share of the tokens, so that placeholders, repeated
+        batches and a short last one weigh what they hold. Gradients are averaged over processes.
+
+        Args:
+            aux_loss: Of the micro-batch, before ``router_aux_loss_coef``.
+            num_tokens: Of the micro-batch, padding not counted.
+        """
+        total = self.guard.inputs.num_tokens
+        share = 1.0 if total is None else num_tokens.to(total.device) * (self.accelerator.num_processes / total)
+        return self.router_aux_loss_coef * aux_loss * share
+
+    def take_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the micro-batches of a step as they are trained on; nothing counts twice."""
+        for batch in batches:
+            is_repeated = self._is_last_repeated and self.accelerator.gradient_state.end_of_dataloader
+            yield self.leave_out(batch) if is_repeated else batch
+
+    def floating_point_ops(self, inputs: Batch) -> int:
+        """Return this process's share of upstream's ``6 * tokens * parameters``, the model walked but once."""
+        if self._num_parameters is None:
+            self._num_parameters = self.model.num_parameters(exclude_embeddings=True)
+        return 6 * int(inputs["input_ids"].numel()) * self._num_parameters // self.launch.tensor_size
+
+    def training_step(
+        self, model: nn.Module, inputs: Batch, num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """Run forward and backward; a batch without rows, which holds a place while the batch grows, costs nothing."""
+        if inputs["input_ids"].numel() == 0:
+            loss = torch.zeros((), device=self.args.device)
+        else:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        self.guard.inputs.losses.append(loss)
+        return loss
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """While it lasts, what is computed does not count as training."""
+        observer, inputs = self.observer, self.guard.inputs
+        self.observer = replace(observer, counter=StepCounter())
+        self.guard.inputs = StepInputs(num_tokens=inputs.num_tokens)
+        try:
+            yield
+        finally:
+            self.observer, self.guard.inputs = observer, inputs
+
+    def verify_first_loss(self, loss: float) -> None:
+        """Hold the loss of the very first step, before any update, against what a stage knows of it."""
+
+    def find_rows(self, step: int) -> tuple[int, int]:
+        """Return the first row of the run that step ``step``, from 0, takes over all processes, and the one behind."""
+        return self._plan_epochs().find(step)
+
+    def _plan_epochs(self) -> EpochRows:
+        rows: Any = self.train_dataset
+        plan = compute_steps(len(rows), vars(self.args), self.launch.data_size)
+        return EpochRows(len(rows), plan.steps_per_epoch, plan.rows_per_step)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
+        """Take the rows in upstream's order, without those that a rollback leaves out."""
+        if not hasattr(self.train_dataset, "__len__"):
+            return super()._get_train_sampler(train_dataset)
+        epochs = self._plan_epochs()
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return RunSampler(
+            epochs.num_rows,
+            seed=None if self.args.train_sampling_strategy == "sequential" else seed,
+            skips=self.guard.rollbacks.skips,
+            read_epoch=lambda: self.state.global_step // epochs.steps_per_epoch,
+        )
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Deal rows out to processes, or to groups of them that share rows or tensors."""
+        loader: DataLoader[Any] = super().get_train_dataloader()
+        shard = loader.batch_sampler
+        if isinstance(shard, BatchSamplerShard):
+            self._is_last_repeated = deal_out(shard, self.launch.data_size, self.launch.data_rank)
+        return loader
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Return the rows of a step over all groups."""
+        return int(self._train_batch_size * args.gradient_accumulation_steps * self.launch.data_size)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Clip the gradients by their global norm and return it; no step may be made that is not finite.
+
+        They are judged in between, since clipping by a norm that is not finite spreads it to all of them.
+
+        Raises:
+            DivergedError: As ``StepGuard.judge``.
+        """
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled or self._has_mixed_mesh_grads(model):
+            return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
+        learning = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        norm = self._measure_gradients(learning)
+        self.guard.judge(norm)
+        clip_grads_with_norm_(learning, self.args.max_grad_norm, norm)
+        return norm
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Return the global gradient norm.
+
+        Raises:
+            DivergedError: As ``StepGuard.judge``.
+        """
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled or self._has_mixed_mesh_grads(model):
+            norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[no-untyped-call]
+            return self.guard.judge(norm)
+        return self.guard.judge(self._measure_gradients(model.parameters())) if grad_norm is None else grad_norm
+
+    def _measure_gradients(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+        self.accelerator.unscale_gradients()
+        counted = self.list_counted(parameters)
+        return self.measure_norm([parameter.grad for parameter in counted if parameter.grad is not None])
+
+    def measure_norm(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the norm of some tensors of the model together, over all processes that hold parts of them."""
+        return compute_total_norm(tensors)
+
+    def list_counted(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return those of this process's parameters that no other process counts in a norm."""
+        return list(parameters)
+
+    def find_evaluated(self) -> nn.Module:
+        """Return the model that is evaluated, in the precision of training."""
+        if self.is_in_train:
+            return self.model_wrapped
+        prepared: nn.Module = self.accelerator.prepare_model(self.model, evaluation_mode=True)
+        return prepared
+
+    def evaluate(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:
+        """Run every hook on the current weights and return their figures, each named ``eval_...``."""
+        metrics: dict[str, float] = {}
+        self.is_evaluating = True
+        WATCHDOG.enter("an evaluation")
+        self._show_averaged_weights()
+        model = self.find_evaluated()
+        for hook in self.observer.hooks:
+            figures = hook(model, self.state.global_step)
+            metrics |= {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
+        self.is_evaluating, self.last_evaluated_step = False, self.state.global_step
+        stored: Any = self.state.stateful_callbacks
+        stored[EVALUATION_KEY] = {"last": self.last_evaluated_step, "is_owed": False}
+        WATCHDOG.enter("what follows an evaluation")
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def evaluate_what_is_owed(self) -> None:
+        """Make the evaluation in which the run stopped, where upstream would have made it: after a step."""
+        metrics = self._evaluate(None, None)
+        is_best = self._determine_best_metric(metrics, None)
+        if is_best and self.args.save_strategy == SaveStrategy.BEST:
+            self._save_checkpoint(self.model_wrapped, None)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Hand the figures to the callbacks; TRL's own additions (entropy, mean accuracy) are not computed here."""
+        Trainer.log(self, logs, start_time)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save the weights that an optimizer stands for; the card is written with the final model."""
+        self._show_averaged_weights()
+        super()._save_checkpoint(model, trial)
+
+    def _show_averaged_weights(self) -> None:
+        """Let a schedule-free optimizer put the weights that it stands for in place; ``training_step`` undoes it."""
+        if self.optimizer is not None and hasattr(self.optimizer, "eval"):
+            self.optimizer.eval()
+
+
+class _TellGroups(TrainerCallback):
+    """Says before the first step which parameters are trained by what, at which rate and decay."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        for row in describe_groups(kwargs["optimizer"], kwargs["model"]):
+            self._say(format_group(row))

@@ -1,0 +1,167 @@
+"""The model that a fine-tuning stage trains: loaded, quantised if asked for, under an adapter if asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+
+from recipes_lib.config.schema import ModelConfig, RecipeConfig
+from recipes_lib.errors import ConfigError
+from recipes_lib.models.adapters.lora import add_adapter
+from recipes_lib.models.adapters.saved import TaskType
+from recipes_lib.models.architecture import find_model_config, start_causal_lm
+from recipes_lib.models.heads.score_head import add_score_head, load_reward_model, set_pad_token
+from recipes_lib.models.inference import disable_dropout
+from recipes_lib.models.loading import check_agreement, load_causal_lm, load_model_config
+from recipes_lib.models.parallel.tensor_parallel import build_distribution
+from recipes_lib.models.quantization import build_quantization_config
+from recipes_lib.models.vocabulary import VocabularyMap
+from recipes_lib.training.layouts.launch_environment import Launch
+from recipes_lib.training.trainers.arguments import get_compute_dtype
+
+TEACHER = "teacher_model_name_or_path"
+"""The key that names it."""
+
+
+def choose_teacher(config: RecipeConfig) -> ModelConfig:
+    """Return the teacher as models are loaded: from its own name and revision, in its own precision."""
+    distillation = config.distillation
+    return replace(
+        config.model,
+        model_name_or_path=distillation.teacher_model_name_or_path,
+        model_revision=distillation.teacher_model_revision,
+        dtype=distillation.teacher_dtype,
+        tokenizer_name_or_path=None,
+        tokenizer_revision=None,
+    )
+
+
+def load_verified_config(
+    config: RecipeConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    longest: int | None,
+    vocabulary: VocabularyMap | None = None,
+) -> PreTrainedConfig:
+    """Load the configuration of ``config.model``, once it agrees with tokenizer and data; before any weight is loaded.
+
+    Training and ``recipes check`` both call this, so that neither refuses what the other lets pass.
+
+    Args:
+        config: The run.
+        tokenizer: Of the model.
+        longest: Tokens of the longest row of the prepared data, with the longest answer to it where answers are
+            sampled; ``None`` where it is not known.
+        vocabulary: Of a run with a teacher, from ``map_teacher_vocabulary``: the teacher is verified too.
+
+    Raises:
+        ConfigError: As ``find_model_config``; or a token of the tokenizer has no embedding, the start of text is
+            another, or the longest row has more tokens than the model has positions.
+    """
+    max_length = config.tokens.max_length
+    model_config, generation_config = find_model_config(config.model, tokenizer, max_length)
+    problems = check_agreement(model_config, generation_config, tokenizer, max_length=longest)
+    if vocabulary is not None:
+        teacher = load_model_config(choose_teacher(config))
+        where = config.provenance.get(TEACHER, TEACHER)
+        problems += [
+            replace(problem, where=where)
+            for problem in check_agreement(*teacher, tokenizer, max_length=longest)
+            # A vocabulary that is mapped has ids of its own.
+            if vocabulary.is_identity or problem.where == "max_length"
+        ]
+    if problems:
+        raise ConfigError(*problems)
+    return model_config
+
+
+def load_language_model(
+    config: RecipeConfig,
+    model_config: PreTrainedConfig,
+    attn_implementation: str,
+    args: TrainingArguments,
+    launch: Launch,
+) -> PreTrainedModel:
+    """Load ``config.model``, or start it from random weights, over the processes as the launch file has it.
+
+    Args:
+        config: The run.
+        model_config: Of its model.
+        attn_implementation: As the attention was settled.
+        args: Precision of the products, and seed of random weights.
+        launch: How tensors are cut and shared out, and which layers this process holds.
+
+    Raises:
+        ConfigError: As ``start_causal_lm``.
+    """
+    distribution = build_distribution(launch.layout.sizes, get_compute_dtype(args))
+    return start_causal_lm(
+        config.model,
+        model_config,
+        attn_implementation,
+        seed=args.seed,
+        part=launch.part,
+        distribution=distribution,
+    )
+
+
+def load_policy(config: RecipeConfig, attn_implementation: str, args: TrainingArguments, launch: Launch) -> Any:
+    """Load ``config.model`` as it is trained.
+
+    Args:
+        config: The run: its model, precision, quantisation and adapter.
+        attn_implementation: As the attention was settled.
+        args: Precision of the products, seed of a fresh adapter, and whether dropout is off.
+        launch: Under FSDP2 quantised weights are stored otherwise.
+
+    Returns:
+        A causal language model, or a PEFT model around it.
+
+    Raises:
+        ConfigError: As ``load_causal_lm``, ``build_quantization_config`` and ``add_adapter``.
+    """
+    quantization = build_quantization_config(config.quantization, get_compute_dtype(args), launch.engine)
+    model = load_causal_lm(config.model, attn_implementation, quantization)
+    return _finish(model, config, args, "CAUSAL_LM")
+
+
+def load_scorer(
+    config: RecipeConfig,
+    attn_implementation: str,
+    args: TrainingArguments,
+    launch: Launch,
+    tokenizer: PreTrainedTokenizerBase,
+    terminators: Iterable[int],
+) -> Any:
+    """Load ``config.model`` with one score for a sequence, as it is trained.
+
+    Args:
+        config: As ``load_policy``.
+        attn_implementation: As ``load_policy``.
+        args: As ``load_policy``; its seed is also that of a fresh head.
+        launch: As ``load_policy``.
+        tokenizer: Of the model.
+        terminators: Ids of the last tokens of answers.
+
+    Returns:
+        A model with a score head on it (``add_score_head``), or a PEFT model around it.
+
+    Raises:
+        ConfigError: As ``load_reward_model``, ``set_pad_token``, ``build_quantization_config`` and ``add_adapter``.
+    """
+    quantization = build_quantization_config(config.quantization, get_compute_dtype(args), launch.engine)
+    model = load_reward_model(config.model, attn_implementation, seed=args.seed, quantization=quantization)
+    set_pad_token(model, tokenizer, terminators)
+    add_score_head(model)
+    return _finish(model, config, args, "SEQ_CLS")
+
+
+def _finish(model: PreTrainedModel, config: RecipeConfig, args: TrainingArguments, task_type: TaskType) -> Any:
+    finished: Any = model
+    if config.adapter.use_peft:
+        finished = add_adapter(model, config.adapter, seed=args.seed, task_type=task_type)
+    if getattr(args, "disable_dropout", False):
+        disable_dropout(finished)
+    return finished

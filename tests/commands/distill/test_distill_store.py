@@ -1,0 +1,73 @@
+"""The command that keeps what a teacher says, and the run that learns from it without the teacher."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.recipes.test_distill import keys, recipe, run_here, write_config
+
+from recipes_lib import cli
+
+__all__ = ["keys", "recipe"]
+
+
+def run_command(config: Path) -> int:
+    return cli.main(["distill-store", "--config", str(config)])
+
+
+def find_shards(keys: dict[str, Any]) -> list[Path]:
+    return sorted(Path(keys["prepared_dir"]).glob("*/shard-*.npy"))
+
+
+def test_a_run_learns_from_the_store_without_the_teachers_weights(tmp_path, keys, recipe, capsys) -> None:
+    config = write_config(tmp_path, keys | {"teacher_top_k": 16, "eval_strategy": "no", "num_sample_prompts": 0})
+    assert run_here(recipe, config) == 2
+    assert "run `recipes distill-store` with this configuration first" in capsys.readouterr().err
+
+    assert run_command(config) == 0
+    told = capsys.readouterr().out
+    (shard,) = find_shards(keys)
+    size = 16 * 4 + 8
+    assert f"{len(np.load(shard)):,} targets of {size} bytes" in told
+    before = shard.stat().st_mtime_ns
+    # Found again, it is held against the teacher and not written anew.
+    assert run_command(config) == 0
+    assert "asked again" in capsys.readouterr().out
+    assert shard.stat().st_mtime_ns == before
+
+    weights = Path(keys["teacher_model_name_or_path"]) / "model.safetensors"
+    identity = weights.read_bytes()
+    loaded: list[str] = []
+    patch = pytest.MonkeyPatch()
+    patch.setattr("recipes_lib.distillation.teacher.load_causal_lm", lambda *args: loaded.append("a teacher"))
+    try:
+        assert run_here(recipe, config) == 0
+    finally:
+        patch.undo()
+    assert not loaded
+    assert weights.read_bytes() == identity
+    lines = (Path(keys["output_dir"]) / "metrics.jsonl").read_text().splitlines()
+    steps = [event for event in map(json.loads, lines) if event["kind"] == "train"]
+    assert len(steps) == 4
+    assert all(event["distillation/divergence"] > 0 for event in steps)
+
+
+def test_a_store_that_was_tampered_with_is_written_again(tmp_path, keys) -> None:
+    config = write_config(tmp_path, keys | {"teacher_top_k": 16})
+    assert run_command(config) == 0
+    (shard,) = find_shards(keys)
+    sound = shard.read_bytes()
+    records = np.load(shard)
+    records["logps"] -= 1
+    np.save(shard, records)
+    assert run_command(config) == 0, "its bytes are not those that were sealed"
+    assert shard.read_bytes() == sound
+
+
+def test_without_a_number_of_tokens_there_is_nothing_to_store(tmp_path, keys, capsys) -> None:
+    assert run_command(write_config(tmp_path, keys)) == 2
+    assert "`teacher_top_k` is missing" in capsys.readouterr().err

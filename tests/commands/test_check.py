@@ -1,0 +1,146 @@
+"""``recipes check`` names every problem of a run at once, and what it prepares is what training uses."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from recipes_lib.cli import main as recipes
+from recipes_lib.commands.check import check, main
+from recipes_lib.config.loader import load_config
+from recipes_lib.training.layouts.launch_files import plan_launch
+
+
+@pytest.fixture
+def chats(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    turns = [
+        {"messages": [{"role": "user", "content": f"And {n}?"}, {"role": "assistant", "content": f"{n + 1}."}]}
+        for n in range(30)
+    ]
+    path.write_text("".join(json.dumps(turn) + "\n" for turn in turns))
+    return path
+
+
+def keys_for(chats, tiny_model_dir, tmp_path, **keys):
+    keys = {
+        "model_name_or_path": tiny_model_dir,
+        "dataset_name": chats,
+        "test_split_size": 4,
+        "output_dir": tmp_path / "out",
+        "prepared_dir": tmp_path / "prepared",
+    } | keys
+    return [f"--{name}={value}" for name, value in keys.items()]
+
+
+def add_long_row(chats):
+    """A row of more tokens than the tiny model has positions, 512."""
+    turns = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "1 2 3 " * 150}]
+    with chats.open("a") as file:
+        file.write(json.dumps({"messages": turns}) + "\n")
+
+
+def run_check(argv):
+    output = io.StringIO()
+    problems = check(load_config("sft", argv), plan_launch(None, 2), Console(file=output, width=200, highlight=False))
+    return problems, output.getvalue()
+
+
+def test_a_sound_run_is_ready_and_every_fact_is_told(chats, tiny_model_dir, tmp_path):
+    problems, text = run_check(keys_for(chats, tiny_model_dir, tmp_path, max_steps=50, learning_rate=1e-3))
+    assert not problems
+    for fact in ("ready to train", "`messages` layout", "26 rows", "answers end with '<|im_end|>'", "50 steps", "sdpa"):
+        assert fact in text
+    assert "1.00e-03" not in text.split("learning rate at")[1].split(",")[0]
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_check_prepared_training_finds(chats, tiny_model_dir, tmp_path):
+    argv = keys_for(chats, tiny_model_dir, tmp_path)
+    run_check(argv)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "prepared").rglob("*") if path.is_file()}
+    from recipes_lib.data.packed.prepared_set import prepare
+
+    def refuse(_):
+        raise AssertionError("tokenised again")
+
+    assert not prepare(load_config("sft", argv), refuse).is_new
+    after = {path: path.stat().st_mtime_ns for path in (tmp_path / "prepared").rglob("*") if path.is_file()}
+    assert before == after
+
+
+def test_problems_of_different_sections_are_told_together(chats, tiny_model_dir, tmp_path, monkeypatch):
+    import shutil
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 10**3))
+    add_long_row(chats)
+    argv = keys_for(chats, tiny_model_dir, tmp_path, attn_implementation="flash_attention_2")
+    problems, text = run_check(argv)
+    found = [problem.found for problem in problems]
+    assert any("more than the 512 positions" in one for one in found)
+    assert any("flash_attention_2" in one for one in found)
+    assert any("the disk has" in one for one in found)
+    assert f"{len(problems)} problems" in text
+
+
+def test_bad_rows_do_not_hide_the_rest(chats, tiny_model_dir, tmp_path):
+    with chats.open("a") as file:
+        file.write('{"messages": [{"role": "user", "content": "no answer"}]}\n')
+    problems, _ = run_check(keys_for(chats, tiny_model_dir, tmp_path, attn_implementation="flash_attention_2"))
+    assert any(problem.where.endswith(":31") for problem in problems)
+    assert any("flash_attention_2" in problem.found for problem in problems)
+
+
+@pytest.mark.parametrize(("good", "code"), [(True, 0), (False, 2)])
+def test_the_exit_code_says_whether_the_run_may_start(chats, tiny_model_dir, tmp_path, capsys, good, code):
+    if not good:
+        add_long_row(chats)
+    assert main(keys_for(chats, tiny_model_dir, tmp_path)) == code
+    capsys.readouterr()
+
+
+def test_a_wrong_key_ends_with_exit_code_two_and_no_traceback(tmp_path, capsys):
+    path = tmp_path / "sft.yaml"
+    path.write_text("learning_rat: 1e-5\n")
+    assert recipes(["check", "--config", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert f"{path}:1" in error
+    assert "learning_rate" in error
+    assert "Traceback" not in error
+
+
+def test_migration_prints_a_file_that_loads_and_says_what_it_changed(chats, tiny_model_dir, tmp_path, capsys):
+    old = tmp_path / "old.yaml"
+    old.write_text(
+        f"model_name_or_path: {tiny_model_dir}\ntorch_dtype: bfloat16\ndataset_name: {chats}\n"
+        f"max_seq_length: 256\nevaluation_strategy: epoch\nwarmup_ratio: 0.1\noutput_dir: {tmp_path / 'out'}\n"
+    )
+    assert main(["--migrate", str(old)]) == 0
+    captured = capsys.readouterr()
+    new = tmp_path / "new.yaml"
+    new.write_text(captured.out)
+    config = load_config("sft", ["--config", str(new)])
+    assert (config.tokens.max_length, config.model.dtype) == (256, "bfloat16")
+    assert config.training["warmup_steps"] == 0.1
+    assert f"{old}:4" in captured.err
+
+
+def test_migration_exits_with_2_while_something_is_left_and_names_the_stage(chats, tiny_model_dir, tmp_path, capsys):
+    old = tmp_path / "old.yaml"
+    old.write_text(f"model_name_or_path: {tiny_model_dir}\noutput_dir: o\nuse_peft: true\n")
+    assert main(["--migrate", str(old)]) == 2
+    captured = capsys.readouterr()
+    assert "use_peft: true" in captured.out
+    assert "`dataset_name` is missing" in captured.err
+    old.write_text(f"{old.read_text()}dataset_name: {chats}\n")
+    assert main(["--migrate", str(old), "--stage", "sft"]) == 2
+    assert "another method" in capsys.readouterr().err
+    assert main(["--migrate", str(old)]) == 0
+    assert "a recipe of lora" in capsys.readouterr().err
+
+
+def test_publishing_without_a_token_is_a_problem_before_the_first_step(chats, tiny_model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr("recipes_lib.publish.access.get_token", lambda: None)
+    problems, _ = run_check(keys_for(chats, tiny_model_dir, tmp_path, push_to_hub="true"))
+    assert [problem.where for problem in problems] == ["push_to_hub"]

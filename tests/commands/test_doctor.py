@@ -1,0 +1,209 @@
+"""The doctor gives every capability a verdict, whatever the state of the machine, and tells no secret."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections import namedtuple
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from packaging.requirements import Requirement
+
+from recipes_lib.commands import doctor
+
+ROOT = Path(__file__).parents[2]
+CANARY = "hf_canary0123456789"
+
+
+@pytest.fixture
+def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No compiled package is installed, so that no import process starts."""
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+
+
+def find(findings: list[doctor.Finding], name: str) -> doctor.Finding:
+    (found,) = [finding for finding in findings if finding.name == name]
+    return found
+
+
+def test_every_capability_has_one_verdict(no_trials: None) -> None:
+    findings = doctor.examine()
+    names = [finding.name for finding in findings]
+    assert len(names) == len(set(names))
+    assert {"python", "packages", "torch", "cpu", "bf16", "varlen_attn", "torch.compile"} <= set(names)
+    assert {"flash-attn", "bitsandbytes", "deepspeed", "tensorboard", "trackio", "wandb"} <= set(names)
+    assert {"hub login", "disk here", "disk cache", "launch default"} <= set(names)
+
+
+def test_this_environment_is_sound(no_trials: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main([]) == 0
+    told = capsys.readouterr().out
+    assert f"torch             {torch.__version__}" in told
+
+
+def test_an_absent_package_names_the_extra_that_brings_it(no_trials: None) -> None:
+    finding = find(doctor.examine(), "deepspeed")
+    assert finding.verdict == "missing"
+    assert '".[deepspeed]"' in finding.remedy
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = re.findall(r"""_extra\(['"](\w+)""", Path(doctor.__file__).read_text())
+    assert "gpu" in named
+    assert set(named) <= set(extras)
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict"), [("0.1", "broken"), (None, "missing")], ids=["too old", "not installed"]
+)
+def test_a_core_package_out_of_range_is_exit_code_2(
+    version: str | None,
+    verdict: str,
+    no_trials: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    real = importlib.metadata.version
+
+    def report(name: str) -> str:
+        if name != "trl":
+            return real(name)
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", report)
+    assert doctor.main([]) == 2
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.split()[1] == "trl"]
+    assert line.startswith(verdict)
+
+
+def test_the_ranges_are_those_of_the_package_itself(no_trials: None) -> None:
+    declared = [Requirement(line) for line in importlib.metadata.requires(doctor.DISTRIBUTION) or []]
+    core = [requirement for requirement in declared if requirement.marker is None]
+    assert f"all {len(core)}," in find(doctor.examine(), "packages").detail
+
+
+def test_a_probe_that_fails_is_a_finding(no_trials: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError("no entry\nsecond line")
+
+    monkeypatch.setattr(shutil, "disk_usage", refuse)
+    finding = find(doctor.examine(), "disk")
+    assert finding == doctor.Finding(name="disk", verdict="broken", detail="PermissionError: no entry")
+
+
+@pytest.mark.parametrize(
+    ("source", "detail"),
+    [
+        ("raise ImportError('libcudart.so.13: cannot open')", "ImportError: libcudart.so.13: cannot open"),
+        ("import os; os.abort()", "its import ended with code -6"),
+    ],
+    ids=["raises", "crashes"],
+)
+def test_a_package_that_does_not_load_is_broken(
+    source: str, detail: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "flash_attn.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    trial = doctor._Trial(name="flash-attn", module="flash_attn", remedy="compile it again")
+    finding = trial.finish(trial.start())
+    assert (finding.verdict, finding.remedy) == ("broken", "compile it again")
+    assert finding.detail.startswith(detail)
+
+
+def test_a_package_that_loads_is_ok_at_its_version() -> None:
+    trial = doctor._Trial(name="packaging", module="packaging", remedy="")
+    finding = trial.finish(trial.start())
+    assert (finding.verdict, finding.detail) == ("ok", importlib.metadata.version("packaging"))
+
+
+def test_a_package_that_hangs_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [sys.executable, "-c", "import signal; signal.pause()"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    monkeypatch.setattr(doctor, "TRIAL_SECONDS", 0)
+    finding = doctor._Trial(name="deepspeed", module="deepspeed", remedy="").finish(process)
+    assert (finding.verdict, finding.detail) == ("broken", "its import did not end within 0 s")
+    assert process.poll() is not None
+
+
+@pytest.mark.parametrize(("capability", "verdict"), [((8, 0), "ok"), ((7, 5), "missing")])
+def test_the_varlen_kernel_needs_the_right_gpu(
+    capability: tuple[int, int], verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    (finding,) = doctor._probe_varlen_attention()
+    assert finding.verdict == verdict
+
+
+def test_a_cpu_build_beside_an_nvidia_driver_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    finding = find(doctor._probe_torch(), "gpu")
+    assert finding.verdict == "broken"
+    assert "CUDA build" in finding.remedy
+
+
+@pytest.mark.parametrize("is_online", [False, True])
+def test_no_token_is_ever_told(is_online: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def whoami() -> dict[str, str]:
+        raise OSError(f"Authorization: Bearer {CANARY}")
+
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: CANARY)
+    monkeypatch.setattr(huggingface_hub, "whoami", whoami)
+    finding = doctor._probe_hub_login(is_online)
+    assert finding.verdict == ("broken" if is_online else "ok")
+    assert CANARY not in str(finding)
+
+
+def test_a_valid_login_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: CANARY)
+    monkeypatch.setattr(huggingface_hub, "whoami", lambda: {"name": "ada"})
+    assert doctor._probe_hub_login(is_online=True).detail == "as ada"
+
+
+def test_without_being_told_the_doctor_asks_nobody(no_trials: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def whoami() -> None:
+        pytest.fail("the doctor went online")
+
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: CANARY)
+    monkeypatch.setattr(huggingface_hub, "whoami", whoami)
+    assert find(doctor.examine(), "hub login").verdict == "ok"
+
+
+@pytest.mark.parametrize(("free", "verdict"), [(9e9, "missing"), (11e9, "ok")])
+def test_a_full_disk_is_told(free: float, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1e12, 1e12 - free, free))
+    for finding in doctor._probe_disk():
+        assert finding.verdict == verdict
+        assert bool(finding.remedy) == (verdict == "missing")
+
+
+def test_the_launch_file_that_accelerate_reads_by_default_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate.commands.config import config_args
+
+    default = Path(config_args.default_yaml_config_file)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
+    assert doctor._probe_launch_default()[0].remedy == ""
+
+    ours = tmp_path / default.relative_to(default.parents[1])
+    ours.parent.mkdir()
+    ours.touch()
+    (finding,) = doctor._probe_launch_default()
+    assert str(ours) in finding.detail
+    assert finding.remedy == "always pass --config_file"

@@ -1,0 +1,141 @@
+"""A checkpoint becomes the folder that ``from_pretrained`` takes; what is damaged or something else does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
+
+from recipes_lib.commands.export import export_checkpoint, main
+from recipes_lib.errors import ConfigError
+from recipes_lib.training.checkpoints.manifest import write_complete
+from recipes_lib.training.checkpoints.sharded import save_model_shards
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "pad_token_id": 1,
+}
+
+
+def build(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "reward":
+        return LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=1)).to(dtype)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=kind == "tied")).to(dtype)
+
+
+def seal(folder: Path, model: nn.Module, tokenizer_dir: Path, *, is_sharded: bool = True) -> Path:
+    """A checkpoint as the trainer leaves it."""
+    folder.mkdir(parents=True)
+    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(folder)
+    if is_sharded:
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+        save_model_shards(folder, model)
+    else:
+        model.save_pretrained(folder)
+    (folder / "trainer_state.json").write_text("{}")
+    write_complete(folder, step=2)
+    return folder
+
+
+@pytest.mark.parametrize("is_sharded", [True, False], ids=["shards", "whole"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("tied", torch.float32), ("untied", torch.bfloat16), ("reward", torch.float32)]
+)
+def test_what_is_loaded_again_is_what_was_saved(kind, dtype, is_sharded, tiny_tokenizer_dir, tmp_path):
+    model = build(kind, dtype)
+    checkpoint = seal(tmp_path / "checkpoint-2", model, tiny_tokenizer_dir, is_sharded=is_sharded)
+    num_parameters = export_checkpoint(checkpoint, tmp_path / "runs" / "out")
+    out = tmp_path / "runs" / "out"
+    loader = AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM
+    again = loader.from_pretrained(out, dtype="auto")
+    assert type(again) is type(model)
+    assert num_parameters == sum(tensor.numel() for tensor in model.parameters())
+    assert again.dtype == dtype
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    assert len(AutoTokenizer.from_pretrained(out)) == len(AutoTokenizer.from_pretrained(tiny_tokenizer_dir))
+    # Nothing of training is left, and nothing besides.
+    assert not {"trainer_state.json", "COMPLETE.json", "model_shards"} & {file.name for file in out.iterdir()}
+    assert [file.name for file in out.parent.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("more", [{}, {"use_dora": True}, {"modules_to_save": ["embed_tokens"]}], ids=str)
+@pytest.mark.parametrize("is_sharded", [True, False], ids=["shards", "whole"])
+def test_an_adapter_has_the_names_of_its_file(more, is_sharded, tiny_tokenizer_dir, tmp_path):
+    build("untied").save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **more)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config)
+    for tensor in model.parameters():
+        if tensor.requires_grad:
+            tensor.data.normal_()
+    model.save_pretrained(tmp_path / "expected", save_embedding_layers=False)
+    checkpoint = tmp_path / "checkpoint-2"
+    model.peft_config["default"].save_pretrained(checkpoint)
+    if is_sharded:
+        save_model_shards(checkpoint, model)
+    else:
+        model.save_pretrained(checkpoint, save_embedding_layers=False)
+    write_complete(checkpoint, step=2)
+    export_checkpoint(checkpoint, tmp_path / "out")
+    expected, got = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("expected", "out"))
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+    peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "out")
+
+
+def test_where_answers_stop_is_kept(tiny_tokenizer_dir, tmp_path):
+    model = build("untied")
+    checkpoint = seal(tmp_path / "checkpoint-2", model, tiny_tokenizer_dir)
+    model.generation_config.eos_token_id = [3, 7]
+    model.generation_config.save_pretrained(checkpoint)
+    write_complete(checkpoint, step=2)
+    export_checkpoint(checkpoint, tmp_path / "out")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == [3, 7]
+
+
+@pytest.mark.parametrize("fault", ["cut", "unsealed", "full", "other", "pissa"])
+def test_what_cannot_be_exported_is_told_and_leaves_nothing(fault, tiny_tokenizer_dir, tmp_path):
+    checkpoint, out = seal(tmp_path / "checkpoint-2", build("tied"), tiny_tokenizer_dir), tmp_path / "out"
+    words = {"full": "holds something", "other": "layers.1", "pissa": "no file holds"}.get(fault, "checkpoint-2")
+    if fault == "cut":
+        (file,) = (checkpoint / "model_shards").iterdir()
+        file.write_bytes(file.read_bytes()[:-4])
+    elif fault == "unsealed":
+        (checkpoint / "COMPLETE.json").unlink()
+    elif fault == "full":
+        out.mkdir()
+        (out / "mine").touch()
+    else:
+        settings = checkpoint / ("config.json" if fault == "other" else "adapter_config.json")
+        before = json.loads(settings.read_text()) if settings.exists() else {"peft_type": "LORA"}
+        settings.write_text(json.dumps(before | {"num_hidden_layers": 1, "init_lora_weights": "pissa"}))
+        write_complete(checkpoint, step=2)
+    with pytest.raises(ConfigError, match=words):
+        export_checkpoint(checkpoint, out)
+    assert [file.name for file in out.parent.iterdir() if "out" in file.name] == ["out"] * (fault == "full")
+
+
+def test_the_command_says_how_much_it_was(tiny_tokenizer_dir, tmp_path, capsys):
+    checkpoint = seal(tmp_path / "checkpoint-2", build("tied"), tiny_tokenizer_dir)
+    main([str(checkpoint), str(tmp_path / "out")])
+    assert capsys.readouterr().out.endswith(f"parameters written to {tmp_path / 'out'}\n")

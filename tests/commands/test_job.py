@@ -1,0 +1,390 @@
+"""Files for clusters: each is what its cluster's schema, shell or command line takes, and starts what was meant."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from recipes_lib.cli import main
+from recipes_lib.commands import launch as launching
+from recipes_lib.commands.launch import find_machines
+
+ROOT = Path(__file__).parents[2]
+CONFIG = "recipes/configs/llama3-8b/sft.yaml"
+TWO = ("--hardware", "fsdp2", "--num_nodes", "2", "--gpus_per_node", "8")
+CLOUD = ("--image", "me/recipes:cuda", "--volume", "runs", "--gpu", "H100", "--secret", "HF_TOKEN")
+OUT = "/data/runs/llama3-8b-sft"
+
+
+@pytest.fixture
+def write(monkeypatch, capsys):
+    """The file for a cluster, or what was refused."""
+    monkeypatch.chdir(ROOT)
+
+    def write(to: str, *flags: str, code: int = 0) -> str:
+        assert main(["job", "--to", to, "--config", CONFIG, *flags]) == code
+        told = capsys.readouterr()
+        return told.err if code else told.out
+
+    return write
+
+
+def read_launch_flags(command: list[str]) -> list[str]:
+    assert command[:2] == ["recipes", "launch"]
+    return command[2:]
+
+
+def compose(flags: list[str], environment: dict[str, str], monkeypatch, capsys) -> list[str]:
+    """What `recipes launch` makes of the flags on a node."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("recipes_lib.hardware.count_accelerators", lambda: 8)
+    assert launching.main([*flags, "--dry_run"]) == 0
+    return shlex.split(capsys.readouterr().err.splitlines()[1])
+
+
+def find_shell_launch(shell: str) -> list[str]:
+    line = next(line for line in shell.splitlines() if "recipes launch" in line)
+    return shlex.split(line[line.index("recipes") :].split(" && ")[0])
+
+
+STUBS = {
+    "srun": """#!/bin/bash
+printf '%s\\n' "$@" > "$LOG"
+[ -z "$STATUS" ] || echo "{\\"status\\": \\"$STATUS\\"}" > "$OUT/run.json"
+exit 1
+""",
+    "scontrol": '#!/bin/bash\necho "scontrol $*" >> "$LOG"\n',
+}
+
+
+@pytest.mark.parametrize(
+    ("status", "is_queued"), [("preempted", True), ("stalled", True), ("done", False), ("", False)]
+)
+def test_the_batch_script_starts_a_launcher_a_node_and_queues_itself_again(
+    status, is_queued, write, tmp_path, monkeypatch, capsys
+):
+    script = write(
+        "slurm", *TWO, "--output_dir", str(tmp_path / "a run"), "--secret", "HF_TOKEN", "--learning_rate", "2e-5"
+    )
+    (tmp_path / "job.sh").write_text(script)
+    for name, text in STUBS.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": "77", "HF_TOKEN": "x"}
+    stubs = {"LOG": str(tmp_path / "log"), "OUT": str(tmp_path / "a run"), "STATUS": status}
+    done = subprocess.run(["bash", tmp_path / "job.sh"], env=os.environ | environment | stubs, timeout=30, check=False)
+    words = (tmp_path / "log").read_text().splitlines()
+    assert (words[-1] == "scontrol requeue 77") is is_queued, done
+    started = words[: words.index(str(tmp_path / "a run")) + 1]
+    assert started[:3] == ["--kill-on-bad-exit=1", "--ntasks-per-node=1", "--cpu-bind=none"]
+    step = {"SLURM_JOB_ID": "77", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    step |= {"SLURM_STEP_NODELIST": "gpu-[3-4]", "SLURM_NODEID": "1"}
+    composed = compose(read_launch_flags(started[3:]), step, monkeypatch, capsys)
+    assert composed[6:14] == [
+        "--num_processes",
+        "16",
+        "--num_machines",
+        "2",
+        "--machine_rank",
+        "1",
+        "--main_process_ip",
+        "gpu-3",
+    ]
+    assert composed[-4:] == ["--learning_rate", "2e-5", "--output_dir", str(tmp_path / "a run")]
+
+
+def read_asked(script: str) -> set[str]:
+    """What a batch script asks of SLURM."""
+    return {line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")}
+
+
+ALL_OF_A_NODE = {"--exclusive", "--mem=0"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "asked"),
+    [
+        (TWO, ALL_OF_A_NODE),
+        (("--gpus_per_node", "8"), ALL_OF_A_NODE),
+        (("--num_nodes", "2"), ALL_OF_A_NODE),
+        ((), {"--cpus-per-gpu=8"}),
+        (("--gpus_per_node", "4", "--cpus_per_gpu", "12"), {"--cpus-per-gpu=12"}),
+    ],
+)
+def test_a_batch_script_asks_for_cores_and_memory(write, flags, asked):
+    """Of whole nodes, or for each GPU: never of one core, which is what SLURM gives who asks for none."""
+    script = read_asked(write("slurm", *flags))
+    of_interest = ("--exclusive", "--mem", "--cpus")
+    assert {line for line in script if line.startswith(of_interest)} == asked
+
+
+def test_so_does_the_documented_one():
+    assert read_asked((ROOT / "docs" / "slurm_requeue.sh").read_text()) >= ALL_OF_A_NODE
+
+
+def test_a_batch_script_without_its_secret_does_not_start(write, tmp_path):
+    (tmp_path / "job.sh").write_text(write("slurm", "--secret", "HF_TOKEN", "--output_dir", str(tmp_path / "out")))
+    environment = {name: value for name, value in os.environ.items() if name != "HF_TOKEN"}
+    done = subprocess.run(["bash", tmp_path / "job.sh"], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode
+    assert "HF_TOKEN: set it" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "flags", [["--output_dir", "runs/a"], ["--output-dir", "runs/a"], ["--output-dir=runs/a"], ["--output_dir=runs/a"]]
+)
+def test_a_flag_is_written_once_however_it_is_spelled(flags, write):
+    command = find_shell_launch(write("hf-jobs", *CLOUD, *flags).replace("'", ""))
+    assert [word for word in command if "runs/a" in word or word.startswith("--output")] == [
+        "--output_dir",
+        "/data/runs/a",
+    ]
+
+
+def test_how_a_job_is_queued_again_has_one_wording(write):
+    documented = (ROOT / "docs" / "slurm_requeue.sh").read_text()
+    script = write("slurm", *TWO)
+    begin = "# A signal ends"
+    assert script[script.index(begin) :] == documented[documented.index(begin) :]
+    heads = [line for line in documented.splitlines() if "signal=" in line or ("requeue" in line and "#SBATCH" in line)]
+    assert set(heads) <= set(script.splitlines())
+
+
+# What `kubectl explain` calls required, and the values that it lists: jobset v1alpha2, batch v1, core v1.
+JOBSET: dict[str, Any] = {
+    "apiVersion": {"jobset.x-k8s.io/v1alpha2"},
+    "kind": {"JobSet"},
+    "metadata": {"name": str},
+    "spec": {
+        "network": {"enableDNSHostnames": bool, "publishNotReadyAddresses": bool},
+        "failurePolicy": {
+            "maxRestarts": int,
+            "rules": [
+                {
+                    "name": str,
+                    "action": {"FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"},
+                    "onJobFailureReasons": [
+                        {
+                            "BackoffLimitExceeded",
+                            "DeadlineExceeded",
+                            "FailedIndexes",
+                            "MaxFailedIndexesExceeded",
+                            "PodFailurePolicy",
+                        }
+                    ],
+                }
+            ],
+        },
+        "replicatedJobs": [
+            {
+                "name": str,
+                "replicas": int,
+                "template": {
+                    "spec": {
+                        "parallelism": int,
+                        "completions": int,
+                        "completionMode": {"Indexed", "NonIndexed"},
+                        "backoffLimit": int,
+                        "activeDeadlineSeconds": int,
+                        "podFailurePolicy": {
+                            "rules": [
+                                {
+                                    "action": {"FailIndex", "FailJob", "Ignore", "Count"},
+                                    "onExitCodes": {"containerName": str, "operator": {"In", "NotIn"}, "values": [int]},
+                                }
+                            ]
+                        },
+                        "template": {
+                            "spec": {
+                                # A pod failure policy allows no other.
+                                "restartPolicy": {"Never"},
+                                "terminationGracePeriodSeconds": int,
+                                "nodeSelector": {"nvidia.com/gpu.product": str},
+                                "containers": [
+                                    {
+                                        "name": str,
+                                        "image": str,
+                                        "command": [str],
+                                        "workingDir": str,
+                                        "env": [dict],
+                                        "ports": [{"containerPort": int}],
+                                        "resources": {"limits": {"nvidia.com/gpu": int}},
+                                        "volumeMounts": [{"name": str, "mountPath": str}],
+                                    }
+                                ],
+                                "volumes": [dict],
+                            }
+                        },
+                    }
+                },
+            }
+        ],
+    },
+}
+SKY: dict[str, Any] = {
+    "name": str,
+    "num_nodes": int,
+    "resources": {
+        "accelerators": str,
+        "use_spot": bool,
+        "job_recovery": {"max_restarts_on_errors": int, "recover_on_exit_codes": [int]},
+        "image_id": str,
+    },
+    "secrets": dict,
+    "file_mounts": {"/data": {"source": str, "mode": {"MOUNT", "COPY", "MOUNT_CACHED"}}},
+    "workdir": str,
+    "setup": str,
+    "run": str,
+}
+
+
+def find_faults(value: Any, schema: Any, where: str = "") -> list[str]:
+    """A fault for each key that is not known, and each value that is not of its kind."""
+    if isinstance(schema, set):
+        return [] if value in schema else [f"{where}: {value!r} is none of {schema}"]
+    if isinstance(schema, type):
+        return [] if isinstance(value, schema) else [f"{where}: {value!r} is no {schema.__name__}"]
+    if isinstance(schema, list):
+        return [
+            fault for number, item in enumerate(value) for fault in find_faults(item, schema[0], f"{where}[{number}]")
+        ]
+    unknown = [f"{where}.{key} is not known" for key in value.keys() - schema.keys()]
+    return unknown + [
+        fault
+        for key in value.keys() & schema.keys()
+        for fault in find_faults(value[key], schema[key], f"{where}.{key}")
+    ]
+
+
+def test_a_jobset_is_one_and_every_pod_is_told_its_place(write, monkeypatch, capsys):
+    document = yaml.safe_load(write("kubernetes", *TWO, *CLOUD))
+    assert find_faults(document, JOBSET) == []
+    assert find_faults({"apiVersion": "v1", "specs": {}}, JOBSET)
+    (replicated,) = document["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    assert job["parallelism"] == job["completions"] == 2
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["containerName"] == container["name"]
+    environment = {entry["name"]: entry for entry in container["env"]}
+    assert environment.pop("HF_TOKEN")["valueFrom"]["secretKeyRef"] == {"name": "llama3-8b-sft", "key": "HF_TOKEN"}
+    # What the cluster fills in.
+    assert "job-completion-index" in environment["PET_NODE_RANK"].pop("valueFrom")["fieldRef"]["fieldPath"]
+    environment["PET_NODE_RANK"]["value"] = "1"
+    place = {name: entry["value"] for name, entry in environment.items()}
+    machines = find_machines(place)
+    # The first pod's name under `enableDNSHostnames`: jobset-job-0-0.jobset.
+    name = document["metadata"]["name"]
+    assert machines.main_process_ip == f"{name}-{replicated['name']}-0-0.{name}"
+    assert (machines.num_machines, machines.machine_rank) == (2, 1)
+    flags = read_launch_flags(find_shell_launch(container["command"][2]))
+    composed = compose(flags, place, monkeypatch, capsys)
+    assert composed[6:10] == ["--num_processes", "16", "--num_machines", "2"]
+    assert composed[-2:] == ["--output_dir", OUT]
+
+
+def test_a_pod_that_is_alone_is_told_nothing(write):
+    document = yaml.safe_load(write("kubernetes", "--image", "i", "--volume", "v"))
+    spec = document["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert spec["containers"][0]["env"] == []
+    assert "single_gpu" in spec["containers"][0]["command"][2]
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [("preempted", 75), ("stalled", 75), ("refused", 2), ("diverged", 2), ("failed", 1), (None, 1)]
+)
+def test_the_record_decides_what_a_container_ends_with(status, code, write, tmp_path):
+    document = yaml.safe_load(write("kubernetes", "--image", "i", "--volume", "v"))
+    shell = document["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["command"][2]
+    (tmp_path / "run.json").write_text('{"status": "preempted"}')
+    os.utime(tmp_path / "run.json", (1, 1))
+    write_status = f"""echo '{{"status": "{status}"}}' > {tmp_path}/run.json; """ if status else ""
+    (tmp_path / "recipes").write_text(f"#!/bin/bash\n{write_status}exit 1\n")
+    (tmp_path / "recipes").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    command = ["bash", "-c", shell.replace(OUT, str(tmp_path))]
+    assert subprocess.run(command, env=environment, timeout=30, check=False).returncode == code
+
+
+@pytest.mark.parametrize("image", [True, False])
+def test_a_task_of_skypilot_is_one(image, write, monkeypatch, capsys):
+    flags = [*CLOUD, *TWO]
+    if not image:
+        flags = flags[2:]
+    document = yaml.safe_load(write("skypilot", *flags))
+    assert find_faults(document, SKY) == []
+    assert document["resources"]["accelerators"] == "H100:8"
+    assert document["secrets"] == {"HF_TOKEN": None}
+    assert ("workdir" in document) is not image
+    shell = f"{document['run'][document['run'].index('export') :]}".split("began=")[0] + "env"
+    sky = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+    told = subprocess.run(
+        ["bash", "-c", shell], env={**os.environ, **sky}, capture_output=True, text=True, check=True
+    ).stdout
+    place = dict(line.split("=", 1) for line in told.splitlines() if line.startswith("PET_"))
+    composed = compose(read_launch_flags(find_shell_launch(document["run"])), place, monkeypatch, capsys)
+    assert composed[6:14] == [
+        *("--num_processes", "16", "--num_machines", "2"),
+        *("--machine_rank", "1", "--main_process_ip", "10.0.0.1"),
+    ]
+
+
+def test_a_job_of_hugging_face_is_read_by_its_own_command_line(write):
+    pytest.importorskip("huggingface_hub", minversion="2.4", reason="`hf jobs run` of 1.31 has no --dry-run")
+    volume = "hf://buckets/me/runs"
+    script = write(
+        "hf-jobs", "--gpus_per_node", "8", *CLOUD[:2], "--volume", volume, "--gpu", "a100x8", "--secret", "HF_TOKEN"
+    )
+    program, *arguments = shlex.split(script.split("\n", 1)[1])
+    assert program == "hf"
+    call = "from huggingface_hub.cli.hf import main; main()"
+    place = arguments.index("run") + 1
+    command = [sys.executable, "-c", call, *arguments[:place], "--dry-run", *arguments[place:]]
+    done = subprocess.run(command, env=os.environ | {"HF_TOKEN": "x"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for word in ("a100x8", "24h", "me/recipes:cuda", "HF_TOKEN=***", f"{volume}:/data", "not submitted"):
+        assert word in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("to", "flags", "words"),
+    [
+        ("kubernetes", [], "--image: kubernetes needs it"),
+        ("slurm", ["--image", "x"], "no use for it"),
+        ("hf-jobs", [*CLOUD, "--num_nodes", "2"], "one machine"),
+        ("skypilot", ["--volume", "v"], "--gpu: skypilot needs it"),
+        ("slurm", ["--num_nodes", "0"], "write 1 or more"),
+        ("kubernetes", [*CLOUD, "--hours", "0"], "write 1 or more"),
+        ("skypilot", [*CLOUD, "--hours", "9"], "no use for it"),
+        ("slurm", ["--cpus_per_gpu", "0"], "write 1 or more"),
+        ("kubernetes", [*CLOUD, "--cpus_per_gpu", "8"], "no use for it"),
+        ("slurm", ["--secret", "hf_abc=1"], "its name, never its value"),
+        ("slurm", ["--name", "My Job"], "no name for every cluster"),
+        ("slurm", ["--gpu", "a\n#SBATCH --wrap=id"], r"--gpu: 'a\n#SBATCH --wrap=id' is not a name"),
+        ("kubernetes", [*CLOUD, "--image", "me/x; id"], "--image: 'me/x; id' is not a name"),
+        ("hf-jobs", [*CLOUD, "--volume", "$(id)"], "--volume: '$(id)' is not a name"),
+        ("slurm", ["--output_dir", "runs/漢"], "--name: '' is no name for every cluster"),
+        ("slurm", ["--output_dir", "runs/" + "x" * 99], "no name for every cluster"),
+        ("slurm", ["--learning_rat", "1"], "learning_rate"),
+        ("slurm", ["--hardware", "nonsense"], "there is no launch file accelerate_configs/nonsense.yaml"),
+    ],
+)
+def test_what_a_cluster_cannot_take_is_told_first(to, flags, words, write):
+    assert words in write(to, *flags, code=2)
+
+
+def test_a_recipe_that_is_not_in_the_image_is_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "sft.yaml").write_text("model_name_or_path: a/b\ndataset_name: c/d\noutput_dir: out\n")
+    assert main(["job", "--to", "kubernetes", "--config", str(tmp_path / "sft.yaml"), *CLOUD]) == 2
+    assert "not in the image" in capsys.readouterr().err

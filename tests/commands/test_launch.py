@@ -1,0 +1,165 @@
+"""One command for any number of machines: what it composes, what it refuses, and that what it starts is held to it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate.commands.launch import launch_command_parser
+from tests.faults import stages
+
+from recipes_lib.commands import launch as launching
+from recipes_lib.errors import ConfigError
+from recipes_lib.training.layouts.launch_environment import expect_launch, read_launch, verify_expected
+
+ROOT = Path(__file__).parents[2]
+CONFIG = "recipes/configs/llama3-8b/sft.yaml"
+PRETRAINING = ["--config", "recipes/configs/llama2-7b/pretrain.yaml", "--hardware", "cpu_ddp"]
+STEP = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_NUM_NODES": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
+    "SLURM_STEP_NODELIST": "gpu-[3-6]",
+    "SLURM_NODEID": "2",
+}
+
+
+@pytest.fixture
+def compose(monkeypatch, capsys):
+    """The command for a machine with eight GPUs, as accelerate's own parser reads it."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("recipes_lib.hardware.count_accelerators", lambda: 8)
+
+    def compose(*flags, environment=None):
+        for name, value in (environment or {}).items():
+            monkeypatch.setenv(name, value)
+        assert launching.main(["--config", CONFIG, "--dry_run", *flags]) == 0
+        command = shlex.split(capsys.readouterr().err.splitlines()[1])
+        assert command[:4] == [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+        return launch_command_parser().parse_args(command[4:])
+
+    return compose
+
+
+def test_one_machine_has_a_process_for_each_gpu(compose):
+    args = compose("--learning_rate", "2e-5")
+    assert (args.config_file, args.num_processes, args.num_machines) == ("accelerate_configs/ddp.yaml", 8, 1)
+    assert args.training_script == "recipes/sft.py"
+    assert args.training_script_args == ["--config", CONFIG, "--learning_rate", "2e-5"]
+
+
+def test_slurm_needs_no_flag_more(compose):
+    args = compose("--hardware", "fsdp2", environment=STEP)
+    assert (args.num_processes, args.num_machines, args.machine_rank) == (32, 4, 2)
+    assert (args.main_process_ip, args.main_process_port) == ("gpu-3", 20077)
+
+
+def test_flags_win(compose):
+    args = compose("--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "head", "--num_processes", "4")
+    assert (args.num_processes, args.num_machines, args.machine_rank) == (4, 2, 1)
+    assert (args.main_process_ip, args.main_process_port) == ("head", 29500)
+
+
+def test_on_cpus_the_file_says_how_many(compose):
+    assert compose("--hardware", "cpu_ddp").num_processes == 2
+
+
+@pytest.mark.parametrize(("num", "name"), [(0, "cpu"), (1, "single_gpu"), (2, "ddp")])
+def test_the_machine_decides_where_nobody_else_does(num, name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("recipes_lib.hardware.count_accelerators", lambda: num)
+    assert launching.choose_for_this_machine() == name
+    assert launching.choose_for_this_machine(2) == ("ddp" if num else "cpu_ddp")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--hardware", "fsdp3"], r"no launch file accelerate_configs/fsdp3\.yaml\n    write one of cpu, "),
+        (["--hardware", "fsdp2"], "this machine has none"),
+        (["--num_machines", "2"], "nobody says which this is"),
+        (["--num_machines", "2", "--machine_rank", "2", "--main_process_ip", "a"], "they count from 0"),
+        (
+            ["--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "a", "--hardware", "single_gpu"],
+            "each of 2 machines would train a model of its own",
+        ),
+        (
+            ["--num_machines", "3", "--machine_rank", "1", "--main_process_ip", "a"],
+            "2 processes cannot be shared out to 3 machines",
+        ),
+        (["--learning_rat", "1"], "learning_rate"),
+        (["--hardware", "fsdp2", "--num_processes", "8", "--optim", "adafactor"], "sharded"),
+    ],
+)
+def test_what_cannot_be_is_told_before_a_process_starts(flags, words, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("recipes_lib.hardware.count_accelerators", lambda: 0)
+    with pytest.raises(ConfigError, match=words):
+        launching.main(["--config", CONFIG, "--dry_run", *flags])
+
+
+def test_the_processes_are_held_to_what_was_asked_for(monkeypatch):
+    monkeypatch.setenv("RECIPES_LAUNCHED", "")
+    expect_launch(2, "FSDP")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="2 processes under FSDP were asked for; this is one of 2 under no sharding"):
+        verify_expected(read_launch())
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    verify_expected(read_launch())
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ConfigError, match="one of 1 under FSDP"):
+        verify_expected(read_launch())
+
+
+@pytest.mark.parametrize("by", ["flags", "variables"])
+def test_the_processes_are_told_of_a_pipeline(by, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    for name in ("RECIPES_LAUNCHED", "PIPELINE_STAGES", "PIPELINE_SCHEDULE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("os.execv", lambda *_: (_ for _ in ()).throw(InterruptedError))
+    flags = ["--pipeline_stages", "4", "--pipeline_schedule", "gpipe"]
+    if by == "variables":
+        monkeypatch.setenv("PIPELINE_STAGES", "4")
+        monkeypatch.setenv("PIPELINE_SCHEDULE", "gpipe")
+        flags = []
+    with pytest.raises(InterruptedError):
+        launching.main([*PRETRAINING, "--num_processes", "8", *flags])
+    assert "\nPIPELINE_STAGES=4 PIPELINE_SCHEDULE=gpipe " in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    launch = read_launch()
+    assert (launch.layout.stages, launch.layout.schedule, launch.data_size) == (4, "gpipe", 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--pipeline_stages", "3"], "do not divide the number of processes"),
+        (["--pipeline_stages", "4", "--pipeline_schedule", "1f2b"], "no schedule '1f2b'"),
+        (["--pipeline_stages", "4", "--gradient_accumulation_steps", "2"], "do not fill the pipeline"),
+        (["--pipeline_stages", "-1"], "'-1' is not a whole number from 1 on"),
+    ],
+)
+def test_a_pipeline_that_cannot_be_is_told_before_a_process_starts(flags, words, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError, match=words):
+        launching.main([*PRETRAINING, "--num_processes", "8", "--dry_run", *flags])
+
+
+@pytest.mark.multiprocess
+def test_what_it_starts_trains(tmp_path):
+    stages.write_inputs(tmp_path)
+    keys = stages.make_keys(tmp_path, "sft", output_dir=tmp_path / "out", max_steps=1)
+    (tmp_path / "sft.yaml").write_text("num_sample_prompts: 0\n")
+    start = "from recipes_lib.cli import main; raise SystemExit(main())"
+    command = [sys.executable, "-c", start, "launch", "--config", str(tmp_path / "sft.yaml")]
+    command += [f"--{name}={value}" for name, value in keys.items() if name != "num_sample_prompts"]
+    done = subprocess.run(
+        [*command, "--hardware", "cpu"], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    assert (tmp_path / "out" / "model.safetensors").exists()

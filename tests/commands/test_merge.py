@@ -1,0 +1,168 @@
+"""The command as a user runs it: one folder that is whole, or nothing and a reason."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.models.adapter_models import compute_logits, load_model, train
+from transformers import AutoTokenizer, GenerationConfig
+
+from recipes_lib.cli import main
+from recipes_lib.commands.merge import PROMPTS, refuse_another_model
+from recipes_lib.config.schema import AdapterConfig
+from recipes_lib.errors import ConfigError
+from recipes_lib.models.adapters.lora import add_adapter
+
+
+@pytest.fixture
+def adapter(tmp_path, tiny_model_dir):
+    """The output directory of a run, as far as a merge reads it."""
+    folder = tmp_path / "a run"
+    adapted = add_adapter(load_model(tiny_model_dir), AdapterConfig(use_peft=True, lora_r=4), seed=0)
+    train(adapted)
+    adapted.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    tokenizer.save_pretrained(folder)
+    GenerationConfig(eos_token_id=[0, 3], pad_token_id=1).save_pretrained(folder)
+    (folder / "run.json").write_text(json.dumps({"config": {"load_in_4bit": False}}))
+    return folder
+
+
+def run(adapter, output, *flags):
+    return main(["merge", "--adapter", str(adapter), "--output", str(output), *map(str, flags)])
+
+
+def test_a_merged_model_is_whole_and_says_where_it_comes_from(adapter, tmp_path, tiny_model_dir, capsys):
+    output = tmp_path / "runs of mine" / "a merged model"
+    assert run(adapter, output) == 0
+    told = capsys.readouterr().out
+    for words in (
+        "merged in float32",
+        f"of {len(PROMPTS)} texts",
+        "mean KL",
+        "same choice     100.0%",
+        f"written to {output}",
+    ):
+        assert words in told
+    adapted = add_adapter(
+        load_model(tiny_model_dir), AdapterConfig(use_peft=True, adapter_name_or_path=str(adapter)), seed=0
+    )
+    merged = load_model(output)
+    torch.testing.assert_close(compute_logits(merged), compute_logits(adapted), rtol=1e-4, atol=1e-4)
+    assert merged.generation_config.eos_token_id == [0, 3]
+    assert AutoTokenizer.from_pretrained(output).chat_template == AutoTokenizer.from_pretrained(adapter).chat_template
+    record = json.loads((output / "merge.json").read_text())
+    assert record["base"] == str(tiny_model_dir)
+    assert record["adapter"] == str(adapter)
+    assert record["max_kl"] == 0.01
+    assert record["mean_kl"] < 1e-6 < record["mean_kl_of_the_base"]
+    card = (output / "README.md").read_text()
+    assert "with the adapter a run merged into its weights" in card
+    assert str(tmp_path) not in card
+    assert not [path for path in output.rglob("*") if "adapter" in path.name]
+    assert [path.name for path in output.parent.iterdir()] == ["a merged model"]
+
+
+def test_the_samples_of_the_run_and_the_users_prompts_are_compared_on(adapter, tmp_path):
+    rows = [{"step": n, "prompt": "user\nHi", "completion": f" {n}"} for n in (0, 2)]
+    (adapter / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run(adapter, tmp_path / "one")
+    assert json.loads((tmp_path / "one" / "merge.json").read_text())["num_texts"] == len(PROMPTS) + 1
+    (tmp_path / "mine.txt").write_text("What is it?\n\nWhy?\n")
+    run(adapter, tmp_path / "two", "--prompts", tmp_path / "mine.txt")
+    assert json.loads((tmp_path / "two" / "merge.json").read_text())["num_texts"] == 2
+
+
+def test_precision_and_base_can_be_chosen(adapter, tmp_path, tiny_model_dir):
+    moved = shutil.copytree(tiny_model_dir, tmp_path / "moved base")
+    assert run(adapter, tmp_path / "out", "--dtype", "bfloat16", "--base", moved) == 0
+    assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "out" / "merge.json").read_text())["base"] == str(moved)
+
+
+@pytest.mark.parametrize("flags", [["--dtype", "bfloat16", "--max_kl", "1e-9"], ["--max_kl", "-1"]])
+def test_a_model_that_differs_too_much_is_not_left_behind(adapter, tmp_path, capsys, flags):
+    assert run(adapter, tmp_path / "out", *flags) == 2
+    error = capsys.readouterr().err
+    assert "differs from its adapter's by" in error
+    assert "--max_kl" in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a run"]
+
+
+def test_an_adapter_that_does_nothing_is_refused(adapter, tmp_path, capsys):
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    emptied = {name: torch.zeros_like(tensor) if "lora_B" in name else tensor for name, tensor in tensors.items()}
+    save_file(emptied, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+    assert run(adapter, tmp_path / "out") == 2
+    assert "the adapter has learnt nothing" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_merge_that_loses_the_adapter_is_refused(adapter, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("peft.tuners.lora.layer.Linear.merge", lambda *args, **options: None)
+    assert run(adapter, tmp_path / "out", "--max_kl", 100) == 2
+    assert "no nearer to its adapter's" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("mean_kl", "max_kl", "bare", "compared_on", "remedy"),
+    [
+        (0.02, 0.01, 1.0, "full precision", "write --dtype float32"),
+        (0.3, 0.2, 1.0, "4 bits", "serve the adapter on the base in few bits"),
+        (float("nan"), 0.2, 1.0, "4 bits", "--max_kl"),
+        (0.005, 0.01, 0.004, "full precision", "write --dtype float32"),
+    ],
+)
+def test_each_refusal_has_its_remedy(mean_kl, max_kl, bare, compared_on, remedy):
+    record = {"mean_kl": mean_kl, "max_kl": max_kl, "mean_kl_of_the_base": bare, "compared_on": compared_on}
+    with pytest.raises(ConfigError) as caught:
+        refuse_another_model(record)
+    assert remedy in str(caught.value)
+    refuse_another_model(record | {"mean_kl": 0.001})
+
+
+def test_a_folder_that_is_not_empty_stays_as_it_is_and_an_empty_one_is_taken(adapter, tmp_path, capsys):
+    full, empty = tmp_path / "full", tmp_path / "empty"
+    full.mkdir()
+    (full / "mine.txt").write_text("x")
+    empty.mkdir()
+    assert run(adapter, full) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert [path.name for path in full.iterdir()] == ["mine.txt"]
+    assert run(adapter, empty) == 0
+    assert (empty / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("break_it", "told"),
+    [
+        (lambda folder: (folder / "adapter_config.json").unlink(), "holds no adapter_config.json"),
+        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "has no adapter_model.safetensors"),
+        (lambda folder: edit(folder, task_type="SEQ_CLS"), "only language models are merged"),
+        (lambda folder: edit(folder, base_model_name_or_path="nobody/nothing"), "nobody/nothing"),
+        (lambda folder: edit(folder, init_lora_weights="pissa"), "not a checkpoint"),
+    ],
+)
+def test_what_cannot_be_merged_is_told_and_leaves_nothing(adapter, tmp_path, capsys, break_it, told):
+    break_it(adapter)
+    assert run(adapter, tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert "Traceback" not in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a run"]
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", None])
+def test_prompts_that_are_none_are_refused(adapter, tmp_path, capsys, content):
+    if content is not None:
+        (tmp_path / "mine.txt").write_text(content)
+    assert run(adapter, tmp_path / "out", "--prompts", tmp_path / "mine.txt") == 2
+    assert "--prompts" in capsys.readouterr().err
+
+
+def edit(folder, **changes):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))

@@ -1,0 +1,250 @@
+"""``recipes plan`` tells what training will do, by training's own functions, and what was published of known runs."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes_lib.cli import main
+from recipes_lib.commands.plan import draw_curve
+from recipes_lib.config.loader import load_config
+from recipes_lib.planning.pretraining import plan_pretraining
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "recipes" / "configs"
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+KEYS: dict[str, Any] = {
+    "model_config": TINY,
+    "tokenizer_name_or_path": "nobody/nothing",
+    "dataset_name": "nobody/nothing",
+    "output_dir": "out",
+    "max_length": 128,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "max_tokens": 10_000_000,
+    "warmup_steps": 100,
+    "learning_rate": 1e-3,
+}
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that asks the network for anything fails."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a plan needs no network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+@pytest.fixture
+def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Write the recipe ``KEYS`` with changes, plan it, and return what was told."""
+
+    def plan(*flags: object, code: int = 0, **changes: Any) -> str:
+        keys = {key: value for key, value in (KEYS | changes).items() if value is not None}
+        path = tmp_path / "pretrain.yaml"
+        path.write_text(yaml.safe_dump(keys))
+        return plan_file(path, *flags, code=code)
+
+    def plan_file(path: Path, *flags: object, code: int = 0) -> str:
+        assert main(["plan", "--config", str(path), *map(str, flags)]) == code
+        told = capsys.readouterr()
+        assert "Traceback" not in told.err
+        assert not (code and told.out)
+        return told.err if code else told.out
+
+    plan.file = plan_file
+    return plan
+
+
+def test_the_plan_is_what_training_will_do(plan, tmp_path: Path) -> None:
+    told = plan("--num_processes", 3, lr_scheduler_type="warmup_stable_decay", decay_steps=200, min_lr_ratio=0.1)
+    config = load_config("pretrain", ["--config", str(tmp_path / "pretrain.yaml")])
+    run = plan_pretraining(config, 3)
+    assert f"steps           {run.num_steps:,}\n" in told
+    assert f"batch           {3 * 2 * 4 * 128:,} tokens\n" in told
+    assert f"tokens          {run.num_tokens:,}, " in told
+    assert f"warm-up         100 steps, {100 * 3 * 2 * 4 * 128:,} tokens" in told
+    assert f"from step {run.num_steps - 200:,}, " in told
+    steps = [round(share * (run.num_steps - 1)) for share in (0, 0.25, 0.5, 0.75, 1)]
+    rates = ", ".join(f"{1e-3 * run.schedule(step):.3g}" for step in steps)
+    assert f"learning rate   {rates} at 0, 25, 50, 75, 100 %" in told
+
+
+def test_a_ramp_is_told_with_where_it_ends(plan, tmp_path: Path) -> None:
+    told = plan(batch_ramp_tokens=2_000_000, batch_ramp_start=0.25, batch_ramp_lr="constant")
+    run = plan_pretraining(load_config("pretrain", ["--config", str(tmp_path / "pretrain.yaml")]), 1)
+    full = next(step for step in range(run.num_steps) if run.row_starts[step + 1] - run.row_starts[step] == 8)
+    assert f"from 256 to 1,024 tokens, reached at step {full:,}, {run.row_starts[full] * 128:,} tokens" in told
+    assert "tokens in a step, up to 1,024" in told
+    assert "tokens in a step" not in plan()
+
+
+@pytest.mark.parametrize(
+    ("name", "published"), [("gpt3-175b", "3.14e+23"), ("chinchilla-70b", "5.46e+23"), ("llama2-70b", "8.28e+23")]
+)
+def test_the_operations_are_those_of_the_papers(plan, name: str, published: str) -> None:
+    told = plan.file(CONFIGS / name / "pretrain.yaml", "--num_processes", 16, "--gpu", "H100", "--num_gpus", 128)
+    assert f"{published} by 6 x parameters x tokens" in told
+
+
+def test_the_documentation_shows_what_is_told(plan) -> None:
+    page = (ROOT / "docs" / "pretraining_runs.md").read_text(encoding="utf-8")
+    command, shown = re.search(r"\$ (recipes plan [^\n]*)\n(.*?)```", page, re.DOTALL).groups()
+    _, _, _, config, *flags = command.split()
+    assert plan.file(ROOT / config, *flags).startswith(shown)
+
+
+def test_llama_3_405b_took_as_many_operations_as_its_paper_says(plan) -> None:
+    architecture = TINY | {
+        "vocab_size": 128_256,
+        "hidden_size": 16_384,
+        "intermediate_size": 53_248,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 8,
+    }
+    sizes = {"max_length": 8192, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+    told = plan("--num_processes", 2048, model_config=architecture, max_tokens=15_600_000_000_000, **sizes)
+    assert "405,853,388,800 parameters" in told
+    assert "3.8e+25 by 6 x parameters x tokens" in told
+
+
+def test_hours_follow_from_what_is_printed_beside_them(plan) -> None:
+    told = plan("--num_processes", 4, "--gpu", "NVIDIA A100-SXM4-80GB", "--mfu", 0.45)
+    line = next(line for line in told.splitlines() if line.startswith("time"))
+    hours, days = re.search(r"([\d.,]+) hours, ([\d.,]+) days, on 4 NVIDIA A100", line).groups()
+    flops, gpus, peak, mfu = map(
+        float, re.search(r": (\S+) / \((\d+) GPUs x (\S+) FLOP/s x (\S+) MFU x 3600 s\)", line).groups()
+    )
+    assert (gpus, peak, mfu) == (4, 312e12, 0.45)
+    assert float(hours) == pytest.approx(flops / (gpus * peak * mfu * 3600), abs=0.05)
+    assert float(days) == pytest.approx(float(hours) / 24, abs=0.05)
+    assert "on 16 A100" in plan("--num_processes", 4, "--gpu", "A100", "--num_gpus", 16)
+    assert "name a GPU" in plan()
+
+
+def test_gpus_without_processes_are_a_process_each_and_so_does_the_hint_say(plan) -> None:
+    assert plan("--gpu", "A100", "--num_gpus", 4) == plan("--gpu", "A100", "--num_processes", 4)
+    hint = re.search("name a GPU: (.*)", plan())[1].split()
+    assert plan(*hint) == plan("--gpu", "H100", "--num_processes", 8, "--num_gpus", 8)
+
+
+def test_fp16_has_the_peak_of_fp16(plan) -> None:
+    assert "6.5e+13 FLOP/s" in plan("--gpu", "T4", fp16=True)
+    assert "'T4' in bfloat16 is not known" in plan("--gpu", "T4", code=2)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "verdict"), [(10_000_000, "over-trained by 3."), (1_000_000, "under-trained by 2.")]
+)
+def test_tokens_are_judged_by_chinchillas_rule(plan, num_tokens: int, verdict: str) -> None:
+    told = plan(max_tokens=num_tokens)
+    parameters = int(re.search(r"([\d,]+) parameters", told)[1].replace(",", ""))
+    tokens, ratio = re.search(r"tokens +([\d,]+), ([\d.,]+) a parameter", told).groups()
+    assert float(ratio) == pytest.approx(int(tokens.replace(",", "")) / parameters, abs=0.05)
+    factor = float(ratio) / 20
+    told_factor = float(re.search(r"-trained by ([\d.]+)", told)[1])
+    assert told_factor == pytest.approx(max(factor, 1 / factor), rel=0.02)
+    assert verdict in told
+
+
+def test_of_a_mixture_of_experts_the_active_parameters_count(plan) -> None:
+    architecture = TINY | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    told = plan(model_config=architecture)
+    total, active = (int(re.search(rf"([\d,]+) {word}", told)[1].replace(",", "")) for word in ("parameters", "active"))
+    assert total - active == 2 * 6 * 3 * 64 * 128
+    tokens = int(re.search(r"tokens +([\d,]+),", told)[1].replace(",", ""))
+    assert f"{6 * active * tokens:.3g} by 6" in told
+    assert "active" not in plan()
+
+
+def test_a_vocabulary_is_enough_and_without_one_the_tokenizer_is(plan, tiny_tokenizer_dir: Path) -> None:
+    without = {key: value for key, value in TINY.items() if key != "vocab_size"}
+    assert plan() == plan(model_config=without, tokenizer_name_or_path=str(tiny_tokenizer_dir))
+    told = plan(model_config=without, code=2)
+    assert "write `vocab_size` in `model_config`" in told
+
+
+def test_a_model_to_go_on_from_is_planned_from_its_config(plan, tiny_model_dir: Path) -> None:
+    told = plan(model_config=None, tokenizer_name_or_path=None, model_name_or_path=str(tiny_model_dir))
+    assert "llama, " in told
+
+
+def test_what_a_plan_cannot_know_is_told_at_once(plan) -> None:
+    told = plan("--num_processes", 0, "--num_gpus", -1, "--mfu", 1.5, code=2, max_tokens=None)
+    for problem in ("a plan reads no data", "--num_processes: is 0", "--num_gpus: is -1", "--mfu: is 1.5"):
+        assert problem in told
+    assert "steps           50" in plan(max_tokens=None, max_steps=50, warmup_steps=5)
+
+
+def test_a_wrong_key_and_a_schedule_that_does_not_fit_are_problems(plan) -> None:
+    assert "learning_rate" in plan(learning_rat=1e-3, code=2)
+    assert "longer than the run" in plan(warmup_steps=1_000_000, code=2)
+    assert "cannot be built" in plan(model_config=TINY | {"hidden_act": "unheard of"}, code=2)
+
+
+def test_flags_override_the_recipe(plan) -> None:
+    assert "learning rate, up to 0.0005" in plan("--learning_rate", "5e-4")
+
+
+def test_the_schedule_is_drawn_with_its_corners(plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plots" / "schedule.png"
+    drawn: list[Any] = []
+    monkeypatch.setattr("recipes_lib.report.charts.draw_schedule", lambda *curves: drawn.extend(curves))
+    plan("--schedule", path, max_tokens=3_000_000_000, lr_scheduler_type="warmup_stable_decay", decay_steps=0.2)
+    run = plan_pretraining(load_config("pretrain", ["--config", str(tmp_path / "pretrain.yaml")]), 1)
+    drawn_path, tokens, rates, batches = drawn
+    assert drawn_path == path
+    assert tokens == sorted(tokens)
+    assert (tokens[0], tokens[-1]) == (0, run.num_tokens)
+    starts = run.schedule.token_starts
+    assert {starts[run.schedule.num_warmup_steps], starts[run.schedule.first_decay_step]} <= set(tokens)
+    assert rates[:-1] == [1e-3 * run.schedule(step) for step in starts.searchsorted(tokens[:-1])]
+    assert set(batches) == {1024}
+    assert len(tokens) < 2000
+
+
+def test_the_picture_is_written(plan, tmp_path: Path) -> None:
+    assert str(tmp_path / "new" / "plan.png") in plan("--schedule", tmp_path / "new" / "plan.png")
+    assert (tmp_path / "new" / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@given(values=st.lists(st.floats(0, 1e6), min_size=1, max_size=40), height=st.integers(1, 8))
+def test_a_curve_is_as_high_as_its_values(values: list[float], height: int) -> None:
+    lines = draw_curve(values, height)
+    assert [len(line) for line in lines] == [len(values)] * height
+    heights = [sum(" ▁▂▃▄▅▆▇█".index(line[column]) for line in lines) for column in range(len(values))]
+    top = max(values)
+    for value, drawn in zip(values, heights, strict=True):
+        assert drawn == 0 if value == 0 else drawn >= 1
+        assert abs(drawn - value / (top or 1) * 8 * height) <= 1
+    # Nothing hangs in the air.
+    for column in range(len(values)):
+        cells = [" ▁▂▃▄▅▆▇█".index(line[column]) for line in lines]
+        assert all(upper == 0 or lower == 8 for upper, lower in itertools.pairwise(cells))
+
+
+def test_the_curve_of_a_run_rises_and_falls(plan) -> None:
+    told = plan("--num_processes", 1, warmup_steps=4000)
+    *_, last = [line for line in told.splitlines() if set(line) <= set(" ▁▂▃▄▅▆▇█") and line.strip()]
+    first = next(line for line in told.splitlines() if set(line) <= set(" ▁▂▃▄▅▆▇█") and line.strip())
+    assert len(last) == 64
+    # The peak stands where the warm-up ends: 4,000 of 9,766 steps.
+    assert first.index("█") == pytest.approx(64 * 4000 / 9766, abs=2)

@@ -1,0 +1,259 @@
+"""``recipes tokenizer`` reads what a recipe reads, holds a tail out, and refuses what cannot work before it trains."""
+
+import json
+
+import pytest
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from recipes_lib.cli import main
+from recipes_lib.commands.tokenizer import MAX_TAIL_BYTES, MAX_TAIL_SHARE, HeldOutTail, read_texts
+from recipes_lib.data.sources.canonical import load_source
+from recipes_lib.data.sources.mixtures import Mixture, Part
+from recipes_lib.models.tokenizer_training import CHATML_TEMPLATE, EOS_TOKEN, measure_usage
+
+TEXTS = [f"the {n:03}th function returns the sum of its {n:03} arguments\n  and nothing else\n" for n in range(400)]
+CHAT = [{"role": "user", "content": "How many days?"}, {"role": "assistant", "content": "Seven days."}]
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_jsonl(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
+
+
+@pytest.fixture
+def run(capsys):
+    def run(*argv, code=0):
+        assert main(["tokenizer", *map(str, argv)]) == code
+        told = capsys.readouterr()
+        assert "Traceback" not in told.err
+        return told.err if code else told.out
+
+    return run
+
+
+def read_all(path, **options):
+    return list(read_texts(Mixture(parts=[Part(source=load_source(str(path), **options))]), None))
+
+
+def test_a_tokenizer_is_trained_saved_and_judged(run, data, tmp_path):
+    told = run(data, "--vocab_size", 400, "--output_dir", tmp_path / "out", "--chat_template", "chatml")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert len(tokenizer) == 400
+    assert (tokenizer.eos_token, tokenizer.chat_template) == (EOS_TOKEN, CHATML_TEMPLATE)
+    assert "400 tokens, 4 of them special" in told
+    # The tail is the end of the data, and the two parts are all of it.
+    tail = TEXTS[-20:]
+    for label, texts in (("training text", TEXTS[:-20]), ("held-out tail", tail)):
+        usage = measure_usage(tokenizer, texts)
+        (line,) = (line for line in told.splitlines() if line.startswith(label))
+        assert f"{sum(map(len, texts)):,} bytes, {usage.counts.sum():,} tokens" in line
+        assert f"{usage.bytes_per_token:.3f} bytes a token" in line
+    unused = int((measure_usage(tokenizer, TEXTS[:-20]).counts == 0).sum())
+    assert f"{unused - 4:,} tokens: " in told
+
+
+def test_it_does_not_learn_from_the_tail(run, tmp_path):
+    texts = [*TEXTS[:380], *["zqzq zqzq zqzq"] * 5]
+    data = write_jsonl(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
+    run(data, "--vocab_size", 400, "--output_dir", tmp_path / "out")
+    assert not any("zq" in token for token in AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab())
+
+
+def test_the_same_command_writes_the_same_bytes_and_then_nothing(run, data, tmp_path):
+    command = (data, "--vocab_size", 350, "--chat_template", "chatml", "--output_dir")
+    assert "written to" in run(*command, tmp_path / "one")
+    run(*command, tmp_path / "two")
+    files = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert files == ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
+    for name in files:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "one").iterdir()}
+    assert "the same as is already in" in run(*command, tmp_path / "one")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "one").iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ["--vocab_size", 351, "--chat_template", "chatml"],
+        ["--vocab_size", 350],
+        ["--vocab_size", 350, "--chat_template", "chatml", "--eos_token", "<eos>"],
+    ],
+)
+def test_another_tokenizer_is_never_overwritten(run, data, tmp_path, other):
+    run(data, "--vocab_size", 350, "--chat_template", "chatml", "--output_dir", tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    assert "already holds another tokenizer" in run(data, *other, "--output_dir", tmp_path, code=2)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_folder_that_cannot_become_the_same_is_refused_before_the_data_are_opened(run, data, tmp_path):
+    run(data, "--vocab_size", 350, "--output_dir", tmp_path)
+    told = run(tmp_path / "gone.jsonl", "--vocab_size", 351, "--output_dir", tmp_path, code=2)
+    assert "already holds another tokenizer" in told
+    assert "gone.jsonl" not in told
+
+
+def test_what_lies_in_the_folder_besides_stays(run, data, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    run(data, "--vocab_size", 300, "--output_dir", tmp_path)
+    assert (tmp_path / "config.json").read_text() == "{}"
+    (tmp_path / "tokenizer.json").write_text("{broken")
+    assert "already holds" in run(data, "--vocab_size", 300, "--output_dir", tmp_path, code=2)
+
+
+def test_a_vocabulary_that_the_text_cannot_fill_is_refused_with_the_number_that_it_can(run, data, tmp_path):
+    told = run(data, "--vocab_size", 50_000, "--output_dir", tmp_path / "out", code=2)
+    found = int(told.split("--vocab_size ")[-1].split(":")[0])
+    assert f"yields {found:,} tokens" in told
+    assert not list((tmp_path / "out").iterdir())
+    run(data, "--vocab_size", found, "--output_dir", tmp_path / "out")
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == found
+
+
+def test_wrong_flags_are_told_together_before_any_data_are_read(run, tmp_path):
+    told = run(
+        *("gone.jsonl", "--vocab_size", 200, "--output_dir", tmp_path / "out"),
+        *("--special_token", "x", "<tool>", "--chat_template", tmp_path / "gone.jinja"),
+        code=2,
+    )
+    assert "200 is too small for 256 bytes and 4 special tokens" in told
+    assert "write 260 or more" in told
+    assert "'x' is no special token" in told
+    assert "gone.jinja cannot be read" in told
+    assert "gone.jsonl" not in told
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("template", "found"),
+    [
+        ("{% for message in messages %}", "does not compile"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "ends in no special token"),
+        ("{{ raise_exception('never') }}", "never"),
+        ("hello", "message"),
+    ],
+)
+def test_a_template_that_cannot_train_is_refused(run, data, tmp_path, template, found):
+    (tmp_path / "mine.jinja").write_text(template)
+    command = (data, "--vocab_size", 300, "--output_dir", tmp_path / "out", "--chat_template", tmp_path / "mine.jinja")
+    told = run(*command, code=2)
+    assert found in told
+    assert "--chat_template" in told
+
+
+def test_a_template_of_ones_own_may_end_turns_with_a_special_token_of_ones_own(run, data, tmp_path):
+    template = "{% for m in messages %}<turn>{{ m.role }}: {{ m.content }}<end>{% endfor %}"
+    (tmp_path / "mine.jinja").write_text(template)
+    flags = ("--special_token", "<turn>", "<end>", "--chat_template", tmp_path / "mine.jinja")
+    run(data, "--vocab_size", 300, "--output_dir", tmp_path / "out", *flags)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.chat_template == template
+    assert tokenizer.convert_tokens_to_ids(["<turn>", "<end>"]) == [2, 3]
+
+
+def test_data_that_cannot_be_read_are_told_together(run, tmp_path):
+    (tmp_path / "empty").mkdir()
+    told = run("./gone.jsonl", tmp_path / "empty", "--vocab_size", 300, "--output_dir", tmp_path / "out", code=2)
+    assert "./gone.jsonl: no such file" in told
+    assert "the folder has no data file" in told
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [([], "no rows"), ([{"text": "good"}, {"text": 7}, {"text": "\ud800"}], "`text` is a number")],
+)
+def test_data_without_rows_or_with_broken_ones_are_refused(run, tmp_path, rows, found):
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    assert found in run(data, "--vocab_size", 300, "--output_dir", tmp_path / "out", code=2)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_any_layout_and_any_source_is_read(run, tmp_path):
+    write_jsonl(tmp_path / "chats.jsonl", [{"messages": CHAT}] * 60)
+    write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "Capital? ", "completion": "Paris."}] * 60)
+    Dataset.from_list([{"text": "saved to disk"}] * 60).save_to_disk(tmp_path / "saved")
+    (tmp_path / "notes.txt").write_text("first line\n\nsecond line\n")
+    sources = [tmp_path / name for name in ("chats.jsonl", "pairs.jsonl", "saved", "notes.txt")]
+    run(*sources, "--vocab_size", 291, "--output_dir", tmp_path / "out")
+    vocabulary = AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab()
+    assert {"Seven", "Capital", "ĠParis", "saved"} <= set(vocabulary)
+
+
+def test_chats_are_read_as_the_template_writes_them(tmp_path):
+    from recipes_lib.data.chat.templates import ChatTemplate
+
+    path = write_jsonl(tmp_path / "chats.jsonl", [{"messages": CHAT}])
+    mixture = Mixture(parts=[Part(source=load_source(str(path)))])
+    assert list(read_texts(mixture, None)) == ["How many days?\nSeven days."]
+    assert list(read_texts(mixture, ChatTemplate(CHATML_TEMPLATE, {}))) == [
+        "<|im_start|>user\nHow many days?<|im_end|>\n<|im_start|>assistant\nSeven days.<|im_end|>\n"
+    ]
+
+
+def test_a_chat_that_the_template_refuses_is_named(run, tmp_path):
+    system = {"role": "system", "content": "Be brief."}
+    data = write_jsonl(tmp_path / "chats.jsonl", [{"messages": CHAT}, {"messages": [system, *CHAT]}])
+    (tmp_path / "mine.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+        "{{ m.content }}<|endoftext|>{% endfor %}"
+    )
+    flags = ("--vocab_size", 300, "--output_dir", tmp_path / "out", "--chat_template", tmp_path / "mine.jinja")
+    assert "chats.jsonl:2: the chat template refused the chat: no system turn" in run(data, *flags, code=2)
+
+
+@given(text=st.text(st.sampled_from("ab \n\t\r."), max_size=60), repeats=st.integers(1, 300))
+def test_long_texts_come_in_sections_that_are_the_text_and_cut_no_piece(text, repeats):
+    import re
+
+    from recipes_lib.data.sources.rows import Row
+    from recipes_lib.models.tokenizer_training import train_tokenizer
+
+    whole = text * repeats
+
+    class Rows:
+        def rows(self):
+            return iter([Row(source="here", index=0, text=whole)])
+
+    sections = list(read_texts(Rows(), None))
+    assert "".join(sections) == whole
+    assert all(re.match(r"\S", section) for section in sections[1:])
+    cut = train_tokenizer([], vocab_size=0).backend_tokenizer.pre_tokenizer.pre_tokenize_str
+    assert [piece for section in sections for piece, _ in cut(section)] == [piece for piece, _ in cut(whole)]
+
+
+def test_a_text_file_of_many_lines_has_a_tail(tmp_path):
+    path = tmp_path / "long.txt"
+    path.write_text("".join(TEXTS))
+    tail = HeldOutTail()
+    training = list(tail.split(read_all(path, text_documents="file")))
+    assert "".join([*training, *tail.texts]) == "".join(TEXTS)
+    assert 0 < sum(map(len, tail.texts)) <= MAX_TAIL_SHARE * len("".join(TEXTS))
+
+
+@given(st.lists(st.text(max_size=40), max_size=80))
+def test_the_tail_is_the_end_and_at_most_a_twentieth(texts):
+    tail = HeldOutTail()
+    training = list(tail.split(iter(texts)))
+    assert [*training, *tail.texts] == texts
+    num_bytes = [len(text.encode()) for text in texts]
+    held = sum(num_bytes[len(training) :])
+    assert held <= MAX_TAIL_SHARE * sum(num_bytes)
+    # One text more would be too much.
+    assert not training or held + num_bytes[len(training) - 1] > MAX_TAIL_SHARE * sum(num_bytes)
+
+
+def test_the_tail_of_a_long_stream_stays_small():
+    tail, largest = HeldOutTail(), 0
+    for _ in tail.split("x" * 100_000 for _ in range(400)):
+        largest = max(largest, sum(map(len, tail.texts)))
+    assert largest <= MAX_TAIL_BYTES + 100_000
+    assert MAX_TAIL_BYTES - 100_000 < sum(map(len, tail.texts)) <= MAX_TAIL_BYTES

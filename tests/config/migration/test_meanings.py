@@ -1,0 +1,33 @@
+"""Which files leave a change of meaning to decide."""
+
+from __future__ import annotations
+
+import pytest
+
+from recipes_lib.config.migration.meanings import MEANINGS
+from recipes_lib.config.table import STAGES, load_table
+
+
+@pytest.mark.parametrize("meaning", MEANINGS, ids=lambda meaning: meaning.where)
+def test_it_names_keys_that_there_are(meaning) -> None:
+    known = {key for stage in STAGES for key in load_table(stage).keys}
+    assert meaning.decisive in known
+    assert not meaning.unless or meaning.unless & known
+    assert not meaning.keys or meaning.keys & known
+
+
+@pytest.mark.parametrize(
+    ("stage", "present", "expected"),
+    [
+        ("sft", set(), ["`loss_on: all`"]),
+        ("sft", {"loss_on"}, []),
+        ("sft", {"loss_on", "max_seq_length"}, ["`overlong: truncate`"]),
+        ("sft", {"loss_on", "max_length", "overlong"}, []),
+        ("dpo", {"max_length"}, ["`overlong: drop`"]),
+        ("reward", {"max_length"}, []),
+        ("sft", {"loss_on", "packing", "gradient_accumulation_steps"}, []),
+    ],
+)
+def test_a_file_that_decides_nothing_is_told_what_it_means(stage, present, expected) -> None:
+    told = [meaning.advice for meaning in MEANINGS if meaning.concerns(present, load_table(stage).keys.keys())]
+    assert [advice.split(" ")[0] + " " + advice.split(" ")[1] for advice in told] == expected

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipes_lib.config.migration.methods import infer_method
+from recipes_lib.config.migration.migrate import migrate
+from recipes_lib.config.recipes import PREFERENCE_LOSSES
+from recipes_lib.config.table import STAGES
+from recipes_lib.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "stage", "loss"),
+    [
+        ("orpo/config_full", {"beta": 0.05}, "dpo", "orpo"),
+        ("simpo/config", {"beta": 2.0, "loss_type": "simpo"}, "dpo", None),
+        ("dpo/config_qlora", {"beta": 0.1, "use_peft": True}, "dpo", None),
+        ("sft/config_qlora", {"use_peft": True}, "lora", None),
+        ("sft/config_full", {"load_in_4bit": True}, "lora", None),
+        ("sft/config_lora", {}, "lora", None),
+        ("sft/config_full", {"use_peft": False}, "sft", None),
+        ("cpt/config_full", {}, "pretrain", None),
+        ("recipes/mine", {}, "sft", None),
+        ("recipes/mine", {"loss_type": "apo_zero"}, "dpo", None),
+        ("recipes/mine", {"loss_type": ["sigmoid", "sft"]}, "dpo", None),
+        ("recipes/mine", {"loss_type": "dapo"}, "grpo", None),
+        ("recipes/mine", {"center_rewards_coefficient": 0.01}, "reward", None),
+        ("recipes/mine", {"beta": 0.1, "output_dir": "data/zephyr-orpo-141b/"}, "dpo", "orpo"),
+        ("recipes/mine", {"num_generations": 8, "beta": 0.0}, "grpo", None),
+        ("rloo/mine", {"num_generations": 8, "beta": 0.0}, "rloo", None),
+        ("recipes/mine", {"kl_coef": 0.05, "reward_model_path": "a/b"}, "ppo", None),
+        ("recipes/mine", {"kl_coef": 0.05, "rloo_k": 4}, "rloo", None),
+        ("recipes/gkd", {"teacher_model_name_or_path": "a/b", "beta": 0.5}, "distill", None),
+        # Keys say more than a name: a preference loss is no fine-tuning, whatever the folder is called.
+        ("sft/config", {"precompute_ref_log_probs": True}, "dpo", None),
+        ("dpo/config", {"completion_only_loss": True}, "sft", None),
+    ],
+)
+def test_keys_decide_and_names_where_they_leave_it_open(name: str, values: dict, stage: str, loss: str | None) -> None:
+    folder, _, stem = name.partition("/")
+    method = infer_method([stem, folder], values)
+    assert (method.stage, method.loss_type, method.doubt) == (stage, loss, "")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_file_named_after_its_stage_is_of_it(stage: str) -> None:
+    assert infer_method([f"{stage}_small", "configs"], {}).stage == stage
+
+
+@pytest.mark.parametrize("name", ["cpo", "online_dpo", "nash_md", "bco", *({"kto"} - set(PREFERENCE_LOSSES))])
+def test_a_method_that_no_recipe_trains_is_refused_unless_the_user_says_another(name: str) -> None:
+    with pytest.raises(ConfigError, match=name.split("_")[0].upper()):
+        infer_method([name, "scripts"], {"beta": 0.1})
+    assert infer_method([name, "scripts"], {"beta": 0.1}, "dpo").stage == "dpo"
+
+
+@pytest.mark.parametrize(
+    ("stage", "line"),
+    [
+        ("sft", "beta: 0.1"),
+        ("sft", "loss_type: ipo"),
+        ("sft", "use_peft: true"),
+        ("distill", "load_in_4bit: true"),
+        ("reward", "num_generations: 4"),
+    ],
+)
+def test_a_stage_that_would_change_the_method_is_not_ready(write, sound: str, stage: str, line: str) -> None:
+    old = sound + "teacher_model_name_or_path: a/t\n" * (stage == "distill")
+    assert migrate(write(old), stage).is_ready
+    migration = migrate(write(f"{old}{line}\n"), stage)
+    assert not migration.is_ready
+    assert any(change.by_hand and "another method" in change.what for change in migration.changes)
+
+
+def test_the_folder_is_that_of_the_file_wherever_it_is_called_from(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "orpo").mkdir()
+    (tmp_path / "orpo" / "config.yaml").write_text("model_name_or_path: a/b\ndataset_name: c/d\noutput_dir: o\n")
+    monkeypatch.chdir(tmp_path / "orpo")
+    assert "loss_type: orpo" in migrate(Path("config.yaml")).text

@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipes_lib.config.loader import check_text
+from recipes_lib.config.migration.migrate import migrate
+from recipes_lib.config.migration.renames import ELSEWHERE, RETIRED
+from recipes_lib.config.recipes import read_refused
+from recipes_lib.config.show import flatten_config
+from recipes_lib.errors import ConfigError
+
+OLD = """\
+# The model
+model_name_or_path: owner/base  # a comment that stays
+torch_dtype: bfloat16
+use_flash_attention_2: true
+
+# Data
+dataset_mixer:
+  owner/chats: 1.0   # all of it
+dataset_splits:
+- train_sft
+- test_sft
+preprocessing_num_workers: 12
+
+# Training
+gradient_checkpointing: true   # memory
+"gradient_checkpointing_kwargs":
+  use_reentrant: False
+evaluation_strategy: "no"
+max_seq_length: 2048
+warmup_ratio: 0.1
+learning_rate: 2.0e-05
+lr_scheduler_type: cosine
+assistant_only_loss: true
+packing: true
+packing_strategy: wrapped
+optim: adamw_hf
+output_dir: data/out
+overwrite_output_dir: true
+hub_token: hf_aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa
+report_to:
+- wandb
+use_peft: true
+lora_target_modules:
+- q_proj
+
+# The end
+seed: 42
+"""
+NEW = """\
+# The model
+model_name_or_path: owner/base  # a comment that stays
+dtype: bfloat16
+attn_implementation: flash_attention_2
+
+# Data
+dataset_name: owner/chats
+dataset_train_split: train_sft
+dataset_test_split: test_sft
+
+# Training
+activation_checkpointing: true   # memory
+activation_checkpointing_kwargs:
+  use_reentrant: False
+eval_strategy: "no"
+max_length: 2048
+warmup_steps: 0.1
+learning_rate: 2.0e-05
+lr_scheduler_type: cosine
+loss_on: assistant
+packing: true
+# `packing_strategy` is not needed; packing is best-fit and keeps examples apart; delete the line; \
+`overlong: split` cuts examples longer than `max_length` into several
+# packing_strategy: wrapped
+optim: adamw_torch
+output_dir: data/out
+report_to:
+- wandb
+use_peft: true
+lora_target_modules:
+- q_proj
+
+# The end
+seed: 42
+"""
+
+
+def test_an_old_file_is_rewritten_line_by_line_and_loads(write) -> None:
+    text, changes, *_ = migrate(write(OLD))
+    assert text == NEW
+    config = check_text("lora", text, Path("new.yaml"))
+    assert config.data.dataset_name == "owner/chats"
+    assert config.training["warmup_steps"] == 0.1
+    by_line = {change.line: change for change in changes}
+    assert by_line[3].what == "`torch_dtype` became `dtype`"
+    assert by_line[29].by_hand
+    assert "hf_" not in str(changes)
+    undecided = [
+        OLD.splitlines()[change.line - 1].split(":")[0] for change in changes if change.by_hand and change.line
+    ]
+    assert undecided == ["packing_strategy", "hub_token"]
+
+
+def test_migrating_twice_changes_nothing_more(write) -> None:
+    text, *_ = migrate(write(OLD))
+    again, changes, *_ = migrate(write(text))
+    assert again == text
+    assert not [change for change in changes if change.line]
+
+
+def test_a_change_of_meaning_is_named(write) -> None:
+    _, changes, *_ = migrate(write("model_name_or_path: a/b\ndataset_name: c/d\noutput_dir: o\nmax_seq_length: 512\n"))
+    remarks = " ".join(change.what for change in changes if change.by_hand)
+    assert "loss_on: all" in remarks
+    assert "overlong: truncate" in remarks
+
+
+def test_what_the_result_still_lacks_is_named(write) -> None:
+    _, changes, *_ = migrate(write("model_name_or_path: a/b\noutput_dir: o\nmax_steps: ten\nlearning_rte: 1\n"))
+    remarks = [change.what for change in changes if change.by_hand]
+    assert any("dataset_name" in remark for remark in remarks)
+    assert any("'ten'" in remark for remark in remarks)
+    assert any("did you mean `learning_rate`" in remark for remark in remarks)
+
+
+def test_a_successor_that_is_set_already_wins_and_is_named(write, sound: str) -> None:
+    text, changes, *_ = migrate(write(sound + "warmup_steps: 5\nwarmup_ratio: 0.1\n"))
+    assert text == sound + "warmup_steps: 5\n"
+    assert [change.line for change in changes if change.by_hand and change.line] == [6]
+
+
+@pytest.mark.parametrize(
+    ("old", "loss_on", "by_hand"),
+    [
+        ("assistant_only_loss: false\ncompletion_only_loss: true\n", "completion", False),
+        ("completion_only_loss: true\nassistant_only_loss: false\n", "completion", False),
+        ("completion_only_loss: false\nassistant_only_loss: true\n", "assistant", False),
+        ("assistant_only_loss: false\ncompletion_only_loss: false\n", "all", False),
+        ("assistant_only_loss: false\n", None, True),
+        ("completion_only_loss: null\n", None, True),
+    ],
+)
+def test_what_trl_trained_on_is_trained_on(write, sound: str, old: str, loss_on: str | None, by_hand: bool) -> None:
+    text, changes, *_ = migrate(write(sound + old))
+    assert check_text("sft", text, Path("new.yaml")).tokens.loss_on == loss_on
+    # Of chats, what was left to the rows has another default here.
+    assert any(change.by_hand for change in changes) is by_hand
+
+
+@pytest.mark.parametrize("steps", ["0", "null"])
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_ratio_decides_beside_no_steps(write, sound: str, steps: str, order: int) -> None:
+    text, *_ = migrate(write(sound + "".join([f"warmup_steps: {steps}\n", "warmup_ratio: 0.1\n"][::order])))
+    assert check_text("sft", text, Path("new.yaml")).training["warmup_steps"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("names", "model", "tokenizer"),
+    [
+        ("sft_model_path: a/policy\nmodel_name_or_path: a/base\n", "a/policy", "a/base"),
+        ("model_name_or_path: a/base\nsft_model_path: a/policy\n", "a/policy", "a/base"),
+        ("model_name_or_path: a/base\nsft_model_path: a/policy\ntokenizer: a/words\n", "a/policy", "a/words"),
+        ("model_name_or_path: a/policy\nsft_model_path: a/policy\n", "a/policy", None),
+    ],
+)
+def test_trls_ppo_starts_from_the_policy_that_it_names(write, names: str, model: str, tokenizer: str | None) -> None:
+    text, *_ = migrate(write(names + "dataset_name: a/b\noutput_dir: o\nreward_model_path: a/reward\n"), "ppo")
+    loaded = check_text("ppo", text, Path("new.yaml")).model
+    assert (loaded.model_name_or_path, loaded.tokenizer_name_or_path) == (model, tokenizer)
+
+
+@pytest.mark.parametrize("value", ["true", "false", "null", "0.5", "text", "[a, b]", "{a: b}"])
+def test_no_retired_key_survives_whatever_its_value(write, sound: str, value: str) -> None:
+    for key in sorted({*RETIRED, *read_refused("sft"), *ELSEWHERE}):
+        text, changes, *_ = migrate(write(f"# head\n{sound}{key}: {value}\nseed: 1  # tail\n"), "sft")
+        lines = text.splitlines()
+        assert not [line for line in lines if line.startswith(f"{key}:")]
+        assert lines[0] == "# head"
+        assert "seed: 1  # tail" in lines
+        assert 6 in [change.line for change in changes]
+
+
+@pytest.mark.parametrize("text", ["{model_name_or_path: a/b}\n", "? max_seq_length\n: 3\n", "a: 1\na: 2\n", ""])
+def test_what_cannot_be_edited_by_line_is_refused(write, text: str) -> None:
+    with pytest.raises(ConfigError):
+        migrate(write(text))
+
+
+TEMPLATE = "{% for m in messages %}{{ m.content + '\\n' }}{% endfor %}"
+
+
+def test_a_chat_template_goes_into_a_file_that_is_never_overwritten(write, sound: str) -> None:
+    path = write(sound + f"chat_template: {json.dumps(TEMPLATE)}\n")
+    for _ in range(2):
+        config = check_text("sft", migrate(path, "sft").text, path)
+        assert Path(config.tokens.chat_template_path).read_text(encoding="utf-8") == TEMPLATE
+    Path(config.tokens.chat_template_path).write_text("another")
+    with pytest.raises(ConfigError, match="move it away"):
+        migrate(path, "sft")
+    assert Path(config.tokens.chat_template_path).read_text(encoding="utf-8") == "another"
+
+
+@pytest.mark.parametrize(
+    ("stage", "old", "new"),
+    [
+        ("sft", "torch_dtype: null", ("dtype", "float32")),
+        ("sft", "packing: null", ("packing", True)),
+        ("sft", "max_steps: 10\nnum_train_epochs: 3", ("max_steps", 10)),
+        ("sft", "eval_strategy: 'no'\neval_steps: 100", ("eval_strategy", "no")),
+        ("sft", "trust_remote_code: true\nmodel_revision: main", ("trust_remote_code", False)),
+        ("sft", f"trust_remote_code: true\nmodel_revision: {'ab' * 20}", ("trust_remote_code", True)),
+        ("dpo", "use_peft: true\nlora_dropout: 0.05", ("lora_dropout", 0)),
+        ("lora", "lora_dropout: 0.05", ("lora_dropout", 0.05)),
+        ("grpo", "reward_funcs: think_format_reward", ("reward_funcs", ["trl.rewards:think_format_reward"])),
+    ],
+)
+def test_what_upstream_made_of_a_line_is_written(write, sound: str, stage: str, old: str, new: tuple) -> None:
+    migration = migrate(write(f"{sound}{old}\n"), stage)
+    assert migration.is_ready, migration.changes
+    assert flatten_config(check_text(stage, migration.text, Path("new.yaml")))[new[0]] == new[1]
+
+
+def test_dropout_that_upstream_kept_is_left_to_the_user(write, sound: str) -> None:
+    migration = migrate(write(f"{sound}use_peft: true\nlora_dropout: 0.05\ndisable_dropout: false\n"), "dpo")
+    assert not migration.is_ready
+    assert "lora_dropout: 0.05" in migration.text
+
+
+BLOCKS = [
+    "torch_dtype: bfloat16",
+    "dataset_mixer:\n  a/b: 1.0",
+    "dataset_splits: [train, test]",
+    "chat_template: |\n  {{ x }}\n\n  y",
+    "max_seq_length: 2048 # why",
+    "run_name: >-\n  a\n  b",
+    "lora_r: 16",
+    "# comment",
+    "",
+    "warmup_ratio: 0.1",
+    "do_eval: true",
+    "report_to:\n- wandb\n# after",
+    "'tokenizer': a/b",
+    "datasets:\n  - path: a/b\n    split: x",
+    "seed: 1",
+    "zzz: [1,\n  2]",
+]
+
+
+@settings(max_examples=150)
+@given(st.lists(st.sampled_from(BLOCKS), unique=True, max_size=8))
+def test_any_mix_of_old_lines_gives_a_file_whose_keys_are_all_known(tmp_path_factory, blocks: list[str]) -> None:
+    path = tmp_path_factory.mktemp("migrate") / "old.yaml"
+    path.write_text("model_name_or_path: a/b\noutput_dir: o\n" + "\n".join(blocks) + "\n", encoding="utf-8")
+    text, *_ = migrate(path, "sft")
+    path.write_text(text, encoding="utf-8")
+    problems: list[str] = []
+    try:
+        check_text("sft", text, path)
+    except ConfigError as error:
+        problems = [problem.found for problem in error.problems]
+    assert all(problem == "`dataset_name` is missing" for problem in problems), text
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo", "pretrain"])
+def test_weights_that_were_repeats_become_repeats_and_shares_are_left_and_told(write, stage: str) -> None:
+    head = "model_name_or_path: a/b\noutput_dir: o\nmax_length: 64\noverlong: drop\n"
+    rest = "max_steps: 5\nwarmup_steps: 0\ntest_split_size: 10\n"
+    if stage == "pretrain":
+        head = head.replace("overlong: drop\n", "")
+    passes = 'dataset_mixture:\n- name: a/weight  # weight: all\n  "weight": 1\n- {name: c/d, weight: 0.5, split: x}\n'
+    shares = "dataset_mixture: [{name: a/b, weight: 80}, {name: c/d, weight: 20}]\n"
+    migration = migrate(write(head + passes + rest), stage)
+    text, changes = migration.text, migration.changes
+    if stage == "pretrain":
+        assert text == head + passes + rest
+        return
+    assert (
+        text
+        == head
+        + passes.replace('"weight": 1', '"repeat": 1')
+        .replace("d, weight", "d, repeat")
+        .replace("# weight: all", "# repeat: all")
+        + rest
+    )
+    assert [change.line for change in changes if "became `repeat`" in change.what] == [5]
+    check_text(stage, text, Path("new.yaml"))
+    migration = migrate(write(head + shares + rest), stage)
+    text, changes = migration.text, migration.changes
+    assert text == head + shares + rest
+    assert [change.line for change in changes if change.by_hand and "`repeat` is how often" in change.what] == [5]

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import trl
+
+from recipes_lib.config.migration.renames import MIXTURE_RENAMED, RETIRED, RETIRED_VALUES, read_known
+from recipes_lib.config.recipes import read_refused
+from recipes_lib.config.secrets import is_secret_key
+from recipes_lib.config.table import STAGES, load_table
+
+KEYS = load_table("sft").keys
+
+# Fields of TrainingArguments in transformers 4.40 to 5.14 that 5.23 has not, and of SFTConfig, ModelConfig and the
+# script arguments in TRL 0.8 to 1.8 that a recipe has not, read from the released wheels.
+GONE_FROM_TRANSFORMERS = """
+_n_gpu adafactor dispatch_batches evaluation_strategy fp16_backend fp16_opt_level fsdp_min_num_params
+fsdp_transformer_layer_cls_to_wrap group_by_length half_precision_backend include_inputs_for_metrics
+include_tokens_per_second jit_mode_eval logging_dir mp_parameters no_cuda overwrite_output_dir past_index
+per_gpu_eval_batch_size per_gpu_train_batch_size push_to_hub_model_id push_to_hub_organization push_to_hub_token
+ray_scope save_safetensors split_batches torchdynamo tp_size tpu_metrics_debug tpu_num_cores use_ipex
+use_legacy_prediction_loop use_mps_device warmup_ratio
+"""
+GONE_FROM_TRL = """
+chars_per_token dataset_batch_size dataset_test_name dataset_train_name datasets gradient_checkpointing_use_reentrant
+ignore_bias_buffers max_seq_length num_of_sequences streaming torch_dtype use_liger
+"""
+# Keys of the recipes and argument classes of alignment-handbook that neither library has.
+HANDBOOK = """
+auto_insert_empty_system_msg base_model_revision chat_template dataset_configs dataset_mixer dataset_splits
+hub_model_revision model_code_revision preprocessing_num_workers text_column tokenizer truncation_side
+use_flash_attention_2
+"""
+
+
+@pytest.mark.parametrize("key", f"{GONE_FROM_TRANSFORMERS} {GONE_FROM_TRL} {HANDBOOK}".split())
+def test_no_old_key_is_merely_unknown(key: str) -> None:
+    assert key in RETIRED or is_secret_key(key)
+
+
+def test_every_key_of_trls_model_section_is_ours_or_named() -> None:
+    for field in dataclasses.fields(trl.ModelConfig):
+        assert field.name in KEYS or field.name in read_known("sft"), field.name
+
+
+@pytest.mark.parametrize("config", [trl.DPOConfig, trl.RewardConfig])
+def test_every_key_of_another_stage_is_named(config: type) -> None:
+    for field in dataclasses.fields(config):
+        named = field.name in KEYS or field.name in read_known("sft") or is_secret_key(field.name)
+        assert named, field.name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_retired_key_is_no_key_and_its_successor_is_one(stage: str) -> None:
+    keys = load_table(stage).keys
+    assert not set(read_known(stage)) & set(keys)
+    for key, retired in read_known(stage).items():
+        assert retired.new is None or retired.new in {*keys, *read_refused(stage)}, key
+        for new in (retired.values or {}).values():
+            assert set(new) <= set(keys), key
+
+
+def test_successors_of_values_are_choices() -> None:
+    for (key, old), new in RETIRED_VALUES.items():
+        assert new in KEYS[key].schema["enum"]
+        assert old not in KEYS[key].schema["enum"]
+
+
+def test_successors_of_mixture_keys_are_keys_of_an_entry() -> None:
+    properties = KEYS["dataset_mixture"].schema["items"]["properties"]
+    assert set(MIXTURE_RENAMED.values()) <= set(properties)
+    assert not set(MIXTURE_RENAMED) & set(properties)

@@ -1,0 +1,111 @@
+"""Commands as TRL's documentation prints them; keys and values are facts of its pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipes_lib.config.loader import check_text
+from recipes_lib.config.migration.migrate import migrate
+from recipes_lib.config.migration.shell_commands import is_command, parse_command_text
+from recipes_lib.config.show import flatten_config
+from recipes_lib.errors import ConfigError
+
+DPO = "python trl/scripts/dpo.py --dataset_name a/pairs --model_name_or_path a/b"
+COMMANDS = {
+    "trl sft --model_name_or_path a/b --dataset_name c/d": ("sft", {"output_dir": "trainer_output"}),
+    "trl reward --model_name_or_path a/b --dataset_name c/d --output_dir o": ("reward", {"output_dir": "o"}),
+    "trl grpo --model_name_or_path a/b --dataset_name c/d --reward_funcs accuracy_reward mine.rewards.brief": (
+        "grpo",
+        {"reward_funcs": ["trl.rewards:accuracy_reward", "mine.rewards:brief"]},
+    ),
+    "python -m trl.scripts.rloo --dataset_name c/d --reward_model_name_or_path a/r --model_name_or_path a/b": (
+        "rloo",
+        {"reward_model_name_or_path": "a/r"},
+    ),
+    f"{DPO} --learning_rate 5.0e-7 --num_train_epochs 1 --max_steps 1000 --no_remove_unused_columns": (
+        "dpo",
+        {"learning_rate": 5e-7, "max_steps": 1000},
+    ),
+    f"{DPO} --use_peft --lora_r 32 --lora_alpha 16 --lora_target_modules=all-linear": (
+        "dpo",
+        {"use_peft": True, "lora_r": 32, "lora_target_modules": None},
+    ),
+    f"{DPO} --loss_type sigmoid bco_pair sft --loss_weights 0.8 0.2 1.0": (
+        "dpo",
+        {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
+    ),
+    "accelerate launch examples/scripts/orpo.py --model_name_or_path a/b --dataset_name c/d --output_dir o": (
+        "dpo",
+        {"loss_type": ["orpo"]},
+    ),
+    "uv run 'https://host/trl/scripts/sft.py' --model_name_or_path a/b --dataset_name c/d --eval_strategy no "
+    "--packing --use_peft --lora_target_modules q_proj, v_proj --eos_token '<|im_end|>'": (
+        "lora",
+        {"eval_strategy": "no", "lora_target_modules": ["q_proj", "v_proj"], "eos_token": "<|im_end|>"},
+    ),
+    "# a comment\nCUDA_VISIBLE_DEVICES=0 python trl/scripts/sft.py \\\n  --model_name_or_path a/b \\\n"
+    "  --dataset_name c/d \\\n  --load_in_4bit --use_peft --lr_scheduler_kwargs '{\"num_cycles\": 2}'": (
+        "lora",
+        {"load_in_4bit": True, "lr_scheduler_kwargs": {"num_cycles": 2}},
+    ),
+    "python ppo_tldr.py --dataset_name c/d --model_name_or_path a/base --sft_model_path a/policy "
+    "--reward_model_path a/reward --missing_eos_penalty 1.0 --stop_token eos --response_length 53": (
+        "ppo",
+        {"model_name_or_path": "a/policy", "tokenizer_name_or_path": "a/base", "response_length": 53},
+    ),
+    "python gkd.py --model_name_or_path a/b --teacher_model_name_or_path a/t --dataset_name c/d": (
+        "distill",
+        {"teacher_model_name_or_path": "a/t"},
+    ),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_trl_becomes_a_recipe_that_loads(command: str, tmp_path: Path) -> None:
+    stage, expected = COMMANDS[command]
+    path = tmp_path / "run.sh"
+    path.write_text(f"{command}\n")
+    migration = migrate(path)
+    assert (migration.stage, migration.is_ready) == (stage, True), migration.changes
+    found = flatten_config(check_text(stage, migration.text, path))
+    assert {key: found[key] for key in expected} == expected
+    # The lines of the changes are not those of the user's file.
+    assert not [change for change in migration.changes if change.line]
+
+
+def test_flags_of_the_launcher_are_left_to_the_launch_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"accelerate launch --config_file zero3.yaml {DPO.removeprefix('python ')}\n")
+    told = [change.what for change in migrate(path).changes if change.by_hand]
+    assert any("--config_file zero3.yaml" in what and "recipes launch" in what for what in told)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("trl sft --config sft.yaml\n", "reads a file besides: sft.yaml"),
+        ("python run.py 'a\n", "no shell command"),
+        ("python run.py a --b c\n", "'a' is not a flag"),
+        ("python\n -c pass\n", "not one command"),
+        ("python a.py --b c\npython d.py --e f\n", "not one command"),
+        ("python examples/scripts/cpo.py --model_name_or_path a/b\n", "CPO"),
+    ],
+)
+def test_what_is_not_one_command_with_flags_is_refused(text: str, found: str, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        migrate(tmp_path / "run.sh")
+    assert found in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["model_name_or_path: trl/sft\n", "python: 3\n", "# trl sft\nseed: 1\n", ""])
+def test_keys_are_no_command(text: str) -> None:
+    assert not is_command(text)
+
+
+def test_values_stay_apart() -> None:
+    command = parse_command_text("python a/sft.py --a=1 --b 2e-5 x --c --no_d --e-f true", "run.sh")
+    assert command.script == "sft"
+    assert command.values == {"a": 1, "b": [2e-5, "x"], "c": True, "d": False, "e_f": True}

@@ -1,0 +1,36 @@
+"""An answer may bring the one end that its turn has, and no other."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes_lib.data.chat.spans import refuse_inner_ends
+from recipes_lib.errors import DataError
+
+ENDS = ["</s>", "<|im_end|>"]
+pieces = st.lists(st.sampled_from(["a", " ", "<", *ENDS]), max_size=4).map("".join)
+
+
+@given(said=pieces, added=st.sampled_from(["", "</s>", "<|im_end|>\n"]))
+def test_what_passes_has_one_end_after_which_nothing_is_said(said: str, added: str) -> None:
+    turn = said + added
+    try:
+        refuse_inner_ends("row 1", "message 1", [said], turn, ENDS)
+    except DataError:
+        assert any(end in said for end in ENDS)
+        return
+    brought = sum(said.count(end) for end in ENDS)
+    assert not turn.rstrip().endswith(tuple(end + end for end in ENDS))
+    assert brought == 0 or (brought == 1 and not added.strip() and said.rstrip().endswith(tuple(ENDS)))
+
+
+def test_the_error_shows_the_place() -> None:
+    with pytest.raises(DataError) as refused:
+        refuse_inner_ends("row 1", "message 1", ["well, " * 20 + "Paris</s>Berlin"], "Paris</s>Berlin</s>", ENDS)
+    (problem,) = refused.value.problems
+    assert problem.where == "row 1"
+    assert "message 1 is trained on and spells the end token '</s>'" in problem.found
+    assert "Paris</s>Berlin" in problem.found
+    assert len(problem.found) < 200

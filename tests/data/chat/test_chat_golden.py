@@ -1,0 +1,313 @@
+"""The mask over every chat template that the installed TRL ships, unedited: against literals and TRL's twins."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import trl
+from tests.data.templates.tokenizers import build_byte_level
+from transformers import PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
+
+from recipes_lib.data.chat.encoder import RowEncoder
+from recipes_lib.data.sources.rows import EncodedRow, Row
+from recipes_lib.errors import DataError
+
+FOLDER = Path(trl.__file__).parent / "chat_templates"
+TEMPLATES = sorted(path.stem for path in FOLDER.glob("*.jinja") if not path.stem.endswith("_training"))
+TWINS = [name for name in TEMPLATES if (FOLDER / f"{name}_training.jinja").exists()]
+# These read content as a list of parts, as for images; the chats are text all the same.
+PARTS = {"idefics3", "llava_next", "smolvlm"}
+# GLM writes no end of turn: a turn ends where the next one opens, and generation stops on these tokens.
+OPEN_TURNS = {"glm4moe": "<|user|>"}
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Tells the weather.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "description": "Which city."}},
+                "required": ["city"],
+            },
+        },
+    }
+]
+CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def answer(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+CHATS: dict[str, list[dict[str, Any]]] = {
+    "one turn": [user("hi"), answer("hello there")],
+    "two turns": [user("hi"), answer("hello there"), user("more"), answer("bye")],
+    "system": [{"role": "system", "content": "be kind"}, user("hi"), answer("hello there")],
+    "thinking": [
+        user("hi"),
+        answer("hello there", reasoning_content="why"),
+        user("more"),
+        answer("bye", reasoning_content="because"),
+    ],
+    "tools": [
+        user("weather in Paris?"),
+        answer("", tool_calls=[CALL]),
+        {"role": "tool", "name": "get_weather", "tool_call_id": "abcdefghi", "content": "sunny"},
+        answer("Sunny in Paris."),
+    ],
+}
+
+# What follows the answer, by template: the terminator, and what the template writes after it in the last turn.
+END = {
+    "cohere2": "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
+    "cohere": "<|END_OF_TURN_TOKEN|>",
+    "deepseek": "<｜end▁of▁sentence｜>",
+    "diffusion_gemma": "<turn|>",
+    "gemma4": "<turn|>",
+    "gemma": "<end_of_turn>",
+    "glm4moe": "<|user|>",
+    "gptoss": "<|return|>",
+    "idefics3": "<end_of_utterance>",
+    "lfm2_2_5": "<|im_end|>\n",  # Marked with {% generation %}, which includes the line break.
+    "lfm2": "<|im_end|>",
+    "llama3": "<|eot_id|>",
+    "llava_next": "</s>",
+    "muse_glimmer": "<|eot|>",
+    "nemotron": "<|im_end|>",
+    "phi3": "<|end|>\n</s>",
+    "qwen": "<|im_end|>",
+    "smolvlm": "<end_of_utterance>",
+}
+# What the model writes between the generation prompt and the answer when a last turn has no reasoning.
+OPENING = {
+    "glm4moe": "\n<think></think>\n",
+    "gptoss": "<|channel|>final<|message|>",
+    "idefics3": " ",
+    "llava_next": " ",
+    "muse_glimmer": " to=user<|message|>",
+    "nemotron": "</think>",
+    "qwen3_5_nothink": "",
+    "qwen3_5_think": "\n</think>\n\n",
+    "qwen3_6": "\n</think>\n\n",
+    "qwen3_8": "\n</think>\n\n",
+    "qwen3_instruct_2507": "",
+    "qwen3_vl": "",
+    "qwen3": "<think>\n\n</think>\n\n",
+    "smolvlm": " ",
+}
+
+
+def lookup(table: dict[str, str], name: str) -> str:
+    return next((value for key, value in table.items() if name.startswith(key)), "")
+
+
+def source(name: str) -> str:
+    return (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def row(name: str, shape: str) -> Row:
+    messages = CHATS[shape]
+    if name in PARTS:
+        messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+    return Row(source="chats", index=0, messages=messages, tools=TOOLS if shape == "tools" else None)
+
+
+def trained_texts(tokenizer: PreTrainedTokenizerFast, ids: npt.ArrayLike, mask: npt.ArrayLike) -> list[str]:
+    return [tokenizer.decode(np.asarray(ids)[start:end]) for start, end in runs(mask)]
+
+
+def runs(mask: npt.ArrayLike) -> Iterator[tuple[int, int]]:
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], np.asarray(mask, dtype=int), [0]])))
+    return zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
+
+
+class FixedClock(datetime.datetime):
+    @classmethod
+    def now(cls, tz: datetime.tzinfo | None = None) -> FixedClock:
+        return cls(2025, 1, 1, tzinfo=tz)
+
+
+@pytest.fixture(autouse=True)
+def the_day_that_training_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template_utils, "datetime", FixedClock)
+
+
+def encode(name: str, shape: str) -> tuple[PreTrainedTokenizerFast, EncodedRow]:
+    tokenizer = build_byte_level(source(name))
+    (encoded,) = RowEncoder(tokenizer, eos_token=OPEN_TURNS.get(name)).encode([row(name, shape)])
+    return tokenizer, encoded
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_single_answer_is_trained_with_its_opening_and_its_terminator_and_nothing_else(name: str) -> None:
+    tokenizer, encoded = encode(name, "one turn")
+    expected = lookup(OPENING, name) + "hello there" + lookup(END, name)
+    assert trained_texts(tokenizer, encoded.input_ids, encoded.loss_mask) == [expected]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_answer_of_a_chat_is_trained_and_no_question_is(name: str) -> None:
+    tokenizer, encoded = encode(name, "two turns")
+    first, last = trained_texts(tokenizer, encoded.input_ids, encoded.loss_mask)
+    assert last == lookup(OPENING, name) + "bye" + lookup(END, name)
+    end = {"gptoss": "<|end|>", "phi3": "<|end|>", "phi3_5": "<|end|>"}.get(name, lookup(END, name))
+    dropped = name in {"qwen3", "qwen3_5_think", "qwen3_6"}  # They take the empty reasoning out of earlier turns.
+    assert first == ("" if dropped else lookup(OPENING, name)) + "hello there" + end
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "gemma"])
+def test_a_system_message_is_not_trained(name: str) -> None:
+    tokenizer, encoded = encode(name, "system")
+    (only,) = trained_texts(tokenizer, encoded.input_ids, encoded.loss_mask)
+    assert only == lookup(OPENING, name) + "hello there" + lookup(END, name)
+
+
+def test_a_system_message_that_the_template_refuses_is_an_error_of_its_row() -> None:
+    with pytest.raises(DataError, match="chats row 0: the chat template refuses this chat: System role not supported"):
+        encode("gemma", "system")
+
+
+REASONING = {
+    "diffusion_gemma": "<|channel>thought\nbecause\n<channel|>bye<turn|>",
+    "gemma4_v5": "<|channel>thought\nbecause\n<channel|>bye<turn|>",
+    "glm4moe": "\n<think>because</think>\nbye<|user|>",
+    "gptoss": "<|channel|>analysis<|message|>because<|end|><|start|>assistant<|channel|>final<|message|>bye<|return|>",
+    "lfm2_2_5": "<think>because</think>bye<|im_end|>\n",
+    "lfm2_2_5_v2": "<think>because</think>bye<|im_end|>\n",
+    "lfm2_2_5_vl": "<think>because</think>bye<|im_end|>\n",
+    "muse_glimmer": " to=self<|message|>because<|eom|><|start|>assistant to=user<|message|>bye<|eot|>",
+    "nemotron_3_5_lightning": "because</think>bye<|im_end|>",
+    "nemotron_3_nano": "because\n</think>\nbye<|im_end|>",
+    "nemotron_3_super": "because\n</think>\nbye<|im_end|>",
+    "nemotron_3_ultra": "because</think>bye<|im_end|>",
+    "qwen3": "<think>\nbecause\n</think>\n\nbye<|im_end|>",
+    "qwen3_5_nothink": "because\n</think>\n\nbye<|im_end|>",
+    "qwen3_5_think": "because\n</think>\n\nbye<|im_end|>",
+    "qwen3_6": "because\n</think>\n\nbye<|im_end|>",
+    "qwen3_8": "because\n</think>\n\nbye<|im_end|>",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_reasoning_is_trained_where_the_template_writes_it(name: str) -> None:
+    tokenizer, encoded = encode(name, "thinking")
+    *_, last = trained_texts(tokenizer, encoded.input_ids, encoded.loss_mask)
+    assert last == REASONING.get(name, lookup(OPENING, name) + "bye" + lookup(END, name))
+
+
+HERMES = "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
+JSON_CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+GEMMA_CALL = '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|>'
+LFM_CALL = "<|tool_call_start|>[get_weather(city='Paris')]<|tool_call_end|><|im_end|>"
+ATEM_CALL = (
+    '<atem:function_calls>\n<atem:invoke name="get_weather">\n<atem:parameter name="city">Paris</atem:parameter>\n'
+    "</atem:invoke>\n</atem:function_calls>"
+)
+CALLS = {
+    "diffusion_gemma": GEMMA_CALL,
+    "gemma4": GEMMA_CALL,
+    "gemma4_v2": GEMMA_CALL + "<turn|>",
+    "gemma4_v3": GEMMA_CALL,
+    "gemma4_v4": GEMMA_CALL,
+    "gemma4_v5": GEMMA_CALL,
+    "glm4moe": "\n<think></think>\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+    "</tool_call><|observation|>",
+    "gptoss": ' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Paris"}<|call|>',
+    "lfm2_2_5": LFM_CALL + "\n",
+    "lfm2_2_5_v2": LFM_CALL + "\n",
+    "lfm2_2_5_vl": LFM_CALL + "\n",
+    "lfm2_v2": LFM_CALL,
+    "llama3_1": '{"name": "get_weather", "parameters": {"city": "Paris"}}<|eot_id|>',
+    "llama3_2": '{"name": "get_weather", "parameters": {"city": "Paris"}}<|eot_id|>',
+    "muse_glimmer": " to=get_weather<|message|>" + ATEM_CALL + "<|eot|>",
+    "nemotron_3_5_lightning": "</think>\n" + HERMES + "\n<|im_end|>",
+    "nemotron_3_nano": "</think>\n" + HERMES + "\n<|im_end|>",
+    "nemotron_3_super": "</think>\n" + HERMES + "\n<|im_end|>",
+    "nemotron_3_ultra": "</think>\n" + HERMES + "\n<|im_end|>",
+    "qwen2_5": JSON_CALL + "<|im_end|>",
+    "qwen3": JSON_CALL + "<|im_end|>",
+    "qwen3_5_nothink": HERMES + "<|im_end|>",
+    "qwen3_5_think": "\n</think>\n\n" + HERMES + "<|im_end|>",
+    "qwen3_6": "\n</think>\n\n" + HERMES + "<|im_end|>",
+    "qwen3_8": "\n</think>\n\n" + HERMES + "<|im_end|>",
+    "qwen3_instruct_2507": JSON_CALL + "<|im_end|>",
+    "qwen3_vl": JSON_CALL + "<|im_end|>",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_tool_calls_are_trained_and_tool_output_is_not_or_the_row_is_an_error(name: str) -> None:
+    if name not in CALLS:  # The template has no tool calls: it refuses them, or would train on an empty answer.
+        with pytest.raises(DataError, match=r"refuses this chat|does not write that"):
+            encode(name, "tools")
+        return
+    tokenizer, encoded = encode(name, "tools")
+    call, last = trained_texts(tokenizer, encoded.input_ids, encoded.loss_mask)
+    assert call == CALLS[name]
+    # After tool output this template prompts for nothing, so the model must open its turn itself.
+    opening = "<|turn>model\n" if name == "diffusion_gemma" else lookup(OPENING, name)
+    assert last == opening + "Sunny in Paris." + lookup(END, name)
+
+
+@pytest.mark.parametrize("shape", CHATS)
+@pytest.mark.parametrize("name", TWINS)
+def test_the_derived_spans_are_those_of_trl_s_edited_twin(name: str, shape: str) -> None:
+    """TRL trains on the line break after a turn, and, for some families, on (part of) the generation prompt."""
+    tokenizer = build_byte_level(source(name))
+    chat, twin = row(name, shape), source(f"{name}_training")
+    encoder = RowEncoder(tokenizer, eos_token=OPEN_TURNS.get(name))
+    if (shape == "tools" and name not in CALLS) or (name, shape) == ("gemma", "system"):
+        with pytest.raises(DataError):
+            encoder.encode([chat])
+        return
+    (encoded,) = encoder.encode([chat])
+    reference = tokenizer.apply_chat_template(
+        chat.messages, tools=chat.tools, chat_template=twin, return_dict=True, return_assistant_tokens_mask=True
+    )
+    text, other_text = tokenizer.decode(encoded.input_ids), tokenizer.decode(reference["input_ids"])
+    if text != other_text:  # The twin changes what is written: it keeps reasoning in earlier turns.
+        assert name.startswith("qwen3")
+        assert shape in ("two turns", "thinking", "tools")
+        return
+    ours, theirs = list(runs(encoded.loss_mask)), list(runs(reference["assistant_masks"]))
+    assert len(ours) == len(theirs)
+    for (start, end), (other_start, other_end) in zip(ours, theirs, strict=True):
+        assert tokenizer.decode(encoded.input_ids[end:other_end]) in ("", "\n")
+        header = tokenizer.decode(encoded.input_ids[min(start, other_start) : max(start, other_start)])
+        if other_start <= start:
+            assert header in encoder.render_prompt(chat)
+        else:
+            assert (name, shape, header) == ("diffusion_gemma", "tools", "<|turn>model\n")
+
+
+@pytest.mark.parametrize("shape", ["one turn", "two turns", "system"])
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in OPEN_TURNS])
+def test_the_prompt_of_a_sample_is_what_transformers_serves_and_begins_the_training_row(name: str, shape: str) -> None:
+    tokenizer = build_byte_level(source(name))
+    encoder, chat = RowEncoder(tokenizer), row(name, shape)
+    if (name, shape) == ("gemma", "system"):
+        return
+    prompt = encoder.encode_prompt(chat)
+    served = tokenizer.apply_chat_template(
+        chat.messages[:-1], tokenize=True, add_generation_prompt=True, return_dict=True
+    )["input_ids"]
+    assert prompt.tolist() == served
+    (encoded,) = encoder.encode([chat])
+    # These prompt for reasoning that the row does not have.
+    prefills = name.startswith(("deepseek", "nemotron"))
+    if not prefills:
+        assert encoded.input_ids[: len(prompt)].tolist() == prompt.tolist()
+        assert encoded.loss_mask[len(prompt) :].argmax() == 0

@@ -1,0 +1,111 @@
+"""Where an answer begins under templates that write their generation prompt inside the loop over the messages.
+
+The templates are those that models were published with: Zephyr, ChatML as AutoTrain has it, Tulu, OLMo and Granite.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from tests.data.chat_cases import answer, chat, source, spans, user
+from tests.data.templates.tokenizers import build_byte_level
+
+from recipes_lib.data.chat.encoder import RowEncoder
+from recipes_lib.data.pairs.sets import PairEncoder
+
+IN_LOOP = {
+    "zephyr_loop": "</s>",
+    "tulu_loop": "</s>",
+    "olmo_loop": "</s>",
+    "chatml_loop": "<|im_end|>",
+    "granite_loop": "<|end_of_text|>",
+}
+SYSTEM = {"role": "system", "content": "be kind"}
+TURNS = [user("hi"), answer("hello there"), user("more"), answer("bye")]
+CHATS = {
+    "one turn": TURNS[:2],
+    "two turns": TURNS,
+    "system": [SYSTEM, *TURNS],
+    "two answers in a row": [*TURNS, answer("bye bye")],
+    "begins with an answer": TURNS[1:],
+    "system, then an answer": [SYSTEM, *TURNS[1:]],
+}
+SAYS = re.compile(r"\+ message\['content'\] \+ (eos_token|'<\|\w+\|>)('?)")
+
+
+def mark(name: str) -> str:
+    """The template with what an assistant says, and its end, in a generation block."""
+
+    def enclose(says: re.Match[str]) -> str:
+        end, quote = says.groups()
+        said = "{{ message['content'] + " + end + ("" if end == "eos_token" else "'") + " }}"
+        block = "{% generation %}" + said + "{% endgeneration %}"
+        rest = "''" if quote or end == "eos_token" else "'"  # Granite's end goes on with a line break.
+        return " }}{% if message.role == 'assistant' %}" + block + "{% else %}" + said + "{% endif %}{{ " + rest
+
+    return SAYS.sub(enclose, source(name))
+
+
+@pytest.mark.parametrize("shape", CHATS)
+@pytest.mark.parametrize("name", IN_LOOP)
+def test_the_mask_is_the_one_that_transformers_reads_off_the_marked_template(name: str, shape: str) -> None:
+    tokenizer, messages = build_byte_level(source(name)), CHATS[shape]
+    (encoded,) = RowEncoder(tokenizer).encode([chat(*messages)])
+    marked = tokenizer.apply_chat_template(
+        messages, chat_template=mark(name), return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert encoded.input_ids.tolist() == marked["input_ids"]
+    assert encoded.loss_mask.astype(int).tolist() == marked["assistant_masks"]
+    said = [message["content"] + IN_LOOP[name] for message in messages if message["role"] == "assistant"]
+    assert spans(tokenizer, encoded) == said
+
+
+@pytest.mark.parametrize("name", IN_LOOP)
+def test_an_answer_begins_where_the_prompt_ends_that_transformers_serves(name: str) -> None:
+    tokenizer = build_byte_level(source(name))
+    encoder, row = RowEncoder(tokenizer, loss_on="last_assistant"), chat(SYSTEM, *TURNS)
+    served = tokenizer.apply_chat_template([SYSTEM, *TURNS[:-1]], add_generation_prompt=True, return_dict=False)
+    assert encoder.encode_prompt(row).tolist() == served
+    (encoded,) = encoder.encode([row])
+    assert encoded.input_ids[: len(served)].tolist() == served
+    assert int(encoded.loss_mask.argmax()) == len(served)
+
+
+@pytest.mark.parametrize("name", IN_LOOP)
+def test_pairs_go_on_from_such_a_prompt(name: str) -> None:
+    tokenizer = build_byte_level(source(name))
+    row = chat(user("hi"), answer("yes"), num_prompt_messages=1, rejected=[answer("no")])
+    (pair,) = PairEncoder(RowEncoder(tokenizer), tokenizer).encode([row])
+    served = tokenizer.apply_chat_template([user("hi")], add_generation_prompt=True, return_dict=False)
+    assert pair.prompt_ids.tolist() == served
+    assert tokenizer.decode(pair.chosen_ids) == "yes" + IN_LOOP[name]
+    assert tokenizer.decode(pair.rejected_ids) == "no" + IN_LOOP[name]
+
+
+TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>"
+ASKS = "{% if loop.last and add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        # What the last turn writes depends on the flag: an end of text, white space.
+        "{% for m in messages %}" + TURN + "{% if loop.last and not add_generation_prompt %}</s>{% endif %}"
+        "{% if loop.last and add_generation_prompt %}<|im_start|>assistant\n{% endif %}{% endfor %}",
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content|trim if add_generation_prompt else m.content }}"
+        "<|im_end|>" + ASKS + "{% endfor %}",
+        # An end of turn that only the flag, or a further turn, brings, as Qwen1.5 was first published.
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% if not loop.last or add_generation_prompt or m.role == 'assistant' %}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        # Line breaks after the loop; a flag that has no effect.
+        "{% for m in messages %}" + TURN + ASKS + "{% endfor %}{{ '\n' }}",
+        "{% set add_generation_prompt = false %}{% for m in messages %}" + TURN + ASKS + "{% endfor %}{{ '\n' }}",
+    ],
+    ids=["eos", "trimmed", "end of turn", "line break", "no effect"],
+)
+def test_the_opening_of_a_turn_is_not_trained_however_the_flag_is_read(template: str) -> None:
+    tokenizer = build_byte_level(template, extra=("<|im_start|>", "<|im_end|>"))
+    (encoded,) = RowEncoder(tokenizer).encode([chat(user(" hi "), answer("a"), user(" more "), answer("b"))])
+    assert [text.removesuffix("</s>") for text in spans(tokenizer, encoded)] == ["a<|im_end|>", "b<|im_end|>"]

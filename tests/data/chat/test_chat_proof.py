@@ -1,0 +1,53 @@
+"""The proof: decoding the trained tokens gives the trained text, in context, or the claim falls."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.data.templates.tokenizers import build_byte_level, build_lossy, build_metaspace
+from transformers import PreTrainedTokenizerFast
+
+from recipes_lib.data.chat.encoder import Claim, Proof
+
+TEXT = "hello caf\u00e9 \U0001f600 Paris</s>"
+BUILDERS = [lambda: build_byte_level(""), lambda: build_metaspace(None), lambda: build_lossy("")]
+
+
+def problems(tokenizer: PreTrainedTokenizerFast, first: int, last: int, text: str) -> list[str]:
+    ids = tokenizer.backend_tokenizer.encode(TEXT, add_special_tokens=False).ids
+    return [str(problem) for problem in Proof(tokenizer).problems([Claim("here", np.array(ids), first, last, text)])]
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+def test_every_run_of_whole_characters_is_proved_and_every_other_text_falls(build: object) -> None:
+    tokenizer = build()  # type: ignore[operator]
+    encoding = tokenizer.backend_tokenizer.encode(TEXT, add_special_tokens=False)
+    starts = {start: token for token, (start, _) in reversed(list(enumerate(encoding.offsets)))}
+    cuts = [*sorted(starts.items()), (len(TEXT), len(encoding))]
+    for position, (start, first) in enumerate(cuts):
+        for end, last in cuts[position + 1 :]:
+            said = TEXT[start:end]
+            assert problems(tokenizer, first, last, said) == []
+            assert len(problems(tokenizer, first, last, said + "x")) == 1
+            assert len(problems(tokenizer, first, last, "x" + said)) == 1
+
+
+def test_part_of_a_character_does_not_pass_for_a_replacement_character() -> None:
+    tokenizer = build_byte_level("")
+    encoding = tokenizer.backend_tokenizer.encode(TEXT, add_special_tokens=False)
+    part = encoding.char_to_token(TEXT.index("\U0001f600"))
+    assert part is not None
+    assert tokenizer.decode([encoding.ids[part]]) == "\ufffd"
+    assert Proof(tokenizer)._surfaces[encoding.ids[part]] != "\ufffd"  # type: ignore[index]
+
+
+def test_a_fallen_claim_shows_where_the_texts_part() -> None:
+    (problem,) = problems(build_byte_level(""), 0, 0, "text")
+    assert problem.startswith("here: the tokens trained on do not say the text: they say '', the text says 'text'")
+
+
+def test_what_the_normaliser_makes_equal_is_equal_and_nothing_more() -> None:
+    tokenizer = build_lossy("")
+    ids = tokenizer.backend_tokenizer.encode("CAFE\u0301", add_special_tokens=False).ids
+    assert Proof(tokenizer).problems([Claim("here", np.array(ids), 0, len(ids), "CAFE\u0301")]) == []
+    assert len(Proof(tokenizer).problems([Claim("here", np.array(ids), 0, len(ids), "CAFE")])) == 1

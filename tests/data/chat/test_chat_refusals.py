@@ -1,0 +1,171 @@
+"""What cannot be masked exactly is an error that names the row and the way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.data.chat_cases import (
+    CHATML_ENDS,
+    answer,
+    chat,
+    plain,
+    refusal,
+    source,
+    spans,
+    text_row,
+    user,
+)
+from tests.data.templates.tokenizers import build_byte_level, build_lossy, build_metaspace, wrap
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.tokenization_python import PreTrainedTokenizer
+
+from recipes_lib.data.chat.encoder import RowEncoder
+from recipes_lib.data.sources.rows import Row
+from recipes_lib.errors import ConfigError, DataError
+
+
+def test_a_token_across_prompt_and_completion_is_an_error_that_shows_it() -> None:
+    message = refusal(RowEncoder(build_byte_level("")), plain("The capital of France is ", "Paris"))
+    assert "' '" in message
+    assert "move the white space at the end of the prompt to the start of the completion" in message
+
+
+def test_a_token_across_generation_prompt_and_answer_is_an_error_that_shows_it() -> None:
+    message = refusal(RowEncoder(build_byte_level(source("spaced_prompt"))), chat(user("hi"), answer("Paris")))
+    assert "one token holds ' '" in message
+    assert "the generation prompt" in message
+
+
+def test_a_turn_without_terminator_is_an_error_and_eos_token_is_the_fix() -> None:
+    tokenizer = build_byte_level(source("unterminated"), extra=("<|user|>", "<|assistant|>"))
+    row = chat(user("a"), answer("b"), user("c"), answer("d"))
+    assert "message 1 ends in no special token, so the model would never learn to stop" in refusal(
+        RowEncoder(tokenizer), row
+    )
+    (encoded,) = RowEncoder(tokenizer, eos_token="<|user|>").encode([row])
+    assert spans(tokenizer, encoded) == ["b\n<|user|>", "d\n<|user|>"]
+
+
+def test_a_template_that_puts_the_question_into_the_answer_is_an_error() -> None:
+    encoder = RowEncoder(build_byte_level(source("leaking"), extra=CHATML_ENDS))
+    assert "writes message 0 into the text of an assistant turn" in refusal(encoder, chat(user("why"), answer("so")))
+
+
+def test_a_template_that_drops_the_answer_is_an_error() -> None:
+    template = source("chatml").replace("message['content']", "(message['content'] if message.role == 'user' else '')")
+    message = refusal(RowEncoder(build_byte_level(template)), chat(user("hi"), answer("Paris")))
+    assert "the answer of message 1 ('Paris') is not in the text that would be trained on" in message
+
+
+def test_a_template_that_drops_tool_calls_is_an_error() -> None:
+    call = {"function": {"name": "im", "arguments": {}}}
+    message = refusal(RowEncoder(build_byte_level(source("chatml"))), chat(user("hi"), answer("", tool_calls=[call])))
+    assert "message 1 calls 'im', but the chat template does not write that" in message
+
+
+def test_a_template_whose_authors_cannot_be_told_is_an_error() -> None:
+    template = "{% set all %}" + source("chatml") + "{% endset %}{{ all }}"
+    message = refusal(RowEncoder(build_byte_level(template)), chat(user("hi"), answer("Paris")))
+    assert "does not loop over the messages" in message
+    assert "{% generation %}" in message
+
+
+def test_a_generation_block_that_leaves_the_terminator_out_is_an_error() -> None:
+    template = source("marked").replace("{{ message.content + '<|im_end|>' }}", "{{ message.content }}")
+    encoder = RowEncoder(build_byte_level(template, extra=CHATML_ENDS))
+    assert "does not end in a special token" in refusal(encoder, chat(user("hi"), answer("Paris")))
+
+
+def test_half_a_surrogate_pair_is_an_error_and_not_a_crash() -> None:
+    encoder = RowEncoder(build_byte_level(source("chatml")))
+    assert "U+D83D is half of a surrogate pair" in refusal(encoder, chat(user("hi"), answer("\ud83d")))
+    assert "U+D83D is half of a surrogate pair" in refusal(encoder, text_row("\ud83d"))
+
+
+def test_every_bad_row_is_told_at_once() -> None:
+    encoder = RowEncoder(build_byte_level(source("spaced_prompt")))
+    rows = [
+        Row(source="s", index=0, messages=[user("hi"), answer("Paris")]),
+        Row(source="s", index=1, text="fine"),
+        Row(source="s", index=2, text="\ud83d"),
+        Row(source="s", index=3, messages=[user("hi"), {"role": "assistant"}]),
+    ]
+    with pytest.raises(DataError) as refused:
+        encoder.encode(rows)
+    assert {problem.where for problem in refused.value.problems} == {"s row 0", "s row 2", "s row 3"}
+
+
+def test_what_a_tokenizer_cannot_write_back_is_an_error() -> None:
+    vocabulary = {"<unk>": 0, "</s>": 1, "a": 2, "b": 3, "<pad>": 4}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    tokenizer.decoder = decoders.Fuse()
+    fast = wrap(tokenizer, None, bos=None)
+    (row,) = RowEncoder(fast).encode([plain("?", "ab")])
+    assert row.input_ids.tolist() == [0, 2, 3, 1]
+    assert "they say 'a<unk>', the text says 'a?'" in refusal(RowEncoder(fast), plain("b", "a?"))
+
+
+def test_a_lossy_normaliser_is_taken_at_its_word_and_a_different_text_is_not() -> None:
+    tokenizer = build_lossy(source("chatml"))
+    (row,) = RowEncoder(tokenizer).encode([chat(user("HI"), answer("Caf\u00e9 CAFE\u0301"))])
+    assert spans(tokenizer, row) == ["caf\u00e9 caf\u00e9<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", ["chatml", "marked", "index_loop"])
+def test_sentencepiece_like_tokenizers_train_the_answer(name: str) -> None:
+    tokenizer = build_metaspace(source(name))
+    for content in ("Paris is", " Paris", "\u4f60\u597d", "\U0001f600", "a\nb"):
+        (row,) = RowEncoder(tokenizer).encode([chat(user("The capital?"), answer(content))])
+        assert spans(tokenizer, row)[0].strip() == (content + "<|im_end|>").strip()
+
+
+def test_white_space_that_a_special_token_swallows_is_not_a_merge() -> None:
+    """Phi-3 declares its turn tokens with ``rstrip``: the line break after them belongs to them."""
+    template = source("chatml")
+    base = build_byte_level.__wrapped__(template, extra=CHATML_ENDS).backend_tokenizer
+    swallowing = [AddedToken(token, rstrip=True, special=True) for token in CHATML_ENDS]
+    base.add_special_tokens(swallowing)
+    tokenizer = wrap(base, template.replace("assistant\\n", "assistant<|im_end|>\\n"), swallowing)
+    template = source("chatml").replace("message['role'] + '\\n'", "message['role'] + '<|im_start|>\\n'")
+    tokenizer.chat_template = template.replace("assistant\\n", "assistant<|im_start|>\\n")
+    (row,) = RowEncoder(tokenizer).encode([chat(user("hi"), answer("  Paris"), user("x"), answer("b"))])
+    assert spans(tokenizer, row) == ["Paris<|im_end|>", "b<|im_end|>"]
+
+
+def test_a_slow_tokenizer_is_refused_in_one_line() -> None:
+    class Slow(PreTrainedTokenizer):
+        vocab_size = 1
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 0}
+
+        def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
+            return list(text)
+
+    with pytest.raises(ConfigError, match=r"tokenizer_name_or_path: Slow is written in Python"):
+        RowEncoder(Slow())
+
+
+def test_an_unknown_eos_token_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match=r"eos_token: '<end>' is not a token"):
+        RowEncoder(build_byte_level(""), eos_token="<end>")
+
+
+def test_texts_without_any_eos_token_are_a_configuration_error() -> None:
+    tokenizer = Tokenizer(models.BPE({"a": 0}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    with pytest.raises(ConfigError, match="eos_token"):
+        RowEncoder(PreTrainedTokenizerFast(tokenizer_object=tokenizer)).encode([text_row("a")])
+
+
+def test_a_tokenizer_without_template_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match="chat_template_path: the tokenizer has no chat template"):
+        RowEncoder(build_metaspace(None)).encode([chat(user("a"), answer("b"))])
+
+
+def test_a_template_that_does_not_compile_is_a_configuration_error() -> None:
+    encoder = RowEncoder(build_byte_level(""), chat_template="{% for %}")
+    with pytest.raises(ConfigError, match="chat_template_path: the chat template does not compile: line 1"):
+        encoder.encode([chat(user("a"), answer("b"))])

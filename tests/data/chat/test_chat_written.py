@@ -1,0 +1,156 @@
+"""What a template does not write is refused or remarked on, and nothing that it writes is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.data.chat_cases import answer, chat, refusal, source, user
+from tests.data.templates.tokenizers import build_byte_level
+
+from recipes_lib.data.chat.encoder import RowEncoder
+from recipes_lib.data.chat.remarks import Remark
+from recipes_lib.data.sources.rows import Row
+from recipes_lib.errors import DataError
+
+ASKS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+OPEN, CLOSE = "<|im_start|>{{ m.role }}\n", "<|im_end|>\n"
+
+
+def loop(body: str, before: str = "") -> str:
+    return before + "{% for m in messages %}" + OPEN + body + CLOSE + "{% endfor %}" + ASKS
+
+
+def encoder(template: str) -> RowEncoder:
+    return RowEncoder(build_byte_level(template, extra=("<|im_start|>", "<|im_end|>")))
+
+
+def remarks(template: str, *messages: dict[str, Any], **options: Any) -> list[Remark]:
+    (encoded,) = encoder(template).encode([chat(*messages, **options)])
+    return list(encoded.remarks)
+
+
+CONTENT = loop("{{ m.content }}")
+SYSTEM = {"role": "system", "content": "be \u201ckind\u201d"}
+TOOL = {"role": "tool", "content": '{"sky": "blue"}'}
+CALL = {"type": "function", "function": {"name": "sky", "arguments": {"city": "Paris", "days": [1, True]}}}
+NO_SYSTEM = CONTENT.replace("in messages", "in messages if m.role != 'system'")
+NO_TOOL = CONTENT.replace("in messages", "in messages if m.role != 'tool'")
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "found"),
+    [
+        (NO_SYSTEM, chat(SYSTEM, user("hi"), answer("yes")), "does not write message 0, of the role 'system'"),
+        (NO_TOOL, chat(user("hi"), TOOL, answer("yes")), "does not write message 1, of the role 'tool'"),
+        (loop("{{ m.content if m.role != 'user' }}"), chat(user("hi"), answer("yes")), "of the role 'user'"),
+        (loop("{{ m.content if m.role != 'tool' else 'tool' }}"), chat(user("hi"), TOOL, answer("y")), "message 1"),
+        (source("zephyr_loop"), chat(user("hi"), TOOL, answer("yes")), "does not write message 1, of the role 'tool'"),
+        (CONTENT, chat(user("hi"), answer("", tool_calls=[CALL]), TOOL, answer("yes")), "message 1 calls 'sky', but"),
+        (
+            CONTENT,
+            chat(user("hi"), answer("So:", tool_calls=[CALL]), TOOL, answer("yes")),
+            "message 1 calls 'sky', but",
+        ),
+    ],
+    ids=["system", "tool", "content", "constant", "zephyr", "call", "call beside words"],
+)
+def test_a_message_that_the_template_does_not_write_is_an_error(template: str, row: Row, found: str) -> None:
+    with pytest.raises(DataError, match=found):
+        encoder(template).encode_prompt(row)
+    for loss_on in (None, "all", "last_assistant"):
+        one = RowEncoder(build_byte_level(template, extra=("<|im_start|>", "<|im_end|>")), loss_on=loss_on)
+        assert found in refusal(one, row)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CONTENT,
+        loop("{{ m.content | trim }}"),
+        loop("{{ m.content | tojson if m.role != 'assistant' else m.content }}"),
+        loop("{{ m.content | upper if m.role != 'assistant' else m.content }}"),
+        # The system message before the loop; in the turn of the last question.
+        "{{ messages[0].content }}" + NO_SYSTEM,
+        NO_SYSTEM.replace("{{ m.content", "{{ messages[0].content if loop.index == 3 }}{{ m.content"),
+    ],
+    ids=["content", "trimmed", "JSON", "upper", "before", "later"],
+)
+def test_a_message_that_is_written_in_other_words_or_elsewhere_is_fine(template: str) -> None:
+    messages = [SYSTEM, user(' say\n"yes" '), answer("yes"), user("placeholder"), answer("no")]
+    assert remarks(template, *messages) == []
+    assert len(encoder(template).encode_prompt(chat(*messages)))
+
+
+def test_empty_messages_and_answers_that_are_not_trained_on_may_vanish() -> None:
+    chatml = NO_SYSTEM.replace("m.content", "m.content.split('</think>')[-1]")
+    assert (
+        remarks(chatml, {"role": "system", "content": " "}, user("hi"), answer("a</think>b"), user("x"), answer("y"))
+        == []
+    )
+    turns = [user("hi"), answer("<think>a</think>b"), user("x"), answer("y")]
+    assert remarks(chatml, *turns, untrained={1}) == []
+
+
+KEYED = loop("{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}")
+LAST = loop("{% if loop.last and m.reasoning_content %}{{ m.reasoning_content | upper }}{% endif %}{{ m.content }}")
+SPLIT = loop("{{ m.content.split('</think>')[-1] }}")
+THOUGHT = answer("yes", reasoning_content="why")
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "is_lost"),
+    [
+        (CONTENT, [user("hi"), THOUGHT], True),
+        (CONTENT, [user("hi"), answer("yes", thinking="why")], True),
+        (CONTENT, [user("hi"), THOUGHT, user("more"), answer("no")], False),
+        (CONTENT, [user("hi"), answer("<think>why</think>yes")], False),
+        (KEYED, [user("hi"), THOUGHT], False),
+        (KEYED, [user("hi"), answer("yes", thinking="why")], False),
+        (LAST, [user("hi"), THOUGHT, user("more"), THOUGHT], False),
+        (SPLIT, [user("hi"), answer("<think>why</think>yes")], True),
+        (SPLIT, [user("hi"), answer("<think>why</think>yes"), user("more"), answer("no")], False),
+        (SPLIT, [user("hi"), answer("<think>\n</think>yes")], False),
+        (source("chatml"), [user("hi"), THOUGHT], True),
+    ],
+)
+def test_reasoning_of_the_last_turn_that_is_not_written_is_remarked_on(
+    template: str, messages: list[dict[str, Any]], is_lost: bool
+) -> None:
+    assert remarks(template, *messages) == ([Remark.LOST_REASONING] if is_lost else [])
+
+
+def calls(written: str, content: str = "{{ m.content }}") -> str:
+    return loop(content + "{% for c in m.tool_calls %}{{ c.function.name }}" + written + "{% endfor %}")
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (calls("{{ c.function.arguments | tojson }}"), []),
+        (calls("{{ c.function | tojson }}"), []),
+        (calls("{% for k, v in c.function.arguments.items() %}<{{ k }}>{{ v | tojson }}</>{% endfor %}"), []),
+        (calls("{{ c.function.arguments }}"), [Remark.PYTHON_ARGUMENTS]),
+        (calls("{{ c.function | tojson }}", "{{ m.content if not m.tool_calls }}"), [Remark.LOST_BESIDE_CALL]),
+        (calls("{{ c.function | tojson }}", "{{ m.content | upper }}"), []),
+    ],
+    ids=["JSON", "whole", "XML", "Python", "beside", "in other words"],
+)
+def test_calls_and_what_is_said_beside_them(template: str, expected: list[Remark]) -> None:
+    assert remarks(template, user("hi"), answer("Let me see.", tool_calls=[CALL])) == expected
+    other = answer("", tool_calls=[{"function": {"name": "now", "arguments": {}}}])
+    assert remarks(template, user("hi"), other) == []
+
+
+def test_arguments_that_are_not_written_are_an_error() -> None:
+    row = chat(user("hi"), answer("", tool_calls=[CALL]))
+    assert "message 1 calls 'sky', but the chat template writes no arguments" in refusal(encoder(calls("")), row)
+
+
+@pytest.mark.parametrize("tool", [{"function": {"name": "sky", "description": 'the "sky"'}}, {"name": "sky"}])
+def test_tool_schemas_that_are_not_written_are_remarked_on(tool: dict[str, Any]) -> None:
+    turns = [user("use sky"), answer("sky")]
+    assert remarks(CONTENT, *turns, tools=[tool]) == [Remark.LOST_TOOLS]
+    assert remarks("{{ tools | tojson }}" + CONTENT, *turns, tools=[tool]) == []
+    assert remarks(loop("{{ m.content }}{{ tools | length if m.role == 'user' }}"), *turns, tools=[tool]) == []
+    assert remarks(CONTENT, *turns) == []

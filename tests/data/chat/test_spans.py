@@ -1,0 +1,110 @@
+"""The trained characters of a rendered chat, before any tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes_lib.data.chat.spans import SpanFinder
+from recipes_lib.data.chat.templates import ChatTemplate
+from recipes_lib.data.sources.rows import Row
+from recipes_lib.errors import DataError
+
+FOLDER = Path(__file__).parents[1] / "templates"
+SPECIAL = ["<|im_start|>", "<|im_end|>", "</s>", "<|end|>"]
+LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+
+
+def row(*contents: Any, **options: Any) -> Row:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[at % 2], "content": content} for at, content in enumerate(contents)]
+    return Row(source="rows", index=3, messages=messages, **options)
+
+
+def find(template: str, chat: Row, *trained: int, eos_token: str | None = None) -> list[tuple[int, str]]:
+    finder = SpanFinder(ChatTemplate(template, {"eos_token": "</s>"}), SPECIAL, eos_token)
+    text, spans, _ = finder.find(chat, trained)
+    return [(span.message, text[span.start : span.end]) for span in spans]
+
+
+def test_only_the_asked_messages_are_trained() -> None:
+    chat = row("a", "b", "c", "d")
+    assert find(LOOP + PROMPT, chat, 1, 3) == [(1, "b<|im_end|>"), (3, "d<|im_end|>")]
+    assert find(LOOP + PROMPT, chat, 3) == [(3, "d<|im_end|>")]
+    assert find(LOOP + PROMPT, chat) == []
+
+
+def test_the_generation_prompt_is_rendered_for_every_turn_where_it_depends_on_the_chat() -> None:
+    template = LOOP.replace("m.role }}:", "m.role }}:{{ '!' if messages[0].content == 'hard' and loop.index0 == 1 }}")
+    template += (
+        "{% if add_generation_prompt %}<|im_start|>assistant:{{ '!' if messages[0].content == 'hard' }}{% endif %}"
+    )
+    assert find(template, row("hard", "b"), 1) == [(1, "b<|im_end|>")]
+    assert find(template, row("easy", "!b"), 1) == [(1, "!b<|im_end|>")]
+
+
+def test_a_final_eos_after_the_loop_belongs_to_the_last_answer_alone() -> None:
+    template = LOOP + "{% if add_generation_prompt %}<|im_start|>assistant:{% else %}</s>{% endif %}"
+    assert find(template, row("a", "b", "c", "d"), 1, 3) == [(1, "b<|im_end|>"), (3, "d<|im_end|></s>")]
+    assert find(template, row("a", "b", "c"), 1) == [(1, "b<|im_end|>")]
+
+
+def test_a_final_eos_that_is_the_end_of_the_turn_again_is_an_error() -> None:
+    template = LOOP + "{% if add_generation_prompt %}<|im_start|>assistant:{% else %}<|im_end|>{% endif %}"
+    with pytest.raises(DataError, match="message 3 ends twice"):
+        find(template, row("a", "b", "c", "d"), 1, 3)
+
+
+def test_a_chat_that_begins_with_an_answer_is_trained_though_no_prompt_can_be_rendered_for_it() -> None:
+    guard = "{% if messages[0].role is undefined %}{{ raise_exception('empty') }}{% endif %}"
+    messages = [{"role": "assistant", "content": "hello"}, {"role": "user", "content": "a"}]
+    chat = Row(source="rows", index=3, messages=messages)
+    assert find(guard + LOOP + "{{ '' }}" + PROMPT, chat, 0) == [(0, "hello<|im_end|>")]
+
+
+def test_an_open_turn_ends_with_the_next_turn_s_opening_when_eos_token_is_given() -> None:
+    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    finder = SpanFinder(ChatTemplate(template, {}), ["<|user|>", "<|assistant|>", "<|stop|>"], "<|stop|>")
+    text, spans, _ = finder.find(row("a", "b", "c", "d"), [1, 3])
+    assert [text[span.start : span.end] for span in spans] == ["b<|user|>", "d<|stop|>"]
+
+
+def test_content_in_parts_is_looked_for_part_by_part() -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    template = LOOP.replace("{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}") + PROMPT
+    assert find(template, row(parts, parts), 1) == [(1, "one two<|im_end|>")]
+    with pytest.raises(DataError, match="the answer of message 1"):
+        find(template.replace("m.content %}", "m.content[:1] %}"), row(parts, parts), 1)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (LOOP.replace("{{ m.role }}", "bot") + PROMPT.replace("<|im_start|>", "@"), "message 1 opens with"),
+        (
+            "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}" + PROMPT,
+            "writes nothing for message 1",
+        ),
+        ("{{ messages[1].content }}<|im_end|>", "does not loop over the messages"),
+        ("{% generation %}{{ messages[1].content }}<|im_end|>{% endgeneration %}", "does not loop over the messages"),
+        (LOOP + "{% generation %}{% endgeneration %}" + PROMPT, "message 1 has no {% generation %} block"),
+        ("{% for m in messages %}{{ 1 / 0 }}{% endfor %}", "the chat template refuses this chat: division by zero"),
+    ],
+)
+def test_what_cannot_be_told_is_an_error_of_the_row(template: str, message: str) -> None:
+    with pytest.raises(DataError) as refused:
+        find(template, row("question", "reply"), 1)
+    (problem,) = refused.value.problems
+    assert problem.where == "rows row 3"
+    assert message in problem.found
+    assert problem.remedy
+
+
+def test_a_generation_block_after_the_loop_belongs_to_the_last_turn() -> None:
+    template = LOOP.replace("{{ m.content }}<|im_end|>", "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}")
+    template += "{% generation %}</s>{% endgeneration %}"
+    assert find(template, row("a", "b"), 1) == [(1, "b<|im_end|>"), (1, "</s>")]

@@ -1,0 +1,220 @@
+"""Templates: the text is transformers' own, and every character has its author."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.utils import chat_template_utils
+
+from recipes_lib.data.chat.templates import NOBODY, TEMPLATE_DATE, ChatTemplate, Rendered, TemplateError
+
+TEMPLATES = {path.stem: path.read_text() for path in (Path(trl.__file__).parent / "chat_templates").glob("*.jinja")}
+VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
+CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
+TOOL = {"type": "function", "function": {"name": "get_weather", "description": "d", "parameters": {"type": "object"}}}
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def answer(content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+CHATS = [
+    [user("hi"), answer("hello", thinking="why")],
+    [
+        {"role": "system", "content": "be"},
+        user("hi"),
+        answer(" hello ", reasoning="r"),
+        user("x"),
+        answer("<think>y</think>z"),
+    ],
+    [user("w?"), answer(None, tool_calls=[CALL]), {"role": "tool", "content": "sunny", "name": None}, answer("ok")],
+    [user([{"type": "text", "text": "hi"}]), answer([{"type": "text", "text": "hello"}])],
+]
+
+
+class FixedClock(datetime.datetime):
+    @classmethod
+    def now(cls, tz: datetime.tzinfo | None = None) -> FixedClock:
+        return cls(TEMPLATE_DATE.year, TEMPLATE_DATE.month, TEMPLATE_DATE.day, tzinfo=tz)
+
+
+def pieces(rendered: Rendered) -> list[tuple[int, str]]:
+    return [(turn.message, rendered.text[turn.start : turn.end]) for turn in rendered.turns]
+
+
+def render(source: str, messages: list[dict[str, Any]], **options: Any) -> Rendered:
+    return ChatTemplate(source, VARIABLES).render(messages, **options)
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_the_text_is_what_apply_chat_template_writes(
+    name: str, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template_utils, "datetime", FixedClock)
+    template = ChatTemplate(TEMPLATES[name], {**tiny_tokenizer.special_tokens_map, **VARIABLES})
+    rendered = 0
+    for messages in CHATS:
+        for tools, prompt in [(None, False), ([TOOL], False), (None, True)]:
+            options = {"tools": tools, "add_generation_prompt": prompt}
+            try:
+                reference = tiny_tokenizer.apply_chat_template(
+                    messages, chat_template=TEMPLATES[name], tokenize=False, **options, **VARIABLES
+                )
+            except Exception:
+                with pytest.raises(TemplateError):
+                    template.render(messages, **options)
+                continue
+            assert template.render(messages, **options).text == reference
+            rendered += 1
+    assert rendered
+
+
+@pytest.mark.parametrize("name", sorted(name for name in TEMPLATES if name.endswith("_training")))
+def test_generation_blocks_lie_where_transformers_finds_them(name: str) -> None:
+    content = "idefics3" in name or "llava" in name or "smolvlm" in name
+    chat = CHATS[3] if content else [user("hi"), answer("hello"), user("again"), answer("bye")]
+    rendered = render(TEMPLATES[name], chat)
+    _, (reference,) = chat_template_utils.render_jinja_template(
+        [chat], chat_template=TEMPLATES[name], return_assistant_tokens_mask=True, **VARIABLES
+    )
+    assert [(block.start, block.end) for block in rendered.generated] == list(reference)
+    assert reference
+
+
+FOR = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+THREE = [user("a"), answer("b"), user("c")]
+EACH = [(0, "<user>a"), (1, "<assistant>b"), (2, "<user>c")]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        FOR,
+        "{% for m in messages %}{% if loop.index0 == 0 %}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+        "{% for i in range(messages|length) %}<{{ messages[i].role }}>{{ messages[i]['content'] }}{% endfor %}",
+        "{% for i in range(messages|length) %}{% set m = messages[i] %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+        "{% set chat = messages[:] %}{% for m in chat %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}",
+        "{% macro say(m) %}<{{ m.role }}>{{ m.content }}{% endmacro %}{% for m in messages %}{{ say(m) }}{% endfor %}",
+        "{% for m in messages[::-1] %}{% set last = m %}{% endfor %}" + FOR,
+        "{% for m in messages %}{% for x in messages %}{% if x.z %}{% endif %}{% endfor %}<{{ m.role }}>"
+        "{% for c in m.content %}{{ c }}{% endfor %}{% endfor %}",
+        "{% for m in messages %}{% if m.skip %}{% continue %}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+    ],
+    ids=["for", "if", "index", "indexed name", "slice", "macro", "backward scan", "nested scan", "continue"],
+)
+def test_each_message_is_the_author_of_what_its_turn_of_the_loop_writes(source: str) -> None:
+    assert pieces(render(source, THREE)) == EACH
+
+
+def test_text_outside_the_loop_has_no_author_and_the_last_of_it_is_the_tail() -> None:
+    rendered = render("{{ bos_token }}" + FOR + "{{ eos_token }}", THREE)
+    assert pieces(rendered) == EACH
+    assert (rendered.text[: rendered.turns[0].start], rendered.tail) == ("<s>", "</s>")
+
+
+def test_one_message_dict_at_two_places_is_two_messages() -> None:
+    same = answer("b")
+    assert pieces(render(FOR, [same, same])) == [(0, "<assistant>b"), (1, "<assistant>b")]
+
+
+def test_a_tool_message_written_ahead_inside_another_turn_keeps_its_author() -> None:
+    source = (
+        "{% for m in messages %}{% if m.role != 'tool' %}<{{ m.role }}>{% for k in range(messages|length) %}"
+        "{% if m.tool_calls and messages[k].role == 'tool' %}[{{ messages[k].content }}]{% endif %}{% endfor %}"
+        "{{ m.content }}{% endif %}{% endfor %}"
+    )
+    chat = [user("a"), answer("b", tool_calls=[CALL]), {"role": "tool", "content": "t"}]
+    assert pieces(render(source, chat)) == [(0, "<user>a"), (1, "<assistant>"), (2, "[t]"), (1, "b")]
+
+
+def test_an_invented_message_belongs_to_nobody() -> None:
+    source = (
+        "{% for m in [messages[0], {'role': 'system', 'content': 'be'}, messages[1]] %}{{ m.content }}.{% endfor %}"
+    )
+    rendered = render(source, THREE[:2])
+    assert rendered.text == "a.be.b."
+    assert pieces(rendered) == [(0, "a."), (1, "b.")]
+
+
+def test_messages_written_in_a_capture_have_no_author() -> None:
+    rendered = render("{% set all %}" + FOR + "{% endset %}{{ all }}", THREE)
+    assert rendered.text == "<user>a<assistant>b<user>c"
+    assert rendered.turns == []
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.sampled_from(["user", "assistant"]), st.text()), min_size=1, max_size=5))
+def test_turns_cover_a_chat_whatever_it_says(chat: list[tuple[str, str]]) -> None:
+    messages = [{"role": role, "content": content} for role, content in chat]
+    rendered = render(FOR, messages)
+    assert pieces(rendered) == [(at, f"<{role}>{content}") for at, (role, content) in enumerate(chat)]
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma", "qwen2_5", "cohere", "phi3"])
+def test_a_generation_prompt_read_from_the_source_is_the_one_rendered(name: str) -> None:
+    template = ChatTemplate(TEMPLATES[name], VARIABLES)
+    read = template.generation_prompt([])  # An empty chat cannot be rendered: this prompt was read, not rendered.
+    assert read
+    assert template.render([user("hi")], add_generation_prompt=True).tail == read
+
+
+def test_a_generation_prompt_that_depends_on_the_chat_is_rendered() -> None:
+    source = (
+        FOR + "{% if add_generation_prompt %}<assistant>{{ '<think>' if messages[0].content == 'hard' }}{% endif %}"
+    )
+    template = ChatTemplate(source, VARIABLES)
+    assert template.generation_prompt([user("easy")]) == "<assistant>"
+    assert template.generation_prompt([user("hard")]) == "<assistant><think>"
+
+
+def test_a_generation_prompt_that_the_template_switches_off_is_none() -> None:
+    source = "{% set add_generation_prompt = false %}" + FOR + "{% if add_generation_prompt %}<assistant>{% endif %}"
+    assert ChatTemplate(source, VARIABLES).generation_prompt([user("hi")]) == ""
+
+
+def test_a_scan_inside_a_macro_or_a_capture_does_not_change_the_author() -> None:
+    scan = "{% for x in messages %}{{ x.content }}{% endfor %}"
+    for build in ("{% macro all() %}" + scan + "{% endmacro %}", "{% set ns = 1 %}"):
+        inner = "{{ all() }}" if "macro" in build else "{% set all %}" + scan + "{% endset %}{{ all }}"
+        source = build + "{% for m in messages %}<{{ m.role }}>" + inner + "{% endfor %}"
+        assert pieces(render(source, THREE)) == [(0, "<user>abc"), (1, "<assistant>abc"), (2, "<user>abc")]
+
+
+def test_template_variables_of_a_row_win() -> None:
+    source = FOR + "{{ eos_token }}{{ enable_thinking }}"
+    assert render(source, THREE[:1], variables={"eos_token": "!", "enable_thinking": True}).tail == "!True"
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ raise_exception('no') }}", "{{ messages[0].nothing.at.all }}", "{{ 1 + 'a' }}", "{{ messages.clear() }}"],
+)
+def test_whatever_a_template_raises_is_a_template_error(source: str) -> None:
+    with pytest.raises(TemplateError, match=r"\w"):
+        render(source, THREE)
+
+
+def test_a_template_that_does_not_compile_names_its_line() -> None:
+    with pytest.raises(TemplateError, match="line 2: "):
+        ChatTemplate("\n{% for %}", VARIABLES)
+
+
+def test_the_clock_stands_still_and_is_reported() -> None:
+    template = ChatTemplate("{{ strftime_now('%Y-%m-%d') }}", VARIABLES)
+    assert template.reads_clock
+    assert template.render(THREE).text == TEMPLATE_DATE.date().isoformat()
+    assert not ChatTemplate(FOR, VARIABLES).reads_clock
+
+
+def test_nobody_is_no_message() -> None:
+    assert all(turn.message != NOBODY for turn in render("x" + FOR, THREE).turns)

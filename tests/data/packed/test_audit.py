@@ -1,0 +1,169 @@
+"""The audit counts what stands in the arrays and refuses what cannot be meant."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes_lib.config.schema import TokensConfig
+from recipes_lib.data.chat.remarks import Remark, Remarked
+from recipes_lib.data.packed.audit import (
+    Finding,
+    SplitAudit,
+    compute_split_audit,
+    judge,
+    judge_remarks,
+    pack_split,
+    refuse_errors,
+)
+from recipes_lib.data.packed.packing import LengthCounts, build_examples, choose_bins, fit_to_length, pack_best_fit
+from recipes_lib.data.sources.rows import EncodedRow
+from recipes_lib.errors import DataError
+
+END = 9
+rows_strategy = st.lists(
+    st.lists(st.tuples(st.integers(5, 9), st.booleans()), min_size=1, max_size=12), min_size=1, max_size=15
+)
+
+
+def examples_of(rows):
+    encoded = [
+        EncodedRow(np.array([t for t, _ in row], np.uint32), np.array([flag for _, flag in row], np.bool_))
+        for row in rows
+    ]
+    return build_examples(encoded, range(len(rows)))
+
+
+def audit_of(rows, capacity=12, end_token_ids=(END,), num_duplicates=0):
+    examples = examples_of(rows)
+    fitted, counts = fit_to_length(examples, capacity, "truncate")
+    bins = pack_best_fit(fitted.lengths, capacity)
+    return compute_split_audit(examples, fitted, bins, end_token_ids, num_duplicates), counts
+
+
+@given(rows_strategy)
+def test_figures_equal_counting_row_by_row(rows):
+    audit, _ = audit_of(rows, capacity=8)
+    targets = [[(at, token) for at, (token, flag) in enumerate(row) if flag and at] for row in rows]
+    # A line break may stand behind the end.
+    stops = [END in [token for _, token in row_targets[-3:]] for row_targets in targets if row_targets]
+    assert audit.num_rows == len(rows)
+    assert audit.num_rows_without_target == sum(not row_targets for row_targets in targets)
+    assert audit.num_tokens == sum(map(len, rows))
+    assert audit.stop_fraction == pytest.approx(np.mean(stops) if stops else 0.0)
+    assert audit.length_max == max(map(len, rows))
+    assert audit.length_p50 in map(len, rows)
+    assert audit.num_target_tokens == sum(at < 8 for row_targets in targets for at, _ in row_targets)
+
+
+def test_efficiency_is_the_filled_share_of_the_packs():
+    rows = [[(5, False), (6, True), (9, True)]] * 3
+    examples = examples_of(rows)
+    audit = compute_split_audit(examples, examples, pack_best_fit(examples.lengths, 6), [END], 0)
+    assert audit.num_packs == 2
+    assert audit.packing_efficiency(6) == pytest.approx(9 / 12)
+    apart = compute_split_audit(examples, examples, choose_bins(examples.lengths, 6, packing=False), [END], 0)
+    assert apart.packing_efficiency(6) == pytest.approx(9 / 18)
+    assert apart.target_fraction == pytest.approx(6 / 9)
+
+
+def test_an_end_token_before_a_line_break_that_is_trained_on_counts():
+    newline = 5
+    examples = examples_of([[(6, True), (7, True), (END, True), (newline, True)], [(6, True), (7, True), (8, True)]])
+    bins = pack_best_fit(examples.lengths, 12)
+    audit = compute_split_audit(examples, examples, bins, [END], 0)
+    assert audit.stop_fraction == 0.5
+    assert audit.terminators == [END]
+
+
+GOOD = [(5, False), (6, True), (END, True)]
+NO_TARGET = [(5, False), (6, False)]
+NO_END = [(5, False), (6, True)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "severity", "words"),
+    [
+        ([GOOD, [(7, False), (6, True), (END, True)]], "ok", "100.0% of the rows end"),
+        ([NO_TARGET] + [GOOD] * 99, "warning", "1 of 100 rows (1.0%) hold no target"),
+        ([NO_TARGET] * 2 + [GOOD] * 98, "error", "2 of 100 rows (2.0%) hold no target"),
+        ([NO_END] * 3, "error", "0.0% of the rows end"),
+        ([NO_END, GOOD], "warning", "50.0% of the rows end"),
+    ],
+)
+def test_what_is_found_is_judged_and_worded(rows, severity, words):
+    audit, counts = audit_of(rows)
+    matching = [finding for finding in judge("train", audit, counts, 0.01) if words in finding.found]
+    assert [finding.severity for finding in matching] == [severity]
+
+
+@pytest.mark.parametrize(("num_duplicates", "severity"), [(0, "ok"), (4, "warning")])
+def test_duplicates_are_a_warning(num_duplicates, severity):
+    findings = judge("train", *audit_of([GOOD] * 5, num_duplicates=num_duplicates), 0.01)
+    matching = [finding for finding in findings if f"duplicates of earlier rows: {num_duplicates}" in finding.found]
+    assert [finding.severity for finding in matching] == [severity]
+
+
+def lost(num_lost: int, num_overlong: int = 1) -> LengthCounts:
+    return LengthCounts(
+        num_overlong=num_overlong,
+        num_without_target=0,
+        num_lost_rows=0,
+        num_lost_tokens=num_lost,
+        num_lost_targets=num_lost,
+        num_targets=1000,
+    )
+
+
+@pytest.mark.parametrize(
+    ("counts", "severity"), [(lost(0, 0), "ok"), (lost(10), "warning"), (lost(11), "error"), (lost(0), "warning")]
+)
+def test_more_lost_targets_than_allowed_is_an_error(counts, severity):
+    audit, _ = audit_of([GOOD])
+    findings = [finding for finding in judge("train", audit, counts, 0.01) if "longer than max_length" in finding.found]
+    assert [finding.severity for finding in findings] == [severity]
+
+
+def test_remarks_are_warnings_with_their_count_and_the_first_row():
+    lost, forged = Remark.LOST_REASONING, Remark.SPECIAL_TEXT
+    rows = [Remarked(1, "a:2", [lost]), Remarked(4, "a:5", [forged, lost]), Remarked(5, "a:6", [lost])]
+    findings = judge_remarks("train", rows, 1000)
+    assert [finding.severity for finding in findings] == ["warning", "warning"]
+    assert findings[0].found == f"train: 3 of 1,000 rows {lost.found}; the first is a:2"
+    assert findings[1].found == f"train: 1 of 1,000 rows {forged.found}; the first is a:5"
+    assert [finding.remedy for finding in findings] == [lost.remedy, forged.remedy]
+    assert judge_remarks("train", [], 1000) == []
+
+
+def test_a_packed_split_tells_the_remarks_of_its_rows():
+    examples = replace(examples_of([GOOD, GOOD]), remarked=[Remarked(1, "a:2", [Remark.LOST_TOOLS])])
+    packed = pack_split("eval", examples, TokensConfig(), 12, [END])
+    assert [finding.found for finding in packed.findings if "tool schemas" in finding.found] == [
+        f"eval: 1 of 2 rows {Remark.LOST_TOOLS.found}; the first is a:2"
+    ]
+
+
+def test_the_worst_comes_first():
+    audit, counts = audit_of([NO_END, NO_END, NO_TARGET])
+    severities = [finding.severity for finding in judge("train", audit, counts, 0.01)]
+    assert severities == sorted(severities, key=["error", "warning", "ok"].index)
+
+
+def test_every_error_is_refused_at_once():
+    findings = [Finding("error", "a", "do x"), Finding("warning", "b"), Finding("error", "c", "do y")]
+    with pytest.raises(DataError) as raised:
+        refuse_errors("train.jsonl", findings)
+    assert [problem.found for problem in raised.value.problems] == ["a", "c"]
+    refuse_errors("train.jsonl", [Finding("warning", "b"), Finding("ok", "d")])
+
+
+def test_figures_are_json_values():
+    import dataclasses
+    import json
+
+    audit, _ = audit_of([GOOD])
+    assert SplitAudit(**json.loads(json.dumps(dataclasses.asdict(audit)))) == audit

@@ -1,0 +1,113 @@
+"""Every row of a mixture is tokenised once, in order, and every broken one is told at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from recipes_lib.data.chat.encoder import RowEncoder
+from recipes_lib.data.chat.remarks import Remark
+from recipes_lib.data.packed import encoding
+from recipes_lib.data.packed.encoding import (
+    build_encoder,
+    encode_chunk,
+    encode_mixture,
+    split_chunks,
+)
+from recipes_lib.data.sources.broken_rows import BrokenRows
+from recipes_lib.data.sources.mixtures import load_train_data
+from recipes_lib.data.sources.rows import EncodedRow, Row
+from recipes_lib.data.sources.splits import compute_row_digest
+from recipes_lib.errors import DataError, Problem
+
+
+def encode(config, tokenizer):
+    broken, counts = BrokenRows(config.tokens), []
+    mixture = load_train_data(config.data)
+    encoded = encode_mixture(build_encoder(config, tokenizer), mixture, broken, counts.append)
+    return encoded, broken.judge(mixture.name), counts
+
+
+@pytest.mark.parametrize("rows_per_chunk", [1, 7, 40, 1000])
+def test_the_chunks_do_not_show(build_config, tiny_tokenizer, monkeypatch, rows_per_chunk):
+    monkeypatch.setattr(encoding, "ROWS_PER_CHUNK", rows_per_chunk)
+    config = build_config()
+    encoded, problems, counts = encode(config, tiny_tokenizer)
+    rows = list(load_train_data(config.data).rows())
+    expected = RowEncoder(tiny_tokenizer).encode(rows)
+    assert not problems
+    assert sum(counts) == len(rows) == len(encoded.examples)
+    assert encoded.examples.input_ids.tolist() == [token for row in expected for token in row.input_ids.tolist()]
+    assert encoded.examples.loss_mask.tolist() == [flag for row in expected for flag in row.loss_mask.tolist()]
+    assert encoded.examples.row_ids.tolist() == list(range(len(rows)))
+    assert encoded.digests == [compute_row_digest(row) for row in rows]
+
+
+def test_each_row_is_tokenised_once(build_config, tiny_tokenizer):
+    config = build_config()
+    before = RowEncoder.num_tokenized_rows
+    encode(config, tiny_tokenizer)
+    assert RowEncoder.num_tokenized_rows - before == 40
+
+
+@pytest.mark.parametrize("rows_per_chunk", [7, 1000])
+def test_what_an_audit_should_tell_of_rows_stays_with_them(
+    build_config, write_rows, make_chats, tiny_tokenizer, monkeypatch, rows_per_chunk
+):
+    monkeypatch.setattr(encoding, "ROWS_PER_CHUNK", rows_per_chunk)
+    rows = make_chats(20)
+    for number in (3, 16):
+        rows[number]["messages"][1]["reasoning_content"] = "because"
+    path = write_rows(rows=rows)
+    encoded, problems, _ = encode(build_config(dataset_name=str(path)), tiny_tokenizer)
+    assert not problems
+    lost = [(3, f"{path}:4", [Remark.LOST_REASONING]), (16, f"{path}:17", [Remark.LOST_REASONING])]
+    assert encoded.examples.remarked == lost
+    assert encoded.take(np.array([16, 5])).examples.remarked == lost[1:]
+
+
+def test_problems_of_reading_and_of_masking_are_told_together(build_config, write_rows, make_chats, tiny_tokenizer):
+    rows = make_chats(10)
+    rows[2]["messages"][1]["content"] = "half a \ud800 pair"
+    rows[6]["messages"] = []
+    path = write_rows(rows=rows)
+    _, problems, _ = encode(build_config(dataset_name=str(path)), tiny_tokenizer)
+    assert [problem.where for problem in problems] == [f"{path}:3", f"{path}:7"] or len(problems) == 2
+
+
+def test_places_are_those_of_the_rows(build_config, tiny_tokenizer):
+    config = build_config()
+    encoded, _, _ = encode(config, tiny_tokenizer)
+    taken = encoded.take(np.array([30, 4, 9]))
+    name = config.data.dataset_name
+    assert taken.find_places([0, 2]) == {0: f"{name}:31", 2: f"{name}:10"}
+    assert taken.digests == [encoded.digests[at] for at in (30, 4, 9)]
+    assert taken.mixture.name == name
+
+
+def test_duplicates_are_rows_that_say_the_same(build_config, write_rows, make_chats, tiny_tokenizer):
+    path = write_rows(rows=make_chats(5) + make_chats(3))
+    encoded, _, _ = encode(build_config(dataset_name=str(path)), tiny_tokenizer)
+    assert encoded.num_duplicates == 3
+
+
+def test_a_row_without_tokens_is_refused_by_its_place():
+    class Silent:
+        def encode(self, rows):
+            return [EncodedRow(np.zeros(0, np.uint32), np.zeros(0, np.bool_)) for _ in rows]
+
+    with pytest.raises(DataError, match="data row 5: the row gives no token"):
+        encode_chunk(Silent(), [Row(source="data", index=5, text="x")], [0])
+
+
+def test_rows_before_a_broken_one_are_not_lost_with_it():
+    rows = [Row(source="data", index=number, text="x") for number in range(3)]
+
+    def read():
+        yield from rows
+        raise DataError(Problem("data row 3", "broken"))
+
+    chunks = split_chunks(read())
+    assert next(chunks) == rows
+    with pytest.raises(DataError, match="data row 3"):
+        next(chunks)

@@ -1,0 +1,161 @@
+"""Changing anything that decides a prepared set changes its key; changing nothing, or a name, does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import shutil
+from pathlib import Path
+
+import pytest
+
+from recipes_lib.config.schema import DataConfig, ModelConfig, TokensConfig
+from recipes_lib.data.packed import keys
+from recipes_lib.data.packed.keys import collect_inputs, find_tokenizer_folder, read_chat_template
+from recipes_lib.data.packed.store import compute_key
+from recipes_lib.errors import ConfigError
+
+SOURCES = {"train": "0" * 64}
+
+OTHER_VALUES = {
+    "dataset_config": "other",
+    "dataset_train_split": "other",
+    "dataset_test_split": "test",
+    "test_split_size": 0.1,
+    "dataset_mixture": [{"name": "a", "weight": 2.0}],
+    "dataset_format": "messages",
+    "dataset_columns": {"text": "content"},
+    "dataset_streaming": True,
+    "allow_eval_overlap": True,
+    "loss_on": "last_assistant",
+    "max_length": 128,
+    "overlong": "truncate",
+    "max_truncated_fraction": 0.5,
+    "packing": False,
+    "broken_rows": "drop",
+    "max_broken_fraction": 0.5,
+    "eos_token": "<|im_end|>",
+    "pad_token": "<|im_end|>",
+}
+TOLD_BY_CONTENT = {"dataset_name", "dataset_revision", "chat_template_path", "prepared_dir"}
+
+
+def key_of(config, sources=SOURCES) -> str:
+    return compute_key(collect_inputs(config, sources))
+
+
+def test_every_option_of_data_and_tokens_is_known_here():
+    options = {field.name for section in (DataConfig, TokensConfig) for field in dataclasses.fields(section)}
+    assert options == OTHER_VALUES.keys() | TOLD_BY_CONTENT
+
+
+@pytest.mark.parametrize("option", OTHER_VALUES)
+def test_every_option_changes_the_key(build_config, option):
+    config = build_config()
+    section = "data" if hasattr(config.data, option) else "tokens"
+    changed = dataclasses.replace(getattr(config, section), **{option: OTHER_VALUES[option]})
+    assert key_of(dataclasses.replace(config, **{section: changed})) != key_of(config)
+
+
+@pytest.mark.parametrize("sources", [{"train": "1" * 64}, {"train": "0" * 64, "test": "0" * 64}])
+def test_other_rows_change_the_key(build_config, sources):
+    assert key_of(build_config(), sources) != key_of(build_config())
+
+
+def test_running_foreign_code_changes_the_key(build_config):
+    assert key_of(build_config(trust_remote_code=True)) != key_of(build_config())
+
+
+@pytest.mark.parametrize("option", ["dataset_name", "prepared_dir"])
+def test_where_things_lie_does_not_change_the_key(build_config, option):
+    assert key_of(build_config(**{option: "elsewhere"})) == key_of(build_config())
+
+
+def test_the_template_file_counts_by_its_text(build_config, tmp_path):
+    for name, text in (("a", "x"), ("b", "x"), ("c", "y")):
+        (tmp_path / name).write_text(text)
+    without = key_of(build_config())
+    a, b, c = (key_of(build_config(chat_template_path=str(tmp_path / name))) for name in "abc")
+    assert a == b
+    assert len({without, a, c}) == 3
+
+
+@pytest.fixture
+def tokenizer_dir(tiny_tokenizer_dir, tmp_path) -> Path:
+    return shutil.copytree(tiny_tokenizer_dir, tmp_path / "tokenizer")
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_every_byte_of_every_tokenizer_file_changes_the_key(build_config, tokenizer_dir, own):
+    options = {"tokenizer_name_or_path" if own else "model_name_or_path": str(tokenizer_dir)}
+    (tokenizer_dir / "added_tokens.json").write_text("{}")
+    before = key_of(build_config(**options))
+    files = sorted(path for path in tokenizer_dir.iterdir() if path.is_file())
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= {path.name for path in files}
+    for path in files:
+        content = path.read_bytes()
+        path.write_bytes(content + b" ")
+        assert key_of(build_config(**options)) != before, path.name
+        path.write_bytes(content)
+    assert key_of(build_config(**options)) == before
+
+
+def test_files_that_no_tokenizer_reads_do_not_count(build_config, tokenizer_dir):
+    before = key_of(build_config(model_name_or_path=str(tokenizer_dir)))
+    (tokenizer_dir / "model.safetensors").write_bytes(b"weights")
+    (tokenizer_dir / "README.md").write_text("card")
+    assert key_of(build_config(model_name_or_path=str(tokenizer_dir))) == before
+
+
+def test_the_same_tokenizer_elsewhere_has_the_same_key(build_config, tokenizer_dir):
+    assert key_of(build_config(model_name_or_path=str(tokenizer_dir))) == key_of(build_config())
+
+
+@pytest.mark.parametrize("package", ["jinja2", "tokenizers", "transformers"])
+def test_other_versions_change_the_key(build_config, monkeypatch, package):
+    before = key_of(build_config())
+    versions = {name: importlib.metadata.version(name) for name in ("jinja2", "tokenizers", "transformers")}
+    monkeypatch.setattr(keys, "version", lambda name: "0" if name == package else versions[name])
+    assert key_of(build_config()) != before
+
+
+def test_any_change_of_the_code_that_prepares_changes_the_key(build_config, monkeypatch, tmp_path):
+    room = shutil.copytree(Path(keys.__file__).parent, tmp_path / "data", ignore=shutil.ignore_patterns("__pycache__"))
+    before = key_of(build_config())
+    monkeypatch.setattr(keys, "__file__", str(room / "keys.py"))
+    assert key_of(build_config()) == before
+    for module in ("chat", "templates", "formats", "packing", "masking", "splits", "prepare"):
+        source = (room / f"{module}.py").read_text()
+        (room / f"{module}.py").write_text(source + "#")
+        assert key_of(build_config()) != before, module
+        (room / f"{module}.py").write_text(source)
+
+
+def test_a_folder_without_tokenizer_is_one_clear_error(build_config, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"model_name_or_path: .*no tokenizer files"):
+        find_tokenizer_folder(build_config(model_name_or_path=str(tmp_path / "empty")))
+
+
+@pytest.mark.parametrize("option", ["model_name_or_path", "tokenizer_name_or_path"])
+@pytest.mark.parametrize("name", ["nobody/nothing", "./no/such/folder", "bad name!"])
+def test_a_tokenizer_that_is_nowhere_is_one_clear_error_with_its_place(build_config, option, name):
+    config = dataclasses.replace(build_config(**{option: name}), provenance={option: "sft.yaml:7"})
+    with pytest.raises(ConfigError, match=r"sft.yaml:7") as raised:
+        find_tokenizer_folder(config)
+    assert len(raised.value.problems) == 1
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"])
+def test_a_template_that_cannot_be_read_is_one_clear_error(build_config, tmp_path, content):
+    path = tmp_path / "template.jinja"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"chat_template_path: .*cannot be read"):
+        read_chat_template(build_config(chat_template_path=str(path)))
+
+
+def test_model_options_that_do_not_touch_the_tokenizer_do_not_count(build_config):
+    ignored = {"dtype": "bfloat16", "attn_implementation": "eager"}
+    assert set(ignored) <= {field.name for field in dataclasses.fields(ModelConfig)}
+    assert key_of(build_config(**ignored)) == key_of(build_config())

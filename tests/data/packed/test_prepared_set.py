@@ -1,0 +1,402 @@
+"""The same inputs give the same set once; what cannot be trained on is refused with its place."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import io
+import json
+import multiprocessing
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from recipes_lib.data.chat.encoder import RowEncoder
+from recipes_lib.data.packed import prepared_set as module
+from recipes_lib.data.packed import store
+from recipes_lib.data.packed.prepared_set import find_root, main, prepare, prepare_once, render_summary
+from recipes_lib.data.packed.store import find_set
+from recipes_lib.data.sources.mixtures import load_train_data
+from recipes_lib.errors import ConfigError, DataError
+
+THINGS_A_NO_OP_DOES_NOT_IMPORT = {"torch", "transformers", "datasets", "tokenizers", "pyarrow"}
+
+
+@pytest.fixture
+def load_tokenizer(tiny_tokenizer):
+    """Hands out the tiny tokenizer and counts how often."""
+
+    def load(config):
+        load.calls += 1
+        return tiny_tokenizer
+
+    load.calls = 0
+    return load
+
+
+def documents(dataset) -> dict[int, list[tuple[list[int], list[bool]]]]:
+    """Documents of a prepared split by row id."""
+    found: dict[int, list[tuple[list[int], list[bool]]]] = {}
+    for pack in dataset:
+        ends = np.cumsum(pack["seq_lengths"])[:-1]
+        ids, masks = np.split(pack["input_ids"], ends), np.split(pack["loss_mask"], ends)
+        for row_id, tokens, mask in zip(pack["row_ids"], ids, masks, strict=True):
+            found.setdefault(int(row_id), []).append((tokens.tolist(), mask.tolist()))
+    return found
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_set_holds_every_row_as_the_encoder_gives_it(build_config, load_tokenizer, tiny_tokenizer, packing):
+    config = build_config(packing=packing)
+    prepared = prepare(config, load_tokenizer)
+    expected = RowEncoder(tiny_tokenizer).encode(list(load_train_data(config.data).rows()))
+    assert documents(prepared.train) == {
+        row_id: [(row.input_ids.tolist(), row.loss_mask.tolist())] for row_id, row in enumerate(expected)
+    }
+    assert prepared.eval is None
+    capacity = prepared.manifest["max_length"]
+    assert all(len(pack["input_ids"]) <= capacity for pack in prepared.train)
+    assert len(prepared.train) < 40 if packing else len(prepared.train) == 40
+
+
+def test_a_second_call_tokenises_nothing_and_loads_no_tokenizer(build_config, load_tokenizer):
+    first = prepare(build_config(), load_tokenizer)
+    before = RowEncoder.num_tokenized_rows
+    second = prepare(build_config(), load_tokenizer)
+    assert load_tokenizer.calls == 1
+    assert RowEncoder.num_tokenized_rows == before
+    assert (first.is_new, second.is_new) == (True, False)
+    assert (second.path, second.key, second.manifest) == (first.path, first.key, first.manifest)
+
+
+def test_a_second_process_imports_nothing_heavy(build_config, load_tokenizer):
+    config = build_config(test_split_size=5)
+    prepare(config, load_tokenizer)
+    program = """
+import json, sys
+from recipes_lib.config.schema import SECTIONS, RecipeConfig
+from recipes_lib.data.packed.prepared_set import prepare, render_summary
+values = json.loads(sys.argv[1])
+sections = {name: section(**values[name]) for name, section in SECTIONS.items()}
+prepared = prepare(RecipeConfig(stage="sft", path=None, training=values["training"], **sections), None)
+assert not prepared.is_new
+render_summary(prepared)
+print(json.dumps(sorted(sys.modules)))
+"""
+    command = [sys.executable, "-c", program, json.dumps(dataclasses.asdict(config))]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert not THINGS_A_NO_OP_DOES_NOT_IMPORT & set(json.loads(done.stdout))
+
+
+def prepare_in(root: str, config, load) -> None:
+    prepare(dataclasses.replace(config, tokens=dataclasses.replace(config.tokens, prepared_dir=root)), load)
+
+
+@pytest.mark.multiprocess
+def test_two_processes_give_the_same_key_and_the_same_bytes(build_config, load_tokenizer, tmp_path):
+    config = build_config(test_split_size=0.2, seed=3)
+    context = multiprocessing.get_context("fork")
+    roots = [str(tmp_path / name) for name in ("one", "two")]
+    processes = [context.Process(target=prepare_in, args=(root, config, load_tokenizer)) for root in roots]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    one, two = ([path for path in Path(root).iterdir() if path.is_dir()] for root in roots)
+    assert len(one) == len(two) == 1
+    assert one[0].name == two[0].name
+    assert contents(one[0]) == contents(two[0])
+
+
+def test_who_comes_second_waits_and_tokenises_nothing(build_config, load_tokenizer, tiny_tokenizer):
+    config, results = build_config(), []
+    entered, release = threading.Event(), threading.Event()
+
+    def load_slowly(config):
+        entered.set()
+        release.wait()
+        return tiny_tokenizer
+
+    first = threading.Thread(target=lambda: results.append(prepare(config, load_slowly)))
+    second = threading.Thread(target=lambda: results.append(prepare(config, load_tokenizer)))
+    first.start()
+    entered.wait()
+    second.start()
+    release.set()
+    first.join()
+    second.join()
+    assert sorted(result.is_new for result in results) == [False, True]
+    assert load_tokenizer.calls == 0
+
+
+def test_other_ranks_wait_for_the_first_and_load_nothing(build_config, load_tokenizer, monkeypatch):
+    monkeypatch.setattr(module, "_POLL_SECONDS", 0.001)
+    config, results = build_config(), []
+    other = threading.Thread(target=lambda: results.append(prepare_once(config, None, local_rank=1)))
+    other.start()
+    first = prepare_once(config, load_tokenizer, local_rank=0)
+    other.join()
+    assert [(result.path, result.is_new) for result in results] == [(first.path, False)]
+
+
+def test_other_ranks_give_up_when_the_first_one_did(build_config, monkeypatch):
+    monkeypatch.setattr(module, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(module, "_SECONDS_TO_START", 0.01)
+    with pytest.raises(DataError, match="first process of this node"):
+        prepare_once(build_config(), None, local_rank=3)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """No file locks, and a clock on which a hundred seconds pass whenever somebody waits for a set."""
+
+    class Clock:
+        seconds = 0.0
+
+        def monotonic(self):
+            return self.seconds
+
+        def sleep(self, _):
+            self.seconds += 100
+
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(store.fcntl, "flock", refuse)
+    monkeypatch.setattr(store, "_BEAT_SECONDS", 0.001)
+    monkeypatch.setattr(module, "time", Clock())
+    return module.time
+
+
+def test_without_locks_other_ranks_wait_for_as_long_as_the_first_one_is_at_work(
+    build_config, load_tokenizer, monkeypatch, clock
+):
+    """Twenty minutes of tokenising, in which nothing is written."""
+    config, (root, key, *_) = build_config(), module.identify_set(build_config())
+    begun, enough, made = threading.Event(), threading.Event(), threading.Event()
+
+    def sleep(seconds, pass_time=clock.sleep):
+        seen = store.read_beat(root, key)
+        while store.read_beat(root, key) == seen and not made.wait(0.001):
+            pass
+        pass_time(seconds)
+        if clock.seconds == 1200:
+            enough.set()
+            made.wait(60)
+
+    def tokenise_for_long(_):
+        begun.set()
+        enough.wait(60)
+        return load_tokenizer(config)
+
+    def prepare_first():
+        prepare_once(config, tokenise_for_long, local_rank=0)
+        made.set()
+
+    monkeypatch.setattr(clock, "sleep", sleep)
+    thread = threading.Thread(target=prepare_first)
+    thread.start()
+    try:
+        begun.wait(60)
+        assert prepare_once(config, None, local_rank=1).key == key
+    finally:
+        enough.set()
+        thread.join()
+    assert clock.seconds == 1200
+
+
+def test_without_locks_a_first_process_that_died_is_noticed_and_the_words_say_so(build_config, clock):
+    root, key, *_ = module.identify_set(build_config())
+    with store.hold_lock(root, key):
+        pass
+    with pytest.raises(DataError, match=r"first process .* nor shown for 120 s .*files cannot be locked there"):
+        prepare_once(build_config(), None, local_rank=3)
+
+
+def test_a_damaged_set_is_made_again(build_config, load_tokenizer):
+    prepared = prepare(build_config(), load_tokenizer)
+    before = contents(prepared.path)
+    (prepared.path / "train/data.arrow").write_bytes(b"")
+    again = prepare(build_config(), load_tokenizer)
+    assert again.is_new
+    assert contents(again.path) == before
+
+
+def test_a_failed_preparation_leaves_no_set(build_config, load_tokenizer, monkeypatch):
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "write_set", fail)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(build_config(), load_tokenizer)
+    prepared = prepare(build_config(), load_tokenizer)
+    assert prepared.is_new
+    assert find_set(prepared.path.parent, prepared.key, check_bytes=True)
+
+
+def test_max_length_is_derived_from_the_longest_row_of_either_side(
+    build_config, load_tokenizer, write_rows, make_chats
+):
+    held_out = make_chats(3, start=100)
+    held_out[1]["messages"][1]["content"] = "word " * 70
+    path = write_rows("held_out.jsonl", held_out)
+    prepared = prepare(build_config(dataset_test_split=str(path)), load_tokenizer)
+    longest = max(len(tokens) for rows in documents(prepared.eval).values() for tokens, _ in rows)
+    assert prepared.manifest["max_length_is_derived"]
+    assert prepared.manifest["max_length"] % 64 == 0
+    assert prepared.manifest["max_length"] - 64 < longest <= prepared.manifest["max_length"]
+    assert prepared.manifest["eval"]["length_max"] == longest
+
+
+def test_a_given_max_length_is_kept(build_config, load_tokenizer):
+    prepared = prepare(build_config(max_length=100), load_tokenizer)
+    assert (prepared.manifest["max_length"], prepared.manifest["max_length_is_derived"]) == (100, False)
+
+
+def test_overlong_rows_are_one_problem_with_the_first_the_longest_and_their_count(build_config, load_tokenizer):
+    config = build_config(max_length=30)
+    lengths = [len(row.input_ids) for row in RowEncoder(load_tokenizer(None)).encode(list(rows_of(config)))]
+    with pytest.raises(DataError) as raised:
+        prepare(config, load_tokenizer)
+    expected = [(line, length) for line, length in enumerate(lengths, start=1) if length > 30]
+    (problem,) = raised.value.problems
+    (first, length), worst = expected[0], max(expected, key=lambda row: row[1])
+    assert (problem.where, problem.size) == (f"{config.data.dataset_name}:{first}", length)
+    assert problem.found.startswith(
+        f"{length} tokens, max_length is 30; so in {len(expected)} of 40 rows ({len(expected) / 40:.1%}), next "
+    )
+    assert problem.found.endswith(
+        f"the worst is {config.data.dataset_name}:{worst[0]}: {worst[1]} tokens, max_length is 30"
+    )
+
+
+def rows_of(config):
+    return load_train_data(config.data).rows()
+
+
+def test_a_cut_beyond_the_largest_share_is_refused_and_without_one_it_is_counted(build_config, load_tokenizer):
+    with pytest.raises(DataError, match=r"max_truncated_fraction is 0\.01"):
+        prepare(build_config(max_length=45, overlong="truncate", max_truncated_fraction=0.01), load_tokenizer)
+    prepared = prepare(build_config(max_length=45, overlong="truncate"), load_tokenizer)
+    assert [finding["severity"] for finding in prepared.manifest["findings"]] == ["warning", "ok", "ok", "ok"]
+    assert "rows longer than max_length" in prepared.manifest["findings"][0]["found"]
+    cut = prepared.manifest["train"]["cut"]
+    kept = sum(sum(mask[1:]) for rows in documents(prepared.train).values() for _, mask in rows)
+    assert cut["num_targets"] - cut["num_lost_targets"] == kept == prepared.manifest["train"]["num_target_tokens"]
+    assert cut["num_overlong"] > 0
+    assert all(len(tokens) <= 45 for rows in documents(prepared.train).values() for tokens, _ in rows)
+
+
+@pytest.mark.parametrize("overlong", ["drop", "split"])
+def test_rows_are_dropped_or_split_as_asked(build_config, load_tokenizer, overlong):
+    config = build_config(max_length=45, overlong=overlong, max_truncated_fraction=1.0)
+    found = documents(prepare(config, load_tokenizer).train)
+    lengths = [len(row.input_ids) for row in RowEncoder(load_tokenizer(None)).encode(list(rows_of(config)))]
+    if overlong == "drop":
+        assert sorted(found) == [row_id for row_id, length in enumerate(lengths) if length <= 45]
+    else:
+        assert any(len(pieces) > 1 for pieces in found.values())
+        assert all(any(mask) for pieces in found.values() for _, mask in pieces)
+
+
+def test_held_out_rows_are_in_one_split_only_and_follow_the_seed(build_config, load_tokenizer):
+    sides = []
+    for seed in (1, 1, 2):
+        prepared = prepare(build_config(test_split_size=8, seed=seed), load_tokenizer)
+        sides.append((sorted(documents(prepared.train)), sorted(documents(prepared.eval))))
+    for train, held_out in sides:
+        assert len(held_out) == 8
+        assert sorted(train + held_out) == list(range(40))
+    assert sides[0] == sides[1] != sides[2]
+
+
+def test_a_seed_that_decides_nothing_makes_no_second_set(build_config, load_tokenizer):
+    first, second = (prepare(build_config(seed=seed), load_tokenizer) for seed in (1, 2))
+    assert first.path == second.path
+
+
+def test_training_rows_that_are_held_out_too_are_refused_unless_allowed(
+    build_config, load_tokenizer, write_rows, make_chats
+):
+    path = write_rows("held_out.jsonl", make_chats(2, start=39))
+    with pytest.raises(DataError, match="1 training rows are held-out rows too") as raised:
+        prepare(build_config(dataset_test_split=str(path)), load_tokenizer)
+    assert "train.jsonl:40" in str(raised.value)
+    assert "held_out.jsonl:1" in str(raised.value)
+    prepared = prepare(build_config(dataset_test_split=str(path), allow_eval_overlap=True), load_tokenizer)
+    assert prepared.manifest["eval"]["num_rows"] == 2
+
+
+def test_broken_rows_of_both_sides_are_told_at_once(build_config, load_tokenizer, write_rows, make_chats):
+    train, held_out = make_chats(5), make_chats(5, start=50)
+    train[1]["messages"], held_out[3]["messages"] = [], []
+    config = build_config(
+        dataset_name=str(write_rows("a.jsonl", train)), dataset_test_split=str(write_rows("b.jsonl", held_out))
+    )
+    with pytest.raises(DataError) as raised:
+        prepare(config, load_tokenizer)
+    assert [Path(problem.where).name for problem in raised.value.problems] == ["a.jsonl:2", "b.jsonl:4"]
+
+
+def test_streamed_data_are_not_prepared(build_config, load_tokenizer):
+    with pytest.raises(ConfigError, match="dataset_streaming"):
+        prepare(build_config(dataset_streaming=True), load_tokenizer)
+
+
+@pytest.mark.parametrize("overlong", ["truncate", "drop", "split"])
+def test_a_set_of_which_nothing_is_left_is_refused_whatever_is_accepted(build_config, load_tokenizer, overlong):
+    config = build_config(max_length=2, overlong=overlong, max_truncated_fraction=1.0, loss_on="last_assistant")
+    if overlong == "split":
+        config = build_config(max_length=1, overlong=overlong, max_truncated_fraction=1.0)
+    with pytest.raises(DataError, match="no row is left"):
+        prepare(config, load_tokenizer)
+
+
+def test_sets_are_kept_where_the_run_says(build_config, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find_root(build_config(prepared_dir=None)) == tmp_path / ".cache/recipes_lib/prepared"
+    assert find_root(build_config(prepared_dir="~/sets")) == tmp_path / "sets"
+    assert find_root(build_config(prepared_dir="~cachedir/x")) == Path("~cachedir/x")
+
+
+def test_the_summary_names_the_figures_of_both_sides(build_config, load_tokenizer):
+    prepared = prepare(build_config(test_split_size=5), load_tokenizer)
+    out = io.StringIO()
+    Console(file=out, width=160).print(render_summary(prepared))
+    text = out.getvalue()
+    for split in ("train", "eval"):
+        audit = prepared.manifest[split]
+        for figure in (audit["num_rows"], audit["num_packed_tokens"], audit["num_packs"]):
+            assert f"{figure:,}" in text
+    assert "derived" in text
+
+
+def test_the_command_prepares_then_says_that_nothing_is_to_do(build_config, load_tokenizer, capsys, tmp_path):
+    options = build_config()
+    argv = [
+        *("--model_name_or_path", options.model.model_name_or_path),
+        *("--dataset_name", options.data.dataset_name),
+        *("--prepared_dir", str(tmp_path / "prepared")),
+        *("--output_dir", str(tmp_path / "out")),
+    ]
+    main("sft", argv, load_tokenizer)
+    first = capsys.readouterr().out
+    main("sft", argv, load_tokenizer)
+    second = capsys.readouterr().out
+    assert "prepared in" in first
+    assert "nothing to do" in second
+    assert load_tokenizer.calls == 1
+    (folder,) = (path for path in (tmp_path / "prepared").iterdir() if path.is_dir())
+    assert str(folder) in first
+    assert str(folder) in second

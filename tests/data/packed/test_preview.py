@@ -1,0 +1,196 @@
+"""The preview shows every token of a row, marked by its mask, and no text of the data can break out of it."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from recipes_lib.config.loader import load_config
+from recipes_lib.data.chat.encoder import RowEncoder
+from recipes_lib.data.packed.packing import Examples, build_examples
+from recipes_lib.data.packed.preview import (
+    Piece,
+    PreviewRow,
+    build_preview,
+    compute_pieces,
+    main,
+    render_html,
+    render_text,
+)
+from recipes_lib.data.sources.mixtures import load_train_data
+from recipes_lib.data.sources.rows import EncodedRow
+from recipes_lib.errors import ConfigError
+
+TEXTS = ["The capital is Paris.", " two  spaces\nand\ta tab", "naïve café", "<script>alert(1)</script> & \"x\" 'y'"]
+
+
+def example_of(tokenizer, text: str, targets: slice = slice(None)) -> Examples:
+    ids = tokenizer(text)["input_ids"]
+    mask = np.zeros(len(ids), np.bool_)
+    mask[targets] = True
+    return build_examples([EncodedRow(np.array(ids, np.uint32), mask)], [0])
+
+
+def row_of(tokenizer, text: str, targets: slice = slice(None)) -> PreviewRow:
+    return PreviewRow("train.jsonl:1", compute_pieces(tokenizer, example_of(tokenizer, text, targets)))
+
+
+class Spans(HTMLParser):
+    """Collects tags, and the text and attributes of the spans inside ``pre``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.spans: list[tuple[dict[str, str | None], str]] = []
+        self._inside = False
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        self._inside = self._inside or tag == "pre"
+        if self._inside and tag == "span":
+            self.spans.append((dict(attributes), ""))
+
+    def handle_endtag(self, tag):
+        self._inside = self._inside and tag != "pre"
+
+    def handle_data(self, data):
+        if self._inside and self.spans:
+            attributes, text = self.spans[-1]
+            self.spans[-1] = (attributes, text + data)
+
+
+def test_a_token_that_is_markup_is_escaped():
+    text = '<script src="x">&</script>'
+    page = render_html("title", [PreviewRow("a", [Piece(text, 1, False, True)])])
+    parser = Spans()
+    parser.feed(page)
+    assert [shown for _, shown in parser.spans] == [text]
+    assert "script" not in parser.tags
+
+
+@pytest.mark.parametrize("text", TEXTS[:2] + TEXTS[3:])
+def test_pieces_join_to_the_text_with_white_space_shown(tiny_tokenizer, text):
+    joined = "".join(piece.text for piece in row_of(tiny_tokenizer, text).pieces)
+    assert joined == text.replace(" ", "·").replace("\n", "↵\n").replace("\t", "⇥")
+
+
+def test_parts_of_a_character_show_as_the_tokenizer_spells_them(tiny_tokenizer):
+    pieces = row_of(tiny_tokenizer, "x\N{GRINNING FACE}y").pieces
+    assert pieces[0].text == "x"
+    assert pieces[-1].text == "y"
+    assert len(pieces) > 3
+    for piece in pieces[1:-1]:
+        assert piece.text == tiny_tokenizer.convert_ids_to_tokens(piece.token_id)
+
+
+def test_targets_are_those_of_the_mask_and_never_the_first_token(tiny_tokenizer):
+    example = example_of(tiny_tokenizer, TEXTS[0])
+    flags = [piece.is_target for piece in compute_pieces(tiny_tokenizer, example)]
+    assert flags == [False] + [True] * (len(flags) - 1)
+
+
+def test_special_tokens_are_marked(tiny_tokenizer):
+    pieces = row_of(tiny_tokenizer, "<|im_start|>user").pieces
+    assert pieces[0].is_special
+    assert pieces[0].text == "<|im_start|>"
+    assert not pieces[1].is_special
+
+
+@pytest.fixture
+def show(build_config, tiny_tokenizer, tmp_path):
+    config = build_config()
+
+    def run(*flags):
+        keys = {"model_name_or_path": config.model.model_name_or_path, "dataset_name": config.data.dataset_name}
+        argv = [*flags, *(f"--{key}={value}" for key, value in keys.items()), f"--output_dir={tmp_path / 'out'}"]
+        main("sft", argv, lambda config: tiny_tokenizer)
+
+    return run
+
+
+def test_the_command_shows_the_first_rows_and_writes_the_page(show, build_config, tiny_tokenizer, capsys, tmp_path):
+    page = tmp_path / "page.html"
+    show("--rows", "2", "--html", str(page))
+    out = "".join(capsys.readouterr().out.split())
+    expected = build_preview(build_config(), tiny_tokenizer, 2)
+    assert len(expected) == 2
+    for row in expected:
+        assert "".join(row.title.split()) in out
+        assert html.escape(row.title) in page.read_text()
+    assert "train.jsonl:3" not in out
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_a_preview_of_no_rows_is_refused(show, count):
+    with pytest.raises(ConfigError, match=f"--rows: {count} rows cannot be shown"):
+        show(f"--rows={count}")
+
+
+def test_the_page_goes_into_a_new_folder_or_is_refused_by_name(show, tmp_path):
+    show("--html", str(tmp_path / "new" / "folder" / "page.html"))
+    assert (tmp_path / "new" / "folder" / "page.html").read_text().startswith("<!doctype html>")
+    for place in (tmp_path / "new", tmp_path / "train.jsonl" / "page.html"):
+        with pytest.raises(ConfigError, match="cannot be written") as caught:
+            show("--html", str(place))
+        assert caught.value.problems[0].where == str(place)
+
+
+def test_the_preview_is_what_the_encoder_gives(build_config, tiny_tokenizer):
+    config = build_config()
+    (row,) = build_preview(config, tiny_tokenizer, 1)
+    (encoded,) = RowEncoder(tiny_tokenizer).encode(list(load_train_data(config.data).rows())[:1])
+    assert [piece.token_id for piece in row.pieces] == encoded.input_ids.tolist()
+    assert [piece.is_target for piece in row.pieces] == encoded.loss_mask.tolist()
+
+
+@pytest.mark.parametrize("character", ["\x1b", "\u202e", "\u200b", "\x07", "\u2028"])
+def test_control_and_invisible_characters_are_written_out(tiny_tokenizer, character):
+    row = row_of(tiny_tokenizer, f"a{character}b")
+    assert character not in render_text(row).plain
+    assert character not in render_html("x", [row])
+
+
+def test_the_terminal_text_has_every_piece_with_its_style(tiny_tokenizer):
+    row = row_of(tiny_tokenizer, TEXTS[0], slice(3, None))
+    text = render_text(row)
+    assert text.plain == row.title + "\n" + "".join(piece.text for piece in row.pieces)
+    assert row.title == f"train.jsonl:1: {len(row.pieces)} tokens, {len(row.pieces) - 3} trained on"
+    spans = text.spans[-len(row.pieces) :]
+    assert ["green" in str(span.style) for span in spans] == [piece.is_target for piece in row.pieces]
+
+
+def test_the_page_has_every_token_with_its_id_and_mask_and_loads_nothing(tiny_tokenizer):
+    rows = [row_of(tiny_tokenizer, text, slice(2, None)) for text in TEXTS]
+    page = render_html("gold & <b>", rows)
+    parser = Spans()
+    parser.feed(page)
+    pieces = [piece for row in rows for piece in row.pieces]
+    assert [text for _, text in parser.spans] == [piece.text for piece in pieces]
+    assert [attributes["title"] for attributes, _ in parser.spans] == [str(piece.token_id) for piece in pieces]
+    assert ["target" in (attributes["class"] or "").split() for attributes, _ in parser.spans] == [
+        piece.is_target for piece in pieces
+    ]
+    assert not parser.tags & {"script", "img", "link", "iframe", "b"}
+    assert not re.search(r"https?://|url\(|@import", page)
+    assert html.escape("gold & <b>") in page
+
+
+@pytest.mark.parametrize("stage", ["reward", "dpo"])
+def test_both_answers_of_a_pair_are_shown_behind_their_prompt(tmp_path, tiny_tokenizer, tiny_tokenizer_dir, stage):
+    data = tmp_path / "pairs.jsonl"
+    data.write_text(json.dumps({"prompt": "2 and 2?", "chosen": " 4", "rejected": " 22"}) + "\n")
+    config = load_config(
+        stage,
+        [f"--model_name_or_path={tiny_tokenizer_dir}", f"--dataset_name={data}", f"--output_dir={tmp_path / 'out'}"],
+    )
+    chosen, rejected = build_preview(config, tiny_tokenizer, 3)
+    assert [row.where.rpartition(", ")[2] for row in (chosen, rejected)] == ["chosen", "rejected"]
+    for row, answer in ((chosen, "·4"), (rejected, "·22")):
+        read = "".join(piece.text for piece in row.pieces if not piece.is_target)
+        scored = "".join(piece.text for piece in row.pieces if piece.is_target)
+        assert (read, scored) == ("2·and·2?", f"{answer}<|endoftext|>")

@@ -1,0 +1,140 @@
+"""A stream gives the packs that ``prepare`` gives, in an order that the seed and the epoch decide and nothing else."""
+
+from __future__ import annotations
+
+import datasets
+import pytest
+import torch
+from accelerate import skip_first_batches
+from torch.utils.data import DataLoader
+
+from recipes_lib.data.packed import encoding
+from recipes_lib.data.packed import training_data as streaming
+from recipes_lib.data.packed.collators import PackedCollator
+from recipes_lib.data.packed.prepared_set import prepare
+from recipes_lib.data.packed.training_data import audit_first_window, build_train_stream, read_eval_packs
+from recipes_lib.errors import ConfigError, DataError
+
+ROWS_PER_WINDOW = 15
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch):
+    for module in (encoding, streaming):
+        monkeypatch.setattr(module, "ROWS_PER_CHUNK", ROWS_PER_WINDOW)
+
+
+@pytest.fixture
+def config(build_config):
+    return build_config(max_length=128, dataset_streaming=True)
+
+
+def listed(packs) -> list[dict[str, list]]:
+    return [{name: pack[name].tolist() for name in pack} for pack in packs]
+
+
+def row_ids(packs) -> list[int]:
+    return [int(row_id) for pack in packs for row_id in pack["row_ids"]]
+
+
+def test_every_row_comes_once_and_windows_come_in_order(config, tiny_tokenizer):
+    ids = row_ids(build_train_stream(config, tiny_tokenizer))
+    assert sorted(ids) == list(range(40))
+    assert [number // ROWS_PER_WINDOW for number in ids] == sorted(number // ROWS_PER_WINDOW for number in range(40))
+
+
+def test_one_window_holds_the_packs_of_the_prepared_set(build_config, tiny_tokenizer, monkeypatch):
+    for module in (encoding, streaming):
+        monkeypatch.setattr(module, "ROWS_PER_CHUNK", 1000)
+    prepared = prepare(build_config(max_length=128), lambda config: tiny_tokenizer)
+    stream = build_train_stream(build_config(max_length=128, dataset_streaming=True), tiny_tokenizer)
+    assert sorted(map(str, listed(stream))) == sorted(map(str, listed(prepared.train)))
+    assert listed(stream) != listed(prepared.train), "the window is not shuffled"
+
+
+def test_the_order_follows_seed_and_epoch_and_nothing_else(build_config, tiny_tokenizer):
+    def order(seed: int, epoch: int) -> list[int]:
+        stream = build_train_stream(build_config(max_length=128, dataset_streaming=True, seed=seed), tiny_tokenizer)
+        stream.set_epoch(epoch)
+        first = row_ids(stream)
+        assert row_ids(stream) == first
+        return first
+
+    orders = {(seed, epoch): order(seed, epoch) for seed in (0, 1) for epoch in (0, 1, 2)}
+    assert len({tuple(found) for found in orders.values()}) == len(orders)
+    assert order(1, 2) == orders[1, 2]
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("num_seen", [1, 4, 7])
+def test_going_on_from_a_state_gives_the_rest(config, tiny_tokenizer, epoch, num_seen):
+    stream = build_train_stream(config, tiny_tokenizer)
+    stream.set_epoch(epoch)
+    packs = iter(stream)
+    for _ in range(num_seen):
+        next(packs)
+    state = stream.state_dict()
+    again = build_train_stream(config, tiny_tokenizer)
+    again.set_epoch(epoch)
+    again.load_state_dict(state)
+    assert listed(again) == listed(packs)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_skipping_batches_gives_the_rest_as_the_trainer_resumes(config, tiny_tokenizer, num_workers):
+    def load() -> DataLoader:
+        stream = build_train_stream(config, tiny_tokenizer)
+        stream.set_epoch(1)
+        collator = PackedCollator(pad_token_id=tiny_tokenizer.pad_token_id)
+        return DataLoader(stream, batch_size=2, collate_fn=collator, num_workers=num_workers)
+
+    whole = [batch["input_ids"] for batch in load()]
+    rest = [batch["input_ids"] for batch in skip_first_batches(load(), 2)]
+    assert len(rest) == len(whole) - 2 > 0
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(rest, whole[2:], strict=True))
+
+
+def test_it_is_what_trl_takes(config, tiny_tokenizer):
+    assert isinstance(build_train_stream(config, tiny_tokenizer), datasets.IterableDataset)
+
+
+def test_held_out_rows_come_in_order_and_are_refused_in_training(build_config, write_rows, make_chats, tiny_tokenizer):
+    def build(start: int, **options):
+        path = write_rows(f"held_out_{start}.jsonl", make_chats(20, start=start))
+        return build_config(max_length=128, dataset_streaming=True, dataset_test_split=str(path), **options)
+
+    apart, shared = build(100), build(30)
+    assert sorted(row_ids(read_eval_packs(apart, tiny_tokenizer))) == list(range(20))
+    assert sorted(row_ids(build_train_stream(apart, tiny_tokenizer))) == list(range(40))
+    with pytest.raises(DataError, match=r"held-out rows too: .*train\.jsonl:31 = .*held_out_30\.jsonl:1"):
+        list(build_train_stream(shared, tiny_tokenizer))
+    allowed = build(30, allow_eval_overlap=True)
+    assert len(row_ids(build_train_stream(allowed, tiny_tokenizer))) == 40
+
+
+def test_nothing_held_out_gives_no_stream(config, tiny_tokenizer):
+    assert read_eval_packs(config, tiny_tokenizer) is None
+
+
+def test_what_needs_the_whole_stream_is_refused_together(build_config, tiny_tokenizer):
+    config = build_config(dataset_streaming=True, test_split_size=0.1)
+    with pytest.raises(ConfigError) as raised:
+        build_train_stream(config, tiny_tokenizer)
+    assert [problem.where for problem in raised.value.problems] == ["max_length", "test_split_size"]
+
+
+def test_overlong_rows_are_named_or_cut_as_asked(build_config, tiny_tokenizer):
+    with pytest.raises(DataError, match=r"train.jsonl:5: \d+ tokens, max_length is 55"):
+        list(build_train_stream(build_config(max_length=55, dataset_streaming=True), tiny_tokenizer))
+    cut = build_config(max_length=55, dataset_streaming=True, overlong="truncate", max_truncated_fraction=0.5)
+    assert max(len(pack["input_ids"]) for pack in build_train_stream(cut, tiny_tokenizer)) <= 55
+    strict = build_config(max_length=40, dataset_streaming=True, overlong="truncate", max_truncated_fraction=0)
+    with pytest.raises(DataError, match="max_truncated_fraction"):
+        list(build_train_stream(strict, tiny_tokenizer))
+
+
+def test_the_first_window_is_audited_by_the_same_functions(config, tiny_tokenizer):
+    packed = audit_first_window(config, tiny_tokenizer)
+    assert packed.audit.num_rows == ROWS_PER_WINDOW
+    assert packed.audit.stop_fraction == 1
+    assert all(finding.severity == "ok" for finding in packed.findings)

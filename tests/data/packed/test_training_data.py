@@ -1,0 +1,79 @@
+"""Prepared or streamed, a run gets the same kind of data."""
+
+import json
+from dataclasses import replace
+
+import datasets
+import pytest
+from transformers import AutoTokenizer
+
+from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
+from recipes_lib.data.packed.training_data import load_training_data
+from recipes_lib.errors import ConfigError
+
+
+@pytest.fixture
+def config(tmp_path, tiny_model_dir):
+    for name, numbers in (("train", range(30)), ("eval", range(30, 36))):
+        rows = (
+            {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}, yes."}]}
+            for n in numbers
+        )
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return RecipeConfig(
+        stage="sft",
+        path=None,
+        data=DataConfig(dataset_name=str(tmp_path / "train.jsonl"), dataset_test_split=str(tmp_path / "eval.jsonl")),
+        tokens=TokensConfig(max_length=64, prepared_dir=str(tmp_path / "prepared")),
+        model=ModelConfig(model_name_or_path=str(tiny_model_dir)),
+        evaluation=EvaluationConfig(),
+        training={"output_dir": str(tmp_path / "out"), "max_steps": 2},
+    )
+
+
+def load(config):
+    return load_training_data(config, lambda c: AutoTokenizer.from_pretrained(c.model.model_name_or_path))
+
+
+def ids_of(packs):
+    return sorted(tuple(pack["input_ids"].tolist()) for pack in packs)
+
+
+def test_a_stream_trains_on_the_packs_that_would_have_been_prepared(config):
+    prepared = load(config)
+    streamed = load(replace(config, data=replace(config.data, dataset_streaming=True)))
+    assert isinstance(prepared.train, datasets.Dataset)
+    assert isinstance(streamed.train, datasets.IterableDataset)
+    assert ids_of(prepared.train) == ids_of(streamed.train)
+    assert (prepared.num_packs, streamed.num_packs) == (len(prepared.train), None)
+    assert prepared.audit.terminators == streamed.audit.terminators != []
+    assert prepared.max_length == streamed.max_length == 64
+
+
+def test_a_stream_without_a_length_is_refused(config):
+    data, tokens = replace(config.data, dataset_streaming=True), replace(config.tokens, max_length=None)
+    with pytest.raises(ConfigError, match="max_length"):
+        load(replace(config, data=data, tokens=tokens))
+
+
+def test_what_is_recorded_is_json(config):
+    for streaming in (False, True):
+        data = load(replace(config, data=replace(config.data, dataset_streaming=streaming)))
+        assert json.loads(json.dumps(data.record)) == data.record
+
+
+def test_held_out_rows_are_the_same_streamed_or_not_in_the_order_of_the_data(config):
+    prepared = load(config)
+    streamed = load(replace(config, data=replace(config.data, dataset_streaming=True)))
+    examples = [list(data.iterate_examples()) for data in (prepared, streamed)]
+    tokenizer = AutoTokenizer.from_pretrained(config.model.model_name_or_path)
+    for found in examples:
+        texts = [tokenizer.decode(ids) for ids, _ in found]
+        assert [text.split("?")[0].split("user\n")[1] for text in texts] == [str(number) for number in range(30, 36)]
+        assert all(mask.any() for _, mask in found)
+    for data in (prepared, streamed):
+        (packs,) = data.held_out.values()
+        assert sum(len(pack["input_ids"]) for pack in (packs[at] for at in range(len(packs)))) == sum(
+            len(ids) for ids, _ in examples[0]
+        )
+    assert prepared.typical_length == streamed.typical_length

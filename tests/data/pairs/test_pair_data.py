@@ -1,0 +1,90 @@
+"""A run that compares answers gets its pairs, and who watches it what it needs to know of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from recipes_lib.config.schema import EvaluationConfig
+from recipes_lib.data.packed import prepared_set as prepare_module
+from recipes_lib.data.pairs.collator import PairCollator
+from recipes_lib.data.pairs.pair_data import load_pair_data
+from recipes_lib.errors import DataError
+from recipes_lib.training.evaluation.sample_prompts import build_prompts
+
+
+def make_rows(num_rows: int, start: int = 0) -> list[dict[str, Any]]:
+    """Two pairs for each prompt."""
+    return [
+        {"prompt": f"Question {number // 2}:", "chosen": f" yes {number}", "rejected": " no" * (1 + number % 3)}
+        for number in range(start, start + num_rows)
+    ]
+
+
+@pytest.fixture
+def config(build_config, write_rows):
+    held_out = write_rows("held_out.jsonl", make_rows(6, start=100))
+    train = write_rows("train.jsonl", make_rows(20))
+    return build_config(dataset_name=str(train), dataset_test_split=str(held_out))
+
+
+def test_pairs_and_their_figures_are_loaded(config, tiny_tokenizer):
+    data = load_pair_data(config, lambda _: tiny_tokenizer)
+    assert (len(data.train), len(data.eval), list(data.held_out)) == (20, 6, ["held-out set"])
+    assert data.audit.num_pairs == 20
+    assert data.audit.terminators == [tiny_tokenizer.eos_token_id]
+    lengths = sorted(len(r["prompt_ids"]) + max(len(r["chosen_ids"]), len(r["rejected_ids"])) for r in data.train)
+    assert lengths[9] <= data.typical_length <= lengths[10]
+    assert data.max_length == 64
+    assert {finding.severity for finding in data.findings} == {"ok"}
+    assert json.loads(json.dumps(data.record)) == data.record
+    assert data.record["train"]["num_prompts"] == 10
+
+
+def test_the_pairs_go_straight_into_a_batch(config, tiny_tokenizer):
+    data = load_pair_data(config, lambda _: tiny_tokenizer)
+    batch = PairCollator(pad_token_id=0)([data.train[at] for at in (3, 0, 7)])
+    spoken = batch["targets"][batch["sequence_ids"] == 2]
+    assert tiny_tokenizer.decode(spoken) == " yes 0<|endoftext|>"
+    assert torch.equal(batch["num_completion_tokens"], batch["sequence_ids"].bincount())
+
+
+def test_each_held_out_prompt_is_an_example_once_with_its_chosen_answer(config, tiny_tokenizer):
+    data = load_pair_data(config, lambda _: tiny_tokenizer)
+    examples = list(data.iterate_examples())
+    assert len(examples) == 3
+    prompts = build_prompts(EvaluationConfig(num_sample_prompts=2), iter(examples), tiny_tokenizer, math.inf, print)
+    assert [(prompt.text, prompt.reference) for prompt in prompts] == [
+        ("Question 50:", " yes 100"),
+        ("Question 51:", " yes 102"),
+    ]
+    for ids, is_target in examples:
+        assert (ids.dtype, is_target.dtype, ids.shape) == (np.dtype(np.uint32), np.dtype(np.bool_), is_target.shape)
+
+
+def test_nothing_held_out_is_nothing_to_show(build_config, write_rows, tiny_tokenizer):
+    data = load_pair_data(build_config(dataset_name=str(write_rows(rows=make_rows(4)))), lambda _: tiny_tokenizer)
+    assert (data.eval, data.held_out, list(data.iterate_examples())) == (None, {}, [])
+
+
+def test_other_ranks_wait_for_the_first_and_load_nothing(config, tiny_tokenizer, monkeypatch):
+    monkeypatch.setattr(prepare_module, "_POLL_SECONDS", 0.001)
+    results = []
+    other = threading.Thread(target=lambda: results.append(load_pair_data(config, None, local_rank=1)))
+    other.start()
+    first = load_pair_data(config, lambda _: tiny_tokenizer, local_rank=0)
+    other.join()
+    assert [result.record for result in results] == [first.record]
+
+
+def test_other_ranks_give_up_when_the_first_one_did(config, monkeypatch):
+    monkeypatch.setattr(prepare_module, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(prepare_module, "_SECONDS_TO_START", 0.01)
+    with pytest.raises(DataError, match="first process of this node"):
+        load_pair_data(config, None, local_rank=3)

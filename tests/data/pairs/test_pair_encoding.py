@@ -1,0 +1,227 @@
+"""A pair is a prompt and the two answers that fine-tuning would train on behind it, or an error that names the row."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.data.chat_cases import CHATML_ENDS, answer, chat, plain, source, user
+from tests.data.templates.tokenizers import build_byte_level, build_metaspace
+from transformers import PreTrainedTokenizerFast
+
+from recipes_lib.data.chat.encoder import RowEncoder
+from recipes_lib.data.pairs.sets import EncodedPair, PairEncoder
+from recipes_lib.data.sources.rows import Row
+from recipes_lib.errors import DataError
+
+TEMPLATES = ["chatml", "index_loop", "macros", "marked", "no_prompt", "thinking", "bracketed", "plain"]
+TURNS = [user("hi"), answer("fine"), user("And you?")]
+contents = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1, max_size=20).filter(
+    lambda text: text.strip() == text and "<" not in text
+)
+
+
+def build(name: str) -> tuple[PairEncoder, PreTrainedTokenizerFast]:
+    tokenizer = build_byte_level(source(name), extra=CHATML_ENDS)
+    return PairEncoder(RowEncoder(tokenizer), tokenizer), tokenizer
+
+
+def pair_of(chosen: Any, rejected: Any, *prompt: Any, **options: Any) -> Row:
+    turns = prompt or TURNS
+    return chat(*turns, chosen, num_prompt_messages=len(turns), rejected=[rejected], **options)
+
+
+def text_pair(prompt: str, chosen: str, rejected: str) -> Row:
+    return replace(plain(prompt, chosen), rejected=rejected)
+
+
+def encode(encoder: PairEncoder, row: Row) -> EncodedPair:
+    (pair,) = encoder.encode([row])
+    return pair
+
+
+def refuse(encoder: PairEncoder, row: Row) -> str:
+    with pytest.raises(DataError) as refused:
+        encoder.encode([row])
+    assert [problem.where for problem in refused.value.problems] == ["train.jsonl:17"]
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "no_prompt"])
+@given(chosen=contents, rejected=contents)
+def test_prompt_and_answer_are_what_transformers_renders_and_tokenises(name: str, chosen: str, rejected: str) -> None:
+    encoder, tokenizer = build(name)
+    pair = encode(encoder, pair_of(answer(chosen), answer(rejected)))
+    prompt = tokenizer.apply_chat_template(TURNS, add_generation_prompt=True, return_dict=False)
+    assert pair.prompt_ids.tolist() == prompt
+    for content, ids in ((chosen, pair.chosen_ids), (rejected, pair.rejected_ids)):
+        full = tokenizer.apply_chat_template([*TURNS, answer(content)], return_dict=False)
+        assert full[: len(prompt) + len(ids)] == [*prompt, *ids.tolist()]
+        assert tokenizer.decode(full[len(prompt) + len(ids) :]).strip() == ""
+        end = tokenizer.convert_ids_to_tokens(int(ids[-1]))
+        assert end in ("<|im_end|>", "</s>")
+        assert tokenizer.decode(ids[:-1]).strip() == content
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_an_answer_is_what_fine_tuning_trains_on(name: str) -> None:
+    encoder, tokenizer = build(name)
+    row = pair_of(answer("<think>so</think>yes"), answer("no"))
+    pair = encode(encoder, row)
+    for ids, turn in ((pair.chosen_ids, row.messages[-1]), (pair.rejected_ids, row.rejected[0])):
+        (tuned,) = RowEncoder(tokenizer, loss_on="last_assistant").encode([chat(*TURNS, turn)])
+        assert tuned.input_ids[tuned.loss_mask].tolist() == ids.tolist()
+        assert np.flatnonzero(tuned.loss_mask)[0] == len(pair.prompt_ids)
+
+
+@pytest.mark.parametrize("build_tokenizer", [lambda: build_byte_level(""), lambda: build_metaspace(None)])
+def test_text_pairs_are_tokenised_as_prompt_and_completion_are(build_tokenizer: Any) -> None:
+    tokenizer = build_tokenizer()
+    pair = encode(PairEncoder(RowEncoder(tokenizer), tokenizer), text_pair("What is the", " capital of France", " sun"))
+    for ids, text in ((pair.chosen_ids, " capital of France"), (pair.rejected_ids, " sun")):
+        whole = tokenizer("What is the" + text).input_ids
+        assert [*pair.prompt_ids.tolist(), *ids.tolist()] == [*whole, tokenizer.eos_token_id]
+        assert ids.tolist().count(tokenizer.eos_token_id) == 1
+    assert pair.prompt_ids.tolist() == tokenizer("What is the").input_ids
+
+
+def test_an_answer_that_brings_its_end_gets_no_second_one() -> None:
+    encoder, tokenizer = build("chatml")
+    with_end, without = (encode(encoder, text_pair("2 + 2 =", f" 4{end}", " 5")) for end in ("</s>", ""))
+    assert with_end.chosen_ids.tolist() == without.chosen_ids.tolist()
+    assert with_end.chosen_ids.tolist().count(tokenizer.eos_token_id) == 1
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pair_of(answer("4<|im_end|>"), answer("5")), pair_of(answer("4"), answer("5<|im_end|>"))],
+    ids=["chosen", "rejected"],
+)
+def test_an_answer_that_brings_a_second_end_is_refused(row: Row) -> None:
+    assert "message 3 is trained on and spells the end token '<|im_end|>'" in refuse(build("chatml")[0], row)
+
+
+def test_a_text_that_brings_two_ends_is_refused() -> None:
+    message = refuse(build("chatml")[0], text_pair("2 + 2 =", " 4", " 5</s></s>"))
+    assert "the answer is trained on and spells the end token '</s>'" in message
+
+
+def test_a_generation_prompt_that_the_turn_does_not_begin_with_is_refused() -> None:
+    encoder, tokenizer = build("prefill")
+    message = refuse(encoder, pair_of(answer("yes"), answer("no")))
+    assert "the prompt is not what `chosen` begins with" in message
+    assert "chat_template_path" in message
+    thought = answer("<think>\nso</think>yes")
+    pair = encode(encoder, pair_of(thought, answer("<think>\n</think>no")))
+    assert tokenizer.decode(pair.prompt_ids).endswith("<|im_start|>assistant\n<think>\n")
+    assert tokenizer.decode(pair.chosen_ids) == "so</think>yes<|im_end|>"
+    message = refuse(encoder, pair_of(thought, answer("no")))
+    assert "the prompt is not what `rejected` begins with" in message
+
+
+MARKED_WITH_A_GAP = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}{% endgeneration %} -- {% generation %}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED_LATE = MARKED_WITH_A_GAP.replace("{% generation %}{{ m", ">{% generation %}{{ m").replace(
+    "{% endgeneration %} -- {% generation %}", ""
+)
+
+
+@pytest.mark.parametrize("template", [MARKED_WITH_A_GAP, MARKED_LATE], ids=["gap", "late"])
+def test_targets_that_do_not_follow_the_prompt_in_one_piece_are_refused(template: str) -> None:
+    tokenizer = build_byte_level(template, extra=CHATML_ENDS)
+    message = refuse(PairEncoder(RowEncoder(tokenizer), tokenizer), pair_of(answer("yes"), answer("no")))
+    assert "not all that follows the generation prompt" in message
+    assert "{% generation %}" in message
+
+
+def test_white_space_that_one_token_would_share_with_the_answer_is_refused_once() -> None:
+    message = refuse(build("chatml")[0], text_pair("What is the ", "capital", "capital of France"))
+    assert "move the white space" in message
+
+
+def test_a_prompt_that_becomes_other_tokens_before_an_answer_is_refused() -> None:
+    """A tokenizer that reads ahead: alone, the prompt ends in other tokens than before the answer."""
+    _, tokenizer = build("chatml")
+    inner = RowEncoder(tokenizer)
+    ids = inner.encode_prompt(text_pair("2 + 2 =", " 4", " 5"))
+    inner.encode_prompt = lambda row: np.append(ids[:-1], ids[0])  # type: ignore[method-assign]
+    message = refuse(PairEncoder(inner, tokenizer), text_pair("2 + 2 =", " 4", " 5"))
+    assert f"after {len(ids) - 1} tokens" in message
+    assert "move the white space" in message
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        (
+            chat(user("a"), answer("b"), user("c"), answer("d"), num_prompt_messages=1, rejected=[answer("e")]),
+            "`chosen` has 3 messages",
+        ),
+        (
+            chat(user("a"), answer("b"), num_prompt_messages=1, rejected=[answer("e"), user("f")]),
+            "`rejected` has 2 messages",
+        ),
+    ],
+)
+def test_answers_of_several_turns_are_refused(row: Row, found: str) -> None:
+    message = refuse(build("chatml")[0], row)
+    assert found in message
+    assert "the first turn in which they differ" in message
+
+
+def test_a_pair_without_a_prompt_is_refused() -> None:
+    assert "no token from which" in refuse(build("chatml")[0], text_pair("", "4", "5"))
+
+
+def test_every_broken_row_of_a_chunk_is_told_at_once() -> None:
+    encoder, _ = build("chatml")
+    rows = [
+        pair_of(answer("4"), answer("5")),
+        pair_of(answer("4"), answer("half a \ud800 pair")),
+        chat(user("a"), answer("b"), num_prompt_messages=1, rejected=[answer("e"), user("f")]),
+    ]
+    rows = [replace(row, index=number) for number, row in enumerate(rows, start=1)]
+    with pytest.raises(DataError) as refused:
+        encoder.encode(rows)
+    assert sorted(problem.where for problem in refused.value.problems) == ["train.jsonl:2", "train.jsonl:3"]
+    rows = [replace(rows[0], index=index, messages=[*TURNS, answer("4<|im_end|>")]) for index in (5, 7)]
+    with pytest.raises(DataError) as refused:
+        encoder.encode([rows[0], pair_of(answer("4"), answer("5")), rows[1]])
+    assert [problem.where for problem in refused.value.problems] == ["train.jsonl:5", "train.jsonl:7"]
+
+
+def test_what_is_wrong_with_a_prompt_is_told_once() -> None:
+    encoder, _ = build("chatml")
+    row = pair_of(answer("4"), answer("5"), user("half a \ud800 pair"))
+    with pytest.raises(DataError) as refused:
+        encoder.encode([row])
+    assert len(refused.value.problems) == 1
+
+
+def test_template_variables_and_tools_reach_prompt_and_answers() -> None:
+    template = (
+        "{{ tools | length if tools else 0 }}{{ mood }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = build_byte_level(template, extra=CHATML_ENDS)
+    row = pair_of(answer("4"), answer("5"), template_kwargs={"mood": "calm"}, tools=[{"name": "add"}])
+    pair = encode(PairEncoder(RowEncoder(tokenizer), tokenizer), row)
+    assert tokenizer.decode(pair.prompt_ids).startswith("1calm<|im_start|>")
+
+
+def test_several_threads_may_share_an_encoder() -> None:
+    encoder, _ = build("chatml")
+    rows = [pair_of(answer(f"{number} yes"), answer(f"{number} no")) for number in range(20)]
+    expected = [[ids.tolist() for ids in pair[:3]] for pair in encoder.encode(rows)]
+    with ThreadPoolExecutor(4) as pool:
+        for pairs in pool.map(lambda _: encoder.encode(rows), range(8)):
+            assert [[ids.tolist() for ids in pair[:3]] for pair in pairs] == expected

@@ -1,0 +1,33 @@
+"""``recipes prepare`` for pairs says what it made, makes it once, and explains itself."""
+
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+from recipes_lib.data.pairs.pair_data import main
+
+
+@pytest.mark.parametrize("stage", ["reward", "dpo"])
+def test_pairs_are_prepared_once_and_told(tmp_path, tiny_tokenizer_dir, capsys, stage):
+    rows = [{"prompt": f"{n} and {n}?", "chosen": f" {2 * n}", "rejected": f" {n} " * 3} for n in range(6)]
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = [
+        f"--model_name_or_path={tiny_tokenizer_dir}",
+        f"--dataset_name={data}",
+        f"--output_dir={tmp_path / 'out'}",
+        f"--prepared_dir={tmp_path / 'prepared'}",
+        "--test_split_size=2",
+    ]
+    main(stage, argv, lambda _: AutoTokenizer.from_pretrained(tiny_tokenizer_dir))
+    told = capsys.readouterr().out
+    assert "prepared in" in told
+    assert "4" in told.split("prompts")[0]
+    main(stage, argv, lambda _: pytest.fail("tokenised again"))
+    assert "nothing to do: already prepared" in capsys.readouterr().out
+
+
+def test_help_is_told(capsys):
+    main("dpo", ["--help"], lambda _: pytest.fail("asked for a tokenizer"))
+    assert "loss_type" in capsys.readouterr().out

@@ -1,0 +1,364 @@
+"""The same pairs are prepared once, whole or not at all; no prompt is on both sides; what cannot be used is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from recipes_lib.data.chat.encoder import RowEncoder
+from recipes_lib.data.packed import encoding, store
+from recipes_lib.data.packed.prepared_set import prepare
+from recipes_lib.data.pairs.sets import PairEncoder, identify_pairs, prepare_pairs
+from recipes_lib.data.sources.mixtures import load_train_data
+from recipes_lib.errors import ConfigError, DataError
+
+COLUMNS = ["prompt_ids", "chosen_ids", "rejected_ids", "row_id"]
+
+
+@pytest.fixture
+def load_tokenizer(tiny_tokenizer):
+    """Hands out the tiny tokenizer and counts how often."""
+
+    def load(config):
+        load.calls += 1
+        return tiny_tokenizer
+
+    load.calls = 0
+    return load
+
+
+@pytest.fixture
+def build_pairs(build_config, write_rows):
+    """Builds a run over pairs: 40 of them, unless rows are given."""
+
+    def build(rows=None, **options):
+        path = write_rows("pairs.jsonl", make_pairs(40) if rows is None else rows)
+        return build_config(**{"dataset_name": str(path)} | options)
+
+    return build
+
+
+def make_pairs(num_rows: int, start: int = 0, prompts: int = 1000, **more: Any) -> list[dict[str, Any]]:
+    """Pairs of different lengths, of which every ``prompts``-th has the same prompt."""
+    return [
+        {
+            "prompt": [{"role": "user", "content": f"Question {number % prompts}?"}],
+            "chosen": [{"role": "assistant", "content": f"Answer {number}." + " yes" * (number % 9)}],
+            "rejected": [{"role": "assistant", "content": f"Answer -{number}." + " yes" * (5 * number % 9)}],
+            **more,
+        }
+        for number in range(start, start + num_rows)
+    ]
+
+
+def pairs_of(dataset) -> dict[int, list[list[int]]]:
+    return {int(row["row_id"]): [row[name].tolist() for name in COLUMNS[:3]] for row in dataset}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_the_template_does_not_write_is_told_of_pairs_too(build_pairs, load_tokenizer):
+    rows = make_pairs(40)
+    rows[7]["rejected"][0]["reasoning_content"] = "because"
+    prepared = prepare_pairs(build_pairs(rows), load_tokenizer)
+    (finding,) = [found for found in prepared.manifest["findings"] if "reasoning" in found["found"]]
+    assert finding["severity"] == "warning"
+    assert finding["found"].startswith("train: 1 of 40 rows give reasoning in their last turn")
+    assert finding["found"].endswith("pairs.jsonl:8")
+
+
+def encode_alone(config, tokenizer) -> dict[int, list[list[int]]]:
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, dataset_format="preference"))
+    rows = list(load_train_data(config.data).rows())
+    return {
+        number: [ids.tolist() for ids in PairEncoder(RowEncoder(tokenizer), tokenizer).encode([row])[0][:3]]
+        for number, row in enumerate(rows)
+    }
+
+
+@pytest.mark.parametrize("rows_per_chunk", [1, 7, 40])
+def test_the_set_holds_every_pair_as_the_encoder_gives_it(
+    build_pairs, load_tokenizer, tiny_tokenizer, monkeypatch, rows_per_chunk
+):
+    monkeypatch.setattr(encoding, "ROWS_PER_CHUNK", rows_per_chunk)
+    config = build_pairs()
+    prepared = prepare_pairs(config, load_tokenizer)
+    assert prepared.train.column_names == COLUMNS
+    assert {prepared.train.features[name].feature.dtype for name in COLUMNS[:3]} == {"uint32"}
+    assert list(pairs_of(prepared.train)) == list(range(40))
+    assert pairs_of(prepared.train) == encode_alone(config, tiny_tokenizer)
+    assert prepared.eval is None
+    assert prepared.manifest["train"]["num_pairs"] == 40
+
+
+def test_a_second_call_tokenises_nothing_and_loads_no_tokenizer(build_pairs, load_tokenizer):
+    first = prepare_pairs(build_pairs(), load_tokenizer)
+    before = RowEncoder.num_tokenized_rows
+    second = prepare_pairs(build_pairs(), load_tokenizer)
+    assert (load_tokenizer.calls, RowEncoder.num_tokenized_rows) == (1, before)
+    assert (first.is_new, second.is_new) == (True, False)
+    assert (second.path, second.key, second.manifest) == (first.path, first.key, first.manifest)
+
+
+def test_a_second_process_imports_nothing_heavy(build_pairs, load_tokenizer):
+    config = build_pairs(test_split_size=5)
+    prepare_pairs(config, load_tokenizer)
+    program = """
+import json, sys
+from recipes_lib.config.schema import SECTIONS, RecipeConfig
+from recipes_lib.data.pairs.sets import prepare_pairs
+values = json.loads(sys.argv[1])
+sections = {name: section(**values[name]) for name, section in SECTIONS.items()}
+assert not prepare_pairs(RecipeConfig(stage="dpo", path=None, training=values["training"], **sections), None).is_new
+print(json.dumps(sorted(sys.modules)))
+"""
+    command = [sys.executable, "-c", program, json.dumps(dataclasses.asdict(config))]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert not {"torch", "transformers", "datasets", "tokenizers", "pyarrow"} & set(json.loads(done.stdout))
+
+
+def test_pairs_and_packs_of_the_same_rows_are_different_sets(build_pairs, load_tokenizer):
+    config = build_pairs(dataset_format="preference")
+    pairs, packs = prepare_pairs(config, load_tokenizer), prepare(config, load_tokenizer)
+    assert pairs.path != packs.path
+    assert "seq_lengths" in packs.train.column_names
+    assert pairs.key == identify_pairs(build_pairs()).key, "what `auto` finds is what was named"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_length": 128},
+        {"test_split_size": 5},
+        {"seed": 1, "test_split_size": 5},
+        {"rows": make_pairs(39)},
+        {"overlong": "drop", "max_length": 128},
+    ],
+)
+def test_whatever_decides_the_content_decides_the_key(build_pairs, change):
+    keys = {identify_pairs(build_pairs(**options)).key for options in ({}, {"seed": 3}, change)}
+    assert len(keys) == 2
+
+
+def test_the_same_set_is_the_same_bytes(build_pairs, load_tokenizer, tmp_path):
+    config = build_pairs(test_split_size=0.2)
+    roots = [str(tmp_path / name) for name in ("one", "two")]
+    sets = [
+        prepare_pairs(
+            dataclasses.replace(config, tokens=dataclasses.replace(config.tokens, prepared_dir=root)), load_tokenizer
+        )
+        for root in roots
+    ]
+    assert contents(sets[0].path) == contents(sets[1].path)
+
+
+def prepare_and_die(config, tokenizer, function: str, call: int) -> None:
+    original, calls = getattr(os, function), 0
+
+    def die(*args):
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args)
+
+    setattr(store.os, function, die)
+    prepare_pairs(config, lambda _: tokenizer)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("function", "call"), [("fsync", 1), ("fsync", 2), ("fsync", 4), ("replace", 1)])
+def test_a_killed_preparation_leaves_no_set_and_the_next_one_makes_it(
+    build_pairs, load_tokenizer, tiny_tokenizer, function, call
+):
+    config = build_pairs(test_split_size=8)
+    identity = identify_pairs(config)
+    process = multiprocessing.get_context("fork").Process(
+        target=prepare_and_die, args=(config, tiny_tokenizer, function, call)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert store.find_set(identity.root, identity.key) is None
+    prepared = prepare_pairs(config, load_tokenizer)
+    assert prepared.is_new
+    assert store.find_set(identity.root, identity.key, check_bytes=True)
+    assert not list(identity.root.glob(".*.tmp"))
+
+
+def test_no_prompt_is_on_both_sides_of_a_split(build_pairs, load_tokenizer):
+    sides = []
+    for seed in (1, 1, 2):
+        prepared = prepare_pairs(build_pairs(make_pairs(60, prompts=13), test_split_size=12, seed=seed), load_tokenizer)
+        train, held_out = pairs_of(prepared.train), pairs_of(prepared.eval)
+        assert sorted([*train, *held_out]) == list(range(60))
+        assert {row % 13 for row in train} & {row % 13 for row in held_out} == set()
+        assert 8 <= len(held_out) <= 12
+        assert {prepared.manifest[side]["num_pairs"] for side in ("train", "eval")} == {len(train), len(held_out)}
+        sides.append(sorted(held_out))
+    assert sides[0] == sides[1] != sides[2]
+
+
+def test_prompts_that_are_texts_are_not_split_either(build_pairs, load_tokenizer):
+    rows = [{"prompt": f"{n % 10} =", "chosen": f" {n}", "rejected": f" {-n}"} for n in range(1, 41)]
+    prepared = prepare_pairs(build_pairs(rows, test_split_size=8), load_tokenizer)
+    train, held_out = ({tuple(pair[0]) for pair in pairs_of(side).values()} for side in (prepared.train, prepared.eval))
+    assert (len(train), len(held_out)) == (8, 2)
+    assert not train & held_out
+
+
+def test_one_prompt_cannot_be_split(build_pairs, load_tokenizer):
+    with pytest.raises(DataError, match="rows with the same prompt stay together"):
+        prepare_pairs(build_pairs(make_pairs(10, prompts=1), test_split_size=2), load_tokenizer)
+
+
+def test_pairs_and_prompts_that_are_held_out_too_are_refused_unless_allowed(build_pairs, load_tokenizer, write_rows):
+    same_pair, same_prompt = make_pairs(1, start=2), make_pairs(1, start=105, prompts=100)
+    path = write_rows("held_out.jsonl", [*make_pairs(3, start=200), *same_pair, *same_prompt])
+    with pytest.raises(DataError) as refused:
+        prepare_pairs(build_pairs(dataset_test_split=str(path)), load_tokenizer)
+    pair, prompt = (problem.found for problem in refused.value.problems)
+    assert "1 training rows are held-out rows too" in pair
+    assert "pairs.jsonl:3" in pair
+    assert "held_out.jsonl:4" in pair
+    assert "2 training rows have the prompt of a held-out row" in prompt
+    assert "pairs.jsonl:6" in prompt
+    assert "held_out.jsonl:5" in prompt
+    prepared = prepare_pairs(build_pairs(dataset_test_split=str(path), allow_eval_overlap=True), load_tokenizer)
+    assert len(prepared.eval) == 5
+
+
+def test_a_prompt_held_out_is_refused_by_itself(build_pairs, load_tokenizer, write_rows):
+    path = write_rows("held_out.jsonl", make_pairs(1, start=105, prompts=100))
+    with pytest.raises(DataError) as refused:
+        prepare_pairs(build_pairs(dataset_test_split=str(path)), load_tokenizer)
+    (problem,) = refused.value.problems
+    assert "1 training rows have the prompt of a held-out row" in problem.found
+    apart = write_rows("apart.jsonl", make_pairs(3, start=200))
+    assert len(prepare_pairs(build_pairs(dataset_test_split=str(apart)), load_tokenizer).eval) == 3
+
+
+def test_overlong_pairs_are_named_or_dropped_and_counted(build_pairs, load_tokenizer, tiny_tokenizer, monkeypatch):
+    monkeypatch.setattr(encoding, "ROWS_PER_CHUNK", 7)
+    alone = encode_alone(build_pairs(), tiny_tokenizer)
+    lengths = {row: len(prompt) + max(len(chosen), len(rejected)) for row, (prompt, chosen, rejected) in alone.items()}
+    limit = sorted(lengths.values())[-4] - 1
+    too_long = [row for row, length in lengths.items() if length > limit]
+    assert {len(alone[row][1]) > len(alone[row][2]) for row in too_long} == {True, False}
+    assert 4 <= len(too_long) < 20
+    with pytest.raises(DataError) as refused:
+        prepare_pairs(build_pairs(max_length=limit), load_tokenizer)
+    (problem,) = refused.value.problems
+    assert problem.where.endswith(f"pairs.jsonl:{too_long[0] + 1}")
+    first, longest = lengths[too_long[0]], max(lengths.values())
+    assert problem.found.startswith(
+        f"prompt and longer answer have {first} tokens, max_length is {limit}; so in {len(too_long)} of 40 rows"
+    )
+    assert first == longest or f"have {longest} tokens, max_length is {limit}" in problem.found.partition("worst")[2]
+    with pytest.raises(DataError, match="max_truncated_fraction"):
+        prepare_pairs(build_pairs(max_length=limit, overlong="drop", max_truncated_fraction=0), load_tokenizer)
+    prepared = prepare_pairs(build_pairs(max_length=limit, overlong="drop"), load_tokenizer)
+    assert sorted(pairs_of(prepared.train)) == [row for row in alone if row not in too_long]
+    lost = sum(len(chosen) + len(rejected) for chosen, rejected in (alone[row][1:] for row in too_long))
+    assert prepared.manifest["dropped"]["train"] == {
+        "num_rows": 40,
+        "num_identical": 0,
+        "num_overlong": len(too_long),
+        "num_answer_tokens": sum(len(chosen) + len(rejected) for _, chosen, rejected in alone.values()),
+        "num_lost_tokens": lost,
+    }
+    exact = prepare_pairs(build_pairs(max_length=max(lengths.values())), load_tokenizer)
+    assert len(exact.train) == 40
+
+
+def test_a_pair_whose_answers_become_the_same_tokens_is_left_out_and_counted(build_pairs, load_tokenizer):
+    rows = [{"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 4<|endoftext|>"}]
+    rows += [{"prompt": "2 + 2 =", "chosen": f" {number}", "rejected": f" {number + 1}"} for number in range(3)]
+    prepared = prepare_pairs(build_pairs(rows), load_tokenizer)
+    assert sorted(pairs_of(prepared.train)) == [1, 2, 3]
+    assert prepared.manifest["dropped"]["train"]["num_identical"] == 1
+    assert any(finding["severity"] == "warning" for finding in prepared.manifest["findings"])
+
+
+def test_a_set_of_which_nothing_is_left_is_refused(build_pairs, load_tokenizer):
+    options = {"max_length": 3, "overlong": "drop", "max_truncated_fraction": 1.0}
+    with pytest.raises(DataError, match="no pair is left: of 40 rows 0 have the same answer twice, and 40 are longer"):
+        prepare_pairs(build_pairs(**options), load_tokenizer)
+    with pytest.raises(DataError, match="no pair is left"):
+        prepare_pairs(build_pairs(**options, test_split_size=3), load_tokenizer)
+
+
+def test_margins_travel_and_those_that_are_missing_are_zero(build_pairs, load_tokenizer):
+    rows = make_pairs(6)
+    rows[1]["margin"], rows[4]["margin"] = 0.5, 3
+    prepared = prepare_pairs(build_pairs(rows), load_tokenizer)
+    assert [float(row["margin"]) for row in prepared.train] == [0, 0.5, 0, 0, 3, 0]
+    assert prepared.train[1]["margin"].dtype == np.float32
+    assert prepared.manifest["train"]["num_margins"] == 2
+    split = prepare_pairs(build_pairs(rows, test_split_size=2), load_tokenizer)
+    assert "margin" in split.train.column_names
+    assert "margin" in split.eval.column_names
+
+
+def test_a_mixture_weighs_its_parts_and_follows_the_seed(build_config, write_rows, load_tokenizer):
+    parts = [
+        {"name": str(write_rows("a.jsonl", make_pairs(20))), "repeat": 0.5},
+        {"name": str(write_rows("b.jsonl", make_pairs(5, start=50))), "repeat": 2},
+    ]
+    drawn = []
+    for seed in (0, 0, 1):
+        prepared = prepare_pairs(build_config(dataset_mixture=parts, seed=seed), load_tokenizer)
+        rows = Counter(json.dumps(pair) for pair in pairs_of(prepared.train).values())
+        assert sorted(rows.values()) == [1] * 10 + [2] * 5
+        assert prepared.manifest["train"]["num_duplicates"] == 5
+        drawn.append(sorted(rows))
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_broken_rows_of_both_sides_are_told_at_once(build_pairs, load_tokenizer, write_rows):
+    train, held_out = make_pairs(5), make_pairs(5, start=50)
+    train[1]["chosen"], held_out[3]["margin"] = [], "much"
+    train[4]["chosen"] = [{"role": "assistant", "content": "half a \ud800 pair"}]
+    path = write_rows("held_out.jsonl", held_out)
+    with pytest.raises(DataError) as refused:
+        prepare_pairs(build_pairs(train, dataset_test_split=str(path)), load_tokenizer)
+    assert sorted(Path(problem.where).name for problem in refused.value.problems) == [
+        "held_out.jsonl:4",
+        "pairs.jsonl:2",
+        "pairs.jsonl:5",
+    ]
+
+
+def test_a_data_set_with_pairs_and_other_columns_is_read_as_pairs(build_pairs, load_tokenizer):
+    rows = make_pairs(4)
+    for row in rows:
+        row |= {"messages": [*row["prompt"], *row["chosen"]], "score_chosen": 9.0, "score_rejected": 1.0}
+    assert len(prepare_pairs(build_pairs(rows), load_tokenizer).train) == 4
+
+
+def test_rows_without_rejected_answers_are_refused(build_pairs, build_config, load_tokenizer, make_chats, write_rows):
+    with pytest.raises(DataError, match="the `preference` layout needs `chosen`, `rejected`"):
+        prepare_pairs(build_pairs(make_chats(3)), load_tokenizer)
+    with pytest.raises(ConfigError, match="the layout `messages`, which has no rejected answers"):
+        prepare_pairs(build_pairs(make_chats(3), dataset_format="messages"), load_tokenizer)
+    parts = [{"name": str(write_rows("a.jsonl", make_pairs(3))), "format": "sharegpt"}]
+    with pytest.raises(ConfigError, match="the layout `sharegpt`"):
+        prepare_pairs(build_config(dataset_mixture=parts), load_tokenizer)
+
+
+def test_streamed_pairs_are_refused(build_pairs, load_tokenizer):
+    with pytest.raises(ConfigError, match="dataset_streaming"):
+        prepare_pairs(build_pairs(dataset_streaming=True), load_tokenizer)

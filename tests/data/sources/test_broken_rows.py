@@ -1,0 +1,214 @@
+"""Broken rows are told together, or left out up to a share: the others are prepared as if they stood alone."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from recipes_lib.config.schema import TokensConfig
+from recipes_lib.data.packed import encoding
+from recipes_lib.data.packed import training_data as streaming
+from recipes_lib.data.packed.prepared_set import prepare
+from recipes_lib.data.packed.training_data import audit_first_window, build_train_stream, read_eval_packs
+from recipes_lib.data.pairs.sets import prepare_pairs
+from recipes_lib.data.sources import broken_rows
+from recipes_lib.data.sources.broken_rows import BrokenRows, encode_sound
+from recipes_lib.data.sources.canonical import load_source, read_rows
+from recipes_lib.data.sources.rows import Row
+from recipes_lib.errors import DataError, Problem
+
+QUESTION = {"role": "user", "content": "Which?"}
+BROKEN_LINES = {
+    "no JSON": "{",
+    "no object": "3",
+    "no layout": "{}",
+    "repeated key": '{"messages": [], "messages": []}',
+    "no messages": '{"messages": []}',
+    "no answer": json.dumps({"messages": [QUESTION]}),
+    "half a pair": json.dumps({"messages": [QUESTION, {"role": "assistant", "content": "half a \ud800 pair"}]}),
+    "an end inside": json.dumps({"messages": [QUESTION, {"role": "assistant", "content": "a<|im_end|>b"}]}),
+}
+
+
+@pytest.fixture
+def load_tokenizer(tiny_tokenizer):
+    return lambda config: tiny_tokenizer
+
+
+@pytest.fixture(params=[3, 500])
+def small_chunks(request, monkeypatch):
+    for module in (encoding, streaming):
+        monkeypatch.setattr(module, "ROWS_PER_CHUNK", request.param)
+
+
+def row_of(pack_rows):
+    return {tuple(pack["input_ids"].tolist()): pack["row_ids"].tolist() for pack in pack_rows}
+
+
+def write_broken(tmp_path, chats, places):
+    """The chats with all broken lines among them, at these places."""
+    lines = [json.dumps(chat) for chat in chats]
+    for place, line in zip(places, BROKEN_LINES.values(), strict=True):
+        lines.insert(place, line)
+    path = tmp_path / "broken.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("places", [[0, 1, 2, 3, 4, 5, 6, 7], [4, 9, 14, 20, 21, 30, 31, 45]])
+def test_the_others_are_prepared_as_if_they_stood_alone(
+    build_config, make_chats, write_rows, load_tokenizer, tmp_path, small_chunks, places
+):
+    path = write_broken(tmp_path, make_chats(40), places)
+    keys = {"max_length": 128, "broken_rows": "drop", "max_broken_fraction": 0.2}
+    prepared = prepare(build_config(dataset_name=str(path), **keys), load_tokenizer)
+    alone = prepare(build_config(max_length=128), load_tokenizer)
+    assert list(row_of(prepared.train)) == list(row_of(alone.train))
+    row_ids = sorted(number for numbers in row_of(prepared.train).values() for number in numbers)
+    assert row_ids == sorted(set(range(48)) - set(places)), "a row keeps its place"
+    assert prepared.manifest["broken_rows"] == {"train": {"num_rows": 48, "num_broken": 8}}
+    (told,) = [finding for finding in prepared.manifest["findings"] if "broken" in finding["found"]]
+    assert told["severity"] == "warning"
+    assert f"8 of 48 rows (16.67%) are broken and left out; the first is {path}:{places[0] + 1}: " in told["found"]
+    assert alone.manifest["broken_rows"] == {"train": {"num_rows": 40, "num_broken": 0}}
+    with pytest.raises(DataError) as caught:
+        prepare(build_config(dataset_name=str(path), **keys | {"max_broken_fraction": 0.16}), load_tokenizer)
+    first, *kinds = caught.value.problems
+    assert "8 of 48 rows (16.67%) are broken, and max_broken_fraction is 0.16" in first.found
+    assert len(kinds) == 8
+
+
+def test_where_they_are_an_error_each_kind_is_told(build_config, make_chats, load_tokenizer, tmp_path, small_chunks):
+    places = [4, 9, 14, 20, 21, 30, 31, 45]
+    config = build_config(dataset_name=str(write_broken(tmp_path, make_chats(40), places)))
+    with pytest.raises(DataError) as caught:
+        prepare(config, load_tokenizer)
+    lines = {int(problem.where.rpartition(":")[2]) for problem in caught.value.problems}
+    unreadable = {place + 1 for place in places[:6]}
+    assert unreadable <= lines <= {place + 1 for place in places}
+
+
+def test_a_row_that_comes_up_twice_is_broken_once(build_config, make_chats, load_tokenizer, tmp_path):
+    path = write_broken(tmp_path, make_chats(40), [4, 9, 14, 20, 21, 30, 31, 45])
+    entry = {"name": str(path), "repeat": 2}
+    config = build_config(dataset_mixture=[entry], broken_rows="drop", max_broken_fraction=0.2)
+    manifest = prepare(config, load_tokenizer).manifest
+    assert manifest["train"]["num_rows"] == 80
+    assert manifest["train"]["num_duplicates"] == 40
+
+
+def test_held_out_rows_are_counted_apart(build_config, make_chats, load_tokenizer, tmp_path):
+    path = write_broken(tmp_path, make_chats(40, start=100), range(8))
+    keys = {"dataset_test_split": str(path), "broken_rows": "drop"}
+    prepared = prepare(build_config(**keys, max_broken_fraction=0.2), load_tokenizer)
+    assert prepared.manifest["broken_rows"] == {
+        "train": {"num_rows": 40, "num_broken": 0},
+        "eval": {"num_rows": 48, "num_broken": 8},
+    }
+    with pytest.raises(DataError, match="8 of 48 rows"):
+        prepare(build_config(**keys, max_broken_fraction=0.1), load_tokenizer)
+
+
+@pytest.mark.parametrize("ending", ["\n\xff", '\n{"text": "caf\xe9"}\n'])
+def test_what_follows_a_byte_that_is_not_utf_8_is_not_dropped(tmp_path, ending):
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(b'{"text": "a"}\n' * 500 + ending.encode("latin-1"))
+    with pytest.raises(DataError, match="not UTF-8"):
+        list(read_rows(load_source(str(path)), tokens=TokensConfig(broken_rows="drop", max_broken_fraction=1)))
+
+
+def test_pairs_are_dropped_alike_and_those_that_are_too_long_are_not_broken(
+    build_config, write_rows, load_tokenizer, small_chunks
+):
+    pairs = [{"prompt": f"{n} + {n} =", "chosen": f" {2 * n}", "rejected": f" {3 * n}"} for n in range(1, 31)]
+    long = {"prompt": "Count:", "chosen": " 1" * 300, "rejected": " 2"}
+    same, unpaired, half = {**pairs[0], "rejected": " 2"}, {"chosen": "a"}, {**pairs[0], "chosen": "half \ud800"}
+    path = write_rows(rows=[*pairs[:9], same, *pairs[9:20], unpaired, half, long, *pairs[20:]])
+    keys = {"dataset_name": str(path), "broken_rows": "drop", "max_broken_fraction": 0.1}
+    prepared = prepare_pairs(build_config(**keys, max_length=64, overlong="drop"), load_tokenizer)
+    assert prepared.manifest["broken_rows"] == {"train": {"num_rows": 34, "num_broken": 3}}
+    assert prepared.manifest["dropped"]["train"]["num_overlong"] == 1
+    alone = prepare_pairs(build_config(dataset_name=str(write_rows("alone.jsonl", pairs))), load_tokenizer)
+    for column in ("prompt_ids", "chosen_ids", "rejected_ids"):
+        assert [ids.tolist() for ids in prepared.train[column]] == [ids.tolist() for ids in alone.train[column]]
+    with pytest.raises(DataError, match="prompt and longer answer have") as caught:
+        prepare_pairs(build_config(**keys, max_length=64), load_tokenizer)
+    assert [problem.where for problem in caught.value.problems] == [f"{path}:24"]
+
+
+def test_a_stream_leaves_them_out_and_stops_where_they_are_too_many(
+    build_config, make_chats, tiny_tokenizer, tmp_path, small_chunks
+):
+    places = [4, 9, 14, 20, 21, 30, 31, 45]
+    path = write_broken(tmp_path, make_chats(40), places)
+    keys = {"dataset_name": str(path), "dataset_streaming": True, "max_length": 128, "broken_rows": "drop"}
+
+    def read(**options):
+        return list(build_train_stream(build_config(**keys, **options), tiny_tokenizer))
+
+    packs = read(max_broken_fraction=0.2)
+    assert row_of(packs) == row_of(read(max_broken_fraction=0.2)), "every process reads the same"
+    assert sorted(np.concatenate([pack["row_ids"] for pack in packs])) == sorted(set(range(48)) - set(places))
+    with pytest.raises(DataError, match="8 of 48 rows"):
+        read(max_broken_fraction=0.1)
+    keys |= {"dataset_test_split": str(path), "allow_eval_overlap": True}
+    held_out = build_config(**keys, max_broken_fraction=1)
+    eval_ids = np.concatenate(read_eval_packs(held_out, tiny_tokenizer)["row_ids"])
+    assert sorted(eval_ids) == sorted(set(range(48)) - set(places))
+    if encoding.ROWS_PER_CHUNK == 500:
+        found = audit_first_window(build_config(**keys, max_broken_fraction=0.2), tiny_tokenizer).findings
+        assert any("8 of 48 rows" in finding.found for finding in found)
+
+
+def endless():
+    while True:
+        yield Problem("stream row 0", "broken")
+
+
+def test_an_endless_stream_of_broken_rows_ends(monkeypatch):
+    monkeypatch.setattr(broken_rows, "_MIN_ROWS", 50)
+    for tokens in (TokensConfig(), TokensConfig(broken_rows="drop")):
+        broken = BrokenRows(tokens, is_stream=True)
+        assert list(broken.take(endless())) == []
+        assert broken.num_rows == 1
+        assert broken.judge("stream")
+
+
+def test_behind_the_first_that_is_an_error_rows_are_counted_and_not_encoded():
+    rows = [Row(source="d", index=number, text="x") for number in range(4)]
+    entries = [rows[0], Problem("d row 9", "broken"), rows[1], rows[2], Problem("d row 10", "broken"), rows[3]]
+    refused, dropped = BrokenRows(), BrokenRows(TokensConfig(broken_rows="drop"))
+    assert [entry.where for entry in refused.skim(entries)] == ["d row 0", "d row 9", "d row 10"]
+    assert refused.num_rows == 3
+    assert list(dropped.skim(entries)) == entries
+
+
+def test_only_rows_that_cannot_be_encoded_are_lost_with_their_chunk():
+    rows = [Row(source="d", index=number, text="bad" if number % 3 else "good") for number in range(9)]
+
+    def encode(chunk, row_ids):
+        bad = [Problem(row.where, "bad") for row in chunk if row.text == "bad"]
+        if bad:
+            raise DataError(*bad)
+        return list(row_ids)
+
+    entries = [*rows, Problem("d row 9", "unreadable")]
+    chunk, problems = encode_sound(encode, entries, 100, drop=True)
+    assert chunk == [100, 103, 106]
+    assert [problem.where for problem in problems] == [f"d row {number}" for number in (1, 2, 4, 5, 7, 8, 9)]
+    chunk, problems = encode_sound(encode, entries, 100, drop=False)
+    assert chunk is None
+    assert len(problems) == 7
+
+
+def test_the_counts_of_an_earlier_process_count():
+    tokens = TokensConfig(broken_rows="drop", max_broken_fraction=0.1)
+    broken = BrokenRows(tokens, num_rows=10, num_broken=1)
+    assert broken.judge("d") == []
+    broken.add(1, [Problem("d row 10", "broken")])
+    (share, row) = broken.judge("d")
+    assert "2 of 11 rows" in share.found
+    assert row.where == "d row 10"
+    assert broken.count() == {"num_rows": 11, "num_broken": 2}

@@ -1,0 +1,204 @@
+"""A name leads to its rows, and every problem of a dataset is told at once."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recipes_lib.data.sources.canonical import detect_source_format, load_source, read_rows
+from recipes_lib.data.sources.rows import RawRow, Row
+from recipes_lib.errors import ConfigError, DataError
+
+CHATS = [
+    {"messages": [{"role": "user", "content": f"Question {n}, é"}, {"role": "assistant", "content": f"Answer {n}"}]}
+    for n in range(5)
+]
+
+
+ARROW = ("stream.arrow", "stream.arrow.gz", "file.arrow", "copied")
+
+
+def write_lines(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def say(rows: list[Row]) -> list[object]:
+    return [row.messages or row.text or (row.prompt, row.completion) for row in rows]
+
+
+def test_the_container_does_not_change_the_rows(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    rows = [
+        *CHATS,
+        {"messages": [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "", "tool_calls": [call]}]},
+    ]
+    write_lines(tmp_path / "a.jsonl", rows)
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=2))
+    (tmp_path / "b.json").write_text(json.dumps({"data": rows}))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    (stream,) = (tmp_path / "saved").glob("*.arrow")
+    shutil.copy(stream, tmp_path / "stream.arrow")
+    with gzip.open(tmp_path / "stream.arrow.gz", "wb") as packed:
+        packed.write(stream.read_bytes())
+    table = pa.Table.from_pylist(rows)
+    with pa.ipc.new_file(str(tmp_path / "file.arrow"), table.schema) as file:
+        file.write_table(table)
+    (tmp_path / "copied").mkdir()  # a folder of Arrow files, such as the cache of `datasets`
+    shutil.copy(stream, tmp_path / "copied")
+    (tmp_path / "folder").mkdir()
+    write_lines(tmp_path / "folder" / "1.jsonl", rows[:2])
+    write_lines(tmp_path / "folder" / "2.jsonl", rows[2:])
+    for name in ("a.jsonl", "a.json", "b.json", "a.parquet", "saved", "folder", *ARROW):
+        found = list(read_rows(load_source(str(tmp_path / name))))
+        assert [row.messages for row in found] == [row["messages"] for row in rows], name
+
+
+def test_an_arrow_file_of_datasets_has_the_values_of_the_dataset(tmp_path: Path) -> None:
+    arguments = [{"x": 1}, {"y": ["a"]}]
+    features = datasets.Features({"text": datasets.Value("string"), "arguments": datasets.Json()})
+    rows = [{"text": str(at), "arguments": value} for at, value in enumerate(arguments)]
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(str(tmp_path / "saved"))
+    (stream,) = (tmp_path / "saved").glob("*.arrow")
+    for path in (stream, tmp_path / "saved"):
+        found = [entry.columns for entry in load_source(str(path)).rows() if isinstance(entry, RawRow)]
+        assert found == rows, path
+
+
+def test_rows_can_be_read_again(tmp_path: Path) -> None:
+    source = load_source(str(write_lines(tmp_path / "d.jsonl", CHATS)))
+    assert list(read_rows(source)) == list(read_rows(source))
+    assert [row.where for row in read_rows(source)] == [f"{tmp_path}/d.jsonl:{n}" for n in range(1, 6)]
+
+
+def test_all_problems_are_told_at_once_and_no_row_follows_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"text": "a"}\n{"text": 1}\n{\n{"text": "b"}\n{"text": ""}\n')
+    seen = []
+    with pytest.raises(DataError) as caught:
+        seen.extend(read_rows(load_source(str(path))))
+    assert say(seen) == ["a"]
+    assert [problem.where for problem in caught.value.problems] == [f"{path}:2", f"{path}:3", f"{path}:5"]
+
+
+def test_the_same_problem_of_many_rows_is_one_and_other_ones_stay_apart(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "d.jsonl", [{"text": "a"}, {"text": ""}, *[{"text": 1}] * 30])
+    with pytest.raises(DataError) as caught:
+        list(read_rows(load_source(str(path))))
+    empty, alike = caught.value.problems
+    assert (empty.where, empty.found) == (f"{path}:2", "`text` is empty")
+    assert alike.where == f"{path}:3"
+    assert f"so in 30 of 32 rows (93.8%), next {path}:4, {path}:5, {path}:6, ..." in alike.found
+
+
+def test_a_wrong_layout_is_told_once(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "d.jsonl", [{"query": "a", "reply": "b"}] * 30)
+    with pytest.raises(DataError) as caught:
+        list(read_rows(load_source(str(path))))
+    assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["./data.jsonl", "/no/such/folder", "~/no-such-file", "~data", "data.parquet", "a/b/c", "x.csv.gz"]
+)
+def test_a_path_that_does_not_exist_is_not_looked_for_on_the_hub(name: str) -> None:
+    with pytest.raises(DataError, match="no such file or folder"):
+        load_source(name)
+
+
+def test_a_misspelt_path_names_the_nearest(tmp_path: Path) -> None:
+    write_lines(tmp_path / "train.jsonl", CHATS)
+    with pytest.raises(DataError, match=r"did you mean `.*/train\.jsonl`"):
+        load_source(str(tmp_path / "trian.jsonl"))
+
+
+@pytest.mark.parametrize("name", ["", " ", "a" * 5000, "a\0b"])
+def test_a_name_that_is_none_is_an_error(name: str) -> None:
+    with pytest.raises(DataError):
+        load_source(name)
+
+
+def test_hub_keys_on_a_local_path_are_refused(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "d.jsonl", CHATS)
+    with pytest.raises(DataError, match="for Hub datasets"):
+        load_source(str(path), revision="main")
+
+
+def test_the_layout_of_a_source_is_that_of_its_first_row_that_parses(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{\n{"text": "a", "id": 1}\n')
+    assert str(detect_source_format(load_source(str(path)))) == "`text` layout, from text; ignored: id"
+    path.write_text("\n")
+    with pytest.raises(DataError, match="no rows"):
+        detect_source_format(load_source(str(path)))
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "same"),
+    [
+        (
+            {"q": "a", "a": "b", "id": 1},
+            {"prompt": "q", "completion": "a"},
+            {"prompt": "a", "completion": "b", "id": 1},
+        ),
+        ({"q": "a", "a": "b"}, {"question": "q", "answer": "a"}, {"question": "a", "answer": "b"}),
+        ({"prompt": "b", "completion": "a"}, {"prompt": "completion", "completion": "prompt"}, None),
+        ({"prompt": "a", "completion": "b", "text": "a b"}, {"text": None}, {"prompt": "a", "completion": "b"}),
+        ({"prompt": "a", "completion": "b", "label": True}, {"label": None}, {"prompt": "a", "completion": "b"}),
+        ({"text": "an id", "content": "a"}, {"text": "content"}, {"text": "a"}),
+    ],
+)
+def test_renamed_columns_are_as_if_the_dataset_had_the_names(
+    tmp_path: Path, row: dict[str, object], columns: dict[str, str | None], same: dict[str, object] | None
+) -> None:
+    name = str(tmp_path / "d.jsonl")
+    write_lines(tmp_path / "d.jsonl", [same or {"prompt": "a", "completion": "b"}])
+    expected = list(read_rows(load_source(name)))
+    write_lines(tmp_path / "d.jsonl", [row])
+    renamed = load_source(name, columns=columns)
+    assert list(read_rows(renamed)) == list(read_rows(renamed)) == expected
+    assert renamed.fingerprint() not in (load_source(name).fingerprint(), load_source(name, columns={}).fingerprint())
+
+
+@pytest.mark.parametrize(
+    ("columns", "error", "words"),
+    [
+        ({"promt": "q"}, ConfigError, "did you mean `prompt`?"),
+        ({"prompt": 3}, ConfigError, "`prompt: 3` names no column"),
+        (["q"], ConfigError, "not a mapping"),
+        ({"prompt": "questoin", "completion": "a"}, DataError, "did you mean `question`?"),
+    ],
+)
+def test_a_mapping_of_columns_that_cannot_be_meant_is_refused(
+    tmp_path: Path, columns: dict[str, str | None], error: type[Exception], words: str
+) -> None:
+    path = write_lines(tmp_path / "d.jsonl", [{"question": "a", "a": "b"}] * 2)
+    with pytest.raises(error) as caught:
+        list(read_rows(load_source(str(path), columns=columns)))
+    assert len(caught.value.problems) == 1
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"text": "café"}\n'.encode("latin-1"), "not UTF-8 at byte 13"),
+        ('{"text": "a"}\n'.encode("utf-16"), "the file may be UTF-16"),
+        (b'{"text": "a", "text": "b"}\n' * 30, "the key 'text' stands twice"),
+        (b'{"question": "a"}\n{"messages": 3}\n', "needs `text`; found `question`"),
+    ],
+)
+def test_a_source_without_a_sound_row_is_not_called_empty(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=words) as caught:
+        detect_source_format(load_source(str(path)), "text")
+    assert caught.value.problems[0].where == f"{path}:1"

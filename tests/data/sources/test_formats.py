@@ -1,0 +1,411 @@
+"""Every known layout becomes the one canonical row."""
+
+from __future__ import annotations
+
+import copy
+import string
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+from trl.data_utils import extract_prompt, maybe_convert_to_chatml
+
+from recipes_lib.config.schema import DatasetFormat
+from recipes_lib.data.chat.encoder import RowEncoder
+from recipes_lib.data.pairs.sets import PairEncoder
+from recipes_lib.data.sources.formats import canonicalize, detect_format
+from recipes_lib.data.sources.rows import Row
+from recipes_lib.errors import DataError
+
+USER = {"role": "user", "content": "What is 2 + 2?"}
+ANSWER = {"role": "assistant", "content": "4"}
+WRONG = {"role": "assistant", "content": "5"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def convert(raw: dict[str, Any], declared: DatasetFormat = "auto") -> Row:
+    row_format = detect_format(raw, declared, where="data.jsonl:1")
+    return canonicalize(raw, row_format, "data.jsonl", 1, "line")
+
+
+# layout, a row as users have it, what the canonical row holds
+GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
+    "chat": ("messages", {"messages": [SYSTEM, USER, ANSWER]}, {"messages": [SYSTEM, USER, ANSWER]}),
+    "chat with tools": (
+        "messages",
+        {"messages": [USER, ANSWER], "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False}},
+        {"messages": [USER, ANSWER], "tools": TOOLS, "template_kwargs": {"enable_thinking": False}},
+    ),
+    "tools as JSON": (
+        "messages",
+        {"messages": [USER, ANSWER], "tools": '[{"name": "add"}]'},
+        {"messages": [USER, ANSWER], "tools": [{"name": "add"}]},
+    ),
+    "no tools": ("messages", {"messages": [USER, ANSWER], "tools": "[]"}, {"messages": [USER, ANSWER]}),
+    "chat ending with the user": ("messages", {"messages": [USER, ANSWER, USER]}, {"messages": [USER, ANSWER, USER]}),
+    "two answers in a row": ("messages", {"messages": [USER, ANSWER, ANSWER]}, {"messages": [USER, ANSWER, ANSWER]}),
+    "text parts": (
+        "messages",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "2 + 2?"}]},
+                ANSWER,
+            ]
+        },
+        {"messages": [USER, ANSWER]},
+    ),
+    "tool calls as OpenAI writes them": (
+        "messages",
+        {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 2}'}}],
+                },
+                {"role": "tool", "content": "4", "tool_call_id": "1"},
+                ANSWER,
+            ]
+        },
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": "", "tool_calls": [CALL]},
+                {"role": "tool", "content": "4", "tool_call_id": "1"},
+                ANSWER,
+            ]
+        },
+    ),
+    "null keys": (
+        "messages",
+        {"messages": [{**USER, "name": None, "tool_calls": None}, {**ANSWER, "tool_calls": []}]},
+        {"messages": [USER, ANSWER]},
+    ),
+    "keys of the template": (
+        "messages",
+        {"messages": [USER, {**ANSWER, "reasoning_content": "easy"}]},
+        {"messages": [USER, {**ANSWER, "reasoning_content": "easy"}]},
+    ),
+    "prompt and completion": (
+        "prompt_completion",
+        {"prompt": "2 + 2 =", "completion": " 4"},
+        {"prompt": "2 + 2 =", "completion": " 4"},
+    ),
+    "empty prompt": ("prompt_completion", {"prompt": "", "completion": "a"}, {"prompt": "", "completion": "a"}),
+    "prompt and completion as chats": (
+        "prompt_completion",
+        {"prompt": [SYSTEM, USER], "completion": [ANSWER]},
+        {"messages": [SYSTEM, USER, ANSWER], "num_prompt_messages": 2},
+    ),
+    "text": ("text", {"text": " To be, or not to be \n"}, {"text": " To be, or not to be \n"}),
+    "ShareGPT": (
+        "sharegpt",
+        {"conversations": [{"from": "human", "value": "What is 2 + 2?"}, {"from": "gpt", "value": "4"}]},
+        {"messages": [USER, ANSWER]},
+    ),
+    "ShareGPT with system column": (
+        "sharegpt",
+        {"conversations": [{"from": "human", "value": "What is 2 + 2?"}, {"from": "gpt", "value": "4"}]}
+        | {"system": "Be brief."},
+        {"messages": [SYSTEM, USER, ANSWER]},
+    ),
+    "ShareGPT in role and content": (
+        "sharegpt",
+        {"conversations": [{"role": "human", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4"}]},
+        {"messages": [USER, ANSWER]},
+    ),
+    "ShareGPT with tools": (
+        "sharegpt",
+        {
+            "conversations": [
+                {"from": "human", "value": "What is 2 + 2?"},
+                {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2, "b": 2}}'},
+                {"from": "observation", "value": "4"},
+                {"from": "gpt", "value": "4"},
+            ],
+        },
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": "", "tool_calls": [CALL]},
+                {"role": "tool", "content": "4"},
+                ANSWER,
+            ]
+        },
+    ),
+    "Alpaca": (
+        "alpaca",
+        {"instruction": "Add.", "input": "2 + 2", "output": "4"},
+        {"messages": [{"role": "user", "content": "Add.\n2 + 2"}, ANSWER]},
+    ),
+    "Alpaca with history": (
+        "alpaca",
+        {
+            "instruction": "What is 2 + 2?",
+            "input": "",
+            "output": "4",
+            "system": "Be brief.",
+            "history": [["Hi", "Hello"]],
+        },
+        {
+            "messages": [
+                SYSTEM,
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "Hello"},
+                USER,
+                ANSWER,
+            ]
+        },
+    ),
+    "preference": (
+        "preference",
+        {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"},
+        {"prompt": "2 + 2 =", "completion": " 4", "rejected": " 5"},
+    ),
+    "preference as chats": (
+        "preference",
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [WRONG]},
+        {"messages": [USER, ANSWER], "num_prompt_messages": 1, "rejected": [WRONG]},
+    ),
+    "preference with a margin": (
+        "preference",
+        {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5", "margin": 2},
+        {"prompt": "2 + 2 =", "completion": " 4", "rejected": " 5", "margin": 2.0},
+    ),
+    "preference as chats with a margin": (
+        "preference",
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [WRONG], "margin": 0.5},
+        {"messages": [USER, ANSWER], "num_prompt_messages": 1, "rejected": [WRONG], "margin": 0.5},
+    ),
+    "preference with the prompt inside": (
+        "preference",
+        {"chosen": [SYSTEM, USER, ANSWER], "rejected": [SYSTEM, USER, WRONG]},
+        {"messages": [SYSTEM, USER, ANSWER], "num_prompt_messages": 2, "rejected": [WRONG]},
+    ),
+    "preference with its prompt in a dialogue": (
+        "preference",
+        {
+            "chosen": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: What is 2 + 2?\n\nAssistant: It is 4",
+            "rejected": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: What is 2 + 2?\n\nAssistant: It is 5",
+        },
+        {
+            "prompt": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: What is 2 + 2?\n\nAssistant:",
+            "completion": " It is 4",
+            "rejected": " It is 5",
+        },
+    ),
+    "preference with its prompt in the texts": (
+        "preference",
+        {"chosen": "Post: a b\nTL;DR: forty", "rejected": "Post: a b\nTL;DR: fourteen"},
+        {"prompt": "Post: a b\nTL;DR:", "completion": " forty", "rejected": " fourteen"},
+    ),
+    "preference with a text prompt and messages": (
+        "preference",
+        {"prompt": "What is 2 + 2?", "chosen": [ANSWER], "rejected": [WRONG]},
+        {"messages": [USER, ANSWER], "num_prompt_messages": 1, "rejected": [WRONG]},
+    ),
+    "preference with a chat and texts": (
+        "preference",
+        {"prompt": [SYSTEM, USER], "chosen": "4", "rejected": "5"},
+        {"messages": [SYSTEM, USER, ANSWER], "num_prompt_messages": 2, "rejected": [WRONG]},
+    ),
+    "orca": (
+        "preference",
+        {"system": "Be brief.", "question": "What is 2 + 2?", "chosen": "4", "rejected": "5"},
+        {"messages": [SYSTEM, USER, ANSWER], "num_prompt_messages": 2, "rejected": [WRONG]},
+    ),
+    "LLaMA-Factory's pairs as objects": (
+        "preference",
+        {
+            "conversations": [{"from": "human", "value": "What is 2 + 2?"}],
+            "chosen": {"from": "gpt", "value": "4"},
+            "rejected": {"from": "gpt", "value": "5"},
+        },
+        {"messages": [USER, ANSWER], "num_prompt_messages": 1, "rejected": [WRONG]},
+    ),
+    "LLaMA-Factory's pairs as strings": (
+        "preference",
+        {
+            "conversations": [{"from": "human", "value": "What is 2 + 2?"}],
+            "system": "Be brief.",
+            "chosen": "4",
+            "rejected": "5",
+        },
+        {"messages": [SYSTEM, USER, ANSWER], "num_prompt_messages": 2, "rejected": [WRONG]},
+    ),
+    "LLaMA-Factory's pairs of instructions": (
+        "preference",
+        {"instruction": "Add.", "input": "2 + 2", "chosen": "4", "rejected": "5"},
+        {
+            "messages": [{"role": "user", "content": "Add.\n2 + 2"}, ANSWER],
+            "num_prompt_messages": 1,
+            "rejected": [WRONG],
+        },
+    ),
+    "Alpaca with its text": (
+        "alpaca",
+        {"instruction": "What is 2 + 2?", "input": "", "output": "4", "text": "Q: What is 2 + 2?\nA: 4"},
+        {"messages": [USER, ANSWER]},
+    ),
+    "Dolly": (
+        "dolly",
+        {"instruction": "Add.", "context": "2 + 2", "response": "4", "category": "closed_qa"},
+        {"messages": [{"role": "user", "content": "Add.\n2 + 2"}, ANSWER]},
+    ),
+    "question and answer": (
+        "question_answer",
+        {"question": "What is 2 + 2?", "answer": "4"},
+        {"messages": [USER, ANSWER]},
+    ),
+    "a chat beside a question and an answer": (
+        "messages",
+        {"messages": [USER, ANSWER], "question": "What is 2 + 2?", "answer": "4"},
+        {"messages": [USER, ANSWER]},
+    ),
+    "preference with the prompt inside and as text": (
+        "preference",
+        {"prompt": "What is 2 + 2?", "chosen": [USER, ANSWER], "rejected": [USER, WRONG]},
+        {"messages": [USER, ANSWER], "num_prompt_messages": 1, "rejected": [WRONG]},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", GOLDEN)
+def test_a_layout_is_detected_and_converted(kind: str) -> None:
+    layout, raw, fields = GOLDEN[kind]
+    untouched = copy.deepcopy(raw)
+    assert detect_format(raw, where="here").name == layout
+    assert convert(raw) == Row(source="data.jsonl", index=1, index_name="line", **fields)
+    assert convert(raw, layout) == convert(raw)
+    assert raw == untouched
+
+
+MARKED = {**ANSWER, "weight": 0}
+
+
+@pytest.mark.parametrize(
+    ("raw", "untrained"),
+    [
+        ({"messages": [USER, MARKED, USER, ANSWER]}, {1}),
+        ({"conversations": [USER, MARKED, USER, ANSWER], "system": "Be brief."}, {2}),
+        ({"prompt": [USER, MARKED, USER], "completion": [MARKED, USER, ANSWER]}, {1, 3}),
+        ({"chosen": [USER, MARKED, USER, ANSWER], "rejected": [USER, MARKED, USER, WRONG]}, {1}),
+    ],
+    ids=["messages", "sharegpt", "prompt_completion", "preference"],
+)
+def test_turns_marked_as_not_to_be_trained_on_are_known_by_their_number(
+    raw: dict[str, Any], untrained: set[int]
+) -> None:
+    row = convert(raw)
+    assert row.untrained == untrained
+    assert all(set(message) == {"role", "content"} for message in row.messages or ())
+
+
+@pytest.mark.parametrize("name", ["chosen", "rejected"])
+def test_an_answer_of_a_pair_that_is_marked_as_not_to_be_trained_on_is_refused(name: str) -> None:
+    raw = {"chosen": [USER, ANSWER], "rejected": [USER, WRONG]}
+    raw[name] = [USER, {**raw[name][1], "train": False}]
+    with pytest.raises(DataError, match=f"data.jsonl:1: a turn of `{name}` is marked not to be trained on"):
+        convert(raw)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in GOLDEN if GOLDEN[kind][0] in ("messages", "sharegpt")])
+def test_converting_what_was_converted_changes_nothing(kind: str) -> None:
+    once = convert(GOLDEN[kind][1])
+    again = convert({"messages": once.messages, "tools": once.tools, "chat_template_kwargs": once.template_kwargs})
+    assert again == once
+
+
+def test_conversations_agree_with_trl() -> None:
+    raw = {"conversations": [{"from": "user", "value": "Hi"}, {"from": "assistant", "value": "Hello"}]}
+    assert convert(raw).messages == maybe_convert_to_chatml(copy.deepcopy(raw))["messages"]
+
+
+def test_implicit_prompts_agree_with_trl() -> None:
+    turns = [SYSTEM, USER, ANSWER, USER]
+    raw = {"chosen": [*turns, ANSWER, USER, ANSWER], "rejected": [*turns, WRONG, USER, ANSWER]}
+    row, theirs = convert(raw), extract_prompt(raw)
+    assert row.messages is not None
+    assert row.messages[: row.num_prompt_messages] == theirs["prompt"]
+    assert row.messages[row.num_prompt_messages :] == theirs["chosen"]
+    assert row.rejected == theirs["rejected"]
+
+
+WORDS = st.lists(st.text(string.ascii_letters, min_size=1, max_size=4), max_size=4)
+
+
+@given(prompt=WORDS.filter(bool), chosen=WORDS, rejected=WORDS)
+def test_prompts_inside_texts_agree_with_trl(prompt: list[str], chosen: list[str], rejected: list[str]) -> None:
+    # That neither answer begins the other, which TRL cuts in another place, is seen by the first letters.
+    raw = {"chosen": " ".join([*prompt, "x", *chosen]), "rejected": " ".join([*prompt, "y", *rejected])}
+    row, theirs = convert(raw), extract_prompt(raw)
+    assert (row.prompt, row.completion, row.rejected) == (theirs["prompt"], theirs["chosen"], theirs["rejected"])
+
+
+DIALOGUE = "\n\nHuman: What is 2 + 2?\n\nAssistant:"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chosen", "rejected"),
+    [
+        (DIALOGUE, " It is green.", " It is grey."),
+        (DIALOGUE, " It", " It is"),
+        (f"{DIALOGUE} It is{DIALOGUE}", " four", " five"),
+        ("The sky is", " green", " grey"),
+        ("The sky is", " grey", " grey as ash"),
+        ("A line\n", "grey", "green"),
+        ("A line\n\n", "  grey", "  green"),
+    ],
+)
+def test_a_prompt_inside_texts_ends_where_tokens_do(
+    prompt: str, chosen: str, rejected: str, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Neither inside a word nor in a space, so that the answers' tokens follow the prompt's."""
+    row = convert({"chosen": prompt + chosen, "rejected": prompt + rejected})
+    assert row == convert({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    (pair,) = PairEncoder(RowEncoder(tiny_tokenizer), tiny_tokenizer).encode([row])
+    assert tiny_tokenizer.decode(pair.prompt_ids) == prompt
+    assert tiny_tokenizer.decode(pair.chosen_ids) == chosen + "<|endoftext|>"
+    assert tiny_tokenizer.decode(pair.rejected_ids) == rejected + "<|endoftext|>"
+
+
+def test_a_text_that_does_not_repeat_the_instruction_is_another_layout() -> None:
+    with pytest.raises(DataError, match=r"several layouts: `text` \(text\) and `alpaca`"):
+        convert({"instruction": "What is 2 + 2?", "output": "4", "text": "Once upon a time"})
+
+
+def test_detection_names_the_columns_it_reads_and_ignores() -> None:
+    raw = {"id": 7, "messages": [USER, ANSWER], "tools": None, "source": "web"}
+    assert str(detect_format(raw, where="here")) == "`messages` layout, from messages, tools; ignored: id, source"
+
+
+def test_null_columns_do_not_count_in_detection() -> None:
+    assert detect_format({"text": None, "messages": [USER, ANSWER]}, where="here").name == "messages"
+
+
+def test_ambiguous_columns_are_an_error_that_names_the_key_and_the_key_decides() -> None:
+    raw = {"messages": [USER, ANSWER], "text": "plain"}
+    with pytest.raises(DataError, match="`dataset_format: messages` or `dataset_format: text`"):
+        detect_format(raw, where="data.jsonl:1")
+    assert convert(raw, "text").text == "plain"
+    assert convert(raw, "messages").messages == [USER, ANSWER]
+
+
+def test_a_declared_layout_that_does_not_fit_names_what_is_missing() -> None:
+    with pytest.raises(DataError, match=r"`prompt_completion` layout needs `completion`; found `prompt`, `text`"):
+        detect_format({"prompt": "a", "text": "b"}, "prompt_completion", where="data.jsonl:1")
+
+
+@pytest.mark.parametrize("margin", ["0.5", True, float("nan"), float("inf"), [1.0]])
+def test_a_margin_that_is_no_number_is_refused(margin: object) -> None:
+    with pytest.raises(DataError, match=r"`margin` is .*, not a finite number"):
+        convert({"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5", "margin": margin})
+
+
+def test_a_margin_that_is_null_is_none() -> None:
+    assert convert({"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5", "margin": None}).margin is None

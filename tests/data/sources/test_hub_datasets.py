@@ -1,0 +1,133 @@
+"""Saved and Hub datasets give their rows, their identity, and one clear error when they cannot."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import pytest
+from datasets.packaged_modules.json.json import Json
+
+from recipes_lib.data.sources.canonical import load_source
+from recipes_lib.data.sources.hub_datasets import HubSource, load_hub, load_saved
+from recipes_lib.data.sources.rows import RawRow, Source
+from recipes_lib.errors import DataError
+
+ROWS = [{"text": f"row {n}", "extra": None if n % 2 else {"a": n}} for n in range(2100)]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def texts(source: Source) -> list[str]:
+    return [entry.columns["text"] for entry in source.rows() if isinstance(entry, RawRow)]
+
+
+def test_a_saved_dataset_is_read_in_order_whatever_its_format_was(tmp_path: Path) -> None:
+    datasets.Dataset.from_list(ROWS).with_format("numpy", columns=["text"]).save_to_disk(str(tmp_path), num_shards=3)
+    source = load_saved(tmp_path, "saved", "train")
+    entries = [entry for entry in source.rows() if isinstance(entry, RawRow)]
+    assert [entry.columns["text"] for entry in entries] == [row["text"] for row in ROWS]
+    assert [entry.columns.get("extra") for entry in entries] == [row["extra"] for row in ROWS]
+    assert entries[7].where == "saved row 7"
+
+
+def test_a_saved_dict_has_its_splits(tmp_path: Path) -> None:
+    parts = {"train": datasets.Dataset.from_list(ROWS[:3]), "test": datasets.Dataset.from_list(ROWS[3:5])}
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path))
+    assert texts(load_source(str(tmp_path), split="test")) == ["row 3", "row 4"]
+    with pytest.raises(DataError, match="no split `dev`; found `test`, `train`"):
+        load_source(str(tmp_path), split="dev")
+
+
+def test_the_fingerprint_of_a_saved_dataset_is_of_its_rows(tmp_path: Path) -> None:
+    for name, rows in {"a": ROWS[:3], "b": ROWS[:4]}.items():
+        datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / name))
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    first, second, copy = (load_saved(tmp_path / name, name, "train").fingerprint() for name in ("a", "b", "copy"))
+    assert first == copy
+    assert first != second
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """A Hub with one dataset, ``name``, at ``COMMIT``; calling the fixture cuts the network and keeps the cache."""
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps({"text": row["text"]}) + "\n" for row in ROWS))
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    load = datasets.load_dataset_builder
+
+    def load_builder(name: str, config: str | None = None, revision: str | None = None) -> datasets.DatasetBuilder:
+        return Json(cache_dir=str(cache), dataset_name=name, hash=COMMIT, config_id="default", data_files=str(file))
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_builder)
+    return lambda: monkeypatch.setattr(datasets, "load_dataset_builder", load)
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_hub_dataset_gives_the_same_rows_and_fingerprint_streamed_or_not() -> None:
+    downloaded, streamed = (load_hub("name", None, None, "train", streaming) for streaming in (False, True))
+    assert texts(downloaded) == texts(streamed) == [row["text"] for row in ROWS]
+    assert texts(streamed) == texts(streamed)
+    assert downloaded.fingerprint() == streamed.fingerprint()
+    assert downloaded.commit == COMMIT
+
+
+def test_everything_that_names_the_rows_changes_the_fingerprint() -> None:
+    source = HubSource("org/name", COMMIT, "default", "train", False, None)
+    others = [
+        HubSource("org/other", COMMIT, "default", "train", False, None),
+        HubSource("org/name", COMMIT[::-1], "default", "train", False, None),
+        HubSource("org/name", COMMIT, "other", "train", False, None),
+        HubSource("org/name", COMMIT, "default", "test", False, None),
+    ]
+    assert len({source.fingerprint(), *(other.fingerprint() for other in others)}) == 5
+
+
+def test_offline_the_cache_serves_its_own_commit_and_no_other(hub: Callable[[], None]) -> None:
+    load_hub("name", None, None, "train", False)
+    hub()
+    offline = load_hub("name", None, COMMIT, "train", False)
+    assert texts(offline) == [row["text"] for row in ROWS]
+    assert offline.commit == COMMIT
+    with pytest.raises(DataError, match=f"the cached copy is commit {COMMIT}, not `v2`"):
+        load_hub("name", None, "v2", "train", False)
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize("streaming", [False, True])
+def test_an_unknown_split_names_the_key_to_change(streaming: bool) -> None:
+    with pytest.raises(DataError, match="dataset_test_split"):
+        load_hub("name", None, None, "absent", streaming)
+
+
+def test_offline_an_unknown_dataset_says_how_to_go_on() -> None:
+    with pytest.raises(DataError, match=r"(?s)no-such-org/no-such-data: cannot be loaded from the Hub.*local file"):
+        load_source("no-such-org/no-such-data")
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (datasets.exceptions.DatasetNotFoundError("Dataset 'a/b' is a gated dataset on the Hub."), "accept its terms"),
+        (datasets.exceptions.DatasetNotFoundError("Dataset 'a/b' doesn't exist on the Hub"), "hf auth login"),
+        (datasets.exceptions.DatasetNotFoundError("Revision 'v9' doesn't exist"), "dataset_revision"),
+        (ValueError("Config name is missing.\nPlease pick one among the available configs: ['a']"), "dataset_config"),
+        (ValueError("BuilderConfig 'x' not found. Available: ['a']"), "dataset_config"),
+        (RuntimeError("Dataset scripts are no longer supported, but found b.py"), "refs/convert/parquet"),
+        (ConnectionError("Couldn't reach 'a/b' on the Hub"), "go online"),
+        (datasets.exceptions.DatasetGenerationError("An error occurred"), "spelling"),
+    ],
+)
+def test_each_refusal_of_the_hub_has_its_remedy(error: Exception, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", refuse)
+    with pytest.raises(DataError) as caught:
+        load_hub("a/b", None, None, "train", False)
+    (problem,) = caught.value.problems
+    assert remedy in problem.remedy
+    assert "\n" not in problem.found

@@ -1,0 +1,124 @@
+"""Files are grouped into splits as the Hub does, and known by their bytes."""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pytest
+
+from recipes_lib.data.sources.local_files import FileSource, load_files, open_file
+from recipes_lib.data.sources.rows import RawRow
+from recipes_lib.errors import DataError
+
+LAYOUTS = [
+    ["a.jsonl"],
+    ["b.jsonl", "a.jsonl", "sub/c.jsonl", ".hidden.jsonl", "__pycache__/x.jsonl", "README.md"],
+    ["train.jsonl", "test.jsonl"],
+    ["train_0.jsonl", "train_1.jsonl", "dev.jsonl", "my-eval.jsonl"],
+    ["data/train.jsonl", "data/validation.jsonl"],
+    ["train/1.jsonl", "train/2.jsonl", "testing/1.jsonl"],
+    ["data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "data/extra-00000-of-00001-ab12.jsonl"],
+    ["pretrain.jsonl", "latest.jsonl"],
+]
+
+
+@pytest.mark.parametrize("names", LAYOUTS, ids=lambda names: names[0])
+def test_splits_agree_with_datasets(names: list[str], tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    patterns = datasets.data_files.get_data_patterns(str(tmp_path))
+    theirs = datasets.data_files.DataFilesDict.from_patterns(patterns, str(tmp_path), allowed_extensions=[".jsonl"])
+    for split, files in theirs.items():
+        ours = load_files(tmp_path, str(tmp_path), str(split))
+        assert sorted(map(str, ours.files.values())) == sorted(files)
+        assert list(ours.files) == sorted(ours.files)
+    with pytest.raises(DataError, match="no split `absent`"):
+        load_files(tmp_path, str(tmp_path), "absent")
+
+
+def test_a_file_has_the_one_split_train(tmp_path: Path) -> None:
+    path = tmp_path / "test.jsonl"
+    path.touch()
+    assert list(load_files(path, "test.jsonl", "train").files) == ["test.jsonl"]
+    with pytest.raises(DataError, match="test_split_size"):
+        load_files(path, "test.jsonl", "test")
+
+
+@pytest.mark.parametrize(("loop", "onto"), [("itself", "."), ("sub/above", "..")])
+def test_links_give_no_row_twice(loop: str, onto: str, tmp_path: Path) -> None:
+    data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    for path in (data / "a.jsonl", data / "sub" / "b.jsonl", elsewhere / "c.jsonl"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f'{{"text": "{path.stem}"}}\n')
+    for link, target in {
+        loop: onto,
+        "sub/beside": "../../elsewhere",
+        "elsewhere": "../elsewhere",
+        "z.jsonl": "a.jsonl",
+    }.items():
+        (data / link).symlink_to(target)
+    source = load_files(data, "data", "train")
+    assert list(source.files) == ["data/a.jsonl", "data/elsewhere/c.jsonl", "data/sub/b.jsonl"]
+    assert [entry.columns["text"] for entry in source.rows() if isinstance(entry, RawRow)] == ["a", "c", "b"]
+    for split in ("train", "test"):
+        (elsewhere / f"{split}.jsonl").symlink_to("../data/a.jsonl")
+    (elsewhere / "c.jsonl").unlink()
+    assert [list(load_files(elsewhere, "e", split).files) for split in ("train", "test")] == [
+        ["e/train.jsonl"],
+        ["e/test.jsonl"],
+    ]
+
+
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").symlink_to("a.jsonl")
+    with pytest.raises(DataError) as caught:
+        list(load_files(tmp_path, "data", "train").rows())
+    assert [problem.where for problem in caught.value.problems] == ["data/a.jsonl"]
+
+
+def test_the_fingerprint_is_of_the_bytes_and_their_order_and_not_of_the_names(tmp_path: Path) -> None:
+    for name, content in {"a": b"1\n", "b": b"2\n"}.items():
+        (tmp_path / f"{name}.jsonl").write_bytes(content)
+    shutil.copytree(tmp_path, tmp_path / "moved")
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    fingerprint = FileSource("x", {"a": first, "b": second}).fingerprint()
+    moved = load_files(tmp_path / "moved", "moved", "train")
+    assert moved.fingerprint() == fingerprint
+    assert FileSource("x", {"a": second, "b": first}).fingerprint() != fingerprint
+    assert FileSource("x", {"a": first}).fingerprint() != fingerprint
+    assert FileSource("x", {"a": first.rename(tmp_path / "a.txt"), "b": second}).fingerprint() != fingerprint
+    second.write_bytes(b"3\n")
+    assert FileSource("x", {"a": tmp_path / "a.txt", "b": second}).fingerprint() != fingerprint
+
+
+def test_what_a_row_of_a_text_file_is_counts_for_text_files_alone(tmp_path: Path) -> None:
+    for suffix in ("txt", "md", "jsonl"):
+        (tmp_path / f"d.{suffix}").write_text('{"text": "one"}\n\n{"text": "two"}\n')
+    for suffix, num_fingerprints in {"txt": 3, "md": 3, "jsonl": 1}.items():
+        path = tmp_path / f"d.{suffix}"
+        sources = [load_files(path, "d", "train", unit) for unit in ("line", "paragraph", "file")]
+        assert len({source.fingerprint() for source in sources}) == num_fingerprints
+        assert [len(list(source.rows())) for source in sources] == ([2, 2, 1] if num_fingerprints == 3 else [2, 2, 2])
+        assert sources[0].fingerprint() == load_files(path, "d", "train").fingerprint()
+
+
+@pytest.mark.parametrize("codec", ["gzip", "zstd"])
+def test_compressed_files_read_as_what_they_hold(codec: str, tmp_path: Path) -> None:
+    content = b'{"text": "one"}\n' * 10_000
+    path = tmp_path / f"d.jsonl{ {'gzip': '.gz', 'zstd': '.zst'}[codec] }"
+    with pa.CompressedOutputStream(str(path), codec) as file:
+        file.write(content)
+    with open_file(path) as file:
+        assert file.read() == content
+
+
+def test_gzip_members_one_after_another_are_all_read(tmp_path: Path) -> None:
+    path = tmp_path / "d.txt.gz"
+    path.write_bytes(gzip.compress(b"one\n") + gzip.compress(b"two\n"))
+    with open_file(path) as file:
+        assert file.read() == b"one\ntwo\n"

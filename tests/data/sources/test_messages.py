@@ -1,0 +1,121 @@
+"""Turns are cleaned without changing what they say."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes_lib.data.sources.messages import (
+    ROLES,
+    SHAREGPT_ROLES,
+    RowError,
+    check_text,
+    clean_messages,
+    parse_tools,
+    split_marks,
+)
+
+
+@given(text=st.text(st.characters()))
+def test_text_passes_unchanged_exactly_if_a_tokenizer_can_encode_it(text: str) -> None:
+    try:
+        text.encode()
+        can_be_encoded = "\0" not in text
+    except UnicodeEncodeError:
+        can_be_encoded = False
+    if can_be_encoded:
+        assert check_text(text, "here") == text
+    else:
+        with pytest.raises(RowError):
+            check_text(text, "here")
+
+
+@given(content=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")))
+def test_the_words_of_a_turn_are_never_changed(content: str) -> None:
+    (message,) = clean_messages([{"role": "user", "content": content, "name": None}], "messages")
+    assert message == {"role": "user", "content": content}
+
+
+@pytest.mark.parametrize("written", SHAREGPT_ROLES)
+def test_every_sharegpt_role_becomes_a_template_role(written: str) -> None:
+    value = '{"name": "f", "arguments": {}}'
+    (message,) = clean_messages([{"from": written, "value": value}], "conversations", SHAREGPT_ROLES)
+    assert message["role"] in ROLES
+
+
+def test_a_call_without_arguments_has_none() -> None:
+    call = {"type": "function", "function": {"name": "now"}}
+    (message,) = clean_messages([{"role": "assistant", "tool_calls": [call]}], "messages")
+    assert message["tool_calls"] == [{"type": "function", "function": {"name": "now", "arguments": {}}}]
+
+
+def test_parallel_sharegpt_calls_are_calls_of_one_turn() -> None:
+    value = '[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"x": null}}]'
+    (message,) = clean_messages([{"from": "function_call", "value": value}], "conversations", SHAREGPT_ROLES)
+    assert [call["function"] for call in message["tool_calls"]] == [
+        {"name": "f", "arguments": {}},
+        {"name": "g", "arguments": {"x": None}},
+    ]
+
+
+@pytest.mark.parametrize("nothing", [None, "", [], "[]"])
+def test_no_tools_are_none(nothing: object) -> None:
+    assert parse_tools(nothing) is None
+
+
+ANSWER = {"role": "assistant", "content": "4"}
+
+
+@pytest.mark.parametrize(
+    ("marks", "is_trained"),
+    [
+        ({"weight": 1}, True),
+        ({"weight": 0}, False),
+        ({"weight": 0.0}, False),  # Arrow makes numbers beside nulls so.
+        ({"weight": None}, True),
+        ({"train": True}, True),
+        ({"train": False}, False),
+        ({"training": False}, False),
+        ({"training": True, "weight": 1}, True),
+    ],
+)
+def test_a_turn_is_marked_as_openai_or_axolotl_do_and_templates_do_not_see_it(
+    marks: dict[str, object], is_trained: bool
+) -> None:
+    for marked, roles in (
+        ({**ANSWER, **marks}, ROLES),
+        ({"from": "gpt", "value": "4", **marks}, SHAREGPT_ROLES),
+    ):
+        turns, untrained = split_marks(clean_messages([marked, ANSWER], "turns", roles))
+        assert turns == [ANSWER, ANSWER]
+        assert untrained == (set() if is_trained else {0})
+    call = {"from": "function_call", "value": '{"name": "f", "arguments": {}}', **marks}
+    turns, untrained = split_marks(clean_messages([call], "turns", SHAREGPT_ROLES))
+    assert set(turns[0]) == {"role", "content", "tool_calls"}
+    assert untrained == (set() if is_trained else {0})
+
+
+@pytest.mark.parametrize(
+    ("marked", "found"),
+    [
+        ({**ANSWER, "weight": 0.5}, "turns[1].weight is 0.5"),
+        ({**ANSWER, "weight": False}, "turns[1].weight is False"),
+        ({**ANSWER, "weight": "0"}, "turns[1].weight is '0'"),
+        ({**ANSWER, "train": 0}, "turns[1].train is 0"),
+        ({**ANSWER, "training": []}, "turns[1].training is []"),
+        ({**ANSWER, "training": False, "weight": 1}, "turns[1] has weight and training, which contradict"),
+        ({**ANSWER, "train_detail": [{"begin": 0, "end": 3}]}, "turns[1].train_detail marks parts of a turn"),
+        ({"role": "user", "content": "?", "train": True}, "turns[1].train asks to train on a turn of the role 'user'"),
+    ],
+)
+def test_any_other_mark_is_an_error_that_names_the_turn(marked: dict[str, object], found: str) -> None:
+    with pytest.raises(RowError) as refused:
+        clean_messages([ANSWER, marked], "turns")
+    assert found in refused.value.found
+    assert refused.value.remedy
+
+
+def test_a_user_s_turn_may_be_marked_as_what_it_is() -> None:
+    turns, untrained = split_marks(clean_messages([{"role": "user", "content": "?", "weight": 0}], "messages"))
+    assert (turns, untrained) == ([{"role": "user", "content": "?"}], {0})

@@ -1,0 +1,227 @@
+"""A weight is a share of the rows, a repeat how many times they come up; both exactly and repeatably."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes_lib.config.schema import DataConfig, TokensConfig
+from recipes_lib.data.sources.mixtures import Mixture, build_mixture, load_test_data, load_train_data
+from recipes_lib.errors import ConfigError, DataError
+
+NUM_ROWS = 40
+ROUNDED = [(0.24, 10), (0.26, 10), (1.07, 43), (1.08, 43)]
+"""Weights that come to 9.6, 10.4, 42.8 and 43.2 rows: to the nearest number, neither always down nor always up."""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    names = []
+    for name in "ab":
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"text": f"{name} {n}"}) + "\n" for n in range(NUM_ROWS)))
+        names.append(str(path))
+    return names[0], names[1]
+
+
+def texts(mixture: Mixture) -> list[str]:
+    return [str(row.text) for row in mixture.rows()]
+
+
+@pytest.mark.parametrize(
+    ("repeat", "expected"), [(0.25, 10), (1, 40), (1.0, 40), (2, 80), (2.5, 100), (0.1, 4), *ROUNDED]
+)
+def test_a_repeat_is_a_number_of_passes(repeat: float, expected: int, files: tuple[str, str]) -> None:
+    counts = Counter(texts(build_mixture([{"name": files[0], "repeat": repeat}])))
+    assert counts.total() == expected
+    assert set(counts.values()) <= {int(repeat), int(repeat) + 1} - {0}
+    assert len(counts) == min(NUM_ROWS, expected)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_part_of_which_no_row_is_drawn_is_named(others: int, files: tuple[str, str]) -> None:
+    with pytest.raises(DataError, match=r"its repeat, 0\.01, draws none of its 40 rows") as caught:
+        texts(build_mixture([{"name": files[0], "repeat": 0.01}, {"name": files[1]}][: 1 + others]))
+    assert [problem.where for problem in caught.value.problems] == [files[0]]
+    assert len(texts(build_mixture([{"name": files[0], "repeat": 1.01}]))) == NUM_ROWS
+
+
+@pytest.mark.parametrize("scale", [1, 100, 0.3])
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [((0.8, 0.2), (40, 10)), ((0.2, 0.8), (10, 40)), ((0.5, 0.5), (40, 40)), ((0.7, 0.3), (40, 17))],
+)
+def test_weights_are_shares_of_the_rows_of_which_none_comes_twice(
+    weights: tuple[float, float], expected: tuple[int, int], scale: float, files: tuple[str, str]
+) -> None:
+    parts = [{"name": name, "weight": scale * weight} for name, weight in zip(files, weights, strict=True)]
+    counts = Counter(texts(build_mixture(parts)))
+    assert set(counts.values()) == {1}
+    assert tuple(sum(text.startswith(part) for text in counts) for part in "ab") == expected
+
+
+def test_sources_of_any_size_have_their_shares(tmp_path: Path) -> None:
+    parts = []
+    for name, num_rows, weight in (("a", 807, 80), ("b", 9000, 20)):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"text": f"{name} {n}"}) + "\n" for n in range(num_rows)))
+        parts.append({"name": str(path), "weight": weight})
+    assert Counter(text[0] for text in texts(build_mixture(parts))) == {"a": 807, "b": 202}
+    with pytest.raises(ConfigError, match="some parts have a weight"):
+        build_mixture([parts[0], {"name": parts[1]["name"]}])
+
+
+def test_parts_keep_their_order_and_follow_one_another(files: tuple[str, str]) -> None:
+    found = texts(build_mixture([{"name": files[1], "repeat": 0.5}, {"name": files[0]}]))
+    numbers = [int(text.split()[1]) for text in found]
+    assert [text[0] for text in found] == ["b"] * 20 + ["a"] * 40
+    assert numbers[:20] == sorted(numbers[:20])
+    assert numbers[20:] == list(range(40))
+
+
+def test_the_draw_depends_on_the_seed_and_the_part_alone(files: tuple[str, str]) -> None:
+    half = {"name": files[0], "repeat": 0.5}
+    alone = texts(build_mixture([half], seed=1))
+    assert texts(build_mixture([half], seed=1)) == alone
+    assert texts(build_mixture([{"name": files[1]}, half], seed=1))[NUM_ROWS:] == alone
+    assert texts(build_mixture([half], seed=2)) != alone
+
+
+def test_a_broken_row_is_told_once_however_often_its_part_comes_up(files: tuple[str, str]) -> None:
+    for name in files:
+        with Path(name).open("a") as file:
+            file.write('{"text": 3}\n')
+    mixture = build_mixture([{"name": files[0], "repeat": 2.5}, {"name": files[1], "repeat": 0.5}])
+    with pytest.raises(DataError) as caught:
+        texts(mixture)
+    assert [problem.where for problem in caught.value.problems] == [f"{name}:{NUM_ROWS + 1}" for name in files]
+    dropped = TokensConfig(broken_rows="drop", max_broken_fraction=0.03)
+    rows = Counter(str(row.text)[0] for row in mixture.rows(dropped))
+    assert (rows["a"] in (99, 100), rows["b"] in (19, 20)) == (True, True), "a broken row may be among those drawn"
+
+
+def test_everything_that_changes_the_rows_changes_the_fingerprint(files: tuple[str, str]) -> None:
+    def fingerprint(*parts: dict[str, Any], seed: int = 0) -> str:
+        return build_mixture(parts, seed=seed).fingerprint()
+
+    first, second = {"name": files[0]}, {"name": files[1]}
+    half = {**first, "repeat": 0.5}
+    assert len({fingerprint(first, second), fingerprint(second, first), fingerprint(first), fingerprint(second)}) == 4
+    assert fingerprint({**first, "repeat": 2}) != fingerprint(first)
+    assert fingerprint({**first, "format": "text"}) != fingerprint(first)
+    assert fingerprint(half, seed=1) != fingerprint(half, seed=2)
+    assert fingerprint(first, seed=1) == fingerprint(first, seed=2)
+    before = fingerprint(first)
+    Path(files[0]).write_text('{"text": "other"}\n')
+    assert fingerprint(first) != before
+
+
+def test_every_mistake_in_a_mixture_is_told_at_once() -> None:
+    parts: list[Any] = [
+        {"name": "a", "wieght": 1, "weight": 0},
+        {"weight": True},
+        {"name": "a", "repeat": float("nan"), "format": "chat", "split": 3},
+        "a",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        build_mixture(parts)
+    wheres = Counter(problem.where for problem in caught.value.problems)
+    assert wheres == {
+        "dataset_mixture": 1,
+        "dataset_mixture[0]": 2,
+        "dataset_mixture[1]": 2,
+        "dataset_mixture[2]": 3,
+        "dataset_mixture[3]": 1,
+    }
+    assert "did you mean `weight`?" in str(caught.value)
+
+
+def test_every_missing_file_of_a_mixture_is_told_at_once() -> None:
+    with pytest.raises(DataError) as caught:
+        build_mixture([{"name": "./no-such-a.jsonl"}, {"name": "./no-such-b.jsonl"}])
+    assert len(caught.value.problems) == 2
+
+
+def test_configuration_names_training_and_held_out_data(files: tuple[str, str], tmp_path: Path) -> None:
+    single = DataConfig(dataset_name=files[0], dataset_test_split=files[1])
+    held_out = load_test_data(single)
+    assert held_out is not None
+    assert (len(texts(load_train_data(single))), texts(held_out)[0]) == (NUM_ROWS, "b 0")
+    assert load_test_data(DataConfig(dataset_name=files[0])) is None
+    mixed = DataConfig(dataset_mixture=[{"name": files[0]}, {"name": files[1], "repeat": 0.5}])
+    assert len(texts(load_train_data(mixed))) == 60
+    for name in files:
+        Path(name).rename(tmp_path / {"a": "train.jsonl", "b": "test.jsonl"}[Path(name).stem])
+    held_out = load_test_data(DataConfig(dataset_name=str(tmp_path), dataset_test_split="test"))
+    assert held_out is not None
+    assert texts(held_out)[0] == "b 0"
+
+
+def test_columns_are_renamed_in_every_dataset_or_in_one_entry(files: tuple[str, str], tmp_path: Path) -> None:
+    other = tmp_path / "c.jsonl"
+    other.write_text('{"content": "c 0"}\n')
+    columns = {"text": "content"}
+    single = DataConfig(dataset_name=str(other), dataset_test_split=str(other), dataset_columns=columns)
+    held_out = load_test_data(single)
+    assert held_out is not None
+    assert texts(load_train_data(single)) == texts(held_out) == ["c 0"]
+    for parts, default in (
+        ([{"name": files[0]}, {"name": str(other), "columns": columns}], None),
+        ([{"name": files[0], "columns": None}, {"name": str(other)}], columns),
+    ):
+        mixed = DataConfig(dataset_mixture=parts, dataset_columns=default)
+        assert texts(load_train_data(mixed))[NUM_ROWS - 1 :] == [f"a {NUM_ROWS - 1}", "c 0"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        DataConfig(),
+        DataConfig(dataset_name="a", dataset_mixture=[{"name": "a"}]),
+        DataConfig(dataset_mixture=[]),
+        DataConfig(dataset_mixture=[{"name": "a"}], dataset_streaming=True),
+    ],
+)
+def test_data_that_cannot_be_meant_are_a_configuration_error(data: DataConfig) -> None:
+    with pytest.raises(ConfigError):
+        load_train_data(data)
+
+
+def test_held_out_data_that_are_not_there_are_a_configuration_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no file or folder `b/c`"):
+        load_test_data(DataConfig(dataset_name="a", dataset_test_split="b/c"))
+    (tmp_path / "test").mkdir()
+    with pytest.raises(ConfigError, match=r"a held-out path \(\./test\), or set `test_split_size`"):
+        load_test_data(DataConfig(dataset_mixture=[{"name": "a"}], dataset_test_split="test"))
+
+
+def test_a_bare_word_is_a_split_whatever_lies_there(
+    tmp_path: Path, files: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for split in ("train", "test"):
+        (tmp_path / "data" / split).mkdir(parents=True)
+        (tmp_path / "data" / split / "1.jsonl").write_text(json.dumps({"text": f"the split {split}"}))
+    monkeypatch.chdir(tmp_path)
+    held_out = {}
+    for state in ("nothing there", "an empty folder", "a folder of data"):
+        if state == "an empty folder":
+            Path("test").mkdir()
+        elif state == "a folder of data":
+            Path("test", "1.jsonl").write_text('{"text": "the folder"}')
+        mixture = load_test_data(DataConfig(dataset_name="data", dataset_test_split="test"))
+        assert mixture is not None
+        held_out[state] = texts(mixture)
+    assert all(found == ["the split test"] for found in held_out.values()), held_out
+    for path in ("./test", "test/", str(tmp_path / "test"), "test/1.jsonl"):
+        mixture = load_test_data(DataConfig(dataset_name="data", dataset_test_split=path))
+        assert mixture is not None
+        assert texts(mixture) == ["the folder"]
+    with pytest.raises(DataError, match=r"a path \(\./test\)"):
+        load_test_data(DataConfig(dataset_name=files[0], dataset_test_split="test"))

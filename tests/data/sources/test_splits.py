@@ -1,0 +1,143 @@
+"""A held-out split is exact, repeatable, and never shares a row with the training side."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from datetime import datetime
+from decimal import Decimal
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes_lib.data.sources.rows import Row
+from recipes_lib.data.sources.splits import compute_row_digest, find_overlap, refuse_overlap, split_rows
+from recipes_lib.errors import ConfigError, DataError
+
+
+def digest(value: int) -> bytes:
+    return hashlib.sha256(str(value).encode()).digest()[:16]
+
+
+def chat(question: str, answer: str, **fields: object) -> Row:
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return Row(source="a", index=0, messages=messages, **fields)  # type: ignore[arg-type]
+
+
+@given(values=st.lists(st.integers(0, 30), min_size=2, max_size=80), size=st.integers(1, 40), seed=st.integers(0, 9))
+def test_both_sides_partition_the_rows_and_share_none(values: list[int], size: int, seed: int) -> None:
+    digests = [digest(value) for value in values]
+    try:
+        split = split_rows(digests, size, seed)
+    except DataError:
+        assert size >= len(values) or size < max(map(values.count, values))
+        return
+    assert sorted([*split.train, *split.test]) == list(range(len(values)))
+    train, test = ({values[position] for position in side} for side in split)
+    assert not train & test
+    assert 0 < len(split.test) <= size
+    assert find_overlap([digests[n] for n in split.train], [digests[n] for n in split.test]).num_rows == 0
+    num_single = sum(values.count(value) == 1 for value in values)
+    if len(split.test) < size:
+        assert num_single < size
+
+
+@pytest.mark.parametrize(("size", "expected"), [(0.1, 100), (0.0005, None), (1, 1), (1.0, 1), (250, 250), (0.333, 333)])
+def test_the_number_held_out_is_exact_when_rows_differ(size: float, expected: int | None) -> None:
+    digests = [digest(value) for value in range(1000)]
+    if expected is None:
+        with pytest.raises(DataError, match="0 would be held out"):
+            split_rows(digests, size, 0)
+    else:
+        assert len(split_rows(digests, size, 0).test) == expected
+
+
+def test_the_split_depends_on_content_and_seed_and_not_on_order() -> None:
+    digests = [digest(value) for value in range(300)]
+    order = np.random.default_rng(0).permutation(300)
+    held_out = {digests[n] for n in split_rows(digests, 30, 1).test}
+    assert {digests[order[n]] for n in split_rows([digests[n] for n in order], 30, 1).test} == held_out
+    assert {digests[n] for n in split_rows(digests, 30, 2).test} != held_out
+    grown = [*digests, *(digest(value) for value in range(300, 330))]
+    assert len({grown[n] for n in split_rows(grown, 33, 1).test} & held_out) >= 25
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, float("nan"), float("inf"), True])
+def test_a_size_that_is_none_is_a_configuration_error(size: float) -> None:
+    with pytest.raises(ConfigError, match="a share or a number"):
+        split_rows([digest(value) for value in range(10)], size, 0)
+
+
+@pytest.mark.parametrize("size", [10, 11, 0.99, 0.01])
+def test_an_empty_side_is_an_error(size: float) -> None:
+    with pytest.raises(DataError, match="both sides"):
+        split_rows([digest(value) for value in range(10)], size, 0)
+
+
+def test_rows_that_are_all_equal_cannot_be_split() -> None:
+    with pytest.raises(DataError, match="equal rows stay together"):
+        split_rows([digest(0)] * 10, 3, 0)
+
+
+SAME: dict[str, Callable[[], tuple[Row, Row]]] = {
+    "place": lambda: (Row(source="a", index=1, text="x"), Row(source="b", index=2, index_name="line", text="x")),
+    "space around": lambda: (chat("Hi", "Hello"), chat(" Hi\n", "Hello ")),
+    "key order": lambda: (
+        Row(source="a", index=0, messages=[{"role": "user", "content": "é"}]),
+        Row(source="a", index=0, messages=[{"content": "é", "role": "user"}]),
+    ),
+    "prompt length": lambda: (chat("Hi", "Hello"), chat("Hi", "Hello", num_prompt_messages=1)),
+    "template variables": lambda: (chat("Hi", "Hello"), chat("Hi", "Hello", template_kwargs={"enable_thinking": True})),
+}
+DIFFERENT: dict[str, Callable[[], tuple[Row, Row]]] = {
+    "space inside": lambda: (chat("a b", "c"), chat("a  b", "c")),
+    "word": lambda: (chat("a", "b"), chat("a", "c")),
+    "role": lambda: (chat("a", "b"), Row(source="a", index=0, messages=[{"role": "assistant", "content": "a"}] * 2)),
+    "boundary": lambda: (
+        Row(source="a", index=0, prompt="ab", completion="c"),
+        Row(source="a", index=0, prompt="a", completion="bc"),
+    ),
+    "field": lambda: (Row(source="a", index=0, text="a"), Row(source="a", index=0, completion="a")),
+    "tools": lambda: (chat("a", "b"), chat("a", "b", tools=[{"name": "f"}])),
+    "rejected": lambda: (chat("a", "b", rejected="c"), chat("a", "b", rejected="d")),
+}
+
+
+@pytest.mark.parametrize("kind", SAME)
+def test_rows_that_say_the_same_have_one_digest(kind: str) -> None:
+    first, second = SAME[kind]()
+    assert compute_row_digest(first) == compute_row_digest(second)
+    assert len(compute_row_digest(first)) == 16
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_rows_that_differ_have_two_digests(kind: str) -> None:
+    first, second = DIFFERENT[kind]()
+    assert compute_row_digest(first) != compute_row_digest(second)
+
+
+@pytest.mark.parametrize(
+    "value", [b"png", Decimal("0.5"), {"a": {"b": b"png"}}, [datetime(2024, 5, 1)], {"a": "\ud83d"}]
+)
+@pytest.mark.parametrize("column", ["messages", "rejected"])
+def test_what_json_has_no_word_for_is_named_with_its_row(column: str, value: object) -> None:
+    turns = [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b", "extra": value}]
+    row = Row(**{"messages": turns[:1], column: turns}, source="d.parquet", index=7)  # type: ignore[arg-type]
+    with pytest.raises(DataError) as caught:
+        compute_row_digest(row)
+    (problem,) = caught.value.problems
+    assert problem.where == "d.parquet row 7"
+    assert problem.found.startswith(f"{column}[1].extra cannot be written as JSON: ")
+    assert problem.remedy
+
+
+def test_overlap_is_counted_and_its_first_pairs_are_named() -> None:
+    train = [digest(value) for value in (5, 1, 2, 1, 3)]
+    held_out = [digest(value) for value in (9, 3, 1, 1)]
+    overlap = find_overlap(train, held_out, max_pairs=2)
+    assert (overlap.num_rows, overlap.pairs) == (3, [(1, 2), (3, 2)])
+    with pytest.raises(DataError, match=r"3 training rows are held-out rows too: t1 = e2, t3 = e2, \.\.\."):
+        refuse_overlap(overlap, "t{}".format, "e{}".format)
+    refuse_overlap(find_overlap(train, [digest(7)]), "t{}".format, "e{}".format)

@@ -1,0 +1,361 @@
+"""A source is tokenised once, to the same bytes whoever was killed on the way; what goes wrong leaves nothing wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from recipes_lib.data.chat.encoder import RowEncoder
+from recipes_lib.data.packed import store
+from recipes_lib.data.packed.store import find_set
+from recipes_lib.data.sources.rows import RawRow
+from recipes_lib.data.tokens import sets as token_documents
+from recipes_lib.data.tokens import sets as token_sets
+from recipes_lib.data.tokens import shards as token_shards
+from recipes_lib.data.tokens.sets import make_token_set, open_side
+from recipes_lib.data.tokens.sources import Corpus, load_corpora
+from recipes_lib.errors import DataError, Problem
+
+KEY = "0123456789abcdef" * 4
+NUM_ROWS = 60
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch):
+    """Shards of 64 tokens and chunks of four documents."""
+    monkeypatch.setattr(token_shards, "SHARD_BYTES", 128)
+    monkeypatch.setattr(token_documents, "ROWS_PER_CHUNK", 4)
+
+
+@pytest.fixture
+def make(build_config, write_rows, tiny_tokenizer):
+    """Makes the set of 60 texts under a root, and counts how often an encoder was loaded."""
+
+    def load_encoder():
+        make.loads += 1
+        return RowEncoder(tiny_tokenizer, loss_on="all"), 512
+
+    texts = [{"text": f"Text {number}: " + "the baker opens " * (number % 7)} for number in range(NUM_ROWS)]
+    path = write_rows("texts.jsonl", texts)
+
+    def run(root: Path, num_tokens=None, on_documents=lambda *_: None, path=path, **options):
+        (corpus,) = load_corpora(build_config(dataset_name=str(path), **options))
+        corpus = dataclasses.replace(corpus, num_tokens=num_tokens)
+        return make_token_set(root, KEY, {}, corpus, load_encoder, on_documents)
+
+    make = run
+    make.loads = 0
+    make.rows = lambda **options: list(load_corpora(build_config(**options))[0].rows())
+    return make
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def read_documents(prepared, side) -> list[list[int]]:
+    source = open_side(prepared, side, "a source")
+    ids, start, documents = source.read(0, source.num_tokens).tolist(), 0, []
+    for length in source.read_document_lengths(0, source.num_tokens).tolist():
+        documents.append(ids[start : start + length])
+        start += length
+    return documents
+
+
+@pytest.mark.parametrize("size", [None, 0.3, 9])
+def test_every_document_is_on_one_side_as_the_encoder_gives_it(make, tmp_path, tiny_tokenizer, size):
+    prepared = make(tmp_path / "root", test_split_size=size)
+    rows = make.rows(dataset_name=str(tmp_path / "texts.jsonl"))
+    expected = [row.input_ids.tolist() for row in RowEncoder(tiny_tokenizer).encode(rows)]
+    train, held_out = read_documents(prepared, "train"), read_documents(prepared, "eval")
+    assert sorted(train + held_out) == sorted(expected)
+    for side in (train, held_out):
+        assert side == [document for document in expected if document in side]
+    if size is None or size >= 1:
+        assert len(held_out) == (size or 0)
+    assert len(held_out) > 0 or size is None
+
+
+def test_a_second_call_tokenises_nothing_and_loads_no_encoder(make, tmp_path):
+    first = make(tmp_path)
+    before = RowEncoder.num_tokenized_rows
+    second = make(tmp_path)
+    assert (first.is_new, second.is_new, make.loads) == (True, False, 1)
+    assert RowEncoder.num_tokenized_rows == before
+    assert second.manifest == first.manifest
+
+
+def test_nothing_but_the_set_stays_in_the_folder(make, tmp_path):
+    prepared = make(tmp_path / "root")
+    assert [path.name for path in (tmp_path / "root").iterdir() if not path.name.endswith(".lock")] == [KEY[:16]]
+    assert not list(prepared.path.rglob(".*"))
+    assert find_set(tmp_path / "root", KEY, check_bytes=True)
+
+
+def test_the_number_of_documents_and_tokens_is_told(make, tmp_path):
+    told = []
+    prepared = make(tmp_path / "root", on_documents=lambda *counts: told.append(counts), test_split_size=0.3)
+    sides = [prepared.manifest[side] for side in ("train", "eval")]
+    assert told[0] == (0, 0)
+    assert told == sorted(told)
+    assert told[-1] == tuple(sum(side[name] for side in sides) for name in ("num_documents", "num_tokens"))
+
+
+def kill_at(run, module, function: str, call: int) -> None:
+    """Runs in a process that dies at the given call of a function."""
+    original, calls = getattr(module, function), 0
+
+    def die(*args):
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args)
+
+    setattr(module, function, die)
+    run()
+
+
+PLACES = [
+    *((token_sets._Sides, "append", call) for call in (1, 2, 5, 9)),
+    *((token_shards.TokenWriter, "_open_shard", call) for call in (2, 5)),
+    *((token_sets, "replace_record", call) for call in (1, 2, 4)),
+    *((os, "fsync", call) for call in (1, 7, 8, 30)),
+    *((store, "write_json", call) for call in (1, 2)),
+    (os, "replace", 1),
+]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("num_tokens", [None, 700])
+@pytest.mark.parametrize(("module", "function", "call"), PLACES)
+def test_a_killed_preparation_goes_on_to_the_same_bytes(make, tmp_path, module, function, call, num_tokens):
+    root, options = tmp_path / "root", {"test_split_size": 0.3, "num_tokens": num_tokens}
+    whole = make(tmp_path / "whole", **options)
+    process = multiprocessing.get_context("fork").Process(
+        target=kill_at, args=(lambda: make(root, **options), module, function, call)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert find_set(root, KEY) is None
+    assert contents(make(root, **options).path) == contents(whole.path)
+    assert [path.name for path in root.iterdir() if not path.name.endswith(".lock")] == [KEY[:16]]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("num_tokens", [None, 700])
+@pytest.mark.parametrize("call", [2, 9])
+def test_rows_that_are_dropped_are_dropped_and_counted_alike_by_whoever_goes_on(
+    make, write_rows, tmp_path, call, num_tokens
+):
+    rows = [{"prompt": f"Text {at}: ", "completion": "the baker " * (at % 7 + 1)} for at in range(NUM_ROWS)]
+    sound = write_rows("sound.jsonl", rows)
+    for at in (0, 5, 17, 18, 19, 20, 40):
+        # What cannot be read, and what cannot be encoded.
+        rows.insert(at, {"prompt": "Text:", "completion": None if at % 2 else "an end<|endoftext|> inside"})
+    options = {"num_tokens": num_tokens, "broken_rows": "drop", "max_broken_fraction": 0.2}
+    path, root = write_rows("broken.jsonl", rows), tmp_path / "root"
+    whole = make(tmp_path / "whole", path=path, **options)
+    process = multiprocessing.get_context("fork").Process(
+        target=kill_at, args=(lambda: make(root, path=path, **options), token_sets._Sides, "append", call)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert contents(make(root, path=path, **options).path) == contents(whole.path)
+    alone = make(tmp_path / "alone", path=sound, num_tokens=num_tokens)
+    assert read_documents(whole, "train") == read_documents(alone, "train")
+    if num_tokens is None:
+        assert whole.manifest["broken_rows"] == {"num_rows": NUM_ROWS + 7, "num_broken": 7}
+    with pytest.raises(DataError, match=r"are broken, and max_broken_fraction is 0\.01"):
+        make(tmp_path / "strict", path=path, broken_rows="drop")
+    with pytest.raises(DataError, match=r"broken\.jsonl:1: "):
+        make(tmp_path / "error", path=path)
+
+
+@pytest.mark.multiprocess
+def test_what_is_in_full_shards_is_not_tokenised_again(make, tmp_path):
+    process = multiprocessing.get_context("fork").Process(
+        target=kill_at, args=(lambda: make(tmp_path / "root"), token_sets._Sides, "append", 13)
+    )
+    process.start()
+    process.join()
+    before, told = RowEncoder.num_tokenized_rows, []
+    make(tmp_path / "root", on_documents=lambda *counts: told.append(counts))
+    assert told[0][0] == 48, "each chunk fills a shard, so that all of them are kept"
+    assert RowEncoder.num_tokenized_rows - before == NUM_ROWS - 48
+
+
+def interrupt(make, root: Path, monkeypatch) -> Path:
+    """Leaves a partly written set behind, and returns its folder."""
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(token_sets, "publish_set", stop)
+        with pytest.raises(KeyboardInterrupt):
+            make(root, test_split_size=0.3)
+    (partial,) = root.glob(".*.partial")
+    return partial
+
+
+def lose_a_shard(partial: Path) -> None:
+    (partial / "train" / "tokens-00001.bin").unlink()
+
+
+def lose_the_end_of_a_file(partial: Path) -> None:
+    os.truncate(partial / "eval" / "document_ends.bin", 8)
+
+
+def lose_the_progress(partial: Path) -> None:
+    (partial / ".progress.json").unlink()
+
+
+def break_the_progress(partial: Path) -> None:
+    (partial / ".progress.json").write_text('{"num_rows": 4')
+
+
+@pytest.mark.parametrize(
+    "damage", [lose_a_shard, lose_the_end_of_a_file, lose_the_progress, break_the_progress, lambda partial: None]
+)
+def test_a_damaged_partial_set_is_begun_again(make, tmp_path, monkeypatch, damage):
+    whole = make(tmp_path / "whole", test_split_size=0.3)
+    damage(interrupt(make, tmp_path / "root", monkeypatch))
+    before = RowEncoder.num_tokenized_rows
+    assert contents(make(tmp_path / "root", test_split_size=0.3).path) == contents(whole.path)
+    num_tokenized = RowEncoder.num_tokenized_rows - before
+    assert num_tokenized == (NUM_ROWS if damage.__name__ != "<lambda>" else 0)
+
+
+@pytest.mark.parametrize("failing", ["fsync", "replace"])
+@pytest.mark.parametrize("call", [1, 3])
+def test_a_full_disk_is_one_clear_error_and_the_next_call_goes_on(make, tmp_path, monkeypatch, failing, call):
+    whole = make(tmp_path / "whole")
+    original, calls = getattr(os, failing), 0
+
+    def fail(*args):
+        nonlocal calls
+        calls += 1
+        if calls >= call or failing == "replace":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, failing, fail)
+        with pytest.raises(DataError, match="free some space, or set prepared_dir") as raised:
+            make(tmp_path / "root")
+    assert len(raised.value.problems) == 1
+    assert find_set(tmp_path / "root", KEY) is None
+    assert contents(make(tmp_path / "root").path) == contents(whole.path)
+
+
+@pytest.mark.parametrize("size", [None, 0.3, 5])
+def test_broken_documents_are_told_at_once_and_leave_nothing(make, write_rows, tmp_path, size):
+    rows = [{"text": f"text {number}"} for number in range(40)]
+    rows[3] = {"text": ""}
+    rows[30] = {"text": ["not a text"]}
+    with pytest.raises(DataError) as raised:
+        make(tmp_path / "root", path=write_rows("broken.jsonl", rows), test_split_size=size)
+    assert [problem.where.rpartition(":")[2] for problem in raised.value.problems] == ["4", "31"]
+    assert [path for path in (tmp_path / "root").iterdir() if not path.name.endswith(".lock")] == []
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """Rows over a network that breaks off once."""
+
+    breaks: list[int]
+    name = "a/stream"
+    streaming = True
+
+    def rows(self):
+        for index in range(NUM_ROWS):
+            if [index] == self.breaks:
+                self.breaks.clear()
+                raise DataError(Problem(self.name, "the connection broke off"))
+            yield RawRow(self.name, index, "row", {"text": f"text {index} of the baker"})
+
+
+def test_a_stream_that_breaks_off_costs_what_was_not_in_a_full_shard(tmp_path, tiny_tokenizer):
+    def run(root, *breaks):
+        corpus = Corpus(name="a/stream", source=Stream(list(breaks)), format="auto", num_tokens=400)
+        encoder = RowEncoder(tiny_tokenizer, loss_on="all"), 512
+        return lambda: make_token_set(root, KEY, {}, corpus, lambda: encoder, lambda *_: None)
+
+    whole, broken = run(tmp_path / "whole")(), run(tmp_path / "root", 30)
+    with pytest.raises(DataError, match="broke off"):
+        broken()
+    before = RowEncoder.num_tokenized_rows
+    assert contents(broken().path) == contents(whole.path)
+    assert RowEncoder.num_tokenized_rows - before <= NUM_ROWS - 28
+
+
+def test_a_set_that_two_processes_wrote_is_refused(make, tmp_path):
+    def intrude(documents, _):
+        if documents:
+            (shard, *_rest) = (tmp_path / "root").glob(".*.partial/train/tokens-00000.bin")
+            with shard.open("ab") as file:
+                file.write(b"theirs")
+
+    with pytest.raises(DataError, match="two processes have written the same set"):
+        make(tmp_path / "root", on_documents=intrude)
+    assert [path for path in (tmp_path / "root").iterdir() if not path.name.endswith(".lock")] == []
+    assert make(tmp_path / "root").is_new
+
+
+@pytest.mark.parametrize("rows_per_chunk", [1, 3, 100])
+@pytest.mark.parametrize("num_tokens", [1, 500, 10**6])
+def test_a_stream_is_read_to_the_document_that_makes_it_enough(make, tmp_path, monkeypatch, rows_per_chunk, num_tokens):
+    monkeypatch.setattr(token_documents, "ROWS_PER_CHUNK", rows_per_chunk)
+    prepared = make(tmp_path / "root", num_tokens=num_tokens, test_split_size=0.3)
+    whole = make(tmp_path / "whole", test_split_size=0.3)
+    train = read_documents(prepared, "train")
+    assert train == read_documents(whole, "train")[: len(train)]
+    total = sum(map(len, train))
+    assert total - len(train[-1]) < num_tokens
+    assert total >= min(num_tokens, whole.manifest["train"]["num_tokens"])
+    held_out = read_documents(prepared, "eval")
+    assert held_out == read_documents(whole, "eval")[: len(held_out)]
+
+
+def test_who_comes_second_waits_and_tokenises_nothing(make, tmp_path):
+    results, entered, release = [], threading.Event(), threading.Event()
+
+    def pause(*_):
+        entered.set()
+        release.wait()
+
+    first = threading.Thread(target=lambda: results.append(make(tmp_path / "root", on_documents=pause)))
+    second = threading.Thread(target=lambda: results.append(make(tmp_path / "root")))
+    first.start()
+    entered.wait()
+    second.start()
+    release.set()
+    first.join()
+    second.join()
+    assert sorted(result.is_new for result in results) == [False, True]
+    assert make.loads == 1
+
+
+def test_without_file_locks_each_writes_a_folder_of_its_own(make, tmp_path, monkeypatch):
+    partial = interrupt(make, tmp_path / "root", monkeypatch)
+    shutil.rmtree(partial / "train")
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(store.fcntl, "flock", refuse)
+    assert make(tmp_path / "root", test_split_size=0.3).is_new
+    assert find_set(tmp_path / "root", KEY, check_bytes=True)
+    assert partial.exists(), "a living process may be writing there"
+    assert not list((tmp_path / "root").glob(".*.tmp"))

@@ -1,0 +1,216 @@
+"""What is read from the shards is what was appended, wherever it is cut, and whoever reads it."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import pickle
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes_lib.data.tokens import shards as token_shards
+from recipes_lib.data.tokens.shards import TokenSource, TokenWriter, is_whole
+
+NUM_IDS = 1000
+lengths_lists = st.lists(st.integers(1, 12), min_size=1, max_size=20)
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch):
+    """Shards of 32 bytes, written without waiting for the disk."""
+    monkeypatch.setattr(token_shards, "SHARD_BYTES", 32)
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+def make_documents(lengths: list[int], seed: int = 0, num_ids: int = NUM_IDS) -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, num_ids, sum(lengths)).astype(np.uint32)
+    return ids, np.array(lengths, np.int64), rng.integers(0, 2**64, len(lengths), np.uint64)
+
+
+def append(writer: TokenWriter, documents: tuple[np.ndarray, ...], start: int, stop: int) -> None:
+    ids, lengths, digests = documents
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    writer.append(ids[ends[start] : ends[stop]], lengths[start:stop], digests[start:stop])
+
+
+def write(folder: Path, documents: tuple[np.ndarray, ...], cuts=(), num_ids: int = NUM_IDS) -> TokenSource:
+    borders = [0, *sorted(cuts), len(documents[1])]
+    with TokenWriter(folder, num_ids=num_ids) as writer:
+        for start, stop in itertools.pairwise(borders):
+            append(writer, documents, start, stop)
+        return TokenSource("a source", folder, **writer.describe())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@given(lengths_lists, st.data())
+def test_any_stretch_is_read_as_it_was_appended(tmp_path_factory, lengths, data):
+    documents = make_documents(lengths)
+    source = write(tmp_path_factory.mktemp("shards") / "s", documents)
+    ids, _, digests = documents
+    ends = np.cumsum(lengths)
+    start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(ids))] * 2)))
+    assert source.read(start, stop).dtype == np.uint32
+    assert source.read(start, stop).tolist() == ids[start:stop].tolist()
+    document_of = np.repeat(np.arange(len(lengths)), lengths)[start:stop]
+    pieces = [int((document_of == document).sum()) for document in np.unique(document_of)]
+    assert source.read_document_lengths(start, stop).tolist() == pieces
+    assert (source.num_tokens, source.num_documents) == (ends[-1], len(lengths))
+    first, last = sorted(data.draw(st.tuples(*[st.integers(0, len(lengths))] * 2)))
+    assert source.read_digests(first, last).tolist() == digests[first:last].tolist()
+
+
+@given(lengths_lists, st.data())
+def test_the_bytes_do_not_depend_on_how_documents_are_handed_over(tmp_path_factory, lengths, data):
+    folder, documents = tmp_path_factory.mktemp("shards"), make_documents(lengths)
+    cuts = data.draw(st.lists(st.integers(0, len(lengths)), max_size=5))
+    write(folder / "at once", documents)
+    write(folder / "in parts", documents, cuts)
+    assert contents(folder / "at once") == contents(folder / "in parts")
+
+
+@pytest.mark.parametrize(("num_ids", "dtype"), [(2, "<u2"), (65_536, "<u2"), (65_537, "<u4"), (200_000, "<u4")])
+def test_ids_take_two_bytes_where_all_of_them_fit(tmp_path, num_ids, dtype):
+    documents = make_documents([30, 40], num_ids=num_ids)
+    documents[0][7] = num_ids - 1
+    source = write(tmp_path / "s", documents, num_ids=num_ids)
+    shards = sorted(tmp_path.glob("s/tokens-*.bin"))
+    assert source.dtype == dtype
+    assert [path.stat().st_size for path in shards[:-1]] == [32] * (len(shards) - 1)
+    assert np.concatenate([np.fromfile(path, dtype) for path in shards]).tolist() == documents[0].tolist()
+    assert source.read(0, 70).tolist() == documents[0].tolist()
+
+
+def test_outside_of_the_source_nothing_is_read(tmp_path):
+    source = write(tmp_path / "s", make_documents([5]))
+    for start, stop in ((-1, 2), (0, 6), (3, 2)):
+        with pytest.raises(AssertionError):
+            source.read(start, stop)
+
+
+def test_without_documents_there_is_no_folder(tmp_path):
+    with TokenWriter(tmp_path / "s", num_ids=9) as writer:
+        writer.append(*make_documents([]))
+        writer.flush()
+    assert writer.describe()["num_documents"] == 0
+    assert is_whole(tmp_path / "s", writer.describe(), exactly=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+@given(lengths_lists, st.data())
+def test_who_goes_on_from_a_flush_writes_what_was_never_interrupted(tmp_path_factory, lengths, data):
+    folder, documents = tmp_path_factory.mktemp("shards"), make_documents(lengths)
+    flushed, written = sorted(data.draw(st.tuples(*[st.integers(0, len(lengths))] * 2)))
+    write(folder / "whole", documents)
+    with TokenWriter(folder / "resumed", num_ids=NUM_IDS) as writer:
+        append(writer, documents, 0, flushed)
+        writer.flush()
+        at = writer.describe()
+        append(writer, documents, flushed, written)
+    with TokenWriter(folder / "resumed", num_ids=NUM_IDS, at=at) as writer:
+        append(writer, documents, flushed, len(lengths))
+    assert contents(folder / "whole") == contents(folder / "resumed")
+
+
+@pytest.mark.parametrize("lengths", [[16], [10, 22], [16, 16, 5]])
+def test_who_goes_on_at_the_end_adds_nothing(tmp_path, lengths):
+    source = write(tmp_path / "s", make_documents(lengths))
+    before = contents(tmp_path / "s")
+    at = {name: getattr(source, name) for name in ("dtype", "tokens_per_shard", "num_tokens", "num_documents")}
+    with TokenWriter(tmp_path / "s", num_ids=NUM_IDS, at=at) as writer:
+        assert writer.describe() == at
+    assert contents(tmp_path / "s") == before
+
+
+def test_what_is_flushed_is_whole_and_what_lacks_a_byte_is_not(tmp_path):
+    write(tmp_path / "s", make_documents([20, 30, 1]))
+    with TokenWriter(tmp_path / "s", num_ids=NUM_IDS) as writer:
+        append(writer, make_documents([20, 30, 1]), 0, 3)
+        writer.flush()
+        at = writer.describe()
+        assert is_whole(tmp_path / "s", at)
+        assert is_whole(tmp_path / "s", at, exactly=True)
+    for path in (tmp_path / "s").iterdir():
+        content = path.read_bytes()
+        path.write_bytes(content + b"later")
+        assert is_whole(tmp_path / "s", at)
+        assert not is_whole(tmp_path / "s", at, exactly=True)
+        path.write_bytes(content[:-1])
+        assert not is_whole(tmp_path / "s", at)
+        assert not is_whole(tmp_path / "s", at, exactly=True)
+        path.unlink()
+        assert not is_whole(tmp_path / "s", at)
+        path.write_bytes(content)
+
+
+def test_a_flush_waits_for_every_file_and_for_their_names(tmp_path, monkeypatch):
+    synced = set()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.add(Path(f"/proc/self/fd/{descriptor}").readlink()))
+    with TokenWriter(tmp_path / "s", num_ids=NUM_IDS) as writer:
+        append(writer, make_documents([20, 30, 1]), 0, 3)
+        writer.flush()
+    assert synced == {tmp_path / "s", *(tmp_path / "s").iterdir()}
+
+
+def test_full_shards_are_those_that_grow_no_more(tmp_path):
+    with TokenWriter(tmp_path / "s", num_ids=NUM_IDS) as writer:
+        counts = []
+        for number in range(4):
+            append(writer, make_documents([8] * 4), number, number + 1)
+            counts.append(writer.num_full_shards)
+    assert counts == [0, 1, 1, 2]
+
+
+def test_an_error_of_the_disk_is_not_hidden(tmp_path, monkeypatch):
+    def fail(_):
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space"), TokenWriter(tmp_path / "s", num_ids=NUM_IDS) as writer:
+        append(writer, make_documents([40]), 0, 1)
+
+
+def read_all(source: TokenSource, connection) -> None:
+    connection.send(source.read(0, source.num_tokens).tolist())
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_worker_reads_the_same(tmp_path, method):
+    source = write(tmp_path / "s", make_documents([20, 30]))
+    expected = source.read(0, 50).tolist()
+    assert pickle.loads(pickle.dumps(source)) == source
+    context = multiprocessing.get_context(method)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=read_all, args=(source, theirs))
+    process.start()
+    assert ours.recv() == expected
+    process.join()
+    assert process.exitcode == 0
+
+
+def read_with_few_files(source: TokenSource) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Besides those that the tests before have left open in this process.
+    few = len(list(Path("/dev/fd").iterdir())) + token_shards._MAX_OPEN_FILES + 64
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    for start in range(0, source.num_tokens, 16):
+        source.read(start, start + 16)
+
+
+@pytest.mark.multiprocess
+def test_a_source_may_have_more_shards_than_a_process_may_open_files(tmp_path):
+    source = write(tmp_path / "s", make_documents([16] * 400))
+    process = multiprocessing.get_context("fork").Process(target=read_with_few_files, args=(source,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0

@@ -1,0 +1,193 @@
+"""A token set is known by what decides its bytes, and by nothing else."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from recipes_lib.config.schema import DataConfig, PretrainingConfig, TokensConfig
+from recipes_lib.data.packed.store import compute_key
+from recipes_lib.data.tokens import sources as token_sources
+from recipes_lib.data.tokens.sources import WITHOUT_EFFECT, load_corpora, load_held_out, select_options
+from recipes_lib.errors import ConfigError, DataError
+
+SECTIONS = (DataConfig, TokensConfig, PretrainingConfig)
+ROOM = Path(token_sources.__file__).parent
+
+
+def keys_of(config, num_tokens=None) -> list[str]:
+    return [compute_key(corpus.collect_inputs(config)) for corpus in load_corpora(config, num_tokens)]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """Two text files of the same size, by name."""
+    files = {name: tmp_path / f"{name}.txt" for name in "ab"}
+    for name, path in files.items():
+        path.write_text(f"{name} one\n\n{name} two\n")
+    return {name: str(path) for name, path in files.items()}
+
+
+CHANGES = {
+    "dataset_format": "text",
+    "dataset_columns": {"messages": None},
+    "test_split_size": 0.1,
+    "eos_token": "<|im_end|>",
+    "text_documents": "line",
+    "broken_rows": "drop",
+    "max_broken_fraction": 0.5,
+    "trust_remote_code": True,
+}
+WITHOUT_CHANGE = {
+    "max_length": 64,
+    "prepared_dir": "elsewhere",
+    "allow_eval_overlap": True,
+    "pad_token": "<|im_end|>",
+    "seed": 7,
+    "cross_document_attention": True,
+    "max_tokens": 1000,
+    "decay_embeddings": False,
+}
+DECIDED_ELSEWHERE = {
+    # which source, and where it lies
+    *("dataset_name", "dataset_config", "dataset_revision", "dataset_train_split", "dataset_test_split"),
+    # below
+    *("dataset_mixture", "dataset_curriculum", "dataset_streaming", "chat_template_path"),
+    # refused in pretraining, and not read here
+    *("loss_on", "overlong", "max_truncated_fraction", "packing"),
+}
+
+
+def test_every_option_is_known_here():
+    options = {field.name for section in SECTIONS for field in dataclasses.fields(section)}
+    assert options <= CHANGES.keys() | WITHOUT_CHANGE.keys() | DECIDED_ELSEWHERE
+
+
+@pytest.mark.parametrize("option", CHANGES)
+def test_what_decides_the_bytes_changes_the_key(build_config, texts, option):
+    before, after = (
+        build_config(dataset_name=texts["a"]),
+        build_config(dataset_name=texts["a"], **{option: CHANGES[option]}),
+    )
+    assert keys_of(before) != keys_of(after)
+
+
+@pytest.mark.parametrize("option", WITHOUT_CHANGE)
+def test_what_decides_no_byte_does_not(build_config, texts, option):
+    before = build_config(dataset_name=texts["a"])
+    after = build_config(dataset_name=texts["a"], **{option: WITHOUT_CHANGE[option]})
+    assert keys_of(before) == keys_of(after)
+
+
+def test_a_source_has_the_same_key_alone_and_in_any_mixture(build_config, texts):
+    alone = [keys_of(build_config(dataset_name=texts[name]))[0] for name in "ab"]
+    mixture = [{"name": texts["b"], "weight": 0.2}, {"name": texts["a"], "weight": 3.0}]
+    assert keys_of(build_config(dataset_mixture=mixture)) == alone[::-1]
+    curriculum = [{"start_tokens": 0, "weights": [1, 2]}]
+    assert keys_of(build_config(dataset_mixture=mixture, dataset_curriculum=curriculum)) == alone[::-1]
+    assert len(set(alone)) == 2
+
+
+def test_the_seed_counts_only_where_it_draws(build_config, texts):
+    keys = [keys_of(build_config(dataset_name=texts["a"], test_split_size=0.5, seed=seed)) for seed in (0, 1)]
+    assert keys[0] != keys[1]
+
+
+def test_the_template_counts_by_its_text(build_config, texts, tmp_path):
+    keys = []
+    for name, text in (("x", "one"), ("y", "one"), ("z", "two")):
+        (tmp_path / name).write_text(text)
+        keys += keys_of(build_config(dataset_name=texts["a"], chat_template_path=str(tmp_path / name)))
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_how_far_a_stream_is_read_counts_and_a_whole_source_is_another_set(build_config, texts):
+    config = build_config(dataset_name=texts["a"], dataset_streaming=True, max_length=8)
+    keys = [keys_of(config, num_tokens) for num_tokens in (100, 200)]
+    assert len({*map(tuple, keys), tuple(keys_of(build_config(dataset_name=texts["a"])))}) == 3
+    assert keys_of(build_config(dataset_name=texts["a"]), 100) == keys_of(build_config(dataset_name=texts["a"]))
+
+
+def find_needed_modules(module: str) -> set[str]:
+    """The modules of the room that a module imports, at once or not, those only for types left out."""
+    needed, waiting = set(), [module]
+    while waiting:
+        name = waiting.pop()
+        if name in needed:
+            continue
+        needed.add(name)
+        tree = ast.parse((ROOM / name).read_text())
+        guards = [
+            node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        ]
+        for_types = {id(node) for guard in guards for node in ast.walk(guard)}
+        waiting += [
+            f"{node.module.rsplit('.', 1)[1]}.py"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("recipes_lib.data.")
+            if id(node) not in for_types
+        ]
+    return needed
+
+
+def test_what_is_left_out_of_the_key_writes_nothing(build_config, texts):
+    needed = find_needed_modules("token_sets.py") | find_needed_modules("chat.py")
+    assert {"formats.py", "templates.py", "token_documents.py", "source_json.py"} <= needed
+    assert not needed & WITHOUT_EFFECT
+    assert not WITHOUT_EFFECT - {path.name for path in ROOM.glob("*.py")}
+    (corpus,) = load_corpora(build_config(dataset_name=texts["a"]))
+    assert corpus.collect_inputs(build_config())["code"].keys() >= needed - WITHOUT_EFFECT
+
+
+def test_all_tokens_are_trained_on_whatever_the_layout(build_config):
+    assert select_options(build_config(loss_on="assistant")).tokens.loss_on == "all"
+
+
+def test_names_are_told_apart_by_what_differs(build_config, texts, tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / "d" / split).mkdir(parents=True)
+        (tmp_path / "d" / split / "1.txt").write_text(split)
+    folder = str(tmp_path / "d")
+    mixture = [{"name": folder, "split": "train"}, {"name": folder, "split": "test"}, {"name": texts["a"]}]
+    names = [corpus.name for corpus in load_corpora(build_config(dataset_mixture=mixture))]
+    assert names == [f"{folder}:train", f"{folder}:test", texts["a"]]
+    with pytest.raises(ConfigError, match="listed 2 times"):
+        load_corpora(build_config(dataset_mixture=[{"name": texts["a"], "weight": 1.0}, {"name": texts["a"]}]))
+
+
+def test_all_sources_that_cannot_be_opened_are_told(build_config, tmp_path):
+    mixture = [{"name": str(tmp_path / "x.txt")}, {"name": str(tmp_path / "y.txt")}]
+    with pytest.raises(DataError) as raised:
+        load_corpora(build_config(dataset_mixture=mixture))
+    assert len(raised.value.problems) == 2
+
+
+def test_a_document_of_a_text_file_is_what_was_asked_for(build_config, texts):
+    found = {}
+    for unit in ("file", "paragraph", "line"):
+        (corpus,) = load_corpora(build_config(dataset_name=texts["a"], text_documents=unit))
+        found[unit] = [row.text for row in corpus.rows()]
+    assert found == {"file": ["a one\n\na two\n"], "paragraph": ["a one", "a two"], "line": ["a one", "a two"]}
+
+
+def test_held_out_data_are_a_path_or_a_split_of_the_one_dataset(build_config, texts, tmp_path, monkeypatch):
+    assert load_held_out(build_config(dataset_name=texts["a"])) is None
+    by_path = load_held_out(build_config(dataset_name=texts["a"], dataset_test_split=texts["b"], test_split_size=0.5))
+    assert (by_path.name, by_path.test_size) == (texts["b"], None)
+    for split in ("train", "test"):
+        (tmp_path / "d" / split).mkdir(parents=True)
+        (tmp_path / "d" / split / "1.txt").write_text(split)
+    (tmp_path / "test").mkdir()
+    monkeypatch.chdir(tmp_path)
+    by_split = load_held_out(build_config(dataset_name=str(tmp_path / "d"), dataset_test_split="test"))
+    assert [row.text for row in by_split.rows()] == ["test"]
+    with pytest.raises(ConfigError, match="a mixture has no splits"):
+        load_held_out(build_config(dataset_mixture=[{"name": texts["a"]}], dataset_test_split="test"))
+
+
+def test_with_named_held_out_data_nothing_is_drawn(build_config, texts):
+    config = build_config(dataset_name=texts["a"], dataset_test_split=texts["b"], test_split_size=0.5)
+    assert [corpus.test_size for corpus in load_corpora(config)] == [None]

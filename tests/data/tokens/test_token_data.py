@@ -1,0 +1,260 @@
+"""A run's tokens are prepared source by source, once; each mistake is told with its place and its remedy."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import os
+import threading
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from recipes_lib.data.chat.encoder import RowEncoder
+from recipes_lib.data.packed import prepared_set as prepare
+from recipes_lib.data.tokens import token_data
+from recipes_lib.data.tokens.dataset import TokenDataset
+from recipes_lib.data.tokens.order import RowOrder
+from recipes_lib.data.tokens.token_data import prepare_tokens
+from recipes_lib.errors import ConfigError, DataError
+
+
+@pytest.fixture
+def load_tokenizer(tiny_tokenizer):
+    """Hands out the tiny tokenizer and counts how often."""
+
+    def load(config):
+        load.calls += 1
+        return tiny_tokenizer
+
+    load.calls = 0
+    return load
+
+
+@pytest.fixture
+def build(build_config, write_rows, make_chats, tmp_path):
+    """Builds a run over 40 texts and 30 chats, rows of 16 tokens, with these weights."""
+    write_rows("texts.jsonl", [{"text": f"Text {number} of the baker"} for number in range(40)])
+    write_rows("chats.jsonl", make_chats(30))
+
+    def run(*weights, **options):
+        names = [str(tmp_path / f"{name}.jsonl") for name in ("texts", "chats")]
+        entries = [{"name": name} for name in names]
+        for entry, weight in zip(entries, weights, strict=False):
+            entry["weight"] = weight
+        if "dataset_name" not in options:
+            options = {"dataset_mixture": entries} | options
+        return build_config(**{"max_length": 16} | options)
+
+    return run
+
+
+def decode(source, tokenizer) -> str:
+    return tokenizer.decode(source.read(0, source.num_tokens))
+
+
+def test_each_source_holds_its_documents_and_its_name(build, load_tokenizer, tiny_tokenizer, tmp_path):
+    data = prepare_tokens(build(), load_tokenizer)
+    texts, chats = data.train
+    assert texts.name == str(tmp_path / "texts.jsonl")
+    assert (texts.num_documents, chats.num_documents) == (40, 30)
+    assert decode(texts, tiny_tokenizer) == "".join(f"Text {number} of the baker<|endoftext|>" for number in range(40))
+    assert decode(chats, tiny_tokenizer).startswith(
+        "<|im_start|>user\nQuestion 0: ?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert [source.dtype for source in data.train] == ["<u2", "<u2"]
+    assert not data.eval
+    assert load_tokenizer.calls == 1
+
+
+def test_a_run_trains_on_every_token_of_each_source_but_its_tail_once_a_pass(build, load_tokenizer):
+    data = prepare_tokens(build(test_split_size=0.1), load_tokenizer)
+    num_windows = [source.num_tokens // 16 for source in data.train]
+    order = RowOrder(num_windows, [(0, num_windows)], seed=0)
+    dataset = TokenDataset(
+        data.train,
+        order,
+        max_length=16,
+        row_starts=np.arange(sum(num_windows) + 1),
+        rows_per_step=1,
+        rows_per_micro_step=1,
+        isolated=True,
+    )
+    rows = [dataset[index] for index in range(len(dataset))]
+    for number, (source, size) in enumerate(zip(data.train, num_windows, strict=True)):
+        read = sorted(row["input_ids"].tolist() for row in rows if row["source"] == number)
+        assert read == sorted(source.read(0, 16 * size).reshape(-1, 16).tolist())
+
+
+def test_weights_are_those_asked_for_or_by_size(build, load_tokenizer):
+    sizes = [source.num_tokens for source in prepare_tokens(build(), load_tokenizer).train]
+    assert prepare_tokens(build(), load_tokenizer).weights == pytest.approx([size / sum(sizes) for size in sizes])
+    assert prepare_tokens(build(3.0), load_tokenizer).weights == [0.75, 0.25]
+
+
+def test_what_does_not_change_the_tokens_tokenises_nothing(build, load_tokenizer):
+    first = prepare_tokens(build(), load_tokenizer)
+    before = RowEncoder.num_tokenized_rows
+    for config in (build(), build(1.0, 9.0), build(max_length=32), build(seed=3)):
+        again = prepare_tokens(config, load_tokenizer)
+        assert again.train == first.train
+        assert not again.is_new
+    assert (first.is_new, load_tokenizer.calls, RowEncoder.num_tokenized_rows) == (True, 1, before)
+
+
+def test_a_new_source_alone_is_tokenised(build, load_tokenizer, tmp_path, write_rows):
+    prepare_tokens(build(), load_tokenizer)
+    before = RowEncoder.num_tokenized_rows
+    path = write_rows("more.jsonl", [{"text": "one more text about rivers and sand and snow"}])
+    names = [str(tmp_path / "chats.jsonl"), str(path), str(tmp_path / "texts.jsonl")]
+    data = prepare_tokens(build(dataset_mixture=[{"name": name} for name in names]), load_tokenizer)
+    assert [source.name for source in data.train] == names
+    assert RowEncoder.num_tokenized_rows == before + 1
+    assert data.is_new
+
+
+def test_held_out_tokens_are_kept_by_source(build, load_tokenizer, tiny_tokenizer):
+    whole = prepare_tokens(build(), load_tokenizer)
+    data = prepare_tokens(build(test_split_size=0.3), load_tokenizer)
+    assert list(data.eval) == [source.name for source in data.train]
+    for source, everything in zip(data.train, whole.train, strict=True):
+        held_out = data.eval[source.name]
+        assert source.num_documents + held_out.num_documents == everything.num_documents
+        assert source.num_tokens + held_out.num_tokens == everything.num_tokens
+        ends = "<|endoftext|>" if "texts" in source.name else "<|im_start|>user"
+        documents = [set(filter(None, decode(side, tiny_tokenizer).split(ends))) for side in (source, held_out)]
+        assert not documents[0] & documents[1]
+
+
+def test_a_number_is_held_out_of_each_source(build, load_tokenizer):
+    data = prepare_tokens(build(test_split_size=4), load_tokenizer)
+    assert [source.num_documents for source in data.eval.values()] == [4, 4]
+
+
+def test_a_named_test_split_is_the_one_held_out_source(build, load_tokenizer, write_rows):
+    path = str(write_rows("held_out.jsonl", [{"text": "nothing of the kind"}]))
+    data = prepare_tokens(build(dataset_test_split=path), load_tokenizer)
+    assert {name: source.num_documents for name, source in data.eval.items()} == {path: 1}
+    assert data.record["held_out"]["name"] == path
+    assert load_tokenizer.calls == 1
+
+
+def test_documents_trained_on_and_held_out_are_refused_unless_allowed(build, load_tokenizer, write_rows):
+    rows = [{"text": "nothing of the kind"}, {"text": "Text 7 of the baker "}, {"text": "Text 3 of the baker"}]
+    path = write_rows("held_out.jsonl", rows)
+    for _ in range(2):  # found in the store the second time
+        with pytest.raises(DataError) as raised:
+            prepare_tokens(build(dataset_test_split=str(path)), load_tokenizer)
+        text = str(raised.value)
+        assert "2 training rows are held-out rows too" in text
+        assert f"texts.jsonl:4 = {path}:3" in text
+        assert f"texts.jsonl:8 = {path}:2" in text
+    allowed = prepare_tokens(build(dataset_test_split=str(path), allow_eval_overlap=True), load_tokenizer)
+    assert allowed.eval[str(path)].num_documents == 3
+
+
+def test_what_is_wrong_in_any_source_is_told_at_once_and_the_others_are_kept(build, load_tokenizer, write_rows):
+    write_rows("texts.jsonl", [{"text": "a"}, {"text": ""}, {"text": 3}])
+    held_out = write_rows("held_out.jsonl", [{"text": "b"}, {"text": []}])
+    with pytest.raises(DataError) as raised:
+        prepare_tokens(build(dataset_test_split=str(held_out)), load_tokenizer)
+    places = [problem.where.rpartition("/")[2] for problem in raised.value.problems]
+    assert places == ["texts.jsonl:2", "texts.jsonl:3", "held_out.jsonl:2"]
+    before = RowEncoder.num_tokenized_rows
+    write_rows("texts.jsonl", [{"text": "a text that is long enough by far for a row of sixteen tokens"}])
+    prepare_tokens(build(), load_tokenizer)
+    assert RowEncoder.num_tokenized_rows == before + 1
+
+
+def test_a_source_smaller_than_a_row_is_named_with_the_remedy(build, load_tokenizer, write_rows):
+    path = write_rows("texts.jsonl", [{"text": "a"}])
+    with pytest.raises(DataError) as raised:
+        prepare_tokens(build(), load_tokenizer)
+    (problem,) = raised.value.problems
+    assert problem.where == str(path)
+    assert problem.found == "2 tokens to train on, and a row has max_length: 16"
+    assert "lower max_length" in problem.remedy
+    assert prepare_tokens(build(max_length=2), load_tokenizer).train[0].num_tokens == 2
+
+
+def test_a_source_of_which_all_is_held_out_is_too_small(build, load_tokenizer):
+    with pytest.raises(DataError, match="0 tokens to train on"):
+        prepare_tokens(build(test_split_size=1000), load_tokenizer)
+
+
+def test_a_share_that_holds_nothing_out_is_refused(build, load_tokenizer):
+    with pytest.raises(DataError, match="hold out more"):
+        prepare_tokens(build(test_split_size=1e-9), load_tokenizer)
+
+
+def test_rows_must_have_a_length(build, load_tokenizer):
+    with pytest.raises(ConfigError, match="max_length"):
+        prepare_tokens(build(max_length=None), load_tokenizer)
+
+
+def test_a_full_disk_is_told_once(build, load_tokenizer, monkeypatch):
+    def fail(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(DataError, match="free some space") as raised:
+        prepare_tokens(build(), load_tokenizer)
+    assert len(raised.value.problems) == 1
+
+
+def test_a_stream_is_read_no_further_than_the_run(build, load_tokenizer, monkeypatch):
+    monkeypatch.setattr("recipes_lib.data.tokens.sets.ROWS_PER_CHUNK", 2)
+    whole = prepare_tokens(build(), load_tokenizer)
+    before = RowEncoder.num_tokenized_rows
+    data = prepare_tokens(build(1.0, 3.0, dataset_streaming=True), load_tokenizer, num_tokens=160)
+    assert RowEncoder.num_tokenized_rows - before < 40
+    for source, everything, share in zip(data.train, whole.train, (40, 120), strict=True):
+        assert share + 16 <= source.num_tokens < everything.num_tokens
+        assert source.read(0, source.num_tokens).tolist() == everything.read(0, source.num_tokens).tolist()
+    assert not prepare_tokens(build(1.0, 3.0, dataset_streaming=True), load_tokenizer, num_tokens=160).is_new
+    assert prepare_tokens(build(1.0, 3.0, dataset_streaming=True), load_tokenizer, num_tokens=320).is_new
+
+
+def test_other_ranks_wait_for_every_source_and_load_nothing(build, load_tokenizer, monkeypatch, write_rows):
+    monkeypatch.setattr(prepare, "_POLL_SECONDS", 0.001)
+    path = write_rows("held_out.jsonl", [{"text": "nothing of the kind"}])
+    config, results = build(dataset_test_split=str(path)), []
+    other = threading.Thread(target=lambda: results.append(prepare_tokens(config, None, local_rank=1)))
+    other.start()
+    first = prepare_tokens(config, load_tokenizer)
+    other.join()
+    (result,) = results
+    assert (result.train, result.eval, result.weights) == (first.train, first.eval, first.weights)
+    assert (first.is_new, result.is_new) == (True, False)
+
+
+def test_other_ranks_give_up_when_the_first_one_did(build, monkeypatch):
+    monkeypatch.setattr(prepare, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(prepare, "_SECONDS_TO_START", 0.01)
+    with pytest.raises(DataError, match="first process of this node"):
+        prepare_tokens(build(), None, local_rank=1)
+
+
+def test_the_record_is_json_and_says_where_the_tokens_came_from(build, load_tokenizer):
+    data = prepare_tokens(build(3.0, test_split_size=4), load_tokenizer)
+    record = json.loads(json.dumps(data.record))
+    for part, source in zip(record["sources"], data.train, strict=True):
+        assert part["name"] == source.name
+        assert source.folder.is_relative_to(part["path"])
+        assert part["path"].endswith(part["key"][:16])
+        assert part["train"]["num_tokens"] == source.num_tokens
+        assert part["eval"]["num_documents"] == 4
+    assert [part["weight"] for part in record["sources"]] == [0.75, 0.25]
+    assert record["held_out"] is None
+
+
+def test_progress_is_shown_only_on_a_terminal(build, load_tokenizer, capfd, monkeypatch):
+    prepare_tokens(build(), load_tokenizer)
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(token_data, "Console", functools.partial(Console, force_terminal=True, width=200))
+    prepare_tokens(build(test_split_size=4), load_tokenizer)
+    shown = capfd.readouterr().err
+    assert "40 documents" in shown
+    assert "tokens/s" in shown

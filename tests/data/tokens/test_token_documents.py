@@ -1,0 +1,157 @@
+"""Every row becomes one document, in order; what is held out depends on what a document says and on nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from recipes_lib.data.chat.encoder import RowEncoder
+from recipes_lib.data.sources.broken_rows import BrokenRows
+from recipes_lib.data.sources.rows import Row
+from recipes_lib.data.sources.splits import compute_row_digest
+from recipes_lib.data.tokens import sets as token_documents
+from recipes_lib.data.tokens.sets import HoldOut, build_hold_out, encode_documents
+from recipes_lib.errors import ConfigError, DataError, Problem
+
+TEXTS = [f"{number} bakers weigh flour" * (number % 5 + 1) for number in range(40)]
+
+
+def make_rows(texts=TEXTS) -> list[Row]:
+    return [Row(source="d.txt", index=line, index_name="line", text=text) for line, text in enumerate(texts, start=1)]
+
+
+def encode(rows, tokenizer, hold_out=None):
+    broken = BrokenRows()
+    encoder = RowEncoder(tokenizer, loss_on="all")
+    return list(encode_documents(encoder, rows, hold_out or HoldOut(), broken)), broken.judge("d.txt")
+
+
+@pytest.mark.parametrize(("rows_per_chunk", "characters_per_chunk"), [(1, 1000), (7, 1000), (500, 60), (500, 10**6)])
+def test_every_row_is_a_document_however_they_are_chunked(
+    tiny_tokenizer, monkeypatch, rows_per_chunk, characters_per_chunk
+):
+    monkeypatch.setattr(token_documents, "ROWS_PER_CHUNK", rows_per_chunk)
+    monkeypatch.setattr(token_documents, "CHARACTERS_PER_CHUNK", characters_per_chunk)
+    chunks, problems = encode(make_rows(), tiny_tokenizer)
+    expected = RowEncoder(tiny_tokenizer).encode(make_rows())
+    assert not problems
+    assert [token for chunk in chunks for token in chunk.input_ids.tolist()] == [
+        token for row in expected for token in row.input_ids.tolist()
+    ]
+    assert [length for chunk in chunks for length in chunk.lengths.tolist()] == [len(row.input_ids) for row in expected]
+    assert [digest for chunk in chunks for digest in chunk.digests.tolist()] == [
+        int.from_bytes(compute_row_digest(row)[:8], "little") for row in make_rows()
+    ]
+    assert not any(chunk.is_held_out.any() for chunk in chunks)
+
+
+def test_a_document_is_its_text_and_the_token_that_ends_it(tiny_tokenizer):
+    (chunk,), _ = encode(make_rows(), tiny_tokenizer)
+    said = tiny_tokenizer.decode(chunk.input_ids)
+    assert said == "".join(f"{text}<|endoftext|>" for text in TEXTS)
+
+
+def test_a_chunk_is_closed_by_characters_of_any_layout(tiny_tokenizer, monkeypatch):
+    monkeypatch.setattr(token_documents, "CHARACTERS_PER_CHUNK", 20)
+    turns = [{"role": "user", "content": "Ten chars."}, {"role": "assistant", "content": "Ten more.."}]
+    rows = [
+        Row(source="d", index=0, text="twenty characters...and more"),
+        Row(source="d", index=1, messages=turns),
+        Row(source="d", index=2, prompt="nine chars", completion="nine more.."),
+        Row(source="d", index=3, text="few"),
+        Row(source="d", index=4, text="few"),
+    ]
+    chunks, _ = encode(rows, tiny_tokenizer)
+    assert [len(chunk.lengths) for chunk in chunks] == [1, 1, 1, 2]
+
+
+def test_no_more_is_read_than_is_in_work(tiny_tokenizer, monkeypatch):
+    monkeypatch.setattr(token_documents, "ROWS_PER_CHUNK", 2)
+    num_read = itertools.count(1)
+    rows = (Row(source="endless", index=next(num_read), text="text") for _ in itertools.repeat(None))
+    chunks = encode_documents(RowEncoder(tiny_tokenizer, loss_on="all"), rows, HoldOut(), BrokenRows())
+    for _ in range(5):
+        next(chunks)
+    chunks.close()
+    assert next(num_read) <= 2 * (5 + token_documents._THREADS + 1)
+
+
+def test_documents_that_cannot_be_read_and_that_cannot_be_tokenised_are_told_together(tiny_tokenizer, monkeypatch):
+    monkeypatch.setattr(token_documents, "ROWS_PER_CHUNK", 3)
+    texts = [*TEXTS[:4], "half a \ud800 pair", *TEXTS[5:10], "half a \ud800 pair"]
+
+    def rows():
+        yield from make_rows(texts)
+        raise DataError(Problem("d.txt:90", "broken"), Problem("d.txt:91", "broken"))
+
+    _, problems = encode(rows(), tiny_tokenizer)
+    assert sorted(problem.where for problem in problems) == ["d.txt:5", "d.txt:90", "d.txt:91"]
+    assert "so in 2 of 11 rows (18.2%), next d.txt:11" in problems[-1].found
+
+
+def test_what_is_wrong_with_the_tokenizer_is_no_problem_of_a_row(tiny_tokenizer):
+    class Unfit:
+        def encode(self, rows):
+            raise ConfigError(Problem("eos_token", "none"))
+
+    with pytest.raises(ConfigError):
+        list(encode_documents(Unfit(), make_rows(), HoldOut(), BrokenRows()))
+
+
+def held_out_texts(rows, size, seed=0) -> list[str]:
+    rule = build_hold_out(rows, size, seed)
+    return sorted(row.text for row in rows if rule.holds(compute_row_digest(row)))
+
+
+@pytest.mark.parametrize("size", [0.1, 0.5, 0.9])
+def test_a_share_is_the_chance_of_each_document(size):
+    rows = make_rows([f"document {number}" for number in range(2000)])
+    deviation = (2000 * size * (1 - size)) ** 0.5
+    assert abs(len(held_out_texts(rows, size)) - 2000 * size) < 4 * deviation
+
+
+def test_a_share_reads_nothing_beforehand():
+    assert build_hold_out(iter(lambda: pytest.fail("read"), None), 0.1, seed=0).threshold > 0
+
+
+@pytest.mark.parametrize("size", [1, 7, 39])
+def test_a_number_is_exactly_that_many_documents(size):
+    assert len(held_out_texts(make_rows(), size)) == size
+
+
+def test_copies_of_a_document_stay_together_and_count_once():
+    rows = make_rows(random.Random(0).sample(TEXTS * 3, 3 * len(TEXTS)))
+    assert held_out_texts(rows, 7) == sorted(held_out_texts(make_rows(), 7) * 3)
+    assert held_out_texts(rows, 0.3) == sorted(held_out_texts(make_rows(), 0.3) * 3)
+
+
+@pytest.mark.parametrize("size", [7, 0.3])
+def test_what_is_held_out_follows_from_content_and_seed_alone(size):
+    shuffled = TEXTS.copy()
+    random.Random(0).shuffle(shuffled)
+    assert held_out_texts(make_rows(shuffled), size) == held_out_texts(make_rows(), size)
+    assert held_out_texts(make_rows(), size, seed=1) != held_out_texts(make_rows(), size)
+
+
+def test_a_larger_number_holds_out_what_a_smaller_one_does():
+    assert set(held_out_texts(make_rows(), 5)) < set(held_out_texts(make_rows(), 9))
+
+
+def test_nothing_is_held_out_unless_asked_for():
+    assert held_out_texts(make_rows(), None) == []
+
+
+def test_a_chunk_says_which_of_its_documents_are_held_out(tiny_tokenizer):
+    rule = build_hold_out(make_rows(), 9, seed=3)
+    (chunk,), _ = encode(make_rows(), tiny_tokenizer, rule)
+    assert chunk.is_held_out.tolist() == [rule.holds(compute_row_digest(row)) for row in make_rows()]
+    taken = chunk.take(chunk.is_held_out)
+    ends = np.cumsum(chunk.lengths)
+    expected = [chunk.input_ids[end - n : end].tolist() for end, n in zip(ends, chunk.lengths, strict=True)]
+    chosen = np.flatnonzero(chunk.is_held_out)
+    assert taken.input_ids.tolist() == [token for at in chosen for token in expected[at]]
+    assert taken.lengths.tolist() == chunk.lengths[chosen].tolist()
+    assert taken.digests.tolist() == chunk.digests[chosen].tolist()

@@ -1,0 +1,54 @@
+"""A document that is trained on and held out is found, however many there are, and named by its place on both sides."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes_lib.data.sources.splits import compute_row_digest, find_overlap
+from recipes_lib.data.tokens import token_data as token_overlap
+from recipes_lib.data.tokens.sets import halve_digests
+from recipes_lib.data.tokens.shards import TokenSource, TokenWriter
+from recipes_lib.data.tokens.sources import load_corpora
+from recipes_lib.data.tokens.token_data import find_repeats, refuse_repeats
+from recipes_lib.errors import DataError
+
+digest_lists = st.lists(st.integers(0, 12) | st.integers(2**64 - 3, 2**64 - 1), min_size=1, max_size=30)
+
+
+def write(folder, digests) -> TokenSource:
+    ones = np.ones(len(digests), np.int64)
+    with TokenWriter(folder, num_ids=2) as writer:
+        writer.append(ones.astype(np.uint32), ones, np.array(digests, np.uint64))
+        return TokenSource("a source", folder, **writer.describe())
+
+
+@given(digest_lists, digest_lists, st.integers(1, 7))
+def test_the_same_pairs_are_found_as_among_lists_in_memory(tmp_path_factory, train, held_out, at_once):
+    folder = tmp_path_factory.mktemp("overlap")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(token_overlap, "_DOCUMENTS_AT_ONCE", at_once)
+        found = find_repeats(write(folder / "train", train), write(folder / "held_out", held_out))
+    expected = find_overlap([bytes([n % 256]) for n in train], [bytes([n % 256]) for n in held_out])
+    assert (found.num_rows, list(found.pairs)) == (expected.num_rows, list(expected.pairs))
+
+
+def test_the_first_few_are_named_by_their_places(build_config, tmp_path):
+    (tmp_path / "train.txt").write_text("".join(f"line {number}\n\n" for number in range(9)))
+    (tmp_path / "held_out.txt").write_text("something else\nline 8\nline 5\n")
+    train, held_out = (
+        load_corpora(build_config(dataset_name=str(tmp_path / f"{name}.txt"), text_documents="line"))[0]
+        for name in ("train", "held_out")
+    )
+    tokens = [
+        write(tmp_path / side, halve_digests([compute_row_digest(row) for row in corpus.rows()]))
+        for side, corpus in (("train", train), ("held_out", held_out))
+    ]
+    with pytest.raises(DataError, match="2 training rows are held-out rows too") as raised:
+        refuse_repeats(train, tokens[0], held_out, tokens[1])
+    text = str(raised.value)
+    assert f"{train.name}:11 = {held_out.name}:3, {train.name}:17 = {held_out.name}:2" in text
+    assert "allow_eval_overlap" in text
+    refuse_repeats(train, write(tmp_path / "others", range(50, 59)), held_out, tokens[1])

@@ -1,0 +1,195 @@
+"""The demo's driver: what it writes, what it runs, what it shows, and what it refuses."""
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from recipes_lib.config.loader import parse_command
+from recipes_lib.demo import walkthrough as run
+from recipes_lib.errors import ConfigError
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("a demo")
+    run.open_folder(folder)
+    return folder, list(run.write_start(folder))
+
+
+@pytest.fixture
+def console():
+    return Console(file=io.StringIO(), width=200, markup=False, soft_wrap=True)
+
+
+@pytest.fixture
+def configs(started, monkeypatch):
+    """The configuration of each stage, read where its turn has come."""
+    folder, _ = started
+    monkeypatch.chdir(folder)
+    for name in ("pretrain", "sft", "reward"):
+        (folder / name).mkdir(exist_ok=True)
+    return {
+        output_dir: parse_command(recipe, ["--config", str(RECIPES / "configs" / "demo" / config)])
+        for output_dir, (recipe, config, _) in run.STAGES.items()
+    }
+
+
+def test_the_shipped_configurations_find_what_the_demo_wrote(configs):
+    for output_dir, parsed in configs.items():
+        assert parsed.training["output_dir"] == output_dir
+        assert Path(parsed.data.dataset_name).is_file()
+        assert Path(parsed.data.dataset_test_split).is_file()
+        assert Path(parsed.model.model_name_or_path or parsed.model.tokenizer_name_or_path).is_dir()
+        assert (RECIPES / f"{parsed.stage}.py").is_file()
+
+
+def test_both_students_are_the_same_model_on_the_same_texts_for_as_long(configs):
+    labels, distill = (
+        (parsed.model, parsed.data, parsed.tokens, {**parsed.training, "output_dir": None})
+        for parsed in (configs["labels"], configs["distill"])
+    )
+    assert labels == distill
+    assert configs["distill"].distillation.teacher_model_name_or_path == "pretrain"
+    assert configs["labels"].model.model_name_or_path == "student"
+
+
+def test_two_starts_are_byte_identical(started, tmp_path):
+    folder, told = started
+    run.open_folder(tmp_path)
+    assert len(list(run.write_start(tmp_path))) == len(told)
+    written = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
+    assert len(written) > 6
+    assert [(tmp_path / path).read_bytes() for path in written] == [(folder / path).read_bytes() for path in written]
+
+
+def test_what_is_shown_as_the_command_is_a_command(tmp_path):
+    command = run.build_command(tmp_path / "with a space", run.Stage("sft", "x.yaml", "learns"))
+    assert command[0] == "env"
+    (tmp_path / "with a space").mkdir()
+    (tmp_path / "with a space" / "sft.py").write_text(
+        "import os, sys; print(os.environ['HF_HUB_OFFLINE'], sys.argv[2])"
+    )
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert told.split(maxsplit=1) == ["1", f"{tmp_path / 'with a space'}/configs/demo/x.yaml\n"]
+
+
+def test_a_failing_stage_ends_the_demo_with_its_exit_code(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "write_start", lambda _: [])
+    (tmp_path / "pretrain.py").write_text("import sys; sys.exit(3)")
+    assert run.run_demo(tmp_path, tmp_path / "out") == 3
+
+
+def write_run(folder, figures, samples=(), keys=("eval_loss", "eval_exact_match", "eval_rewards/accuracies")):
+    folder.mkdir()
+    lines = [{"kind": "eval", **dict(zip(keys, values, strict=True))} for values in figures]
+    (folder / "metrics.jsonl").write_text(
+        "".join(f"{json.dumps(line)}\n" for line in [*lines[:1], {"kind": "train"}, *lines[1:]])
+    )
+    (folder / "samples.jsonl").write_text("".join(f"{json.dumps(sample)}\n" for sample in samples))
+
+
+def test_it_shows_what_the_stages_wrote_and_nothing_else(tmp_path, console):
+    def samples(prompt, *completions):
+        return [
+            {"step": step, "prompt": prompt.format(i), "completion": text, "reference": f"truth {i}"}
+            for step, text in enumerate(completions)
+            for i in range(20)
+        ]
+
+    keys = ("eval_loss", "eval_exact_match", "eval_bits_per_byte")
+    write_run(
+        tmp_path / "pretrain",
+        [(7.5, 0, 3.6), (6, 0, 3), (4.25, 0, 2.15)],
+        samples("text {}", "babble", "middle", "python"),
+        keys,
+    )
+    chat = "<|im_start|>user\nquestion {}<|im_end|>\n<|im_start|>assistant\n"
+    write_run(tmp_path / "sft", [(5, 0.1, 0), (2, 0.5, 0)], samples(chat, "", "an [answer]"))
+    write_run(tmp_path / "lora", [(5, 0, 0), (2, 0.61, 0)], samples(chat, "a long answer", "Brief."))
+    write_run(tmp_path / "reward", [(0.7, 0, 0.53), (0.4, 0, 0.82)])
+    write_run(tmp_path / "dpo", [(0.69, 0.5, 0), (0.31, 0.56, 0.91)])
+    answered = [
+        {**sample, "reference": None, "reward": sample["step"] - 0.5} for sample in samples(chat, "maybe", "sure")
+    ]
+    keys = ("eval_reward", "eval_reward/exact_match", "eval_reward/reward_model", "objective/kl_seq")
+    write_run(tmp_path / "ppo", [(0.65, 0.66, -0.25, 0.0), (0.77, 0.74, 0.13, 1.75)], answered, keys)
+    for name, before, after in (("labels", 3.6, 2.4), ("distill", 3.6, 2.35)):
+        write_run(tmp_path / name, [(before,), (after,)], keys=("eval_bits_per_byte",))
+    (tmp_path / "reward" / "reward_report.json").write_text('{"failed_gates": ["accuracy is low"]}')
+    run.show_answers(tmp_path, console)
+    run.show_figures(tmp_path, console)
+    run.show_students(tmp_path, console)
+    run.show_verdict(tmp_path, console)
+    run.show_places(tmp_path, console)
+    shown = console.file.getvalue()
+    for text in (
+        "babble",
+        "python",
+        "(nothing)",
+        "an [answer]",
+        "truth 1",
+        "7.50",
+        "4.25",
+        "10%",
+        "50%",
+        "Brief.",
+        "61%",
+        "53%",
+        "82%",
+        "0.31",
+        "56%",
+        "91%",
+        "accuracy is low",
+        "maybe  (reward -0.50)",
+        "sure  (reward 0.50)",
+        "-0.25",
+        "74%",
+        "1.75",
+        "2.150",
+        "2.400",
+        "2.350",
+        "saves its student 0.050 bits, 20% of the way",
+        "report.html",
+    ):
+        assert text in shown
+    assert "middle" not in shown
+    assert "<|im" not in shown
+    assert "\nquestion 3\n" in shown
+
+
+def test_a_reward_model_that_fails_no_gate_is_told_so(tmp_path, console):
+    (tmp_path / "reward").mkdir()
+    (tmp_path / "reward" / "reward_report.json").write_text('{"failed_gates": []}')
+    run.show_verdict(tmp_path, console)
+    assert console.file.getvalue().strip() == "May the reward model serve PPO? Yes, it passes every gate."
+
+
+def test_the_snippet_at_the_end_runs(tiny_model_dir, tmp_path, console):
+    write_run(tmp_path / "sft", [], [{"prompt": '<|im_start|>user\nIt\'s "so"?<|im_end|>\n'}])
+    shutil.copytree(tiny_model_dir, tmp_path / "sft", dirs_exist_ok=True)
+    run.show_places(tmp_path, console)
+    snippet = console.file.getvalue().partition("Ask it yourself")[2].partition("\n")[2]
+    lines = "\n".join(line.strip() for line in snippet.splitlines())
+    assert subprocess.run([sys.executable, "-c", lines], capture_output=True, check=False).returncode == 0
+
+
+def test_a_file_in_the_way_is_one_clear_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written: Not a directory"):
+        run.open_folder(tmp_path / "file")
+
+
+def test_a_full_disk_is_found_before_anything_is_written(tmp_path, monkeypatch):
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(5_000_000))
+    with pytest.raises(ConfigError, match="needs 100 MB, and 5 MB are free"):
+        run.open_folder(tmp_path)

@@ -1,0 +1,154 @@
+"""Distillation follows the trajectory of all logits at once, leaves its teacher alone, and is 0 from oneself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.training.students import KEYS, make_distiller, save_student
+from tests.training.trajectories import Recorder, assert_equal_weights, make_packs, weights_of
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from recipes_lib.data.packed.collators import PackedCollator
+from recipes_lib.distillation.distill_trainer import verify_first_sums
+from recipes_lib.errors import DivergedError
+from recipes_lib.losses.distillation import DistillationSums
+
+OBJECTIVE: dict[str, Any] = {"distillation_alpha": 0.3, "distillation_temperature": 2.0}
+
+
+@pytest.fixture(scope="module")
+def student_dir(tiny_tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A student of half the width and depth of the tiny model."""
+    return save_student(tmp_path_factory.mktemp("student"), tiny_tokenizer_dir)
+
+
+class DenseTrainer(Trainer):
+    """The textbook: logits of both models, torch's losses, the mean over the targets of the step."""
+
+    model_accepts_loss_kwargs = True
+    teacher: Any = None
+
+    def get_batch_samples(self, iterator: Any, num_batches: int, device: Any) -> Any:
+        batches, _ = super().get_batch_samples(iterator, num_batches, device)
+        return batches, sum((batch["labels"][:, 1:] >= 0).sum() for batch in batches)
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None, **__: Any) -> Any:
+        labels = inputs.pop("labels")[:, 1:]
+        is_target = labels >= 0
+        places = {name: inputs[name] for name in ("input_ids", "position_ids")}
+        logits = model(**places, use_cache=False).logits[:, :-1][is_target]
+        with torch.no_grad():
+            taught = self.teacher(**places, use_cache=False).logits[:, :-1][is_target]
+        nll = functional.cross_entropy(logits, labels[is_target], reduction="sum")
+        kl = functional.kl_div(
+            (logits / 2).log_softmax(-1), (taught / 2).log_softmax(-1), reduction="sum", log_target=True
+        )
+        return (0.3 * nll + 0.7 * 4 * kl) / num_items_in_batch
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_the_trajectory_is_that_of_all_logits_at_once(tiny_model_dir, student_dir, tmp_path, accumulation) -> None:
+    cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulation}
+    ours, recorder, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "ours", make_packs(), **OBJECTIVE, **cut)
+    ours.train()
+    plain_recorder = Recorder()
+    plain = DenseTrainer(
+        model=AutoModelForCausalLM.from_pretrained(student_dir),
+        args=TrainingArguments(str(tmp_path / "plain"), **(KEYS | cut), remove_unused_columns=False, disable_tqdm=True),
+        train_dataset=make_packs(),
+        data_collator=PackedCollator(pad_token_id=1),
+        callbacks=[plain_recorder],
+    )
+    plain.teacher = AutoModelForCausalLM.from_pretrained(tiny_model_dir).eval()
+    plain.train()
+    assert len(recorder.steps) == 4
+    for expected, got in zip(plain_recorder.steps, recorder.steps, strict=True):
+        assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_figures_are_means_over_targets_and_add_up_to_the_loss(tiny_model_dir, student_dir, tmp_path) -> None:
+    trainer, recorder, lines = make_distiller(
+        student_dir, tiny_model_dir, tmp_path, make_packs(), **OBJECTIVE, logging_steps=1, gradient_accumulation_steps=2
+    )
+    trainer.train()
+    for log in recorder.logs:
+        expected = 0.3 * log["distillation/nll"] + 0.7 * 4 * log["distillation/divergence"]
+        assert log["loss"] == pytest.approx(expected, rel=1e-4)
+        assert 0 <= log["distillation/agreement"] <= 1
+        assert log["distillation/teacher_nll"] == pytest.approx(6.3, abs=0.5), "random weights over 512 tokens"
+    assert sum(line.startswith("step 0: labels cost the student") for line in lines) == 1
+
+
+def test_the_teacher_is_left_alone_and_saved_nowhere(tiny_model_dir, student_dir, tmp_path) -> None:
+    trainer, _, _ = make_distiller(
+        student_dir, tiny_model_dir, tmp_path / "run", make_packs(), save_strategy="steps", save_steps=4
+    )
+    before = {name: tensor.clone() for name, tensor in trainer.teacher.state_dict().items()}
+    trainer.train()
+    assert_equal_weights(before, trainer.teacher.state_dict())
+    assert not trainer.teacher.training
+    assert not any(parameter.requires_grad for parameter in trainer.teacher.parameters())
+    trained = {parameter for group in trainer.optimizer.param_groups for parameter in group["params"]}
+    assert not trained & set(trainer.teacher.parameters())
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-4")
+    assert_equal_weights(saved.state_dict(), weights_of(trainer))
+    sizes = [path.stat().st_size for path in (tmp_path / "run" / "checkpoint-4").glob("*.safetensors")]
+    assert sum(sizes) < 1.1 * 4 * saved.num_parameters(), "nothing else is in it"
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_a_model_has_nothing_to_learn_from_itself(tiny_model_dir, tmp_path, beta) -> None:
+    keys = {"distillation_alpha": 0.0, "distillation_beta": beta, "weight_decay": 0.0, "optim": "sgd", "max_steps": 2}
+    trainer, recorder, lines = make_distiller(tiny_model_dir, tiny_model_dir, tmp_path, make_packs(), **keys)
+    before = weights_of(trainer)
+    trainer.train()
+    for step in recorder.steps:
+        assert abs(step["loss"]) < 1e-6
+        assert step["grad_norm"] < 1e-5
+    for name, tensor in weights_of(trainer).items():
+        torch.testing.assert_close(tensor, before[name], atol=1e-7, rtol=0)
+    assert any(line.endswith("0 apart") or "e-" in line for line in lines if line.startswith("step 0"))
+
+
+def test_a_copy_that_differs_from_its_teacher_is_stopped_at_the_first_step(tiny_model_dir, tmp_path) -> None:
+    trainer, _, _ = make_distiller(tiny_model_dir, tiny_model_dir, tmp_path, make_packs())
+    with torch.no_grad():
+        trainer.teacher.lm_head.weight.mul_(1.5)
+    before = weights_of(trainer)
+    with pytest.raises(DivergedError, match="its own teacher"):
+        trainer.train()
+    assert_equal_weights(before, weights_of(trainer))
+
+
+def test_a_teacher_that_knows_less_is_told() -> None:
+    def tell(nll: float, teacher_nll: float) -> str:
+        figures = [torch.tensor(10 * value) for value in (0.0, nll, 0.5, teacher_nll)]
+        counts = [torch.tensor(10)] * 3
+        return verify_first_sums(DistillationSums(*figures, *counts), torch.float32, is_own_teacher=False)
+
+    assert tell(3.0, 2.0) == "step 0: labels cost the student 3.000 nats and the teacher 2.000, 0.5 apart"
+    assert "is it the right one?" in tell(2.0, 3.0)
+
+
+def test_a_resumed_run_ends_with_the_very_weights(tiny_model_dir, student_dir, tmp_path) -> None:
+    keys = {"save_strategy": "steps", "save_steps": 2, **OBJECTIVE}
+    straight, recorder, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys)
+    straight.train()
+    resumed, second, lines = make_distiller(
+        student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys | {"save_strategy": "no"}
+    )
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert second.steps == recorder.steps[2:]
+    assert_equal_weights(weights_of(resumed), weights_of(straight))
+    assert not any(line.startswith("step 0") for line in lines)
+
+
+def test_a_step_without_a_target_stops_before_the_update(tiny_model_dir, student_dir, tmp_path) -> None:
+    packs = make_packs(8).map(lambda row: {"loss_mask": [False] * len(row["input_ids"])})
+    trainer, _, _ = make_distiller(student_dir, tiny_model_dir, tmp_path, packs)
+    with pytest.raises(DivergedError, match="holds no token to train on"):
+        trainer.train()

@@ -1,0 +1,229 @@
+"""Layers are compared at the targets of each document; projections learn, resume to the bit, and leave no trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file
+from tests.training.students import make_distiller, save_student
+from tests.training.trajectories import assert_equal_weights, make_packs, weights_of
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from recipes_lib.data.packed.collators import PackedCollator
+from recipes_lib.distillation.layer_features import PROJECTIONS, PROJECTIONS_FILE, find_places
+from recipes_lib.errors import ConfigError
+
+FEATURES: dict[str, Any] = {"feature_weight": 0.5}
+RELATIONS: dict[str, Any] = {"similarity_weight": 2.0, "distance_weight": 1.5, "angle_weight": 0.7}
+ATTENTION: dict[str, Any] = {"attention_weight": 3.0, "attn_implementation": "eager"}
+ALL: dict[str, Any] = FEATURES | RELATIONS | ATTENTION
+WEIGHTS = {name.removesuffix("_weight"): weight for name, weight in ALL.items() if name.endswith("_weight")}
+Run = tuple[Any, Any, list[str]]
+
+
+@pytest.fixture(scope="module")
+def student_dir(tiny_tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A student of half the width and depth of the tiny model."""
+    return save_student(tmp_path_factory.mktemp("student"), tiny_tokenizer_dir)
+
+
+@pytest.fixture
+def compute(tiny_model_dir: Path, student_dir: Path, tmp_path: Path) -> Any:
+    """The loss of some rows, its parts, and the gradients, of a trainer that has made no step."""
+
+    def run(packs: Any, **keys: Any) -> tuple[float, dict[str, float], dict[str, torch.Tensor]]:
+        trainer, _, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "run", packs, **keys)
+        trainer.model.eval()
+        batch = PackedCollator(pad_token_id=1)([packs[at] for at in range(len(packs))])
+        batch.pop("row_ids", None)
+        with trainer.layers.attached():
+            trainer.compute_loss(trainer.model, dict(batch)).backward()
+            gradients = {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
+        loss = trainer.compute_loss(trainer.model, dict(batch)).item()
+        sums, num_targets = trainer.figures._sums, int(trainer.figures._num_terms)
+        parts = {name.removeprefix("distillation/"): float(value) / num_targets for name, value in sums.items()}
+        return loss, parts, gradients
+
+    return run
+
+
+def make_row(*documents: int, seed: int = 0) -> dict[str, Any]:
+    """A row of documents of these lengths, by their numbers as seeds; about two thirds of the tokens are targets."""
+    draws = [np.random.default_rng([seed, length]) for length in documents]
+    pairs = list(zip(draws, documents, strict=True))
+    return {
+        "input_ids": np.concatenate([draw.integers(4, 512, size=length) for draw, length in pairs]),
+        "loss_mask": np.concatenate([draw.random(length) < 0.7 for draw, length in pairs]),
+        "seq_lengths": list(documents),
+        "row_ids": list(range(len(documents))),
+    }
+
+
+def make_rows(*rows: dict[str, Any]) -> Dataset:
+    return Dataset.from_list([{name: list(value) for name, value in row.items()} for row in rows]).with_format("numpy")
+
+
+def test_places_are_what_predicts_a_target_counted_by_document() -> None:
+    labels = torch.tensor([[-100, 5, -100, -100, 7, 8], [-100, -100, 3, -100, -100, -100]])
+    position_ids = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 0, 1, 2]])
+    places = find_places(labels, position_ids)
+    assert places.lengths == [1, 2, 1]
+    assert places.take(torch.arange(12).view(2, 6)).tolist() == [0, 3, 4, 7]
+
+
+@torch.no_grad()
+def reference_parts(batch: Any, student_dir: Path, teacher_dir: Path) -> dict[str, float]:
+    """Attention and similarity in the last layer, from everything that the models return."""
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
+    wanted = {"use_cache": False, "output_hidden_states": True, "output_attentions": True}
+    student, teacher = (
+        AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()(**inputs, **wanted)
+        for folder in (student_dir, teacher_dir)
+    )
+    is_target = batch["labels"][:, 1:] >= 0
+    own, other = (model.hidden_states[-1][:, :-1][is_target].double() for model in (student, teacher))
+    p, q = (model.attentions[-1].mean(1)[:, :-1][is_target].double() for model in (teacher, student))
+    attention = functional.kl_div(q.log().nan_to_num(neginf=0), p, reduction="sum")
+    documents = (batch["position_ids"] == 0).flatten().cumsum(0).view(is_target.shape[0], -1)[:, :-1][is_target]
+    similarity = 0.0
+    for document in documents.unique():
+        grams = [functional.normalize(states[documents == document], dim=-1) for states in (own, other)]
+        grams = [gram @ gram.T for gram in grams]
+        similarity += float((grams[0] - grams[1]).square().mean(dim=1).sum())
+    return {"attention": float(attention) / len(own), "similarity": similarity / len(own)}
+
+
+def test_the_parts_are_those_of_all_states_at_once(compute, student_dir, tiny_model_dir) -> None:
+    packs = make_packs(4)
+    loss, parts, _ = compute(packs, **ALL)
+    batch = PackedCollator(pad_token_id=1)([packs[at] for at in range(4)])
+    for name, expected in reference_parts(batch, student_dir, tiny_model_dir).items():
+        # Attention hardly differs, so that its logarithms, in float32, agree in all but their last digits.
+        assert parts[name] == pytest.approx(expected, rel=1e-5, abs=2e-8), name
+    response = 0.5 * parts["nll"] + 0.5 * parts["divergence"]
+    assert loss == pytest.approx(response + sum(weight * parts[name] for name, weight in WEIGHTS.items()), rel=1e-6)
+
+
+@pytest.mark.parametrize("part", WEIGHTS)
+def test_each_part_changes_what_is_learnt(compute, part) -> None:
+    packs = make_packs(2)
+    keys = {f"{part}_weight": 1.0, "attn_implementation": "eager"}
+    plain, with_part = compute(packs, attn_implementation="eager"), compute(packs, **keys)
+    assert part not in plain[1]
+    assert with_part[1][part] > 1e-7, "heads of random weights look at all tokens nearly alike"
+    assert with_part[0] == pytest.approx(plain[0] + with_part[1][part], rel=1e-6)
+    # Of the only layer the queries: they move every part.
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert (with_part[2][name] - plain[2][name]).abs().max() > 1e-9
+
+
+@pytest.mark.parametrize("loss", ["mse", "cosine"])
+def test_from_oneself_there_is_nothing_to_learn(tiny_model_dir, tmp_path, loss) -> None:
+    keys = ALL | {"feature_loss": loss, "distillation_alpha": 0.0, "optim": "sgd", "max_steps": 2}
+    trainer, recorder, _ = make_distiller(tiny_model_dir, tiny_model_dir, tmp_path, make_packs(), **keys)
+    trainer.train()
+    for log in recorder.logs:
+        for part in WEIGHTS:
+            assert abs(log[f"distillation/{part}"]) < 1e-6, part
+    for step in recorder.steps:
+        assert abs(step["loss"]) < 1e-5
+        assert step["grad_norm"] < 1e-4
+
+
+def test_the_order_of_documents_and_their_rows_are_of_no_account(compute) -> None:
+    """Held against each document in a batch of its own, put together by their targets, and against another order."""
+    keys = ALL | {"feature_layers": [1]}
+    rows = [make_row(length) for length in (9, 14, 6)]
+    # The first token of a row or document is predicted by nothing.
+    counts = [int(row["loss_mask"][1:].sum()) for row in rows]
+    shares = [count / sum(counts) for count in counts]
+    alone = [compute(make_rows(row), **keys) for row in rows]
+
+    def put_together(figures: Any) -> Any:
+        return sum(share * figure for share, figure in zip(shares, figures, strict=True))
+
+    loss = put_together(own for own, _, _ in alone)
+    parts = {name: put_together(own[name] for _, own, _ in alone) for name in alone[0][1]}
+    gradients = {name: put_together(own[name] for _, _, own in alone) for name in alone[0][2]}
+    for batch in (make_rows(make_row(9, 14, 6)), make_rows(make_row(6, 9, 14)), make_rows(rows[1], rows[2], rows[0])):
+        got = compute(batch, **keys)
+        assert got[0] == pytest.approx(loss, rel=1e-5)
+        # A divergence is a small difference of sums of order 1: it is exact to their rounding, not to its own.
+        assert got[1] == pytest.approx(parts, rel=1e-4, abs=torch.finfo(torch.float32).eps)
+        for name, gradient in got[2].items():
+            torch.testing.assert_close(gradient, gradients[name], atol=1e-5, rtol=1e-3)
+
+
+def test_accumulating_changes_no_figure(tiny_model_dir, student_dir, tmp_path) -> None:
+    logs = []
+    for rows, accumulation in ((8, 1), (2, 4)):
+        cut = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation}
+        trainer, recorder, _ = make_distiller(
+            student_dir, tiny_model_dir, tmp_path / str(rows), make_packs(), **ALL, **cut
+        )
+        trainer.train()
+        logs.append(recorder.logs)
+    assert len(logs[0]) == 4
+    for expected, got in zip(*logs, strict=True):
+        for name in ("loss", "grad_norm", *(f"distillation/{part}" for part in WEIGHTS)):
+            assert got[name] == pytest.approx(expected[name], rel=1e-4), name
+
+
+def test_projections_learn_at_their_own_rate_and_are_saved_nowhere_else(tiny_model_dir, student_dir, tmp_path) -> None:
+    keys = ALL | {"save_strategy": "steps", "save_steps": 4, "projection_learning_rate": 0.02, "weight_decay": 0.1}
+    trainer, _, lines = make_distiller(student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys)
+    (before,) = (weight.clone() for weight in trainer.layers._projections.parameters())
+    assert before.shape == (64, 32)
+    trainer.train()
+    (projection,) = trainer.layers._projections.parameters()
+    assert (projection - before).abs().max() > 0.01
+    (group,) = [group for group in trainer.optimizer.param_groups if projection in set(group["params"])]
+    assert group["params"] == [projection]
+    assert (group["initial_lr"], group["weight_decay"]) == (0.02, 0.0)
+    assert not any(PROJECTIONS in name for name, _ in trainer.model.named_parameters())
+    checkpoint = tmp_path / "run" / "checkpoint-4"
+    assert not any(PROJECTIONS in name for name in load_file(checkpoint / "model.safetensors"))
+    state = torch.load(checkpoint / PROJECTIONS_FILE, weights_only=True)
+    assert torch.equal(state["1.weight"], projection)
+    saved, info = AutoModelForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
+    assert_equal_weights(saved.state_dict(), weights_of(trainer))
+    assert not any(info.values())
+    assert any("gradients: all" in line for line in lines)
+
+
+def test_a_resumed_run_ends_with_the_very_weights_and_projections(tiny_model_dir, student_dir, tmp_path) -> None:
+    keys = ALL | {"save_strategy": "steps", "save_steps": 2}
+    straight, recorder, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys)
+    straight.train()
+    resumed, second, _ = make_distiller(
+        student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys | {"save_strategy": "no"}
+    )
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert second.steps == recorder.steps[2:]
+    assert_equal_weights(weights_of(resumed), weights_of(straight))
+    assert_equal_weights(resumed.layers._projections.state_dict(), straight.layers._projections.state_dict())
+
+
+def test_recomputed_layers_have_the_same_trajectory(tiny_model_dir, student_dir, tmp_path) -> None:
+    steps = []
+    for recomputes in (False, True):
+        keys = ALL | {"activation_checkpointing": recomputes}
+        trainer, recorder, _ = make_distiller(
+            student_dir, tiny_model_dir, tmp_path / str(recomputes), make_packs(), **keys
+        )
+        trainer.train()
+        steps.append(recorder.steps)
+    for expected, got in zip(*steps, strict=True):
+        assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_layer_that_the_student_has_not_is_refused(tiny_model_dir, student_dir, tmp_path) -> None:
+    for keys in (FEATURES | {"feature_layers": [1, 2]}, RELATIONS | {"relation_layers": [3]}):
+        with pytest.raises(ConfigError, match="and the student has 1"):
+            make_distiller(student_dir, tiny_model_dir, tmp_path, make_packs(), **keys)

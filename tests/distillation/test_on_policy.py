@@ -1,0 +1,304 @@
+"""On policy: what is sampled, and when, follows from seed, step and text; only the answers are learnt from."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from tests.distillation.test_distillation import load
+from tests.rl import keys_task
+from tests.training.students import make_distiller, save_student
+from tests.training.trajectories import assert_equal_weights, make_packs, weights_of
+from torch.nn import functional
+from transformers import TrainerCallback
+
+from recipes_lib.data.packed.collators import PackedCollator
+from recipes_lib.distillation.on_policy import ANSWERED, OwnAnswers, is_sampled_step, read_questions
+from recipes_lib.errors import PreemptedError
+from recipes_lib.losses.divergence import compute_divergence
+from recipes_lib.models.generation.sampling import GenerateBackend
+from recipes_lib.stopping import STOP
+
+KEYS: dict[str, Any] = {"lmbda": 0.5, "distillation_beta": 1.0, "response_length": 6}
+STOPS = list(range(40))
+
+
+@pytest.fixture(scope="module")
+def student_dir(tiny_tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A student that often ends its answers: random weights know no end."""
+    folder = save_student(tmp_path_factory.mktemp("student"), tiny_tokenizer_dir)
+    model = load(folder, is_teacher=False)
+    model.generation_config.eos_token_id = STOPS
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def keys_teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Answers with one of the two keys that end its prompt."""
+    return keys_task.write_policy(tmp_path_factory.mktemp("teacher"), seed=0)
+
+
+def build_answers(**options: Any) -> OwnAnswers:
+    given: dict[str, Any] = {
+        "lmbda": 1.0, "seed": 5, "response_length": 6, "temperature": 1.0, "num_tokens": 512, "max_length": 512,
+        "batch_size": 3, "precision": contextlib.nullcontext, "collate": PackedCollator(pad_token_id=1),
+    }  # fmt: skip
+    return OwnAnswers(**given | options)
+
+
+def read_documents(batch: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
+    """Prompt and answer of each document that has one, in order."""
+    documents = []
+    for row, labels, positions in zip(*(batch[name].tolist() for name in ("input_ids", "labels", "position_ids")),
+                                      strict=True):  # fmt: skip
+        starts = [at for at, position in enumerate(positions) if position == 0]
+        for start, stop in zip(starts, [*starts[1:], len(row)], strict=True):
+            targets = [at for at in range(start, stop) if labels[at] >= 0]
+            if targets:
+                assert targets == list(range(targets[0], stop)), "an answer is the end of its document"
+                assert [labels[at] for at in targets] == [row[at] for at in targets]
+                documents.append((row[start : targets[0]], row[targets[0] : stop]))
+    return documents
+
+
+@pytest.mark.parametrize("lmbda", [0.0, 0.1, 0.25, 0.5, 0.7, 1.0])
+def test_sampled_steps_are_spread_evenly(lmbda: float) -> None:
+    for seed in range(5):
+        due = [is_sampled_step(step, lmbda=lmbda, seed=seed) for step in range(400)]
+        for start in range(0, 300, 7):
+            assert abs(sum(due[start : start + 40]) - 40 * lmbda) <= 1
+    firsts = {tuple(is_sampled_step(step, lmbda=0.25, seed=seed) for step in range(4)) for seed in range(40)}
+    assert len(firsts) == 4, "the seed says which of four it is"
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_a_document_is_asked_what_stands_before_its_last_answer(layout: Any) -> None:
+    rows = [
+        {"input_ids": [9, 8, 7, 6, 5, 4, 3, 2], "loss_mask": [1, 1, 0, 0, 1, 1, 0, 1], "seq_lengths": [6, 2]},
+        {"input_ids": [1, 2, 3, 1, 1], "loss_mask": [0, 0, 0, 0, 1], "seq_lengths": [3, 2]},
+    ]
+    batch = PackedCollator(pad_token_id=1, layout=layout, pad_to_multiple_of=12)(rows)
+    questions = list(read_questions(batch))
+    assert [question.prompt.tolist() for question in questions] == [[9, 8, 7, 6], [3], [1]]
+    assert [question.row for question in questions] == ([0, 0, 1] if layout == "rows" else [0, 0, 0])
+    alone = [list(read_questions(PackedCollator(pad_token_id=1)([row]))) for row in rows]
+    assert [question.number for question in questions] == [question.number for part in alone for question in part]
+    assert len({question.number for question in questions}) == 3
+
+
+def test_answers_are_the_students_and_end_at_their_stop_token(student_dir: Path) -> None:
+    student, batch = load(student_dir, is_teacher=False).train(), PackedCollator(pad_token_id=1)(list(make_packs(6)))
+    answered = build_answers(max_length=20).replace(student, batch, 3)
+    asked = [question.prompt.tolist() for question in read_questions(batch)]
+    documents = read_documents(answered)
+    assert [prompt for prompt, _ in documents] == [prompt for prompt in asked if len(prompt) <= 14]
+    assert len(documents) < len(asked)
+    finished = [answer[-1] in STOPS for _, answer in documents]
+    assert answered[ANSWERED].tolist() == [len(documents), sum(finished)]
+    assert 0 < sum(finished) < len(finished)
+    for (_, answer), is_finished in zip(documents, finished, strict=True):
+        assert not set(answer[:-1]) & set(STOPS)
+        assert len(answer) <= 6
+        assert is_finished or len(answer) == 6
+    assert student.training
+    assert answered["row_ids"].tolist() == batch["row_ids"].tolist()
+    # Likelier than what random tokens would be, for it is the student itself that wrote them.
+    again = build_answers(max_length=20, num_tokens=50).replace(student, batch, 3)
+    assert max(max(answer) for _, answer in read_documents(again)) < 50
+    assert max(max(answer) for _, answer in documents) >= 50
+
+
+def test_an_answer_follows_from_seed_step_and_text_alone(student_dir: Path) -> None:
+    student, rows, collate = load(student_dir, is_teacher=False), list(make_packs(6)), PackedCollator(pad_token_id=1)
+    answers = build_answers()
+    together = read_documents(answers.replace(student, collate(rows), 3))
+    apart = [read_documents(answers.replace(student, collate([row]), 3)) for row in rows]
+    assert together == [document for part in apart for document in part]
+    for other in (build_answers(seed=6).replace(student, collate(rows), 3), answers.replace(student, collate(rows), 4)):
+        assert read_documents(other) != together
+
+
+def test_nothing_to_answer_leaves_nothing_to_learn(student_dir: Path) -> None:
+    student, batch = load(student_dir, is_teacher=False), PackedCollator(pad_token_id=1)(list(make_packs(2)))
+    answered = build_answers(max_length=6).replace(student, batch, 0)
+    assert torch.equal(answered["input_ids"], batch["input_ids"])
+    assert (answered["labels"] < 0).all()
+    assert answered[ANSWERED].tolist() == [0, 0]
+
+
+def test_the_loss_is_the_divergence_at_the_answers_alone(tiny_model_dir, student_dir, tmp_path) -> None:
+    keys = {"lmbda": 1.0, "distillation_beta": 0.7, "distillation_temperature": 2.0, "distillation_alpha": 0.9}
+    trainer, _, _ = make_distiller(student_dir, tiny_model_dir, tmp_path, make_packs(), **KEYS | keys)
+    texts = [PackedCollator(pad_token_id=1)(list(make_packs(4, seed=seed))) for seed in (1, 2)]
+    trainer.state.max_steps = 1
+    batches, num_terms = trainer.get_batch_samples(iter(texts), 2, torch.device("cpu"))
+    trainer.current_gradient_accumulation_steps = 2
+    documents = [document for batch in batches for document in read_documents(batch)]
+    loss = sum(trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=num_terms) for batch in batches)
+    total, num_tokens = 0.0, 0
+    with torch.no_grad():
+        for prompt, answer in documents:
+            ids = torch.tensor([prompt + answer])
+            student, teacher = (
+                (model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / 2).log_softmax(-1)
+                for model in (trainer.model, trainer.teacher)
+            )
+            total += 4 * float(compute_divergence(teacher, student, 0.7)[0].sum())
+            num_tokens += len(answer)
+    assert int(num_terms) == num_tokens
+    assert float(loss) == pytest.approx(total / num_tokens, rel=1e-5)
+
+
+def test_a_share_that_never_comes_up_changes_nothing(tiny_model_dir, student_dir, tmp_path) -> None:
+    never, first, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "never", make_packs(), lmbda=1e-9)
+    without, second, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "without", make_packs())
+    assert without.answers is None
+    assert never.answers is not None
+    never.train()
+    without.train()
+    assert first.steps == second.steps
+    assert_equal_weights(weights_of(never), weights_of(without))
+
+
+def test_figures_of_answers_stand_apart_from_those_of_texts(tiny_model_dir, student_dir, tmp_path) -> None:
+    trainer, recorder, lines = make_distiller(
+        student_dir,
+        tiny_model_dir,
+        tmp_path,
+        make_packs(),
+        **KEYS,
+        distillation_temperature=2.0,
+        distillation_alpha=0.3,
+    )
+    trainer.train()
+    sampled = [is_sampled_step(step, lmbda=0.5, seed=trainer.args.seed) for step in range(4)]
+    assert sum(sampled) == 2
+    for is_sampled, log in zip(sampled, recorder.logs, strict=True):
+        assert ("on_policy/divergence" in log) == is_sampled
+        assert ("distillation/divergence" in log) == (not is_sampled)
+        if is_sampled:
+            assert log["loss"] == pytest.approx(4 * log["on_policy/divergence"], rel=1e-4)
+            assert 1 <= log["on_policy/length"] <= 6
+            assert 0 < log["on_policy/finished"] < 1
+    assert sum(line.startswith("step 0: ") for line in lines) == 1
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_how_the_batch_is_cut_changes_nothing(tiny_model_dir, student_dir, tmp_path, accumulation) -> None:
+    cut = {"per_device_train_batch_size": 4 // accumulation, "gradient_accumulation_steps": accumulation}
+    whole, first, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "a", make_packs(), **KEYS | cut)
+    parts = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    other, second, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "b", make_packs(), **KEYS | parts)
+    whole.train()
+    other.train()
+    for expected, got in zip(first.steps, second.steps, strict=True):
+        assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_resumed_run_ends_with_the_very_weights(tiny_model_dir, student_dir, tmp_path) -> None:
+    keys = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6, **KEYS, "lmbda": 0.7}
+    straight, recorder, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys)
+    straight.train()
+    for step in (2, 3, 4):
+        resumed, second, _ = make_distiller(
+            student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys | {"save_strategy": "no"}
+        )
+        resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
+        assert second.steps == recorder.steps[step:]
+        assert_equal_weights(weights_of(resumed), weights_of(straight))
+
+
+def test_asked_to_stop_while_it_samples_it_leaves_and_goes_on(
+    tiny_model_dir, student_dir, tmp_path, monkeypatch
+) -> None:
+    keys = {"save_strategy": "steps", "save_steps": 100, **KEYS, "lmbda": 1.0, "per_device_eval_batch_size": 2}
+    straight, recorder, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "straight", make_packs(), **keys)
+    straight.train()
+    stopped, _, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys)
+    generate, calls = GenerateBackend.generate, []
+
+    def asking(backend: Any, *given: Any) -> Any:
+        if stopped.state.global_step == 2:
+            calls.append(1)
+            STOP.ask("SIGTERM")
+        return generate(backend, *given)
+
+    monkeypatch.setattr(GenerateBackend, "generate", asking)
+    with pytest.raises(PreemptedError, match="stopped after step 2; checkpoint-2 is complete"):
+        stopped.train()
+    monkeypatch.undo()
+    STOP.reason, STOP._is_closed = None, False
+    assert len(calls) == stopped.args.gradient_accumulation_steps, "each micro-batch is left at its first token"
+    resumed, second, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert second.steps == recorder.steps[2:]
+    assert_equal_weights(weights_of(resumed), weights_of(straight))
+
+
+class Shuffle(TrainerCallback):
+    """Gives the teacher's tokens other names before every step: there is nothing to learn from it."""
+
+    def __init__(self, head: Any) -> None:
+        self._weight = head.weight.data
+        self._original = self._weight.clone()
+        self._random = torch.Generator().manual_seed(0)
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._weight.copy_(self._original[torch.randperm(len(self._original), generator=self._random)])
+
+
+def measure(student: Any, teacher: Any, num_prompts: int = 256) -> float:
+    """Reverse KL a token, in nats, on answers of the student to prompts that nobody was trained on."""
+    batch = PackedCollator(pad_token_id=0)(write_rows(num_prompts, seed=77))
+    answers = build_answers(response_length=keys_task.MAX_ANSWER, num_tokens=keys_task.VOCABULARY, batch_size=256)
+    answered = answers.replace(student, batch, 0)
+    is_target = answered["labels"][:, 1:] >= 0
+    inputs = {name: answered[name] for name in ("input_ids", "position_ids")}
+    with torch.no_grad():
+        own, taught = (
+            model(**inputs, use_cache=False).logits[:, :-1][is_target].log_softmax(-1) for model in (student, teacher)
+        )
+    return float(functional.kl_div(taught, own, log_target=True, reduction="sum")) / int(is_target.sum())
+
+
+def write_rows(count: int, seed: int) -> list[dict[str, Any]]:
+    """Prompts of the task, each with an answer that is none."""
+    rows = [[*prompt, keys_task.EOS] for prompt in keys_task.draw_prompts(count, seed)]
+    return [
+        {
+            "input_ids": np.array(row),
+            "loss_mask": np.arange(len(row)) == len(row) - 1,
+            "seq_lengths": np.array([len(row)]),
+        }
+        for row in rows
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seed", "is_control"), [(0, False), pytest.param(1, False, marks=pytest.mark.slow), (0, True)]
+)
+def test_a_student_comes_to_write_what_its_teacher_would(
+    keys_teacher: Path, tmp_path: Path, seed: int, is_control: bool
+) -> None:
+    """Reverse KL falls from about 3 nats a token to under 0.4, but not where the teacher's words change each step."""
+    student_dir = keys_task.write_policy(tmp_path / "student", seed=50 + seed, num_steps=0)
+    rows = Dataset.from_list(write_rows(120 * 64, seed=seed)).with_format("numpy")
+    keys = {
+        "lmbda": 1.0, "distillation_beta": 1.0, "response_length": keys_task.MAX_ANSWER, "max_steps": 120, "seed": seed,
+        "learning_rate": 3e-3, "lr_scheduler_type": "constant", "warmup_steps": 0, "weight_decay": 0.0,
+        "per_device_train_batch_size": 64, "per_device_eval_batch_size": 64, "logging_steps": 40,
+    }  # fmt: skip
+    trainer, _, _ = make_distiller(student_dir, keys_teacher, tmp_path / "run", rows, **keys)
+    before = measure(trainer.model, trainer.teacher)
+    if is_control:
+        trainer.add_callback(Shuffle(trainer.teacher.lm_head))
+    trainer.train()
+    after = measure(trainer.model, load(keys_teacher, is_teacher=True))
+    assert before > 2.3
+    assert after > 2.0 if is_control else after < 0.4, after

@@ -1,0 +1,121 @@
+"""The inspection of a PPO run says what will be asked and rewarded, and what would go wrong, before training."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+
+import pytest
+from rich.console import Console
+from tests.rl import keys_task
+
+from recipes_lib.commands.check import check
+from recipes_lib.config.loader import load_config
+from recipes_lib.training.layouts.launch_files import plan_launch
+
+ROWS = [{"prompt": [{"role": "user", "content": f"What is {n} plus {n}?"}], "answer": str(2 * n)} for n in range(12)]
+
+
+@pytest.fixture
+def look(tmp_path, tiny_model_dir):
+    def look_at(rows=ROWS, **keys):
+        data = tmp_path / "prompts.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        given = {
+            "model_name_or_path": tiny_model_dir,
+            "dataset_name": data,
+            "output_dir": tmp_path / "out",
+            "reward_funcs": "[tests.rl.keys_task:score_first_key]",
+            "per_device_train_batch_size": 2,
+            "response_length": 32,
+            **keys,
+        }
+        config = load_config("ppo", [f"--{name}={value}" for name, value in given.items()])
+        output = io.StringIO()
+        problems = check(config, plan_launch(None, 1), Console(file=output, width=200, highlight=False))
+        return problems, output.getvalue()
+
+    return look_at
+
+
+def test_a_sound_run_is_ready_and_its_figures_are_those_of_the_rows(look):
+    problems, told = look(test_split_size=2, num_train_epochs=2)
+    assert problems == []
+    assert "10 prompts of" in told
+    assert "held out: 2 prompts" in told
+    assert "answers end with '<|im_end|>'" in told
+    assert "reward: 1 score_first_key" in told
+    assert "3 iterations of 8 answers and 8 steps of 2 answers: 24 steps, every prompt answered 2.4 times" in told
+    assert told.endswith("ready to train\n")
+
+
+def test_adapters_of_policy_and_critic_are_what_a_checkpoint_holds(look, monkeypatch):
+    # Rank 4 on seven linear layers of two decoder layers: in and out features of each, with two moments.
+    checkpoint = 2 * 12 * 4 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
+    free = shutil._ntuple_diskusage(10**9, 0, 11 * checkpoint)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    problems, told = look(use_peft=True, lora_r=4, save_steps=0.1)
+    assert problems == []
+    kept = int(re.search(r"(\d+) checkpoints of", told)[1])
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free._replace(free=kept * checkpoint))
+    (problem,) = look(use_peft=True, lora_r=4, save_steps=0.1)[0]
+    assert f"{kept} checkpoints of {checkpoint / 1e9:.3g} GB" in problem.found
+
+
+def test_a_reward_that_cannot_be_imported_is_found(look):
+    problems, _ = look(reward_funcs="[tests.rl.keys_task:absent, nowhere:at_all]")
+    assert [problem.where for problem in problems] == ["reward_funcs"] * 2
+    assert "absent" in problems[0].found
+    assert "nowhere" in problems[1].found
+
+
+def test_an_answer_for_which_the_model_has_no_positions_is_found(look):
+    problems, _ = look(response_length=600)
+    assert [problem.where for problem in problems] == ["max_length"]
+
+
+def test_a_reward_model_without_positions_for_an_answer_is_found(look, tiny_model_dir, tmp_path):
+    reward, other = tmp_path / "reward", tmp_path / "other"
+    for folder in (reward, other):
+        shutil.copytree(tiny_model_dir, folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 40}))
+    keys_task.build_tokenizer().save_pretrained(other)
+    keys = {"reward_funcs": "null", "response_length": 32}
+    problems, _ = look(reward_model_name_or_path=reward, **keys)
+    assert [problem.where for problem in problems] == ["reward_model_name_or_path"]
+    assert "the reward model has 40 positions" in problems[0].found
+    problems, told = look(reward_model_name_or_path=other, **keys)
+    assert problems == []
+    assert "warning: the reward model has 40 positions" in told
+    assert "warning" not in look(reward_model_name_or_path=tiny_model_dir, **keys)[1]
+
+
+def test_a_prompt_that_is_too_long_is_found_or_left_out(look):
+    rows = [*ROWS, {"prompt": [{"role": "user", "content": "a long prompt " * 40}]}]
+    problems, _ = look(rows, max_length=64)
+    assert [problem.where.endswith("prompts.jsonl:13") for problem in problems] == [True]
+    problems, told = look(rows, max_length=64, overlong="drop")
+    assert problems == []
+    assert "left out, too long: 1" in told
+
+
+def test_an_engine_that_is_not_there_is_found_and_one_of_its_own_random_numbers_is_named(look):
+    problems, _ = look(use_vllm=True)
+    assert [(problem.where, problem.found) for problem in problems] == [("use_vllm", "vLLM is not installed")]
+    problems, told = look(use_transformers_continuous_batching=True)
+    assert problems == []
+    assert "continuous batching, not from the seed" in told
+
+
+def test_a_run_that_the_accelerator_does_not_hold_is_warned_of(look, monkeypatch):
+    monkeypatch.setattr("recipes_lib.hardware.read_device_memory", lambda: None)
+    problems, told = look()
+    assert "GB at most; `recipes plan` tells its terms" in told
+    assert "warning" not in told
+    monkeypatch.setattr("recipes_lib.hardware.read_device_memory", lambda: 500_000_000)
+    problems, told = look()
+    assert not problems
+    assert "warning: this is more than the 0.5 GB of the device at hand can hold; adapters" in told

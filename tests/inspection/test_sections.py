@@ -1,0 +1,40 @@
+"""What every inspection shares: a section collects facts or problems, and one without ground says nothing."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+from tests.training.pretraining import build_config
+
+from recipes_lib.errors import DataError, Problem
+from recipes_lib.inspection.supervised import PretrainInspection
+from recipes_lib.training.layouts.launch_files import plan_launch
+
+
+def test_a_section_prints_its_facts_or_its_problems_or_nothing(tmp_path, tiny_tokenizer_dir) -> None:
+    output = io.StringIO()
+    config = build_config(tmp_path, tiny_tokenizer_dir)
+    inspection = PretrainInspection(config, plan_launch(None, 1), Console(file=output, width=200, highlight=False))
+    with inspection.section("silent"):
+        pass
+    with inspection.section("sound") as say:
+        say("a fact")
+    problem = Problem("file:3", "wrong", "mend it")
+    with inspection.section("broken") as say:
+        say("another fact")
+        raise DataError(problem)
+    text = output.getvalue()
+    assert "silent" not in text
+    assert "✓ sound\n    a fact" in text
+    assert "✗ broken\n    another fact\n    file:3: wrong" in text
+    assert inspection.problems == [problem]
+
+
+def test_what_stands_on_broken_ground_says_nothing(tmp_path, tiny_tokenizer_dir) -> None:
+    output = io.StringIO()
+    config = build_config(tmp_path, tiny_tokenizer_dir, tokenizer_name_or_path=tmp_path)
+    inspection = PretrainInspection(config, plan_launch(None, 1), Console(file=output, width=200, highlight=False))
+    inspection.look_at_everything()
+    assert [problem.where for problem in inspection.problems] == ["tokenizer_name_or_path"]
+    assert "data\n" not in output.getvalue()

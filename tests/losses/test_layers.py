@@ -1,0 +1,163 @@
+"""Relations between tokens follow their definitions in numpy, inside documents, and are 0 between what is alike."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from recipes_lib.losses.layers import (
+    MAX_ANGLE_TOKENS,
+    compute_angle_sum,
+    compute_attention_sum,
+    compute_distance_sum,
+    compute_similarity_sum,
+)
+
+SUMS: dict[str, Callable[..., torch.Tensor]] = {
+    "similarity": compute_similarity_sum,
+    "distance": compute_distance_sum,
+    "angle": compute_angle_sum,
+}
+STATES = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 4.0]], dtype=torch.float64)
+
+
+def draw(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def relate(name: str, states: np.ndarray) -> np.ndarray:
+    """All relations of a document, by their definitions."""
+    size = len(states)
+    if name == "similarity":
+        return np.array([[a @ b / np.linalg.norm(a) / np.linalg.norm(b) for b in states] for a in states])
+    if name == "distance":
+        distances = np.array([[np.linalg.norm(a - b) for b in states] for a in states])
+        return distances / distances[distances > 0].mean() if size > 1 else distances
+    angles = np.zeros((size, size, size))
+    for at, one, other in itertools.product(range(size), repeat=3):
+        to_one, to_other = states[one] - states[at], states[other] - states[at]
+        if at not in (one, other):
+            angles[at, one, other] = to_one @ to_other / np.linalg.norm(to_one) / np.linalg.norm(to_other)
+    return angles
+
+
+def compare(name: str, student: np.ndarray, teacher: np.ndarray) -> float:
+    gap = np.abs(relate(name, student) - relate(name, teacher))
+    loss = gap**2 if name == "similarity" else np.where(gap < 1, gap**2 / 2, gap - 0.5)
+    return float(loss.mean())
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_the_sum_is_that_of_the_definition_document_by_document(name) -> None:
+    lengths = [5, 1, 4]
+    student, teacher = 3 * draw(10, 3, seed=0), draw(10, 6, seed=1)
+    bounds = list(itertools.pairwise(np.cumsum([0, *lengths])))
+    expected = sum((end - at) * compare(name, student[at:end].numpy(), teacher[at:end].numpy()) for at, end in bounds)
+    assert float(SUMS[name](student, teacher, lengths)) == pytest.approx(expected, rel=1e-10)
+    one_document = SUMS[name](student, teacher, [10])
+    assert abs(float(one_document) - expected) > 1e-3, "tokens of other documents would count"
+
+
+def test_the_values_worked_out_by_hand() -> None:
+    # Cosines 0, 0.6 and 0.8; distances sqrt 5, sqrt 20 and sqrt 13 over their mean.
+    orthogonal = torch.eye(3, dtype=torch.float64)
+    expected = 3 * 2 * (0.6**2 + 0.8**2) / 9
+    assert float(compute_similarity_sum(STATES, orthogonal, [3])) == pytest.approx(expected)
+    gaps = [0.650413 - 1, 1.300827 - 1, 1.048760 - 1]
+    expected = 3 * sum(2 * gap**2 / 2 for gap in gaps) / 9
+    assert float(compute_distance_sum(STATES, orthogonal, [3])) == pytest.approx(expected, rel=1e-4)
+    # A right angle at one corner of a square is one of 45 degrees where the others are drawn together.
+    right = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    equal = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.5, 3**0.5 / 2]], dtype=torch.float64)
+    gaps = [0.5, 0.5**0.5 - 0.5, 0.5**0.5 - 0.5]
+    assert float(compute_angle_sum(right, equal, [3])) == pytest.approx(3 * sum(gap**2 for gap in gaps) / 27)
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_turn_and_a_scale_change_no_relation(name) -> None:
+    turn, _ = torch.linalg.qr(draw(6, 6, seed=2))
+    states = draw(7, 6, seed=3)
+    assert float(SUMS[name](states @ turn * 3, states, [4, 3])) == pytest.approx(0, abs=1e-24)
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_what_is_alike_is_exactly_0_with_no_gradient(name) -> None:
+    states = draw(7, 6, seed=4).float()
+    states[2] = states[1]
+    student = states.clone().requires_grad_()
+    loss = SUMS[name](student, states, [4, 3])
+    loss.backward()
+    assert loss.item() == 0
+    assert not student.grad.any()
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_the_gradient_is_that_of_finite_differences(name) -> None:
+    teacher = draw(6, 4, seed=5)
+    student = draw(6, 3, seed=6).requires_grad_()
+    assert torch.autograd.gradcheck(lambda states: SUMS[name](states, teacher, [4, 2]), student)
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_tokens_that_the_student_has_alike_have_finite_gradients(name) -> None:
+    student = draw(5, 3, seed=7)
+    student[3] = student[1]
+    student.requires_grad_()
+    SUMS[name](student, draw(5, 3, seed=8), [5]).backward()
+    assert student.grad.isfinite().all()
+    assert student.grad.abs().max() < 100
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_the_order_of_documents_is_of_no_account_and_none_is_0(name) -> None:
+    student, teacher = draw(9, 3, seed=9), draw(9, 5, seed=10)
+    expected = SUMS[name](student, teacher, [4, 5])
+    turned = torch.arange(9).roll(-4)
+    torch.testing.assert_close(SUMS[name](student[turned], teacher[turned], [5, 4]), expected)
+    empty = torch.zeros(0, 3, requires_grad=True)
+    assert SUMS[name](empty, torch.zeros(0, 5), []).item() == 0
+
+
+def test_a_long_document_is_compared_at_evenly_spaced_tokens() -> None:
+    length = 3 * MAX_ANGLE_TOKENS
+    student, teacher = draw(length, 3, seed=11), draw(length, 5, seed=12)
+    got = compute_angle_sum(student, teacher, [length])
+    torch.testing.assert_close(got, 3 * compute_angle_sum(student[::3], teacher[::3], [MAX_ANGLE_TOKENS]))
+
+
+def test_attention_is_compared_by_its_divergence_over_the_keys_that_are_seen() -> None:
+    generator = np.random.default_rng(0)
+    seen = np.tril(np.ones((5, 5)))
+    student, teacher = (generator.random((5, 5)) * seen for _ in range(2))
+    student, teacher = (probs / probs.sum(axis=1, keepdims=True) for probs in (student, teacher))
+    expected = sum(
+        teacher[query, key] * np.log(teacher[query, key] / student[query, key])
+        for query in range(5)
+        for key in range(query + 1)
+    )
+    got = compute_attention_sum(torch.from_numpy(student), torch.from_numpy(teacher))
+    assert float(got) == pytest.approx(expected, rel=1e-12)
+    alone = compute_attention_sum(torch.from_numpy(student[:1]), torch.from_numpy(teacher[:1]))
+    assert float(alone) == 0, "the first token of a document sees itself alone"
+
+
+def test_equal_attention_has_no_divergence_and_moves_no_score() -> None:
+    hidden = torch.triu(torch.full((6, 6), -torch.inf), diagonal=1)
+    scores = draw(6, 6, seed=13).float().requires_grad_()
+    probs = (scores + hidden).softmax(dim=-1)
+    loss = compute_attention_sum(probs, probs.detach())
+    loss.backward()
+    assert abs(loss.item()) < 1e-6
+    assert scores.grad.abs().max() < 1e-6
+
+
+def test_attention_that_the_student_has_lost_is_finite() -> None:
+    student = torch.tensor([[0.0, 1.0]], requires_grad=True)
+    loss = compute_attention_sum(student, torch.tensor([[0.5, 0.5]]))
+    loss.backward()
+    assert 40 < loss.item() < 50
+    assert student.grad.isfinite().all()

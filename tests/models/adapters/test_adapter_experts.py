@@ -1,0 +1,138 @@
+"""Experts, which are one stack of matrices and no layers, get no adapter; nor does what PEFT would take for them."""
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from tests.models.adapter_models import SHAPE, compute_logits, train
+from torch import nn
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3MoeForSequenceClassification,
+)
+
+from recipes_lib.config.schema import AdapterConfig
+from recipes_lib.errors import ConfigError
+from recipes_lib.models.adapters.lora import add_adapter, load_adapter, load_fresh_base
+from recipes_lib.models.adapters.merged_weights import describe_weights, iterate_weights
+from recipes_lib.models.adapters.targets import check_layers
+
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+EXPERTS = {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2}
+RANK = 4
+
+
+def mixtral():
+    return MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4))
+
+
+def qwen3_moe(model_class=Qwen3MoeForCausalLM, **changes):
+    return model_class(Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=8, **changes))
+
+
+def qwen2_moe():
+    return Qwen2MoeForCausalLM(Qwen2MoeConfig(**SHAPE, **EXPERTS, shared_expert_intermediate_size=8))
+
+
+def deepseek_v3():
+    """Its first layer is dense, and the second has a shared expert."""
+    heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    return DeepseekV3ForCausalLM(
+        DeepseekV3Config(**{**SHAPE, "num_key_value_heads": 2}, **heads, **experts, first_k_dense_replace=1)
+    )
+
+
+def adapt(model, **keys):
+    return add_adapter(model, AdapterConfig(use_peft=True, lora_r=RANK, **keys), seed=0)
+
+
+def list_adapted(model):
+    return {name for name, module in model.get_base_model().named_modules() if hasattr(module, "base_layer")}
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        (mixtral, ATTENTION),
+        (qwen3_moe, ATTENTION),
+        (qwen2_moe, {*ATTENTION, "gate_proj", "up_proj", "down_proj", "shared_expert_gate"}),
+        (deepseek_v3, {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}),
+    ],
+)
+def test_linear_layers_alone_get_an_adapter_whose_size_follows_from_theirs(build, expected):
+    layers = {name: module for name, module in build().named_modules() if isinstance(module, nn.Linear)}
+    adapted = adapt(build())
+    found = list_adapted(adapted)
+    assert found == {name for name in layers if name.rpartition(".")[2] in expected}
+    assert adapted.get_nb_trainable_parameters()[0] == sum(RANK * sum(layers[name].weight.shape) for name in found)
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"init_lora_weights": "pissa"}, {"lora_dropout": 0.5}])
+@pytest.mark.parametrize("build", [mixtral, qwen3_moe])
+def test_every_kind_of_adapter_can_be_had(build, options):
+    assert {name.rpartition(".")[2] for name in list_adapted(adapt(build(), **options))} == ATTENTION
+
+
+def test_a_reward_model_of_experts_gets_none_on_its_head():
+    adapted = add_adapter(
+        qwen3_moe(Qwen3MoeForSequenceClassification, num_labels=1, pad_token_id=0),
+        AdapterConfig(use_peft=True, lora_r=RANK, init_lora_weights="pissa"),
+        seed=0,
+        task_type="SEQ_CLS",
+    )
+    assert {name.rpartition(".")[2] for name in list_adapted(adapted)} == ATTENTION
+
+
+@pytest.mark.parametrize("build", [mixtral, qwen3_moe, deepseek_v3])
+def test_merged_weights_have_the_names_of_the_model_and_its_logits(build):
+    model, other = build(), build()
+    shapes = [(name, list(value.shape)) for name, value in model.named_parameters()]
+    adapted = adapt(model)
+    train(adapted)
+    assert [(name, shape) for name, _, shape in describe_weights(adapted)] == shapes
+    weights = dict(iterate_weights(adapted))
+    assert [(name, list(value.shape)) for name, value in weights.items()] == shapes
+    other.load_state_dict(weights, strict=False)  # Buffers are those of the start.
+    torch.testing.assert_close(compute_logits(other), compute_logits(adapted), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("build", [mixtral, deepseek_v3])
+def test_a_saved_adapter_is_loaded_by_peft_alone_as_it_was(build, tmp_path):
+    model = build()
+    model.save_pretrained(tmp_path / "base")
+    adapted = adapt(type(model).from_pretrained(tmp_path / "base"))
+    train(adapted)
+    adapted.save_pretrained(tmp_path / "adapter")
+    expected = compute_logits(adapted)
+    assert not torch.equal(expected, compute_logits(load_fresh_base(adapted)))
+    again = PeftModel.from_pretrained(load_fresh_base(adapted), str(tmp_path / "adapter"))
+    assert torch.equal(compute_logits(again), expected)
+    assert torch.equal(compute_logits(load_adapter(load_fresh_base(adapted), str(tmp_path / "adapter"))), expected)
+
+
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [(deepseek_v3, "gate_proj"), (deepseek_v3, "shared_experts.down_proj"), (qwen3_moe, "gate"), (mixtral, "gate")],
+)
+def test_a_layer_that_peft_takes_for_experts_is_refused_by_its_name(build, name):
+    (problem,) = check_layers(build(), AdapterConfig(use_peft=True, lora_target_modules=["o_proj", name]))
+    assert problem.where == "lora_target_modules"
+    assert name in problem.found
+    assert "experts" in problem.found
+
+
+def test_a_saved_adapter_of_experts_is_refused_and_has_no_weights_by_name(tmp_path):
+    model = qwen3_moe()
+    stacked = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
+    stacked.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="bare tensors"):
+        describe_weights(stacked)
+    with pytest.raises(ConfigError, match="gate_up_proj"):
+        load_adapter(qwen3_moe(), str(tmp_path), on_any_base=True)

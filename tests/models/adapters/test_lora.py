@@ -1,0 +1,310 @@
+"""An adapter begins as nothing, is trained alone, can be switched off exactly, and shares its base with others."""
+
+import json
+import math
+
+import peft
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from tests.models.adapter_models import INPUT_IDS, build_model, compute_logits, load_model, save_model, train
+
+from recipes_lib.config.schema import AdapterConfig
+from recipes_lib.errors import ConfigError
+from recipes_lib.models.adapters.lora import (
+    adapters_off,
+    add_adapter,
+    compute_probe_logits,
+    describe_adapter,
+    is_taken_out_of_weights,
+    read_adapter_state,
+)
+from recipes_lib.models.adapters.saved import restate_for_original_base
+from recipes_lib.models.attention.kernels import prove_isolation
+from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
+
+INITS = ["default", "gaussian", "pissa", "olora", "orthogonal"]
+
+
+def adapt(model, seed=0, **keys):
+    return add_adapter(model, AdapterConfig(use_peft=True, **{"lora_r": 4, **keys}), seed=seed)
+
+
+def trained_of(model):
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize("init", INITS)
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_fresh_adapter_changes_no_logit_and_is_trained_alone_in_float32(kind, init, use_dora, dtype):
+    if (kind, init) == ("gpt2", "olora"):
+        pytest.skip("PEFT's olora cannot read GPT-2's transposed weights; it is refused")
+    if (init, dtype) == ("olora", torch.bfloat16):
+        pytest.skip("rounding what olora leaves to sixteen bits moves the logits; it is refused")
+    model = build_model(kind).to(dtype)
+    before = compute_logits(model)
+    adapted = adapt(model, init_lora_weights=init, use_dora=use_dora)
+    after = compute_logits(adapted)
+    if init in ("default", "gaussian") and (dtype == torch.float32 or not use_dora):
+        assert torch.equal(after, before)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(after, before, rtol=0, atol=tolerance * before.abs().max().item())
+    trained = trained_of(adapted)
+    assert {parameter.dtype for parameter in trained.values()} == {torch.float32}
+    assert all("lora_" in name for name in trained)
+    assert len(trained) == 2 * (7 if kind == "llama" else 4) * (3 if use_dora else 2)
+    assert adapted.get_base_model() is model
+
+
+@pytest.mark.parametrize("init", INITS)
+def test_the_seed_alone_decides_the_fresh_weights_and_nothing_else_is_drawn(init):
+    states = []
+    for seed, draws in ((3, 0), (3, 5), (4, 0)):
+        model = build_model("llama")
+        torch.manual_seed(7)
+        torch.rand(draws)
+        expected = torch.get_rng_state()
+        states.append(read_adapter_state(adapt(model, seed=seed, init_lora_weights=init)))
+        assert torch.equal(torch.get_rng_state(), expected)
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    if init != "olora":  # It decomposes the weights and draws nothing.
+        assert not all(torch.equal(states[0][name], states[2][name]) for name in states[0])
+
+
+@pytest.mark.parametrize(("use_rslora", "scale"), [(False, 8 / 4), (True, 8 / math.sqrt(4))])
+def test_what_an_adapter_adds_is_its_product_at_the_scale_of_the_paper(use_rslora, scale):
+    model = build_model("llama")
+    layer = model.model.layers[0].mlp.up_proj
+    weight, inputs = layer.weight.detach().clone(), torch.randn(5, 16)
+    adapted = adapt(model, lora_alpha=8, use_rslora=use_rslora)
+    state = read_adapter_state(adapted)
+    a, b = (state[f"base_model.model.model.layers.0.mlp.up_proj.lora_{x}.weight"] for x in "AB")
+    torch.nn.init.normal_(b)
+    expected = inputs @ (weight + scale * b @ a).T
+    torch.testing.assert_close(model.model.layers[0].mlp.up_proj(inputs), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_pissa_takes_the_principal_directions_out_of_each_weight():
+    model = build_model("llama")
+    left, _, right = torch.linalg.svd(model.model.layers[1].mlp.down_proj.weight.detach(), full_matrices=False)
+    weight = left * 0.5 ** torch.arange(16) @ right
+    model.model.layers[1].mlp.down_proj.weight.data = weight.clone()
+    adapted = adapt(model, init_lora_weights="pissa", lora_alpha=8)
+    layer = adapted.get_base_model().model.layers[1].mlp.down_proj
+    principal = left[:, :4] * 0.5 ** torch.arange(4) @ right[:4]
+    product = 2 * layer.lora_B.default.weight @ layer.lora_A.default.weight
+    torch.testing.assert_close(product, principal, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(layer.base_layer.weight + product, weight, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_that_do_not_add_up_to_the_model_are_refused(monkeypatch):
+    with pytest.raises(ConfigError, match="olora moves the model's logits"):
+        adapt(build_model("llama").to(torch.bfloat16), init_lora_weights="olora")
+
+    def scaled(model, *args, **options):
+        adapted = peft.get_peft_model(model, *args, **options)
+        adapted.get_base_model().model.layers[0].mlp.up_proj.scaling["default"] *= 1.1
+        return adapted
+
+    monkeypatch.setattr("recipes_lib.models.adapters.lora.get_peft_model", scaled)
+    with pytest.raises(ConfigError, match="pissa moves the model's logits"):
+        adapt(build_model("llama"), init_lora_weights="pissa")
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize(("kind", "init"), [("tied", "pissa"), ("llama", "olora"), ("gpt2", "pissa")])
+def test_what_was_taken_out_of_the_weights_is_saved_in_terms_of_the_original_ones(
+    tmp_path, kind, init, use_dora, use_rslora
+):
+    base = save_model(kind, tmp_path)
+    whole = {"gpt2": ["ln_f"], "tied": ["embed_tokens"], "llama": ["norm"]}[kind]
+    keys = {"init_lora_weights": init, "use_dora": use_dora, "use_rslora": use_rslora, "lora_modules_to_save": whole}
+    adapted = adapt(load_model(base), **keys)
+    train(adapted)
+    live = compute_logits(adapted)
+    assert (live - compute_logits(load_model(base))).abs().max() > 0.05
+
+    adapted.save_pretrained(tmp_path / "adapter")
+    restate_for_original_base(tmp_path / "adapter", adapted.initial_factors)
+    reopened = PeftModel.from_pretrained(load_model(base), tmp_path / "adapter")
+    torch.testing.assert_close(compute_logits(reopened), live, rtol=1e-4, atol=1e-4)
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert settings["r"] == 8
+    assert settings["init_lora_weights"] is True
+    assert load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys() == read_adapter_state(adapted).keys()
+
+
+@pytest.mark.parametrize("whole", [None, ["embed_tokens", "norm"]])
+def test_switched_off_the_model_is_its_base_to_the_bit_and_nothing_remembers(whole):
+    model = build_model("tied")
+    before = compute_probe_logits(model)
+    adapted = adapt(model, lora_modules_to_save=whole, lora_dropout=0.5)
+    train(adapted)
+    adapted.get_base_model().model.layers[0].eval()
+    adapted.get_base_model().model.layers[1].mlp.up_proj.lora_A.requires_grad_(False)
+    modes = [module.training for module in adapted.modules()]
+    flags = [parameter.requires_grad for parameter in adapted.parameters()]
+    live = compute_probe_logits(adapted)
+    for error in (None, KeyError):
+        try:
+            with adapters_off(adapted):
+                assert not adapted.training
+                assert [parameter.requires_grad for parameter in adapted.parameters()] == flags
+                logits = adapted(input_ids=torch.arange(1, 9)[None]).logits
+                assert not logits.requires_grad
+                assert torch.equal(logits, before)
+                if error:
+                    raise error
+        except KeyError:
+            pass
+        assert [module.training for module in adapted.modules()] == modes
+        assert [parameter.requires_grad for parameter in adapted.parameters()] == flags
+        assert torch.equal(compute_probe_logits(adapted), live)
+    assert not torch.equal(live, before)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_a_base_without_what_the_adapter_took_is_no_reference(init):
+    adapted = adapt(build_model("llama"), init_lora_weights=init)
+    assert is_taken_out_of_weights(adapted)
+    with pytest.raises(ValueError, match="no base"), adapters_off(adapted):
+        pass
+
+
+@pytest.mark.parametrize("whole", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
+@pytest.mark.parametrize("kind", ["tied", "llama", "gpt2"])
+def test_embeddings_trained_whole_stay_tied_and_come_back_after_a_save_and_a_merge(tmp_path, kind, whole):
+    base = save_model(kind, tmp_path)
+    config = AdapterConfig(
+        use_peft=True,
+        lora_r=4,
+        lora_modules_to_save=["wte" if (kind, name) == ("gpt2", "embed_tokens") else name for name in whole],
+    )
+    given = list(config.lora_modules_to_save)
+    adapted = add_adapter(load_model(base), config, seed=0)
+    assert config.lora_modules_to_save == given  # PEFT writes into the list that it is given.
+    train(adapted)
+    live = compute_logits(adapted)
+    embeddings = [adapted.get_input_embeddings().weight, adapted.get_output_embeddings().weight]
+    assert torch.equal(*embeddings) == (kind != "llama")
+    trained = [p for name, p in trained_of(adapted).items() if "lora_" not in name]
+    assert len(trained) == (len(whole) if kind == "llama" else 1)
+
+    adapted.save_pretrained(tmp_path / "adapter")
+    reopened = PeftModel.from_pretrained(load_model(base), tmp_path / "adapter")
+    assert torch.equal(compute_logits(reopened), live)
+    assert torch.equal(reopened.get_input_embeddings().weight, reopened.get_output_embeddings().weight) == (
+        kind != "llama"
+    )
+    reopened.merge_and_unload().save_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(compute_logits(load_model(tmp_path / "merged")), live, rtol=1e-5, atol=1e-5)
+    assert load_model(tmp_path / "merged").config.tie_word_embeddings == (kind != "llama")
+
+
+def test_a_tie_that_peft_does_not_know_by_name_is_refused(monkeypatch):
+    monkeypatch.setattr("peft.tuners.tuners_utils.EMBEDDING_LAYER_NAMES", ["embed_in", "embed_out"])
+    with pytest.raises(ConfigError, match="LlamaForCausalLM are tied, and could not be kept so"):
+        adapt(build_model("tied"), lora_modules_to_save=["embed_tokens"])
+
+
+@pytest.mark.parametrize("kind", ["tied", "llama"])
+def test_modules_trained_whole_are_in_float32_beside_a_half_model_without_autocast(kind):
+    model = build_model(kind).to(torch.bfloat16)
+    before = compute_logits(model)
+    adapted = adapt(model, lora_modules_to_save=["embed_tokens", "lm_head", "norm"])
+    assert {parameter.dtype for parameter in trained_of(adapted).values()} == {torch.float32}
+    torch.testing.assert_close(compute_logits(adapted), before, rtol=0, atol=0.02 * before.abs().max().item())
+    hidden = adapted.get_base_model().model(input_ids=INPUT_IDS).last_hidden_state
+    assert hidden.dtype == torch.bfloat16
+    moved = {name: parameter.detach().clone() for name, parameter in trained_of(adapted).items() if "lora" not in name}
+    assert len(moved) == (7 if kind == "llama" else 6)
+    for parameter in trained_of(adapted).values():
+        parameter.grad = None
+    optimizer = torch.optim.AdamW(trained_of(adapted).values(), lr=1e-5)
+    adapted(input_ids=INPUT_IDS, labels=INPUT_IDS).loss.backward()
+    optimizer.step()
+    now = trained_of(adapted)
+    assert all(not torch.equal(now[name], tensor) for name, tensor in moved.items())
+
+
+@pytest.mark.parametrize("first", ["head", "adapter"])
+@pytest.mark.parametrize("kind", ["tied", "gpt2"])
+def test_the_loss_head_and_the_proofs_take_a_model_under_an_adapter(kind, first):
+    model = build_model(kind)
+    if first == "head":
+        add_loss_head(model)
+    adapted = adapt(model, use_dora=True)
+    if first == "adapter":
+        add_loss_head(adapted)
+    train(adapted)
+    prove_isolation(adapted, "rows")
+    verify_loss_head(adapted)
+    adapted.eval()  # GPT-2 has dropout of its own.
+    own = adapted(input_ids=INPUT_IDS, labels=INPUT_IDS)
+    own.loss.backward()
+    expected = {name: parameter.grad.clone() for name, parameter in trained_of(adapted).items()}
+    adapted.zero_grad()
+    sums = adapted(input_ids=INPUT_IDS, labels=INPUT_IDS, loss_head=True)
+    (sums.nll_sum / sums.num_targets).backward()
+    ours = {name: parameter.grad for name, parameter in trained_of(adapted).items()}
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradients_are_the_same_with_activation_checkpointing(use_reentrant):
+    gradients = []
+    for is_checkpointed in (False, True):
+        adapted = adapt(build_model("llama"), init_lora_weights="orthogonal").train()
+        if is_checkpointed:
+            adapted.enable_input_require_grads()  # As TRL's trainers do.
+            adapted.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        adapted(input_ids=INPUT_IDS, labels=INPUT_IDS).loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in trained_of(adapted).items()})
+    assert all(gradient.norm() > 0 for gradient in gradients[1].values())
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-7)
+
+
+def test_many_adapters_share_one_base_without_a_copy_of_it():
+    model = build_model("llama")
+    storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    base_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    before = compute_logits(model)
+    adapted = adapt(model)
+    for name in ("dpo", "reward"):
+        adapted.add_adapter(name, peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules="all-linear"))
+    head = torch.nn.Linear(16, 1)
+    logits = {}
+    for name in ("default", "dpo", "reward"):
+        adapted.set_adapter(name)
+        train(adapted)
+        logits[name] = compute_logits(adapted)
+        score = head(adapted.get_base_model().model(input_ids=INPUT_IDS).last_hidden_state[:, -1])
+        assert score.isfinite().all()
+    assert not torch.equal(logits["default"], logits["dpo"])
+    with adapters_off(adapted):
+        assert torch.equal(adapted(input_ids=INPUT_IDS).logits, before)
+    frozen = [p for name, p in adapted.named_parameters() if "lora_" not in name]
+    assert {parameter.untyped_storage().data_ptr() for parameter in frozen} == storages
+    assert sum(parameter.nbytes for parameter in frozen) == base_bytes
+    adapters = [p for name, p in adapted.named_parameters() if "lora_" in name]
+    assert len({parameter.untyped_storage().data_ptr() for parameter in adapters}) == 3 * 2 * 2 * 7
+
+
+def test_the_record_names_base_and_sizes(tmp_path):
+    base = save_model("llama", tmp_path)
+    model = load_model(base)
+    model.config._commit_hash = "c" * 40
+    adapted = adapt(model, lora_alpha=8)
+    record = describe_adapter(adapted)
+    assert record == {
+        "base_model": str(base),
+        "base_revision": "c" * 40,
+        "r": 4,
+        "lora_alpha": 8,
+        "num_trained_parameters": sum(parameter.numel() for parameter in trained_of(adapted).values()),
+        "num_parameters": sum(parameter.numel() for parameter in adapted.parameters()),
+    }

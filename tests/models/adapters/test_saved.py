@@ -1,0 +1,171 @@
+"""A saved adapter is loaded whole, on the base that it was trained on, or refused with the reason."""
+
+import json
+import shutil
+
+import peft
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from tests.models.adapter_models import build_model, compute_logits, load_model, save_model, train
+from transformers import LlamaForSequenceClassification
+
+from recipes_lib.config.schema import AdapterConfig
+from recipes_lib.errors import ConfigError
+from recipes_lib.models.adapters.lora import add_adapter, load_adapter, read_adapter_state
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture(params=[None, ["embed_tokens"]], ids=["low rank", "embedding too"])
+def saved(request, tmp_path):
+    """Base, adapter folder, and the logits of the model that was saved."""
+    base = save_model("tied", tmp_path)
+    config = AdapterConfig(use_peft=True, lora_r=4, lora_dropout=0.5, lora_modules_to_save=request.param)
+    adapted = add_adapter(load_model(base), config, seed=0)
+    train(adapted)
+    adapted.save_pretrained(tmp_path / "an adapter")
+    return base, tmp_path / "an adapter", compute_logits(adapted)
+
+
+def edit_settings(folder, **changes):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_weights(folder, change):
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def problem_of(base, folder, **options):
+    with pytest.raises(ConfigError) as caught:
+        load_adapter(load_model(base), str(folder), **options)
+    (problem,) = caught.value.problems
+    assert problem.where == "adapter_name_or_path"
+    return problem
+
+
+def test_it_goes_on_from_where_it_was_with_the_dropout_of_the_training_that_goes_on(saved):
+    base, folder, logits = saved
+    config = AdapterConfig(use_peft=True, adapter_name_or_path=str(folder))
+    adapted = add_adapter(load_model(base), config, seed=0)
+    assert torch.equal(compute_logits(adapted), logits)
+    assert {p for p in adapted.parameters() if p.requires_grad} == {
+        parameter for name, parameter in adapted.named_parameters() if "lora_" in name or "modules_to_save" in name
+    }
+    assert not any(isinstance(module, torch.nn.Dropout) for module in adapted.modules())
+    before = {name: tensor.clone() for name, tensor in read_adapter_state(adapted).items()}
+    train(adapted)
+    assert all(not torch.equal(before[name], tensor) for name, tensor in read_adapter_state(adapted).items())
+
+
+def test_to_be_used_it_is_frozen_and_the_same_as_plain_peft_loads(saved):
+    base, folder, logits = saved
+    adapted = load_adapter(load_model(base), str(folder))
+    assert torch.equal(compute_logits(adapted), logits)
+    assert torch.equal(compute_logits(PeftModel.from_pretrained(load_model(base), folder)), logits)
+    assert not any(parameter.requires_grad for parameter in adapted.parameters())
+
+
+def test_weights_saved_in_sixteen_bits_are_trained_in_thirty_two(saved):
+    base, folder, _ = saved
+    edit_weights(folder, lambda tensors: tensors.update({name: t.bfloat16() for name, t in tensors.items()}))
+    adapted = load_adapter(load_model(base), str(folder), is_trainable=True)
+    assert {parameter.dtype for parameter in adapted.parameters() if parameter.requires_grad} == {torch.float32}
+
+
+def test_another_base_is_refused_by_name_and_accepted_when_told_to(saved, tmp_path):
+    base, folder, logits = saved
+    other = shutil.copytree(base, tmp_path / "other")
+    problem = problem_of(other, folder)
+    assert str(base) in problem.found
+    assert str(other) in problem.found
+    assert torch.equal(compute_logits(load_adapter(load_model(other), str(folder), on_any_base=True)), logits)
+
+
+def test_the_same_folder_by_another_path_is_the_same_base(saved, tmp_path, monkeypatch):
+    base, folder, _ = saved
+    monkeypatch.chdir(tmp_path)
+    load_adapter(load_model(base.name), str(folder))
+
+
+def test_another_commit_of_the_base_is_refused_where_both_are_known(saved):
+    base, folder, _ = saved
+    model = load_model(base)
+    model.config._commit_hash = "a" * 40
+    for revision in (None, "main", "a" * 40):
+        edit_settings(folder, revision=revision)
+        load_adapter(load_model(base), str(folder))
+    edit_settings(folder, revision="b" * 40)
+    with pytest.raises(ConfigError, match="trained on commit bbbbbbbb") as caught:
+        load_adapter(model, str(folder))
+    assert caught.value.problems[0].remedy == f"set model_revision: {'b' * 40}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"task_type": "SEQ_CLS"}, "was trained for SEQ_CLS, and this is CAUSAL_LM"),
+        ({"bias": "all"}, "trains biases of the base"),
+        ({"init_lora_weights": "pissa_niter_16"}, "no file holds"),
+        ({"init_lora_weights": "olora"}, "no file holds"),
+    ],
+)
+def test_what_cannot_be_loaded_as_it_was_is_refused(saved, changes, found):
+    base, folder, _ = saved
+    edit_settings(folder, **changes)
+    assert found in problem_of(base, folder).found
+
+
+def test_another_kind_of_adapter_is_refused(tmp_path):
+    base = save_model("llama", tmp_path)
+    settings = peft.IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])
+    peft.get_peft_model(load_model(base), settings).save_pretrained(tmp_path / "adapter")
+    assert "IA3 adapter" in problem_of(base, tmp_path / "adapter").found
+
+
+def test_a_weight_too_few_or_too_many_is_an_error_and_not_a_warning(saved):
+    base, folder, _ = saved
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
+    edit_weights(folder, lambda tensors: tensors.pop(name))
+    assert name in problem_of(base, folder).found
+    edit_weights(folder, lambda tensors: tensors.update({name: torch.zeros(16, 4), "extra": torch.zeros(1)}))
+    assert "extra" in problem_of(base, folder).found
+
+
+def test_a_weight_of_another_shape_is_an_error(saved):
+    base, folder, _ = saved
+    edit_settings(folder, r=8)
+    assert "size mismatch" in problem_of(base, folder).found or "shape" in problem_of(base, folder).found
+
+
+def test_pickled_weights_are_never_opened(saved):
+    base, folder, _ = saved
+    torch.save(load_file(folder / WEIGHTS), folder / "adapter_model.bin")
+    (folder / WEIGHTS).unlink()
+    assert "has no adapter_model.safetensors" in problem_of(base, folder).found
+
+
+@pytest.mark.parametrize("name", ["nobody/nothing", "not/a/hub/id", "{}"])
+def test_an_adapter_that_is_not_there_is_told_in_one_line(saved, tmp_path, name):
+    base = saved[0]
+    problem = problem_of(base, name.format(tmp_path))
+    assert "\n" not in problem.found
+    assert problem.remedy
+
+
+def test_a_classifier_has_its_head_trained_and_saved_with_the_adapter(tmp_path):
+    base = save_model("llama", tmp_path)
+    model = LlamaForSequenceClassification.from_pretrained(base, num_labels=1, pad_token_id=0)
+    adapted = add_adapter(model, AdapterConfig(use_peft=True), seed=0, task_type="SEQ_CLS")
+    assert adapted.get_base_model().score.modules_to_save.default.weight.requires_grad
+    assert "base_model.model.score.weight" in read_adapter_state(adapted)
+    adapted.save_pretrained(tmp_path / "adapter")
+    again = LlamaForSequenceClassification.from_pretrained(base, num_labels=1, pad_token_id=0)
+    reloaded = load_adapter(again, str(tmp_path / "adapter"), task_type="SEQ_CLS")
+    assert torch.equal(compute_logits(reloaded), compute_logits(adapted))
+    assert "SEQ_CLS" in problem_of(base, tmp_path / "adapter").found
+    assert build_model("llama").config.vocab_size == 64

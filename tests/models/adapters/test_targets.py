@@ -1,0 +1,92 @@
+"""A wrong layer or an impossible adapter is told with what to write instead, and everything at once."""
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from recipes_lib.config.schema import AdapterConfig
+from recipes_lib.models.adapters.targets import check_layers, find_modules, find_targets, stores_transposed
+
+SHAPE = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+
+
+def llama(**changes):
+    return LlamaForCausalLM(LlamaConfig(**SHAPE, num_attention_heads=2, num_key_value_heads=1, **changes))
+
+
+def gpt2():
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2)
+    )
+
+
+def problems_of(model, **keys):
+    return [*check_layers(model, AdapterConfig(use_peft=True, **keys))]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"lora_target_modules": ["q_proj", "self_attn.v_proj", "model.layers.0.mlp.up_proj"]},
+        {"lora_modules_to_save": ["embed_tokens", "lm_head", "norm"]},
+        {"init_lora_weights": "pissa", "lora_r": 8},
+        {"init_lora_weights": "olora", "lora_r": 8},
+        {"init_lora_weights": "orthogonal", "lora_r": 32},
+    ],
+)
+def test_what_a_model_has_is_accepted(keys):
+    assert problems_of(llama(), **keys) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "where", "found", "remedy"),
+    [
+        ({"lora_target_modules": ["q_porj"]}, "lora_target_modules", "no module 'q_porj'", "did you mean q_proj"),
+        ({"lora_target_modules": ["c_attn"]}, "lora_target_modules", "no module 'c_attn'", "there are down_proj, gate"),
+        ({"lora_target_modules": ["proj"]}, "lora_target_modules", "no module 'proj'", "did you mean"),
+        ({"lora_target_modules": ["norm"]}, "lora_target_modules", "norm is a LlamaRMSNorm", "layers inside"),
+        ({"lora_target_modules": ["mlp"]}, "lora_target_modules", "mlp is a LlamaMLP", "layers inside"),
+        ({"lora_target_modules": ["lm_head"]}, "lora_target_modules", "output projection", "lora_modules_to_save"),
+        ({"lora_target_modules": ["embed_tokens"]}, "lora_target_modules", "embedding", "lora_modules_to_save"),
+        ({"lora_modules_to_save": ["embed_token"]}, "lora_modules_to_save", "no module", "did you mean embed_tokens"),
+        ({"init_lora_weights": "orthogonal", "lora_r": 3}, "lora_r", "even rank", "write 4"),
+        ({"init_lora_weights": "pissa", "lora_r": 9}, "lora_r", "at most 8", "write 8 or less"),
+    ],
+)
+def test_what_it_has_not_is_told_with_a_remedy(keys, where, found, remedy):
+    (problem,) = problems_of(llama(), **keys)
+    assert problem.where == where
+    assert found in problem.found
+    assert remedy in problem.remedy
+
+
+def test_everything_is_told_at_once():
+    keys = {"lora_target_modules": ["q_porj", "q_proj", "nrom"], "lora_modules_to_save": ["nothing"]}
+    assert len(problems_of(llama(), **keys, init_lora_weights="orthogonal", lora_r=5)) == 4
+
+
+def test_olora_is_refused_where_peft_would_make_matrices_of_the_wrong_shape():
+    (problem,) = problems_of(gpt2(), init_lora_weights="olora", lora_r=4)
+    assert problem.where == "init_lora_weights"
+    assert problems_of(gpt2(), init_lora_weights="pissa", lora_r=4) == []
+
+
+def test_all_linear_layers_but_the_head_are_meant_unless_some_are_named():
+    model = llama()
+    assert len(find_targets(model, AdapterConfig())) == 2 * 7
+    assert "lm_head" not in find_targets(model, AdapterConfig())
+    assert find_targets(model, AdapterConfig(lora_target_modules=["1.mlp.up_proj"])) == {
+        "model.layers.1.mlp.up_proj": model.model.layers[1].mlp.up_proj
+    }
+
+
+def test_a_name_means_a_whole_part_of_the_path():
+    assert set(find_modules(llama(), "q_proj")) == {f"model.layers.{n}.self_attn.q_proj" for n in range(2)}
+    assert find_modules(llama(), "_proj") == {}
+
+
+def test_only_gpt2_stores_its_weights_transposed():
+    assert stores_transposed(gpt2(), AdapterConfig())
+    assert not stores_transposed(llama(), AdapterConfig())
+    assert gpt2().transformer.h[0].attn.c_attn.weight.shape == torch.Size([16, 48])

@@ -1,0 +1,361 @@
+"""Packed documents are proved apart, per kernel and architecture, and what cannot keep them apart is refused."""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BloomConfig,
+    FalconConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GptOssConfig,
+    JambaConfig,
+    Lfm2Config,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    MixtralConfig,
+    MptConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3NextConfig,
+    RwkvConfig,
+    TrainingArguments,
+)
+
+from recipes_lib.config.schema import AdapterConfig, ModelConfig
+from recipes_lib.errors import ConfigError
+from recipes_lib.models.adapters.lora import add_adapter
+from recipes_lib.models.attention.kernels import (
+    LAYOUTS,
+    AttentionChoice,
+    choose_attention,
+    choose_kernel,
+    prove_isolation,
+)
+from recipes_lib.models.attention.varlen import register_varlen
+from recipes_lib.models.heads.score_head import add_score_head
+from recipes_lib.models.loading import load_model_config
+from recipes_lib.models.parallel.context_parallel import ContextShare
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SHAPE: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOW = {"sliding_window": 4}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SHAPE),
+    "qwen3": Qwen3Config(**SHAPE),
+    "mistral": MistralConfig(**SHAPE, **WINDOW),
+    "gemma2": Gemma2Config(**SHAPE, **WINDOW),
+    "gemma3": Gemma3TextConfig(**SHAPE, **WINDOW),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4),
+    "gpt2": GPT2Config(
+        vocab_size=61,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        attn_pdrop=0.0,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+}
+MIXING = {
+    "bloom": BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4),
+    "falcon_alibi": FalconConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True),
+    "mamba": MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2),
+}
+HYBRID = {
+    "mpt": MptConfig(),
+    "jamba": JambaConfig(),
+    "qwen3_next": Qwen3NextConfig(),
+    "rwkv": RwkvConfig(),
+    "lfm2": Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"]),
+}
+
+UNSUPPORTED = {("gemma2", "sdpa"), ("gemma2", "varlen")}
+PAIRS = [
+    (name, kernel) for name in CONFIGS for kernel in ("eager", "sdpa", "varlen") if (name, kernel) not in UNSUPPORTED
+]
+
+
+def make_model(config: PreTrainedConfig, kernel: str, device: torch.device = CPU) -> PreTrainedModel:
+    register_varlen()
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=kernel).eval().to(device)
+
+
+def logits_of(model: PreTrainedModel, kernel: str, *documents: Tensor) -> list[Tensor]:
+    """Logits per document, packed as the training batch is; what is proved must not be proved by its own code."""
+    lengths = torch.tensor([len(document) for document in documents])
+    batch: dict[str, Any] = {
+        "input_ids": torch.cat(documents)[None],
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+    }
+    if LAYOUTS[kernel] == "flat":
+        bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+        batch |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+        batch |= {"max_length_q": int(lengths.max()), "max_length_k": int(lengths.max())}
+    batch = {name: value.to(model.device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    with torch.no_grad():
+        return list(model(**batch, use_cache=False).logits[0].split(lengths.tolist()))
+
+
+def make_documents(seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 61, (length,), generator=generator) for length in (6, 1, 11, 8)]
+
+
+@pytest.mark.parametrize(("name", "kernel"), PAIRS)
+def test_a_packed_document_has_the_logits_it_has_alone(name: str, kernel: str) -> None:
+    model, documents = make_model(CONFIGS[name], kernel), make_documents()
+    reference = make_model(CONFIGS[name], "eager")
+    for packed, document in zip(logits_of(model, kernel, *documents), documents, strict=True):
+        with torch.no_grad():
+            alone = reference(input_ids=document[None], use_cache=False).logits[0]
+        torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "kernel"), PAIRS)
+def test_changing_one_document_leaves_the_others_bit_equal(name: str, kernel: str) -> None:
+    model, documents = make_model(CONFIGS[name], kernel), make_documents()
+    before = logits_of(model, kernel, *documents)
+    for index, replacement in enumerate(make_documents(seed=1)):
+        after = logits_of(model, kernel, *documents[:index], replacement, *documents[index + 1 :])
+        unchanged = [torch.equal(left, right) for left, right in zip(before, after, strict=True)]
+        assert unchanged == [other != index for other in range(len(documents))]
+
+
+@pytest.mark.parametrize(("name", "kernel"), PAIRS)
+def test_isolation_is_proved_on_the_model_itself(name: str, kernel: str) -> None:
+    model = make_model(CONFIGS[name], kernel).train()
+    state = torch.get_rng_state()
+    prove_isolation(model, LAYOUTS[kernel])
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_a_leak_is_found_by_running_the_model(name: str) -> None:
+    with pytest.raises(ConfigError, match="does not keep its logits"):
+        prove_isolation(make_model(MIXING[name], "eager"), "rows")
+
+
+def test_a_cache_or_a_mask_of_ones_leaks_and_is_found() -> None:
+    for extra in ({"use_cache": True}, {"attention_mask": torch.ones(1, 16, dtype=torch.long)}):
+        model = make_model(CONFIGS["llama"], "sdpa")
+        plain = model.forward
+
+        def leaking(plain: Any = plain, extra: dict[str, Any] = extra, **inputs: Any) -> Any:
+            length = inputs["input_ids"].shape[1]
+            cut = {key: value[:, :length] if isinstance(value, Tensor) else value for key, value in extra.items()}
+            return plain(**(inputs | cut))
+
+        model.forward = leaking
+        with pytest.raises(ConfigError, match="does not keep its logits"):
+            prove_isolation(model, "rows")
+
+
+def make_scorer(kernel: str) -> Any:
+    register_varlen()
+    torch.manual_seed(0)
+    config = copy.deepcopy(CONFIGS["llama"])
+    config.num_labels = 1
+    model = AutoModelForSequenceClassification.from_config(config, attn_implementation=kernel)
+    add_score_head(model)
+    return model.eval()
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "eager", "varlen"])
+@pytest.mark.parametrize("is_adapted", [False, True])
+def test_a_reward_model_is_proved_by_what_every_token_gets(kernel: str, is_adapted: bool) -> None:
+    model = make_scorer(kernel)
+    if is_adapted:
+        model = add_adapter(model, AdapterConfig(use_peft=True), seed=0, task_type="SEQ_CLS")
+    prove_isolation(model, LAYOUTS[kernel])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "one_document"),
+    [
+        ("sdpa", {"position_ids": torch.arange(16)[None]}),
+        ("varlen", dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 16], dtype=torch.int32))),
+    ],
+)
+def test_a_reward_model_that_leaks_is_found_though_its_own_logits_are_of_one_token(
+    kernel: str, one_document: dict[str, Tensor]
+) -> None:
+    model = make_scorer(kernel)
+    plain = model.forward
+    model.forward = lambda **inputs: plain(**(inputs | (one_document if inputs["input_ids"].shape[1] == 16 else {})))
+    with pytest.raises(ConfigError, match="does not keep its hidden states beside another: one moves by"):
+        prove_isolation(model, LAYOUTS[kernel])
+
+
+def test_a_leak_too_small_to_see_against_the_document_alone_is_found() -> None:
+    model = make_model(CONFIGS["llama"], "sdpa")
+    plain = model.forward
+
+    def leaking(**inputs: Any) -> Any:
+        outputs = plain(**inputs)
+        outputs.logits = outputs.logits + 1e-7 * inputs["input_ids"].sum()
+        return outputs
+
+    model.forward = leaking
+    with pytest.raises(ConfigError, match="does not keep its logits"):
+        prove_isolation(model, "rows")
+
+
+def test_documents_apart_but_at_positions_that_run_on_are_found() -> None:
+    model = make_model(CONFIGS["gpt2"], "varlen")
+    plain = model.forward
+    model.forward = lambda position_ids, **inputs: plain(**inputs)
+    with pytest.raises(ConfigError, match="does not keep its logits"):
+        prove_isolation(model, "flat")
+
+
+def test_a_model_that_cannot_run_packed_is_a_configuration_error() -> None:
+    model = make_model(CONFIGS["gemma2"], "varlen")
+    with pytest.raises(
+        ConfigError, match="fails on a packed batch: attn_implementation: varlen has no dropout, softcap"
+    ):
+        prove_isolation(model, "flat")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("bloom", "a bloom model takes no position_ids"),
+        ("falcon_alibi", "a falcon model takes no position_ids"),
+        ("mpt", "a mpt model takes no position_ids"),
+        ("mamba", "a mamba model has linear_attention layers"),
+        ("rwkv", "a rwkv model has recurrent layers"),
+        ("jamba", "a jamba model has linear_attention layers"),
+        ("qwen3_next", "a qwen3_next model has linear_attention layers"),
+        ("lfm2", "a lfm2 model has conv layers"),
+    ],
+)
+def test_packing_is_refused_from_the_configuration_alone(name: str, reason: str) -> None:
+    config = (MIXING | HYBRID)[name]
+    with pytest.raises(ConfigError, match=reason) as caught:
+        choose_kernel(config, None, device=CPU, compute_dtype=torch.float32, packing=True)
+    assert [problem.where for problem in caught.value.problems] == ["packing"]
+    choose_kernel(config, None, device=CPU, compute_dtype=torch.float32, packing=False)
+
+
+def choose(
+    name: str,
+    requested: str | None,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.bfloat16,
+    packing: bool = True,
+) -> AttentionChoice:
+    return choose_kernel(CONFIGS[name], requested, device=device, compute_dtype=dtype, packing=packing)
+
+
+def test_the_fastest_kernel_that_isolates_is_the_default() -> None:
+    assert choose("llama", None) == AttentionChoice("sdpa", "rows")
+    assert choose("llama", None, CUDA) == AttentionChoice("varlen", "flat")
+    assert choose("llama", None, CUDA, torch.float32) == AttentionChoice("sdpa", "rows")
+    assert choose("llama", None, CUDA, packing=False) == AttentionChoice("sdpa", "rows")
+    assert choose("gemma2", None, CUDA) == AttentionChoice("eager", "rows")
+    with_dropout = GPT2Config(attn_pdrop=0.1)
+    chosen = choose_kernel(with_dropout, None, device=CUDA, compute_dtype=torch.bfloat16, packing=True)
+    assert chosen == AttentionChoice("sdpa", "rows")
+    sinks = choose_kernel(GptOssConfig(), None, device=CUDA, compute_dtype=torch.bfloat16, packing=True)
+    assert sinks == AttentionChoice("eager", "rows")
+
+
+def test_a_run_s_model_device_and_precision_are_what_counts(tiny_model_dir: Path, tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=True)
+    for requested, chosen in ((None, "sdpa"), ("varlen", "varlen")):
+        config = ModelConfig(model_name_or_path=str(tiny_model_dir), attn_implementation=requested)
+        model_config, _ = load_model_config(config)
+        assert choose_attention(config, model_config, args, packing=True) == AttentionChoice(chosen, LAYOUTS[chosen])
+    with pytest.raises(ConfigError, match="runs on CUDA devices only"):
+        choose_attention(replace(config, attn_implementation="flash_attention_2"), model_config, args, packing=True)
+
+
+def test_rows_that_are_shared_on_gpus_need_half_precision() -> None:
+    args: Any = SimpleNamespace(device=CUDA, bf16=False, fp16=False, mixed_precision="no")
+    group: Any = None
+    share = ContextShare(group, 0, 2, group, by_heads=False)
+    with pytest.raises(ConfigError, match="needs bf16 or fp16"):
+        choose_attention(ModelConfig(dtype="float32"), LlamaConfig(), args, packing=True, context=share)
+    args.bf16 = True
+    chosen = choose_attention(ModelConfig(dtype="float32"), LlamaConfig(), args, packing=True, context=share)
+    assert chosen == AttentionChoice("context", "rows", share)
+
+
+@pytest.mark.parametrize("kernel", ["eager", "sdpa", "varlen"])
+def test_a_requested_kernel_is_used(kernel: str) -> None:
+    assert choose("llama", kernel) == AttentionChoice(kernel, LAYOUTS[kernel])
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "device", "dtype", "reason"),
+    [
+        ("llama", "sdpaa", CPU, torch.float32, "sdpaa is not a known kernel"),
+        ("llama", "flash_attention_2", CPU, torch.bfloat16, "flash_attention_2 runs on CUDA devices only"),
+        ("llama", "flash_attention_3", CUDA, torch.bfloat16, "flash_attention_3 is not installed"),
+        ("llama", "varlen", CUDA, torch.float32, "varlen needs bf16 or fp16"),
+        ("gemma2", "sdpa", CPU, torch.float32, "sdpa is not supported for gemma2 models by transformers"),
+    ],
+)
+def test_a_kernel_that_cannot_be_used_is_refused_with_the_reason_and_the_way_out(
+    name: str, kernel: str, device: torch.device, dtype: torch.dtype, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(reason)) as caught:
+        choose(name, kernel, device, dtype)
+    (problem,) = caught.value.problems
+    assert problem.remedy.startswith("use ")
+    assert "eager" in problem.remedy
+
+
+def test_the_kernel_and_the_packing_are_refused_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose_kernel(MIXING["mamba"], "sdpaa", device=CPU, compute_dtype=torch.float32, packing=True)
+    assert [problem.where for problem in caught.value.problems] == ["packing", "attn_implementation"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma3"])
+@pytest.mark.parametrize("kernel", ["sdpa", "varlen", "flash_attention_2"])
+def test_isolation_on_cuda(name: str, kernel: str) -> None:
+    config = copy.deepcopy(CONFIGS[name])
+    config.head_dim = 32
+    try:
+        choose_kernel(config, kernel, device=CUDA, compute_dtype=torch.bfloat16, packing=True)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    model, documents = make_model(config, kernel, CUDA), make_documents()
+    prove_isolation(model, LAYOUTS[kernel])
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        before = logits_of(model, kernel, *documents)
+        after = logits_of(model, kernel, make_documents(seed=1)[0], *documents[1:])
+    assert [torch.equal(*pair) for pair in zip(before, after, strict=True)] == [False, True, True, True]

@@ -1,0 +1,393 @@
+"""One copy of a prompt gives what two give: states, scores and gradients; and what would not is found."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BloomConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoConfig,
+    JambaConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
+
+from recipes_lib.data.pairs.collator import PairCollator
+from recipes_lib.models.attention import shared_prompt
+from recipes_lib.models.attention.shared_prompt import (
+    build_shared_prompt_bounds,
+    build_shared_prompt_mask,
+    prove_shared_prompt,
+    supports_shared_prompt,
+)
+from recipes_lib.models.attention.varlen import register_varlen
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "bos_token_id": 1}
+WIDE, NARROW = {"sliding_window": 32}, {"sliding_window": 4}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SHAPE),
+    "qwen3": Qwen3Config(**SHAPE),
+    "gpt2": GPT2Config(**GPT2, eos_token_id=2),
+    "mistral": MistralConfig(**SHAPE, **WIDE),
+    "gemma2": Gemma2Config(**SHAPE, **WIDE),
+    "gemma3": Gemma3TextConfig(**SHAPE, **WIDE),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4),
+}
+NARROW_CONFIGS: dict[str, PreTrainedConfig] = {
+    "mistral": MistralConfig(**SHAPE, **NARROW),
+    "gemma2": Gemma2Config(**SHAPE, **NARROW),
+    "gemma3": Gemma3TextConfig(**SHAPE, **NARROW),
+}
+CAPS_LOGITS = {("gemma2", "sdpa"), ("gemma2", "varlen")}
+PAIRS = [pair for pair in itertools.product(CONFIGS, ("eager", "sdpa", "varlen")) if pair not in CAPS_LOGITS]
+MAX_LENGTH = 25
+
+sizes = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4)
+
+
+def make_model(config: PreTrainedConfig, kernel: str, model_class: Any = AutoModelForCausalLM) -> PreTrainedModel:
+    register_varlen()
+    torch.manual_seed(0)
+    model = model_class.from_config(copy.deepcopy(config), attn_implementation=kernel).eval()
+    for name, weight in model.named_parameters():
+        if weight.ndim > 1 and "embed" not in name and "wte" not in name:
+            torch.nn.init.normal_(weight, std=0.2)  # so that attention has a say
+    return model
+
+
+def make_rows() -> list[dict[str, np.ndarray]]:
+    """Pairs that fill three rows, one with more tokens than the models have positions; one of a single token each."""
+    rng = np.random.default_rng(0)
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    lengths = [(13, 12, 9), (3, 2, 5), (1, 1, 1), (11, 3, 6), (2, 4, 1)]
+    return [{name: rng.integers(3, 61, length) for name, length in zip(names, row, strict=True)} for row in lengths]
+
+
+def build_inputs(batch: dict[str, Any], kernel: str) -> dict[str, Any]:
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
+    inputs |= {name: value for name, value in batch.items() if name.startswith(("cu_seq", "max_length"))}
+    if "pair_ids" in batch:
+        inputs["attention_mask"] = build_shared_prompt_mask(batch["pair_ids"], batch["branch_ids"], kernel)
+    if "part_lengths" in batch:
+        inputs |= build_shared_prompt_bounds(batch["part_lengths"])
+    return inputs
+
+
+def collate(rows: list[dict[str, np.ndarray]], kernel: str) -> dict[str, Any]:
+    return PairCollator(pad_token_id=0, layout="shared_flat" if kernel == "varlen" else "shared")(rows)
+
+
+def compute_scores(model: PreTrainedModel, batch: dict[str, Any], kernel: str, **changes: Any) -> Tensor:
+    """Log-probability of each answer, ``(2P,)``, from a batch."""
+    logits = model(**build_inputs(batch, kernel) | changes, use_cache=False).logits.flatten(0, 1)
+    logps = logits[batch["predictors"]].log_softmax(-1).gather(-1, batch["targets"][:, None])[:, 0]
+    return torch.zeros(len(batch["last_positions"])).index_add(0, batch["sequence_ids"], logps)
+
+
+def iterate_alone(rows: list[dict[str, np.ndarray]]) -> Any:
+    for row, name in itertools.product(rows, ("chosen_ids", "rejected_ids")):
+        yield torch.from_numpy(np.concatenate([row["prompt_ids"], row[name]])), len(row["prompt_ids"])
+
+
+def compute_scores_alone(model: PreTrainedModel, rows: list[dict[str, np.ndarray]]) -> Tensor:
+    """The same by one call for each prompt with one answer, in a batch of its own and without any mask."""
+    scores = []
+    for ids, start in iterate_alone(rows):
+        logps = model(input_ids=ids[None], use_cache=False).logits[0, start - 1 : -1].log_softmax(-1)
+        scores.append(logps.gather(-1, ids[start:, None]).sum())
+    return torch.stack(scores)
+
+
+def compute_gradients(model: PreTrainedModel, scores: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    (-functional.logsigmoid(0.1 * (scores[::2] - scores[1::2])).mean()).backward()
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+@given(sizes, st.sampled_from(["sdpa", "eager"]))
+def test_the_mask_is_the_rule_place_by_place(sizes: list[tuple[int, int, int]], kernel: str) -> None:
+    rows = [
+        {name: np.ones(length) for name, length in zip(("prompt_ids", "chosen_ids", "rejected_ids"), row, strict=True)}
+        for row in sizes
+    ]
+    batch = PairCollator(pad_token_id=0)(rows)
+    pair, branch = batch["pair_ids"], batch["branch_ids"]
+    mask = build_shared_prompt_mask(pair, branch, kernel)
+    num_rows, length = pair.shape
+    assert mask.shape == (num_rows, 1, length, length)
+    assert mask.dtype == (torch.bool if kernel == "sdpa" else torch.float32)
+    allowed = mask if kernel == "sdpa" else mask == 0
+    if kernel == "eager":
+        assert (mask[~allowed] == torch.finfo(torch.float32).min).all()
+    for row, query, key in itertools.product(range(num_rows), range(length), range(length)):
+        sees = key <= query and pair[row, query] == pair[row, key] and branch[row, key] in (0, branch[row, query])
+        if pair[row, query] == -1:
+            sees = key <= query and pair[row, key] == -1
+        assert allowed[row, 0, query, key] == sees
+    assert allowed.diagonal(dim1=-2, dim2=-1).all()
+
+
+@given(sizes)
+def test_the_keys_of_a_rejected_answer_are_its_prompt_and_itself(sizes: list[tuple[int, int, int]]) -> None:
+    bounds = build_shared_prompt_bounds(torch.tensor(sizes))
+    starts, keys = bounds["cu_seq_lens_q"].tolist(), bounds["cu_seq_lens_k"].tolist()
+    found = [bounds["shared_prompt_index"][slice(*ends)].tolist() for ends in itertools.pairwise(keys)]
+    places, expected = itertools.count(), []
+    for lengths in sizes:
+        prompt, chosen, rejected = (list(itertools.islice(places, length)) for length in lengths)
+        expected += [prompt + chosen, prompt + rejected]
+    assert found == expected
+    assert np.diff(starts).tolist() == [length for prompt, *own in sizes for length in (prompt + own[0], own[1])]
+    assert bounds["max_length_q"] == max(np.diff(starts))
+    assert bounds["max_length_k"] == max(map(len, found))
+    assert bounds["cu_seq_lens_q"].dtype == bounds["cu_seq_lens_k"].dtype == torch.int32
+
+
+@pytest.mark.parametrize(("name", "kernel"), [*PAIRS, ("narrow mistral", "varlen"), ("narrow gemma3", "varlen")])
+def test_states_scores_and_gradients_are_those_of_each_answer_alone(name: str, kernel: str) -> None:
+    config = NARROW_CONFIGS[name.removeprefix("narrow ")] if name.startswith("narrow") else CONFIGS[name]
+    model, rows = make_model(config, kernel), make_rows()
+    batch = collate(rows, kernel)
+    num_rows, width = batch["input_ids"].shape
+    assert num_rows * width > 32 or num_rows > 1, "pairs share a row, and there are several of them"
+    with torch.no_grad():
+        outputs = model(**build_inputs(batch, kernel), use_cache=False, output_hidden_states=True)
+        states, logits = outputs.hidden_states[-1].flatten(0, 1), outputs.logits.flatten(0, 1)
+        for sequence, (ids, start) in enumerate(iterate_alone(rows)):
+            alone = model(input_ids=ids[None], use_cache=False, output_hidden_states=True)
+            own = batch["predictors"][batch["sequence_ids"] == sequence]
+            torch.testing.assert_close(states[own], alone.hidden_states[-1][0, start - 1 : -1], rtol=1e-5, atol=1e-5)
+            last = batch["last_positions"][sequence]
+            torch.testing.assert_close(states[last], alone.hidden_states[-1][0, -1], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(logits[own], alone.logits[0, start - 1 : -1], rtol=1e-5, atol=1e-5)
+    together, apart = compute_scores(model, batch, kernel), compute_scores_alone(model, rows)
+    torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
+    expected = compute_gradients(model, apart)
+    assert all(gradient.abs().sum() > 0 for gradient in expected.values())
+    torch.testing.assert_close(compute_gradients(model, together), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kernel"), [("separate", "sdpa"), ("separate", "eager"), ("flat", "varlen"), ("flat", "sdpa")]
+)
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_other_layouts_score_the_same(layout: Any, kernel: str, packing: bool) -> None:
+    model, rows = make_model(CONFIGS["llama"], kernel), make_rows()
+    batch = PairCollator(pad_token_id=0, layout=layout, packing=packing)(rows)
+    apart = compute_scores_alone(model, rows)
+    together = compute_scores(model, batch, kernel)
+    torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
+    expected = compute_gradients(model, apart)
+    torch.testing.assert_close(compute_gradients(model, together), expected, rtol=1e-5, atol=1e-5)
+
+
+def see_the_other_answer(batch: dict[str, Any]) -> dict[str, Any]:
+    mask = build_shared_prompt_mask(batch["pair_ids"], batch["branch_ids"].clamp(max=0), "sdpa")
+    return {"attention_mask": mask}
+
+
+def see_the_other_pairs(batch: dict[str, Any]) -> dict[str, Any]:
+    return {"attention_mask": build_shared_prompt_mask(batch["pair_ids"] * 0, batch["branch_ids"], "sdpa")}
+
+
+def go_on_counting(batch: dict[str, Any]) -> dict[str, Any]:
+    positions, branch = batch["position_ids"].clone(), batch["branch_ids"]
+    for number in range(len(batch["last_positions"]) // 2):
+        is_rejected = (batch["pair_ids"] == number) & (branch == 2)
+        positions[is_rejected] += int(((batch["pair_ids"] == number) & (branch == 1)).sum())
+    return {"position_ids": positions}
+
+
+def predict_one_too_early(batch: dict[str, Any]) -> dict[str, Any]:
+    is_first = torch.diff(batch["sequence_ids"], prepend=torch.tensor([-1])) == 1
+    is_moved = is_first & (batch["sequence_ids"] % 2 == 1)
+    # As if the rejected answer followed the chosen one: its first token is predicted by the place before it.
+    batch["predictors"][is_moved] = batch["last_positions"][1::2] - batch["num_completion_tokens"][1::2]
+    return {}
+
+
+@pytest.mark.parametrize("mutate", [see_the_other_answer, see_the_other_pairs, go_on_counting, predict_one_too_early])
+def test_what_is_proved_above_can_fail(mutate: Any) -> None:
+    model, rows = make_model(CONFIGS["llama"], "sdpa"), make_rows()
+    batch = PairCollator(pad_token_id=0)(rows)
+    changes = mutate(batch)
+    with torch.no_grad():
+        together, apart = compute_scores(model, batch, "sdpa", **changes), compute_scores_alone(model, rows)
+    assert (together - apart).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(("name", "kernel"), [*PAIRS, ("narrow mistral", "varlen"), ("narrow gemma3", "varlen")])
+def test_a_model_is_supported_and_proved(name: str, kernel: str) -> None:
+    config = NARROW_CONFIGS[name.removeprefix("narrow ")] if name.startswith("narrow") else CONFIGS[name]
+    model = make_model(config, kernel).train()
+    state = torch.get_rng_state()
+    assert supports_shared_prompt(config, kernel, max_length=MAX_LENGTH) is None
+    assert prove_shared_prompt(model) is None
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_reward_model_and_half_precision_are_proved() -> None:
+    assert prove_shared_prompt(make_model(CONFIGS["llama"], "sdpa", AutoModelForSequenceClassification)) is None
+    for kernel in ("sdpa", "eager", "varlen"):
+        assert prove_shared_prompt(make_model(CONFIGS["llama"], kernel).bfloat16()) is None
+
+
+@pytest.mark.parametrize("name", NARROW_CONFIGS)
+def test_a_window_is_refused_where_it_would_matter_and_found_by_running_the_model(name: str) -> None:
+    config = NARROW_CONFIGS[name]
+    assert supports_shared_prompt(config, "eager", max_length=4) is None
+    reason = supports_shared_prompt(config, "eager", max_length=5)
+    assert reason is not None
+    assert "sees 4 tokens in some layers, and max_length is 5" in reason
+    assert "keep its hidden states" in str(prove_shared_prompt(make_model(config, "eager")))
+
+
+def test_a_window_that_no_layer_uses_is_no_obstacle() -> None:
+    config = Qwen3Config(**SHAPE, sliding_window=4, use_sliding_window=True, max_window_layers=2)
+    assert supports_shared_prompt(config, "sdpa", max_length=MAX_LENGTH) is None
+    assert prove_shared_prompt(make_model(config, "sdpa")) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "kernel", "reason"),
+    [
+        (CONFIGS["llama"], "flash_attention_2", "attn_implementation: flash_attention_2 takes no mask"),
+        (BloomConfig(), "eager", "a bloom model takes no position_ids"),
+        (MambaConfig(), "eager", "a mamba model has linear_attention layers"),
+        (JambaConfig(), "eager", "a jamba model has linear_attention layers"),
+        (GPTNeoConfig(), "eager", "a gpt_neo model counts places in the row"),
+        (Llama4TextConfig(), "sdpa", "a llama4_text model has chunked_attention layers"),
+    ],
+)
+def test_what_cannot_take_the_mask_is_refused_with_the_reason(
+    config: PreTrainedConfig, kernel: str, reason: str
+) -> None:
+    assert reason in str(supports_shared_prompt(config, kernel, max_length=MAX_LENGTH))
+
+
+@pytest.mark.parametrize("name", ["mamba", "bloom"])
+def test_a_model_that_goes_by_the_order_of_the_row_is_found_by_running_it(name: str) -> None:
+    sizes = {"vocab_size": 61, "hidden_size": 32}
+    config = MambaConfig(**sizes, num_hidden_layers=2) if name == "mamba" else BloomConfig(**sizes, n_layer=2, n_head=4)
+    assert prove_shared_prompt(make_model(config, "eager")) is not None
+
+
+def build_mask_with(change: Any) -> Any:
+    def build(pair_ids: Tensor, branch_ids: Tensor, implementation: str) -> Tensor:
+        return build_shared_prompt_mask(*change(pair_ids, branch_ids), implementation)
+
+    return build
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda pair, branch: (pair, branch.clamp(max=0)),
+        lambda pair, branch: (pair, (branch > 1).long()),
+        lambda pair, branch: (pair * 0, branch),
+    ],
+    ids=["the answers see each other", "the rejected answer sees the chosen one", "the pairs see each other"],
+)
+def test_a_mask_that_leaks_is_found(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    monkeypatch.setattr(shared_prompt, "build_shared_prompt_mask", build_mask_with(change))
+    assert "one moves by" in str(prove_shared_prompt(make_model(CONFIGS["llama"], "sdpa")))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda bounds: bounds | {"cu_seq_lens_k": bounds["cu_seq_lens_q"], "shared_prompt_index": None},
+        lambda bounds: bounds | dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), bounds["cu_seq_lens_q"][::2]),
+    ],
+    ids=["an answer without its prompt", "one document of a pair"],
+)
+def test_bounds_that_do_not_arrive_are_found(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    monkeypatch.setattr(
+        shared_prompt, "build_shared_prompt_bounds", lambda lengths: change(build_shared_prompt_bounds(lengths))
+    )
+    assert "one moves by" in str(prove_shared_prompt(make_model(CONFIGS["llama"], "varlen")))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["llama", "narrow mistral"])
+def test_on_cuda_bounds_give_what_a_mask_gives(name: str) -> None:
+    config = NARROW_CONFIGS["mistral"] if name.startswith("narrow") else CONFIGS[name]
+    model, rows = make_model(config, "varlen").cuda(), make_rows()
+    batch = collate(rows, "varlen")
+    inputs = build_inputs(batch, "varlen")
+    inputs = {key: value.cuda() if isinstance(value, Tensor) else value for key, value in inputs.items()}
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        logits = model(**inputs, use_cache=False).logits.flatten(0, 1).float()
+        for sequence, (ids, start) in enumerate(iterate_alone(rows)):
+            alone = model(input_ids=ids[None].cuda(), use_cache=False).logits[0, start - 1 : -1].float()
+            own = batch["predictors"][batch["sequence_ids"] == sequence]
+            torch.testing.assert_close(logits[own], alone, rtol=5e-2, atol=5e-2)
+    assert prove_shared_prompt(model.bfloat16()) is None
+
+
+def change_inputs(model: PreTrainedModel, change: Any) -> PreTrainedModel:
+    plain = model.forward
+    model.forward = lambda **inputs: plain(**change(inputs) if "attention_mask" in inputs else inputs)
+    return model
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda inputs: inputs | {"position_ids": torch.arange(inputs["input_ids"].shape[1])[None]},
+        lambda inputs: inputs | {"attention_mask": None},
+        lambda inputs: inputs | {"attention_mask": inputs["attention_mask"] == 0},
+    ],
+    ids=["positions that go on", "no mask", "a bool mask that is added"],
+)
+def test_inputs_that_do_not_arrive_are_found(change: Any) -> None:
+    assert "one moves by" in str(prove_shared_prompt(change_inputs(make_model(CONFIGS["llama"], "eager"), change)))
+
+
+def test_a_leak_too_small_to_see_against_the_answer_alone_is_found() -> None:
+    model = make_model(CONFIGS["llama"], "sdpa")
+    plain = model.forward
+
+    def leak(**inputs: Any) -> Any:
+        outputs = plain(**inputs)
+        leaked = outputs.hidden_states[-1] + 1e-7 * inputs["input_ids"].sum()
+        outputs.hidden_states = (*outputs.hidden_states[:-1], leaked)
+        return outputs
+
+    model.forward = leak
+    assert "one moves by" in str(prove_shared_prompt(model))

@@ -1,0 +1,109 @@
+"""The kernel over documents of one row is sdpa, document by document, and sdpa itself everywhere else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from recipes_lib.models.attention.varlen import register_varlen
+
+SHAPE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def make_pair(sliding: bool = False) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+    """The same random model on ``sdpa`` and on ``varlen``."""
+    register_varlen()
+    models = []
+    for kernel in ("sdpa", "varlen"):
+        torch.manual_seed(0)
+        if sliding:
+            config = MistralConfig(**SHAPE, sliding_window=3, attn_implementation=kernel)
+            models.append(MistralForCausalLM(config).eval())
+        else:
+            models.append(LlamaForCausalLM(LlamaConfig(**SHAPE, attn_implementation=kernel)).eval())
+    return models[0], models[1]
+
+
+def packed_batch() -> dict[str, torch.Tensor | int]:
+    bounds = torch.tensor([0, 5, 6, 13], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 7, "max_length_k": 7}
+    positions = torch.cat([torch.arange(5), torch.arange(1), torch.arange(7)])[None]
+    return {"input_ids": torch.arange(3, 16)[None], "position_ids": positions, **lengths}
+
+
+@pytest.mark.parametrize("sliding", [False, True])
+def test_gradients_of_a_packed_row_are_those_of_sdpa(sliding: bool) -> None:
+    gradients = []
+    for model in make_pair(sliding):
+        model(**packed_batch(), use_cache=False).logits.logsumexp(-1).sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_packed_row_builds_no_mask_and_runs_document_by_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model = make_pair()
+    seen = []
+
+    def recording(query: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        seen.append((query.shape[2], kwargs.get("is_causal"), [arg for arg in args[2:] if arg is not None]))
+        return plain(query, *args, **kwargs)
+
+    plain = functional.scaled_dot_product_attention
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", recording)
+    model(**packed_batch(), use_cache=False)
+    assert seen == [(length, True, []) for _ in range(2) for length in (5, 1, 7)]
+
+
+def test_a_packed_row_without_its_lengths_is_an_error() -> None:
+    _, model = make_pair()
+    batch = {name: value for name, value in packed_batch().items() if name in ("input_ids", "position_ids")}
+    with pytest.raises(ValueError, match="needs cu_seq_lens_q"):
+        model(**batch, use_cache=False)
+
+
+def test_packed_rows_of_a_batch_are_isolated_too() -> None:
+    batch = {name: value for name, value in packed_batch().items() if name in ("input_ids", "position_ids")}
+    two_rows = {name: value.repeat(2, 1) for name, value in batch.items()}
+    expected, ours = (model(**two_rows, use_cache=False).logits for model in make_pair())
+    torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("sliding", [False, True])
+def test_padded_batches_and_generation_are_those_of_sdpa(sliding: bool) -> None:
+    sdpa, varlen = make_pair(sliding)
+    input_ids = torch.arange(3, 15).view(2, 6)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    expected, ours = (model(input_ids=input_ids, attention_mask=mask).logits for model in (sdpa, varlen))
+    torch.testing.assert_close(ours[mask.bool()], expected[mask.bool()])
+    limits = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(varlen.generate(input_ids, **limits), sdpa.generate(input_ids, **limits))
+    plain = [model(input_ids=input_ids).logits for model in (sdpa, varlen)]
+    assert torch.equal(*plain)
+
+
+def test_dropout_is_refused_where_the_kernel_would_ignore_it() -> None:
+    _, model = make_pair()
+    model.train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with pytest.raises(ValueError, match="has no dropout"):
+        model(**packed_batch(), use_cache=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("sliding", [False, True])
+def test_on_cuda_a_packed_row_is_that_of_sdpa(sliding: bool) -> None:
+    batch = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in packed_batch().items()}
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        expected, ours = (model.cuda()(**batch, use_cache=False).logits.float() for model in make_pair(sliding))
+    torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,56 @@
+"""The cache with room: the same keys and values as upstream's, whatever was written, grown over or given up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
+from transformers.cache_utils import DynamicLayer
+
+from recipes_lib.models.generation.sampling import RoomyLayer, build_cache
+
+SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+
+
+def draw(rows: int, tokens: int) -> torch.Tensor:
+    return torch.randn(rows, 2, tokens, 4, generator=torch.Generator().manual_seed(tokens))
+
+
+@pytest.mark.parametrize("num_tokens", [4, 9, 40])
+def test_it_holds_what_upstreams_holds_also_beyond_its_room_and_after_rows_are_gone(num_tokens):
+    layers = [RoomyLayer(num_tokens), DynamicLayer()]
+    for rows, tokens in ((3, 5), (3, 1), (3, 1)):
+        keys, values = draw(rows, tokens), -draw(rows, tokens)
+        found, expected = (layer.update(keys, values) for layer in layers)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert layers[0].get_seq_length() == layers[1].get_seq_length()
+    for layer in layers:
+        layer.batch_select_indices(torch.tensor([2, 0]))
+    for tokens in (1, 2):
+        found, expected = (layer.update(draw(2, tokens), draw(2, tokens)) for layer in layers)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_token_is_written_beside_those_that_are_there():
+    layer = RoomyLayer(9)
+    before, _ = layer.update(draw(2, 4), draw(2, 4))
+    after, _ = layer.update(draw(2, 1), draw(2, 1))
+    assert before.data_ptr() == after.data_ptr()
+
+
+def test_a_sliding_window_keeps_upstreams_layer_and_another_state_has_no_such_cache():
+    whole = build_cache(LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=2)), 8)
+    assert whole is not None
+    assert [type(layer) for layer in whole.layers] == [RoomyLayer] * 2
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 4}
+    mixed = build_cache(Gemma2ForCausalLM(Gemma2Config(**SIZES, **heads)), 8)
+    assert mixed is not None
+    assert sum(isinstance(layer, RoomyLayer) for layer in mixed.layers) == 1
+    assert build_cache(MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=32, num_hidden_layers=2)), 8) is None

@@ -1,0 +1,172 @@
+"""Sampling: exact, independent of the batch, and with the log-probabilities of the training graph."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from tests.rl import keys_task
+from tests.rl.test_rollout import CPU, VOCABULARY, build_policy, build_rollout
+
+from recipes_lib.models.generation import sampling
+from recipes_lib.models.generation.sampling import (
+    GenerateBackend,
+    Generated,
+    SampleByUniforms,
+    Sampling,
+    join_answers,
+    mask_answers,
+    read_continuation,
+)
+from recipes_lib.models.heads.loss_head import add_loss_head
+from recipes_lib.rl.rollout import compute_response_logps, lay_out
+
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
+STOPS = [3, 4, 5, 6, 7]
+
+
+def build_sampling(temperature: float = 1.0, **options) -> Sampling:
+    given = {"stop_ids": STOPS, "pad_id": 0, "response_length": 9, "temperature": temperature}
+    return Sampling(**given | options)
+
+
+def build_backend(temperature: float = 1.0, **options) -> GenerateBackend:
+    return GenerateBackend(build_sampling(temperature, **options), batch_size=4, precision=contextlib.nullcontext)
+
+
+def measure_gap(policy, prompts: list[list[int]], generated: Generated, temperature: float, precision=None) -> float:
+    """Largest difference, in nats, of an engine's log-probabilities from those of the policy's training graph."""
+    mask, finished = mask_answers(generated.response_ids, STOPS)
+    empty = build_rollout([(len(prompt), 1) for prompt in prompts])
+    for row, prompt in zip(empty.prompts, prompts, strict=True):
+        row.input_ids[:] = prompt
+    nothing = torch.zeros(mask.shape)
+    given = {"response_ids": generated.response_ids * mask, "mask": mask, "finished": finished}
+    by_token = dict.fromkeys(("engine_logps", "logps", "ref_logps", "values"), nothing)
+    rollout = dataclasses.replace(empty, **given, **by_token)
+    add_loss_head(policy.get_base_model() if hasattr(policy, "get_base_model") else policy)
+    with torch.no_grad(), precision or contextlib.nullcontext():
+        logps, _ = compute_response_logps(policy, lay_out(rollout, CPU), temperature=temperature)
+    return float((generated.engine_logps * mask - logps).abs().max())
+
+
+def draw(count: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(3).random((count, 9)))
+
+
+def test_samples_are_distributed_as_the_model_says():
+    """Inverting the distribution at evenly spaced numbers gives each token its share, to one part in their number."""
+    logits, count = torch.tensor([[0.0, 2.0, -1.0, -torch.inf, 1.0]]), 10_000
+    sampler = SampleByUniforms((torch.arange(count, dtype=torch.float64)[:, None] + 0.5) / count, build_sampling(0.7))
+    chosen = sampler(torch.zeros(count, 1), logits.expand(count, -1)).argmax(dim=1)
+    probabilities = (logits[0] / 0.7).softmax(0)
+    shares = torch.bincount(chosen, minlength=5) / count
+    torch.testing.assert_close(shares, probabilities, rtol=0, atol=1.01 / count)
+    torch.testing.assert_close(sampler.read_logps()[:, 0], probabilities.log()[chosen])
+
+
+def test_a_token_without_probability_is_never_sampled():
+    ends = torch.tensor([[0.0], [1 - 2**-53]], dtype=torch.float64)
+    logits = torch.tensor([[-torch.inf, 1.0, 1.0, -torch.inf]]).expand(2, -1)
+    assert SampleByUniforms(ends, build_sampling())(torch.zeros(2, 1), logits).argmax(dim=1).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_an_answer_does_not_depend_on_the_others_of_its_batch(kind):
+    policy, uniforms = build_policy(kind), draw(4)
+    together = build_backend().generate(policy, PROMPTS, uniforms)
+    mask, finished = mask_answers(together.response_ids, STOPS)
+    assert len(set(mask.sum(1).tolist())) > 1
+    assert finished.any()
+    for row, prompt in enumerate(PROMPTS):
+        alone = build_backend().generate(policy, [prompt], uniforms[row : row + 1])
+        length = int(mask[row].sum())
+        assert alone.response_ids[0, :length].tolist() == together.response_ids[row, :length].tolist()
+        # It ends with its own stop token; the batch ends with its last answer.
+        assert alone.response_ids.shape[1] == length
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
+def test_giving_up_rows_that_ended_changes_no_answer(kind, monkeypatch):
+    """Against one call for the whole batch, upstream's cache and all, as a model without such a cache is sampled."""
+    policy, prompts, uniforms = build_policy(kind), PROMPTS * 4, draw(16)
+    calls = []
+
+    def count(*args, input_ids, generate=policy.generate, **options):
+        calls.append(len(input_ids))
+        return generate(*args, input_ids=input_ids, **options)
+
+    policy.generate = count
+    found = build_backend().generate(policy, prompts, uniforms)
+    assert len(calls) > 2
+    assert calls == sorted(calls, reverse=True)
+    assert calls[0] == 16 > 2 * calls[-1]
+    monkeypatch.setattr(sampling, "build_cache", lambda *_: None)
+    calls.clear()
+    expected = build_backend().generate(policy, prompts, uniforms)
+    assert calls == [16]
+    mask, _ = mask_answers(expected.response_ids, STOPS)
+    assert torch.equal(found.response_ids * mask, expected.response_ids * mask)
+    assert torch.equal(mask, mask_answers(found.response_ids, STOPS)[0])
+    torch.testing.assert_close(found.engine_logps * mask, expected.engine_logps * mask, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_its_log_probabilities_are_those_of_the_training_graph(kind, temperature):
+    policy = build_policy(kind)
+    generated = build_backend(temperature).generate(policy, PROMPTS, draw(4))
+    assert measure_gap(policy, PROMPTS, generated, temperature) < 1e-5
+
+
+def test_tokens_beyond_those_allowed_are_never_sampled():
+    logits = torch.tensor([[0.0, 1.0, 2.0, 9.0]]).expand(100, -1)
+    uniforms = torch.from_numpy(np.random.default_rng(3).random((100, 1)))
+    sampler = SampleByUniforms(uniforms, build_sampling(num_tokens=3))
+    chosen = sampler(torch.zeros(100, 1), logits).argmax(dim=1)
+    assert set(chosen.tolist()) == {0, 1, 2}
+    expected = logits[0, :3].log_softmax(0)[chosen]
+    torch.testing.assert_close(sampler.read_logps()[:, 0], expected)
+
+
+def test_a_stop_token_of_the_prompt_ends_nothing():
+    answer = build_backend().generate(
+        build_policy("llama"), [[4, 5, 4]], torch.full((1, 9), 0.999, dtype=torch.float64)
+    )
+    assert answer.response_ids.shape == (1, 9)
+    assert answer.response_ids.max() < VOCABULARY
+
+
+def test_it_tells_of_every_token():
+    beats = []
+    answers = build_backend(beat=lambda: beats.append(1)).generate(build_policy("llama"), PROMPTS, draw(4))
+    assert len(beats) == answers.response_ids.shape[1]
+
+
+def test_answers_of_an_engine_become_a_batch_and_one_that_was_cut_short_is_none():
+    joined = join_answers([([9, 3], [-0.5, -0.25]), (list(range(8, 17)), [-1.0] * 9)], build_sampling())
+    assert joined.response_ids.tolist() == [[9, 3, 0, 0, 0, 0, 0, 0, 0], list(range(8, 17))]
+    assert joined.engine_logps[0].tolist() == [-0.5, -0.25, *[0.0] * 7]
+    with pytest.raises(RuntimeError, match="after 2 of 9 tokens without a stop token"):
+        join_answers([([9, 8], [-0.5, -0.25])], build_sampling())
+
+
+def test_an_answer_ends_with_its_first_stop_token():
+    ids = torch.tensor([[5, 6, 1, 0, 0], [5, 2, 1, 5, 1], [1, 0, 0, 0, 0], [5, 6, 7, 8, 0]])
+    mask, finished = mask_answers(ids, {1, 2})
+    assert mask.int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0], [1, 1, 1, 1, 1]]
+    assert finished.tolist() == [True, True, True, False]
+
+
+def test_the_white_space_between_a_prompt_and_its_answer_is_kept(tiny_tokenizer):
+    words = keys_task.build_tokenizer()
+    for tokenizer, prompt, answer in (
+        (words, words("w1 k1 k0").input_ids, words("k1 k1 <eos>").input_ids),
+        (tiny_tokenizer, tiny_tokenizer("Two and two").input_ids, tiny_tokenizer(" is four.").input_ids),
+    ):
+        start = tokenizer.decode(prompt)
+        whole = start + read_continuation(tokenizer, prompt, answer)
+        assert tokenizer(whole).input_ids == [*prompt, *(one for one in answer if one not in tokenizer.all_special_ids)]

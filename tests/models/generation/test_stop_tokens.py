@@ -1,0 +1,83 @@
+"""A model stops where training taught it to."""
+
+import json
+import shutil
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from recipes_lib.errors import ConfigError
+from recipes_lib.models.generation.stop_tokens import build_plain_generation, pad_left, set_stop_tokens
+
+
+@pytest.mark.parametrize("configured", [None, 0, [0, 7]])
+def test_the_trained_terminator_joins_the_stop_tokens_the_model_had(tiny_model_dir, tiny_tokenizer, configured):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    model.generation_config.eos_token_id = configured
+    terminator = tiny_tokenizer.convert_tokens_to_ids("<|im_end|>")
+    stops = set_stop_tokens(model, tiny_tokenizer, [terminator])
+    assert stops == model.generation_config.eos_token_id
+    expected = {tiny_tokenizer.eos_token_id, terminator} | ({7} if isinstance(configured, list) else set())
+    assert set(stops) == expected
+    assert model.generation_config.pad_token_id == tiny_tokenizer.pad_token_id
+
+
+def test_the_stop_tokens_survive_saving(tiny_model_dir, tiny_tokenizer, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    stops = set_stop_tokens(model, tiny_tokenizer, [3])
+    model.save_pretrained(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.eos_token_id == stops
+
+
+def reopen_with(settings, tiny_model_dir, folder):
+    """The model as it comes from a folder whose ``generation_config.json`` holds ``settings``."""
+    shutil.copytree(tiny_model_dir, folder)
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.9, "top_p": 0.6}, {"top_k": 5, "do_sample": False}])
+def test_sampling_settings_without_sampling_can_be_saved_and_are_kept(
+    tiny_model_dir, tiny_tokenizer, settings, tmp_path
+):
+    model = reopen_with(settings, tiny_model_dir, tmp_path / "hub")
+    stops = set_stop_tokens(model, tiny_tokenizer, [3])
+    model.save_pretrained(tmp_path / "saved")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").generation_config
+    expected = settings | {"do_sample": True, "eos_token_id": stops}
+    assert {name: getattr(saved, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("settings", [{}, {"do_sample": True, "temperature": 0.9}, {"num_beams": 2, "max_length": 9}])
+def test_of_a_valid_generation_config_only_the_stop_tokens_and_the_padding_change(
+    tiny_model_dir, tiny_tokenizer, settings, tmp_path
+):
+    model = reopen_with(settings, tiny_model_dir, tmp_path / "hub")
+    before = model.generation_config.to_dict()
+    stops = set_stop_tokens(model, tiny_tokenizer, [3])
+    changes = {"eos_token_id": stops, "pad_token_id": tiny_tokenizer.pad_token_id}
+    assert model.generation_config.to_dict() == before | changes
+
+
+def test_what_could_not_be_saved_is_refused_before_training(tiny_model_dir, tiny_tokenizer, tmp_path):
+    model = reopen_with({"length_penalty": 2.0}, tiny_model_dir, tmp_path / "hub")
+    with pytest.raises(ConfigError, match=r"`length_penalty` is set to `2\.0`") as caught:
+        set_stop_tokens(model, tiny_tokenizer, [3])
+    assert caught.value.problems[0].where == "model_name_or_path"
+
+
+def test_a_plain_generation_is_the_likeliest_token_whatever_the_model_comes_with(tiny_model_dir):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir).eval()
+    input_ids, attention_mask = pad_left([[5, 6, 7], [8]], 1)
+    assert input_ids.tolist() == [[5, 6, 7], [1, 1, 8]]
+    assert attention_mask.tolist() == [[1, 1, 1], [0, 0, 1]]
+    given = {"input_ids": input_ids, "attention_mask": attention_mask}
+    plain = model.generate(**given, generation_config=build_plain_generation([], 1, 4))
+    assert plain.shape == (2, 7)
+    assert plain[0, 3] == model(input_ids=input_ids[:1]).logits[0, -1].argmax()
+    vars(model.generation_config).update(do_sample=True, temperature=9.0, repetition_penalty=3.0)
+    assert model.generate(**given, generation_config=build_plain_generation([], 1, 4)).tolist() == plain.tolist()
+    stopped = model.generate(
+        **given, generation_config=build_plain_generation([int(plain[0, 3]), int(plain[1, 3])], 1, 4)
+    )
+    assert stopped.shape == (2, 4)

@@ -1,0 +1,379 @@
+"""The loss head leaves the model as it was, and stays right under every wrapper."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from tests.parity import test_loss_head as architectures
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from recipes_lib.errors import ConfigError
+from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
+
+
+def make_model(with_head: bool = True) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        initializer_range=0.3,
+    )
+    model = LlamaForCausalLM(config).eval()
+    if with_head:
+        add_loss_head(model)
+    return model
+
+
+def make_batch(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    input_ids = torch.randint(3, 61, (2, 12), generator=generator)
+    labels = input_ids.clone()
+    labels[:, :4] = -100
+    position_ids = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)
+    return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+
+
+def make_targets(input_ids: Tensor) -> dict[str, Tensor]:
+    """Scattered targets in no order, two of them at one predictor."""
+    return {
+        "input_ids": input_ids,
+        "predictors": torch.tensor([17, 3, 3, 0, 22, 11, 8]),
+        "targets": torch.tensor([5, 60, 7, 11, 11, 0, 33]),
+    }
+
+
+def read_logps(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    chosen = logits.flatten(0, 1)[batch["predictors"]]
+    return chosen.log_softmax(dim=-1).gather(1, batch["targets"][:, None]).squeeze(1)
+
+
+def compare(logps: Tensor) -> Tensor:
+    """An objective that is no sum: a difference of two sequences through a sigmoid."""
+    return -nn.functional.logsigmoid(logps[:4].sum() - logps[4:].sum())
+
+
+def test_without_the_flag_the_model_is_what_it_was() -> None:
+    plain, headed, batch = make_model(with_head=False), make_model(), make_batch()
+    ours, expected = headed(**batch), plain(**batch)
+    assert torch.equal(ours.logits, expected.logits)
+    assert torch.equal(ours.loss, expected.loss)
+    assert inspect.signature(headed.forward) == inspect.signature(plain.forward)
+    prompt = batch["input_ids"][:1, :3]
+    limits = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(headed.generate(prompt, **limits), plain.generate(prompt, **limits))
+    assert headed.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_logits_of_the_batch_are_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    monkeypatch.setattr(nn.Linear, "forward", _refuse_vocabulary(nn.Linear.forward))
+    model(**make_batch(), loss_head=True)
+    model(**make_targets(make_batch()["input_ids"]), token_logps=True)
+
+
+def _refuse_vocabulary(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def checked(self: nn.Linear, hidden: Tensor) -> Tensor:
+        assert self.out_features != 61
+        return forward(self, hidden)
+
+    return checked
+
+
+def test_the_backbone_gets_positions_and_neither_mask_nor_cache() -> None:
+    model, batch, seen = make_model(), make_batch(), {}
+    model.config.use_cache = True
+    model.model.register_forward_pre_hook(lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True)
+    model(**batch, use_cache=True, loss_head=True)
+    assert seen["use_cache"] is False
+    assert "attention_mask" not in seen
+    assert torch.equal(seen["position_ids"], batch["position_ids"])
+
+
+@pytest.mark.parametrize(
+    ("length", "boundaries", "num_read"),
+    [(17, False, 16), (16, False, 16), (18, False, 18), (1, False, 1), (17, True, 17)],
+)
+def test_a_window_of_a_round_length_and_one_more_is_read_without_its_last_token(
+    length: int, boundaries: bool, num_read: int
+) -> None:
+    model, seen, ids = make_model(), {}, torch.arange(length)[None]
+    model.model.register_forward_pre_hook(lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True)
+    flat = {"cu_seq_lens_q": torch.tensor([0, length])} if boundaries else {}
+    model(input_ids=ids, position_ids=ids, labels=ids, loss_head=True, **flat)
+    assert (seen["input_ids"].shape[1], seen["position_ids"].shape[1]) == (num_read, num_read)
+
+
+def test_an_attention_mask_is_refused() -> None:
+    batch = make_batch()
+    with pytest.raises(ValueError, match="takes no attention_mask"):
+        make_model()(**batch, attention_mask=torch.ones_like(batch["input_ids"]), loss_head=True)
+
+
+def test_packed_documents_have_the_loss_they_have_alone() -> None:
+    model, batch = make_model(), make_batch()
+    batch["labels"] = batch["input_ids"].clone()
+    batch["labels"][:, 5] = -100
+    alone = [
+        model(input_ids=batch["input_ids"][:, part], labels=batch["labels"][:, part], loss_head=True).nll_sum
+        for part in (slice(0, 5), slice(5, 12))
+    ]
+    torch.testing.assert_close(model(**batch, loss_head=True).nll_sum, sum(alone))
+
+
+def test_a_copy_of_the_model_uses_its_own_weights() -> None:
+    model, batch = make_model(), make_batch()
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(1.5)
+    for flag in (True, False):
+        before, after = model(**batch, loss_head=flag), twin(**batch, loss_head=flag)
+        assert before[0].item() != after[0].item()
+
+
+@pytest.mark.parametrize("order", ["head_first", "adapter_first"])
+def test_lora_around_the_model(order: str) -> None:
+    model, batch = make_model(with_head=order == "head_first"), make_batch()
+    expected = make_model(with_head=False)(**batch, use_cache=False).loss.item()
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    if order == "adapter_first":
+        add_loss_head(wrapped)
+    verify_loss_head(wrapped)
+    sums = wrapped(**batch, loss_head=True)
+    assert (sums.nll_sum / sums.num_targets).item() == pytest.approx(expected, rel=1e-5)
+    sums.nll_sum.backward()
+    assert_only_adapters_are_trained(wrapped)
+
+
+def assert_only_adapters_are_trained(wrapped: nn.Module) -> None:
+    trained = {name for name, parameter in wrapped.named_parameters() if parameter.grad is not None}
+    assert trained
+    assert all("lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize("order", ["head_first", "adapter_first"])
+def test_token_logps_with_lora_around_the_model(order: str) -> None:
+    config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    wrapped = peft.get_peft_model(make_model(with_head=order == "head_first"), config)
+    if order == "adapter_first":
+        add_loss_head(wrapped)
+    batch = make_targets(make_batch()["input_ids"])
+    expected = read_logps(wrapped(input_ids=batch["input_ids"], use_cache=False).logits, batch)
+    compare(expected).backward()
+    gradients = {name: parameter.grad for name, parameter in wrapped.named_parameters() if "lora_" in name}
+    wrapped.zero_grad()
+    ours = wrapped(**batch, token_logps=True).logps
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    compare(ours).backward()
+    assert_only_adapters_are_trained(wrapped)
+    trained = {name: parameter.grad for name, parameter in wrapped.named_parameters() if "lora_" in name}
+    torch.testing.assert_close(trained, gradients, rtol=1e-5, atol=1e-5)
+    with wrapped.disable_adapter(), torch.no_grad():
+        reference = wrapped(**batch, token_logps=True).logps
+    plain = read_logps(make_model(with_head=False)(input_ids=batch["input_ids"]).logits, batch)
+    torch.testing.assert_close(reference, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_an_output_projection_trained_beside_the_adapter() -> None:
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    wrapped = peft.get_peft_model(make_model(), config)
+    copied = wrapped.base_model.model.lm_head.modules_to_save["default"].weight
+    with torch.no_grad():
+        copied.mul_(1.5)
+    verify_loss_head(wrapped)
+    wrapped(**make_batch(), loss_head=True).nll_sum.backward()
+    assert copied.grad.abs().sum() > 0
+
+
+def test_a_projection_under_an_adapter_is_refused() -> None:
+    wrapped = peft.get_peft_model(make_model(with_head=False), peft.LoraConfig(target_modules=["lm_head"]))
+    with pytest.raises(ConfigError, match=r"not by nn\.Linear"):
+        add_loss_head(wrapped)
+
+
+def test_a_model_without_an_output_projection_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"NoneType, not by nn\.Linear"):
+        add_loss_head(make_model(with_head=False).model)
+
+
+def test_verification_refuses_a_model_that_changes_its_logits() -> None:
+    class Scaled(LlamaForCausalLM):
+        def forward(self, *args: object, labels: Tensor | None = None, **kwargs: object) -> object:
+            outputs = super().forward(*args, **kwargs)
+            outputs.logits = outputs.logits * 1.01
+            if labels is not None:
+                outputs.loss = self.loss_function(outputs.logits, labels, self.config.vocab_size)
+            return outputs
+
+    model = Scaled(make_model(with_head=False).config)
+    add_loss_head(model)
+    with pytest.raises(ConfigError, match="own loss is"):
+        verify_loss_head(model)
+
+
+def test_verification_leaves_the_random_state_and_the_mode() -> None:
+    model = make_model().train()
+    state = torch.get_rng_state()
+    verify_loss_head(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+
+
+def _train_wrapped(rank: int, folder: str, wrapper: str, objective: str) -> None:
+    os.environ |= {"MASTER_ADDR": "localhost", "RANK": str(rank), "WORLD_SIZE": "2"}
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    model = make_model()
+    if wrapper == "ddp":
+        wrapped: nn.Module = nn.parallel.DistributedDataParallel(model)
+    else:
+        mesh = init_device_mesh("cpu", (2,))
+        policy = MixedPrecisionPolicy(output_dtype=torch.float32)
+        units = [*model.model.layers, model.lm_head] if wrapper == "fsdp2_head_alone" else list(model.model.layers)
+        for unit in [*units, model]:
+            fully_shard(unit, mesh=mesh, mp_policy=policy)
+        wrapped = model
+    verify_loss_head(model)
+    batch = make_batch(seed=rank)
+    if objective == "loss":
+        wrapped(**batch, loss_head=True).nll_sum.backward()
+    else:
+        compare(wrapped(**make_targets(batch["input_ids"]), token_logps=True).logps).backward()
+    gradients = {
+        name.removeprefix("module."): gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        for name, parameter in wrapped.named_parameters()
+        if (gradient := parameter.grad) is not None
+    }
+    if rank == 0:
+        torch.save(gradients, Path(folder) / "gradients.pt")
+    # Nothing is taken down: DDP's reducer waits, with the interpreter's lock, for a thread of gloo that may want it.
+    distributed.barrier()
+    os._exit(0)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("objective", ["loss", "logps"])
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "fsdp2_head_alone"])
+def test_two_processes_have_the_mean_of_their_gradients(wrapper: str, objective: str, tmp_path: Path) -> None:
+    # Forked, for a fresh interpreter would spend half a minute on imports.
+    torch.multiprocessing.start_processes(
+        _train_wrapped, (str(tmp_path), wrapper, objective), nprocs=2, start_method="fork"
+    )
+    gradients = torch.load(tmp_path / "gradients.pt")
+    model = make_model(with_head=False)
+    for seed in (0, 1):
+        batch = make_batch(seed)
+        if objective == "loss":
+            loss = model(**batch, use_cache=False).loss * (batch["labels"][:, 1:] >= 0).sum()
+        else:
+            targets = make_targets(batch["input_ids"])
+            loss = compare(read_logps(model(input_ids=batch["input_ids"], use_cache=False).logits, targets))
+        (loss / 2).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert gradients.keys() == expected.keys()
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3", "gpt2", "gemma2", "mixtral", "phi_with_bias"])
+def test_token_logps_and_their_gradients_are_those_of_the_model_s_logits(name: str) -> None:
+    model = architectures.make_model(name)
+    batch = make_targets(architectures.make_batch()["input_ids"])
+    own = model(input_ids=batch["input_ids"], use_cache=False)
+    expected = read_logps(own.logits, batch)
+    has_experts = name == "mixtral"
+    expected_gradients = architectures.gradients_of(
+        compare(expected) + (0.3 * own.aux_loss if has_experts else 0), model
+    )
+
+    add_loss_head(model)
+    ours = model(**batch, token_logps=True, with_statistics=True)
+    torch.testing.assert_close(ours.logps, expected, rtol=1e-5, atol=1e-5)
+    logits = own.logits.flatten(0, 1)[batch["predictors"]]
+    assert torch.equal(ours.is_top, logits.argmax(dim=-1) == batch["targets"])
+    torch.testing.assert_close(ours.entropy, torch.distributions.Categorical(logits=logits).entropy().detach())
+    torch.testing.assert_close(ours.log_sum_sq_probs, (2 * logits.log_softmax(dim=-1)).logsumexp(dim=-1).detach())
+    assert (ours.aux_loss is not None) == has_experts
+    gradients = architectures.gradients_of(compare(ours.logps) + (0.3 * ours.aux_loss if has_experts else 0), model)
+    assert gradients.keys() == expected_gradients.keys()
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-5, atol=1e-5)
+
+
+def test_statistics_come_only_when_asked_for() -> None:
+    scored = make_model()(**make_targets(make_batch()["input_ids"]), token_logps=True)
+    assert scored.entropy is None
+    assert scored.log_sum_sq_probs is None
+
+
+def make_shared_prompt() -> tuple[dict[str, Tensor], list[Tensor]]:
+    """One row that holds a prompt of 4 tokens and answers of 3 and 5 to it, and the same as two conversations."""
+    prompt, first, second = torch.randint(3, 61, (12,), generator=torch.Generator().manual_seed(1)).split((4, 3, 5))
+    visible = torch.ones(12, 12, dtype=torch.bool).tril()
+    visible[7:, 4:7] = False
+    packed = {
+        "input_ids": torch.cat([prompt, first, second])[None],
+        "position_ids": torch.cat([torch.arange(7), torch.arange(4, 9)])[None],
+        "attention_mask": visible[None, None],
+        "predictors": torch.tensor([3, 4, 5, 3, 7, 8, 9, 10]),
+        "targets": torch.cat([first, second]),
+    }
+    return packed, [torch.cat([prompt, answer])[None] for answer in (first, second)]
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [
+        ("llama", "sdpa"),
+        ("llama", "eager"),
+        ("qwen3", "sdpa"),
+        ("gpt2", "sdpa"),
+        ("gpt2", "eager"),
+        ("gemma2", "eager"),
+    ],
+)
+def test_two_answers_to_one_prompt_have_the_logps_they_have_alone(name: str, implementation: str) -> None:
+    model = architectures.make_model(name)
+    model.set_attn_implementation(implementation)
+    if name == "gemma2":
+        model.config.sliding_window = 12
+    add_loss_head(model)
+    packed, alone = make_shared_prompt()
+    expected = [
+        model(input_ids=ids, predictors=torch.arange(3, ids.shape[1] - 1), targets=ids[0, 4:], token_logps=True).logps
+        for ids in alone
+    ]
+    ours = model(**packed, token_logps=True).logps
+    torch.testing.assert_close(ours, torch.cat(expected), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mask", [torch.ones(1, 12, dtype=torch.bool), torch.zeros(1, 1, 12, 12)])
+def test_a_mask_of_another_form_is_refused(mask: Tensor) -> None:
+    packed, _ = make_shared_prompt()
+    with pytest.raises(ValueError, match=r"attention_mask is bool \(B, 1, L, L\)"):
+        make_model()(**(packed | {"attention_mask": mask}), token_logps=True)
+
+
+def test_a_mask_that_would_undo_a_sliding_window_is_refused() -> None:
+    model = architectures.make_model("gemma2")
+    add_loss_head(model)
+    with pytest.raises(ValueError, match="12 tokens would undo the sliding window of 4"):
+        model(**make_shared_prompt()[0], token_logps=True)
+
+
+def test_a_mask_for_a_kernel_without_masks_is_refused() -> None:
+    model = make_model()
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="flash_attention_2 takes no attention_mask"):
+        model(**make_shared_prompt()[0], token_logps=True)

@@ -1,0 +1,180 @@
+"""What is scored is what was trained on, token by token, whichever template and whichever tokenizer."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.data.chat_cases import CHATML_ENDS, answer, chat, plain, source, user
+from tests.data.templates.tokenizers import build_byte_level, build_metaspace
+from transformers import PreTrainedTokenizerFast
+
+from recipes_lib.data.chat.encoder import RowEncoder
+from recipes_lib.data.chat.templates import TEMPLATE_DATE
+from recipes_lib.data.sources.rows import Row
+from recipes_lib.errors import ConfigError, DataError
+from recipes_lib.models.heads import scoring as reward_tokens
+from recipes_lib.models.heads.scoring import encode_answers
+
+SHIPPED = Path(trl.__file__).parent / "chat_templates"
+SHIPPED_NAMES = sorted(path.stem for path in SHIPPED.glob("*.jinja"))
+READS_PARTS = ("idefics3", "llava_next", "smolvlm")
+OURS = ["chatml", "index_loop", "macros", "marked", "no_prompt", "thinking", "bracketed", "plain"]
+TURNS = [user("hi"), answer("hello there"), user("And you?")]
+contents = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1, max_size=20).filter(
+    lambda text: text.strip() == text and "<" not in text
+)
+
+
+def read_trained(tokenizer: PreTrainedTokenizerFast, row: Row, eos_token: str | None = None) -> list[int]:
+    """The tokens of a row up to the last one that is trained on, which is where training reads the score."""
+    (encoded,) = RowEncoder(tokenizer, loss_on=None if row.prompt else "last_assistant", eos_token=eos_token).encode(
+        [row]
+    )
+    last = max(at for at, is_trained in enumerate(encoded.loss_mask) if is_trained)
+    return encoded.input_ids[: last + 1].tolist()
+
+
+@pytest.mark.parametrize("name", SHIPPED_NAMES)
+@pytest.mark.parametrize("more", [{}, {"reasoning": "because"}])
+def test_every_shipped_template_ends_where_training_ends_it(name: str, more: dict[str, str]) -> None:
+    tokenizer = copy.deepcopy(build_byte_level((SHIPPED / f"{name}.jinja").read_text(encoding="utf-8")))
+    eos_token = None
+    if name.startswith("glm4moe"):  # It writes no end of turn, and stops on this.
+        tokenizer.eos_token = eos_token = "<|user|>"
+    messages = [*TURNS, answer("bye", **more)]
+    if name.startswith(READS_PARTS):
+        messages = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in messages]
+    row = chat(*messages)
+    assert encode_answers(tokenizer, [messages]) == [read_trained(tokenizer, row, eos_token)]
+
+
+@pytest.mark.parametrize("name", [*SHIPPED_NAMES, *OURS])
+def test_an_answer_that_was_broken_off_has_no_end(name: str) -> None:
+    """Neither of the turn nor of the text, whatever stands between and behind them; all of its own is there."""
+    template = SHIPPED / f"{name}.jinja"
+    text = template.read_text(encoding="utf-8") if template.exists() else source(name)
+    tokenizer = copy.deepcopy(build_byte_level(text, extra=CHATML_ENDS))
+    if name.startswith("glm4moe"):
+        tokenizer.eos_token = "<|user|>"
+    messages = [*TURNS, answer("bye")]
+    if name.startswith(READS_PARTS):
+        messages = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in messages]
+    (whole,) = encode_answers(tokenizer, [messages])
+    (broken,) = encode_answers(tokenizer, [messages], finished=[False])
+    assert tokenizer.decode(broken).rstrip("\n").endswith("bye")
+    assert broken == whole[: len(broken)]
+    assert all(
+        tokenizer.decode([index]).isspace() or index in tokenizer.all_special_ids for index in whole[len(broken) :]
+    )
+
+
+@pytest.mark.parametrize("name", ["chatml", "marked", "bracketed", "thinking"])
+@settings(max_examples=25)
+@given(content=contents)
+def test_an_answer_that_was_broken_off_is_read_as_training_reads_one(name: str, content: str) -> None:
+    tokenizer = build_byte_level(source(name), extra=CHATML_ENDS)
+    trained = read_trained(tokenizer, chat(*TURNS, answer(content)))
+    asked: list[Any] = [[*TURNS, answer(content)], [*TURNS, answer(content)]]
+    assert encode_answers(tokenizer, asked, finished=[False, True]) == [trained[:-1], trained]
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_a_plain_answer_that_was_broken_off_is_read_as_training_reads_one(adds_bos: bool) -> None:
+    tokenizer = build_metaspace(None, adds_bos=adds_bos)
+    trained = read_trained(tokenizer, plain("Say:", " hello there"))
+    asked: list[Any] = [("Say:", " hello there")] * 2
+    assert encode_answers(tokenizer, asked, finished=[True, False]) == [trained, trained[:-1]]
+
+
+def test_what_white_space_an_answer_was_broken_off_with_is_its_own(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    (ids,) = encode_answers(tiny_tokenizer, [[user("hi"), answer("One,\n\n")]], finished=[False])
+    assert tiny_tokenizer.decode(ids).endswith("One,\n\n")
+
+
+@pytest.mark.parametrize("name", OURS)
+@settings(max_examples=25)
+@given(content=contents)
+def test_any_answer_is_the_one_that_is_trained_on(name: str, content: str) -> None:
+    tokenizer = build_byte_level(source(name), extra=CHATML_ENDS)
+    messages = [*TURNS, answer(content, name=None)]
+    assert encode_answers(tokenizer, [messages]) == [read_trained(tokenizer, chat(*messages))]
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+@pytest.mark.parametrize("prompt", ["Say:", "<s>Say:"])
+def test_plain_answers_are_those_that_are_trained_on(prompt: str, adds_bos: bool) -> None:
+    tokenizer = build_metaspace(None, adds_bos=adds_bos)
+    (ids,) = encode_answers(tokenizer, [(prompt, " hello there")])
+    assert ids == read_trained(tokenizer, plain(prompt, " hello there"))
+    assert ids[-1] == tokenizer.eos_token_id
+    assert ids.count(tokenizer.bos_token_id) == (adds_bos or "<s>" in prompt)
+
+
+def test_a_key_without_a_value_is_no_key_as_in_training() -> None:
+    named = "{{ message['content'] }}{{ message.name if message.name is defined }}<|im_end|>"
+    tokenizer = build_byte_level(f"{{% for message in messages %}}{named}{{% endfor %}}", extra=CHATML_ENDS)
+    messages = [user("hi"), answer("bye", name=None)]
+    assert encode_answers(tokenizer, [messages]) == [read_trained(tokenizer, chat(*messages))]
+    assert "None" not in tokenizer.decode(encode_answers(tokenizer, [messages])[0])
+
+
+def test_a_template_s_clock_stands_where_it_stood_in_training() -> None:
+    tokenizer = build_byte_level("{{ strftime_now('%d %b %Y') }}" + source("chatml"), extra=CHATML_ENDS)
+    messages = [user("hi"), answer("bye")]
+    (ids,) = encode_answers(tokenizer, [messages])
+    assert tokenizer.decode(ids).startswith("01 Jan 2025")
+    assert ids == read_trained(tokenizer, chat(*messages))
+    assert reward_tokens._TEMPLATE_DATE == TEMPLATE_DATE
+    # Whoever renders a prompt for generation goes on to have today's date.
+    assert "01 Jan 2025" not in tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+def test_there_is_exactly_one_end_token(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    ends = {name: tiny_tokenizer.convert_tokens_to_ids(name) for name in ("<|im_end|>", "<|endoftext|>")}
+    answers: list[Any] = [
+        [user("hi"), answer("bye")],
+        [user("hi"), answer("bye<|im_end|>")],
+        ("hi ", "bye"),
+        ("hi ", "bye<|endoftext|>"),
+        ("hi ", "bye<|endoftext|><|endoftext|>"),
+    ]
+    first, second, *rest = encode_answers(tiny_tokenizer, answers)
+    assert first == second
+    assert first[-1] == ends["<|im_end|>"] != first[-2]
+    assert rest[0] == rest[1] == rest[2]
+    assert rest[0][-1] == ends["<|endoftext|>"] != rest[0][-2]
+
+
+def test_an_open_turn_is_ended_by_the_end_of_text() -> None:
+    tokenizer = build_byte_level("{% for message in messages %}{{ message['content'] + '\n' }}{% endfor %}")
+    (ids,) = encode_answers(tokenizer, [[user("hi"), answer("bye")]])
+    assert tokenizer.decode(ids) == "hi\nbye\n</s>"
+
+
+def test_answers_keep_their_order_and_none_are_none(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    answers: list[Any] = [("a", "b"), [user("hi"), answer("bye")], ("c", "d")]
+    assert encode_answers(tiny_tokenizer, answers) == [encode_answers(tiny_tokenizer, [one])[0] for one in answers]
+    assert encode_answers(tiny_tokenizer, []) == []
+
+
+def test_chats_that_cannot_be_scored_are_all_named(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    answers: list[Any] = [[user("hi")], [user("hi"), answer("bye")], [user("hi"), {"role": "assistant"}]]
+    with pytest.raises(DataError) as caught:
+        encode_answers(tiny_tokenizer, answers)
+    assert [problem.where for problem in caught.value.problems] == ["answer 0", "answer 2"]
+    with pytest.raises(DataError, match=r"mine\.jsonl:3: cannot be rendered"):
+        encode_answers(tiny_tokenizer, answers, where=[f"mine.jsonl:{line}" for line in (1, 2, 3)])
+    assert "the last message is of the role 'user'" in caught.value.problems[0].found
+
+
+def test_a_tokenizer_without_a_template_scores_plain_answers_only() -> None:
+    tokenizer = build_metaspace(None)
+    assert encode_answers(tokenizer, [("a ", "b")])
+    with pytest.raises(ConfigError, match="has no chat template"):
+        encode_answers(tokenizer, [[user("hi"), answer("bye")]])

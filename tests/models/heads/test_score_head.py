@@ -1,0 +1,386 @@
+"""A reward model begins as its checkpoint says, and its scores are transformers' own, wherever answers stand."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.parity.test_loss_head import CONFIGS
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+
+from recipes_lib.config.schema import AdapterConfig, ModelConfig, TokensConfig
+from recipes_lib.errors import ConfigError
+from recipes_lib.models.adapters.lora import add_adapter
+from recipes_lib.models.heads.score_head import add_score_head, load_reward_model, set_pad_token
+from recipes_lib.models.loading import load_tokenizer
+
+ARCHITECTURES = ["llama", "qwen3", "gpt2", "gemma2", "gemma3", "mixtral", "phi_with_bias"]
+LENGTHS = (5, 1, 7, 4, 9, 3)
+"""Of the answers in a batch; the third and the fourth, and the last two, share a row."""
+
+
+def make_model(name: str = "llama") -> PreTrainedModel:
+    """A random reward model whose scores are far apart."""
+    torch.manual_seed(0)
+    config = copy.deepcopy(CONFIGS[name])
+    config.num_labels = 1
+    model = AutoModelForSequenceClassification.from_config(config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2) if parameter.ndim > 1 else nn.init.uniform_(parameter, 0.5, 1.5)
+    return model.eval()
+
+
+def make_answers(seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 61, (length,), generator=generator) for length in LENGTHS]
+
+
+def pack(answers: list[Tensor]) -> dict[str, Tensor]:
+    """Six answers in four rows of twelve, padded with a token that stands in them too."""
+    rows = [answers[:1], answers[1:2], answers[2:4], answers[4:]]
+    input_ids, position_ids, last = torch.full((4, 12), 7), torch.zeros(4, 12, dtype=torch.int64), []
+    for number, row in enumerate(rows):
+        at = 0
+        for answer in row:
+            input_ids[number, at : at + len(answer)] = answer
+            position_ids[number, at : at + len(answer)] = torch.arange(len(answer))
+            at += len(answer)
+            last.append(12 * number + at - 1)
+    return {"input_ids": input_ids, "position_ids": position_ids, "last_positions": torch.tensor(last)}
+
+
+def score_alone(model: nn.Module, answers: list[Tensor]) -> Tensor:
+    """By transformers' own forward pass, one answer at a time."""
+    return torch.cat([model(input_ids=answer[None], use_cache=False).logits[0] for answer in answers])
+
+
+def config_for(path: Path, **changes: Any) -> ModelConfig:
+    return ModelConfig(model_name_or_path=str(path), **changes)
+
+
+@pytest.fixture
+def model_dir(tiny_model_dir: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny causal language model that a test may change."""
+    return Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
+
+
+def test_over_a_language_model_only_the_head_is_fresh(tiny_model_dir: Path) -> None:
+    model = load_reward_model(config_for(tiny_model_dir), "eager", seed=0)
+    saved, state = load_file(tiny_model_dir / "model.safetensors"), model.state_dict()
+    assert set(state) - set(saved) == {"score.weight"}
+    assert set(saved) - set(state) == {"lm_head.weight"}
+    assert all(torch.equal(state[name], saved[name]) for name in set(state) & set(saved))
+    assert state["score.weight"].shape == (1, 64)
+    assert model.training
+    assert (model.config.num_labels, model.config.use_cache) == (1, False)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_fresh_head_has_the_variance_of_its_width_and_is_that_of_its_seed(tiny_model_dir: Path) -> None:
+    heads = [load_reward_model(config_for(tiny_model_dir), "sdpa", seed=seed).score.weight for seed in range(30)]
+    torch.manual_seed(10)  # Of no matter.
+    assert torch.equal(load_reward_model(config_for(tiny_model_dir), "sdpa", seed=3).score.weight, heads[3])
+    values = torch.cat(heads)
+    assert len(values.unique()) == values.numel()
+    # 1,920 numbers: their mean square is within 3.2 % of the variance, two times in three.
+    assert values.square().mean().item() == pytest.approx(1 / 65, rel=0.13)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", torch.bfloat16), ("float32", torch.float32)])
+def test_the_head_has_the_precision_of_the_master_weights(dtype: Any, expected: torch.dtype, model_dir: Path) -> None:
+    model = load_reward_model(config_for(model_dir, dtype=dtype), "sdpa", seed=0)
+    assert {parameter.dtype for parameter in model.parameters()} == {expected}
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_a_checkpoint_with_a_head_keeps_it(seed: int | None, tiny_model_dir: Path, tmp_path: Path) -> None:
+    trained = load_reward_model(config_for(tiny_model_dir), "sdpa", seed=0)
+    with torch.no_grad():
+        trained.score.weight.mul_(3)
+    trained.save_pretrained(tmp_path)
+    loaded = load_reward_model(config_for(tmp_path), "sdpa", seed=seed)
+    assert loaded.state_dict().keys() == trained.state_dict().keys()
+    assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in trained.state_dict().items())
+
+
+def test_a_head_is_not_made_up_where_there_must_be_one(tiny_model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lacks score\.weight\n.*complete LlamaForSequenceClassification"):
+        load_reward_model(config_for(tiny_model_dir), "sdpa", seed=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "words"),
+    [
+        ("score.weight", torch.ones(2, 64), r"other shapes: score\.weight \(2, 64\) for \(1, 64\)"),
+        ("v_head.weight", torch.ones(1, 64), r"no place for v_head\.weight"),
+        ("model.norm.weight", None, r"lacks model\.norm\.weight"),
+    ],
+)
+def test_any_other_difference_from_the_checkpoint_is_refused(
+    name: str, weight: Tensor | None, words: str, model_dir: Path
+) -> None:
+    weights = load_file(model_dir / "model.safetensors")
+    weights |= {name: weight} if weight is not None else {}
+    if weight is None:
+        del weights[name]
+    save_file(weights, model_dir / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=words):
+        load_reward_model(config_for(model_dir), "sdpa", seed=0)
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gpt2", "phi_with_bias"])
+def test_tied_and_biased_output_projections_are_left_behind(name: str, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name])).save_pretrained(tmp_path)
+    assert load_reward_model(config_for(tmp_path), "sdpa", seed=0).score.weight.shape == (1, 32)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_scores_are_those_of_transformers_wherever_the_answers_stand(name: str) -> None:
+    model, answers = make_model(name), make_answers()
+    expected = score_alone(model, answers)
+    assert expected.std() > 0.1
+    add_score_head(model)
+    scored = model(**pack(answers))
+    torch.testing.assert_close(scored.scores, expected.flatten(), rtol=1e-5, atol=1e-5)
+    assert scored.scores.dtype == torch.float32
+    assert (scored.aux_loss is not None) == (name == "mixtral")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_gradients_are_those_of_transformers(name: str) -> None:
+    model, answers = make_model(name), make_answers()
+    nn.functional.logsigmoid(score_alone(model, answers)).sum().backward()
+    expected = {key: parameter.grad for key, parameter in model.named_parameters()}
+    model.zero_grad()
+    add_score_head(model)
+    nn.functional.logsigmoid(model(**pack(answers)).scores).sum().backward()
+    torch.testing.assert_close({key: p.grad for key, p in model.named_parameters()}, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_without_positions_the_model_is_what_it_was() -> None:
+    plain, headed, answers = make_model(), make_model(), make_answers()
+    add_score_head(headed)
+    assert torch.equal(score_alone(headed, answers), score_alone(plain, answers))
+    assert inspect.signature(headed.forward) == inspect.signature(plain.forward)
+    assert headed.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_only_the_positions_asked_for_reach_the_head() -> None:
+    model, shapes = make_model(), []
+    add_score_head(model)
+    model.score.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
+    model(**pack(make_answers()))
+    assert shapes == [(6, 32)]
+
+
+@pytest.mark.parametrize(("name", "implementation"), [("llama", "sdpa"), ("llama", "eager"), ("gpt2", "eager")])
+def test_two_answers_to_one_prompt_have_the_scores_they_have_alone(name: str, implementation: str) -> None:
+    model = make_model(name)
+    model.set_attn_implementation(implementation)
+    prompt, first, second = make_answers()[2:5]
+    expected = score_alone(model, [torch.cat([prompt, first]), torch.cat([prompt, second])])
+    visible = torch.ones(20, 20, dtype=torch.bool).tril()
+    visible[11:, 7:11] = False
+    add_score_head(model)
+    scored = model(
+        input_ids=torch.cat([prompt, first, second])[None],
+        position_ids=torch.cat([torch.arange(11), torch.arange(7, 16)])[None],
+        attention_mask=visible[None, None],
+        last_positions=torch.tensor([10, 19]),
+    )
+    torch.testing.assert_close(scored.scores, expected.flatten(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_mask_of_another_form_is_refused() -> None:
+    model, batch = make_model(), pack(make_answers())
+    add_score_head(model)
+    with pytest.raises(ValueError, match=r"attention_mask is bool \(B, 1, L, L\)"):
+        model(**batch, attention_mask=torch.ones(4, 12, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("precision", ["weights", "autocast"])
+def test_the_head_multiplies_in_single_precision_beside_a_half_backbone(precision: str) -> None:
+    model, batch = make_model(), pack(make_answers())
+    add_score_head(model)
+    if precision == "weights":
+        model.bfloat16()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+        inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
+        hidden = model.model(**inputs, use_cache=False).last_hidden_state
+        scores = model(**batch).scores
+    expected = hidden.flatten(0, 1)[batch["last_positions"]].float() @ model.score.weight[0].float()
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores, expected, rtol=1e-6, atol=1e-6)
+    assert not torch.equal(scores, scores.bfloat16().float())
+
+
+@pytest.mark.parametrize("bad", ["no head", "two outputs", "adapter first"])
+def test_a_model_without_such_a_head_is_refused(bad: str) -> None:
+    model: Any = make_model()
+    if bad == "no head":
+        model = model.model
+    elif bad == "two outputs":
+        model.score = nn.Linear(32, 2)
+    else:
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="SEQ_CLS"))
+    with pytest.raises(ConfigError, match=r"no head `score` that is an nn\.Linear with one output"):
+        add_score_head(model)
+
+
+@pytest.mark.parametrize(("name", "target"), [("llama", "q_proj"), ("gpt2", "c_attn")])
+def test_under_an_adapter_its_own_copy_of_the_head_scores_and_learns(name: str, target: str) -> None:
+    model, answers = make_model(name), make_answers()
+    plain = score_alone(model, answers).flatten()
+    add_score_head(model)
+    config = peft.LoraConfig(
+        target_modules=[target], modules_to_save=["score"], task_type="SEQ_CLS", init_lora_weights=False
+    )
+    wrapped = peft.get_peft_model(model, config).eval()
+    head = wrapped.base_model.model.score.modules_to_save["default"].weight
+    with torch.no_grad():
+        head.mul_(1.5)
+    expected = score_alone(wrapped, answers).flatten()
+    scores = wrapped(**pack(answers)).scores
+    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
+    nn.functional.logsigmoid(scores).sum().backward()
+    trained = {key for key, parameter in wrapped.named_parameters() if parameter.grad is not None}
+    assert all("lora_" in key or "score.modules_to_save" in key for key in trained)
+    assert head.grad.abs().sum() > 0
+    with wrapped.disable_adapter(), torch.no_grad():
+        torch.testing.assert_close(wrapped(**pack(answers)).scores, plain, rtol=1e-5, atol=1e-5)
+    merged = wrapped.merge_and_unload()
+    torch.testing.assert_close(merged(**pack(answers)).scores, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_scores_of_a_head_trained_beside_a_half_model_are_not_narrowed() -> None:
+    model, batch = make_model().bfloat16(), pack(make_answers())
+    add_score_head(model)
+    wrapped = add_adapter(
+        model, AdapterConfig(use_peft=True, lora_modules_to_save=["score"]), seed=0, task_type="SEQ_CLS"
+    )
+    scores = wrapped(**batch).scores
+    assert scores.dtype == torch.float32
+    assert not torch.equal(scores, scores.bfloat16().float())
+
+
+def _read_saved(folder: Path, answers: list[Tensor], side: str) -> Tensor:
+    """What a user of transformers alone reads of a whole batch, by mask and pooling of its own."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side=side)
+    padded = tokenizer.pad({"input_ids": [answer.tolist() for answer in answers]}, return_tensors="pt")
+    positions = (padded["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    return model(**padded, position_ids=positions).logits.flatten()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("pad_in_config", [None, 0])
+def test_a_saved_model_scores_batches_the_same_by_transformers_alone(
+    side: str, pad_in_config: int | None, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    model = load_reward_model(config_for(tiny_model_dir), "sdpa", seed=0).eval()
+    model.config.pad_token_id = pad_in_config  # 0 is the end of text.
+    tokenizer = load_tokenizer(config_for(tiny_model_dir), TokensConfig())
+    end = tokenizer.eos_token_id
+    set_pad_token(model, tokenizer, [end])
+    answers = [torch.cat([answer + 10, torch.tensor([end])]) for answer in make_answers()]
+    add_score_head(model)
+    expected = torch.cat([model(**_one(answer)).scores for answer in answers])
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    torch.testing.assert_close(_read_saved(tmp_path, answers, side), expected, rtol=1e-5, atol=1e-5)
+
+
+def _one(answer: Tensor) -> dict[str, Tensor]:
+    last = torch.tensor([len(answer) - 1])
+    return {"input_ids": answer[None], "position_ids": torch.arange(len(answer))[None], "last_positions": last}
+
+
+def test_with_the_end_of_text_as_padding_transformers_reads_one_token_early(tiny_model_dir: Path) -> None:
+    """Why it is refused."""
+    model = load_reward_model(config_for(tiny_model_dir), "sdpa", seed=0).eval()
+    model.config.pad_token_id = 0
+    answer = torch.tensor([[30, 31, 32, 0]])
+    torch.testing.assert_close(model(answer).logits, model(answer[:, :-1]).logits)
+
+
+@pytest.mark.parametrize(
+    ("pad_token", "terminators"), [("<|endoftext|>", []), ("<|im_end|>", ["<|im_end|>"]), (None, [])]
+)
+def test_a_padding_token_that_ends_answers_is_refused(
+    pad_token: str | None, terminators: list[str], model_dir: Path
+) -> None:
+    path = model_dir / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token": pad_token}))
+    tokenizer = load_tokenizer(config_for(model_dir), TokensConfig())
+    model = load_reward_model(config_for(model_dir), "sdpa", seed=0)
+    with pytest.raises(ConfigError) as caught:
+        set_pad_token(model, tokenizer, tokenizer.convert_tokens_to_ids(terminators))
+    (problem,) = caught.value.problems
+    assert problem.where == "pad_token"
+    assert repr(pad_token or "<|endoftext|>") in problem.found
+    # The end of text and what the template writes are no proposals.
+    assert problem.remedy == "set pad_token to a special token that stands in no text, such as <|pad|>"
+
+
+def test_where_no_token_is_left_to_pad_with_the_remedy_adds_one(tiny_model_dir: Path) -> None:
+    tokenizer = load_tokenizer(config_for(tiny_model_dir), TokensConfig(pad_token="<|endoftext|>"))
+    tokenizer.chat_template += "{# <|pad|> #}"
+    with pytest.raises(ConfigError, match=r"add one: tokenizer\.add_special_tokens"):
+        set_pad_token(make_model(), tokenizer, [])
+
+
+def _score_wrapped(rank: int, folder: str, wrapper: str) -> None:
+    os.environ |= {"MASTER_ADDR": "localhost", "RANK": str(rank), "WORLD_SIZE": "2"}
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    model = make_model()
+    add_score_head(model)
+    wrapped: nn.Module = model
+    if wrapper == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    else:
+        mesh, policy = init_device_mesh("cpu", (2,)), MixedPrecisionPolicy(output_dtype=torch.float32)
+        for unit in [*model.model.layers, *([model.score] if wrapper == "fsdp2_head_alone" else []), model]:
+            fully_shard(unit, mesh=mesh, mp_policy=policy)
+    nn.functional.logsigmoid(wrapped(**pack(make_answers(rank))).scores).sum().backward()
+    gradients = {
+        name.removeprefix("module."): gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        for name, parameter in wrapped.named_parameters()
+        if (gradient := parameter.grad) is not None
+    }
+    if rank == 0:
+        torch.save(gradients, Path(folder) / "gradients.pt")
+    # Nothing is taken down: DDP's reducer waits, with the interpreter's lock, for a thread of gloo that may want it.
+    distributed.barrier()
+    os._exit(0)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "fsdp2_head_alone"])
+def test_two_processes_have_the_mean_of_their_gradients(wrapper: str, tmp_path: Path) -> None:
+    # Forked, for a fresh interpreter would spend half a minute on imports.
+    torch.multiprocessing.start_processes(_score_wrapped, (str(tmp_path), wrapper), nprocs=2, start_method="fork")
+    gradients = torch.load(tmp_path / "gradients.pt")
+    model = make_model()
+    for seed in (0, 1):
+        (nn.functional.logsigmoid(score_alone(model, make_answers(seed))).sum() / 2).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert gradients.keys() == expected.keys()
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-5)

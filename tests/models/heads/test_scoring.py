@@ -1,0 +1,230 @@
+"""A score is the answer's own: not its neighbours', its padding's, its place's or its file's."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
+
+from recipes_lib.config.schema import ModelConfig
+from recipes_lib.errors import ConfigError, DataError
+from recipes_lib.models.heads import scoring
+from recipes_lib.models.heads.score_head import add_score_head, load_reward_model, set_pad_token
+from recipes_lib.models.heads.scoring import RewardModel, compute_reward_statistics, store_reward_statistics
+
+WORDS = ["the", "baker", "opens", "a", "shop", "near", "rivers", "and", "weighs", "flour", "while", "snow"]
+
+
+def make_chat(index: int) -> list[dict[str, str]]:
+    words = random.Random(index).choices(WORDS, k=2 + 7 * index % 40)
+    half = len(words) // 2
+    return [
+        {"role": "user", "content": " ".join(words[:half]) + "?"},
+        {"role": "assistant", "content": " ".join(words[half:]) + "."},
+    ]
+
+
+CHATS = [make_chat(index) for index in range(24)]
+
+
+@pytest.fixture
+def reward_model(tiny_model_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> RewardModel:
+    """Random, with scores far apart."""
+    model = load_reward_model(ModelConfig(model_name_or_path=str(tiny_model_dir)), "sdpa", seed=0)
+    torch.manual_seed(0)
+    for parameter in model.model.parameters():
+        nn.init.normal_(parameter, std=0.2) if parameter.ndim > 1 else nn.init.uniform_(parameter, 0.5, 1.5)
+    set_pad_token(model, tiny_tokenizer, [])
+    add_score_head(model)
+    return RewardModel(model, copy.deepcopy(tiny_tokenizer))
+
+
+def read_by_hand(reward_model: RewardModel, chat: Any) -> float:
+    """By transformers' own forward pass over the chat up to its end-of-turn token, unpadded."""
+    text = reward_model.tokenizer.apply_chat_template(chat, tokenize=False)
+    assert text.endswith("<|im_end|>\n")
+    ids = reward_model.tokenizer(text[:-1], return_tensors="pt", add_special_tokens=False)["input_ids"]
+    return reward_model.model.eval()(input_ids=ids).logits.item()
+
+
+def test_scores_are_transformers_own_in_the_order_of_the_answers(reward_model: RewardModel) -> None:
+    expected = [read_by_hand(reward_model, chat) for chat in CHATS]
+    assert len({round(score, 3) for score in expected}) == len(expected)
+    assert reward_model.score(CHATS) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 100, 333])
+def test_scores_do_not_depend_on_the_batch(
+    num_tokens: int, reward_model: RewardModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = reward_model.score(CHATS)
+    monkeypatch.setattr(scoring, "MAX_BATCH_TOKENS", num_tokens)
+    assert reward_model.score(CHATS) == pytest.approx(expected, abs=1e-5)
+    assert reward_model.score(CHATS[::-1]) == pytest.approx(expected[::-1], abs=1e-5)
+    alone = [score for chat in CHATS[:8] for score in reward_model.score([chat])]
+    assert alone == pytest.approx(expected[:8], abs=1e-5)
+
+
+def test_scores_do_not_depend_on_how_the_tokenizer_pads(reward_model: RewardModel) -> None:
+    expected = reward_model.score(CHATS)
+    reward_model.tokenizer.padding_side = "left"
+    reward_model.tokenizer.pad_token = "<|im_end|>"
+    assert reward_model.score(CHATS) == pytest.approx(expected, abs=1e-5)
+
+
+def test_batches_are_full_and_hardly_padded(reward_model: RewardModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "MAX_BATCH_TOKENS", 400)
+    shapes: list[tuple[int, int]] = []
+    reward_model.model.register_forward_pre_hook(
+        lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    reward_model.score(CHATS)
+    num_tokens = sum(map(len, reward_model.encode(CHATS)))
+    assert all(rows * width <= 400 for rows, width in shapes)
+    assert sum(rows for rows, _ in shapes) == len(CHATS)
+    assert sum(rows * width for rows, width in shapes) < 1.2 * num_tokens
+    assert len(shapes) <= math.ceil(num_tokens / 400) + 2
+
+
+def test_scoring_leaves_modes_gradients_and_random_states_alone(reward_model: RewardModel) -> None:
+    model = reward_model.model.train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    seen: list[tuple[bool, bool]] = []
+    model.model.layers[1].register_forward_hook(
+        lambda module, *_: seen.append((module.training, torch.is_grad_enabled()))
+    )
+    state = torch.get_rng_state()
+    reward_model.score(CHATS[:2])
+    assert set(seen) == {(False, False)}
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_modes_are_restored_when_the_model_fails(reward_model: RewardModel) -> None:
+    reward_model.model.train()
+    with pytest.raises(IndexError):
+        reward_model.compute_raw_scores([[1, 2], [100_000]])
+    assert all(module.training for module in reward_model.model.modules())
+
+
+def test_an_answer_beyond_the_model_s_positions_is_an_error_or_nan(reward_model: RewardModel) -> None:
+    rows = [[5] * 512, [5] * 513, [6], [5] * 600]
+    with pytest.raises(DataError) as caught:
+        reward_model.compute_raw_scores(rows)
+    assert [(problem.where, problem.found) for problem in caught.value.problems] == [
+        ("answer 1", "513 tokens are more than the 512 positions of the reward model"),
+        ("answer 3", "600 tokens are more than the 512 positions of the reward model"),
+    ]
+    assert "response_length" in caught.value.problems[0].remedy
+    scores = reward_model.compute_raw_scores(rows, overlong="nan")
+    assert [math.isnan(score) for score in scores] == [False, True, False, True]
+    assert [scores[0], scores[2]] == pytest.approx(reward_model.compute_raw_scores([rows[0], rows[2]]), abs=1e-6)
+    long = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "word " * 600}]
+    with pytest.raises(DataError, match="answer 1: "):
+        reward_model.score([CHATS[0], long])
+    with pytest.raises(DataError, match=r"mine\.jsonl:7: "):
+        reward_model.score([CHATS[0], long], where=["mine.jsonl:6", "mine.jsonl:7"])
+    assert math.isnan(reward_model.score([CHATS[0], long], overlong="nan")[1])
+
+
+def test_an_answer_of_no_tokens_is_told_and_not_scored(reward_model: RewardModel) -> None:
+    """As where the tokenizer is none that knows the words."""
+    with pytest.raises(DataError, match="answer 1: the reward model's tokenizer makes no token of it"):
+        reward_model.compute_raw_scores([[1, 2], []])
+
+
+def test_nothing_is_scored_as_nothing(reward_model: RewardModel) -> None:
+    assert reward_model.score([]) == []
+
+
+def test_plain_answers_are_scored_at_the_end_of_text(reward_model: RewardModel) -> None:
+    ids = reward_model.tokenizer("the baker opens<|endoftext|>", return_tensors="pt")["input_ids"]
+    expected = reward_model.model.eval()(input_ids=ids).logits.item()
+    assert reward_model.score([("the baker", " opens")]) == pytest.approx([expected], abs=1e-5)
+
+
+def test_with_statistics_the_reference_answers_have_mean_0_and_deviation_1(reward_model: RewardModel) -> None:
+    raw = reward_model.score(CHATS)
+    found = compute_reward_statistics(raw)
+    mean = sum(raw) / len(raw)
+    assert found == pytest.approx((mean, math.sqrt(sum((score - mean) ** 2 for score in raw) / len(raw))))
+    store_reward_statistics(reward_model.model, found)
+    scores = reward_model.score(CHATS)
+    assert sum(scores) / len(scores) == pytest.approx(0, abs=1e-9)
+    assert sum(score**2 for score in scores) / len(scores) == pytest.approx(1)
+    # Raw scores are those of the head, also when the model has statistics.
+    assert reward_model.compute_raw_scores(reward_model.encode(CHATS)) == raw
+
+
+def test_answers_of_one_score_make_no_statistics() -> None:
+    with pytest.raises(DataError, match=r"all 3 reference answers have the score 1\.5"):
+        compute_reward_statistics([1.5, 1.5, 1.5])
+
+
+def save(reward_model: RewardModel, folder: Path) -> Path:
+    reward_model.model.save_pretrained(folder)
+    reward_model.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_saved_model_has_the_scores_and_the_statistics_of_the_live_one(
+    reward_model: RewardModel, tmp_path: Path
+) -> None:
+    store_reward_statistics(reward_model.model, compute_reward_statistics(reward_model.score(CHATS)))
+    loaded = RewardModel.load(save(reward_model, tmp_path))
+    assert loaded.score(CHATS) == reward_model.score(CHATS)
+    assert not loaded.model.training
+    assert (loaded.model.config.reward_mean, loaded.model.config.reward_std) == (
+        reward_model.model.config.reward_mean,
+        reward_model.model.config.reward_std,
+    )
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_saved_model_has_the_same_raw_scores_by_transformers_alone(
+    side: str, reward_model: RewardModel, tmp_path: Path
+) -> None:
+    store_reward_statistics(reward_model.model, compute_reward_statistics(reward_model.score(CHATS)))
+    save(reward_model, tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, padding_side=side)
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False).rstrip() for chat in CHATS]
+    with torch.no_grad():
+        logits = model(**tokenizer(texts, return_tensors="pt", padding=True)).logits.flatten()
+    raw = reward_model.compute_raw_scores(reward_model.encode(CHATS))
+    assert raw == pytest.approx(logits.tolist(), abs=1e-5)
+    expected = (logits - model.config.reward_mean) / model.config.reward_std
+    assert reward_model.score(CHATS) == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_a_merged_adapter_has_the_scores_of_the_live_one(reward_model: RewardModel, tmp_path: Path) -> None:
+    before = reward_model.score(CHATS)
+    config = peft.LoraConfig(
+        target_modules=["q_proj", "v_proj"], modules_to_save=["score"], task_type="SEQ_CLS", init_lora_weights=False
+    )
+    live = RewardModel(peft.get_peft_model(reward_model.model, config), reward_model.tokenizer)
+    with torch.no_grad():
+        live.model.base_model.model.score.modules_to_save["default"].weight.mul_(1.5)
+    store_reward_statistics(live.model, compute_reward_statistics(live.score(CHATS)))
+    expected = live.score(CHATS)
+    assert expected != pytest.approx(before, abs=0.1)
+    merged = RewardModel(live.model.merge_and_unload(), live.tokenizer)
+    assert RewardModel.load(save(merged, tmp_path)).score(CHATS) == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_language_model_is_not_scored_with(tiny_model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lacks score\.weight"):
+        RewardModel.load(tiny_model_dir)

@@ -1,0 +1,120 @@
+"""Attention over a row that processes share, threads in their place, against the whole row on one."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tests.distributed.threads import run_together
+from tests.training.layouts.test_context_rows import ROWS, build_batch
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers.masking_utils import sdpa_mask
+
+from recipes_lib.errors import ConfigError
+from recipes_lib.models.heads.loss_head import add_loss_head
+from recipes_lib.models.parallel.context_parallel import ContextShare, _attend, register_context, verify_can_share_rows
+from recipes_lib.training.layouts.context_rows import cut_batch
+
+SIZES = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def build_model(attention: str, **changes: int) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", **SIZES | HEADS | changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    add_loss_head(model)
+    return model.train()
+
+
+def compute(model: Any, batch: dict[str, Any]) -> tuple[float, int, list[torch.Tensor]]:
+    sums = model(**{name: value for name, value in batch.items() if name != "num_tokens"}, loss_head=True)
+    sums.nll_sum.backward()
+    return float(sums.nll_sum.detach()), int(sums.num_targets), [tensor.grad for tensor in model.parameters()]
+
+
+def build_share(rank: int, size: int, *, by_heads: bool) -> ContextShare:
+    group: Any = None
+    return ContextShare(group, rank, size, group, by_heads)
+
+
+@pytest.mark.parametrize(
+    ("size", "by_heads", "heads"),
+    [
+        (2, False, {}),
+        (3, False, {}),
+        # Two key-value heads for two processes; one that both have; six query heads, and as many of either kind.
+        (2, True, {}),
+        (2, True, {"num_key_value_heads": 1}),
+        (4, True, {}),
+        (3, True, {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 24}),
+    ],
+)
+def test_loss_and_gradients_are_those_of_whole_rows(
+    size: int, by_heads: bool, heads: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Documents stay apart, and those that are cut attend to what another process has."""
+    batch = build_batch(*ROWS)
+    models = []
+    for rank in range(size):
+        share = build_share(rank, size, by_heads=by_heads)
+        AttentionInterface.register(f"context{rank}", partial(_attend, share))
+        AttentionMaskInterface.register(f"context{rank}", sdpa_mask)
+        own = cut_batch(batch, rank, size, by_heads=by_heads)
+        models.append((build_model(f"context{rank}", **heads), own))
+    loss, num_targets, gradients = compute(build_model("sdpa", **heads), batch)
+    parts = run_together([partial(compute, *each) for each in models], monkeypatch)
+    assert sum(part[0] for part in parts) == pytest.approx(loss, rel=1e-6)
+    assert sum(part[1] for part in parts) == num_targets
+    for whole, *shares in zip(gradients, *(part[2] for part in parts), strict=True):
+        torch.testing.assert_close(torch.stack(shares).sum(dim=0), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_not_cut_attends_as_with_sdpa() -> None:
+    register_context(build_share(0, 2, by_heads=False))
+    batch = {name: build_batch(*ROWS)[name] for name in ("input_ids", "position_ids")}
+    with torch.no_grad():
+        own, plain = (build_model(name)(**batch, use_cache=False).logits for name in ("context", "sdpa"))
+    torch.testing.assert_close(own, plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "why"),
+    [
+        ("mistral", {"sliding_window": 8}, "sliding_attention layers"),
+        ("gemma2", {}, "capped attention"),
+        ("llama", {"attention_dropout": 0.1}, "attention dropout"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic rotary"),
+        ("mixtral", {"output_router_logits": True, "sliding_window": None}, "a balance of experts"),
+    ],
+)
+def test_what_needs_the_whole_row_is_refused(model_type: str, changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        verify_can_share_rows(AutoConfig.for_model(model_type, **SIZES, **HEADS, **changes), 2, by_heads=False)
+
+
+@pytest.mark.parametrize(
+    ("heads", "why"),
+    [
+        ({"num_attention_heads": 8, "num_key_value_heads": 8}, "8 heads for 3 processes, 8 key-value heads"),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 24},
+            "with 4 key-value heads for 3 processes cannot",
+        ),
+    ],
+)
+def test_heads_that_cannot_be_dealt_out_are_refused(heads: dict[str, int], why: str) -> None:
+    config = AutoConfig.for_model("llama", **SIZES | heads)
+    with pytest.raises(ConfigError, match=why) as refused:
+        verify_can_share_rows(config, 3, by_heads=True)
+    assert "fsdp2_cp" in str(refused.value)
+    verify_can_share_rows(config, 3, by_heads=False)
+    verify_can_share_rows(config, 4, by_heads=True)
+
+
+def test_plain_attention_may_share_rows() -> None:
+    for model_type in ("llama", "qwen3", "qwen2", "smollm3"):
+        for by_heads in (False, True):
+            verify_can_share_rows(AutoConfig.for_model(model_type, **SIZES, **HEADS), 4, by_heads=by_heads)

@@ -1,0 +1,182 @@
+"""A model in parts is the model: the same names and weights, the same logits to the bit, for each architecture."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GraniteConfig, LlamaConfig, MixtralConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from recipes_lib.config.schema import ModelConfig
+from recipes_lib.errors import ConfigError
+from recipes_lib.models.architecture import start_causal_lm
+from recipes_lib.models.parallel.pipeline_parallel import (
+    Elsewhere,
+    Part,
+    build_part_class,
+    build_whole_on_meta,
+    cut_into_chunks,
+    verify_can_be_cut_along_layers,
+)
+
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0},
+}
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "phi3", "gemma3_text")
+IDS = torch.arange(24).view(2, 12) % 64
+POSITIONS = torch.cat([torch.arange(5), torch.arange(7)])[None].expand(2, -1)  # Two documents in a row.
+
+
+def make_config(family: str, **more: Any) -> PreTrainedConfig:
+    config: PreTrainedConfig = CONFIG_MAPPING[family](**SIZES | {"eos_token_id": 1, "bos_token_id": 2} | more)
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def build_parts(config: PreTrainedConfig, num_stages: int, num_chunks: int = 1) -> list[Any]:
+    parts = []
+    for stage in range(num_stages):
+        torch.manual_seed(0)
+        parts.append(build_part_class(config, Part(stage, num_stages, num_chunks))._from_config(config))
+    return parts
+
+
+def build_whole(config: PreTrainedConfig) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def load_part(folder: Path, config: PreTrainedConfig, part: Part) -> Any:
+    return start_causal_lm(ModelConfig(model_name_or_path=str(folder)), config, "sdpa", seed=0, part=part)
+
+
+@torch.no_grad()
+def run_chunks(parts: list[Any]) -> torch.Tensor:
+    """What stages would hand on to each other, in one process."""
+    numbered = {n: chunk for part in parts for n, chunk in zip(part.part.chunks, cut_into_chunks(part), strict=True)}
+    inputs: dict[str, Any] = {"input_ids": IDS}
+    for number in range(len(numbered) - 1):
+        states = numbered[number].base_model(**inputs, position_ids=POSITIONS, use_cache=False).last_hidden_state
+        inputs = {"inputs_embeds": states}
+    logits: torch.Tensor = numbered[len(numbered) - 1](**inputs, position_ids=POSITIONS, use_cache=False).logits
+    return logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("num_stages", "num_chunks"), [(2, 1), (2, 2)])
+def test_the_parts_together_are_the_model(family: str, num_stages: int, num_chunks: int) -> None:
+    config = make_config(family)
+    whole, parts = build_whole(config), build_parts(config, num_stages, num_chunks)
+    with torch.no_grad():
+        expected = whole(input_ids=IDS, position_ids=POSITIONS, use_cache=False).logits
+    assert torch.equal(run_chunks(parts), expected)
+    merged = {name: tensor for part in parts for name, tensor in part.state_dict().items()}
+    assert merged.keys() == whole.state_dict().keys()
+    assert all(torch.equal(merged[name], tensor) for name, tensor in whole.state_dict().items())
+
+
+def test_a_layer_less_would_be_seen() -> None:
+    config = make_config("llama")
+    parts = build_parts(config, 2)
+    parts[1].base_model.layers[3] = Elsewhere()
+    expected = build_whole(config)(input_ids=IDS, position_ids=POSITIONS, use_cache=False).logits
+    assert not torch.allclose(run_chunks(parts), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_every_tensor_is_in_one_part_and_tied_embeddings_are_at_both_ends(is_tied: bool) -> None:
+    config = make_config("llama", tie_word_embeddings=is_tied)
+    parts = build_parts(config, 4)
+    held = [set(dict(part.named_parameters())) for part in parts]
+    assert set.union(*held) == set(dict(build_whole(config).named_parameters()))
+    shared = held[0] & held[3]
+    assert shared == ({"model.embed_tokens.weight"} if is_tied else set())
+    assert sum(len(names) for names in held) == len(set.union(*held)) + len(shared)
+    assert parts[3].lm_head.weight is (parts[3].base_model.embed_tokens.weight if is_tied else parts[3].lm_head.weight)
+    assert {name: list(shape) for name, shape in parts[1].whole_shapes.items()} == {
+        name: list(tensor.shape) for name, tensor in build_whole(config).named_parameters()
+    }
+
+
+def test_the_whole_is_known_without_its_weights() -> None:
+    config = make_config("qwen3")
+    whole = build_whole_on_meta(build_parts(config, 2)[1])
+    assert list(dict(whole.named_parameters())) == list(dict(build_whole(config).named_parameters()))
+    assert all(tensor.is_meta for tensor in whole.parameters())
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_loaded_part_holds_its_own_tensors_alone(is_tied: bool, tmp_path: Path) -> None:
+    config = make_config("llama", tie_word_embeddings=is_tied)
+    whole = build_whole(config)
+    whole.save_pretrained(tmp_path)
+    for stage in range(2):
+        part = load_part(tmp_path, config, Part(stage, 2))
+        assert part.training
+        assert all(torch.equal(tensor, whole.get_parameter(name)) for name, tensor in part.named_parameters())
+        num_numbers = sum(tensor.numel() for tensor in part.parameters())
+        assert num_numbers < 0.75 * sum(tensor.numel() for tensor in whole.parameters())
+
+
+def test_a_checkpoint_that_lacks_a_tensor_of_this_part_is_refused(tmp_path: Path) -> None:
+    config = make_config("llama")
+    whole = build_whole(config)
+    state = whole.state_dict()
+    del state["model.layers.3.mlp.up_proj.weight"]
+    whole.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(ConfigError, match=r"lacks model\.layers\.3\.mlp\.up_proj\.weight"):
+        load_part(tmp_path, config, Part(1, 2))
+    load_part(tmp_path, config, Part(0, 2))
+
+
+def test_random_weights_are_those_of_one_process() -> None:
+    config = make_config("llama")
+    recipe = ModelConfig(model_config={"model_type": "llama"})
+    whole = start_causal_lm(recipe, config, "sdpa", seed=3)
+    part = start_causal_lm(recipe, config, "sdpa", seed=3, part=Part(1, 2))
+    assert type(part).__name__ == "LlamaForCausalLM"
+    assert all(torch.equal(tensor, whole.get_parameter(name)) for name, tensor in part.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (GPT2Config(vocab_size=64), "has no plan"),
+        (MixtralConfig(**SIZES, output_router_logits=True), "balance between its experts"),
+        (LlamaConfig(**SIZES | {"num_hidden_layers": 3}), "3 layers cannot be cut into 2"),
+    ],
+    ids=["gpt2", "router", "odd"],
+)
+def test_what_cannot_be_cut_is_refused_with_the_reason(config: PreTrainedConfig, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        build_part_class(config, Part(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (LlamaConfig(**SIZES), ""),
+        (LlamaConfig(**SIZES, tie_word_embeddings=True), ""),
+        (GPT2Config(vocab_size=64), "has no plan"),
+        (GraniteConfig(**SIZES, embedding_multiplier=2.0), "changes the states between"),
+        (LlamaConfig(**SIZES | {"num_hidden_layers": 3}), "3 layers cannot be cut into 2"),
+    ],
+    ids=["llama", "tied", "gpt2", "granite", "odd"],
+)
+def test_without_weights_a_model_is_judged_alike(config: PreTrainedConfig, why: str) -> None:
+    for stage in range(2):
+        with pytest.raises(ConfigError, match=why) if why else nullcontext():
+            verify_can_be_cut_along_layers(config, Part(stage, 2))
+
+
+def test_a_model_that_does_more_between_its_layers_is_refused() -> None:
+    config = GraniteConfig(**SIZES, embedding_multiplier=2.0)
+    config._attn_implementation = "sdpa"
+    (part, _) = build_parts(config, 2)
+    with pytest.raises(ConfigError, match="changes the states between its embedding and its layers"):
+        cut_into_chunks(part)

@@ -1,0 +1,77 @@
+"""Weights that are shared out are whole in a call alone; DeepSpeed itself is in ``tests/distributed/test_zero.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.integrations import deepspeed as integration
+
+from recipes_lib.models.parallel.zero3 import gather_where_used, leave_to_engine, loaded_whole, written_whole
+
+
+class Share:
+    """What DeepSpeed adds to a weight: it is empty until it is gathered."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        self.weight, self.whole = weight, weight.data
+        weight.ds_id, weight.all_gather, weight.partition = 0, self.gather, self.let_go  # type: ignore[attr-defined]
+        weight.data = torch.empty(0)
+
+    def gather(self, param_list: Any = None) -> None:
+        self.weight.data = self.whole
+
+    def let_go(self, param_list: Any = None, has_been_updated: bool = False) -> None:
+        assert has_been_updated == (param_list is None), "what is not written need not be sent"
+        self.weight.data = torch.empty(0)
+
+
+def test_a_weight_is_whole_in_a_call_and_empty_after_it() -> None:
+    linear = nn.Linear(2, 2, bias=False)
+    expected = linear(torch.ones(2))
+    Share(linear.weight)
+    model = nn.Sequential(linear, nn.ReLU())
+    with pytest.raises(RuntimeError):
+        linear(torch.ones(2))
+    gather_where_used(model)
+    assert torch.equal(linear(torch.ones(2)), expected)
+    assert linear.weight.numel() == 0
+    leave_to_engine(model)
+    with pytest.raises(RuntimeError):
+        linear(torch.ones(2))
+
+
+def test_a_model_that_nothing_has_shared_out_is_left_alone() -> None:
+    model = nn.Linear(2, 2)
+    gather_where_used(model)
+    assert not model._forward_pre_hooks
+    with torch.no_grad(), written_whole(model.weight):
+        model.weight.fill_(3.0)
+    assert model.weight.eq(3).all()
+
+
+def test_what_is_written_is_shared_out_again() -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    share = Share(weight)
+    with torch.no_grad(), written_whole(weight):
+        weight.fill_(3.0)
+    assert share.whole.eq(3).all()
+    assert weight.numel() == 0
+
+
+def test_transformers_shares_nothing_out_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Told:
+        def is_zero3(self) -> bool:
+            return True
+
+    told = Told()
+    monkeypatch.setattr(integration, "_hf_deepspeed_config_weak_ref", lambda: told)
+    with loaded_whole():
+        assert not integration.is_deepspeed_zero3_enabled()
+    assert integration.is_deepspeed_zero3_enabled()
+    monkeypatch.setattr(integration, "_hf_deepspeed_config_weak_ref", None)
+    with loaded_whole():
+        pass
+    assert integration._hf_deepspeed_config_weak_ref is None

@@ -1,0 +1,124 @@
+"""A look at a model changes no module's mode, whatever happens in between."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from recipes_lib.errors import ConfigError
+from recipes_lib.models import inference as evaluation
+from recipes_lib.models.attention import varlen
+from recipes_lib.models.attention.kernels import prove_isolation
+from recipes_lib.models.attention.shared_prompt import prove_shared_prompt
+from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
+from recipes_lib.models.inference import evaluating, find_rounding, suited_to_kernel
+
+
+def test_every_module_is_in_the_mode_it_was_in_after_an_error_too():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.Sequential(nn.Dropout(0.5))).train()
+    model[1].eval()
+    before = [module.training for module in model.modules()]
+    assert len(set(before)) == 2
+    with evaluating(model):
+        assert not any(module.training for module in model.modules())
+        assert not model(torch.ones(1, 2)).requires_grad
+    assert [module.training for module in model.modules()] == before
+    with pytest.raises(RuntimeError), evaluating(model):
+        raise RuntimeError
+    assert [module.training for module in model.modules()] == before
+    assert torch.is_grad_enabled()
+
+
+@pytest.fixture
+def flash_model(tiny_model_dir, monkeypatch):
+    """A model whose kernel is flash-attention, which is neither installed here nor runs on CPUs."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir).eval()
+
+    def choose(self, name):
+        self.config._attn_implementation = name
+
+    monkeypatch.setattr(type(model), "set_attn_implementation", choose)
+    model.set_attn_implementation("flash_attention_2")
+    return model
+
+
+def test_while_weights_are_on_the_host_another_kernel_stands_in_for_flash_attention(flash_model, tiny_model_dir):
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir, attn_implementation="sdpa").eval()
+    tokens = {"input_ids": torch.arange(1, 9)[None], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}
+    bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 5, "max_length_k": 5}
+    with torch.no_grad():
+        with suited_to_kernel(flash_model):
+            packed = flash_model(**tokens, **lengths, use_cache=False).logits[0]
+        for first, behind in ((0, 3), (3, 8)):
+            alone = plain(tokens["input_ids"][:, first:behind]).logits[0]
+            torch.testing.assert_close(packed[first:behind], alone, rtol=0, atol=1e-5)
+    assert flash_model.config._attn_implementation == "flash_attention_2"
+    # What is asked of a run before its weights are sharded.
+    prove_isolation(flash_model, "flat")
+    add_loss_head(flash_model)
+    verify_loss_head(flash_model)
+    assert flash_model.config._attn_implementation == "flash_attention_2"
+
+
+def test_where_flash_attention_runs_it_has_half_precision(flash_model, monkeypatch):
+    contexts = []
+    monkeypatch.setattr(evaluation, "find_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch, "autocast", lambda *given: contexts.append(given) or nullcontext())
+    with suited_to_kernel(flash_model):
+        assert flash_model.config._attn_implementation == "flash_attention_2"
+    assert contexts == [("cuda", torch.bfloat16)]
+    flash_model.set_attn_implementation("sdpa")
+    with suited_to_kernel(flash_model):
+        assert len(contexts) == 1
+
+
+def test_on_gpus_varlen_has_half_precision_where_documents_share_rows_and_nowhere_else(flash_model, monkeypatch):
+    contexts = []
+    monkeypatch.setattr(torch, "autocast", lambda *given: contexts.append(given) or nullcontext())
+    flash_model.set_attn_implementation("varlen")
+    for device in ("cpu", "cuda"):
+        monkeypatch.setattr(evaluation, "find_device", lambda _, device=device: torch.device(device))
+        for is_packed in (False, True):
+            with suited_to_kernel(flash_model, is_packed=is_packed):
+                assert contexts == ([("cuda", torch.bfloat16)] if (device, is_packed) == ("cuda", True) else [])
+
+
+def test_what_is_rounded_is_the_coarser_of_products_and_sums():
+    whole, half = torch.ones(2), torch.ones(2, dtype=torch.bfloat16)
+    assert [find_rounding(whole), find_rounding(half)] == [2**-23, 2**-7]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [find_rounding(whole), find_rounding(half)] == [2**-7, 2**-7]
+    with torch.autocast("cpu", torch.float16):
+        assert [find_rounding(whole), find_rounding(half)] == [2**-10, 2**-7]
+
+
+@pytest.mark.parametrize("model_class", [AutoModelForCausalLM, AutoModelForSequenceClassification])
+def test_a_kernel_that_takes_halves_alone_proves_a_model_in_float32(tiny_model_dir, monkeypatch, model_class):
+    """As ``varlen`` is on GPUs, played on a CPU."""
+    attend, autocast = varlen._attend_by_document, torch.autocast
+
+    def attend_in_halves(states, settings):
+        if {state.dtype for state in states} != {torch.bfloat16}:
+            raise RuntimeError("the kernel takes halves")
+        return attend(states, settings)
+
+    monkeypatch.setattr(varlen, "_attend_by_document", attend_in_halves)
+    monkeypatch.setattr(evaluation, "find_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch, "autocast", lambda device_type, *given, **named: autocast("cpu", *given, **named))
+    varlen.register_varlen()
+    model = model_class.from_pretrained(tiny_model_dir, attn_implementation="varlen").eval()
+    assert prove_shared_prompt(model) is None
+    prove_isolation(model, "flat")
+    # What is more than a rounding is found all the same.
+    plain = model.forward
+
+    def join(**inputs):
+        return plain(**(inputs | {name: inputs[name][[0, -1]] for name in inputs if name.startswith("cu_seq_lens")}))
+
+    model.forward = join
+    assert "one moves by" in prove_shared_prompt(model)
+    with pytest.raises(ConfigError, match="beside another: one moves by"):
+        prove_isolation(model, "flat")

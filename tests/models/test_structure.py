@@ -1,0 +1,122 @@
+"""Layers are mapped evenly, last to last; what is heard of them is what the model returns, and nothing else is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from recipes_lib.errors import ConfigError
+from recipes_lib.models.structure import find_layers, hearing, map_layers, verify_layers
+
+
+def make_llama(**keys: Any) -> LlamaForCausalLM:
+    defaults: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "attn_implementation": "eager",
+    }
+    return LlamaForCausalLM(LlamaConfig(**defaults | keys))
+
+
+def make_gpt2() -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=3, n_head=2, attn_implementation="eager"))
+
+
+@pytest.mark.parametrize(
+    ("num_student", "num_teacher", "expected"),
+    [
+        (6, 12, (2, 4, 6, 8, 10, 12)),
+        (4, 10, (3, 5, 8, 10)),  # Half up: Python would round 2.5 to 2.
+        (3, 3, (1, 2, 3)),
+        (1, 7, (7,)),
+        (4, 2, (1, 1, 2, 2)),
+    ],
+)
+def test_layers_are_mapped_evenly_rounding_half_up(num_student, num_teacher, expected) -> None:
+    assert map_layers(num_student, num_teacher) == expected
+
+
+def test_every_mapping_rises_to_the_last() -> None:
+    for num_teacher in range(1, 40):
+        for num_student in range(1, num_teacher + 1):
+            mapped = map_layers(num_student, num_teacher)
+            assert mapped[-1] == num_teacher
+            assert len(set(mapped)) == num_student
+            assert all(abs(at - number * num_teacher / num_student) <= 0.5 for number, at in enumerate(mapped, start=1))
+
+
+@pytest.mark.parametrize("make", [make_llama, make_gpt2])
+def test_what_is_heard_is_what_the_model_returns(make) -> None:
+    model = make().eval()
+    ids = torch.randint(0, 64, (2, 7))
+    with hearing(model, states=[1, 3], attentions=[2]) as heard:
+        own = model(input_ids=ids, output_hidden_states=True, output_attentions=True)
+    assert heard.states.keys() == {1, 3}
+    assert heard.attentions.keys() == {2}
+    for number, states in heard.states.items():
+        assert torch.equal(states, own.hidden_states[number])
+    assert torch.equal(heard.attentions[2], own.attentions[1])
+    model(input_ids=ids[:1])
+    assert heard.states[1].shape[0] == 2, "nobody listens any more"
+    verify_layers(model, attentions=True)
+    assert len(find_layers(model)) == 3
+
+
+def test_of_a_teacher_only_what_is_read_is_kept() -> None:
+    model = make_llama()
+    with hearing(model, states=[2], read_states=lambda states: states[:, -1]) as heard:
+        model(input_ids=torch.randint(0, 64, (2, 7)))
+    assert heard.states[2].shape == (2, 16)
+
+
+def test_layers_that_are_recomputed_are_heard_with_the_same_gradients() -> None:
+    gradients = []
+    for recomputes in (False, True):
+        torch.manual_seed(0)
+        model = make_llama().train()
+        if recomputes:
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        with hearing(model, states=[1, 2, 3], attentions=[2]) as heard:
+            logits = model(input_ids=torch.arange(14).view(2, 7), use_cache=False).logits
+        states = sum(states[:, 2:].square().sum() for states in heard.states.values())
+        (logits.square().mean() + states + heard.attentions[2].square().sum()).backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, expected in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], expected, msg=name)
+
+
+def test_a_model_whose_layers_say_something_else_is_refused(tiny_model_dir: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, attn_implementation="eager")
+    verify_layers(model, attentions=True)
+    original = model.base_model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        output.hidden_states = tuple(states + 1 for states in output.hidden_states)
+        return output
+
+    model.base_model.forward = forward
+    with pytest.raises(ConfigError, match="is not what it returns"):
+        verify_layers(model, attentions=False)
+
+
+def test_without_attention_in_the_layers_none_is_heard() -> None:
+    model = make_llama()
+    for layer in model.model.layers:
+        layer.self_attn = torch.nn.Identity()
+    with pytest.raises(ConfigError, match="no attention that could be heard"), hearing(model, attentions=[1]):
+        pass
+
+
+def test_a_model_without_a_list_of_its_layers_is_refused() -> None:
+    model = make_llama()
+    model.config.num_hidden_layers = 5
+    with pytest.raises(ConfigError, match="no list of its 5 layers"):
+        find_layers(model)

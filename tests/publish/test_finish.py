@@ -1,0 +1,65 @@
+"""A run that is done has a card and a report, however often it was killed, and says where they are."""
+
+from __future__ import annotations
+
+import pytest
+from tests.publish.runs import finish, make_run
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.publish import finish as finishing
+from recipes_lib.publish.finish import finish_run
+from recipes_lib.training.layouts.launch_environment import Launch
+from recipes_lib.training.run import Run
+
+
+@pytest.fixture
+def build(tmp_path):
+    folder = finish(make_run(tmp_path / "run", status="done"))
+
+    def build(*, finished: bool, rank: int = 0) -> Run:
+        launch = Launch(rank=rank, local_rank=rank, world_size=rank + 1, engine="")
+        return Run(RecipeConfig.__new__(RecipeConfig), folder, launch, None, finished=finished)
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        ("report.html", lambda file: file.unlink()),
+        ("report.html", lambda file: file.write_text(file.read_text()[:-20])),
+        ("README.md", lambda file: file.unlink()),
+        ("README.md", lambda file: file.write_text("")),
+    ],
+)
+def test_what_is_missing_is_made_again_and_one_line_tells_the_paths(build, name, harm, capsys):
+    run = build(finished=True)
+    names = ("README.md", "report.html")
+    finish_run(run)
+    before = {name: (run.output_dir / name).read_text() for name in names}
+    assert "| eval_loss | 1.0 |" in before["README.md"]  # Of the last evaluation.
+    assert "</html>" in before["report.html"]
+    harm(run.output_dir / name)
+    capsys.readouterr()
+    finish_run(run)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert all(str(run.output_dir / name) in line for name in names)
+    # With the curve, which the report has drawn.
+    after = {name: (run.output_dir / name).read_text().replace("![loss](report/loss.png)\n\n", "") for name in names}
+    assert after == before
+
+
+def test_what_is_whole_is_left_alone_and_the_report_of_a_run_that_has_just_ended_is_new(build, monkeypatch):
+    reports = []
+    build_report = finishing.build_report
+    monkeypatch.setattr(finishing, "build_report", lambda folder: reports.append(build_report(folder)))
+    for finished in (True, True, False):
+        finish_run(build(finished=finished))
+    assert len(reports) == 2
+
+
+def test_the_main_process_alone_finishes(build, capsys):
+    run = build(finished=False, rank=1)
+    finish_run(run)
+    assert not (run.output_dir / "report.html").exists()
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,344 @@
+"""``recipes publish``, and the process beside a run: it publishes what is whole, and the run never pays for the Hub."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from safetensors.numpy import save
+from tests.publish.hub_server import Commit, Fault
+from tests.publish.runs import finish, link_files, make_run, read_weight, save_checkpoint
+
+from recipes_lib.cli import main
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.errors import EXIT_DONE, EXIT_USER, PreemptedError
+from recipes_lib.publish import publishing
+from recipes_lib.publish.journal import JOURNAL
+from recipes_lib.publish.publishing import LOG, find_contents
+from recipes_lib.publish.snapshots import MODEL
+from recipes_lib.training.checkpoints.manifest import write_complete
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def run(tmp_path):
+    return make_run(tmp_path / "mine")
+
+
+def read_messages(hub, name="me/mine"):
+    return [commit.message.removeprefix("Publish ") for commit in hub.repositories[name].branches["main"][1:]]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "state"),
+    [("every_save", ""), ("checkpoint", "last-checkpoint"), ("all_checkpoints", "checkpoint-10")],
+)
+def test_only_whole_checkpoints_that_hold_a_model_are_found(run, strategy, state):
+    save_checkpoint(run, 20)
+    save_checkpoint(run, 10)
+    (save_checkpoint(run, 30) / "COMPLETE.json").unlink()
+    (save_checkpoint(run, 40) / "config.json").unlink()
+    policy = run / "checkpoint-50"
+    policy.mkdir()
+    (policy / "policy.safetensors").touch()
+    write_complete(policy, step=50)
+    found = find_contents(run, {"hub_strategy": strategy})
+    assert list(found) == ["checkpoint-10", "checkpoint-20"]
+    assert found["checkpoint-10"].state == state
+    assert found["checkpoint-10"].tag == "step-10"
+    assert {"model.safetensors", "optimizer.pt"} <= set(found["checkpoint-10"].sealed)
+    assert list(find_contents(finish(run), {"hub_strategy": "end", "tag": "v1"})) == [MODEL]
+
+
+def test_the_command_publishes_what_is_there_and_the_second_time_nothing(hub, run, capsys):
+    for step in (10, 20):
+        save_checkpoint(run, step)
+    finish(run)
+    assert main(["publish", str(run), "--tag", "v1.0"]) == EXIT_DONE
+    told = capsys.readouterr().out
+    assert "publishes to me/mine, private, which will be created" in told
+    assert "published at https://huggingface.co/me/mine: 3 commits;" in told
+    assert "0 failed and made again, 0 pushes lost" in told
+    repository = hub.repositories["me/mine"]
+    assert set(repository.tags) == {"step-10", "step-20", "v1.0"}
+    assert "| eval_loss | 2.0 |" in repository.find("step-20").files["README.md"].decode()
+    assert "| eval_loss | 1.0 |" in repository.find("v1.0").files["README.md"].decode()
+    assert main(["publish", str(run), "--tag", "v1.0"]) == EXIT_DONE
+    assert read_messages(hub) == ["checkpoint-10", "checkpoint-20", MODEL]
+
+
+def test_a_merged_model_is_published_as_it_is(hub, run, tmp_path):
+    folder = finish(make_run(tmp_path / "merged"))
+    (folder / "run.json").unlink()
+    (folder / "merge.json").write_text(json.dumps({"base": "owner/base", "adapter": "/somewhere/secret/lora"}))
+    (folder / "README.md").write_text("---\nlibrary_name: transformers\n---\n# merged\n")
+    command = ["publish", str(folder), "--hub_model_id", "me/joined", "--hub_revision", "trial"]
+    assert main([*command, "--hub_private_repo", "false"]) == EXIT_DONE
+    repository = hub.repositories["me/joined"]
+    assert not repository.private
+    files = repository.find("trial").files
+    assert json.loads(files["merge.json"]) == {"base": "owner/base", "adapter": "lora"}
+    assert files["README.md"].endswith(b"# merged\n")
+    assert len(repository.branches["main"]) == 1
+
+
+def test_of_a_folder_only_the_model_leaves_the_machine(hub, run):
+    finish(run)
+    published = {"README.md", "run.json", "metrics.jsonl", "model.safetensors", "config.json", "tokenizer.json"}
+    for path in ("tokenizer_corpus/rows.jsonl", "tokenizer_corpus/.env", "clean.py", ".env", "tokenizer_rows.jsonl"):
+        (run / path).parent.mkdir(exist_ok=True)
+        (run / path).write_text("private")
+    assert main(["publish", str(run)]) == EXIT_DONE
+    assert set(hub.repositories["me/mine"].find("main").files) == {".gitattributes", *published}
+
+
+def test_of_a_whole_checkpoint_only_what_was_sealed_does(hub, run):
+    sealed = {path.name for path in save_checkpoint(run, 10).iterdir()}
+    (run / "checkpoint-10" / ".env").write_text("private")
+    finish(run)
+    assert main(["publish", str(run), "--hub_strategy", "checkpoint"]) == EXIT_DONE
+    files = hub.repositories["me/mine"].find("main").files
+    assert {path for path in files if "/" in path} == {f"last-checkpoint/{name}" for name in sealed}
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "metrics.jsonl"])
+def test_a_secret_does_not_leave_the_machine_and_is_not_repeated(hub, run, capsys, name):
+    secret = "hf_" + "k" * 34
+    with (finish(run) / name).open("a") as file:
+        file.write(f'{{"told": "{secret}"}}')
+    assert main(["publish", str(run)]) == EXIT_USER
+    told = capsys.readouterr().err
+    assert f"{run / name}: it would be published, and holds what looks like an access token" in told
+    assert secret not in told
+    assert read_messages(hub) == []
+
+
+def test_linked_files_are_published_as_they_are(hub, run, monkeypatch):
+    """What the Hub has is not deleted for a link that is laid over a file, as the Hub's cache does it."""
+    assert main(["publish", str(finish(run))]) == EXIT_DONE
+    before = dict(hub.repositories["me/mine"].find("main").files)
+    (run / JOURNAL).unlink()
+    link_files(run, monkeypatch)
+    (run / "model.safetensors").resolve().write_bytes(save({"weight": np.full(300, 7, np.float32)}))
+    assert main(["publish", str(run)]) == EXIT_DONE
+    after = hub.repositories["me/mine"].find("main").files
+    assert after.keys() == before.keys()
+    assert read_weight(after) == 7
+
+
+def lose_repository(hub):
+    del hub.repositories["me/mine"]
+
+
+def lose_branch(hub):
+    del hub.repositories["me/mine"].branches["trial"]
+
+
+def push_over(hub):
+    """As another run does that has the same target."""
+    history = hub.repositories["me/mine"].branches["trial"]
+    files = dict(history[-1].files, **{"model.safetensors": save({"weight": np.full(300, 7, np.float32)})})
+    history.append(Commit("f" * 40, "Publish model", files))
+
+
+def squash(hub):
+    """The history becomes one commit, with the files that the last one had."""
+    history = hub.repositories["me/mine"].branches["trial"]
+    history[:] = [Commit("e" * 40, "squashed", history[-1].files)]
+
+
+@pytest.mark.parametrize("lose", [lose_repository, lose_branch, push_over, squash])
+def test_what_the_hub_has_no_longer_is_not_told_to_be_published(hub, run, capsys, lose):
+    command = ["publish", str(finish(run)), "--hub_revision", "trial", "--tag", "v1"]
+    assert main(command) == EXIT_DONE
+    before = dict(hub.repositories["me/mine"].find("trial").files)
+    lose(hub)
+    assert main(command) == EXIT_DONE
+    repository = hub.repositories["me/mine"]
+    assert repository.find("trial").files == repository.find("v1").files == before
+    assert "model was published, and is no longer there" in capsys.readouterr().out
+
+
+def test_what_somebody_wrote_over_the_card_stays(hub, run):
+    assert main(["publish", str(finish(run))]) == EXIT_DONE
+    history = hub.repositories["me/mine"].branches["main"]
+    history.append(Commit("d" * 40, "a better card", dict(history[-1].files, **{"README.md": b"by hand"})))
+    assert main(["publish", str(run)]) == EXIT_DONE
+    assert history[-1].files["README.md"] == b"by hand"
+
+
+@pytest.mark.parametrize(("word", "is_private"), [("no", False), ("FALSE", False), ("yes", True), ("on", True)])
+def test_who_sees_it_is_said_as_in_a_recipe(hub, run, word, is_private):
+    assert main(["publish", str(finish(run)), "--hub_private_repo", word]) == EXIT_DONE
+    assert hub.repositories["me/mine"].private is is_private
+
+
+def test_a_word_that_is_no_answer_is_a_mistake_of_the_user(hub, run, capsys):
+    with pytest.raises(SystemExit) as caught:
+        publishing.main([str(finish(run)), "--hub_private_repo", "perhaps"])
+    assert caught.value.code == EXIT_USER
+    assert "--hub_private_repo: 'perhaps' is neither true nor false" in capsys.readouterr().err
+    assert hub.repositories == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda hub, run: (run / "model.safetensors").unlink(), "there is no finished model"),
+        (lambda hub, run: (run / "model.safetensors").write_bytes(b"torn"), "the model is not whole"),
+        (lambda hub, run: hub.add("me/mine", private=False), "exists and is public"),
+        (lambda hub, run: hub.faults["commit"].extend([Fault(403)] * 9), "not all is published"),
+    ],
+)
+def test_what_cannot_be_published_is_told_with_its_remedy(hub, run, capsys, change, words):
+    finish(run)
+    change(hub, run)
+    assert main(["publish", str(run)]) == EXIT_USER
+    told = capsys.readouterr().err
+    assert words in told
+    assert "\n    " in told
+    if "me/mine" in hub.repositories:
+        assert read_messages(hub) == []
+
+
+def test_a_second_process_is_refused(hub, run, capsys):
+    finish(run)
+    hold = f"import fcntl, sys; f = open({str(run / '_published.lock')!r}, 'a'); fcntl.lockf(f, fcntl.LOCK_EX)"
+    command = [sys.executable, "-c", f"{hold}; print('held', flush=True); sys.stdin.read()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        assert main(["publish", str(run)]) == EXIT_USER
+        other.stdin.close()
+    assert "another process publishes it" in capsys.readouterr().err
+
+
+def recipe(run, train, **keys):
+    """``train`` as a recipe that publishes to the run's directory."""
+    config = RecipeConfig.__new__(RecipeConfig)
+    training = {"push_to_hub": True, "hub_strategy": "every_save", "output_dir": str(run), **keys}
+    object.__setattr__(config, "training", training)
+    return lambda: publishing.publishing(train)(config)
+
+
+def wait_for(hub, tag):
+    while tag not in hub.repositories["me/mine"].tags:
+        hub.closing.wait(0.05)
+
+
+def test_beside_a_run_checkpoints_are_published_when_they_are_there(hub, tmp_path, capsys):
+    run = tmp_path / "mine"
+
+    def train(config):
+        assert "private" in capsys.readouterr().err
+        make_run(run)
+        for step in (10, 20):
+            save_checkpoint(run, step)
+            wait_for(hub, f"step-{step}")
+        finish(run)
+
+    recipe(run, train)()
+    assert read_messages(hub) == ["checkpoint-10", "checkpoint-20", MODEL]
+    assert read_weight(hub.repositories["me/mine"].find("step-10").files) == 10
+    assert "3 commits" in capsys.readouterr().err
+    assert json.loads((run / JOURNAL).read_text())["counts"]["num_lost"] == 0
+    names = {name for commit in hub.repositories["me/mine"].branches["main"] for name in commit.files}
+    assert not any("optimizer" in name or name.startswith("_") for name in names)
+
+
+def test_with_the_model_at_the_end_no_process_is_there_before(hub, run):
+    def train(config):
+        assert not (run / LOG).exists()
+        save_checkpoint(run, 10)
+        finish(run)
+
+    recipe(run, train, hub_strategy="end")()
+    # By the record of the run, which is what a resumed process reads.
+    assert read_messages(hub)[-1] == MODEL
+
+
+def test_what_another_run_left_in_the_directory_is_not_published(hub, run):
+    save_checkpoint(run, 10)
+
+    def train(config):
+        hub.closing.wait(2)
+        raise PreemptedError("refused by its configuration")
+
+    with pytest.raises(PreemptedError):
+        recipe(run, train)()
+    assert read_messages(hub) == []
+
+
+def test_a_run_that_is_stopped_does_not_wait_and_the_next_one_publishes_the_rest(hub, run):
+    hub.sabotage = lambda kind: Fault(stalls=True) if kind == "preupload" else None
+
+    def train(config):
+        make_run(run)
+        save_checkpoint(run, 10)
+        while "preupload" not in hub.requests:
+            hub.closing.wait(0.05)
+        raise PreemptedError("SIGTERM")
+
+    with pytest.raises(PreemptedError):
+        recipe(run, train)()
+    hub.sabotage = lambda kind: None
+    recipe(run, lambda config: finish(run))()
+    assert read_messages(hub) == ["checkpoint-10", MODEL]
+
+
+def test_a_refusal_at_the_end_is_told_and_does_not_fail_the_run(hub, run, capsys):
+    hub.sabotage = lambda kind: Fault(403) if kind == "commit" else None
+    recipe(run, lambda config: finish(run))()
+    told = capsys.readouterr().err
+    assert "not all is published" in told
+    assert "403" in told
+    assert f"`recipes publish {run}` goes on" in told
+
+
+def test_only_the_main_process_publishes_and_only_where_it_is_asked_for(hub, run, monkeypatch):
+    trained = []
+    recipe(run, trained.append, push_to_hub=False)()
+    monkeypatch.setenv("RANK", "1")
+    recipe(run, trained.append)()
+    assert len(trained) == 2
+    assert hub.requests == []
+
+
+def test_who_may_not_publish_does_not_train(hub, run):
+    hub.role = "read"
+    trained = []
+    with pytest.raises(Exception, match="may only read"):
+        recipe(run, trained.append)()
+    assert trained == []
+
+
+def test_killed_with_the_run_it_leaves_no_process(hub, run):
+    code = f"""
+import sys
+from pathlib import Path
+from recipes_lib.publish.access import Target
+from recipes_lib.publish.publishing import Companion
+companion = Companion(Path({str(run)!r}), Target("me/mine", "main", True, True))
+companion.start()
+print(companion._process.pid, flush=True)
+sys.stdin.read()
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.send_signal(signal.SIGKILL)
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+        hub.closing.wait(0.05)
+
+
+def test_every_recipe_publishes_by_it():
+    stages = [path for path in sorted((ROOT / "recipes").glob("*.py")) if "export_model" in path.read_text()]
+    assert len(stages) >= 6
+    for path in stages:
+        assert "@publishing\ndef main(" in path.read_text(), path.name

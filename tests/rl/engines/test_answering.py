@@ -1,0 +1,77 @@
+"""What answers prompts, built from a run's settings: the same answers for a policy alone as for one with a critic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.rl import keys_task
+from tests.rl.reward_adapters import write_reward_model
+
+from recipes_lib.config.loader import load_config
+from recipes_lib.data.prompts import load_prompt_data
+from recipes_lib.errors import ConfigError
+from recipes_lib.models.loading import load_tokenizer
+from recipes_lib.rl.engines.engine import build_collector, hold_policy
+from recipes_lib.rl.models import load_actor_critic
+from recipes_lib.rl.rewards import load_rewards
+from recipes_lib.training.layouts.launch_environment import read_launch
+from recipes_lib.training.monitoring.progress import SilentProgress
+from recipes_lib.training.trainers.arguments import build_training_arguments
+
+
+@pytest.fixture
+def build(policy_dir, prompts_file, tmp_path):
+    def load(num_positions=64, **keys):
+        flags = keys_task.build_flags(policy_dir, tmp_path / "out", prompts_file, **keys)
+        config, launch = load_config("ppo", flags), read_launch()
+        tokenizer = load_tokenizer(config.model, config.tokens)
+        prompts = load_prompt_data(config, tokenizer)
+        args = build_training_arguments(config, launch, has_eval=True)
+        models = load_actor_critic(config, args, launch, tokenizer, prompts.terminators)
+        rewards = load_rewards(config.rewards, "cpu")
+        if rewards.model is not None:
+            rewards.model.model.config.max_position_embeddings = num_positions
+
+        def collect(models):
+            return build_collector(
+                config, args, models, rewards, tokenizer, SilentProgress(), lambda: None, prompts.max_length
+            )
+
+        return collect(models), collect(hold_policy(models.policy, models.stop_ids)), prompts.train
+
+    return load
+
+
+def test_a_policy_alone_answers_as_it_does_in_training(build):
+    collector, alone, prompts = build()
+    (first, first_texts), (second, second_texts) = (each.answer(prompts[:8], range(8)) for each in (collector, alone))
+    assert first_texts == second_texts
+    assert torch.equal(first.scores, second.scores)
+
+
+def test_a_reward_model_without_positions_for_the_longest_answer_is_refused_at_the_start(build, policy_dir, tmp_path):
+    reward_model = {
+        "reward_model_name_or_path": write_reward_model(policy_dir, tmp_path / "reward"),
+        "reward_funcs": "null",
+    }
+    _, _, prompts = build(**reward_model)
+    longest = max(len(prompt.input_ids) for prompt in prompts) + 8
+    build(num_positions=longest, **reward_model)
+    with pytest.raises(
+        ConfigError, match=f"{longest - 1} positions, and the longest prompt with its answer {longest} "
+    ):
+        build(num_positions=longest - 1, **reward_model)
+
+
+def test_settings_reach_the_sampler(build):
+    _, alone, prompts = build(response_length=3, seed=7, per_device_eval_batch_size=5)
+    assert (alone.batch_size, alone.seed) == (5, 7)
+    answers, _ = alone.answer(prompts[:8], range(8))
+    assert int(answers.lengths.max()) == 3
+
+
+@pytest.mark.parametrize(("bf16", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_products_have_the_precision_of_the_run(build, bf16, dtype):
+    _, alone, _ = build(bf16=bf16)
+    with alone.precision():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype

@@ -1,0 +1,115 @@
+"""Continuous batching: samples and log-probabilities are the policy's, in the precision of the training graph."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from tests.models.generation.test_sampling import PROMPTS, STOPS, build_sampling, draw, measure_gap
+from tests.rl.test_rollout import build_policy
+
+from recipes_lib.config.schema import AdapterConfig
+from recipes_lib.errors import ConfigError
+from recipes_lib.models.adapters.lora import add_adapter
+from recipes_lib.models.generation.sampling import mask_answers
+from recipes_lib.rl.engines import continuous_batching
+from recipes_lib.rl.engines.continuous_batching import ContinuousBatchingBackend
+
+# A cache as small as these answers need; by itself it takes most of the memory.
+SMALL = {"num_blocks": 64, "page_size": 16, "max_batch_tokens": 64}
+
+
+def build_engine(dtype=torch.float32, temperature=1.0, **options) -> ContinuousBatchingBackend:
+    return ContinuousBatchingBackend(build_sampling(temperature, **options), dtype=dtype, options=SMALL)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_its_log_probabilities_are_those_of_the_training_graph(temperature):
+    policy = build_policy("llama")
+    beats = []
+    engine = build_engine(temperature=temperature, beat=lambda: beats.append(1))
+    engine.load(policy)
+    answers = engine.generate(policy, PROMPTS * 5, draw(20))
+    mask, _ = mask_answers(answers.response_ids, STOPS)
+    assert len(set(mask.sum(1).tolist())) > 2
+    assert measure_gap(policy, PROMPTS * 5, answers, temperature) < 1e-5
+    assert beats
+    assert not policy.training
+
+
+def test_its_samples_are_distributed_as_the_policy_says():
+    policy, engine, count = build_policy("llama"), build_engine(response_length=1), 4000
+    engine.load(policy)
+    chosen = engine.generate(policy, [PROMPTS[0]] * count, draw(1)).response_ids[:, 0]
+    with torch.no_grad():
+        expected = policy(input_ids=torch.tensor(PROMPTS[:1])).logits[0, -1].softmax(0)
+    shares = torch.bincount(chosen, minlength=len(expected)) / count
+    # Five standard deviations of each share.
+    assert ((shares - expected).abs() < 5 * (expected * (1 - expected) / count).sqrt()).all()
+
+
+def test_it_answers_for_the_adapter_that_is_on_and_for_weights_as_they_are_now():
+    policy = add_adapter(build_policy("llama"), AdapterConfig(use_peft=True), seed=0)
+    engine = build_engine()
+    for factor in (0.0, 0.5):
+        with torch.no_grad():
+            for name, parameter in policy.named_parameters():
+                if ".lora_B." in name:
+                    parameter.normal_(std=factor or 1e-9, generator=torch.Generator().manual_seed(0))
+        engine.load(policy)
+        answers = engine.generate(policy, PROMPTS, draw(4))
+        assert measure_gap(policy, PROMPTS, answers, 1.0) < 1e-5
+
+
+def test_a_policy_kept_in_float32_answers_in_bfloat16_and_stays_as_it_is():
+    policy, engine = build_policy("llama"), build_engine(torch.bfloat16)
+    half = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    for _ in range(2):
+        engine.load(policy)
+        answers = engine.generate(policy, PROMPTS, draw(4))
+        assert 1e-6 < measure_gap(policy, PROMPTS, answers, 1.0, half()) < 0.05
+        assert all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.mul_(1.25)
+        before = {name: value.clone() for name, value in policy.state_dict().items()}
+    rotary = [value for name, value in engine._model.named_buffers() if "inv_freq" in name]
+    assert rotary
+    assert all(value.dtype == torch.float32 for value in rotary)
+
+
+def test_an_engine_that_fails_is_no_answer():
+    policy, engine = build_policy("llama"), build_engine()
+    engine.load(policy)
+
+    def fail(*_, **__):
+        raise ValueError("the kernel is gone")
+
+    policy.model.layers[0].self_attn.forward = fail
+    with pytest.raises(RuntimeError, match="continuous batching failed: the kernel is gone"):
+        engine.generate(policy, PROMPTS, draw(4))
+
+
+def test_who_leaves_while_it_samples_does_not_wait_for_the_answers(monkeypatch):
+    monkeypatch.setattr(continuous_batching, "_SECONDS_TO_WAIT", 0.0)
+
+    def leave():
+        raise KeyboardInterrupt
+
+    # No token of this vocabulary ends an answer.
+    policy, engine = build_policy("llama"), build_engine(beat=leave, response_length=200, stop_ids=[99])
+    engine.load(policy)
+    steps = []
+    policy.model.register_forward_hook(lambda *_: steps.append(1))
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(policy, PROMPTS, draw(4))
+    assert len(steps) < 200
+
+
+@pytest.mark.parametrize("options", [{"pages": 3}, {"seed": 3}, {"return_logprobs": False}])
+def test_settings_that_it_has_not_or_that_are_not_the_users_are_refused(options):
+    with pytest.raises(ConfigError, match=next(iter(options))) as refused:
+        ContinuousBatchingBackend(build_sampling(), dtype=torch.float32, options=options)
+    assert refused.value.problems[0].where == "transformers_continuous_batching_config"

@@ -1,0 +1,84 @@
+"""vLLM behind TRL's client: weights before answers, the policy's log-probabilities, and what must be refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from tests.models.generation.test_sampling import PROMPTS, STOPS, build_sampling, draw, measure_gap
+from tests.rl.test_rollout import CPU, build_policy
+from tests.rl.vllm_stub import serving
+from trl.generation import vllm_client
+
+from recipes_lib.config.schema import EngineConfig
+from recipes_lib.errors import ConfigError
+from recipes_lib.rl.engines.vllm_server import check_vllm, connect
+
+CONFIG = EngineConfig(use_vllm=True, vllm_server_timeout=0.0)
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """A server with other weights than the policy's."""
+    other = build_policy("llama")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(-1)
+    with serving(other, monkeypatch) as server:
+        yield server
+
+
+def reach(stub, temperature=1.0, is_main=True, **options):
+    config = dataclasses.replace(CONFIG, vllm_server_base_url=stub.url)
+    return connect(config, build_sampling(temperature, **options), device=CPU, is_main=is_main)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_it_answers_by_the_policys_weights_with_their_log_probabilities(stub, temperature):
+    policy, beats = build_policy("llama"), []
+    engine = reach(stub, temperature, beat=lambda: beats.append(1))
+    engine.load(policy)
+    prompts = [*PROMPTS, *PROMPTS[::-1]]
+    answers = engine.generate(policy, prompts, draw(8))
+    assert measure_gap(policy, prompts, answers, temperature) < 1e-5
+    assert len(beats) == 8
+    paths = [path for path, _ in stub.requests]
+    assert paths[:4] == ["/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache"]
+    body = next(body for path, body in stub.requests if path == "/v1/completions")
+    assert (body["temperature"], body["max_tokens"], body["stop_token_ids"]) == (temperature, 9, STOPS)
+
+
+def test_more_prompts_than_requests_come_back_in_their_order(stub, monkeypatch):
+    monkeypatch.setattr("recipes_lib.rl.engines.vllm_server.REQUESTS", 3)
+    policy, engine = build_policy("llama"), reach(stub)
+    engine.load(policy)
+    prompts = [[*prompt, 20 + at] for at, prompt in enumerate(PROMPTS * 2)]
+    assert measure_gap(policy, prompts, engine.generate(policy, prompts, draw(8)), 1.0) < 1e-5
+    assert [len(body["prompt"]) for path, body in stub.requests if path == "/v1/completions"].count(3) == 2
+
+
+def test_only_the_main_process_sends_weights(stub):
+    engine = reach(stub, is_main=False)
+    engine.load(build_policy("llama"))
+    assert not stub.requests
+    assert not hasattr(stub, "is_open")
+
+
+def test_without_vllm_the_run_is_refused():
+    with pytest.raises(ConfigError, match="vLLM is not installed"):
+        check_vllm()
+
+
+def test_a_server_that_is_not_there_or_not_what_is_needed_is_refused(stub, monkeypatch):
+    stub.settings["model_config"]["logprobs_mode"] = "raw_logprobs"
+    with pytest.raises(ConfigError, match="before the temperature"):
+        reach(stub)
+    stub.settings["model_config"]["logprobs_mode"] = "processed_logprobs"
+    monkeypatch.undo()
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(vllm_client, "is_vllm_available", lambda *_, **__: True)
+    gone = dataclasses.replace(CONFIG, vllm_server_base_url="http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match="can't be reached") as refused:
+        connect(gone, build_sampling(), device=CPU, is_main=True)
+    assert "vllm serve" in refused.value.problems[0].remedy

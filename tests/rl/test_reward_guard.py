@@ -1,0 +1,107 @@
+"""Rewards that tell no answers apart: what counts as such, when it is told, and when it ends the run."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from recipes_lib.errors import DivergedError
+from recipes_lib.rl.reward_guard import RewardGuard
+
+NAN = math.nan
+FLAT = [[0.0, 0.0], [1.0, 1.0]]
+TELLING = [[0.0, 0.0], [1.0, 0.0]]
+
+
+def build(limit: int | None = 2) -> tuple[RewardGuard, list[str]]:
+    told: list[str] = []
+    return RewardGuard(limit, told.append), told
+
+
+@pytest.mark.parametrize(
+    ("rewards", "found"),
+    [
+        ([[0.1] * 4], "all 4 answers earn the same, 0.1"),
+        (FLAT, "all answers to a prompt earn the same, whichever of the 2 prompts it is"),
+        ([[NAN] * 3], "no reward says what any of the 3 answers is worth"),
+        # Of one answer nothing can be told apart, and what is not known is no reward.
+        ([[NAN, 2.0], [NAN, NAN]], "all 1 answers earn the same, 2"),
+        ([[NAN, 2.0, 2.0], [3.0, NAN, NAN]], "all answers to a prompt earn the same"),
+        # Rounding is no difference, whatever the scale.
+        ([[1e6, 1e6 * (1 + 1e-7)], [1e-6, 1e-6 * (1 + 1e-7)]], "all answers to a prompt earn the same"),
+        (TELLING, None),
+        ([[0.0, 1e-9]], None),
+        ([[1.0, NAN, 2.0]], None),
+        # A large reward in another group hides nothing.
+        ([[1e6, 1e6], [0.1, 0.2]], None),
+    ],
+)
+def test_a_rollout_teaches_nothing_where_no_answer_to_a_prompt_earns_more_than_another(
+    rewards: list[list[float]], found: str | None
+) -> None:
+    guard, told = build(1)
+    judged = torch.tensor(rewards, dtype=torch.float32)
+    if found is None:
+        guard.judge(judged, step=1)
+    else:
+        with pytest.raises(DivergedError, match=found):
+            guard.judge(judged, step=1)
+        guard, told = build(2)
+        guard.judge(judged, step=1)
+        assert found in told[0]
+    assert len(told) == (found is not None)
+
+
+def test_it_is_told_at_once_and_whenever_twice_as_many_came_in_a_row() -> None:
+    guard, told = build(None)
+    for step in range(1, 10):
+        guard.judge(torch.tensor(FLAT), step=step)
+    assert [line.split(":")[1] for line in told] == [" step 1", " step 2", " step 4", " step 8"]
+    guard.judge(torch.tensor(TELLING), step=10)
+    guard.judge(torch.tensor(FLAT), step=11)
+    assert told[-1].startswith("warning: step 11:")
+
+
+def test_only_so_many_in_a_row_end_the_run() -> None:
+    guard, _ = build(2)
+    for step in range(1, 9):
+        guard.judge(torch.tensor(TELLING if step % 2 else FLAT), step=step)
+    with pytest.raises(DivergedError, match=r"step 9 .* raise max_zero_std_rollouts or set it to null"):
+        guard.judge(torch.tensor(FLAT), step=9)
+
+
+def test_a_task_that_is_solved_does_not_end_the_run() -> None:
+    """Every answer earns the most that was ever earned; without a rollout that told answers apart nobody knows that."""
+    guard, told = build(2)
+    guard.judge(torch.tensor(TELLING), step=1)
+    for step in range(2, 6):
+        guard.judge(torch.tensor([[1.0, 1.0], [1.0, 1.0]]), step=step)
+    assert "end the run here" in told[-1]
+    with pytest.raises(DivergedError):
+        guard.judge(torch.tensor(FLAT), step=6)
+    guard, _ = build(2)
+    guard.judge(torch.ones(2, 2), step=1)
+    with pytest.raises(DivergedError):
+        guard.judge(torch.ones(2, 2), step=2)
+
+
+@pytest.mark.parametrize("before", [[], [FLAT], [TELLING], [TELLING, FLAT], [FLAT, TELLING, FLAT]])
+def test_a_resumed_run_judges_as_if_it_had_not_been_stopped(before: list[list[list[float]]]) -> None:
+    guard, _ = build(3)
+    for step, rewards in enumerate(before, start=1):
+        guard.judge(torch.tensor(rewards), step=step)
+    resumed, _ = build(3)
+    resumed.restore(json.loads(json.dumps(guard.export())))
+    ends = []
+    for each in (guard, resumed):
+        for step in range(1, 5):
+            try:
+                each.judge(torch.tensor(FLAT), step=step)
+            except DivergedError:
+                ends.append(step)
+                break
+    assert ends[0] == ends[1]
+    build()[0].restore({})

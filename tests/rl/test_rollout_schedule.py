@@ -1,0 +1,66 @@
+"""How long a run is, what falls into an iteration, and which prompts it takes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from recipes_lib.config.schema import PPOConfig
+from recipes_lib.errors import ConfigError
+from recipes_lib.rl.rollout_schedule import Stream, choose_prompts, compute_schedule, verify_warmup
+
+TRAINING = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 2.0}
+
+
+def test_every_minibatch_is_an_optimizer_step():
+    """TRL's old trainer made ``num_ppo_epochs`` steps, whatever ``num_mini_batches`` said."""
+    plan = compute_schedule(100, PPOConfig(num_ppo_epochs=3, num_mini_batches=2), TRAINING, 2)
+    assert (plan.answers_per_step, plan.answers_per_iteration, plan.steps_per_iteration) == (16, 32, 6)
+    assert plan.num_iterations == 7
+    assert plan.num_epochs == pytest.approx(2.24)
+    assert plan.num_steps == 42
+
+
+def test_a_run_that_ends_before_the_critic_is_warm_is_refused():
+    plan = compute_schedule(100, PPOConfig(num_ppo_epochs=3, num_mini_batches=2), {**TRAINING, "max_steps": 12}, 1)
+    verify_warmup(plan, 0)
+    verify_warmup(plan, 1)
+    with pytest.raises(ConfigError, match="the critic learns alone for 2 iterations, and the run has 2"):
+        verify_warmup(plan, 2)
+
+
+@pytest.mark.parametrize(("max_steps", "num_iterations"), [(1, 1), (6, 1), (7, 2)])
+def test_a_part_of_an_iteration_is_a_whole_one(max_steps, num_iterations):
+    training = {**TRAINING, "max_steps": max_steps}
+    ppo = PPOConfig(num_ppo_epochs=3, num_mini_batches=2)
+    assert compute_schedule(100, ppo, training, 1).num_iterations == num_iterations
+
+
+@pytest.mark.parametrize(
+    ("every", "due"), [(1, [0, 1, 2, 3, 4]), (8, [1, 3, 4]), (0.5, [2, 4]), (1000, [4]), (5, [1, 2, 3, 4])]
+)
+def test_what_is_due_falls_into_the_iteration_that_reaches_it(every, due):
+    ppo = PPOConfig(num_ppo_epochs=1, num_mini_batches=4)
+    plan = compute_schedule(100, ppo, {**TRAINING, "max_steps": 20}, 1)
+    assert [iteration for iteration in range(5) if plan.is_due(every, iteration)] == due
+
+
+def test_every_pass_takes_each_prompt_once_in_an_order_of_its_own():
+    chosen = choose_prompts(10, 0, 30, seed=1)
+    passes = [chosen[start : start + 10] for start in (0, 10, 20)]
+    assert all(sorted(one) == list(range(10)) for one in passes)
+    assert passes[0] != passes[1] != passes[2]
+    assert choose_prompts(10, 0, 10, seed=2) != passes[0]
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 4), (7, 6), (10, 10), (19, 2), (3, 25)])
+def test_it_goes_on_wherever_it_stands(first, count):
+    assert choose_prompts(10, first, count, seed=1) == choose_prompts(10, 0, 40, seed=1)[first : first + count]
+
+
+def test_what_is_drawn_for_one_thing_is_never_drawn_for_another():
+    """numpy takes ``[seed, n]`` and ``[seed, n, 0]`` for the same seed: without a stream of its own, the order of a
+    minibatch would follow from the numbers that its answers were sampled with."""
+    names = [[stream, number] for stream in (Stream.PROMPT, Stream.ANSWER) for number in range(20)]
+    names += [[Stream.MINIBATCH, iteration, epoch] for iteration in range(20) for epoch in range(3)]
+    assert len({np.random.default_rng([7, *name]).random() for name in names}) == len(names)

@@ -1,0 +1,304 @@
+"""How a trainer saves and resumes: beside training and yet exactly, rehearsed without a trace, never in silence."""
+
+import json
+import os
+import pickle
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.training.trajectories import assert_equal_weights, make_packs, make_trainer, weights_of
+from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM, TrainerCallback
+
+from recipes_lib.config.schema import CheckpointConfig
+from recipes_lib.errors import ConfigError, explain_refusal
+from recipes_lib.models.saved_weights import BrokenSaveError
+from recipes_lib.training.checkpoints import checkpointing
+from recipes_lib.training.checkpoints.checkpointing import CheckpointingTrainer
+from recipes_lib.training.checkpoints.manifest import find_damage, read_complete, write_complete
+from recipes_lib.training.checkpoints.writer import CheckpointWriter, HostCopy
+
+SAVES = {"save_strategy": "steps", "save_steps": 2}
+
+
+class Telling(TrainerCallback):
+    """Calls a function after a step."""
+
+    def __init__(self, step, function):
+        self._step, self._function = step, function
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self._step:
+            self._function()
+
+
+def train(model_dir, output_dir, *, resume_from=None, callback=None, **training):
+    """Train on ragged rows and return the trainer, its trajectory and what was told."""
+    trainer, recorder = make_trainer(model_dir, output_dir, make_packs(), **SAVES | {"max_steps": 4} | training)
+    lines = []
+    trainer.observer.progress.say = lines.append
+    if callback is not None:
+        trainer.add_callback(callback)
+    trainer.train(resume_from_checkpoint=resume_from)
+    return trainer, recorder.steps, lines
+
+
+def read_files(checkpoint):
+    # Times differ, and so do the paths inside.
+    names = sorted(path.name for path in checkpoint.iterdir() if path.name not in ("COMPLETE.json", "README.md"))
+    return {name: (checkpoint / name).read_bytes() for name in names}
+
+
+def refuse_copies(monkeypatch):
+    monkeypatch.setattr(HostCopy, "explain_refusal", lambda *_: "a copy takes 2.0 GB and 1.0 GB of memory are free")
+
+
+def test_what_is_written_while_weights_change_is_what_a_waiting_save_writes(tiny_model_dir, tmp_path, monkeypatch):
+    release, submit = threading.Event(), CheckpointWriter.submit
+
+    def submit_late(writer, job):
+        is_rehearsal = not (tmp_path / "beside" / "_saving").exists()
+        submit(writer, job if is_rehearsal else lambda: (release.wait(60), job()))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointWriter, "submit", submit_late)
+        keys = {"save_steps": 2, "max_steps": 3}
+        # Nothing of step 2 is written before step 3 has changed every weight.
+        callback = Telling(3, release.set)
+        beside, _, lines = train(tiny_model_dir, tmp_path / "beside", callback=callback, **keys)
+    assert not any("waits" in line for line in lines)
+    refuse_copies(monkeypatch)
+    waiting, _, lines = train(tiny_model_dir, tmp_path / "waiting", **keys)
+    assert [line for line in lines if "training waits while a checkpoint is written: a copy takes" in line]
+
+    one, other = (read_files(tmp_path / name / "checkpoint-2") for name in ("beside", "waiting"))
+    assert one == other
+    assert_equal_weights(weights_of(beside), weights_of(waiting))
+    # Upstream's names, and not the pickle of its arguments.
+    states = {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
+    assert states | {"config.json", "tokenizer.json"} <= one.keys()
+    assert "training_args.bin" not in one
+
+
+def test_a_rehearsal_leaves_no_trace_in_the_run_or_on_the_disk(tiny_model_dir, tmp_path):
+    steps = {}
+    for name, strategy in (("without", "no"), ("with", "steps")):
+        trainer, steps[name], lines = train(
+            tiny_model_dir, tmp_path / name, save_strategy=strategy, save_steps=9, max_steps=4
+        )
+        told = [line for line in lines if line.startswith("checkpoints: ")]
+        assert len(told) == (strategy == "steps")
+        assert not list((tmp_path / name).glob("_*"))
+        steps[name, "weights"] = weights_of(trainer)
+        steps[name, "random"] = torch.random.get_rng_state()
+    assert steps["with"] == steps["without"]
+    assert_equal_weights(steps["with", "weights"], steps["without", "weights"])
+    assert torch.equal(steps["with", "random"], steps["without", "random"])
+    assert "opened again in" in told[0]
+
+
+@pytest.mark.parametrize("max_steps", [3, 4], ids=["inside an epoch", "at its end"])
+def test_a_run_that_is_resumed_after_its_last_step_makes_no_other(tiny_model_dir, tmp_path, max_steps):
+    keys = {"lr_scheduler_type": "constant", "save_steps": max_steps, "max_steps": max_steps}
+    straight, _, _ = train(tiny_model_dir, tmp_path, **keys)
+    checkpoint = tmp_path / f"checkpoint-{max_steps}"
+    resumed, steps, _ = train(tiny_model_dir, tmp_path / "again", resume_from=str(checkpoint), **keys)
+    assert steps == []
+    assert resumed.state.global_step == max_steps
+    assert_equal_weights(weights_of(resumed), weights_of(straight))
+
+
+def test_a_save_that_is_due_at_the_first_step_is_there(tiny_model_dir, tmp_path):
+    train(tiny_model_dir, tmp_path, save_steps=1, max_steps=2)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+
+
+def change_saved(monkeypatch, change):
+    """Save something else than the weights."""
+    write = CheckpointingTrainer._write_model
+
+    def write_changed(trainer, folder, state):
+        state = {name: tensor.clone() for name, tensor in state.items()}
+        change(state)
+        write(trainer, folder, state)
+
+    monkeypatch.setattr(CheckpointingTrainer, "_write_model", write_changed)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: state.__setitem__("model.norm.weight", torch.empty(0)), "model.norm.weight is empty"),
+        (lambda state: state.pop("model.norm.weight"), "model.norm.weight is missing"),
+        (lambda state: state["model.norm.weight"].fill_(float("nan")), "model.norm.weight is not finite"),
+        (lambda state: state["model.norm.weight"].mul_(1 + 2**-23), "model.norm.weight differ from what is trained"),
+    ],
+    ids=["emptied", "lost", "nan", "one bit off"],
+)
+def test_a_save_that_is_not_what_is_trained_ends_the_run_at_its_first_step(
+    tiny_model_dir, tmp_path, monkeypatch, change, words
+):
+    change_saved(monkeypatch, change)
+    with pytest.raises(BrokenSaveError, match=words):
+        train(tiny_model_dir, tmp_path, save_steps=4)
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_an_emptied_tensor_makes_a_later_save_fail_too(tiny_model_dir, tmp_path, monkeypatch):
+    broken = Telling(3, lambda: change_saved(monkeypatch, lambda state: state.pop("model.norm.weight")))
+    with pytest.raises(BrokenSaveError, match=r"model\.norm\.weight is missing"):
+        train(tiny_model_dir, tmp_path, callback=broken)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def test_an_optimizer_state_that_needs_code_to_be_read_ends_the_run(tiny_model_dir, tmp_path, monkeypatch):
+    saved = torch.save
+    monkeypatch.setattr(
+        checkpointing.torch, "save", lambda state, file: saved({"state": state, "x": threading.Barrier}, file)
+    )
+    with pytest.raises(BrokenSaveError, match=r"optimizer\.pt cannot be read back"):
+        train(tiny_model_dir, tmp_path)
+
+
+FULL = Path("/dev/full")
+"""A device that takes nothing, as a disk without space."""
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="the operating system has no /dev/full")
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_full_disk_ends_the_run_with_its_own_words(tiny_model_dir, tmp_path, monkeypatch, copies):
+    if not copies:
+        refuse_copies(monkeypatch)
+    write = CheckpointingTrainer._write_model
+
+    def write_beside_a_full_file(trainer, folder, state):
+        if folder.name == "checkpoint-4":
+            (folder / "optimizer.pt").symlink_to(FULL)
+        write(trainer, folder, state)
+
+    monkeypatch.setattr(CheckpointingTrainer, "_write_model", write_beside_a_full_file)
+    with pytest.raises(OSError, match="No space left") as caught:
+        train(tiny_model_dir, tmp_path, max_steps=100)
+    assert "the disk is full" in str(explain_refusal(caught.value))
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert find_damage(tmp_path / "checkpoint-2") is None
+
+
+def test_a_checkpoint_that_is_being_written_is_finished_when_the_run_is_interrupted(tiny_model_dir, tmp_path):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_model_dir, tmp_path, callback=Telling(3, interrupt))
+    assert find_damage(tmp_path / "checkpoint-2") is None
+    assert not list(tmp_path.glob("_*"))
+
+
+def test_a_disk_that_cannot_hold_what_will_be_kept_is_refused_at_the_first_step(tiny_model_dir, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=3 * 10**6))
+    with pytest.raises(ConfigError, match=r"3 checkpoints of .* GB and the model need .* GB and the disk has"):
+        train(tiny_model_dir, tmp_path, save_total_limit=2, save_steps=1, max_steps=10)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_record_says_what_made_it(tiny_model_dir, tmp_path):
+    record = {"config_fingerprint": "abc", "versions": {"torch": "2"}}
+    run = {"stage": "sft", "config": {"seed": 1}}
+    (tmp_path / "run.json").write_text(json.dumps({**record, **run, "status": "running"}))
+    train(tiny_model_dir, tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=3)
+    sealed = dict(read_complete(tmp_path / "checkpoint-2"))
+    assert sealed.pop("files")
+    assert sealed == record | {
+        "step": 2,
+        "world_size": 1,
+        "data_size": 1,
+        "per_device_train_batch_size": 3,
+        "gradient_accumulation_steps": 2,
+        "engine": "",
+        "run": run,
+    }
+
+
+def test_the_newest_the_best_and_every_nth_stay(tiny_model_dir, tmp_path):
+    losses = iter([5.0, 1.0, 4.0, 3.0, 3.0, 3.0])
+    keys = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    trainer, _ = make_trainer(
+        tiny_model_dir,
+        tmp_path,
+        make_packs(),
+        hooks=[lambda model, step: {"loss": next(losses)}],
+        checkpoints=CheckpointConfig(save_keep_steps=4),
+        **SAVES | keys | {"save_steps": 1, "save_total_limit": 1, "max_steps": 6, "metric_for_best_model": "loss"},
+    )
+    best = {}
+    trainer.add_callback(Telling(2, lambda: best.update(weights_of(trainer))))
+    trainer.train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (2, 4, 6)]
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    stored = json.loads((tmp_path / "checkpoint-6" / "trainer_state.json").read_text())
+    assert stored["best_model_checkpoint"] == str(tmp_path / "checkpoint-2")
+    assert_equal_weights(weights_of(trainer), best)
+
+
+def test_experts_are_resumed_and_not_skipped(tiny_model_dir, tmp_path):
+    # Upstream would load weights by the names of publication, under which a model has no experts, and only warn.
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 16) | {"num_hidden_layers": 1, "num_local_experts": 2}
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=512, num_attention_heads=2, num_key_value_heads=2, **sizes))
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(tmp_path / "model")
+    straight, steps, _ = train(tmp_path / "model", tmp_path / "straight")
+    checkpoint = tmp_path / "straight" / "checkpoint-2"
+    resumed, later_steps, _ = train(tmp_path / "model", tmp_path / "resumed", resume_from=str(checkpoint))
+    assert later_steps == steps[2:]
+    assert_equal_weights(weights_of(resumed), weights_of(straight))
+    loaded = MixtralForCausalLM.from_pretrained(checkpoint).state_dict()
+    assert all(
+        torch.equal(loaded[name], tensor) for name, tensor in load_file(checkpoint / "model.safetensors").items()
+    )
+
+
+class Payload:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, marker):
+        self._marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self._marker),)
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("optimizer.pt", "zip"), ("optimizer.pt", "bare"), ("scheduler.pt", "zip"), ("rng_state.pth", "bare")],
+)
+def test_a_checkpoint_from_a_stranger_runs_nothing(tiny_model_dir, tmp_path, name, form):
+    train(tiny_model_dir, tmp_path / "run", max_steps=2)
+    checkpoint, marker = tmp_path / "run" / "checkpoint-2", tmp_path / "it ran"
+    if form == "zip":
+        torch.save(Payload(marker), checkpoint / name)
+    else:
+        (checkpoint / name).write_bytes(pickle.dumps(Payload(marker)))
+    (checkpoint / "training_args.bin").write_bytes(pickle.dumps(Payload(marker)))
+    write_complete(checkpoint, step=2, world_size=1)  # As if it had been written so.
+    with pytest.raises(pickle.UnpicklingError, match=r"[Ww]eights"):
+        train(tiny_model_dir, tmp_path / "again", resume_from=str(checkpoint))
+    assert not marker.exists()
+
+
+def test_a_process_without_a_stored_random_state_gets_one_of_its_own(tiny_model_dir, tmp_path):
+    train(tiny_model_dir, tmp_path / "run", max_steps=2)
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    (checkpoint / "rng_state.pth").unlink()
+    drawn = []
+    for attempt in range(2):
+        torch.manual_seed(attempt)
+        trainer, _ = make_trainer(tiny_model_dir, tmp_path / str(attempt), make_packs(), max_steps=4)
+        trainer.state.global_step = 2
+        trainer._load_rng_state(str(checkpoint))
+        drawn.append(torch.rand(3))
+    assert torch.equal(*drawn)

@@ -1,0 +1,237 @@
+"""What may go on with another number of processes, and with which accumulation."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from recipes_lib.config.schema import (
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    RecipeConfig,
+    ScheduleConfig,
+    TokensConfig,
+)
+from recipes_lib.errors import ConfigError
+from recipes_lib.training.checkpoints import resume as resumption
+from recipes_lib.training.checkpoints.manifest import write_complete
+from recipes_lib.training.checkpoints.resume import (
+    agree_on_checkpoint,
+    count_rows_per_step,
+    keep_batch,
+    seed_process,
+    verify_checkpoint_fits,
+)
+from recipes_lib.training.layouts.launch_environment import Launch
+
+
+def launch(world_size, engine=""):
+    return Launch(rank=0, local_rank=0, world_size=world_size, engine=engine)
+
+
+def config(per_device, accumulation, **sections):
+    return RecipeConfig(
+        stage="sft",
+        path=None,
+        data=DataConfig(dataset_name="rows"),
+        tokens=TokensConfig(),
+        model=ModelConfig(model_name_or_path="model"),
+        evaluation=EvaluationConfig(),
+        training={"per_device_train_batch_size": per_device, "gradient_accumulation_steps": accumulation},
+        provenance={"per_device_train_batch_size": "a.yaml:3"},
+        **sections,
+    )
+
+
+def record(world_size, per_device, accumulation, engine=""):
+    batch = {"per_device_train_batch_size": per_device, "gradient_accumulation_steps": accumulation}
+    return {"world_size": world_size, "engine": engine, **batch}
+
+
+def test_absent_keys_take_upstreams_defaults():
+    assert count_rows_per_step({}, 3) == 24
+
+
+@pytest.mark.parametrize(
+    ("before", "written", "now", "accumulation"),
+    [
+        ((1, 2, 4), (2, 4), 2, 2),
+        ((2, 2, 2), (2, 2), 1, 4),
+        ((2, 2, 2), (2, 4), 2, 2),  # The file still says what one process began with.
+        ((8, 1, 1), (1, 1), 1, 8),
+        ((3, 2, 4), (2, 4), 6, 2),
+        ((2, 2, 2), (4, 2), 1, 2),  # The user has planned it anew.
+        ((2, 4, 4), (8, 4), 4, 1),
+    ],
+)
+def test_a_step_takes_as_many_rows_as_before(before, written, now, accumulation):
+    kept, line = keep_batch(config(*written), launch(now), record(*before))
+    assert kept.training["gradient_accumulation_steps"] == accumulation
+    assert kept.training["per_device_train_batch_size"] == written[0]
+    rows = before[0] * before[1] * before[2]
+    assert count_rows_per_step(kept.training, now) == rows
+    assert (line is None) == (accumulation == written[1])
+    if line:
+        assert f"gradient_accumulation_steps is {accumulation}, so that a step still takes {rows} rows" in line
+
+
+@pytest.mark.parametrize(
+    ("before", "written", "now", "steps"),
+    [
+        ((1, 4, 4, 8), (4, 4, 8), 2, 4),
+        ((2, 4, 2, 4), (4, 4, 8), 2, 4),  # The file still says what one process began with.
+        ((2, 4, 2, 4), (4, 4, 8), 1, 8),
+        ((1, 4, 4, 8), (8, 2, 8), 1, 4),  # The user has planned the batch anew, on as many processes.
+        ((1, 4, 4, 8), (4, 4, 8), 1, 8),
+    ],
+)
+def test_as_many_answers_are_sampled_at_a_time_as_before(before, written, now, steps):
+    *cut, written_steps = written
+    given = config(*cut)
+    given.training["steps_per_generation"] = written_steps
+    kept, line = keep_batch(given, launch(now), record(*before[:3]) | {"steps_per_generation": before[3]})
+    assert kept.training["steps_per_generation"] == steps
+    assert cut[0] * steps * now == before[0] * before[1] * before[3]
+    assert count_rows_per_step(kept.training, now) == before[0] * before[1] * before[2]
+    assert ("steps_per_generation" in (line or "")) == (steps != written_steps)
+
+
+def test_answers_that_cannot_be_shared_are_refused():
+    given = config(4, 2)
+    given.training["steps_per_generation"] = 3
+    with pytest.raises(ConfigError, match="12 answers of this run are sampled at a time, which 2 processes with 4"):
+        keep_batch(given, launch(2), record(1, 4, 2) | {"steps_per_generation": 3})
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "remedy"),
+    [
+        (3, (1, 2, 4), "start 1, 2 or 4 processes"),
+        (4, (1, 2, 6), "start 1, 2, 3 or 6 processes, or write per_device_train_batch_size and "),
+        (4, (1, 2, 6), "whose product is 3 (the former 1 or 3)"),
+    ],
+)
+def test_the_choices_are_those_that_divide(now, before, remedy):
+    with pytest.raises(ConfigError) as caught:
+        keep_batch(config(2, 4), launch(now), record(*before))
+    assert remedy in str(caught.value)
+    assert str(caught.value).startswith("a.yaml:3: a step of this run takes")
+
+
+def test_a_growing_batch_keeps_its_micro_batches():
+    ramp = {"schedule": ScheduleConfig(batch_ramp_tokens=1000)}
+    with pytest.raises(ConfigError, match="4 a step so far and 2 now"):
+        keep_batch(config(2, 4, **ramp), launch(2), record(1, 2, 4))
+    assert keep_batch(config(1, 4, **ramp), launch(2), record(1, 2, 4))[1] is None
+
+
+@pytest.mark.parametrize("engine", ["", "FSDP"])
+def test_whole_states_go_on_with_any_number_of_processes(engine):
+    verify_checkpoint_fits(record(4, 1, 1, engine), "checkpoint-3", launch(3, engine))
+
+
+@pytest.mark.parametrize(("before", "now"), [("", "FSDP"), ("FSDP", "")])
+def test_what_is_whole_goes_on_in_shards_and_shards_without(before, now):
+    verify_checkpoint_fits(record(4, 1, 1, before), "checkpoint-3", launch(1, now))
+
+
+@pytest.mark.parametrize(("before", "now"), [("", "DEEPSPEED"), ("DEEPSPEED", "FSDP"), ("FSDP", "DEEPSPEED")])
+def test_another_engine_is_refused(before, now):
+    with pytest.raises(ConfigError, match="was written under"):
+        verify_checkpoint_fits(record(2, 1, 1, before), "checkpoint-3", launch(2, now))
+
+
+def test_states_that_deepspeed_has_split_need_as_many_processes():
+    split = record(4, 1, 1, "DEEPSPEED")
+    verify_checkpoint_fits(split, "checkpoint-3", launch(4, "DEEPSPEED"))
+    with pytest.raises(ConfigError, match=r"split over 4 processes and this launch has 2[\s\S]*start 4 processes"):
+        verify_checkpoint_fits(split, "checkpoint-3", launch(2, "DEEPSPEED"))
+
+
+def draw():
+    # It is numpy's global state that is stored and set.
+    return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002
+
+
+def test_a_random_state_is_a_function_of_seed_step_and_rank():
+    drawn = {}
+    for key in [(0, 1, 0), (0, 1, 1), (0, 2, 0), (1, 1, 0), (0, 1, 0)]:
+        seed_process(*key)
+        found = draw()
+        assert drawn.setdefault(key, found) == found
+    assert len(set(drawn.values())) == 4
+
+
+def leave_checkpoint(output_dir, step):
+    checkpoint = output_dir / f"checkpoint-{step}"
+    checkpoint.mkdir()
+    (checkpoint / "model.safetensors").write_bytes(b"weights")
+    write_complete(checkpoint, step=step)
+    return checkpoint
+
+
+def agree(resume_from, lines):
+    return agree_on_checkpoint(resume_from, launch(1), 1, lines.append)
+
+
+def test_the_newest_checkpoint_that_is_whole_is_chosen_and_newer_ones_are_put_aside(tmp_path):
+    first, good, bad, torn = (leave_checkpoint(tmp_path, step) for step in (8, 9, 10, 11))
+    (bad / "model.safetensors").write_bytes(b"weighty")
+    (torn / "COMPLETE.json").unlink()
+    lines = []
+    assert agree(bad, lines) == good
+    assert lines == [
+        "checkpoint-11 is not whole: it has no readable COMPLETE.json; it is kept as damaged-checkpoint-11, "
+        "and the one before it is used",
+        "checkpoint-10 is not whole: model.safetensors holds other bytes than were written; it is kept as "
+        "damaged-checkpoint-10, and the one before it is used",
+    ]
+    left = ["checkpoint-8", "checkpoint-9", "damaged-checkpoint-10", "damaged-checkpoint-11"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    assert agree(good, lines) == good
+    for checkpoint in (first, good):
+        (checkpoint / "model.safetensors").write_bytes(b"")
+    assert agree(good, lines) is None
+    assert agree(None, lines) is None
+    assert len(lines) == 4
+
+
+@pytest.fixture
+def speak(monkeypatch):
+    """Let this process be the second of two, and hear what the first says; what it answers is returned."""
+
+    def hear(checkpoint, accumulation):
+        answers = []
+
+        def broadcast(told):
+            told[:] = [checkpoint, accumulation]
+
+        def gather(own):
+            answers.extend(own)
+            return [(None, None), *own]
+
+        monkeypatch.setattr(resumption, "broadcast_object_list", broadcast)
+        monkeypatch.setattr(resumption, "gather_object", gather)
+        return answers
+
+    return hear
+
+
+SECOND = Launch(rank=1, local_rank=1, world_size=2, engine="")
+
+
+def test_a_checkpoint_that_a_process_does_not_see_is_refused_and_not_damaged(tmp_path, speak):
+    answers = speak(tmp_path / "checkpoint-3", 1)
+    with pytest.raises(
+        ConfigError, match=r"process 1: does not see .*checkpoint-3.*\n.*storage that all machines share"
+    ):
+        agree_on_checkpoint(None, SECOND, 1, print)
+    assert [damage for _, damage in answers] == [None]
+
+
+def test_another_batch_than_the_main_process_has_planned_is_refused(tmp_path, speak):
+    speak(leave_checkpoint(tmp_path, 3), 2)
+    with pytest.raises(ConfigError, match="process 1: has planned 4 micro-batches a step and the main process 2"):
+        agree_on_checkpoint(None, SECOND, 4, print)

@@ -1,0 +1,125 @@
+"""Whatever a run stages is saved by the same rules: sealed or not there, beside training, kept, rehearsed."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from recipes_lib.errors import ConfigError
+from recipes_lib.training.checkpoints.manifest import REHEARSAL, find_damage, list_checkpoints, read_complete
+from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, write_state
+from recipes_lib.training.checkpoints.writer import HostCopy
+
+
+@pytest.fixture
+def lines():
+    return []
+
+
+@pytest.fixture
+def build(tmp_path, lines):
+    def build_saver(**keys):
+        args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **keys)
+        args.save_keep_steps = keys.pop("save_keep_steps", None)
+        return CheckpointSaver(args, lines.append, engine="")
+
+    return build_saver
+
+
+def stage(saver, step, state, folder="_saving", verify=lambda: None):
+    """Stage one tensor."""
+    staged = saver.open(step, folder)
+    staged.mkdir(parents=True)
+    saver.decide_to_copy(lambda: [state])
+    copied = saver.take(state)
+    return Staged(staged, step, [lambda: write_state(copied, staged / "state.pt")], verify)
+
+
+def load(checkpoint):
+    return torch.load(checkpoint / "state.pt", weights_only=True)["weight"]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(build, tmp_path):
+    saver, state, go = build(), {"weight": torch.ones(3)}, threading.Event()
+    staged = stage(saver, 2, state, verify=lambda: go.wait(60))
+    saver.save(staged)
+    state["weight"].fill_(5)
+    assert not (tmp_path / "checkpoint-2").exists()
+    go.set()
+    saver.finish()
+    assert torch.equal(load(tmp_path / "checkpoint-2"), torch.ones(3))
+    record = read_complete(tmp_path / "checkpoint-2")
+    assert {"step": 2, "world_size": 1, "engine": "", "per_device_train_batch_size": 8}.items() <= record.items()
+
+
+def test_without_memory_for_a_copy_training_waits_and_says_so(build, tmp_path, lines, monkeypatch):
+    monkeypatch.setattr(HostCopy, "explain_refusal", lambda *_: "there is none")
+    saver, state = build(), {"weight": torch.ones(3)}
+    for step in (1, 2):
+        saver.save(stage(saver, step, state))
+        assert find_damage(tmp_path / f"checkpoint-{step}") is None
+    assert lines == ["training waits while a checkpoint is written: there is none"]
+
+
+def test_what_cannot_be_opened_again_gets_no_name_and_ends_the_run_at_its_next_look(build, tmp_path, lines):
+    def refuse():
+        raise ValueError("torn")
+
+    saver, state = build(), {"weight": torch.ones(3)}
+    saver.save(stage(saver, 1, state, verify=refuse))
+    with pytest.raises(ValueError, match="torn"):
+        saver.finish()
+    assert list_checkpoints(tmp_path) == []
+    saver.save(stage(saver, 2, state, verify=refuse))
+    # When something else ends the run, that is what is raised.
+    saver.settle()
+    assert lines == ["the last checkpoint could not be written: torn"]
+
+
+def test_the_newest_every_nth_and_those_that_are_named_stay(build, tmp_path):
+    saver, state = build(save_total_limit=1), {"weight": torch.ones(3)}
+    saver._keep_every = 4
+    for step in range(1, 7):
+        saver.save(stage(saver, step, state), keep=[2])
+    saver.finish()
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [6, 4, 2]
+
+
+def test_a_directory_that_is_gone_is_not_made_anew_for_a_part_of_the_run(build, tmp_path):
+    saver, state = build(), {"weight": torch.ones(3)}
+    saver.save(stage(saver, 1, state))
+    saver.finish()
+    shutil.rmtree(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        stage(saver, 2, state)
+    assert not tmp_path.exists()
+    tmp_path.mkdir()
+
+
+def rehearse(saver, state, compare=lambda _: None, count=lambda: 12):
+    saver.rehearse(
+        lambda folder: stage(saver, 1, state, folder), compare, count, num_steps=4, model_bytes=12, num_besides=0
+    )
+
+
+def test_a_rehearsal_compares_tells_and_leaves_nothing(build, tmp_path, lines):
+    compared = []
+    rehearse(build(), {"weight": torch.ones(3)}, lambda folder: compared.append((folder, load(folder).tolist())))
+    assert compared == [(tmp_path / REHEARSAL / "checkpoint-1", [1, 1, 1])]
+    (line,) = lines
+    assert line.startswith("checkpoints: ")
+    assert "opened again in" in line
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("free", [10, 40], ids=["before anything is written", "when its size is known"])
+def test_a_disk_that_is_too_small_is_refused(build, tmp_path, monkeypatch, free):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+    with pytest.raises(ConfigError, match="the disk has"):
+        rehearse(build(save_steps=4), {"weight": torch.ones(3)})
+    assert not list(tmp_path.glob("checkpoint-*"))

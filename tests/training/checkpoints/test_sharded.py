@@ -1,0 +1,100 @@
+"""What shards hold, on one process; what several make of them is in ``tests/distributed/test_sharded.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from recipes_lib.models.saved_weights import BrokenSaveError, read_shapes
+from recipes_lib.training.checkpoints.sharded import (
+    compare_own_shards,
+    gather_trained_state,
+    load_model_shards,
+    load_optimizer_shards,
+    read_trained_state,
+    save_model_shards,
+    save_optimizer_shards,
+    verify_shards,
+)
+
+
+def build(model_dir: Path, learning_rate: float = 1e-3) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return model, torch.optim.AdamW(groups, lr=learning_rate)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    input_ids = torch.randint(0, 500, (2, 16), generator=torch.Generator().manual_seed(seed))
+    optimizer.zero_grad()
+    model(input_ids=input_ids, labels=input_ids).loss.backward()
+    optimizer.step()
+
+
+@pytest.fixture
+def saved(tiny_model_dir, tmp_path):
+    model, optimizer = build(tiny_model_dir)
+    step(model, optimizer, 0)
+    save_model_shards(tmp_path, model)
+    save_optimizer_shards(tmp_path, model, optimizer)
+    return model, optimizer, tmp_path
+
+
+def test_another_model_and_optimizer_go_on_bit_by_bit(saved, tiny_model_dir):
+    model, optimizer, folder = saved
+    other, its_optimizer = build(tiny_model_dir, learning_rate=5.0)
+    load_model_shards(folder, other)
+    load_optimizer_shards(folder, other, its_optimizer)
+    for one in ((model, optimizer), (other, its_optimizer)):
+        step(*one, 1)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor), name
+    assert other.lm_head.weight is other.model.embed_tokens.weight
+    assert [group["betas"] for group in its_optimizer.param_groups] == [(0.9, 0.999)] * 2
+    assert [group["lr"] for group in its_optimizer.param_groups] == [1e-3] * 2
+    assert [group["weight_decay"] for group in its_optimizer.param_groups] == [1e-2, 0.0]
+
+
+def test_what_is_tied_is_saved_once_and_what_is_frozen_under_an_adapter_is_not(saved):
+    model, _, _ = saved
+    assert read_trained_state(model).keys() == read_shapes(model).keys()
+    assert gather_trained_state(model).keys() == model.state_dict().keys() - {"lm_head.weight"}
+    model.requires_grad_(False)
+    model.peft_config = {}
+    model.model.norm.requires_grad_(True)
+    assert read_trained_state(model).keys() == gather_trained_state(model).keys() == {"model.norm.weight"}
+
+
+def test_a_checkpoint_that_is_whole_and_the_same_passes(saved):
+    model, optimizer, folder = saved
+    verify_shards(folder, read_shapes(model))
+    compare_own_shards(folder, model, optimizer)
+
+
+@pytest.mark.parametrize("which", ["weight", "state"])
+def test_one_bit_is_seen(saved, which):
+    model, optimizer, folder = saved
+    weight = model.model.norm.weight
+    value = weight.detach() if which == "weight" else optimizer.state[weight]["exp_avg_sq"]
+    value.view(torch.int32)[3] ^= 1
+    with pytest.raises(BrokenSaveError, match=r"model\.norm\.weight differs from what is trained"):
+        compare_own_shards(folder, model, optimizer)
+
+
+def test_what_is_missing_or_not_finite_is_named(saved):
+    model, _, folder = saved
+    (file,) = (folder / "model_shards").iterdir()
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, file)
+    with pytest.raises(BrokenSaveError, match=r"up_proj\.weight is not finite; model\.norm\.weight is not whole"):
+        verify_shards(folder, read_shapes(model))

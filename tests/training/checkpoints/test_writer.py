@@ -1,0 +1,113 @@
+"""The writing thread hides no error, and the copy it writes from is of one moment."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from recipes_lib.training.checkpoints import writer as checkpoint_writer
+from recipes_lib.training.checkpoints.writer import CheckpointWriter, HostCopy, iterate_tensors
+
+
+def fail():
+    raise OSError(28, "No space left on device")
+
+
+def test_a_job_is_done_beside_the_caller_and_waited_for():
+    writer, started, release, done = CheckpointWriter(), threading.Event(), threading.Event(), []
+
+    def job():
+        started.set()
+        release.wait()
+        done.append(threading.current_thread())
+
+    writer.submit(job)
+    assert started.wait(10)
+    writer.raise_failure()
+    with pytest.raises(AssertionError, match="one checkpoint"):
+        writer.submit(job)
+    assert not done
+    release.set()
+    writer.wait()
+    assert done != [threading.current_thread()]
+
+
+@pytest.mark.parametrize("how", ["wait", "raise_failure"])
+def test_what_a_job_raises_is_raised_once(how):
+    writer = CheckpointWriter()
+    writer.submit(fail)
+    writer.settle()
+    with pytest.raises(OSError, match="No space left"):
+        getattr(writer, how)()
+    assert writer.settle() is None
+    writer.wait()
+
+
+def test_another_error_on_its_way_is_not_replaced():
+    writer = CheckpointWriter()
+    writer.submit(fail)
+    assert isinstance(writer.settle(), OSError)
+
+
+@pytest.fixture
+def trained():
+    embedding, head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+    head.weight = embedding.weight
+    model = nn.ModuleDict({"embedding": embedding, "head": head, "norm": nn.BatchNorm1d(4)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step():
+        model["head"](model["norm"](model["embedding"](torch.arange(8)))).square().sum().backward()
+        optimizer.step()
+
+    step()
+    return model, optimizer, step
+
+
+def test_a_copy_does_not_change_while_training_goes_on(trained):
+    model, optimizer, step = trained
+    copy, states = HostCopy(), [model.state_dict(), optimizer.state_dict()]
+    before = [[tensor.clone() for tensor in iterate_tensors(state)] for state in states]
+    copied = [copy.take(state) for state in states]
+    step()
+    for expected, state, live in zip(before, copied, states, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(expected, iterate_tensors(state), strict=True))
+        assert not all(torch.equal(one, other) for one, other in zip(expected, iterate_tensors(live), strict=True))
+    assert copied[1]["param_groups"] == optimizer.state_dict()["param_groups"]
+
+
+def test_what_is_shared_stays_shared_and_what_never_changes_is_not_copied(trained):
+    model, _, _ = trained
+    copied = HostCopy().take(model.state_dict(), unchanging=["norm.weight"])
+    assert list(copied) == list(model.state_dict())
+    assert copied["head.weight"].data_ptr() == copied["embedding.weight"].data_ptr()
+    assert copied["head.weight"].data_ptr() != model["head"].weight.data_ptr()
+    assert copied["norm.weight"].data_ptr() == model["norm"].weight.data_ptr()
+
+
+def test_the_memory_of_a_copy_is_taken_once(trained):
+    model, _, step = trained
+    copy = HostCopy()
+    first = copy.take(model.state_dict())["head.weight"].data_ptr()
+    step()
+    again = copy.take(model.state_dict())
+    assert again["head.weight"].data_ptr() == first
+    assert torch.equal(again["head.weight"], model["head"].weight)
+
+
+def test_a_copy_for_which_there_is_no_memory_is_refused_with_the_figures(trained, monkeypatch):
+    model, optimizer, _ = trained
+    states = list(model.parameters()), optimizer.state_dict()
+    needed = sum(tensor.nbytes for state in states for tensor in iterate_tensors(state))
+    monkeypatch.setattr(checkpoint_writer, "read_free_memory", lambda: needed)
+    assert "GB of memory are free" in HostCopy().explain_refusal(*states)
+    monkeypatch.setattr(checkpoint_writer, "read_free_memory", lambda: 2 * needed)
+    assert HostCopy().explain_refusal(*states) is None
+
+
+def test_states_that_are_no_plain_tensors_are_refused():
+    class Odd(torch.Tensor):
+        pass
+
+    assert "Odd" in HostCopy().explain_refusal({"a": [torch.zeros(2).as_subclass(Odd)]})

@@ -1,0 +1,223 @@
+"""Held-out figures: token means of the whole set, however it is cut, in flat memory, without a trace."""
+
+from __future__ import annotations
+
+import gc
+import math
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from recipes_lib.data.masking import IGNORE_INDEX
+from recipes_lib.data.packed.collators import PackedCollator
+from recipes_lib.errors import DataError
+from recipes_lib.models.heads.loss_head import add_loss_head
+from recipes_lib.training.evaluation.held_out import EvaluateLoss, compute_token_sums
+from recipes_lib.training.monitoring.observer import count_text_bytes
+from recipes_lib.training.monitoring.progress import SilentProgress
+
+COLLATE = PackedCollator(pad_token_id=1)
+TEXTS = ["the baker opens the shop", "snow", "seven days in a week, and then the 🦊 sleeps in the sun", "a", "rivers"]
+
+
+def build_rows(tokenizer: PreTrainedTokenizerFast) -> list[dict[str, Any]]:
+    rows = []
+    for number, text in enumerate(TEXTS):
+        ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+        mask = [place >= number % 3 for place in range(len(ids))]
+        rows.append({"input_ids": ids, "loss_mask": mask, "seq_lengths": [len(ids)]})
+    return rows
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_dir: Path) -> nn.Module:
+    loaded = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    add_loss_head(loaded)
+    return loaded
+
+
+def evaluate(model: nn.Module, rows: list[dict[str, Any]], batch_size: int, **options: Any) -> dict[str, float]:
+    hook = EvaluateLoss({"rows": rows}, batch_size=batch_size, collate=COLLATE, progress=SilentProgress(), **options)
+    return hook(model, 0)
+
+
+def test_the_figures_are_those_of_plain_logits_row_by_row(
+    model: nn.Module, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    rows = build_rows(tiny_tokenizer)
+    nll, num_targets, num_correct, num_bytes = 0.0, 0, 0, 0
+    for row, text in zip(rows, TEXTS, strict=True):
+        ids = torch.tensor([row["input_ids"]])
+        with torch.no_grad():
+            logps = model(input_ids=ids).logits.double().log_softmax(-1)[0, :-1]
+        chosen = [place for place in range(1, ids.shape[1]) if row["loss_mask"][place]]
+        nll -= sum(logps[place - 1, ids[0, place]].item() for place in chosen)
+        num_targets += len(chosen)
+        num_correct += sum(int(logps[place - 1].argmax() == ids[0, place]) for place in chosen)
+        untrained = tiny_tokenizer.decode(ids[0, : chosen[0]])
+        num_bytes += len(text.encode()) - len(untrained.encode())
+
+    figures = evaluate(model, rows, 2, byte_lengths=count_text_bytes(tiny_tokenizer))
+
+    assert figures["num_target_tokens"] == num_targets
+    assert figures["loss"] == pytest.approx(nll / num_targets, rel=1e-6)
+    assert figures["perplexity"] == pytest.approx(math.exp(nll / num_targets), rel=1e-5)
+    assert figures["token_accuracy"] == pytest.approx(num_correct / num_targets)
+    assert figures["bits_per_byte"] == pytest.approx(nll / math.log(2) / num_bytes, rel=1e-6)
+
+
+@pytest.mark.parametrize("batch_size", [3, 8])
+def test_the_batch_size_changes_nothing(
+    model: nn.Module, tiny_tokenizer: PreTrainedTokenizerFast, batch_size: int
+) -> None:
+    rows = build_rows(tiny_tokenizer)
+    alone, together = evaluate(model, rows, 1), evaluate(model, rows, batch_size)
+
+    assert together["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+    assert together["num_target_tokens"] == alone["num_target_tokens"]
+    assert together["token_accuracy"] == alone["token_accuracy"]
+
+
+class UniformModel(nn.Module):
+    """Every token costs ``nats``; holds nothing."""
+
+    def __init__(self, nats: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.nats = nats
+
+    def forward(self, labels: torch.Tensor, **_: Any) -> Any:
+        num_targets = labels.ne(IGNORE_INDEX).sum()
+        return types.SimpleNamespace(
+            nll_sum=self.nats * num_targets, num_targets=num_targets, num_correct=torch.tensor(0)
+        )
+
+
+def test_a_uniform_guess_costs_the_logarithm_of_the_vocabulary_per_byte(
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    row = {"input_ids": [1, *tiny_tokenizer.encode("days")], "loss_mask": None, "seq_lengths": None}
+    num_tokens = len(row["input_ids"]) - 1
+    row |= {"loss_mask": [True] * (num_tokens + 1), "seq_lengths": [num_tokens + 1]}
+
+    figures = evaluate(UniformModel(math.log(512)), [row], 1, byte_lengths=count_text_bytes(tiny_tokenizer))
+
+    assert figures["bits_per_byte"] == pytest.approx(num_tokens * 9 / 4)
+    assert figures["perplexity"] == pytest.approx(512)
+
+
+def test_a_hopeless_model_has_infinite_perplexity_and_no_overflow() -> None:
+    row = {"input_ids": [5, 6], "loss_mask": [True, True], "seq_lengths": [2]}
+
+    assert evaluate(UniformModel(1e4), [row], 1)["perplexity"] == math.inf
+
+
+def test_without_byte_lengths_there_are_no_bits_per_byte() -> None:
+    row = {"input_ids": [5, 6], "loss_mask": [True, True], "seq_lengths": [2]}
+
+    assert "bits_per_byte" not in evaluate(UniformModel(1.0), [row], 1)
+
+
+def test_a_held_out_set_without_a_target_or_a_row_is_refused() -> None:
+    row = {"input_ids": [5, 6], "loss_mask": [True, False], "seq_lengths": [2]}
+
+    with pytest.raises(DataError, match="no token is a target"):
+        evaluate(UniformModel(1.0), [row], 1)
+    with pytest.raises(DataError, match="holds no row"):
+        evaluate(UniformModel(1.0), [], 1)
+
+
+class WatchedRows:
+    """As many rows as asked for, made when read, noting the most tensor elements that were alive meanwhile."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.peak = 0
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        if index >= self.num_rows:
+            raise IndexError(index)
+        if index % 8:
+            return self.build_row()
+        alive = (found for found in gc.get_objects() if type(found) is torch.Tensor)
+        self.peak = max(self.peak, sum(tensor.numel() for tensor in alive))
+        return self.build_row()
+
+    def build_row(self) -> Mapping[str, Any]:
+        ids = torch.arange(32) % 50 + 4
+        return {"input_ids": ids.numpy(), "loss_mask": [True] * 32, "seq_lengths": [32]}
+
+
+def test_memory_does_not_grow_with_the_held_out_set(model: nn.Module) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        peaks = []
+        for num_rows in (16, 160):
+            rows = WatchedRows(num_rows)
+            hook = EvaluateLoss({"rows": rows}, batch_size=2, collate=COLLATE, progress=SilentProgress())
+            hook(model, 0)
+            peaks.append(rows.peak)
+    finally:
+        gc.enable()
+
+    assert peaks[1] == peaks[0]
+
+
+def test_trained_weights_are_bit_equal_with_and_without_evaluation(
+    tiny_model_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    rows = build_rows(tiny_tokenizer)
+    batch = COLLATE(rows)
+
+    def draw_and_compute(model: nn.Module, batch: dict[str, Any]) -> Any:
+        torch.rand(3)
+        return compute_token_sums(model, batch)
+
+    def train(evaluates: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        trained = AutoModelForCausalLM.from_pretrained(tiny_model_dir, attention_dropout=0.2).train()
+        add_loss_head(trained)
+        optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3)
+        for _ in range(3):
+            if evaluates:
+                evaluate(trained, rows, 2, compute_sums=draw_and_compute)
+            sums = trained(**batch, use_cache=False, loss_head=True)
+            (sums.nll_sum / sums.num_targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return trained.state_dict()
+
+    plain, watched = train(False), train(True)
+
+    assert all(torch.equal(plain[name], watched[name]) for name in plain)
+
+
+def test_several_sets_are_scored_each_and_together(model: nn.Module, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = build_rows(tiny_tokenizer)
+    byte_lengths = torch.arange(512)
+    options: dict[str, Any] = {
+        "batch_size": 2,
+        "collate": COLLATE,
+        "progress": SilentProgress(),
+        "byte_lengths": byte_lengths,
+    }
+    parts = {"code": rows[:1], "prose": rows[1:]}
+    figures = EvaluateLoss(parts, **options)(model, 0)
+    alone = {name: evaluate(model, part, 2, byte_lengths=byte_lengths) for name, part in parts.items()}
+    together = evaluate(model, rows, 2, byte_lengths=byte_lengths)
+    for name in ("loss", "perplexity", "bits_per_byte", "token_accuracy", "num_target_tokens"):
+        assert figures[name] == pytest.approx(together[name])
+    for name, part in alone.items():
+        assert figures[f"loss_{name}"] == pytest.approx(part["loss"])
+        assert figures[f"bits_per_byte_{name}"] == pytest.approx(part["bits_per_byte"])
+    assert not [key for key in together if key.endswith("_rows")]

@@ -1,0 +1,97 @@
+"""Held-out figures are means over pairs, whatever the batches; looking changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.training.pairs import make_pair_trainer, make_pairs, perturb_model, train_pairs, with_preference
+from tests.training.trajectories import assert_equal_weights, weights_of
+from torch import nn
+
+from recipes_lib.errors import DataError
+from recipes_lib.training.evaluation.held_out import EvaluatePairs
+from recipes_lib.training.monitoring.progress import SilentProgress
+from recipes_lib.training.trainers.pair_batches import PairScores
+
+VALUES = [0.5, -1.0, 3.0, 0.25, 7.0, -2.0, 0.0]
+
+
+def score(model, batch):
+    assert not model.training
+    assert not torch.is_grad_enabled()
+    values = torch.tensor(batch)
+    torch.rand(3)
+    return PairScores(losses=values.exp(), figures={"rewards/accuracies": (values > 0).float(), "reward": values})
+
+
+def evaluate(batch_size, values=VALUES):
+    hook = EvaluatePairs(values, batch_size=batch_size, collate=list, score=score, progress=SilentProgress())
+    figures = hook(nn.Linear(1, 1), 3)
+    assert figures.pop("seconds") >= 0
+    return figures
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 7, 50])
+def test_figures_are_means_over_pairs(batch_size):
+    share, values = 4 / 7, torch.tensor(VALUES, dtype=torch.float64)
+    expected = {
+        "loss": values.exp().mean().item(),
+        "reward": values.mean().item(),
+        "rewards/accuracies": share,
+        "rewards/accuracies_stderr": (share * (1 - share) / 7) ** 0.5,
+        "num_pairs": 7,
+    }
+    assert evaluate(batch_size) == pytest.approx(expected, rel=1e-6)
+
+
+def test_modes_and_random_states_are_left_alone():
+    model = nn.Sequential(nn.Linear(1, 1), nn.Dropout())
+    model[1].eval()
+    hook = EvaluatePairs(VALUES, batch_size=2, collate=list, score=score, progress=SilentProgress())
+    before = torch.get_rng_state()
+    hook(model, 0)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (model.training, model[0].training, model[1].training) == (True, True, False)
+
+
+def test_an_empty_set_is_refused():
+    with pytest.raises(DataError, match="holds no pair"):
+        EvaluatePairs([], batch_size=2, collate=list, score=score, progress=SilentProgress())
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_held_out_figures_of_a_run_do_not_depend_on_the_batch(tiny_model_dir, tmp_path, is_stored):
+    other = perturb_model(tiny_model_dir, tmp_path / "other")
+    keys = {
+        "loss_type": ["sigmoid", "sft", "orpo"],
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "eval_on_start": True,
+        "precompute_ref_log_probs": is_stored,
+        "setting": with_preference(ref_model_name_or_path=str(other)),
+        "eval_pairs": make_pairs(11, seed=8),
+    }
+    runs = []
+    for batch_size in (1, 4, 16):
+        folder = tmp_path / str(batch_size)
+        options = keys | {"per_device_eval_batch_size": batch_size}
+        trainer, recorder = make_pair_trainer(tiny_model_dir, folder, make_pairs(), **options)
+        trainer.train()
+        runs.append([log for log in recorder.logs if "eval_loss" in log])
+    names = [name for name in runs[0][0] if name.startswith("eval_") and name != "eval_seconds"]
+    assert {"eval_loss", "eval_rewards/margins", "eval_logps/chosen_shift", "eval_num_pairs"} <= set(names)
+    assert [len(run) for run in runs] == [3, 3, 3]
+    for run in runs[1:]:
+        for expected, got in zip(runs[0], run, strict=True):
+            for name in names:
+                assert got[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
+
+
+def test_a_run_that_is_watched_ends_with_the_very_weights_of_one_that_is_not(tiny_model_dir, tmp_path):
+    keys = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
+    watched, _ = make_pair_trainer(tiny_model_dir, tmp_path / "0", make_pairs(), eval_pairs=make_pairs(5), **keys)
+    watched.train()
+    unwatched, _ = make_pair_trainer(tiny_model_dir, tmp_path / "1", make_pairs())
+    unwatched.train()
+    assert_equal_weights(weights_of(watched), weights_of(unwatched))
+    assert len(train_pairs(tiny_model_dir, tmp_path / "2", make_pairs(), max_steps=1)) == 1

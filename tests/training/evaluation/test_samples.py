@@ -1,0 +1,139 @@
+"""Samples: greedy, deterministic, as each prompt alone would be answered, and without a trace."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from recipes_lib.training.evaluation.sample_prompts import Prompt
+from recipes_lib.training.evaluation.samples import GenerateSamples, generate_samples
+from recipes_lib.training.evaluation.user_metrics import AnswerMatch
+from recipes_lib.training.monitoring.metrics import MetricsWriter
+
+TEXTS = ["the baker", "How many days are in a week, and how many in a year?", "snow"]
+
+
+@pytest.fixture
+def model(tiny_model_dir: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny_model_dir).eval()
+
+
+@pytest.fixture
+def prompts(tiny_tokenizer: PreTrainedTokenizerFast) -> list[Prompt]:
+    return [Prompt(tiny_tokenizer.encode(text), text, f"answer {text}") for text in TEXTS]
+
+
+def answer_alone(model: Any, ids: list[int], num_tokens: int) -> list[int]:
+    """Greedy decoding as its definition has it: the whole text again for each token, no cache, no padding."""
+    generated: list[int] = []
+    with torch.no_grad():
+        for _ in range(num_tokens):
+            logits = model(input_ids=torch.tensor([ids + generated]), use_cache=False).logits
+            generated.append(int(logits[0, -1].argmax()))
+    return generated
+
+
+def test_a_batch_answers_as_each_prompt_alone(
+    model: Any, prompts: list[Prompt], tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    model.generation_config.update(do_sample=True, temperature=0.6, repetition_penalty=1.7, eos_token_id=None)
+    samples = generate_samples(model, tiny_tokenizer, prompts, max_new_tokens=9)
+
+    for sample, prompt in zip(samples, prompts, strict=True):
+        expected = answer_alone(model, prompt.input_ids, 9)
+        assert sample.completion == tiny_tokenizer.decode(expected, skip_special_tokens=True)
+        assert (sample.prompt, sample.reference) == (prompt.text, prompt.reference)
+        assert (sample.stopped, sample.num_tokens) == (False, 9)
+
+
+def test_any_stop_token_ends_an_answer_and_counts_as_one_token(
+    model: Any, prompts: list[Prompt], tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    prompt = prompts[0]
+    free = answer_alone(model, prompt.input_ids, 6)
+    stop = free[3]
+    model.generation_config.eos_token_id = [tiny_tokenizer.eos_token_id, stop]
+
+    (sample,) = generate_samples(model, tiny_tokenizer, [prompt], max_new_tokens=6)
+
+    assert sample.stopped
+    assert sample.num_tokens == free.index(stop) + 1
+    assert sample.completion == tiny_tokenizer.decode(free[: free.index(stop)], skip_special_tokens=True)
+
+
+def test_the_end_token_of_the_tokenizer_stops_a_model_that_knows_of_none(
+    model: Any, prompts: list[Prompt], tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    first = answer_alone(model, prompts[0].input_ids, 1)[0]
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(first)
+    model.generation_config.eos_token_id = None
+
+    (sample,) = generate_samples(model, tokenizer, prompts[:1], max_new_tokens=5)
+
+    assert (sample.stopped, sample.num_tokens) == (True, 1)
+
+
+def test_an_answer_that_stops_early_is_not_followed_by_the_padding_of_the_others(
+    model: Any, prompts: list[Prompt], tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    first = answer_alone(model, prompts[0].input_ids, 1)[0]
+    model.generation_config.eos_token_id = first
+
+    samples = generate_samples(model, tiny_tokenizer, prompts, max_new_tokens=5)
+
+    assert (samples[0].stopped, samples[0].num_tokens, samples[0].completion) == (True, 1, "")
+    assert any(sample.num_tokens == 5 for sample in samples)
+
+
+def test_an_answer_may_take_the_last_position(model: Any, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    model.generation_config.eos_token_id = None
+    prompts = [Prompt([5] * 500, "long", None), Prompt([6], "short", None)]
+
+    samples = generate_samples(model, tiny_tokenizer, prompts, max_new_tokens=12)
+
+    assert [sample.stopped or sample.num_tokens == 12 for sample in samples] == [True, True]
+
+
+def test_the_hook_writes_every_answer_and_returns_rates(
+    model: Any, prompts: list[Prompt], tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    model.train()
+    writer = MetricsWriter(tmp_path / "samples.jsonl")
+    hook = GenerateSamples(
+        prompts, tiny_tokenizer, writer, max_new_tokens=4, metrics=[AnswerMatch(keep_in_memory=True)]
+    )
+    state = torch.get_rng_state()
+
+    first, second = hook(nn.DataParallel(model), 0), hook(model, 5)
+
+    records = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [0, 0, 0, 5, 5, 5]
+    assert records[0].keys() == {"step", "prompt", "completion", "reference", "stopped", "num_tokens"}
+    assert [record["completion"] for record in records[:3]] == [record["completion"] for record in records[3:]]
+    assert first == second
+    assert first["stop_rate"] == sum(record["stopped"] for record in records[:3]) / 3
+    assert first["mean_sample_tokens"] == sum(record["num_tokens"] for record in records[:3]) / 3
+    assert first["exact_match"] == 0.0
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_resumed_run_replaces_the_answers_it_makes_again(
+    model: Any, prompts: list[Prompt], tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    writer = MetricsWriter(tmp_path / "samples.jsonl")
+    for step in (0, 10, 20, 30):
+        writer.write({"step": step, "prompt": "of the killed process"})
+
+    GenerateSamples(prompts, tiny_tokenizer, writer, max_new_tokens=2)(model, 20)
+
+    steps = [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert steps == [0, 10, 20, 20, 20]

@@ -1,0 +1,199 @@
+"""The checks of an adapter pass on a sound run and stop an unsound one, naming the tensors."""
+
+import functools
+
+import pytest
+import torch
+from tests.models.adapter_models import INPUT_IDS, build_model
+from tests.training.adapter_runs import make_adapter_trainer
+from tests.training.trajectories import make_packs
+
+from recipes_lib.config.schema import AdapterConfig
+from recipes_lib.errors import DivergedError
+from recipes_lib.models.adapters.lora import add_adapter
+from recipes_lib.training.guards.adapter_checks import (
+    judge_gradients,
+    sample_frozen,
+    verify_frozen,
+    verify_no_effect,
+)
+
+
+@pytest.fixture
+def make_run(tiny_model_dir, tmp_path):
+    def make(folder="run", adapter=None, **keys):
+        config = AdapterConfig(use_peft=True, **{"lora_r": 4, **(adapter or {})})
+        return make_adapter_trainer(tiny_model_dir, tmp_path / folder, make_packs(), config, **keys)
+
+    return make
+
+
+def find_b(model, layer=0):
+    return model.get_base_model().model.layers[layer].mlp.up_proj.lora_B.default.weight
+
+
+@pytest.mark.parametrize("init", ["default", "gaussian", "pissa", "olora", "orthogonal"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"warmup_steps": 2},
+        {"activation_checkpointing": True},
+        {"activation_checkpointing": True, "activation_checkpointing_kwargs": "{use_reentrant: true}"},
+        {"activation_checkpointing": True, "activation_checkpointing_kwargs": "{save_matmuls: true}"},
+        {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+        {"bf16": True},
+    ],
+    ids=["plain", "warm-up", "checkpointing", "reentrant", "selective", "accumulation", "bf16"],
+)
+def test_a_sound_run_passes_every_check_and_says_so_once(make_run, init, keys):
+    trainer, recorder, lines = make_run(adapter={"init_lora_weights": init}, max_steps=6, **keys)
+    trainer.train()
+    assert len(recorder.steps) == 6
+    expected = {"adapter: all 21 frozen tensors stand still", "adapter: all 28 trained tensors have a gradient"}
+    if init not in ("pissa", "olora"):
+        expected.add("adapter: it changes no logit before it is trained")
+    assert sorted(line for line in lines if line.startswith("adapter: ")) == sorted(expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_changes_no_loss_of_an_adapter(make_run, use_reentrant):
+    plain, recorder, _ = make_run("plain", max_steps=5)
+    plain.train()
+    options = {"activation_checkpointing_kwargs": f"{{use_reentrant: {str(use_reentrant).lower()}}}"}
+    checkpointed, second, _ = make_run("checkpointed", max_steps=5, activation_checkpointing=True, **options)
+    checkpointed.train()
+    for expected, got in zip(recorder.steps, second.steps, strict=True):
+        assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_gradients_that_are_lost_on_the_way_stop_the_run_at_its_first_step(make_run, monkeypatch):
+    trainer, _, _ = make_run(activation_checkpointing=True)
+    layer = trainer.model.get_base_model().model.layers[1]
+    monkeypatch.setattr(layer, "forward", functools.partial(_cut, layer.forward))
+    with pytest.raises(DivergedError, match=r"at step 1 7 of 28 trained tensors would learn nothing.*no gradient"):
+        trainer.train()
+
+
+def _cut(forward, hidden, *args, **kwargs):
+    return forward(hidden.detach(), *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("factor", "fault"), [(0.0, "zero"), (float("nan"), "not finite"), (float("inf"), "not finite")]
+)
+def test_one_dead_or_broken_gradient_is_named(make_run, factor, fault, monkeypatch):
+    trainer, _, _ = make_run(max_grad_norm=0)
+    # The trainer's own guard would catch what is not finite before this one.
+    monkeypatch.setattr(trainer, "_get_grad_norm", lambda *args, **kwargs: 1.0)
+    find_b(trainer.model).register_hook(lambda gradient: gradient * factor)
+    with pytest.raises(DivergedError, match=rf"step 1 1 of 28 .*layers\.0\.mlp\.up_proj\.lora_B.*{fault}"):
+        trainer.train()
+
+
+def test_an_a_matrix_is_judged_once_its_b_is_not_zero(make_run):
+    trainer, recorder, _ = make_run(warmup_steps=2, max_steps=6)
+    a = trainer.model.get_base_model().model.layers[1].self_attn.q_proj.lora_A.default.weight
+    a.register_hook(torch.zeros_like)
+    with pytest.raises(DivergedError, match=r"at step 3 1 of 28 .*layers\.1\.self_attn\.q_proj\.lora_A"):
+        trainer.train()
+    assert len(recorder.steps) == 2
+
+
+def test_a_frozen_tensor_that_moves_stops_the_run_after_its_first_step(make_run):
+    trainer, _, _ = make_run()
+    norm = trainer.model.get_base_model().model.layers[1].input_layernorm.weight
+    step = type(trainer).create_optimizer
+
+    def create(model=None):
+        optimizer = step(trainer, model)
+        optimizer.register_step_post_hook(lambda *args: norm.data.add_(1e-4))
+        return optimizer
+
+    trainer.create_optimizer = create
+    with pytest.raises(DivergedError, match=r"1 of 21 frozen tensors have moved: .*layers\.1\.input_layernorm"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_a_step_at_a_rate_of_zero_need_not_move_anything(make_run):
+    trainer, recorder, _ = make_run(max_steps=1, warmup_steps=0.03)
+    trainer.train()
+    assert [step["learning_rate"] for step in recorder.steps] == [0]
+
+
+def test_a_trained_tensor_that_the_optimizer_leaves_out_stops_the_run_at_its_end(make_run):
+    trainer, _, _ = make_run()
+    forgotten = find_b(trainer.model, 1)
+    build = type(trainer).create_optimizer
+
+    def create(model=None):
+        optimizer = build(trainer, model)
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter is not forgotten]
+        return optimizer
+
+    trainer.create_optimizer = create
+    # Its A matrix would be waited for until the end, since B stays zero.
+    with pytest.raises(DivergedError, match=r"1 of 28 trained tensors are what they were.*layers\.1\.mlp\.up_proj"):
+        trainer.train()
+
+
+def test_whole_modules_count_though_only_the_rows_of_tokens_that_occur_move(make_run):
+    trainer, _, lines = make_run(adapter={"lora_modules_to_save": ["embed_tokens", "norm"]}, max_steps=3)
+    trainer.train()
+    assert "adapter: all 34 trained tensors have a gradient" in lines
+
+
+@pytest.mark.parametrize("keys", [{}, {"use_dora": True}, {"init_lora_weights": "orthogonal"}])
+def test_a_fresh_adapter_that_does_something_is_found(keys):
+    model = add_adapter(build_model("llama"), AdapterConfig(use_peft=True, **keys), seed=0)
+    verify_no_effect(model, torch.float32)
+    find_b(model).data += 0.01
+    with pytest.raises(DivergedError, match="moves logits by"):
+        verify_no_effect(model, torch.float32)
+
+
+def test_a_saved_adapter_goes_on_though_it_does_something(make_run, tmp_path):
+    first, _, _ = make_run("first")
+    first.train()
+    first.save_model(str(tmp_path / "adapter"))
+    second, recorder, lines = make_run("second", adapter={"adapter_name_or_path": str(tmp_path / "adapter")})
+    second.train()
+    assert len(recorder.steps) == 4
+    assert "adapter: it changes no logit before it is trained" not in lines
+
+
+def test_a_resumed_run_is_checked_too_and_ends_bit_for_bit_where_the_straight_one_did(make_run, tmp_path):
+    for init in ("default", "pissa"):
+        keys = {"adapter": {"init_lora_weights": init, "lora_dropout": 0.1}, "save_strategy": "steps", "save_steps": 2}
+        straight, recorder, _ = make_run(f"straight {init}", **keys)
+        straight.train()
+        resumed, second, lines = make_run(f"resumed {init}", **keys)
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"straight {init}" / "checkpoint-2"))
+        assert second.steps == recorder.steps[2:]
+        pairs = zip(straight.model.parameters(), resumed.model.parameters(), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+        assert len([line for line in lines if line.startswith("adapter: ")]) == 2
+
+
+def test_judging_leaves_out_what_cannot_have_a_gradient_yet():
+    model = add_adapter(build_model("gpt2"), AdapterConfig(use_peft=True), seed=0)
+    model.eval()
+    model(input_ids=INPUT_IDS, labels=INPUT_IDS).loss.backward()
+    verdicts = judge_gradients(model)
+    assert set(verdicts.values()) == {None}
+    assert len(verdicts) == 8
+    assert all(".lora_B." in name for name in verdicts)
+
+
+def test_a_sample_shows_any_step_of_an_optimizer_and_costs_little():
+    model = build_model("llama").requires_grad_(False)
+    model.lm_head.weight.data = torch.randn(5000, 16)
+    model.lm_head.weight.data[0] = float("nan")  # As 4-bit codes may look.
+    samples = sample_frozen(model)
+    assert max(sample.nbytes for sample in samples.values()) == 4 * 1024
+    verify_frozen(samples, model)
+    model.lm_head.weight.data += 1e-6
+    with pytest.raises(DivergedError, match="1 of 21 frozen"):
+        verify_frozen(samples, model)

@@ -1,0 +1,201 @@
+"""All processes stop at the same place, whoever was asked, and an evaluation that was left is made again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tests.forked import FORKING
+from tests.training.trajectories import assert_equal_weights, make_packs, make_trainer, weights_of
+from torch import distributed
+from torch.multiprocessing import start_processes
+from transformers import TrainerState
+
+from recipes_lib.errors import PreemptedError
+from recipes_lib.stopping import STOP
+from recipes_lib.training.evaluation.row_sharing import share_rows
+from recipes_lib.training.guards.preemption import (
+    LeftError,
+    end_stopped,
+    leave_if_asked,
+    read_evaluation,
+    stop_if_agreed,
+)
+from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY
+
+
+@pytest.fixture(autouse=True)
+def nobody_asked(monkeypatch):
+    monkeypatch.setattr(STOP, "reason", None)
+    monkeypatch.setattr(STOP, "_is_closed", False)
+
+
+def take_rows(rank: int, asks: dict[int, int], numbers: list[int]) -> list[int]:
+    """Take rows until the end or a stop; a rank asks when it has taken so many."""
+    taken: list[int] = []
+    try:
+        for rows, _ in share_rows(numbers[0], numbers[1]):
+            taken += rows
+            if len(taken) >= asks.get(rank, 10**9):
+                STOP.ask(f"request of {rank}")
+    except PreemptedError as error:
+        return [*taken, str(error)]
+    return taken
+
+
+def run_process(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    told = []
+    for asks in ({}, {0: 4}, {1: 2}, {0: 2, 1: 2}):
+        STOP.reason = None
+        STOP._is_deferred = True
+        told.append(take_rows(rank, asks, [14, 2]))
+    (folder / f"{rank}.json").write_text(json.dumps(told))
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+@pytest.mark.multiprocess
+def test_all_stop_at_the_same_place_whoever_was_asked(tmp_path):
+    start_processes(run_process, (tmp_path,), nprocs=2, start_method=FORKING.get_start_method())
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert first[0] == [0, 1, 4, 5, 8, 9, 12, 13]
+    assert first[1][:-1] == [0, 1, 4, 5]
+    assert second[1][:-1] == [2, 3, 6, 7]
+    assert first[1][-1] == second[1][-1] == "request of 0 on rank 0"
+    assert (first[2], second[2]) == ([0, 1, "request of 1 on rank 1"], [2, 3, "request of 1 on rank 1"])
+    assert first[3][-1] == second[3][-1] == "request of 0 on rank 0"
+
+
+def test_where_nothing_is_deferred_nobody_is_waited_for():
+    STOP.ask("SIGTERM")
+    stop_if_agreed()
+    with pytest.raises(PreemptedError), STOP.deferred():
+        stop_if_agreed()
+
+
+def test_a_state_of_before_owes_nothing():
+    assert read_evaluation(TrainerState(stateful_callbacks=[])) == {"last": -1, "is_owed": False}
+
+
+class Hook:
+    """An evaluation that may be asked to stop in its middle; every call is noted."""
+
+    def __init__(self, asks_at: int | None = None) -> None:
+        self.steps: list[int] = []
+        self._asks_at = asks_at
+
+    def __call__(self, model, step):
+        if step == self._asks_at:
+            STOP.ask("SIGTERM")
+            stop_if_agreed()
+        self.steps.append(step)
+        return {"loss": float(sum(float(parameter.sum()) for parameter in model.parameters()))}
+
+
+@pytest.mark.parametrize(("best", "accumulation"), [(False, 1), (True, 2)])
+def test_an_evaluation_that_was_left_is_made_again_with_all_that_follows_from_it(
+    tiny_model_dir, tmp_path, best, accumulation
+):
+    keys = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "eval_on_start": True,
+        "max_steps": 5,
+        "gradient_accumulation_steps": accumulation,
+        "save_strategy": "steps",
+        "save_steps": 4,
+    }
+    keys |= {"metric_for_best_model": "eval_loss", "greater_is_better": False} if best else {}
+    packs = make_packs()
+    hook = Hook()
+    straight, expected = make_trainer(tiny_model_dir, tmp_path / "straight", packs, hooks=[hook], **keys)
+    straight.train()
+    assert hook.steps == [0, 2, 4, 5]
+
+    stopped, first = make_trainer(tiny_model_dir, tmp_path / "run", packs, hooks=[Hook(asks_at=2)], **keys)
+    with pytest.raises(PreemptedError, match="SIGTERM: stopped after step 2; checkpoint-2 is complete"):
+        stopped.train()
+    STOP.reason, STOP._is_closed = None, False
+    hook = Hook()
+    resumed, second = make_trainer(tiny_model_dir, tmp_path / "run", packs, hooks=[hook], **keys)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+
+    assert hook.steps == [2, 4, 5]
+    assert_equal_weights(weights_of(straight), weights_of(resumed))
+    assert first.steps + second.steps == expected.steps
+    assert resumed.state.best_metric == straight.state.best_metric
+    assert resumed.state.best_global_step == straight.state.best_global_step
+
+
+def test_where_nothing_shall_be_saved_nothing_is(tiny_model_dir, tmp_path):
+    trainer, _ = make_trainer(tiny_model_dir, tmp_path / "run", make_packs(), hooks=[Hook(asks_at=2)], eval_steps=2,
+                              eval_strategy="steps")  # fmt: skip
+    with pytest.raises(PreemptedError, match="stopped after step 2; nothing was to be saved"):
+        trainer.train()
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_between_epochs_the_random_states_are_those_of_the_last_step(tiny_model_dir, tmp_path):
+    """The rows of the next epoch are drawn before it is known that nobody wants them; dropout would tell."""
+    shutil.copytree(tiny_model_dir, tmp_path / "model")
+    tiny_model_dir = tmp_path / "model"
+    config = json.loads((tiny_model_dir / "config.json").read_text()) | {"attention_dropout": 0.3}
+    (tiny_model_dir / "config.json").write_text(json.dumps(config))
+    keys = {"max_steps": 12, "save_strategy": "steps", "save_steps": 100, "per_device_train_batch_size": 4}
+    packs = make_packs()
+    straight, _ = make_trainer(tiny_model_dir, tmp_path / "straight", packs, **keys)
+    straight.train()
+
+    stopped, recorder = make_trainer(tiny_model_dir, tmp_path / "run", packs, **keys)
+    steps_per_epoch = len(packs) // 4
+    recorder.on_epoch_end = lambda *_, **__: STOP.ask("SIGTERM")
+    with pytest.raises(PreemptedError, match=f"checkpoint-{steps_per_epoch} is complete"):
+        stopped.train()
+    STOP.reason, STOP._is_closed = None, False
+    resumed, _ = make_trainer(tiny_model_dir, tmp_path / "run", packs, **keys)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{steps_per_epoch}"))
+    assert_equal_weights(weights_of(straight), weights_of(resumed))
+    assert read_evaluation(resumed.state)["is_owed"] is False
+    assert EVALUATION_KEY in stopped.state.stateful_callbacks
+
+
+def test_a_run_that_goes_on_at_its_very_end_makes_no_further_step(tiny_model_dir, tmp_path):
+    keys = {"max_steps": 5, "save_strategy": "steps", "save_steps": 100, "lr_scheduler_type": "constant"}
+    keys |= {"eval_strategy": "steps", "eval_steps": 5, "eval_on_start": True}
+    packs, hook = make_packs(), Hook()
+    straight, _ = make_trainer(tiny_model_dir, tmp_path / "run", packs, hooks=[hook], **keys)
+    straight.train()
+    resumed, recorder = make_trainer(tiny_model_dir, tmp_path / "run", packs, hooks=[hook], **keys)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-5"))
+    assert (resumed.state.global_step, recorder.steps) == (5, [])
+    assert hook.steps == [0, 5]  # Nor is it evaluated twice.
+    assert_equal_weights(weights_of(straight), weights_of(resumed))
+
+
+def test_asked_during_the_last_save_all_stop_together(tiny_model_dir, tmp_path):
+    keys = {"max_steps": 5, "save_strategy": "steps", "save_steps": 5}
+    trainer, recorder = make_trainer(tiny_model_dir, tmp_path / "run", make_packs(), **keys)
+    recorder.on_save = lambda *_, **__: STOP.ask("SIGTERM")
+    # In the words of those who have agreed: where everyone stops alone, nobody knows of the checkpoint.
+    with pytest.raises(PreemptedError, match="stopped after step 5; checkpoint-5 is complete"):
+        trainer.train()
+
+
+def test_who_is_asked_leaves_what_it_computes_by_itself_and_only_while_training(monkeypatch):
+    leave_if_asked()
+    STOP.ask("SIGTERM")
+    leave_if_asked()
+    monkeypatch.setattr(STOP, "_is_deferred", True)
+    with pytest.raises(LeftError):
+        leave_if_asked()
+
+
+@pytest.mark.parametrize(("saved", "words"), [(3, "checkpoint-3 is complete"), (0, "nothing was to be saved yet")])
+def test_the_last_line_says_who_asked_and_what_there_is(saved, words):
+    told = str(end_stopped(PreemptedError("SIGTERM on rank 1"), step=3, saved_step=saved))
+    assert told == f"SIGTERM on rank 1: stopped after step 3; {words}; run the same command to go on"

@@ -1,0 +1,108 @@
+"""A flipped bit changes a checksum; a step that comes out otherwise ends the run, one that does not leaves no trace."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tests.training.spiking import WrongProduct, make_guarded, make_spiking_packs
+from tests.training.trajectories import assert_equal_weights, weights_of
+
+from recipes_lib.config.schema import GuardsConfig
+from recipes_lib.errors import DivergedError
+from recipes_lib.training.guards.replay import compute_checksums, find_differences
+
+CHECKED = GuardsConfig(verify_steps=2)
+KEYS = {"max_steps": 5, "save_strategy": "no", "gradient_accumulation_steps": 2}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_any_flipped_bit_changes_the_checksum(dtype):
+    tensor = torch.randn(7, 5, dtype=torch.float64).to(dtype)
+    before = compute_checksums({"w": tensor})
+    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    for bit in range(8 * tensor.element_size()):
+        flipped = tensor.clone()
+        # As numpy's, whose highest bit is no overflow.
+        view = flipped.view(words).numpy().view(f"u{tensor.element_size()}")
+        view[3, 2] ^= np.array(1, view.dtype) << np.array(bit, view.dtype)
+        assert compute_checksums({"w": flipped}) != before
+    assert compute_checksums({"w": tensor.t()}) == before
+    assert compute_checksums({}) == {}
+
+
+def test_the_process_that_is_not_like_the_others_is_named():
+    sound = {"a": 1, "b": 2}
+    assert find_differences([sound] * 3) == {}
+    assert find_differences([{"a": 1, "b": 3}, sound, sound]) == {0: ["b"]}
+    assert find_differences([sound, {"a": 0, "b": 3}]) == {1: ["a", "b"]}
+
+
+def scale_losses(trainer):
+    """Scale losses before the backward pass and gradients back behind it, as fp16 does on a GPU."""
+
+    def unscale(*_):
+        for parameter in trainer.model.parameters():
+            parameter.grad.div_(1024)
+
+    trainer.accelerator.scaler = SimpleNamespace(
+        scale=lambda loss: loss * 1024, step=lambda optimizer, *_: optimizer.step(), update=lambda: None
+    )
+    trainer.accelerator.unscale_gradients = unscale
+
+
+@pytest.mark.parametrize(("dropout", "is_scaled"), [(0.0, False), (0.2, False), (0.2, True)])
+def test_a_sound_step_is_computed_twice_without_a_trace(tiny_model_dir, tmp_path, dropout, is_scaled):
+    runs = []
+    for guards in (GuardsConfig(), CHECKED):
+        trainer, recorder = make_guarded(tiny_model_dir, tmp_path, make_spiking_packs(20), guards=guards, **KEYS)
+        for layer in trainer.model.model.layers:
+            layer.self_attn.attention_dropout = dropout
+        if is_scaled:
+            scale_losses(trainer)
+        trainer.train()
+        trainer.observer.counter.synchronise()
+        runs.append((weights_of(trainer), recorder.steps, trainer.observer.counter.totals()))
+    assert_equal_weights(runs[0][0], runs[1][0])
+    assert runs[0][1:] == runs[1][1:]
+
+
+def test_a_product_that_is_off_once_is_found_before_the_update(tiny_model_dir, tmp_path):
+    trainer, recorder = make_guarded(tiny_model_dir, tmp_path, make_spiking_packs(20), guards=CHECKED, **KEYS)
+    compute = trainer.training_step
+
+    def break_at_step_two(*args):
+        if trainer.state.global_step == 1 and not layer._forward_hooks:
+            layer.register_forward_hook(WrongProduct())
+        return compute(*args)
+
+    layer = trainer.model.model.layers[0].mlp.down_proj
+    trainer.training_step = break_at_step_two
+    with pytest.raises(DivergedError, match=r"step 2 was computed twice .* differs in the loss of micro-batch 2"):
+        trainer.train()
+    assert len(recorder.steps) == 1
+
+
+def test_a_gradient_that_is_off_once_is_found_though_the_loss_is_not(tiny_model_dir, tmp_path):
+    trainer, _ = make_guarded(tiny_model_dir, tmp_path, make_spiking_packs(20), guards=CHECKED, **KEYS)
+    calls = []
+
+    def disturb(gradient):
+        calls.extend([None] * (trainer.state.global_step == 1))
+        return gradient * (1 + 2**-20) if len(calls) == 1 else gradient
+
+    trainer.model.model.layers[1].mlp.up_proj.weight.register_hook(disturb)
+    with pytest.raises(DivergedError, match=r"rank 0 differs in model\.layers\.1\.mlp\.up_proj\.weight\. "):
+        trainer.train()
+
+
+def test_where_sums_may_differ_by_themselves_it_is_said_once(tiny_model_dir, tmp_path, monkeypatch):
+    trainer, _ = make_guarded(tiny_model_dir, tmp_path, make_spiking_packs(20), guards=CHECKED, **KEYS)
+    lines = []
+    monkeypatch.setattr(trainer.observer.progress, "say", lines.append)
+    monkeypatch.setattr(type(trainer.args), "device", torch.device("cuda"))
+    for step in (2, 4):
+        trainer.guard._replay.begin(step)
+        trainer.guard._replay.compare(trainer.guard.inputs)
+    assert len(lines) == 1
+    assert "full_determinism: true" in lines[0]

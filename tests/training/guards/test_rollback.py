@@ -1,0 +1,46 @@
+"""What is known of a rollback is on disk, whole, and names rows that it can be repeated with."""
+
+from pathlib import Path
+
+import pytest
+
+from recipes_lib.training.checkpoints.manifest import write_complete
+from recipes_lib.training.guards.rollback import ROLLBACKS_FILE, Rollback, Rollbacks, find_step_before, read_rollbacks
+
+FIRST = Rollback(step=27, cause="loss 5", back_to=25, skipped=(50, 58), steps=(26, 29))
+SECOND = Rollback(step=31, cause="loss 6", back_to=25, skipped=(58, 66), steps=(30, 33))
+
+
+def test_what_was_written_is_read(tmp_path):
+    assert read_rollbacks(tmp_path) == Rollbacks()
+    Rollbacks((FIRST, SECOND)).write(tmp_path)
+    assert read_rollbacks(tmp_path) == Rollbacks((FIRST, SECOND))
+    assert [path.name for path in tmp_path.iterdir()] == [ROLLBACKS_FILE]
+    Rollbacks.clear(tmp_path)
+    assert read_rollbacks(tmp_path) == Rollbacks()
+
+
+def test_a_kill_while_writing_leaves_what_was_there(tmp_path, monkeypatch):
+    Rollbacks((FIRST,)).write(tmp_path)
+    monkeypatch.setattr(Path, "write_text", lambda self, *_, **__: self.write_bytes(b'[{"step"') and 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        Rollbacks((FIRST, SECOND)).write(tmp_path)
+    assert read_rollbacks(tmp_path) == Rollbacks((FIRST,))
+
+
+def test_the_rows_of_a_second_rollback_are_counted_without_those_of_the_first():
+    assert Rollbacks((FIRST,)).skips.ranges == ((50, 58),)
+    # Rows 58 to 65 of the run are 66 to 73 of the data.
+    assert Rollbacks((FIRST, SECOND)).skips.ranges == ((50, 58), (66, 74))
+
+
+def test_the_newest_whole_checkpoint_two_steps_before_is_taken(tmp_path):
+    for step in (10, 20, 25, 26):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "weights").write_bytes(b"1")
+        if step != 20:
+            write_complete(tmp_path / f"checkpoint-{step}", step=step, world_size=1)
+    assert find_step_before(tmp_path, 28) == 26
+    assert find_step_before(tmp_path, 27) == 25
+    assert find_step_before(tmp_path, 24) == 10
+    assert find_step_before(tmp_path, 11) is None

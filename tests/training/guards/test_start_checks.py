@@ -1,0 +1,231 @@
+"""What must hold at the start holds in sound runs, leaves no trace, and does not hold when it is broken."""
+
+import math
+import re
+
+import pytest
+import torch
+from tests.training.pairs import make_pair_trainer, make_pairs
+from tests.training.trajectories import make_packs, make_trainer, weights_of
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from recipes_lib.errors import DivergedError
+from recipes_lib.training.guards.start_checks import (
+    StartChecks,
+    judge_untrained,
+    verify_accumulation,
+    verify_initial_loss,
+    verify_updated,
+)
+
+V = 4096
+
+
+def make_ready(model_dir, output_dir, **keys):
+    trainer, _ = make_trainer(model_dir, output_dir, make_packs(), **keys)
+    trainer.state.max_steps = trainer.args.max_steps
+    return trainer
+
+
+def test_two_rows_have_one_loss_apart_and_together(tiny_model_dir, tmp_path):
+    trainer = make_ready(tiny_model_dir, tmp_path)
+    trainer.model.eval()
+    before, state = weights_of(trainer), torch.get_rng_state()
+    assert verify_accumulation(trainer).startswith("accumulation: two rows have the same loss apart and together, 6.")
+    # No trace.
+    assert all(torch.equal(before[name], value) for name, value in weights_of(trainer).items())
+    assert torch.equal(torch.get_rng_state(), state)
+    trainer.observer.counter.synchronise()
+    assert set(trainer.observer.counter.totals().values()) == {0}
+    assert trainer.guard.inputs.losses == []
+    assert not trainer.model.training
+
+
+@pytest.mark.parametrize(
+    ("fault", "change"),
+    [
+        ("divided twice", lambda loss, trainer, _: loss / trainer.current_gradient_accumulation_steps),
+        ("a mean of means", lambda loss, trainer, ratio: loss * ratio / trainer.current_gradient_accumulation_steps),
+        ("not divided", lambda loss, _, ratio: loss * ratio),
+    ],
+)
+def test_a_loss_that_depends_on_how_the_batch_is_cut_is_refused(tiny_model_dir, tmp_path, fault, change):
+    trainer = make_ready(tiny_model_dir, tmp_path)
+    compute = trainer.compute_loss
+
+    def broken(model, inputs, num_items_in_batch=None, **options):
+        own = trainer.count_terms(inputs)
+        loss = compute(model, inputs, num_items_in_batch=num_items_in_batch, **options)
+        return change(loss, trainer, num_items_in_batch / own)
+
+    trainer.compute_loss = broken
+    with pytest.raises(DivergedError, match="as two micro-batches have the loss"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("losses", [["sigmoid"], ["sigmoid", "sft"]])
+def test_pairs_hold_too_and_the_first_step_is_still_judged_by_ln_two(tiny_model_dir, tmp_path, losses):
+    trainer, recorder = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs(), loss_type=losses)
+    trainer.train()
+    kinds = [line.split(":")[0] for line in recorder.lines]
+    assert kinds.count("accumulation") == 1
+    assert kinds.count("gradients") == 1
+    assert kinds.count("step 0") == 1
+    assert kinds.index("accumulation") < kinds.index("step 0")
+
+
+@pytest.mark.parametrize("loss", ["aot", "aot_unpaired"])
+def test_a_loss_that_compares_rows_goes_on_after_its_first_steps(tiny_model_dir, tmp_path, loss):
+    keys = {"loss_type": [loss], "learning_rate": 1e-2, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs(), **keys)[0].train()
+    trainer, recorder = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs(), **keys)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert trainer.state.global_step == 4
+    assert any(line.startswith("accumulation: not checked") for line in recorder.lines)
+
+
+def run_checks(trainer, num_steps, *, lose=lambda name, step: False):
+    """Let ``StartChecks`` see the gradients of some steps, of which ``lose`` takes some away."""
+    lines = []
+    checks = StartChecks(trainer, has_adapter=False)
+    trainer.observer.progress.say = lines.append
+    model = trainer.model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checks.on_epoch_begin(trainer.args, trainer.state, trainer.control, model=model)
+    for step in range(1, num_steps + 1):
+        for name, parameter in model.named_parameters():
+            parameter.grad = None if lose(name, step) else torch.ones_like(parameter)
+        checks.on_pre_optimizer_step(trainer.args, trainer.state, trainer.control, model=model, optimizer=optimizer)
+    return lines[1:]
+
+
+def test_that_all_has_a_gradient_is_told_when_all_of_it_was_seen(tiny_model_dir, tmp_path):
+    trainer = make_ready(tiny_model_dir, tmp_path)
+    assert run_checks(trainer, 3) == ["gradients: all 21 trained tensors have one"]
+    lines = run_checks(trainer, 9, lose=lambda name, step: "lm_head" in name and step < 9)
+    assert lines == ["gradients: all 21 trained tensors have one"]
+
+
+def test_a_matrix_that_learns_nothing_ends_the_run(tiny_model_dir, tmp_path):
+    trainer = make_ready(tiny_model_dir, tmp_path)
+    with pytest.raises(DivergedError, match=r"7 of 21 .* model\.layers\.1\.self_attn\.q_proj\.weight \(it has no"):
+        run_checks(trainer, 10, lose=lambda name, _: "layers.1" in name)
+
+
+def test_a_gradient_that_is_lost_is_found_in_a_real_run(tiny_model_dir, tmp_path):
+    trainer = make_ready(tiny_model_dir, tmp_path, max_steps=12)
+    trainer.model.model.layers[0].register_forward_hook(lambda module, inputs, output: output.detach())
+    with pytest.raises(DivergedError, match="in the first 10 steps"):
+        trainer.train()
+    assert trainer.state.global_step == 9
+
+
+def test_experts_routers_and_vectors_may_be_idle_and_are_named():
+    names = {
+        "model.layers.0.mlp.experts.gate_up_proj": torch.ones(2, 3, 3),
+        "model.layers.0.mlp.experts.7.down_proj.weight": torch.ones(3, 3),
+        "model.layers.0.mlp.gate.weight": torch.ones(3, 3),
+        "score.bias": torch.ones(1),
+    }
+    parameters = {name: torch.nn.Parameter(value) for name, value in names.items()}
+    faults = dict.fromkeys(parameters, "its gradient is zero")
+    assert "4 of 9 trained tensors" in judge_untrained(faults, parameters, 9)
+    # A gated MLP is no router.
+    parameters["model.layers.0.mlp.gate_proj.weight"] = torch.nn.Parameter(torch.ones(3, 3))
+    words = re.escape("1 of 9 trained tensors learnt nothing: model.layers.0.mlp.gate_proj")
+    with pytest.raises(DivergedError, match=words):
+        judge_untrained(dict.fromkeys(parameters, "its gradient is zero"), parameters, 9)
+
+
+def build_fresh(model_type, hidden_size, *, seed=0, **keys):
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=V,
+        hidden_size=hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        bos_token_id=None,
+        eos_token_id=None,
+        **keys,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def draw_batch(*, zipf=1.3):
+    """Text-like ids: the commonest is a quarter of all."""
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.arange(1, V + 1).double() ** -zipf
+    ids = torch.multinomial(weights, 8 * 64, replacement=True, generator=generator).view(8, 64)
+    return {"input_ids": ids, "labels": ids}
+
+
+def compute_mean_loss(model, batch):
+    with torch.no_grad():
+        return float(model(**batch).loss)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("model_type", "hidden_size", "keys"),
+    [
+        ("llama", 64, {"tie_word_embeddings": True}),
+        ("llama", 512, {"tie_word_embeddings": True}),
+        ("llama", 512, {"intermediate_size": 64}),
+        ("gpt2", 256, {}),
+        ("qwen2", 256, {"num_key_value_heads": 4}),
+    ],
+)
+def test_fresh_models_of_any_kind_are_near_ln_v(model_type, hidden_size, keys, seed):
+    model, batch = build_fresh(model_type, hidden_size, seed=seed, **keys), draw_batch()
+    loss = compute_mean_loss(model, batch)
+    assert f"near ln(4,096) = {math.log(V):.4f}" in verify_initial_loss(model, loss, [batch])
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("model_type", "keys"),
+    [("gemma", {"head_dim": 128}), ("granite", {"tie_word_embeddings": True, "embedding_multiplier": 60.0})],
+)
+def test_what_a_scaled_embedding_leaves_in_the_last_states_of_few_layers_is_no_fault(model_type, keys, seed):
+    """Ids that never follow themselves, so that predicting them again only costs."""
+    model = build_fresh(model_type, 768, seed=seed, num_key_value_heads=4, **keys)
+    ids = torch.randint(0, V, (8, 64), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids}
+    loss = compute_mean_loss(model, batch)
+    assert loss > math.log(V) + 0.5
+    assert "near ln(4,096)" in verify_initial_loss(model, loss, [batch])
+    with pytest.raises(DivergedError, match="before the first update the loss is"):
+        verify_initial_loss(model, 3 * loss, [batch])
+
+
+def test_the_variance_of_the_logits_is_what_the_bound_says():
+    model, batch = build_fresh("llama", 512), draw_batch()
+    with torch.no_grad():
+        logits = model(input_ids=batch["input_ids"]).logits
+    assert float(logits.var()) == pytest.approx(0.02**2 * 512, rel=0.05)
+    assert compute_mean_loss(model, batch) == pytest.approx(math.log(V) + 0.02**2 * 512 / 2, abs=0.1)
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0, 1 / 8, float("nan")])
+def test_a_loss_that_is_scaled_is_refused(factor):
+    model, batch = build_fresh("llama", 64), draw_batch()
+    with pytest.raises(DivergedError, match="before the first update the loss is"):
+        verify_initial_loss(model, factor * compute_mean_loss(model, batch), [batch])
+
+
+def test_weights_drawn_far_too_wide_are_refused():
+    model, batch = build_fresh("llama", 64), draw_batch()
+    model.lm_head.weight.data *= 20
+    with pytest.raises(DivergedError, match="or the initialisation is"):
+        verify_initial_loss(model, compute_mean_loss(model, batch), [batch])
+
+
+def test_an_optimizer_that_updates_other_tensors_is_found():
+    """As where weights were gathered while it was built: their gradients come, and nothing is made of them."""
+    model = torch.nn.Linear(2, 2)
+    verify_updated(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    partial = torch.optim.SGD([model.weight, torch.nn.Parameter(model.bias.detach().clone())], lr=0.1)
+    with pytest.raises(DivergedError, match=r"does not update 1 of 2 trained tensors: bias"):
+        verify_updated(model, partial)

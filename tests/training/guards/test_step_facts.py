@@ -1,0 +1,87 @@
+"""What is not finite is found and put down so that the step can be looked at."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from recipes_lib.errors import DivergedError
+from recipes_lib.training.guards.step_facts import (
+    StepInputs,
+    describe_faults,
+    find_faults,
+    separate_row_ids,
+    stop_before_update,
+    write_dump,
+)
+
+
+def build_chain(*, bad=()):
+    """Weights of three layers with gradients of norm 1, 2 and 3; those of the ``bad`` ones are not finite."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2, bias=False) for _ in range(3)))
+    for at, layer in enumerate(model):
+        layer.weight.grad = torch.zeros(2, 2)
+        layer.weight.grad[0, 1] = float("nan") if at in bad else at + 1.0
+    return dict(model.named_parameters())
+
+
+def test_row_numbers_are_taken_out_before_the_model_sees_the_batch():
+    batches = [{"input_ids": torch.ones(1), "row_ids": np.array([3])}, {"input_ids": torch.ones(1)}]
+    assert separate_row_ids(batches) == [np.array([3]), None]
+    assert [set(batch) for batch in batches] == [{"input_ids"}, {"input_ids"}]
+
+
+def test_gradients_are_named_from_the_output_on_and_the_largest_first():
+    found = find_faults(build_chain(bad=(0, 1)), [1.0, float("inf")])
+    assert list(found["non_finite_gradients"]) == ["1.weight", "0.weight"]
+    assert found["largest_gradient_norms"] == {"2.weight": 3.0}
+    assert found["bad_micro_batches"] == [1]
+    assert list(find_faults(build_chain(), [1.0])["largest_gradient_norms"].values()) == [3.0, 2.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("processes", "words"),
+    [
+        ([((), [1.0]), ((0,), [float("nan")])], "the loss of micro-batch 1 of rank 1 is nan"),
+        ([((), [1.0]), ((0, 2), [1.0])], "on rank 1 the gradient of 2.weight is not finite and of 1 more parameters"),
+        ([((), [1.0])], "too large for float32"),
+    ],
+)
+def test_the_loss_is_named_before_the_gradients(processes, words):
+    assert words in describe_faults([find_faults(build_chain(bad=bad), losses) for bad, losses in processes])
+
+
+def test_a_dump_holds_rows_tensors_and_figures_as_strict_json(tmp_path):
+    batches = [{"input_ids": torch.arange(6).view(2, 3), "max_length_q": 3}, {"labels": torch.ones(2, 2).t()}]
+    inputs = StepInputs(batches, [np.array([4, 9]), None], None)
+    write_dump(tmp_path / "step-3", 1, inputs, {"loss": float("nan"), "norms": {"w": float("-inf")}, "scale": None})
+    tensors = load_file(tmp_path / "step-3" / "rank-1.safetensors")
+    assert torch.equal(tensors["micro_batch_1.input_ids"], batches[0]["input_ids"])
+    assert set(tensors) == {"micro_batch_1.input_ids", "micro_batch_2.labels"}
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    facts = json.loads((tmp_path / "step-3" / "rank-1.json").read_text(), parse_constant=refuse)
+    assert facts == {"loss": "nan", "norms": {"w": "-inf"}, "scale": None, "row_ids": [[4, 9], None]}
+
+
+def test_the_message_says_where_everything_lies(tmp_path):
+    inputs = StepInputs([], [], None, [torch.tensor(1.0)])
+    with pytest.raises(DivergedError) as caught:
+        stop_before_update(
+            build_chain(bad=(1,)), inputs, step=7, output_dir=tmp_path, facts={"learning_rate": 0.1}, why=""
+        )
+    message = str(caught.value)
+    assert message.startswith("step 7 was stopped before its update: on rank 0 the gradient of 1.weight is not finite")
+    assert str(tmp_path / "diverged" / "step-7") in message
+    facts = json.loads((tmp_path / "diverged" / "step-7" / "rank-0.json").read_text())
+    assert facts["learning_rate"] == 0.1
+
+
+def test_where_a_step_is_made_of_several_the_message_says_whose_it_is(tmp_path):
+    inputs = StepInputs([], [], None, [torch.tensor(float("inf"))])
+    with pytest.raises(DivergedError, match="step 7 was stopped before its update of the critic: the loss of micro"):
+        stop_before_update(build_chain(), inputs, step=7, output_dir=tmp_path, facts={}, why="", learner="critic")

@@ -1,0 +1,269 @@
+"""Spikes are undone as if their rows had never been there; what is not finite ends the run before the update."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.training import pretraining
+from tests.training.pairs import make_pair_trainer, make_pairs
+from tests.training.spiking import SpikeOnce, make_guarded, make_spiking_packs, read_events, train_on_rows
+from tests.training.trajectories import assert_equal_weights, make_packs, make_trainer, weights_of
+
+from recipes_lib.config.schema import GuardsConfig
+from recipes_lib.data.tokens.order import RowOrder
+from recipes_lib.errors import DivergedError
+from recipes_lib.training.checkpoints.manifest import find_last_complete, is_complete, supersede
+from recipes_lib.training.guards.rollback import Rollbacks, read_rollbacks
+from recipes_lib.training.guards.step_facts import MAX_SKIPPED
+from recipes_lib.training.guards.step_guard import Spike, SpikeMonitor, StepGuard
+
+TWO = GuardsConfig(max_rollbacks=2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "num_rows"),
+    [
+        pytest.param({}, 100, id="mid-epoch"),
+        pytest.param({"gradient_accumulation_steps": 2}, 180, id="accumulated"),
+        # An epoch is 28 steps, the last of which takes one row.
+        pytest.param({}, 55, id="across the end of an epoch"),
+    ],
+)
+def test_after_a_spike_the_run_is_one_that_never_saw_those_rows(tiny_model_dir, tmp_path, keys, num_rows):
+    per_step = 2 * keys.get("gradient_accumulation_steps", 1)
+    packs = make_spiking_packs(num_rows, range(26 * per_step, 27 * per_step))
+    trainer, recorder = make_guarded(tiny_model_dir, tmp_path / "run", packs, guards=TWO, **keys)
+    trainer.train()
+    (rollback,) = read_rollbacks(tmp_path / "run").made
+    assert (rollback.step, rollback.steps, rollback.back_to) == (27, (26, 29), 25)
+    (event,) = read_events(tmp_path / "run", "rollback")
+    assert event["step"] == 27
+
+    # The rows of steps 26 to 29; the last of them may be in the second pass.
+    steps_per_epoch = -(-num_rows // per_step)
+    first = 25 * per_step
+    stop = 29 * per_step if steps_per_epoch >= 29 else num_rows + (29 - steps_per_epoch) * per_step
+    natural = [row % num_rows for row in range(3 * num_rows) if not first <= row < stop]
+    epochs = [natural[:num_rows], natural[num_rows : 2 * num_rows]]
+    train = train_one_epoch if steps_per_epoch > 36 else train_two_epochs
+    reference, other = train(tiny_model_dir, tmp_path / "other", packs, epochs, steps_per_epoch, keys)
+    assert recorder.steps[-8:] == other.steps[-8:]
+    assert_equal_weights(weights_of(trainer), weights_of(reference))
+
+
+def train_one_epoch(model_dir, output_dir, packs, epochs, steps_per_epoch, keys):
+    return train_on_rows(model_dir, output_dir, packs, epochs[0], **keys)
+
+
+def train_two_epochs(model_dir, output_dir, packs, epochs, steps_per_epoch, keys):
+    """A run whose second epoch has other rows than the first: stopped at its end, and resumed over the others."""
+    halfway = {"save_steps": steps_per_epoch, "save_total_limit": None}
+    train_on_rows(model_dir, output_dir, packs, epochs[0], **keys | halfway)
+    reference, recorder = make_guarded(
+        model_dir, output_dir, packs.select(epochs[1]), guards=GuardsConfig(), **keys | halfway
+    )
+    reference.train(resume_from_checkpoint=str(output_dir / f"checkpoint-{steps_per_epoch}"))
+    return reference, recorder
+
+
+class Killed(BaseException):
+    """What a test takes for a kill: nothing of ours runs behind it."""
+
+
+@pytest.mark.parametrize("moment", ["the checkpoints are put aside", "the rows are written down", "three steps later"])
+def test_killed_at_any_moment_of_a_rollback_the_same_command_ends_alike(tiny_model_dir, tmp_path, monkeypatch, moment):
+    packs = make_spiking_packs(100, range(52, 54))
+    keys = {"guards": TWO, "save_steps": 1, "save_total_limit": 3}
+    straight, _ = make_guarded(tiny_model_dir, tmp_path / "straight", packs, **keys)
+    straight.train()
+
+    killed, _ = make_guarded(tiny_model_dir, tmp_path / "killed", packs, **keys)
+
+    def die(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        if moment == "the checkpoints are put aside":
+            patch.setattr(Rollbacks, "write", die)
+        elif moment == "the rows are written down":
+            patch.setattr(StepGuard, "_go_back", die_after_writing)
+        else:
+            judge = killed.guard.judge
+            patch.setattr(
+                killed.guard,
+                "judge",
+                lambda norm: die() if killed.guard.rollbacks.made and killed.state.global_step == 28 else judge(norm),
+            )
+        with pytest.raises(Killed):
+            killed.train()
+
+    checkpoint, _ = find_last_complete(tmp_path / "killed")
+    assert checkpoint.name == ("checkpoint-28" if moment == "three steps later" else "checkpoint-25")
+    again, _ = make_guarded(tiny_model_dir, tmp_path / "killed", packs, **keys)
+    again.train(resume_from_checkpoint=str(checkpoint))
+    assert read_rollbacks(tmp_path / "killed") == read_rollbacks(tmp_path / "straight")
+    assert len(read_events(tmp_path / "killed", "rollback")) == 1
+    assert_equal_weights(weights_of(again), weights_of(straight))
+
+
+def die_after_writing(guard, rollback):
+    supersede(guard._output_dir, after_step=rollback.back_to)
+    Rollbacks((rollback,)).write(guard._output_dir)
+    raise Killed
+
+
+def test_with_no_rollbacks_left_a_spike_ends_the_run(tiny_model_dir, tmp_path):
+    packs = make_spiking_packs(120, [*range(52, 54), *range(66, 68)])
+    trainer, _ = make_guarded(tiny_model_dir, tmp_path, packs, guards=GuardsConfig(max_rollbacks=1))
+    with pytest.raises(DivergedError, match=r"step 30 was stopped before its update: .* after 1 rollbacks"):
+        trainer.train()
+    assert json.loads((tmp_path / "diverged" / "step-30" / "rank-0.json").read_text())["row_ids"] == [[66, 67]]
+    assert find_last_complete(tmp_path)[0].name == "checkpoint-25"
+
+
+@pytest.mark.parametrize("save_strategy", ["no", "steps"])
+def test_without_rollbacks_a_spike_is_told_once_and_changes_nothing(tiny_model_dir, tmp_path, save_strategy):
+    packs = make_spiking_packs(100, range(52, 54))
+    keys = {"save_strategy": save_strategy}
+    trainer, recorder = make_guarded(tiny_model_dir, tmp_path, packs, guards=GuardsConfig(), **keys)
+    trainer.train()
+    assert [event["step"] for event in read_events(tmp_path, "spike")] == [27]
+    _, unjudged = train_on_rows(tiny_model_dir, tmp_path / "other", packs, range(100), **keys)
+    assert recorder.steps == unjudged.steps
+    assert not (tmp_path / "checkpoint-0").exists()
+
+
+def test_the_very_beginning_is_kept_for_a_spike_before_the_first_checkpoint(tiny_model_dir, tmp_path):
+    packs = make_spiking_packs(100, range(52, 54))
+    trainer, _ = make_guarded(tiny_model_dir, tmp_path / "run", packs, guards=TWO, save_steps=30)
+    trainer.train()
+    assert read_rollbacks(tmp_path / "run").made[0].back_to == 0
+    rows = [row for row in range(100) if not 50 <= row < 58]
+    reference, _ = train_on_rows(tiny_model_dir, tmp_path / "other", packs, rows)
+    assert_equal_weights(weights_of(trainer), weights_of(reference))
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_loss_that_is_not_finite_stops_though_the_gradient_is(tiny_model_dir, tmp_path, monkeypatch, accumulation):
+    keys = {"max_steps": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulation}
+    trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(24), save_strategy="steps", save_steps=1, **keys)
+    compute_loss, calls = trainer.compute_loss, []
+    bad_call = 2 * accumulation
+
+    def compute(model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        # Only in training: the checks of the start compute in evaluation mode.
+        calls.extend([None] * model.training)
+        return loss + float("nan") if len(calls) == bad_call else loss
+
+    monkeypatch.setattr(trainer, "compute_loss", compute)
+    with pytest.raises(DivergedError, match=f"step 2 .* the loss of micro-batch {accumulation} of rank 0 is nan"):
+        trainer.train()
+    assert is_complete(tmp_path / "checkpoint-1")
+    saved = load_file(tmp_path / "checkpoint-1" / "model.safetensors")
+    now = weights_of(trainer)
+    assert all(torch.equal(saved[name], now[name]) for name in saved)
+
+    folder = tmp_path / "diverged" / "step-2"
+    facts = json.loads((folder / "rank-0.json").read_text())
+    assert facts["bad_micro_batches"] == [accumulation - 1]
+    assert len(facts["losses"]) == len(facts["row_ids"]) == accumulation
+    assert facts["losses"][-1] == "nan"
+    assert facts["non_finite_gradients"] == {}
+    assert facts["learning_rate"] > 0
+    tensors = load_file(folder / "rank-0.safetensors")
+    # The rows are found again by their numbers, and they are those of the dumped batch.
+    for at, row_ids in enumerate(facts["row_ids"], start=1):
+        rows = dict.fromkeys(row_ids)
+        batch = trainer.data_collator([make_packs(24)[row] for row in rows])
+        assert torch.equal(tensors[f"micro_batch_{at}.input_ids"], batch["input_ids"])
+        assert torch.equal(tensors[f"micro_batch_{at}.labels"], batch["labels"])
+
+
+def test_the_parameter_nearest_to_the_output_is_named_first(tiny_model_dir, tmp_path):
+    trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs())
+    weight = trainer.model.model.layers[1].self_attn.o_proj.weight
+    weight.register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(
+        DivergedError, match=r"the gradient of model\.layers\.1\.self_attn\.o_proj\.weight is not finite"
+    ):
+        trainer.train()
+    facts = json.loads((tmp_path / "diverged" / "step-1" / "rank-0.json").read_text())
+    assert list(facts["non_finite_gradients"]) == ["model.layers.1.self_attn.o_proj.weight"]
+    # The others were not spoilt by a clipping with a norm that is none.
+    assert all(0 < norm < 1e6 for norm in facts["largest_gradient_norms"].values())
+
+
+@pytest.mark.parametrize(("num_skipped", "ends"), [(MAX_SKIPPED - 1, False), (MAX_SKIPPED, True)])
+def test_under_fp16_overflows_are_in_order_until_there_are_too_many(tiny_model_dir, tmp_path, num_skipped, ends):
+    trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs())
+    trainer.create_optimizer_and_scheduler(4)
+    trainer.args.fp16 = True
+    trainer.guard.inputs.losses.append(torch.tensor(1.0))
+    for _ in range(num_skipped - 1):
+        trainer.guard.judge(torch.tensor(float("inf")))
+    if ends:
+        with pytest.raises(DivergedError, match="skipped 24 updates in a row"):
+            trainer.guard.judge(torch.tensor(float("nan")))
+    else:
+        trainer.guard.judge(torch.tensor(float("inf")))
+        trainer.guard.judge(torch.tensor(1.0))
+        trainer.guard.judge(torch.tensor(float("inf")))
+
+
+def test_under_fp16_a_loss_that_is_not_finite_is_no_overflow_of_the_scaling(tiny_model_dir, tmp_path):
+    trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs())
+    trainer.create_optimizer_and_scheduler(4)
+    trainer.args.fp16 = True
+    trainer.guard.inputs.losses.append(torch.tensor(float("inf")))
+    with pytest.raises(DivergedError, match="the loss of micro-batch 1 of rank 0 is inf"):
+        trainer.guard.judge(torch.tensor(float("inf")))
+
+
+def test_pairs_are_left_out_as_rows_are(tiny_model_dir, tmp_path):
+    keys = {"per_device_train_batch_size": 4, "max_steps": 7, "train_sampling_strategy": "sequential"}
+    keys |= {"save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 1}
+    pairs = make_pairs(48)
+    trainer, recorder = make_pair_trainer(tiny_model_dir, tmp_path / "run", pairs, **keys)
+    trainer.guard._keys = TWO
+    trainer.guard._monitor.judge = SpikeOnce(trainer, 4)
+    trainer.train()
+    assert read_rollbacks(tmp_path / "run").made[0].steps == (3, 6)
+    left = pairs.select([row for row in range(48) if not 8 <= row < 24])
+    reference, other = make_pair_trainer(tiny_model_dir, tmp_path / "other", left, **keys)
+    reference.train()
+    assert recorder.steps[-5:] == other.steps[-5:]
+    # The figures beside the loss too: what was summed for the spike is forgotten.
+    assert recorder.logs[-2]["rewards/margins"] == other.logs[-2]["rewards/margins"]
+    assert_equal_weights(weights_of(trainer), weights_of(reference))
+
+
+def test_rows_of_pretraining_are_left_out_of_their_order(tiny_tokenizer_dir, tmp_path, monkeypatch):
+    keys = {"max_steps": 12, "gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    judge, calls = SpikeMonitor.judge, []
+
+    def judge_once(monitor, loss, grad_norm, kind):
+        calls.append(loss)
+        judge(monitor, loss, grad_norm, kind)
+        return Spike("loss", loss, 0.0, 0.0) if len(calls) == 7 else None
+
+    monkeypatch.setattr(SpikeMonitor, "judge", judge_once)
+    config = pretraining.build_config(tmp_path, tiny_tokenizer_dir, **keys, max_rollbacks=1)
+    pretraining.run_recipe(config, monkeypatch)
+    (rollback,) = read_rollbacks(tmp_path / "out").made
+    assert (rollback.back_to, rollback.steps, rollback.skipped) == (5, (6, 9), (20, 36))
+    record = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert record["status"] == "done"
+    assert record["rollbacks"][0]["step"] == 7
+
+    # The same windows by a list of what is left.
+    left, locate = np.delete(np.arange(1000), range(20, 36)), RowOrder.locate
+    monkeypatch.setattr(RowOrder, "locate", lambda order, rows: locate(order, left[rows]))
+    other = pretraining.build_config(tmp_path, tiny_tokenizer_dir, **keys, output_dir=tmp_path / "other")
+    pretraining.run_recipe(other, monkeypatch)
+    steps, expected = (pretraining.read_steps(tmp_path / name) for name in ("out", "other"))
+    assert [step["loss"] for step in steps] == [step["loss"] for step in expected]
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "other"))
+    assert_equal_weights(one, two)

@@ -1,0 +1,318 @@
+"""Each combination that is refused, and one beside it that is not; check, launch and start refuse the same."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+from tests.test_accelerate_configs import FILES
+
+from recipes_lib.commands import launch as launching
+from recipes_lib.commands.check import check
+from recipes_lib.config.loader import load_config
+from recipes_lib.config.schema import WEIGHTS, RecipeConfig
+from recipes_lib.errors import ConfigError
+from recipes_lib.training.layouts.compatibility import BLOCKED, format_table, verify_combination
+from recipes_lib.training.layouts.launch_environment import Launch, name_pipeline, read_launch
+from recipes_lib.training.layouts.launch_files import name_variables, plan_launch
+from recipes_lib.training.run import start_run
+
+ROOT = Path(__file__).parents[3]
+
+
+def launch(kind: str = "FSDP", *, precision: str = "bf16", **settings: Any) -> dict[str, Any]:
+    """A launch file for four processes."""
+    document = {"distributed_type": kind, "mixed_precision": precision, "num_processes": 4, "use_cpu": False}
+    mesh = {key: value for key, value in settings.items() if key.startswith("parallelism_config_")}
+    rest = {key: value for key, value in settings.items() if key not in mesh and key != "use_cpu"}
+    document |= {"use_cpu": settings.get("use_cpu", False)}
+    if kind == "FSDP":
+        document["fsdp_config"] = {"fsdp_version": 2} | rest
+    if kind == "DEEPSPEED":
+        document["deepspeed_config"] = {"zero_stage": 2} | rest
+    return document | ({"parallelism_config": mesh} if mesh else {})
+
+
+def stages(num: int = 2, schedule: str = "1f1b", kind: str = "MULTI_GPU", **settings: Any) -> dict[str, Any]:
+    """A launch in stages; ``num_processes`` of them are four."""
+    return launch(kind, **settings) | {"pipeline": name_pipeline(num, schedule)}
+
+
+def read_document(document: dict[str, Any]) -> Launch:
+    return read_launch(name_variables(document) | document.get("pipeline", {}))
+
+
+def mesh(**sizes: int) -> dict[str, Any]:
+    return launch(**{f"parallelism_config_{name}_size": size for name, size in sizes.items()})
+
+
+def cut(precision: str = "bf16", **settings: Any) -> dict[str, Any]:
+    return launch(precision=precision, parallelism_config_tp_size=2, parallelism_config_dp_shard_size=2, **settings)
+
+
+DDP = launch("MULTI_GPU")
+TENSORS = cut()
+ROWS_SHARED = mesh(dp_shard=2, cp=2)
+FSDP, ZERO = launch(), launch("DEEPSPEED")
+ZERO_3 = launch("DEEPSPEED", zero_stage=3, zero3_save_16bit_model=True)
+HEADS_SHARED = ZERO_3 | {"parallelism_config": mesh(dp_shard=2, sp=2)["parallelism_config"]}
+LIVE = {"precompute_ref_log_probs": False}
+PRETRAIN, SFT = {"stage": "pretrain", "gradient_accumulation_steps": 4}, {"stage": "sft"}
+PPO, RLOO, DISTIL = ({"stage": stage} for stage in ("ppo", "rloo", "distill"))
+# For each row, in its order: what trips it, and what beside it does not; a recipe's keys and a launch file each.
+CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, Any], dict[str, Any]]]]] = [
+    (
+        ({"bf16": True}, launch("MULTI_GPU", precision="fp16")),
+        [({"bf16": True}, DDP), ({}, launch("MULTI_GPU", precision="fp16"))],
+    ),
+    (({"fp16": True}, DDP), [({"fp16": True}, launch("MULTI_GPU", precision="no")), ({}, DDP)]),
+    (({"bf16": True}, launch("NO", precision="fp8")), [({}, launch("NO", precision="fp8"))]),
+    (({"fp16": True}, launch("NO", precision="fp8")), [({"bf16": False}, launch("NO", precision="fp8"))]),
+    (({"bf16": False}, DDP), [({"bf16": False}, launch("MULTI_GPU", precision="no"))]),
+    (({"fp16": False}, launch("NO", precision="fp16")), [({"fp16": False}, DDP)]),
+    (
+        ({"dtype": "bfloat16"}, FSDP),
+        [
+            ({"dtype": "bfloat16", "use_peft": True}, FSDP),
+            ({"dtype": "bfloat16"}, DDP),
+            ({"dtype": "float32"}, FSDP),
+            ({"dtype": "bfloat16", "bf16": False}, launch(precision="no")),
+        ],
+    ),
+    (
+        ({"gradient_accumulation_steps": 2}, launch("DEEPSPEED", gradient_accumulation_steps=4)),
+        [
+            ({"gradient_accumulation_steps": 4}, launch("DEEPSPEED", gradient_accumulation_steps=4)),
+            ({"gradient_accumulation_steps": 2}, launch("DEEPSPEED", gradient_accumulation_steps="auto")),
+            ({}, launch("DEEPSPEED", gradient_accumulation_steps=1)),
+        ],
+    ),
+    (
+        ({}, launch("DEEPSPEED", gradient_clipping=0.5)),
+        [
+            ({"max_grad_norm": 0.5}, launch("DEEPSPEED", gradient_clipping=0.5)),
+            ({"max_grad_norm": 0.5}, launch("DEEPSPEED", gradient_clipping="auto")),
+        ],
+    ),
+    (({}, launch("DEEPSPEED", use_cpu=True)), [({}, ZERO), ({}, launch("MULTI_GPU", use_cpu=True))]),
+    (({}, mesh(dp_replicate=2, dp_shard=4)), [({}, mesh(dp_replicate=2, dp_shard=2))]),
+    (({}, mesh(dp_replicate=4)), [({}, mesh(dp_shard=4)), ({}, FSDP)]),
+    (({}, {**DDP, "parallelism_config": {"parallelism_config_tp_size": 4}}), [({}, mesh(tp=4)), ({}, TENSORS)]),
+    (({}, mesh(dp_replicate=2, tp=2)), [({}, TENSORS), ({}, mesh(dp_replicate=2, dp_shard=2))]),
+    (({}, cut("fp16")), [({}, cut("no")), ({}, TENSORS), ({}, launch(precision="fp16"))]),
+    (
+        ({}, cut(fsdp_offload_params=True)),
+        [({}, launch(fsdp_offload_params=True)), ({"activation_checkpointing": True}, TENSORS)],
+    ),
+    (
+        ({"use_peft": True}, TENSORS),
+        [({"use_peft": True}, mesh(dp_shard=4, tp=1)), ({"optim": "adamw_torch"}, TENSORS)],
+    ),
+    (({"fp16": True, "bf16": False}, cut("no")), [({"fp16": True, "bf16": False}, launch(precision="no"))]),
+    (({"optim": "sgd"}, TENSORS), [({"optim": "sgd"}, FSDP), ({"optim": "adamw_torch_fused"}, TENSORS)]),
+    (({"verify_steps": 8}, TENSORS), [({"verify_steps": 8}, FSDP), ({}, TENSORS)]),
+    (({}, {**DDP, "parallelism_config": {"parallelism_config_cp_size": 4}}), [({}, mesh(cp=4)), ({}, ROWS_SHARED)]),
+    (({}, mesh(dp_shard=2, sp=2)), [({}, mesh(dp_shard=4, cp=1, sp=1)), ({}, HEADS_SHARED)]),
+    (({}, mesh(cp=2, tp=2)), [({}, ROWS_SHARED), ({}, TENSORS)]),
+    (({"use_peft": True}, ROWS_SHARED), [({"optim": "muon"}, ROWS_SHARED)]),
+    (
+        ({"dataset_streaming": True, "max_steps": 1}, ROWS_SHARED),
+        [({"dataset_streaming": True, "max_steps": 1}, FSDP), ({"dataset_streaming": False}, HEADS_SHARED)],
+    ),
+    (({"attn_implementation": "sdpa"}, ROWS_SHARED), [({"attn_implementation": "sdpa"}, FSDP), ({}, ROWS_SHARED)]),
+    (({"torch_compile": True}, ROWS_SHARED), [({"torch_compile": True}, FSDP)]),
+    (({}, launch(fsdp_version=1)), [({}, FSDP), ({}, DDP)]),
+    (({}, launch(fsdp_state_dict_type="FULL_STATE_DICT")), [({}, launch(fsdp_state_dict_type="SHARDED_STATE_DICT"))]),
+    (
+        ({}, launch("DEEPSPEED", zero_stage=3)),
+        [({}, launch("DEEPSPEED", zero_stage=3, zero3_save_16bit_model=True)), ({}, ZERO)],
+    ),
+    (
+        ({"activation_checkpointing": True}, launch(fsdp_activation_checkpointing=True)),
+        [({"activation_checkpointing": True}, FSDP), ({}, launch(fsdp_activation_checkpointing=True))],
+    ),
+    (
+        ({"optim": "paged_adamw_8bit"}, FSDP),
+        [({"optim": "paged_adamw_8bit"}, ZERO), ({"optim": "paged_adamw_8bit"}, DDP), ({"optim": "muon"}, FSDP)],
+    ),
+    (({"optim": "muon"}, ZERO), [({"optim": "muon"}, FSDP), ({"optim": "adamw_torch"}, ZERO)]),
+    (
+        ({"optim": "adafactor"}, launch("DEEPSPEED", offload_optimizer_device="cpu")),
+        [
+            ({"optim": "adafactor"}, launch("DEEPSPEED", offload_optimizer_device="none")),
+            ({}, launch("DEEPSPEED", offload_optimizer_device="cpu")),
+        ],
+    ),
+    (
+        ({"load_in_8bit": True, "use_peft": True}, FSDP),
+        [({"load_in_4bit": True, "use_peft": True}, FSDP), ({"load_in_8bit": True, "use_peft": True}, DDP)],
+    ),
+    (
+        (LIVE, ZERO),
+        [
+            (LIVE, FSDP),
+            ({}, ZERO),
+            (LIVE | {"use_peft": True}, ZERO),
+            (LIVE | {"ref_model_name_or_path": "o/r"}, ZERO),
+        ],
+    ),
+    (({"max_rollbacks": 1}, FSDP), [({"max_rollbacks": 1}, DDP), ({"max_rollbacks": 0}, FSDP)]),
+    ((RLOO, FSDP), [(RLOO, DDP), (PPO, FSDP)]),
+    ((PPO, ZERO), [(PPO, DDP), (PPO, FSDP), ({}, ZERO)]),
+    ((PPO | {"use_peft": True}, FSDP), [(PPO | {"use_peft": True}, DDP), ({"use_peft": True}, FSDP)]),
+    (
+        (PPO | {"use_transformers_continuous_batching": True}, FSDP),
+        [(PPO | {"use_transformers_continuous_batching": True}, DDP), (PPO | {"use_vllm": False}, FSDP)],
+    ),
+    ((DISTIL | {"angle_weight": 0.5}, ZERO), [(DISTIL | {"angle_weight": 0.5}, DDP), (DISTIL, FSDP), (DISTIL, ZERO)]),
+    (
+        (DISTIL | {"lmbda": 0.5}, ZERO_3),
+        [(DISTIL | {"lmbda": 0.5}, ZERO), (DISTIL | {"lmbda": 0.5}, FSDP), (DISTIL, ZERO_3)],
+    ),
+    ((SFT, stages()), [(PRETRAIN, stages()), (SFT, DDP), (SFT, stages(1))]),
+    ((PRETRAIN, stages(3)), [(PRETRAIN, stages(4)), (PRETRAIN, stages(2)), (PRETRAIN, DDP)]),
+    ((PRETRAIN, stages(kind="DEEPSPEED")), [(PRETRAIN, stages(kind="FSDP")), (PRETRAIN, ZERO)]),
+    ((PRETRAIN, stages(kind="FSDP", fsdp_offload_params=True)), [(PRETRAIN, launch(fsdp_offload_params=True))]),
+    ((PRETRAIN, stages(precision="fp16")), [(PRETRAIN, stages(precision="no")), (PRETRAIN, stages(precision="bf16"))]),
+    ((PRETRAIN | {"fp16": True}, stages(precision="no")), [(PRETRAIN | {"bf16": True}, stages(precision="no"))]),
+    (
+        (PRETRAIN | {"gradient_accumulation_steps": 3}, stages(4)),
+        [(PRETRAIN | {"gradient_accumulation_steps": 3}, launch) for launch in (stages(2), stages(4, "gpipe"), DDP)],
+    ),
+    (
+        (PRETRAIN | {"gradient_accumulation_steps": 6}, stages(4, "interleaved")),
+        [(PRETRAIN, stages(4, "interleaved")), (PRETRAIN | {"gradient_accumulation_steps": 6}, stages(4))],
+    ),
+    ((PRETRAIN | {"batch_ramp_tokens": 4096}, stages()), [(PRETRAIN | {"batch_ramp_tokens": 4096}, DDP)]),
+    ((PRETRAIN | {"max_rollbacks": 1}, stages()), [(PRETRAIN | {"max_rollbacks": 0}, stages())]),
+    ((PRETRAIN | {"verify_steps": 2}, stages()), [(PRETRAIN | {"verify_steps": 2}, DDP)]),
+    ((PRETRAIN | {"metrics": "[mine:Score]"}, stages()), [(PRETRAIN | {"metrics": "[mine:Score]"}, DDP)]),
+    ((PRETRAIN | {"torch_compile": True}, stages()), [(PRETRAIN | {"torch_compile": False}, stages())]),
+    (
+        (PRETRAIN | {"optim": "adafactor"}, stages()),
+        [(PRETRAIN | {"optim": "muon"}, stages()), (PRETRAIN | {"optim": "adafactor"}, DDP)],
+    ),
+]
+# What else trips the row of those keys.
+OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    *(({"stage": stage}, TENSORS, "would stand whole beside tensors") for stage in ("reward", "dpo", "distill")),
+    ({"stage": "pretrain"}, TENSORS | {"pipeline": name_pipeline(2, "gpipe")}, "shared out by FSDP2 alone"),
+    ({"stage": "pretrain"}, stages(2, "gpipe", "FSDP", fsdp_activation_checkpointing=True), "does not shard a model"),
+    ({"stage": "sft", "neftune_noise_alpha": 5.0}, TENSORS, "would add other noise"),
+    ({"stage": "sft", "torch_compile": True}, TENSORS, "would add other noise"),
+    *(({"stage": stage}, ROWS_SHARED, "more than tokens and their") for stage in ("reward", "dpo", "distill")),
+    *(({"stage": stage}, HEADS_SHARED, "more than tokens and their") for stage in ("reward", "dpo", "distill")),
+    ({"stage": "sft", "attn_implementation": "sdpa"}, HEADS_SHARED, "that reaches over processes"),
+    ({"stage": "sft", "dataset_streaming": True, "max_steps": 1}, HEADS_SHARED, "would each have another"),
+    ({}, HEADS_SHARED | {"deepspeed_config": {"zero_stage": 2}}, "is proved with ZeRO-3"),
+    ({"stage": "sft", "torch_compile": True}, HEADS_SHARED, "compute the same where a row is shared"),
+    ({}, mesh(dp_replicate=2, cp=2), "by processes that also share tensors"),
+    ({"stage": "sft", "neftune_noise_alpha": 5.0}, ROWS_SHARED, "compute the same where a row is shared"),
+    ({}, cut("fp8"), "8-bit layers take whole tensors"),
+    ({}, cut(fsdp_activation_checkpointing=True), "reads neither"),
+    ({"stage": "grpo"}, ZERO, "do not split"),
+    (PPO | {"use_vllm": True}, FSDP, "takes over whole weights"),
+    *((DISTIL | {key: 0.5}, FSDP, "when their weights are freed") for key in WEIGHTS if key != "attention_weight"),
+    (DISTIL | {"attention_weight": 0.5, "attn_implementation": "eager"}, FSDP, "when their weights are freed"),
+]
+ROWS = [f"{number}: {row.recipe} {row.launch}" for number, row in enumerate(BLOCKED)]
+
+
+def read(keys: dict[str, Any], output_dir: Path) -> RecipeConfig:
+    stage = "dpo" if "precompute_ref_log_probs" in keys else "pretrain" if keys.get("optim") == "muon" else "sft"
+    stage = "lora" if keys.get("use_peft") and stage == "sft" else stage
+    stage = keys.get("stage", stage)
+    given = {"dataset_name": "o/d", "output_dir": output_dir, "model_name_or_path": "o/m"}
+    given |= {"max_length": 64, "max_steps": 1} if stage == "pretrain" else {}
+    given |= {"reward_funcs": "[mine:score]"} if stage in ("ppo", "rloo", "grpo") else {}
+    given |= {"teacher_model_name_or_path": "o/t"} if stage == "distill" else {}
+    given |= {name: value for name, value in keys.items() if (stage, name) != ("lora", "use_peft") and name != "stage"}
+    return load_config(stage, [f"--{name}={value}" for name, value in given.items()])
+
+
+def find_rows(config: RecipeConfig, document: dict[str, Any]) -> list[str]:
+    """Why the rows that apply are refused."""
+    try:
+        verify_combination(config, read_document(document), "mine.yaml")
+    except ConfigError as error:
+        return [problem.found for problem in error.problems]
+    return []
+
+
+def test_every_row_has_its_case() -> None:
+    assert len(CASES) == len(BLOCKED)
+
+
+@pytest.mark.parametrize(("row", "case"), list(zip(BLOCKED, CASES, strict=True)), ids=ROWS)
+def test_what_trips_a_row_and_what_beside_it_does_not(row: Any, case: Any, tmp_path: Path, monkeypatch) -> None:
+    for name, value in {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    (keys, document), neighbours = case
+    config = read(keys, tmp_path)
+    said = f"with {row.launch}: {row.why}" if row.keys else f"{row.launch}: {row.why}"
+    assert [found for found in find_rows(config, document) if found.endswith(said)]
+    # Nothing is in the directory of a run that never started.
+    with pytest.raises(ConfigError) as started:
+        start_run(config, read_document(document))
+    assert said in str(started.value)
+    assert not list(tmp_path.iterdir())
+    for others, other_document in neighbours:
+        assert find_rows(read(others, tmp_path), other_document) == []
+
+
+@pytest.mark.parametrize(("keys", "document", "why"), OTHERS)
+def test_every_key_of_a_row_trips_it_and_is_named(keys, document, why, tmp_path: Path) -> None:
+    (found,) = find_rows(read(keys, tmp_path), document)
+    assert why in found
+    assert all(f"`{key}: " in found for key in list(keys)[1:2])
+
+
+def test_everything_is_told_at_once_and_where_it_stands(tmp_path: Path) -> None:
+    file = tmp_path / "sft.yaml"
+    file.write_text("model_name_or_path: o/m\ndataset_name: o/d\noutput_dir: out\noptim: adafactor\nmax_rollbacks: 1\n")
+    config = load_config("sft", ["--config", str(file)])
+    with pytest.raises(ConfigError) as error:
+        verify_combination(config, read_launch(name_variables(launch(fsdp_version=1))), "mine.yaml")
+    assert [problem.where for problem in error.value.problems] == ["mine.yaml", f"{file}:4", f"{file}:5"]
+    assert "`optim: adafactor`" in error.value.problems[1].found
+
+
+def test_check_tells_it_before_anything_is_loaded(tmp_path: Path) -> None:
+    file, output = tmp_path / "mine.yaml", io.StringIO()
+    file.write_text(yaml.safe_dump(launch(fsdp_version=1)))
+    found = check(read({"max_rollbacks": 1}, tmp_path), plan_launch(file, 4), Console(file=output, width=200), file)
+    assert [problem.where for problem in found][:2] == [str(file), "--max_rollbacks"]
+    output.truncate(0)
+    file.write_text(yaml.safe_dump(FSDP))
+    check(read({}, tmp_path), plan_launch(file, 4), Console(file=output, width=200), file)
+    assert "4 processes, sharded by FSDP, mixed_precision bf16" in output.getvalue()
+
+
+def test_launch_starts_nothing_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("recipes_lib.hardware.count_accelerators", lambda: 4)
+    monkeypatch.setattr("os.execv", lambda *_: pytest.fail("started"))
+    Path("mine.yaml").write_text(yaml.safe_dump(FSDP))
+    Path("sft.yaml").write_text("model_name_or_path: o/m\ndataset_name: o/d\noutput_dir: out\noptim: adafactor\n")
+    with pytest.raises(ConfigError, match=r"sft.yaml:4: `optim: adafactor` and a launch with FSDP"):
+        launching.main(["--config", "sft.yaml", "--hardware", "mine.yaml"])
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_our_launch_files_take_a_plain_recipe(file: Path, tmp_path: Path) -> None:
+    assert find_rows(read({}, tmp_path), yaml.safe_load(file.read_text())) == []
+
+
+def test_a_run_without_a_launcher_is_never_blocked(tmp_path: Path) -> None:
+    alone = Launch(rank=0, local_rank=0, world_size=1, engine="")
+    for (keys, _), _ in CASES:
+        verify_combination(read(keys, tmp_path), alone)
+
+
+def test_the_documented_table_is_this_one() -> None:
+    page = (ROOT / "docs" / "hardware.md").read_text()
+    assert format_table() in page, "python -m recipes_lib.training.layouts.compatibility"

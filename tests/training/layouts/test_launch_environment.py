@@ -1,0 +1,203 @@
+"""A launch that accelerate degraded in silence must not train."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import PartialState
+
+from recipes_lib.errors import ConfigError
+from recipes_lib.training.layouts.launch_environment import (
+    Launch,
+    Layout,
+    keep_from_accelerate,
+    name_pipeline,
+    read_launch,
+    verify_accelerator,
+    verify_engine,
+    verify_launch,
+    verify_rendezvous,
+)
+
+
+def launch(world_size=1, engine=""):
+    return Launch(rank=0, local_rank=0, world_size=world_size, engine=engine)
+
+
+def test_without_a_launcher_there_is_one_process(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
+        monkeypatch.delenv(name, raising=False)
+    assert read_launch() == launch()
+    assert read_launch().is_main
+
+
+def test_a_launchers_variables_are_read(monkeypatch):
+    for name, value in {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "ACCELERATE_USE_FSDP": "true"}.items():
+        monkeypatch.setenv(name, value)
+    assert read_launch() == Launch(rank=5, local_rank=1, world_size=8, engine="FSDP")
+    assert not read_launch().is_main
+
+
+def test_pipelines_lie_across_the_processes():
+    """Six processes in three stages: neighbours hold the same part, and take rows of their own."""
+    layout = Layout(stages=3)
+    every = [Launch(rank=rank, local_rank=rank, world_size=6, engine="", layout=layout) for rank in range(6)]
+    assert [one.part.stage for one in every] == [0, 0, 1, 1, 2, 2]
+    assert {one.data_size for one in every} == {2}
+    assert [one.data_rank for one in every] == [0, 1, 0, 1, 0, 1]
+    assert launch(world_size=6).part is None
+    assert launch(world_size=6).data_size == 6
+
+
+@pytest.mark.parametrize(("schedule", "num_chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2)])
+def test_a_pipeline_is_read_from_its_variables(schedule, num_chunks):
+    told = {"WORLD_SIZE": "4", "RANK": "3", **name_pipeline(2, schedule)}
+    part = read_launch(told).part
+    assert (part.stage, part.num_stages, part.num_chunks) == (1, 2, num_chunks)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"PIPELINE_STAGES": "two"}, "PIPELINE_STAGES: 'two' is not a whole number from 1 on"),
+        ({"PIPELINE_STAGES": "0"}, "PIPELINE_STAGES: '0' is not a whole number from 1 on"),
+        ({"PIPELINE_SCHEDULE": "x"}, "write 1f1b or gpipe or inter"),
+        ({"PARALLELISM_CONFIG_CP_SIZE": "-4"}, "CP_SIZE: '-4' is not a whole number from 1 on"),
+        ({"ACCELERATE_DEEPSPEED_ZERO_STAGE": "three"}, "ZERO_STAGE: 'three' is not a whole number from 0 on"),
+        ({"ACCELERATE_GRADIENT_CLIPPING": "nan"}, "CLIPPING: 'nan' is not a number from 0 on"),
+    ],
+)
+def test_what_is_no_layout_is_refused(variables, words):
+    with pytest.raises(ConfigError, match=words):
+        read_launch(variables)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE: is 2, and there is no RANK, MASTER_ADDR, MASTER_PORT"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT: 'x' is not a port"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT: '65536' is not a port"),
+        ({"RANK": "2"}, "RANK: is 2, and the ranks of 2 processes end at 1"),
+    ],
+)
+def test_one_of_several_processes_must_be_told_where_they_meet(variables, words, monkeypatch):
+    whole = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in whole.items():
+        monkeypatch.setenv(name, value)
+    verify_rendezvous(read_launch())
+    for name in whole if variables == {"WORLD_SIZE": "2"} else ():
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=words):
+        verify_rendezvous(read_launch())
+    # One process meets nobody.
+    verify_rendezvous(launch())
+
+
+def test_processes_that_do_not_know_each_other_are_refused():
+    with pytest.raises(ConfigError, match="each would train a model of its own"):
+        verify_launch(launch(world_size=2), num_processes=1, distributed_type="NO")
+
+
+@pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED"])
+def test_sharding_that_did_not_happen_is_refused(engine):
+    with pytest.raises(ConfigError, match=engine):
+        verify_launch(launch(world_size=2, engine=engine), num_processes=2, distributed_type="MULTI_CPU")
+    verify_launch(launch(world_size=2, engine=engine), num_processes=2, distributed_type=engine)
+
+
+@pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED"])
+def test_a_machine_without_gpus_is_told_of_a_launch_file_for_cpus_before_anything_is_loaded(engine, monkeypatch):
+    monkeypatch.delenv("ACCELERATE_TORCH_DEVICE", raising=False)
+    with pytest.raises(ConfigError, match=r"finds no GPU(?s:.*)accelerate_configs/cpu_ddp.yaml"):
+        verify_accelerator(launch(world_size=8, engine=engine), is_available=False)
+    verify_accelerator(launch(world_size=8, engine=engine), is_available=True)
+    verify_accelerator(launch(world_size=8), is_available=False)
+    # Who names a device knows what is there.
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
+    verify_accelerator(launch(world_size=8, engine=engine), is_available=False)
+
+
+def test_fsdp_is_several_gpus_until_accelerate_shards(monkeypatch):
+    """The state behind upstream's arguments knows of two GPUs under an FSDP launch file, and not of FSDP."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    _, distributed_type = PartialState._prepare_backend(SimpleNamespace(), cpu=False)
+    assert distributed_type == "MULTI_GPU"
+    verify_launch(launch(world_size=2, engine="FSDP"), num_processes=2, distributed_type=distributed_type)
+    with pytest.raises(ConfigError, match="DEEPSPEED"):
+        verify_launch(launch(world_size=2, engine="DEEPSPEED"), num_processes=2, distributed_type=distributed_type)
+
+
+@pytest.mark.parametrize(
+    ("engine", "distributed_type"), [("FSDP", "MULTI_GPU"), ("", "FSDP"), ("DEEPSPEED", "FSDP"), ("FSDP", "NO")]
+)
+def test_what_accelerate_has_decided_is_what_was_launched(engine, distributed_type):
+    with pytest.raises(ConfigError, match=f"was launched and accelerate is running {distributed_type}"):
+        verify_engine(launch(world_size=2, engine=engine), distributed_type)
+    verify_engine(launch(world_size=2, engine=engine), engine or "MULTI_CPU")
+
+
+def test_processes_that_share_tensors_or_rows_take_the_same_rows():
+    cut = Launch(rank=0, local_rank=0, world_size=8, engine="FSDP", layout=Layout(sizes={"tp": 4, "dp_shard": 2}))
+    assert (cut.tensor_size, cut.data_size) == (4, 2)
+    assert (launch(world_size=8).tensor_size, launch(world_size=8).data_size) == (1, 8)
+    for kind in ("cp", "sp"):
+        layout = Layout(sizes={kind: 4, "dp_shard": 2})
+        shared = [Launch(rank=rank, local_rank=0, world_size=8, engine="", layout=layout) for rank in range(8)]
+        assert {(each.context_size, each.data_size, each.shares_by_heads) for each in shared} == {(4, 2, kind == "sp")}
+        assert [each.data_rank for each in shared] == [0] * 4 + [1] * 4
+        assert [each.context_rank for each in shared] == [*range(4), *range(4)]
+
+
+def test_a_model_that_was_not_cut_after_all_is_refused():
+    """accelerate trains it whole on each of those processes, in silence."""
+    cut = Launch(rank=0, local_rank=0, world_size=2, engine="FSDP", layout=Layout(sizes={"tp": 2}))
+    verify_engine(cut, "MULTI_GPU", tensor_size=2, is_in_shards=True)
+    with pytest.raises(ConfigError, match="cut into 2, and the model's are in 1"):
+        verify_engine(cut, "MULTI_GPU", tensor_size=1)
+    with pytest.raises(ConfigError, match="cut into 1, and the model's are in 2"):
+        verify_engine(launch(world_size=2, engine="FSDP"), "FSDP", tensor_size=2)
+
+
+def test_a_stage_that_was_not_shared_out_after_all_is_refused():
+    shared = Launch(rank=0, local_rank=0, world_size=4, engine="FSDP", layout=Layout(stages=2))
+    verify_engine(shared, "MULTI_GPU", is_in_shards=True)
+    with pytest.raises(ConfigError, match="FSDP was launched and accelerate is running MULTI_GPU"):
+        verify_engine(shared, "MULTI_GPU", is_in_shards=False)
+
+
+@pytest.mark.parametrize("variable", ["PARALLELISM_CONFIG_TP_SIZE", "PIPELINE_STAGES"])
+def test_accelerate_leaves_alone_what_is_sharded_without_it(variable, monkeypatch):
+    told = {"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RECIPES_SHARDED_WHEN_LOADED", "false")
+    keep_from_accelerate(read_launch())
+    assert os.environ["ACCELERATE_USE_FSDP"] == "true"
+    monkeypatch.setenv(variable, "2")
+    before = read_launch()
+    keep_from_accelerate(before)
+    assert os.environ["ACCELERATE_USE_FSDP"] == os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] == "false"
+    assert read_launch() == before
+
+
+@pytest.mark.parametrize(
+    ("engine", "variable"), [("FSDP", "PARALLELISM_CONFIG_CP_SIZE"), ("DEEPSPEED", "PARALLELISM_CONFIG_SP_SIZE")]
+)
+def test_accelerate_is_not_told_of_rows_that_are_shared(engine, variable, monkeypatch):
+    told = {"WORLD_SIZE": "2", f"ACCELERATE_USE_{engine}": "true", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    keep_from_accelerate(read_launch())
+    assert os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
+    monkeypatch.setenv(variable, "2")
+    before = read_launch()
+    keep_from_accelerate(before)
+    assert os.environ[f"ACCELERATE_USE_{engine}"] == "true"
+    assert os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] == "false"
+    assert read_launch() == before

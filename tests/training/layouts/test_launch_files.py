@@ -1,0 +1,134 @@
+"""What is read from a launch file is what accelerate tells the processes that it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.test_accelerate_configs import FILES, NAMES, read_environment
+
+from recipes_lib.errors import ConfigError
+from recipes_lib.training.layouts.launch_environment import read_launch
+from recipes_lib.training.layouts.launch_files import find_launch_file, name_variables, plan_launch, read_launch_file
+
+MULTI_GPU = {
+    "distributed_type": "FSDP",
+    "num_machines": 1,
+    "num_processes": 4,
+    "mixed_precision": "bf16",
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "fsdp_state_dict_type": "FULL_STATE_DICT",
+        "fsdp_activation_checkpointing": True,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    },
+    "parallelism_config": {"parallelism_config_dp_shard_size": 2, "parallelism_config_tp_size": 2},
+}
+DEEPSPEED = {
+    "distributed_type": "DEEPSPEED",
+    "num_machines": 1,
+    "num_processes": 2,
+    "deepspeed_config": {
+        "zero_stage": 3,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0.5,
+        "offload_optimizer_device": "cpu",
+        "zero3_save_16bit_model": True,
+    },
+}
+
+
+def compare(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU"):
+        monkeypatch.delenv(name, raising=False)
+    told = read_environment(file, "--machine_rank", "0", "--main_process_ip", "127.0.0.1")
+    ours = name_variables(read_launch_file(file))
+    # torch's launcher tells it to each process, and whether the run is on CPUs is told to nobody.
+    told |= {"WORLD_SIZE": ours["WORLD_SIZE"], "ACCELERATE_USE_CPU": ours["ACCELERATE_USE_CPU"]}
+    assert read_launch(ours) == read_launch(told)
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file.stem != "fp8"], ids=lambda file: file.stem)
+def test_a_launch_file_is_read_as_accelerate_reads_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare(file, monkeypatch)
+
+
+@pytest.mark.parametrize("document", [MULTI_GPU, DEEPSPEED], ids=["FSDP", "DEEPSPEED"])
+def test_so_is_one_that_says_everything(
+    document: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(document))
+    compare(file, monkeypatch)
+    launch = read_launch(name_variables(document))
+    assert launch.engine == document["distributed_type"]
+    if launch.engine == "FSDP":
+        assert (launch.layout.fsdp_version, launch.layout.state_dict_type) == (2, "FULL_STATE_DICT")
+        assert (launch.layout.recomputes, launch.layout.sizes) == (True, {"dp_shard": 2, "tp": 2})
+    else:
+        assert (launch.layout.zero_stage, launch.layout.gathers_on_save) == (3, True)
+        assert (launch.layout.accumulation, launch.layout.clipping) == (4, 0.5)
+        assert launch.layout.offloads_optimizer
+
+
+def test_the_number_of_processes_is_the_launchers() -> None:
+    assert read_launch(name_variables(MULTI_GPU, 16)).world_size == 16
+    assert read_launch(name_variables(MULTI_GPU)).world_size == 4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_is_a_file_of_the_project(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[3])
+    assert find_launch_file(name) == Path("accelerate_configs") / f"{name}.yaml"
+    assert find_launch_file(f"accelerate_configs/{name}.yaml") == find_launch_file(name)
+
+
+def test_what_is_no_launch_file_is_refused(tmp_path: Path) -> None:
+    recipe = tmp_path / "sft.yaml"
+    recipe.write_text("learning_rate: 1.0e-5\n")
+    with pytest.raises(ConfigError, match="no `distributed_type`"):
+        read_launch_file(recipe)
+    with pytest.raises(ConfigError, match="there is no launch file"):
+        find_launch_file(str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("  : [", "no YAML in UTF-8"),
+        ("num_processes: many", "num_processes: 'many' is no number of processes"),
+        ("num_processes: 0", "num_processes: 0 is no number"),
+        ("num_processes: true", "num_processes: True is no number"),
+        ("fsdp_config: [fsdp_version]", "fsdp_config: it is no mapping"),
+    ],
+)
+def test_a_launch_file_that_cannot_be_read_is_named(text: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"distributed_type: FSDP\n{text}\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml") as caught:
+        read_launch_file(file)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "is_sound"), [("NO", False), ("no", False), ("", False), ("'NO'", True)])
+def test_a_kind_without_its_quotes_is_no_kind(kind: str, is_sound: bool, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"distributed_type: {kind}\n")
+    if is_sound:
+        assert read_launch(name_variables(read_launch_file(file))).engine == ""
+    else:
+        with pytest.raises(ConfigError, match=r"mine\.yaml: distributed_type: .*\s+quote it: distributed_type: 'NO'"):
+            read_launch_file(file)
+
+
+@pytest.mark.parametrize("count", [0, -3])
+def test_no_launch_is_without_processes(count: int) -> None:
+    with pytest.raises(ConfigError, match=f"--num_processes: is {count}"):
+        plan_launch(None, count)
+
+
+def test_parts_without_entries_are_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("distributed_type: FSDP\nfsdp_config:\nparallelism_config:\n")
+    assert read_launch(name_variables(read_launch_file(file))).engine == "FSDP"

@@ -1,0 +1,49 @@
+"""Every process is in one pipeline and in one group of those that hold the same part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from torch import distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from recipes_lib.training.layouts.launch_environment import Launch, Layout
+from recipes_lib.training.layouts.pipeline import build_stage_mesh
+
+
+@pytest.fixture(autouse=True)
+def afresh() -> Iterator[None]:
+    build_stage_mesh.cache_clear()
+    yield
+    build_stage_mesh.cache_clear()
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("rank", "pipeline", "replicas", "ends"),
+    [
+        (0, [0, 2, 4], [0, 1], [0, 4]),
+        (1, [1, 3, 5], [0, 1], [1, 5]),
+        (4, [0, 2, 4], [4, 5], [0, 4]),
+        (5, [1, 3, 5], [4, 5], [1, 5]),
+    ],
+)
+def test_pipelines_lie_across_neighbours(rank: int, pipeline: list[int], replicas: list[int], ends: list[int]) -> None:
+    distributed.init_process_group("fake", rank=rank, world_size=6, store=FakeStore())
+    mesh = build_stage_mesh(3)
+    assert distributed.get_process_group_ranks(mesh.pipeline) == pipeline
+    assert distributed.get_process_group_ranks(mesh.replicas) == replicas
+    assert distributed.get_process_group_ranks(mesh.ends) == ends
+    assert build_stage_mesh(3) is mesh
+    # The launch numbers the stages as the groups do.
+    part = Launch(rank, 0, 6, "", layout=Layout(stages=3)).part
+    assert part is not None
+    assert part.stage == pipeline.index(rank) == distributed.get_rank(mesh.pipeline)
+
+
+def test_of_two_stages_the_ends_are_the_pipeline() -> None:
+    distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    mesh = build_stage_mesh(2)
+    assert distributed.get_process_group_ranks(mesh.ends) == [0, 1]
+    assert distributed.get_process_group_ranks(mesh.replicas) == [1]

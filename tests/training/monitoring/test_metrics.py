@@ -1,0 +1,197 @@
+"""Counts, throughput on a clock of our own, and a metrics file that survives a kill."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipes_lib.planning.compute import TokenFlops
+from recipes_lib.training.monitoring.metrics import MetricsWriter, StepCounter, ThroughputMeter
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def read_lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_steps(path: Path, *steps: int) -> None:
+    for step in steps:
+        MetricsWriter(path).write({"kind": "train", "step": step, "loss": 1.0 / (step + 1)})
+
+
+def test_counts_are_read_after_synchronising_and_survive_a_checkpoint() -> None:
+    counter = StepCounter()
+    counter.add(10, torch.tensor(4), torch.tensor(1))
+    counter.add(torch.tensor(5), 2)
+    assert counter.num_tokens == 0
+
+    counter.synchronise()
+    counter.synchronise()
+    resumed = StepCounter()
+    resumed.restore(json.loads(json.dumps(counter.totals())))
+    resumed.add(1, 1, 1)
+    resumed.synchronise()
+
+    assert (counter.num_tokens, counter.num_targets, counter.num_correct) == (15, 6, 1)
+    assert (resumed.num_tokens, resumed.num_targets, resumed.num_correct) == (16, 7, 2)
+
+
+def test_a_pause_is_no_training_time() -> None:
+    clock, counter = Clock(), StepCounter()
+    meter = ThroughputMeter(counter, clock=clock)
+    for seconds, trains in ((7, False), (2, True), (60, False), (3, True)):
+        if trains:
+            meter.go_on()
+            meter.go_on()
+            counter.add(100, 30)
+        clock.now += seconds
+        meter.stop()
+        meter.stop()
+    counter.synchronise()
+
+    figures = meter.measure()
+
+    assert figures["seconds"] == 5
+    assert figures["tokens_per_second"] == 200 / 5
+    assert figures["target_tokens_per_second"] == 60 / 5
+
+
+def test_rates_are_those_of_the_window_and_counts_those_of_the_run() -> None:
+    clock, counter = Clock(), StepCounter()
+    meter = ThroughputMeter(counter, flops=TokenFlops(body=6.0, head=10.0), peak_flops=1000.0, clock=clock)
+    counter.restore({"num_tokens": 1000, "num_targets": 500})
+    meter.begin(50.0)
+    figures = []
+    for seconds in (1, 4):
+        meter.go_on()
+        counter.add(200, 40, 10)
+        counter.synchronise()
+        clock.now += seconds
+        meter.stop()
+        figures.append(meter.measure())
+
+    assert [figure["tokens_per_second"] for figure in figures] == [200, 50]
+    assert [figure["num_target_tokens"] for figure in figures] == [540, 580]
+    assert [figure["seconds"] for figure in figures] == [51, 55]
+    assert [figure["mfu"] for figure in figures] == [(6 * 200 + 10 * 40) / 1000, (6 * 200 + 10 * 40) / 4000]
+    assert [figure["num_flops"] for figure in figures] == [6 * 1200 + 10 * 540, 6 * 1400 + 10 * 580]
+    assert figures[0]["token_accuracy"] == 0.25
+    memory = figures[0]["memory_bytes"]
+    assert memory is not None
+    assert memory > 2**20
+
+
+def test_figures_that_cannot_be_known_are_null() -> None:
+    meter = ThroughputMeter(StepCounter(), peak_flops=None, clock=Clock())
+
+    figures = meter.measure()
+
+    unknown = {name for name, value in figures.items() if value is None}
+    assert unknown == {"mfu", "num_flops", "tokens_per_second", "target_tokens_per_second", "token_accuracy"}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.1, None, "text", [1, 2], 7])
+def test_every_line_is_strict_json_and_reads_back(tmp_path: Path, value: object) -> None:
+    path = tmp_path / "metrics.jsonl"
+    MetricsWriter(path).write({"kind": "train", "step": 1, "loss": value})
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    json.loads(path.read_text(), parse_constant=refuse)
+    (event,) = read_lines(path)
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    assert repr(event["loss"] if is_finite else float(event["loss"])) == repr(value)
+
+
+def test_only_the_main_process_writes(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 1, 2)
+    before = path.read_bytes()
+    other = MetricsWriter(path, is_main=False)
+
+    other.write({"kind": "train", "step": 3})
+    other.rewind(1)
+
+    assert path.read_bytes() == before
+
+
+def test_what_was_logged_after_the_checkpoint_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 0, 5, 10, 15)
+    with path.open("a") as file:
+        file.write('{"kind": "train", "st')
+
+    MetricsWriter(path).rewind(10)
+    write_steps(path, 15)
+
+    assert [event["step"] for event in read_lines(path)] == [0, 5, 10, 15]
+
+
+def test_a_run_that_begins_again_begins_with_an_empty_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    MetricsWriter(path).rewind(0)
+    assert not path.exists()
+    write_steps(path, 0, 5)
+
+    MetricsWriter(path).rewind(0)
+
+    assert path.read_bytes() == b""
+
+
+@pytest.mark.parametrize("torn", ['{"kind": "train", "st', "[1, 2]", "null", '{"loss": 1.0}', "\x00", "3"])
+def test_going_on_drops_lines_that_are_no_event(tmp_path: Path, torn: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 1)
+    with path.open("a") as file:
+        file.write(torn + "\n\n")
+    write_steps(path, 2)
+
+    MetricsWriter(path).rewind(2)
+
+    assert [event["step"] for event in read_lines(path)] == [1, 2]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's disk that is always full")
+def test_a_full_disk_is_told_with_the_file(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=str(tmp_path / "metrics.jsonl")) as caught:
+        MetricsWriter(tmp_path / "metrics.jsonl").write({"step": 1})
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_what_a_nearly_full_disk_takes_in_parts_is_written_whole(tmp_path, monkeypatch):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, line: write(descriptor, line[:5]))
+    MetricsWriter(tmp_path / "metrics.jsonl").write({"step": 1, "loss": 0.5})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 0.5}
+
+
+def test_an_evaluation_that_is_made_again_is_dropped_and_its_step_is_not(tmp_path):
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    for kind, step in (("train", 1), ("eval", 1), ("train", 2), ("eval", 2)):
+        writer.write({"kind": kind, "step": step})
+    writer.rewind(2, is_evaluated=False)
+    events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(event["kind"], event["step"]) for event in events] == [("train", 1), ("eval", 1), ("train", 2)]
+
+
+def test_a_line_that_a_kill_cut_off_does_not_take_the_next_one_along(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    MetricsWriter(path, is_main=True).write({"step": 3})
+    assert path.read_text() == '{"step": 1}\n{"step": 2, "lo\n{"step": 3}\n'

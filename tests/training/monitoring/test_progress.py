@@ -1,0 +1,147 @@
+"""One display: a live line on a terminal, plain lines elsewhere, nothing on other processes."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from recipes_lib.training.monitoring.progress import (
+    LiveProgress,
+    PlainProgress,
+    SilentProgress,
+    build_progress,
+    describe_event,
+    format_count,
+    format_duration,
+)
+
+TRAIN = {
+    "kind": "train",
+    "loss": 2.31415,
+    "learning_rate": 3e-4,
+    "grad_norm": 0.8217,
+    "target_tokens_per_second": 12345.6,
+    "mfu": 0.412,
+}
+EVAL = {"kind": "eval", "eval_loss": 2.5, "eval_bits_per_byte": 0.91, "eval_token_accuracy": 0.5, "eval_stop_rate": 1.0}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_stream_decides_which_display_there_is() -> None:
+    assert isinstance(build_progress(is_main=True, stream=Terminal()), LiveProgress)
+    assert isinstance(build_progress(is_main=True, stream=io.StringIO()), PlainProgress)
+    assert isinstance(build_progress(is_main=False, stream=Terminal()), SilentProgress)
+
+
+def test_a_line_holds_every_figure_there_is_and_none_that_is_unknown() -> None:
+    assert describe_event(TRAIN) == "loss 2.314  lr 3.00e-04  grad 0.822  12.3k target tok/s  mfu 41 %"
+    assert describe_event(EVAL) == "held-out loss 2.5  bits/byte 0.91  accuracy 50 %  stopped 100 %"
+    assert describe_event({"loss": 1.0, "objective/score": 0.5, "objective/kl_seq": 2}) == "loss 1  score 0.5  kl 2"
+    assert describe_event({"eval_reward": 0.25}) == "reward 0.25"
+    assert describe_event({"loss": 1.0, "mfu": None}) == "loss 1"
+    assert describe_event({"loss": float("nan")}) == "loss nan"
+
+
+def test_plain_lines_keep_their_distance_but_miss_no_evaluation_and_no_end() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = PlainProgress(stream, clock)
+    progress.start(100, 0)
+    for step in range(1, 101):
+        clock.now += 1
+        progress.show({**TRAIN, "step": step})
+        if step in {5, 6}:
+            progress.show({**EVAL, "step": step})
+
+    lines = stream.getvalue().splitlines()
+    steps = [int(line.split()[1].split("/")[0]) for line in lines]
+    assert steps == [1, 5, 6, *range(11, 100, 10), 100]
+    assert all(line.startswith("step ") and "/100" in line for line in lines)
+
+
+def test_the_time_left_is_judged_from_the_steps_of_this_process() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = PlainProgress(stream, clock)
+    progress.start(1000, 900)
+    clock.now += 20
+    progress.show({**TRAIN, "step": 910})
+
+    assert stream.getvalue().endswith("eta 3:00\n")
+
+
+def test_a_long_evaluation_tells_where_it_is() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = PlainProgress(stream, clock)
+
+    def slow_items() -> list[int]:
+        return list(range(4))
+
+    done = []
+    for item in progress.track(slow_items(), "evaluate", 4):
+        clock.now += 6
+        done.append(item)
+
+    assert done == [0, 1, 2, 3]
+    assert stream.getvalue() == "evaluate  2/4\n"
+
+
+def test_the_live_line_shows_step_total_figures_and_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    terminal = Terminal()
+    progress = LiveProgress(terminal)
+    progress.start(50, 10)
+    progress.advance(11)
+    progress.show({**TRAIN, "step": 11})
+    assert list(progress.track([1, 2], "evaluate", 2)) == [1, 2]
+    progress.show({**EVAL, "step": 11})
+    progress.stop()
+    progress.stop()
+
+    text = terminal.getvalue()
+    assert "11/50" in text
+    assert "loss 2.314" in text
+    assert "step 11  held-out loss 2.5" in text
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(842, "842"), (12345, "12.3k"), (4.56e6, "4.56M"), (7e9, "7B"), (15.6e12, "15.6T"), (0, "0")],
+)
+def test_counts_are_short(number: float, expected: str) -> None:
+    assert format_count(number) == expected
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0, "0:00"), (123, "2:03"), (3723, "1:02:03"), (90000, "25:00:00")])
+def test_durations_are_hours_minutes_seconds(seconds: float, expected: str) -> None:
+    assert format_duration(seconds) == expected
+
+
+def test_other_processes_show_nothing_and_still_iterate(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = SilentProgress()
+    progress.start(3, 0)
+    progress.advance(1)
+    progress.show({**TRAIN, "step": 1})
+    assert list(progress.track("ab", "evaluate", 2)) == ["a", "b"]
+    progress.stop()
+
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("build", [PlainProgress, LiveProgress])
+def test_what_is_said_is_on_a_line_of_its_own(build):
+    stream = io.StringIO()
+    build(stream).say("step 0: loss 0.693147 [bold] policy and reference agree")
+    assert stream.getvalue() == "step 0: loss 0.693147 [bold] policy and reference agree\n"
+    SilentProgress().say("nothing")

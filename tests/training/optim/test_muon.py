@@ -1,0 +1,244 @@
+"""Muon's update against singular values in numpy; which parameters get it; and that both optimizers act as one."""
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    TrainingArguments,
+)
+
+from recipes_lib.training.optim.optimizers import MuonAdamW, build_muon, describe_groups, measure_state_bytes
+
+LR, DECAY, MOMENTUM = 0.02, 0.1, 0.95
+NOTHING_ELSE = [{"params": []}]
+SHAPE = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+
+
+def build_llama(*, tied=False):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return LlamaForCausalLM(LlamaConfig(**SHAPE, **HEADS, tie_word_embeddings=tied))
+
+
+def build(model, tmp_path, *, decay_embeddings=True, **training):
+    training = {"learning_rate": LR, "weight_decay": DECAY, "adam_beta2": 0.95} | training
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **training)
+    return build_muon(model, args, decay_embeddings=decay_embeddings)
+
+
+def prepare(optimizer):
+    return Accelerator(cpu=True).prepare(optimizer)
+
+
+def take_steps(model, optimizer, scheduler=None, steps=range(4)):
+    for step in steps:
+        ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(step))
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad()
+
+
+def flatten(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def orthogonalise(matrix):
+    """Five quintic Newton-Schulz steps, which change nothing but the singular values."""
+    left, values, right = np.linalg.svd(matrix, full_matrices=False)
+    values = values / np.sqrt((values**2).sum())
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    return left * values @ right
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (8, 40), (40, 8)])
+def test_a_matrix_moves_as_its_singular_values_say(shape):
+    generator = np.random.default_rng(0)
+    expected, momentum = generator.standard_normal(shape), np.zeros(shape)
+    matrix = torch.nn.Parameter(torch.tensor(expected, dtype=torch.float32))
+    optimizer = MuonAdamW([matrix], NOTHING_ELSE, lr=LR, weight_decay=DECAY, betas=(0.9, 0.95), eps=1e-8)
+    moved = 0.0
+    for _ in range(4):
+        gradient = generator.standard_normal(shape)
+        momentum = MOMENTUM * momentum + (1 - MOMENTUM) * gradient
+        nesterov = (1 - MOMENTUM) * gradient + MOMENTUM * momentum
+        update = LR * 0.2 * np.sqrt(max(shape)) * orthogonalise(nesterov)
+        expected = (1 - LR * DECAY) * expected - update
+        moved += np.linalg.norm(update)
+        matrix.grad = torch.tensor(gradient, dtype=torch.float32)
+        optimizer.step()
+    # Torch iterates in bfloat16, with 8 bits to a number.
+    assert np.linalg.norm(matrix.detach().numpy() - expected) < 0.01 * moved
+
+
+def test_its_updates_are_as_large_as_those_of_adamw():
+    """Root mean squares: 0.2 of the learning rate whatever the shape, in the range that Liu et al. found AdamW in."""
+    for shape in [(64, 64), (32, 128), (128, 32)]:
+        matrix = torch.nn.Parameter(torch.zeros(shape))
+        matrix.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        MuonAdamW([matrix], NOTHING_ELSE, lr=1.0, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8).step()
+        assert matrix.detach().square().mean().sqrt().item() == pytest.approx(0.2, rel=0.3)
+
+
+def test_the_hidden_matrices_are_muons_and_the_rest_is_adamws(tmp_path):
+    model = build_llama()
+    rows = describe_groups(build(model, tmp_path), model)
+    assert [(row.optimizer, row.weight_decay) for row in rows] == [("Muon", DECAY), ("AdamW", DECAY), ("AdamW", 0.0)]
+    layer = "model.layers.*."
+    assert rows[0].parameters == (
+        *(f"{layer}self_attn.{name}_proj.weight" for name in "qkvo"),
+        *(f"{layer}mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+    )
+    assert set(rows[1].parameters) == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert all("norm" in name for name in rows[2].parameters)
+    assert sum(row.num_tensors for row in rows) == len(list(model.parameters()))
+
+
+def test_an_embedding_is_adamws_though_it_does_not_decay_and_once_though_it_is_tied(tmp_path):
+    model = build_llama(tied=True)
+    muon, _, kept = build(model, tmp_path, decay_embeddings=False).param_groups
+    embedding = model.get_input_embeddings().weight
+    assert sum(parameter is embedding for parameter in kept["params"]) == 1
+    assert not any(parameter is embedding for parameter in muon["params"])
+
+
+@pytest.mark.parametrize(
+    ("build_model", "adamws", "muons"),
+    [
+        (
+            lambda: MixtralForCausalLM(MixtralConfig(**SHAPE, **HEADS, num_local_experts=2)),
+            {"model.layers.*.mlp.experts.gate_up_proj", "model.layers.*.mlp.experts.down_proj"},
+            {"model.layers.*.mlp.gate.weight"},
+        ),
+        (
+            lambda: GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=2, n_head=2)),
+            {"transformer.wte.weight", "transformer.wpe.weight"},
+            {"transformer.h.*.attn.c_attn.weight"},
+        ),
+    ],
+    ids=["mixtral", "gpt2"],
+)
+def test_stacks_and_position_embeddings_are_adamws(tmp_path, build_model, adamws, muons):
+    model = build_model()
+    muon, decaying, _ = describe_groups(build(model, tmp_path), model)
+    assert muons <= set(muon.parameters)
+    assert adamws <= set(decaying.parameters)
+
+
+def test_a_bias_of_every_expert_is_a_vector_though_together_they_are_a_matrix(tmp_path):
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": ["full_attention"] * 2}
+    model = GptOssForCausalLM(GptOssConfig(**SHAPE, **HEADS, **experts))
+    _, _, kept = describe_groups(build(model, tmp_path), model)
+    assert "model.layers.*.mlp.experts.gate_up_proj_bias" in kept.parameters
+
+
+def test_what_is_frozen_is_nobodys(tmp_path):
+    model = build_llama()
+    model.requires_grad_(False)
+    model.model.layers[1].mlp.requires_grad_(True)
+    before = flatten(model.model.layers[0])
+    optimizer = build(model, tmp_path)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [3, 0, 0]
+    take_steps(model, optimizer)
+    assert torch.equal(flatten(model.model.layers[0]), before)
+
+
+def test_under_one_schedule_it_is_torchs_muon_and_torchs_adamw(tmp_path):
+    ours, theirs = build_llama(), build_llama()
+    optimizer = build(ours, tmp_path)
+    take_steps(ours, optimizer, LambdaLR(optimizer, lambda step: 1 / (1 + step)))
+    names = dict(theirs.named_parameters())
+    groups = {
+        "muon": [p for n, p in names.items() if "proj" in n],
+        "decaying": [names["model.embed_tokens.weight"], names["lm_head.weight"]],
+        "norms": [p for n, p in names.items() if "norm" in n],
+    }
+    pair = [
+        torch.optim.Muon(groups["muon"], lr=LR, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(
+            [{"params": groups["decaying"]}, {"params": groups["norms"], "weight_decay": 0.0}],
+            lr=LR,
+            betas=(0.9, 0.95),
+            weight_decay=DECAY,
+        ),
+    ]
+    schedules = [LambdaLR(one, lambda step: 1 / (1 + step)) for one in pair]
+    for step in range(4):
+        ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(step))
+        theirs(input_ids=ids, labels=ids).loss.backward()
+        for one, schedule in zip(pair, schedules, strict=True):
+            one.step()
+            schedule.step()
+            one.zero_grad()
+    assert torch.equal(flatten(ours), flatten(theirs))
+
+
+def test_a_resumed_run_goes_on_to_the_bit(tmp_path):
+    """Prepared by accelerate, which loads the state of an optimizer into itself, and saved as the Trainer saves."""
+    whole, resumed = build_llama(), build_llama()
+    optimizer = prepare(build(whole, tmp_path))
+    take_steps(whole, optimizer, steps=range(3))
+    torch.save({"model": whole.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "saved.pt")
+    take_steps(whole, optimizer, steps=range(3, 6))
+    saved = torch.load(tmp_path / "saved.pt", weights_only=True)
+    resumed.load_state_dict(saved["model"])
+    optimizer = prepare(build(resumed, tmp_path, learning_rate=1.0, weight_decay=0.9))
+    optimizer.load_state_dict(saved["optimizer"])
+    take_steps(resumed, optimizer, steps=range(3, 6))
+    assert torch.equal(flatten(whole), flatten(resumed))
+
+
+def test_parameters_that_were_exchanged_are_the_ones_that_move(tmp_path):
+    """Sharding puts other tensors into the groups of an optimizer that was built before."""
+    model = build_llama()
+    optimizer = build(model, tmp_path)
+    exchanged = [torch.nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
+    by_id = dict(zip(map(id, model.parameters()), exchanged, strict=True))
+    for group in optimizer.param_groups:
+        group["params"] = [by_id[id(parameter)] for parameter in group["params"]]
+    for parameter in exchanged:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert not any(torch.equal(old, new) for old, new in zip(model.parameters(), exchanged, strict=True))
+
+
+def test_a_closure_is_evaluated_once_with_gradients(tmp_path):
+    model, losses = build_llama(), []
+    optimizer = build(model, tmp_path)
+    before = flatten(model)
+
+    def closure():
+        ids = torch.arange(32).reshape(2, 16)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+        return loss.item()
+
+    assert optimizer.step(closure) == losses[0]
+    assert len(losses) == 1
+    assert not torch.equal(flatten(model), before)
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_it_holds_one_number_a_matrix_entry_and_two_for_the_rest(tmp_path):
+    model = build_llama()
+    optimizer = build(model, tmp_path)
+    take_steps(model, optimizer, steps=range(1))
+    muon, *others = describe_groups(optimizer, model)
+    assert muon.state_bytes == 4
+    assert [row.state_bytes for row in others] == pytest.approx([8, 8], abs=0.3)
+    assert 4 < measure_state_bytes(optimizer) < 8

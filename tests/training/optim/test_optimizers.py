@@ -1,0 +1,358 @@
+"""What decays, what an optimizer needs and what it holds, against transformers' own Trainer."""
+
+import importlib.util
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS
+from transformers.training_args import OptimizerNames
+
+from recipes_lib.config.schema import (
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    RecipeConfig,
+    TokensConfig,
+)
+from recipes_lib.errors import ConfigError
+from recipes_lib.training.optim.optimizers import (
+    describe_groups,
+    get_decay_names,
+    measure_state_bytes,
+    verify_optimizer,
+)
+
+SHAPE = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, **HEADS)),
+    "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, **HEADS, tie_word_embeddings=True)),
+    "llama-biased": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, **HEADS, attention_bias=True, mlp_bias=True)),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=2, n_head=2)),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SHAPE, **HEADS, num_local_experts=2)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, **HEADS)),
+    "gpt-oss": lambda: GptOssForCausalLM(
+        GptOssConfig(**SHAPE, **HEADS, num_local_experts=2, num_experts_per_tok=1, layer_types=["full_attention"] * 2)
+    ),
+    "mamba": lambda: MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=4)),
+}
+EMBEDDINGS = {
+    "llama-tied": {"model.embed_tokens.weight"},
+    "gpt2": {"transformer.wte.weight", "transformer.wpe.weight"},
+    "mamba": {"backbone.embeddings.weight"},
+}
+
+
+def verify(training, *, stage="sft"):
+    config = RecipeConfig(
+        stage=stage,
+        path=None,
+        data=DataConfig(),
+        tokens=TokensConfig(),
+        model=ModelConfig(),
+        evaluation=EvaluationConfig(),
+        training=training,
+    )
+    verify_optimizer(config)
+
+
+def build(name):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return MODELS[name]()
+
+
+class OurGroups(Trainer):
+    """Upstream's trainer with our choice of what decays."""
+
+    def get_decay_parameter_names(self, model):
+        return get_decay_names(model, decay_embeddings=False)
+
+
+def build_optimizer(model, tmp_path, optim, **training):
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, optim=optim, weight_decay=0.1, **training)
+    return OurGroups(model=model, args=args).create_optimizer()
+
+
+def take_steps(model, optimizer, num_steps=4):
+    """Train on one batch; return the first and the last loss."""
+    ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for _ in range(num_steps):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses[0], losses[-1]
+
+
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"mamba"}))
+def test_with_embeddings_what_decays_is_what_the_trainer_decays(name):
+    model = build(name)
+    trained = [parameter_name for parameter_name, _ in model.named_parameters()]
+    upstream = set(Trainer.get_decay_parameter_names(None, model))
+    vectors = {"gpt-oss": {n for n in trained if n.endswith("sinks")}}  # Attention sinks, a number a head.
+    expected = [n for n in trained if n in upstream - vectors.get(name, set())]
+    assert get_decay_names(model, decay_embeddings=True) == expected
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_without_embeddings_they_alone_are_left_out(name):
+    model = build(name)
+    left_out = set(get_decay_names(model, decay_embeddings=True)) - set(get_decay_names(model, decay_embeddings=False))
+    assert left_out == EMBEDDINGS.get(name, {"model.embed_tokens.weight", "lm_head.weight"})
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_no_vector_no_bias_and_no_norm_ever_decays(name):
+    model = build(name)
+    decaying = set(get_decay_names(model, decay_embeddings=True))
+    shapes = {parameter_name: parameter.ndim for parameter_name, parameter in model.named_parameters()}
+    assert min(shapes[parameter_name] for parameter_name in decaying) >= 2
+    assert not any("norm" in parameter_name or "bias" in parameter_name for parameter_name in decaying)
+
+
+def test_a_norm_that_goes_by_another_name_does_not_decay_here():
+    model = torch.nn.ModuleDict({"ln": torch.nn.RMSNorm(4), "norm1": torch.nn.RMSNorm(4), "mlp": torch.nn.Linear(4, 4)})
+    assert get_decay_names(model, decay_embeddings=True) == ["mlp.weight"]
+    assert Trainer.get_decay_parameter_names(None, model) == ["ln.weight", "norm1.weight", "mlp.weight"]  # The trap.
+
+
+def test_a_wrapped_model_decays_the_same():
+    model = build("gpt2")
+    wrapped = torch.nn.ModuleDict({"module": model})
+    expected = [f"module.{name}" for name in get_decay_names(model, decay_embeddings=False)]
+    assert get_decay_names(wrapped, decay_embeddings=False) == expected
+
+
+@pytest.mark.parametrize(
+    ("optim", "training", "package", "state_bytes"),
+    [
+        ("adamw_torch", {}, None, 8),
+        ("adamw_torch_fused", {}, None, 8),
+        ("adafactor", {}, None, None),
+        ("sgd", {}, None, 0),
+        ("sgd", {"optim_args": "momentum=0.9"}, None, 4),
+        ("lion_32bit", {}, None, 4),
+        ("adamw_8bit", {}, None, None),
+        ("paged_adamw_8bit", {}, None, None),
+        ("schedule_free_adamw", {}, "schedulefree", 8),
+        ("stable_adamw", {}, "optimi", 8),
+    ],
+)
+def test_upstreams_optimizers_train_our_groups(tmp_path, optim, training, package, state_bytes):
+    if package:
+        pytest.importorskip(package)
+    model = build("llama-tied")
+    before = [parameter.clone() for parameter in model.parameters()]
+    optimizer = build_optimizer(model, tmp_path, optim, learning_rate=1e-2, **training)
+    if package == "schedulefree":
+        optimizer.train()
+    first, last = take_steps(model, optimizer)
+    assert last < first
+    assert all(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    rows = describe_groups(optimizer, model)
+    assert [row.weight_decay for row in rows] == [0.1, 0.0]
+    if state_bytes is not None:
+        assert measure_state_bytes(optimizer) == pytest.approx(state_bytes, abs=0.1)
+
+
+def test_every_trained_parameter_is_told_of_once_and_a_frozen_one_never(tmp_path):
+    model = build("mixtral")
+    model.model.layers[0].requires_grad_(False)
+    optimizer = build_optimizer(model, tmp_path, "adamw_torch", learning_rate=3e-4)
+    rows = describe_groups(optimizer, model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert sum(row.num_tensors for row in rows) == len(trained)
+    assert sum(row.num_parameters for row in rows) == sum(parameter.numel() for parameter in trained)
+    assert [row.optimizer for row in rows] == ["AdamW", "AdamW"]
+    assert rows[1].parameters == (
+        "model.embed_tokens.weight",
+        "model.layers.*.input_layernorm.weight",
+        "model.layers.*.post_attention_layernorm.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+    )
+
+
+def test_states_are_told_once_there_are_some_and_the_rate_is_that_of_the_peak(tmp_path):
+    model = build("llama")
+    optimizer = build_optimizer(model, tmp_path, "adamw_torch", learning_rate=3e-4)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+    assert [(row.learning_rate, row.state_bytes) for row in describe_groups(optimizer, model)] == [(3e-4, None)] * 2
+    assert measure_state_bytes(optimizer) == 0
+    take_steps(model, optimizer, 1)
+    assert [row.state_bytes for row in describe_groups(optimizer, model)] == pytest.approx([8, 8], abs=0.3)
+
+
+def test_an_optimizer_that_accelerate_prepared_is_told_of_as_it_was_built(tmp_path):
+    model = build("llama")
+    optimizer = build_optimizer(model, tmp_path, "adafactor")
+    prepared = Accelerator(cpu=True).prepare(optimizer)
+    assert prepared is not optimizer
+    assert describe_groups(prepared, model) == describe_groups(optimizer, model)
+
+
+def test_a_tensor_that_all_states_share_is_counted_once():
+    parameters = [torch.nn.Parameter(torch.zeros(10)) for _ in range(3)]
+    optimizer = torch.optim.SGD(parameters)
+    levels = torch.zeros(15)
+    for parameter in parameters:
+        optimizer.state[parameter] = {"codes": torch.zeros(10, dtype=torch.uint8), "scales": [levels], "step": 3}
+    assert measure_state_bytes(optimizer) == (3 * 10 + 4 * 15) / 30
+
+
+def test_a_shard_is_counted_by_what_is_here():
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group(backend="fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        parameter = torch.nn.Parameter(DTensor.from_local(torch.zeros(4, 8), mesh, [Shard(0)]))
+        assert parameter.numel() == 64
+        optimizer = torch.optim.AdamW([parameter], foreach=False)
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert measure_state_bytes(optimizer) == pytest.approx(8, abs=4 / 32)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# What an optimizer needs.
+
+PACKAGE_OF_HANDLER = {
+    "_get_bitsandbytes_optimizer": "bitsandbytes",
+    "_get_torchao_optimizer": "torchao",
+    "_get_schedule_free_optimizer": "schedulefree",
+    "_get_galore_optimizer": "galore_torch",
+    "_get_apollo_optimizer": "apollo_torch",
+    "_get_grokadamw": "grokadamw",
+    "_get_stable_adamw": "optimi",
+    "_get_adamw_anyprecision": "torchdistx",
+    "_get_adamw_torch_xla": "torch_xla",
+    "_get_adamw_torch_npu_fused": "torch_npu",
+}
+BUILT_IN = {"_get_adamw_torch", "_get_adafactor", "_get_sgd", "_get_adagrad", "_get_rmsprop"}
+NAMES = [member.value for member in OptimizerNames]
+ACCEPTED = {"lr_scheduler_type": "constant", "optim_target_modules": "all-linear", "save_strategy": "no"}
+"""Keys with which nothing but a package can be missing."""
+
+
+def read_handler(name):
+    return _OPTIMIZER_HANDLERS[name].__name__
+
+
+@pytest.fixture
+def packages(monkeypatch):
+    """Says whether every package is there: none, until told otherwise."""
+    there = {"all": False}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if there["all"] else None)
+    return there
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_of_every_optimizer_upstream_has_the_missing_package_is_named(packages, name):
+    if name.endswith(("lomo", "layerwise")):
+        with pytest.raises(ConfigError, match="inside the backward pass"):
+            verify({"optim": name} | ACCEPTED)
+        return
+    handler = read_handler(name)
+    if handler in BUILT_IN:
+        verify({"optim": name})
+        return
+    with pytest.raises(ConfigError, match=f"{name} needs the package {PACKAGE_OF_HANDLER[handler]}, ") as caught:
+        verify({"optim": name} | ACCEPTED)
+    (problem,) = caught.value.problems
+    assert problem.remedy.startswith("pip install ")
+    packages["all"] = True
+    verify({"optim": name} | ACCEPTED)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith(("lomo", "layerwise"))])
+def test_what_is_accepted_is_built_and_what_is_refused_is_not(tmp_path, name):
+    model = build("llama")
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, optim=name, optim_target_modules="all-linear")
+    try:
+        verify({"optim": name} | ACCEPTED)
+    except ConfigError:
+        with pytest.raises((ImportError, ValueError)):
+            Trainer.get_optimizer_cls_and_kwargs(args, model)
+    else:
+        assert Trainer.get_optimizer_cls_and_kwargs(args, model)
+
+
+@pytest.mark.parametrize(
+    ("training", "told"),
+    [
+        ({"optim": "galore_adamw", "optim_target_modules": None}, "optim_target_modules"),
+        ({"optim": "apollo_adamw", "optim_target_modules": None}, "optim_target_modules"),
+        ({"optim": "galore_adafactor", "weight_decay": 0.1}, "does not hand weight_decay"),
+        ({"optim": "galore_adamw", "save_strategy": "steps"}, "cannot go on from a checkpoint"),
+        ({"optim": "apollo_adamw", "save_strategy": "epoch"}, "cannot go on from a checkpoint"),
+        ({"optim": "grokadamw", "save_strategy": "steps"}, "cannot go on from a checkpoint"),
+        ({"optim": "schedule_free_adamw", "lr_scheduler_type": "cosine"}, "lr_scheduler_type: constant"),
+        ({"optim": "schedule_free_sgd", "warmup_steps": 0.03}, "not by a share"),
+        ({"optim": "muon", "optim_args": "momentum=0.9"}, "muon takes no arguments"),
+    ],
+)
+def test_what_needs_more_than_a_name_is_told_what(packages, training, told):
+    packages["all"] = True
+    with pytest.raises(ConfigError, match=told) as caught:
+        verify(ACCEPTED | training)
+    assert len(caught.value.problems) == 1
+
+
+def test_every_problem_is_told_at_once(packages):
+    with pytest.raises(ConfigError) as caught:
+        verify({"optim": "galore_adamw", "weight_decay": 0.1})
+    assert len(caught.value.problems) == 4
+
+
+@pytest.mark.parametrize("training", [{}, {"optim": "muon"}, {"optim": "sgd", "optim_args": "momentum=0.9"}])
+def test_what_torch_has_is_accepted(packages, training):
+    verify(training)
+
+
+def test_a_share_as_the_warmup_of_a_schedule_free_optimizer_would_multiply_the_first_step(tmp_path):
+    """Why it is refused: upstream hands the share on as a number of steps."""
+    pytest.importorskip("schedulefree")
+    optimizer = build_optimizer(build("llama"), tmp_path, "schedule_free_adamw", learning_rate=1e-3, warmup_steps=0.01)
+    optimizer.train()
+    optimizer.param_groups[0]["params"][0].grad = torch.ones_like(optimizer.param_groups[0]["params"][0])
+    optimizer.step()
+    assert optimizer.param_groups[0]["scheduled_lr"] == pytest.approx(0.1)
+
+
+def test_pretraining_warms_up_by_its_own_schedule(packages):
+    packages["all"] = True
+    training = ACCEPTED | {"optim": "schedule_free_adamw", "warmup_steps": 0.01}
+    verify(training, stage="pretrain")
+    with pytest.raises(ConfigError, match="not by a share"):
+        verify(training)
+
+
+def test_a_group_that_deepspeed_has_flattened_is_told_as_such():
+    """Its tensor is none of the model's."""
+    flat = torch.nn.Parameter(torch.zeros(10))
+    (row,) = describe_groups(torch.optim.AdamW([flat], lr=3e-4, weight_decay=0.1), build("llama-tied"))
+    assert (row.num_parameters, row.weight_decay, row.learning_rate) == (10, 0.1, 3e-4)
+    assert row.parameters == ("this process's share of what DeepSpeed has flattened",)

@@ -1,0 +1,129 @@
+"""Rounding that is right on average, and an AdamW that learns in bfloat16 where torch's stands still."""
+
+import math
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.optim.lr_scheduler import LambdaLR
+
+from recipes_lib.training.optim.stochastic_rounding import StochasticAdamW, round_stochastically
+
+DRAWS = 20_000
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("value", [1.001, -1.001, 3.14159, -2.5e-7, 6.1e8, 1 + 2**-9, -(1 + 2**-16)])
+def test_the_mean_of_many_roundings_is_the_value(value):
+    values = torch.full((DRAWS,), value, dtype=torch.float32)
+    rounded = round_stochastically(values, generator())
+    assert rounded.dtype == torch.bfloat16
+    lower, upper = sorted(set(rounded.tolist()))
+    assert lower < values[0].item() < upper
+    assert torch.nextafter(torch.tensor(lower).bfloat16(), torch.tensor(math.inf).bfloat16()).item() == upper
+    share = (values[0].double().item() - lower) / (upper - lower)
+    standard_error = (upper - lower) * math.sqrt(share * (1 - share) / DRAWS)
+    assert abs(rounded.double().mean().item() - values[0].double().item()) < 4 * standard_error
+
+
+def test_what_bfloat16_represents_is_kept():
+    values = torch.tensor([0.0, -0.0, 1.0, -1.5, 2.0**-126, -(2.0**127), math.inf, -math.inf]).repeat(100_000)
+    assert torch.equal(round_stochastically(values, generator()).float(), values)
+
+
+def make_weights(value=1.0, size=4096, dtype=torch.bfloat16):
+    return torch.nn.Parameter(torch.full((size,), value, dtype=dtype))
+
+
+def take_steps(weights, optimizer, num_steps, gradient=1.0):
+    for _ in range(num_steps):
+        weights.grad = torch.full_like(weights, gradient)
+        optimizer.step()
+
+
+def test_it_learns_where_bfloat16_alone_stands_still():
+    """Four hundred updates of 1e-5 on weights of 1, whose last bit is worth 390 of them."""
+    ours, theirs = make_weights(), make_weights()
+    take_steps(theirs, torch.optim.AdamW([theirs], lr=1e-5, weight_decay=0.0), 400)
+    assert torch.equal(theirs, make_weights())
+    take_steps(ours, StochasticAdamW([ours], lr=1e-5), 400)
+    # A weight moves by 2 ** -8 with a probability of 1e-5 * 2 ** 8 a step, which is no walk: it stays on the grid.
+    deviation = math.sqrt(400 * 1e-5 * 2**-8)
+    assert 1 - ours.double().mean().item() == pytest.approx(400e-5, abs=4 * deviation / math.sqrt(ours.numel()))
+
+
+def test_on_float32_weights_it_is_torchs_adamw():
+    ours, theirs = (torch.nn.Parameter(torch.randn(6, 5, generator=generator())) for _ in range(2))
+    keys = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+    pair = [(ours, StochasticAdamW([ours], **keys)), (theirs, torch.optim.AdamW([theirs], **keys))]
+    for weights, optimizer in pair:
+        scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        for step in range(5):
+            weights.grad = torch.randn(6, 5, generator=generator(step))
+            optimizer.step()
+            scheduler.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_every_group_has_its_own_decay():
+    decaying, kept = make_weights(dtype=torch.float32), make_weights(dtype=torch.float32)
+    optimizer = StochasticAdamW([{"params": [decaying], "weight_decay": 0.5}, {"params": [kept]}], lr=0.1)
+    for weights in (decaying, kept):
+        weights.grad = torch.zeros_like(weights)
+    optimizer.step()
+    assert decaying[0].item() == pytest.approx(0.95)
+    assert kept[0].item() == 1
+
+
+def test_replicas_stay_equal_whatever_else_they_draw():
+    replicas = [make_weights(), make_weights()]
+    for number, weights in enumerate(replicas):
+        torch.manual_seed(number)
+        take_steps(weights, StochasticAdamW([weights], lr=1e-3), 3)
+    assert torch.equal(*replicas)
+
+
+def test_no_two_parameters_and_no_two_steps_are_rounded_alike():
+    parameters = [make_weights(), make_weights()]
+    optimizer = StochasticAdamW(parameters, lr=1e-3)
+    moves = []
+    for _ in range(2):
+        before = [weights.detach().clone() for weights in parameters]
+        for weights in parameters:
+            weights.grad = torch.ones_like(weights)
+        optimizer.step()
+        moves += [(old != new).tolist() for old, new in zip(before, parameters, strict=True)]
+    assert all(first != second for i, first in enumerate(moves) for second in moves[:i])
+
+
+def test_a_resumed_run_goes_on_to_the_bit_with_its_moments_in_float32(tmp_path):
+    whole, resumed = make_weights(), make_weights()
+    accelerator = Accelerator(cpu=True)
+    optimizer = accelerator.prepare(StochasticAdamW([whole], lr=1e-3))
+    take_steps(whole, optimizer, 3, gradient=1 / 3)
+    torch.save({"weights": whole, "optimizer": optimizer.state_dict()}, tmp_path / "saved.pt")
+    saved = torch.load(tmp_path / "saved.pt", weights_only=True)
+    take_steps(whole, optimizer, 3)
+    resumed.data.copy_(saved["weights"])
+    optimizer = accelerator.prepare(StochasticAdamW([resumed], lr=0.5))
+    optimizer.load_state_dict(saved["optimizer"])
+    assert optimizer.state[resumed]["exp_avg_sq"].dtype == torch.float32
+    take_steps(resumed, optimizer, 3)
+    assert torch.equal(whole, resumed)
+
+
+def test_a_closure_is_evaluated_with_gradients_and_what_has_none_stays():
+    weights, idle = make_weights(), make_weights()
+    optimizer = StochasticAdamW([weights, idle], lr=0.1)
+
+    def closure():
+        loss = weights.float().square().mean()
+        loss.backward()
+        return loss.item()
+
+    assert optimizer.step(closure) == 1
+    assert not torch.equal(weights, make_weights())
+    assert torch.equal(idle, make_weights())

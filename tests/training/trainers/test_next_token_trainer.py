@@ -1,0 +1,71 @@
+"""The next-token objective: one normaliser a step, and the trajectory of a plain trainer."""
+
+import pytest
+from tests.training.trajectories import Recorder, assert_equal_weights, make_packs, make_trainer, weights_of
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from recipes_lib.data.packed.collators import PackedCollator
+from recipes_lib.errors import DivergedError
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_the_trajectory_is_that_of_a_plain_transformers_trainer(tiny_model_dir, tmp_path, accumulation):
+    cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulation}
+    ours, recorder = make_trainer(tiny_model_dir, tmp_path / "ours", make_packs(), **cut)
+    ours.train()
+
+    plain_recorder = Recorder()
+    plain = Trainer(
+        model=AutoModelForCausalLM.from_pretrained(tiny_model_dir, attn_implementation="sdpa"),
+        args=TrainingArguments(
+            output_dir=str(tmp_path / "plain"),
+            use_cpu=True,
+            learning_rate=1e-3,
+            logging_steps=1,
+            save_strategy="no",
+            max_steps=4,
+            lr_scheduler_type="linear",
+            remove_unused_columns=False,
+            disable_tqdm=True,
+            **cut,
+        ),
+        train_dataset=make_packs(),
+        data_collator=PackedCollator(pad_token_id=1),
+        callbacks=[plain_recorder],
+    )
+    plain.train()
+    assert len(recorder.steps) == 4
+    for expected, got in zip(plain_recorder.steps, recorder.steps, strict=True):
+        assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_step_without_a_target_stops_before_the_update(tiny_model_dir, tmp_path):
+    packs = make_packs(8).map(lambda row: {"loss_mask": [False] * len(row["input_ids"])})
+    trainer, _ = make_trainer(tiny_model_dir, tmp_path, packs)
+    before = weights_of(trainer)
+    with pytest.raises(DivergedError, match="step 1 holds no token to train on"):
+        trainer.train()
+    assert_equal_weights(weights_of(trainer), before)
+
+
+def test_activation_checkpointing_changes_nothing_and_neftune_acts(tiny_model_dir, tmp_path):
+    reference, recorder = make_trainer(tiny_model_dir, tmp_path / "0", make_packs())
+    reference.train()
+    checkpointed, same = make_trainer(tiny_model_dir, tmp_path / "1", make_packs(), activation_checkpointing=True)
+    checkpointed.train()
+    for expected, got in zip(recorder.steps, same.steps, strict=True):
+        assert got == pytest.approx(expected, rel=1e-5)
+    noisy, different = make_trainer(tiny_model_dir, tmp_path / "2", make_packs(), neftune_noise_alpha=5.0)
+    noisy.train()
+    assert different.steps[0]["loss"] != recorder.steps[0]["loss"]
+
+
+@pytest.mark.slow
+def test_a_compiled_model_follows_the_trajectory_of_an_eager_one(tiny_model_dir, tmp_path):
+    trajectories = []
+    for compiles in (False, True):
+        trainer, recorder = make_trainer(tiny_model_dir, tmp_path / str(compiles), make_packs(), torch_compile=compiles)
+        trainer.train()
+        trajectories.append(recorder.steps)
+    for eager, compiled in zip(*trajectories, strict=True):
+        assert compiled == pytest.approx(eager, rel=1e-4)

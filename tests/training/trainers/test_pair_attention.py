@@ -1,0 +1,214 @@
+"""A prompt is computed once where that is proved, and otherwise as often as it takes, with the reason."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.training.pairs import Setting, build_config, make_pairs, with_preference
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BloomConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+)
+
+from recipes_lib.errors import ConfigError
+from recipes_lib.models.attention import kernels as kernels
+from recipes_lib.models.attention.varlen import register_varlen
+from recipes_lib.models.heads.score_head import add_score_head
+from recipes_lib.training.trainers import pair_batches as pair_attention
+from recipes_lib.training.trainers.pair_batches import (
+    PairAttention,
+    build_pair_collator,
+    choose_pair_attention,
+    prove_pair_attention,
+)
+
+SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+LLAMA = LlamaConfig(**SMALL)
+WINDOWED = MistralConfig(**SMALL, sliding_window=32)
+RECURRENT = MambaConfig(vocab_size=512, hidden_size=32, num_hidden_layers=1)
+WITHOUT_POSITIONS = BloomConfig(vocab_size=512, hidden_size=32, n_layer=1, n_head=2)
+
+
+def configure(tmp_path, shared_prompt=None, kernel=None):
+    config = build_config(tmp_path / "model", tmp_path / "run", with_preference(Setting(), shared_prompt=shared_prompt))
+    return replace(
+        config,
+        model=replace(config.model, attn_implementation=kernel),
+        provenance={"shared_prompt": "dpo.yaml:7"},
+    )
+
+
+def choose(tmp_path, model_config, *, max_length=64, shared_prompt=None, kernel=None):
+    args = SimpleNamespace(bf16=False, fp16=False, mixed_precision="no", device=torch.device("cpu"))
+    return choose_pair_attention(configure(tmp_path, shared_prompt, kernel), model_config, args, max_length=max_length)
+
+
+@pytest.mark.parametrize("shared_prompt", [None, True])
+@pytest.mark.parametrize(("kernel", "expected"), [(None, "sdpa"), ("sdpa", "sdpa"), ("eager", "eager")])
+def test_prompts_are_shared_where_nothing_speaks_against_it(tmp_path, shared_prompt, kernel, expected):
+    chosen = choose(tmp_path, LLAMA, shared_prompt=shared_prompt, kernel=kernel)
+    assert chosen == PairAttention(expected, "shared", packing=True, reason="")
+
+
+def test_prompts_are_not_shared_where_that_was_asked_for(tmp_path):
+    assert choose(tmp_path, LLAMA, shared_prompt=False) == PairAttention("sdpa", "separate", packing=True, reason="")
+
+
+def test_a_window_shorter_than_the_pairs_speaks_against_it(tmp_path):
+    assert choose(tmp_path, WINDOWED, max_length=32).layout == "shared"
+    chosen = choose(tmp_path, WINDOWED, max_length=33)
+    assert (chosen.layout, chosen.packing) == ("separate", True)
+    assert "sees 32 tokens in some layers, and max_length is 33" in chosen.reason
+
+
+@pytest.mark.parametrize("model_config", [RECURRENT, WITHOUT_POSITIONS], ids=["recurrent", "without positions"])
+@pytest.mark.parametrize("shared_prompt", [None, False])
+def test_a_model_that_cannot_keep_documents_apart_gets_each_alone_in_its_row(tmp_path, model_config, shared_prompt):
+    chosen = choose(tmp_path, model_config, shared_prompt=shared_prompt)
+    assert (chosen.layout, chosen.packing) == ("separate", False)
+    assert model_config.model_type in chosen.reason
+
+
+@pytest.mark.parametrize("model_config", [RECURRENT, WITHOUT_POSITIONS, WINDOWED], ids=lambda c: c.model_type)
+def test_asking_for_what_cannot_be_is_one_error_with_the_line(tmp_path, model_config):
+    with pytest.raises(ConfigError) as refusal:
+        choose(tmp_path, model_config, max_length=64, shared_prompt=True)
+    assert len(refusal.value.problems) == 1
+    message = str(refusal.value)
+    assert message.startswith("dpo.yaml:7: prompts cannot be shared: a ")
+    assert message.endswith("\n    delete the line, or write false")
+
+
+def test_an_unknown_kernel_is_refused_whatever_the_layout(tmp_path):
+    for shared_prompt in (None, True, False):
+        with pytest.raises(ConfigError, match="nonsense is not a known kernel"):
+            choose(tmp_path, LLAMA, shared_prompt=shared_prompt, kernel="nonsense")
+
+
+@pytest.mark.parametrize("model_config", [LLAMA, WINDOWED], ids=lambda c: c.model_type)
+def test_a_kernel_that_goes_by_bounds_shares_prompts_in_one_row_whatever_the_window(tmp_path, model_config):
+    chosen = choose(tmp_path, model_config, kernel="varlen")
+    assert chosen == PairAttention("varlen", "shared_flat", packing=True, reason="")
+
+
+def test_a_kernel_that_takes_neither_mask_nor_parts_gets_documents(tmp_path, monkeypatch):
+    monkeypatch.setitem(kernels.FLASH_IS_INSTALLED, "flash_attention_2", lambda: True)
+    monkeypatch.setattr(kernels, "_refusal", lambda *_: None)
+    chosen = choose(tmp_path, LLAMA, kernel="flash_attention_2")
+    assert (chosen.implementation, chosen.layout) == ("flash_attention_2", "flat")
+    assert "takes no mask" in chosen.reason
+
+
+@pytest.fixture
+def model(tiny_model_dir):
+    return AutoModelForCausalLM.from_pretrained(tiny_model_dir, attn_implementation="sdpa").train()
+
+
+SHARED = PairAttention("sdpa", "shared")
+
+
+def let_attention_see_everything(monkeypatch):
+    """A model that brings its own attention, which disregards any mask."""
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def leak(query, key, value, attn_mask=None, is_causal=False, **kwargs):
+        return original(query, key, value, is_causal=query.shape[2] > 1, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", leak)
+
+
+def test_what_is_proved_stays_as_it_was_chosen(tmp_path, model):
+    for attention in (SHARED, PairAttention("sdpa", "separate"), PairAttention("sdpa", "separate", packing=False)):
+        assert prove_pair_attention(configure(tmp_path), attention, model) == attention
+    assert model.training
+
+
+def test_a_model_that_leaks_falls_back_as_far_as_it_must(tmp_path, model, monkeypatch):
+    let_attention_see_everything(monkeypatch)
+    settled = prove_pair_attention(configure(tmp_path), SHARED, model)
+    # Nor can it keep packed documents apart.
+    assert (settled.layout, settled.packing) == ("separate", False)
+    assert "an answer does not keep its hidden states beside another" in settled.reason
+    with pytest.raises(ConfigError, match=r"dpo.yaml:7: prompts cannot be shared: an answer does not keep"):
+        prove_pair_attention(configure(tmp_path, shared_prompt=True), SHARED, model)
+    unpacked = prove_pair_attention(configure(tmp_path), PairAttention("sdpa", "separate"), model)
+    assert not unpacked.packing
+    assert "a document does not keep its logits" in unpacked.reason
+
+
+def test_a_leak_between_answers_alone_leaves_documents_packed(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(pair_attention, "prove_shared_prompt", lambda model: "answers see each other")
+    settled = prove_pair_attention(configure(tmp_path), SHARED, model)
+    assert settled == PairAttention("sdpa", "separate", packing=True, reason="answers see each other")
+
+
+def test_parts_in_one_row_that_leak_fall_back_to_documents_in_one_row(tmp_path, monkeypatch, tiny_model_dir):
+    register_varlen()
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, attn_implementation="varlen")
+    chosen = PairAttention("varlen", "shared_flat")
+    assert prove_pair_attention(configure(tmp_path), chosen, model) == chosen
+    monkeypatch.setattr(pair_attention, "prove_shared_prompt", lambda model: "answers see each other")
+    settled = prove_pair_attention(configure(tmp_path), chosen, model)
+    assert settled == PairAttention("varlen", "flat", packing=True, reason="answers see each other")
+
+
+def test_a_flat_batch_that_leaks_has_nothing_to_fall_back_to(tmp_path, model, monkeypatch):
+    let_attention_see_everything(monkeypatch)
+    with pytest.raises(ConfigError) as refusal:
+        prove_pair_attention(configure(tmp_path), PairAttention("sdpa", "flat"), model)
+    # Pairs have no key `packing`.
+    assert re.fullmatch(
+        r"attn_implementation: a document does not keep its logits beside another: one moves by \S+\n"
+        r" +use sdpa or eager",
+        str(refusal.value),
+    )
+
+
+@pytest.mark.parametrize(("kernel", "layout"), [("sdpa", "separate"), ("eager", "separate"), ("varlen", "flat")])
+def test_the_answers_of_a_reward_model_share_rows_where_prompts_are_not_shared(tmp_path, kernel, layout):
+    register_varlen()
+    model = AutoModelForSequenceClassification.from_config(
+        LlamaConfig(**SMALL, num_labels=1), attn_implementation=kernel
+    )
+    add_score_head(model)
+    chosen = choose(tmp_path, LLAMA, shared_prompt=False, kernel=kernel)
+    assert chosen == PairAttention(kernel, layout, packing=True, reason="")
+    assert prove_pair_attention(configure(tmp_path, shared_prompt=False), chosen, model) == chosen
+
+
+def test_a_layout_chosen_for_another_model_is_looked_at_anew(tmp_path):
+    other = GPT2LMHeadModel(GPT2Config(vocab_size=512, n_positions=64, n_embd=32, n_layer=1, n_head=2))
+    assert prove_pair_attention(configure(tmp_path), SHARED, other, max_length=64) == SHARED
+    windowed = AutoModelForCausalLM.from_config(WINDOWED)
+    settled = prove_pair_attention(configure(tmp_path), SHARED, windowed, max_length=64)
+    assert settled.layout == "separate"
+    assert "sees 32 tokens" in settled.reason
+
+
+@pytest.mark.parametrize(("layout", "packing"), [("shared", True), ("separate", True), ("separate", False)])
+def test_the_collator_lays_pairs_out_as_settled(tiny_model_dir, layout, packing):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    collate = build_pair_collator(tokenizer, PairAttention("sdpa", layout, packing=packing))
+    batch = collate(list(make_pairs(16)))
+    assert ("pair_ids" in batch) == (layout == "shared")
+    num_documents = 16 if layout == "shared" else 32
+    assert (len(batch["input_ids"]) == num_documents) == (not packing)
+    assert collate.pad_token_id == tokenizer.pad_token_id

@@ -1,0 +1,173 @@
+"""A pretraining run against a plain torch loop, against itself stopped and resumed, and against a longer one."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.training.pretraining import build_config, read_steps, run_recipe, write_documents
+from transformers import AutoTokenizer
+
+from recipes_lib.data.tokens.token_data import prepare_tokens
+from recipes_lib.models.architecture import find_model_config, start_causal_lm
+from recipes_lib.training.trainers.pretraining_rows import build_rows
+
+
+def cosine(step: int, num_steps: int, num_warmup: int, floor: float) -> float:
+    """The schedule of the papers, written once more."""
+    if step < num_warmup:
+        return (step + 1) / num_warmup
+    progress = (step - num_warmup) / (num_steps - num_warmup)
+    return floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def train_plainly(config, tokenizer, factors, sizes, isolated):
+    """Losses of a torch loop over the same rows: one document, or one row, at a time, and AdamW by its own defaults."""
+    rows = build_rows(config, prepare_tokens(config, lambda _: tokenizer), 1)
+    model_config, _ = find_model_config(config.model, tokenizer, config.tokens.max_length)
+    model = start_causal_lm(config.model, model_config, "eager", seed=config.training.get("seed", 42))
+    decaying = [p for p in model.parameters() if p.ndim >= 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decaying, "weight_decay": 0.1}, {"params": [p for p in model.parameters() if p.ndim < 2]}],
+        lr=0.0,
+        betas=(0.9, 0.95),
+        weight_decay=0.0,
+    )
+    at = 0
+    losses = []
+    for factor, size in zip(factors, sizes, strict=True):
+        batch = [rows.train[index] for index in range(at, at + size)]
+        at += size
+        batch = [row for row in batch if len(row["input_ids"])]
+        nll, count = torch.zeros(()), 0
+        for row in batch:
+            ids = torch.from_numpy(row["input_ids"].astype(np.int64))
+            for document in ids.split(row["seq_lengths"].tolist()) if isolated else [ids]:
+                if len(document) > 1:
+                    logits = model(input_ids=document[None], use_cache=False).logits[0, :-1]
+                    nll = nll + torch.nn.functional.cross_entropy(logits, document[1:], reduction="sum")
+                    count += len(document) - 1
+        (nll / count).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = config.training["learning_rate"] * factor
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append((nll / count).item())
+    return losses
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+def test_a_run_follows_a_plain_torch_loop(tmp_path, tiny_tokenizer_dir, monkeypatch, isolated):
+    keys = {"cross_document_attention": not isolated, "gradient_accumulation_steps": 2, "warmup_steps": 3}
+    config = build_config(tmp_path, tiny_tokenizer_dir, **keys)
+    run_recipe(config, monkeypatch)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
+    expected = train_plainly(config, tokenizer, [cosine(s, 8, 3, 0.1) for s in range(8)], [4] * 8, isolated)
+    assert [step["loss"] for step in read_steps(tmp_path / "out")] == pytest.approx(expected, rel=2e-5)
+
+
+def test_a_growing_batch_takes_the_rows_and_the_rates_of_the_plan(tmp_path, tiny_tokenizer_dir, monkeypatch):
+    ramp = {
+        "batch_ramp_tokens": 32 * 2 * 6,
+        "batch_ramp_start": 0.25,
+        "warmup_tokens": 1,
+        "lr_scheduler_type": "constant",
+    }
+    config = build_config(tmp_path, tiny_tokenizer_dir, gradient_accumulation_steps=4, max_steps=6, **ramp)
+    run_recipe(config, monkeypatch)
+    steps = read_steps(tmp_path / "out")
+    # A quarter of four micro-steps, then what ceil(4 * (1/4 + 3/4 * tokens / 384)) gives.
+    micro_steps = [1, 2, 3, 4, 4, 4]
+    assert np.diff([0, *(step["num_tokens"] for step in steps)]).tolist() == [64 * count for count in micro_steps]
+    factors = [math.sqrt(count / 4) for count in micro_steps]
+    assert [step["learning_rate"] for step in steps] == pytest.approx([1e-2 * factor for factor in factors])
+    tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
+    expected = train_plainly(config, tokenizer, factors, [8] * 6, isolated=True)
+    assert [step["loss"] for step in steps] == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_resumed_run_ends_with_the_very_weights_of_one_that_never_stopped(
+    tmp_path, tiny_tokenizer_dir, monkeypatch, streaming
+):
+    # About 13 steps an epoch: the stops are early in the first, on its last step, and in the second.
+    keys = {"max_steps": 20, "save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 2}
+    keys |= {"dataset_streaming": streaming, "batch_ramp_tokens": 600, "batch_ramp_start": 0.5}
+    whole = build_config(tmp_path, tiny_tokenizer_dir, **keys)
+    run_recipe(whole, monkeypatch)
+    for stop in (2, 13, 17):
+        config = build_config(tmp_path, tiny_tokenizer_dir, output_dir=tmp_path / f"stopped-{stop}", **keys)
+        run_recipe(config, monkeypatch, stop_after=stop)
+        assert not (tmp_path / f"stopped-{stop}" / "model.safetensors").exists()
+        run_recipe(config, monkeypatch)
+        weights, expected = (load_file(tmp_path / name / "model.safetensors") for name in (f"stopped-{stop}", "out"))
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+        losses = [[step["loss"] for step in read_steps(tmp_path / name)] for name in (f"stopped-{stop}", "out")]
+        assert losses[0] == losses[1]
+
+
+def test_a_longer_run_goes_on_from_the_stable_phase(tmp_path, tiny_tokenizer_dir, monkeypatch):
+    keys = {"lr_scheduler_type": "warmup_stable_decay", "decay_steps": 3, "warmup_steps": 2}
+    keys |= {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 1}
+    run_recipe(build_config(tmp_path, tiny_tokenizer_dir, max_steps=10, **keys), monkeypatch)
+    assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-7", "checkpoint-10"}
+    run_recipe(build_config(tmp_path, tiny_tokenizer_dir, max_steps=15, **keys), monkeypatch)
+    run_recipe(
+        build_config(tmp_path, tiny_tokenizer_dir, max_steps=15, output_dir=tmp_path / "long", **keys), monkeypatch
+    )
+    weights, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "long"))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    rates = [step["learning_rate"] for step in read_steps(tmp_path / "out")]
+    assert rates[2:12] == [1e-2] * 10
+    assert (tmp_path / "out" / "superseded-checkpoint-10").is_dir()
+
+
+@pytest.mark.parametrize("optim", ["muon", "adafactor", "sgd"])
+def test_an_optimizer_by_name_learns_and_resumes_exactly(tmp_path, tiny_tokenizer_dir, monkeypatch, optim):
+    keys = {"optim": optim, "save_strategy": "steps", "save_steps": 1, "max_steps": 12}
+    keys |= {"optim_args": "momentum=0.9", "learning_rate": 0.05} if optim == "sgd" else {}
+    run_recipe(build_config(tmp_path, tiny_tokenizer_dir, **keys), monkeypatch)
+    steps = read_steps(tmp_path / "out")
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
+    stopped = build_config(tmp_path, tiny_tokenizer_dir, output_dir=tmp_path / "stopped", **keys)
+    run_recipe(stopped, monkeypatch, stop_after=5)
+    run_recipe(stopped, monkeypatch)
+    weights, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("stopped", "out"))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_a_mixture_is_evaluated_source_by_source(tmp_path, tiny_tokenizer_dir, monkeypatch):
+    for name in ("prose", "code"):
+        write_documents(tmp_path / f"{name}.jsonl", 30)
+    text = (tmp_path / "code.jsonl").read_text()
+    (tmp_path / "code.jsonl").write_text(text.replace("the", "def"))
+    mixture = [
+        {"name": str(tmp_path / f"{name}.jsonl"), "weight": weight} for name, weight in (("prose", 3), ("code", 1))
+    ]
+    config = build_config(tmp_path, tiny_tokenizer_dir, dataset_name=None, dataset_mixture=mixture, test_split_size=0.2)
+    run_recipe(config, monkeypatch)
+    text = (tmp_path / "out" / "metrics.jsonl").read_text()
+    for figure in ("eval_loss", "eval_loss_prose", "eval_loss_code", "eval_bits_per_byte_code"):
+        assert f'"{figure}"' in text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "muon"])
+def test_on_a_gpu_a_run_learns_and_resumes_by_documents_in_one_flat_row(
+    tmp_path, tiny_tokenizer_dir, monkeypatch, optim
+):
+    architecture = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    keys = {"use_cpu": False, "bf16": True, "optim": optim, "max_steps": 20, "learning_rate": 3e-3}
+    keys |= {"model_config": architecture | {"num_attention_heads": 4}, "save_strategy": "steps", "save_steps": 5}
+    config = build_config(tmp_path, tiny_tokenizer_dir, **keys)
+    run_recipe(config, monkeypatch, stop_after=12)
+    run_recipe(config, monkeypatch)
+    steps = read_steps(tmp_path / "out")
+    assert [step["step"] for step in steps] == list(range(1, 21))
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
+    assert steps[-1]["mfu"] is None or steps[-1]["mfu"] > 0

@@ -1,0 +1,79 @@
+"""The trainer of every stage: its guards, its checkpoints, and hooks that change nothing."""
+
+import pytest
+from tests.training.trajectories import assert_equal_weights, make_packs, make_trainer, weights_of
+
+from recipes_lib.errors import DivergedError
+from recipes_lib.training.checkpoints.manifest import is_complete
+from recipes_lib.training.layouts.launch_environment import Launch, Layout
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+def test_a_gradient_that_is_not_finite_stops_before_the_update(tiny_model_dir, tmp_path, max_grad_norm):
+    trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(), max_grad_norm=max_grad_norm)
+    before = weights_of(trainer)
+    trainer.model.model.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
+    with pytest.raises(DivergedError, match=r"the gradient of model\.norm\.weight is not finite"):
+        trainer.train()
+    assert_equal_weights(weights_of(trainer), before)
+
+
+def test_hooks_run_at_the_start_every_n_steps_and_at_the_end(tiny_model_dir, tmp_path):
+    steps = []
+    keys = {"eval_strategy": "steps", "eval_steps": 3, "eval_on_start": True, "max_steps": 7}
+    hooks = [lambda model, step: steps.append(step) or {"loss": 1.0}]
+    trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(), hooks=hooks, **keys)
+    trainer.train()
+    assert steps == [0, 3, 6, 7]
+    assert [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log] == [1.0] * 4
+
+
+def test_the_last_step_is_not_evaluated_twice(tiny_model_dir, tmp_path):
+    steps = []
+    keys = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
+    hooks = [lambda model, step: steps.append(step) or {}]
+    trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(), hooks=hooks, **keys)
+    trainer.train()
+    assert steps == [2, 4]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_resumed_run_ends_with_the_very_weights_of_one_that_never_stopped(tiny_model_dir, tmp_path, dropout):
+    def trainer_in(folder, **training):
+        trainer, recorder = make_trainer(
+            tiny_model_dir, tmp_path / folder, make_packs(), max_steps=6, per_device_train_batch_size=4, **training
+        )
+        for layer in trainer.model.model.layers:
+            layer.self_attn.attention_dropout = dropout
+        return trainer, recorder
+
+    straight, recorder = trainer_in("straight", save_strategy="steps", save_steps=3)
+    straight.train()
+    checkpoint = tmp_path / "straight" / "checkpoint-3"
+    assert is_complete(checkpoint)
+
+    resumed, second_recorder = trainer_in("resumed")
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert second_recorder.steps == recorder.steps[3:]
+    assert_equal_weights(weights_of(resumed), weights_of(straight))
+
+
+def test_only_the_last_checkpoints_are_kept_and_each_is_sealed(tiny_model_dir, tmp_path):
+    keys = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+    trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(), **keys)
+    trainer.train()
+    kept = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+    assert kept == ["checkpoint-3", "checkpoint-4"]
+    assert all(is_complete(tmp_path / name) for name in kept)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_groups"),
+    [(Layout(), 8), (Layout(sizes={"tp": 2, "dp_shard": 4}), 4), (Layout(sizes={"cp": 4, "dp_shard": 2}), 2)],
+)
+def test_the_rows_of_a_step_are_those_of_all_groups(tiny_model_dir, tmp_path, layout, num_groups):
+    keys = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+    trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(), **keys)
+    assert trainer.get_total_train_batch_size(trainer.args) == 2 * 3
+    trainer.launch = Launch(rank=0, local_rank=0, world_size=8, engine="", layout=layout)
+    assert trainer.get_total_train_batch_size(trainer.args) == 2 * 3 * num_groups

@@ -1,0 +1,348 @@
+"""What the reference says is computed once, found by what determines it, never trusted blindly, never half there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.training.pairs import (
+    Setting,
+    make_pair_trainer,
+    make_pairs,
+    perturb_model,
+    train_adapter,
+    with_preference,
+)
+from torch import nn
+from transformers import AutoConfig
+
+from recipes_lib.config.schema import AdapterConfig
+from recipes_lib.data.packed import store
+from recipes_lib.errors import ConfigError, DataError
+from recipes_lib.training.monitoring.progress import SilentProgress
+from recipes_lib.training.trainers.pair_batches import compute_rounding
+from recipes_lib.training.trainers.reference import NUM_CHECKED, StoredReference, refuse_missing
+
+KEY = "0123456789abcdef" * 4
+FRESH = Setting(adapter=AdapterConfig(use_peft=True, lora_r=4))
+
+
+class Oracle:
+    """A reference whose numbers are known, and that remembers what it was asked."""
+
+    def __init__(self, pairs) -> None:
+        self.model = nn.Linear(2, 2)
+        self.asked: list[list[int]] = []
+        self._numbers = {row["prompt_ids"].tobytes(): number for number, row in enumerate(pairs)}
+
+    def __call__(self, rows):
+        assert not self.model.training
+        assert not torch.is_grad_enabled()
+        self.asked.append([self._numbers[row["prompt_ids"].tobytes()] for row in rows])
+        return torch.tensor([[-1.5 - number, -2.5 - number] for number in self.asked[-1]]).T
+
+    @property
+    def num_asked(self) -> int:
+        return sum(map(len, self.asked))
+
+
+@pytest.fixture
+def pairs():
+    return make_pairs(100, seed=5)
+
+
+def expected_logps(num_pairs):
+    return np.array([[-1.5 - number, -2.5 - number] for number in range(num_pairs)], np.float32)
+
+
+def build(tmp_path, pairs, run="run", key=KEY) -> StoredReference:
+    return StoredReference(key, {"train": pairs}, root=tmp_path / "cache", output_dir=tmp_path / run)
+
+
+def settle(stored, oracle, batch_size=7):
+    stored.settle(oracle.model, oracle, batch_size=batch_size, dtype=torch.float32, progress=SilentProgress())
+
+
+def reseal(folder: Path, name: str, logps: np.ndarray) -> None:
+    """Put other numbers into a stored set, so that it looks whole."""
+    np.save(folder / name, logps)
+    complete = json.loads((folder / store.COMPLETE_FILE).read_text())
+    data = (folder / name).read_bytes()
+    complete["files"][name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (folder / store.COMPLETE_FILE).write_text(json.dumps(complete))
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 200])
+def test_each_pair_gets_its_own_two_numbers(tmp_path, pairs, batch_size):
+    stored, oracle = build(tmp_path, pairs), Oracle(pairs)
+    assert np.isnan(stored.rows["train"][3]["ref_chosen_logp"])
+    settle(stored, oracle, batch_size)
+    rows = stored.rows["train"]
+    assert len(rows) == 100
+    assert sorted(number for batch in oracle.asked for number in batch) == list(range(100))
+    for number in (0, 41, 99):
+        assert (rows[number]["ref_chosen_logp"], rows[number]["ref_rejected_logp"]) == (-1.5 - number, -2.5 - number)
+        assert rows[number]["chosen_ids"].tolist() == pairs[number]["chosen_ids"].tolist()
+    assert oracle.model.training
+
+
+def test_what_is_stored_is_found_by_another_run_after_64_pairs_were_computed_again(tmp_path, pairs):
+    settle(build(tmp_path, pairs, "first"), Oracle(pairs))
+    shutil.rmtree(tmp_path / "first")
+    second, oracle = build(tmp_path, pairs, "second"), Oracle(pairs)
+    settle(second, oracle)
+    assert np.array_equal(second.rows["train"].logps, expected_logps(100))
+    asked = [number for batch in oracle.asked for number in batch]
+    assert len(set(asked)) == len(asked) == NUM_CHECKED == 64
+    assert asked != list(range(64))
+    assert max(map(len, oracle.asked)) == 7
+    # The run's own copy serves where the cache is gone.
+    shutil.rmtree(tmp_path / "cache")
+    third = build(tmp_path, pairs, "second")
+    assert third.find()
+    assert np.array_equal(third.rows["train"].logps, expected_logps(100))
+    other_key = build(tmp_path, pairs, "second", key="f" + KEY[1:])
+    assert not other_key.find()
+
+
+def test_the_sample_is_another_for_another_key(tmp_path, pairs):
+    asked = []
+    for key in (KEY, "f" + KEY[1:], KEY):
+        settle(build(tmp_path, pairs, key=key), Oracle(pairs))
+        oracle = Oracle(pairs)
+        settle(build(tmp_path, pairs, key=key), oracle)
+        asked.append([number for batch in oracle.asked for number in batch])
+    assert asked[0] == asked[2] != asked[1]
+
+
+def off_by(amount):
+    return lambda logps: logps + np.float32(amount)
+
+
+def one_nan(logps):
+    return np.where(np.arange(200).reshape(100, 2) % 3 == 0, np.float32("nan"), logps)
+
+
+TAMPERINGS = {
+    "other numbers": off_by(0.01),
+    "swapped answers": lambda logps: logps[:, ::-1],
+    "other rows": lambda logps: np.roll(logps, 1, axis=0),
+    "not a number": one_nan,
+    "too few": lambda logps: logps[:50],
+}
+
+
+@pytest.mark.parametrize("place", ["cache", "run/reference"])
+@pytest.mark.parametrize("how", TAMPERINGS)
+def test_tampered_numbers_are_computed_again_and_replaced(tmp_path, pairs, how, place):
+    settle(build(tmp_path, pairs), Oracle(pairs))
+    if place == "cache":
+        shutil.rmtree(tmp_path / "run")
+    reseal(tmp_path / place / KEY[:16], "train.npy", TAMPERINGS[how](expected_logps(100)))
+    again = build(tmp_path, pairs)
+    settle(again, Oracle(pairs))
+    assert np.array_equal(again.rows["train"].logps, expected_logps(100))
+    for run in ("run", "another"):
+        trusted, oracle = build(tmp_path, pairs, run), Oracle(pairs)
+        settle(trusted, oracle)
+        assert oracle.num_asked == NUM_CHECKED
+        assert np.array_equal(trusted.rows["train"].logps, expected_logps(100))
+
+
+@pytest.mark.parametrize("damage", ["flipped bit", "cut short", "gone", "no seal"])
+def test_damaged_files_are_not_read(tmp_path, pairs, damage):
+    settle(build(tmp_path, pairs), Oracle(pairs))
+    shutil.rmtree(tmp_path / "run")
+    path = tmp_path / "cache" / KEY[:16] / "train.npy"
+    data = path.read_bytes()
+    if damage == "flipped bit":
+        path.write_bytes(data[:-6] + bytes([data[-6] ^ 1]) + data[-5:])
+    elif damage == "cut short":
+        path.write_bytes(data[:-4])
+    elif damage == "gone":
+        path.unlink()
+    else:
+        (path.parent / store.COMPLETE_FILE).unlink()
+    again = build(tmp_path, pairs)
+    assert not again.find()
+    settle(again, Oracle(pairs))
+    assert build(tmp_path, pairs, "another").find()
+
+
+def test_rounding_is_no_tampering(tmp_path, pairs):
+    settle(build(tmp_path, pairs), Oracle(pairs))
+    lengths = torch.tensor([[len(pair["chosen_ids"]), len(pair["rejected_ids"])] for pair in pairs])
+    for factor, is_trusted in ((0.8, True), (-0.8, True), (1.5, False)):
+        within = expected_logps(100) + factor * compute_rounding(lengths, torch.bfloat16).numpy()
+        stored, oracle = build(tmp_path, pairs), Oracle(pairs)
+        stored.rows["train"].logps[:] = within
+        _, verdict = stored.compare(oracle.model, oracle, batch_size=8, dtype=torch.bfloat16)
+        assert verdict == is_trusted
+
+
+def test_numbers_that_are_trusted_are_left_where_they_are(tmp_path, pairs):
+    settle(build(tmp_path, pairs), Oracle(pairs))
+    rounded = expected_logps(100) + np.float32(1e-6)
+    reseal(tmp_path / "cache" / KEY[:16], "train.npy", rounded)
+    path = tmp_path / "cache" / KEY[:16] / "train.npy"
+    before = path.stat()
+    for run in ("run", "another"):
+        settle(build(tmp_path, pairs, run), Oracle(pairs))
+    assert path.stat().st_ino == before.st_ino
+    assert np.array_equal(np.load(tmp_path / "another" / "reference" / KEY[:16] / "train.npy"), rounded)
+
+
+KILLS = {
+    "while the numbers are written": (np, "save"),
+    "before they are sealed": (store, "write_json"),
+    "before they are moved": (os, "replace"),
+}
+
+
+@pytest.mark.parametrize("moment", KILLS)
+def test_killed_while_writing_leaves_nothing_that_passes_for_whole(tmp_path, pairs, monkeypatch, moment):
+    module, name = KILLS[moment]
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # rather than wait for ever for a lock that another thread held
+        original = getattr(module, name)
+
+        def die(*args, **kwargs):
+            if name == "save":
+                original(args[0], args[1][:50])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(module, name, die)
+        stored = build(tmp_path, pairs)
+        stored.rows["train"].logps[:] = expected_logps(100)
+        stored.store(replaces=False)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    stored = build(tmp_path, pairs)
+    assert not stored.find()
+    settle(stored, Oracle(pairs))
+    assert build(tmp_path, pairs, "another").find()
+    assert not list((tmp_path / "cache").glob("*.tmp"))
+
+
+def test_a_folder_that_cannot_be_written_is_explained(tmp_path, pairs):
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(DataError, match="cannot be written"):
+        settle(build(tmp_path, pairs), Oracle(pairs))
+
+
+def test_missing_numbers_after_a_step_are_refused_with_the_way_out():
+    with pytest.raises(ConfigError, match=r"(?s)stands at step 7.*restore the folder, or start again"):
+        refuse_missing(7)
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """How often numbers were computed."""
+    calls = []
+    compute = StoredReference.compute
+    monkeypatch.setattr(
+        StoredReference, "compute", lambda self, *args, **kwargs: calls.append(1) or compute(self, *args, **kwargs)
+    )
+    return calls
+
+
+def begin(model_dir, folder, pairs, **options):
+    """Start a run, up to where it has its reference."""
+    options = {"precompute_ref_log_probs": True, "max_steps": 1} | options
+    trainer, recorder = make_pair_trainer(model_dir, folder, pairs, **options)
+    trainer.train()
+    return trainer, recorder
+
+
+@pytest.mark.parametrize("setting", [Setting(), FRESH], ids=["full", "fresh adapter"])
+def test_the_cache_is_found_again_by_runs_that_differ_in_nothing_that_decides(
+    tiny_model_dir, tmp_path, computed, setting
+):
+    pairs = make_pairs()
+    begin(tiny_model_dir, tmp_path / "0", pairs, setting=setting)
+    others = [
+        {"learning_rate": 3e-4},
+        {"seed": 7},
+        {"loss_type": ["ipo"]},
+        {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5], "beta": 0.4},
+        {"per_device_eval_batch_size": 3, "gradient_accumulation_steps": 2},
+    ]
+    for number, other in enumerate(others, 1):
+        _, recorder = begin(tiny_model_dir, tmp_path / str(number), pairs, setting=setting, **other)
+        assert any("they are used" in line for line in recorder.lines), other
+    assert len(computed) == 1
+
+
+def test_the_cache_is_not_found_when_anything_that_decides_differs(tiny_model_dir, tmp_path, computed):
+    pairs = make_pairs()
+    begin(tiny_model_dir, tmp_path / "0", pairs)
+    other_model = perturb_model(tiny_model_dir, tmp_path / "other model", std=1e-6)
+    other_shape = shutil.copytree(tiny_model_dir, tmp_path / "other shape")
+    config = AutoConfig.from_pretrained(other_shape)
+    config.rms_norm_eps = 2e-6
+    config.save_pretrained(other_shape)
+    adapter = train_adapter(tiny_model_dir, tmp_path / "adapter")
+    going_on = Setting(adapter=AdapterConfig(use_peft=True, adapter_name_or_path=str(adapter)))
+    others = {
+        "weights": (other_model, {}),
+        "architecture": (other_shape, {}),
+        "adapter": (tiny_model_dir, {"setting": going_on}),
+        "pairs": (tiny_model_dir, {"setting": Setting(key="others")}),
+        "precision": (tiny_model_dir, {"bf16": True}),
+        "precision of the weights": (tiny_model_dir, {"setting": Setting(dtype="bfloat16")}),
+        "kernel": (tiny_model_dir, {"setting": Setting(attention="eager")}),
+        "layout": (tiny_model_dir, {"setting": Setting(layout="separate")}),
+        "ld_alpha": (tiny_model_dir, {"ld_alpha": 0.5}),
+    }
+    for number, (name, (model_dir, options)) in enumerate(others.items(), 2):
+        _, recorder = begin(model_dir, tmp_path / f"run {name}", pairs, **options)
+        assert len(computed) == number, name
+        assert not any("stored numbers" in line for line in recorder.lines), name
+    # A model of its own is found too, whatever is trained against it.
+    named = with_preference(ref_model_name_or_path=str(other_model))
+    begin(tiny_model_dir, tmp_path / "run named", pairs, setting=named)
+    assert len(computed) == 1 + len(others)
+
+
+def test_a_run_goes_on_with_its_own_copy_and_not_without_it(tiny_model_dir, tmp_path, computed):
+    pairs, options = make_pairs(), {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    _, recorder = begin(tiny_model_dir, tmp_path / "straight", pairs, **options)
+    # One that found the cache has its own copy as well.
+    begin(tiny_model_dir, tmp_path / "run", pairs, **options)
+    shutil.rmtree(tmp_path / "cache")
+
+    def go_on():
+        trainer, second = make_pair_trainer(
+            tiny_model_dir, tmp_path / "run", pairs, precompute_ref_log_probs=True, **options
+        )
+        trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+        return second.steps
+
+    assert go_on() == recorder.steps[2:]
+    assert len(computed) == 1
+    shutil.rmtree(tmp_path / "run" / "reference")
+    with pytest.raises(ConfigError, match="the run stands at step 2"):
+        go_on()
+
+
+def test_training_that_begins_again_keeps_the_numbers_of_the_reference(tiny_model_dir, tmp_path, computed):
+    """As behind a spike before the first checkpoint: the reference is gone by then, and the policy is not it."""
+    other_model = perturb_model(tiny_model_dir, tmp_path / "other model", std=1e-2)
+    named = with_preference(ref_model_name_or_path=str(other_model))
+    trainer, recorder = begin(tiny_model_dir, tmp_path / "run", make_pairs(), setting=named)
+    (rows,) = trainer.stored.rows.values()
+    before = rows.logps.copy()
+    trainer.train()
+    assert len(computed) == 1
+    np.testing.assert_array_equal(rows.logps, before)
+    # Nor are the numbers compared with those of another model.
+    assert not any("stored numbers" in line for line in recorder.lines)

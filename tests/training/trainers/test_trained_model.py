@@ -1,0 +1,118 @@
+"""The model that is trained: the one that was named, in its precision, under its adapter, without dropout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.training.pairs import Setting, build_config, train_adapter
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipes_lib.config.schema import AdapterConfig, QuantizationConfig
+from recipes_lib.errors import ConfigError
+from recipes_lib.training.layouts.launch_environment import read_launch
+from recipes_lib.training.trainers.arguments import build_training_arguments
+from recipes_lib.training.trainers.trained_model import load_policy, load_scorer
+
+LAUNCH = read_launch()
+FRESH = AdapterConfig(use_peft=True, lora_r=4)
+
+
+def build(model_dir, tmp_path, setting=None, **training):
+    config = build_config(model_dir, tmp_path / "run", setting or Setting(), **training)
+    return config, build_training_arguments(config, LAUNCH, has_eval=False)
+
+
+def load(model_dir, tmp_path, setting=None, implementation="sdpa", **training):
+    config, args = build(model_dir, tmp_path, setting, **training)
+    return load_policy(config, implementation, args, LAUNCH)
+
+
+@pytest.fixture
+def with_dropout(tiny_model_dir, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, attention_dropout=0.3)
+    model.save_pretrained(tmp_path / "with dropout")
+    AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(tmp_path / "with dropout")
+    return tmp_path / "with dropout"
+
+
+def score_twice(model):
+    ids = torch.arange(4, 36)[None]
+    with torch.no_grad():
+        return [model.train()(input_ids=ids).logits for _ in range(2)]
+
+
+def test_it_is_the_named_model_in_training_mode_on_the_settled_kernel(tiny_model_dir, tmp_path):
+    expected = AutoModelForCausalLM.from_pretrained(tiny_model_dir).state_dict()
+    for implementation in ("sdpa", "eager"):
+        model = load(tiny_model_dir, tmp_path, implementation=implementation)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+        assert model.training
+        assert all(parameter.requires_grad for parameter in model.parameters())
+        assert model.config._attn_implementation == implementation
+    half = load(tiny_model_dir, tmp_path, Setting(dtype="bfloat16"))
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
+
+
+def test_dropout_is_off_where_it_was_asked_to_be(with_dropout, tmp_path):
+    once, again = score_twice(load(with_dropout, tmp_path))
+    assert torch.equal(once, again)
+    once, again = score_twice(load(with_dropout, tmp_path, disable_dropout=False))
+    assert not torch.equal(once, again)
+    adapted = Setting(adapter=replace(FRESH, lora_dropout=0.5))
+    once, again = score_twice(load(with_dropout, tmp_path, adapted))
+    assert torch.equal(once, again)
+
+
+def test_an_adapter_alone_is_trained_and_drawn_by_the_seed(tiny_model_dir, tmp_path):
+    states = []
+    for seed in (1, 1, 2):
+        model = load(tiny_model_dir, tmp_path, Setting(adapter=FRESH), seed=seed)
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        assert all("lora_" in name for name in trained)
+        states.append(trained)
+    same, other = (all(torch.equal(tensor, states[0][name]) for name, tensor in state.items()) for state in states[1:])
+    assert same
+    assert not other
+
+
+def test_a_saved_adapter_goes_on(tiny_model_dir, tmp_path):
+    folder = train_adapter(tiny_model_dir, tmp_path / "adapter")
+    going_on = AdapterConfig(use_peft=True, adapter_name_or_path=str(folder))
+    model = load(tiny_model_dir, tmp_path, Setting(adapter=going_on))
+    grown = [parameter for name, parameter in model.named_parameters() if "lora_B" in name]
+    assert all(parameter.requires_grad and parameter.abs().max() > 0 for parameter in grown)
+    assert len(grown) == 14
+
+
+def test_what_cannot_be_loaded_is_one_error(tiny_model_dir, tmp_path):
+    with pytest.raises(ConfigError, match="model_name_or_path"):
+        load(tmp_path / "nowhere", tmp_path)
+    missing = AdapterConfig(use_peft=True, adapter_name_or_path=str(tmp_path / "nothing"))
+    with pytest.raises(ConfigError, match="adapter_name_or_path"):
+        load(tiny_model_dir, tmp_path, Setting(adapter=missing))
+
+
+def test_weights_of_few_bits_are_asked_for_on_the_way(tiny_model_dir, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "recipes_lib.training.trainers.trained_model.build_quantization_config",
+        lambda *facts: asked.append(facts) or None,
+    )
+    config, args = build(tiny_model_dir, tmp_path, Setting(adapter=FRESH), bf16=True)
+    config = replace(config, quantization=QuantizationConfig(load_in_4bit=True))
+    load_policy(config, "sdpa", args, LAUNCH)
+    assert asked == [(config.quantization, torch.bfloat16, "")]
+
+
+@pytest.mark.parametrize("use_peft", [False, True])
+def test_a_scorer_has_one_score_and_the_end_of_answers_is_no_padding(tiny_model_dir, tmp_path, use_peft):
+    setting = Setting(adapter=FRESH if use_peft else AdapterConfig())
+    config, args = build(tiny_model_dir, tmp_path, setting)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    model = load_scorer(config, "sdpa", args, LAUNCH, tokenizer, [tokenizer.eos_token_id])
+    scores = model(input_ids=torch.arange(4, 20)[None], last_positions=torch.tensor([7, 15])).scores
+    assert scores.shape == (2,)
+    assert any("score" in name and parameter.requires_grad for name, parameter in model.named_parameters())
+    assert model.config.pad_token_id not in (None, tokenizer.eos_token_id)
