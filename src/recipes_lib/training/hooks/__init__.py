@@ -1,1 +1,0 @@
-"""What happens beside training: held-out loss, samples, user metrics."""
