@@ -11,9 +11,9 @@ from torch import Tensor, distributed, nn
 
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.models.devices import find_device
+from recipes_lib.training.collectives import sum_over_processes
 from recipes_lib.training.evaluation.row_sharing import Rows, count_rounds, share_rows
 from recipes_lib.training.evaluation.training_state import preserve_training_state
-from recipes_lib.training.monitoring.metrics import sum_over_processes
 from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.pair_batches import PairScores
 

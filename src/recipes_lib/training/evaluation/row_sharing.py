@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import distributed
 
+from recipes_lib.training.collectives import get_rank, get_world_size
 from recipes_lib.training.guards.preemption import stop_if_agreed
 
 
@@ -21,7 +22,7 @@ class Rows(Protocol):
 
 def count_rounds(num_rows: int, batch_size: int, group: distributed.ProcessGroup | None = None) -> int:
     """Return how many batches each process takes."""
-    return math.ceil(num_rows / (batch_size * _world_size(group)))
+    return math.ceil(num_rows / (batch_size * get_world_size(group)))
 
 
 def share_rows(
@@ -40,14 +41,10 @@ def share_rows(
 
     Source: ``tests/training/evaluation/test_row_sharing.py``, ``tests/distributed/test_evaluation.py``.
     """
-    rank = distributed.get_rank(group) if distributed.is_initialized() else 0
-    world_size, num_batches = _world_size(group), math.ceil(num_rows / batch_size)
+    rank, world_size = get_rank(group), get_world_size(group)
+    num_batches = math.ceil(num_rows / batch_size)
     for index in range(rank, count_rounds(num_rows, batch_size, group) * world_size, world_size):
         stop_if_agreed()
         is_counted = index < num_batches
         start = index * batch_size if is_counted else 0
         yield range(start, min(start + batch_size, num_rows)), is_counted
-
-
-def _world_size(group: distributed.ProcessGroup | None) -> int:
-    return distributed.get_world_size(group) if distributed.is_initialized() else 1

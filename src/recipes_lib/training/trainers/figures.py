@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from recipes_lib.training.monitoring.metrics import sum_over_processes
+from recipes_lib.training.collectives import sum_over_processes
 
 
 class TermFigures(TrainerCallback):
