@@ -61,7 +61,6 @@ def main(config: RecipeConfig) -> None:
             distillation=config.distillation,
             is_own_teacher=is_own_teacher(config),
             args=args,
-            train_dataset=data.train,
             eval_dataset=data.eval,
             processing_class=tokenizer,
             observer=build_observer(config, data, args, model, tokenizer, collate),

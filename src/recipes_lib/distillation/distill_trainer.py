@@ -72,9 +72,8 @@ class DistillationTrainer(SFTTrainer):
             is_own_teacher: Whether the student begins as a copy of its teacher: the first divergence must be 0.
             **kwargs: As ``SFTTrainer``.
         """
-        super().__init__(data_collator=teaching.collate, **kwargs)
-        # TRL takes tables only.
-        self.train_dataset, teacher = teaching.rows, teaching.teacher
+        super().__init__(data_collator=teaching.collate, train_dataset=teaching.rows, **kwargs)
+        teacher = teaching.teacher
         self.objective: Objective = build_objective(distillation)
         self.figures, self.answer_figures = TermFigures(), AnswerFigures()
         # Before the one that writes, which puts down what the figures are by then.

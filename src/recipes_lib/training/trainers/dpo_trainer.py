@@ -66,7 +66,6 @@ class DPOTrainer(PairTrainer):
         self._has_first_scores = not (is_own_reference and objective.needs_reference and args.disable_dropout)
         super().__init__(**kwargs)
         self.compares_rows = not COMPARING.isdisjoint(objective.names)
-        self.router_aux_loss_coef = getattr(self.model.config, "router_aux_loss_coef", 0.0)
         add_loss_head(self.model)
         verify_loss_head(self.model)
         if objective.reference is not None:

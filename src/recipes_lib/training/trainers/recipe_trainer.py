@@ -19,7 +19,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
-    Trainer,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -28,7 +27,7 @@ from transformers import (
 from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.config.schema import AdapterConfig
-from recipes_lib.errors import DivergedError, PreemptedError
+from recipes_lib.errors import ConfigError, DivergedError, PreemptedError, Problem
 from recipes_lib.models.parallel.tensor_parallel import count_tensor_parts
 from recipes_lib.models.parallel.zero3 import leave_to_engine
 from recipes_lib.planning.steps import compute_steps
@@ -72,6 +71,8 @@ class RecipeTrainer(CheckpointingTrainer):
     loss_is_scaled_for_ga = True
     decay_embeddings = True
     router_aux_loss_coef = 0.0
+    balances_experts = False
+    """Whether the load of a mixture of experts is balanced where neither key nor model ask for it, as in TRL's SFT."""
     has_own_objective = True
     """Whether the objective is a mean over terms, known before the step: what the checks of the start rely on."""
     compares_rows = False
@@ -140,6 +141,8 @@ class RecipeTrainer(CheckpointingTrainer):
         if args.mixed_precision == "fp8":
             verify_fp8_layers(self.model)
         if self.has_own_objective:
+            coefficient = getattr(args, "router_aux_loss_coef", None)
+            self.router_aux_loss_coef = settle_router_loss(model, coefficient, by_default=self.balances_experts)
             self.add_callback(StartChecks(self, has_adapter=self.adapter.use_peft))
         self.guard = StepGuard(self, observer.guards)
         # The last, so that what it saves at the very beginning is what the first step starts from.
@@ -386,10 +389,6 @@ class RecipeTrainer(CheckpointingTrainer):
         if is_best and self.args.save_strategy == SaveStrategy.BEST:
             self._save_checkpoint(self.model_wrapped, None)
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Hand the figures to the callbacks; TRL's own additions (entropy, mean accuracy) are not computed here."""
-        Trainer.log(self, logs, start_time)
-
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save the weights that an optimizer stands for; the card is written with the final model."""
         self._show_averaged_weights()
@@ -399,6 +398,30 @@ class RecipeTrainer(CheckpointingTrainer):
         """Let a schedule-free optimizer put the weights that it stands for in place; ``training_step`` undoes it."""
         if self.optimizer is not None and hasattr(self.optimizer, "eval"):
             self.optimizer.eval()
+
+
+def settle_router_loss(model: PreTrainedModel, coefficient: float | None, *, by_default: bool) -> float:
+    """Switch the load-balancing loss of a mixture of experts on or off; return the coefficient that weighs it.
+
+    Args:
+        model: Its configuration is changed, and saved with it.
+        coefficient: ``router_aux_loss_coef``; ``None`` is the model's own.
+        by_default: Whether the model's own coefficient switches the loss on, rather than ``output_router_logits``.
+
+    Raises:
+        ConfigError: A dense model was given a coefficient.
+
+    Source: ``trl.SFTTrainer.__init__`` (trl 1.16); ``tests/parity/test_experts.py``.
+    """
+    config: Any = model.config.get_text_config()
+    if coefficient and not hasattr(config, "output_router_logits"):
+        found = f"{type(model).__name__} is no mixture of experts that returns its router logits"
+        raise ConfigError(Problem("router_aux_loss_coef", found, "delete the line"))
+    own = float(getattr(config, "router_aux_loss_coef", None) or 0.0)
+    if hasattr(config, "output_router_logits") and (by_default or coefficient is not None):
+        config.router_aux_loss_coef = own if coefficient is None else coefficient
+        config.output_router_logits = config.router_aux_loss_coef != 0.0
+    return own if coefficient is None else coefficient
 
 
 class _TellGroups(TrainerCallback):

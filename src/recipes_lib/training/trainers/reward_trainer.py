@@ -77,7 +77,6 @@ class RewardTrainer(PairTrainer):
         """
         self.objective: RewardObjective = objective
         super().__init__(**kwargs)
-        self.router_aux_loss_coef = getattr(self.model.config, "router_aux_loss_coef", 0.0)
 
     def score_pairs(self, model: nn.Module, batch: Batch) -> PairScores:
         """Score a batch."""
