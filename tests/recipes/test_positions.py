@@ -83,6 +83,16 @@ def test_training_refuses_what_its_check_refuses(folder, stage) -> None:
     assert train(stage, config) == found
 
 
+@pytest.mark.parametrize("overlong", ["truncate", "drop"])
+def test_rows_that_are_cut_to_the_positions_fit(folder, overlong) -> None:
+    short = {"messages": [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "Yes."}]}
+    config = build_run(folder, "sft", max_length=POSITIONS, overlong=overlong, max_truncated_fraction=1)
+    with (folder / "rows.jsonl").open("a") as rows:
+        rows.write("".join(json.dumps(short) + "\n" for _ in range(8)))
+    checked = [str(problem) for problem in check(config, plan_launch(None, 1), Console(quiet=True))]
+    assert not [problem for problem in checked if "positions of the model" in problem]
+
+
 def test_a_teacher_of_fewer_positions_is_refused(folder, tiny_model_dir) -> None:
     config = build_run(folder, "distill", model_name_or_path=tiny_model_dir)
     checked = [str(problem) for problem in check(config, plan_launch(None, 1), Console(quiet=True))]
