@@ -107,7 +107,7 @@ class GroupTrainer(RecipeTrainer):
         """Return the number of answers."""
         return torch.tensor(len(batch))
 
-    def leave_out(self, batch: Any) -> Any:
+    def mask_batch(self, batch: Any) -> Any:
         """Return the batch: TRL's sampler makes whole rounds, so that none is repeated."""
         return batch
 

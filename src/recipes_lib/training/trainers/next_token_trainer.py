@@ -18,9 +18,8 @@ from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.planning.schedule import Schedule
 from recipes_lib.training.guards.start_checks import verify_initial_loss
 from recipes_lib.training.layouts.compatibility import STOCHASTIC_ADAMW
-from recipes_lib.training.monitoring.weight_monitor import WeightMonitor
-from recipes_lib.training.optim.optimizers import build_muon
-from recipes_lib.training.optim.stochastic_rounding import StochasticAdamW
+from recipes_lib.training.monitoring.callbacks import WeightMonitor
+from recipes_lib.training.optim.optimizers import StochasticAdamW, build_muon
 from recipes_lib.training.trainers.recipe_trainer import Batch, RecipeTrainer
 
 
@@ -46,7 +45,7 @@ class NextTokenTrainer(RecipeTrainer):
         labels: torch.Tensor = batch["labels"]
         return labels.ne(IGNORE_INDEX).sum()
 
-    def leave_out(self, batch: Batch) -> Batch:
+    def mask_batch(self, batch: Batch) -> Batch:
         """Return the batch without targets."""
         none = {"labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
         return {**batch, **none, "num_tokens": torch.zeros_like(batch["num_tokens"])}

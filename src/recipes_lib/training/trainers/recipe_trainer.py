@@ -53,7 +53,7 @@ from recipes_lib.training.optim.optimizers import (
     split_loraplus_groups,
 )
 from recipes_lib.training.trainers.arguments import verify_fp8_layers
-from recipes_lib.training.trainers.run_sampler import EpochRows, RunSampler, deal_out
+from recipes_lib.training.trainers.run_sampler import EpochRows, RunSampler, shard_evenly
 
 Batch = dict[str, Any]
 
@@ -134,7 +134,7 @@ class RecipeTrainer(CheckpointingTrainer):
         self.remove_callback(PrinterCallback)
         # Right behind the one that decides what is due, so that the trackers behind report the figures added here.
         self.callback_handler.callbacks[1:1] = observer.callbacks
-        self.add_callback(_TellGroups(observer.progress.say))
+        self.add_callback(_LogParameterGroups(observer.progress.say))
         self._last_step = LastStep(self)
         for callback in (*checks, self._last_step):
             self.add_callback(callback)
@@ -153,7 +153,7 @@ class RecipeTrainer(CheckpointingTrainer):
         """Return how many terms a micro-batch adds to the objective; ``int64`` scalar."""
 
     @abstractmethod
-    def leave_out(self, batch: Batch) -> Batch:
+    def mask_batch(self, batch: Batch) -> Batch:
         """Return a batch that adds nothing to the objective and is computed all the same: others wait for it."""
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
@@ -250,7 +250,7 @@ class RecipeTrainer(CheckpointingTrainer):
         """Yield the micro-batches of a step as they are trained on; nothing counts twice."""
         for batch in batches:
             is_repeated = self._is_last_repeated and self.accelerator.gradient_state.end_of_dataloader
-            yield self.leave_out(batch) if is_repeated else batch
+            yield self.mask_batch(batch) if is_repeated else batch
 
     def floating_point_ops(self, inputs: Batch) -> int:
         """Return this process's share of upstream's ``6 * tokens * parameters``, the model walked but once."""
@@ -270,7 +270,7 @@ class RecipeTrainer(CheckpointingTrainer):
         return loss
 
     @contextlib.contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def uncounted_pass(self) -> Iterator[None]:
         """While it lasts, what is computed does not count as training."""
         observer, inputs = self.observer, self.guard.inputs
         self.observer = replace(observer, counter=StepCounter())
@@ -310,7 +310,7 @@ class RecipeTrainer(CheckpointingTrainer):
         loader: DataLoader[Any] = super().get_train_dataloader()
         shard = loader.batch_sampler
         if isinstance(shard, BatchSamplerShard):
-            self._is_last_repeated = deal_out(shard, self.launch.data_size, self.launch.data_rank)
+            self._is_last_repeated = shard_evenly(shard, self.launch.data_size, self.launch.data_rank)
         return loader
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
@@ -328,7 +328,7 @@ class RecipeTrainer(CheckpointingTrainer):
         if self.is_fsdp_enabled or self.is_deepspeed_enabled or self._has_mixed_mesh_grads(model):
             return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         learning = [parameter for parameter in model.parameters() if parameter.grad is not None]
-        norm = self._measure_gradients(learning)
+        norm = self._compute_grad_norm(learning)
         self.guard.judge(norm)
         clip_grads_with_norm_(learning, self.args.max_grad_norm, norm)
         return norm
@@ -342,9 +342,9 @@ class RecipeTrainer(CheckpointingTrainer):
         if self.is_fsdp_enabled or self.is_deepspeed_enabled or self._has_mixed_mesh_grads(model):
             norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[no-untyped-call]
             return self.guard.judge(norm)
-        return self.guard.judge(self._measure_gradients(model.parameters())) if grad_norm is None else grad_norm
+        return self.guard.judge(self._compute_grad_norm(model.parameters())) if grad_norm is None else grad_norm
 
-    def _measure_gradients(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    def _compute_grad_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
         self.accelerator.unscale_gradients()
         counted = self.list_counted(parameters)
         return self.measure_norm([parameter.grad for parameter in counted if parameter.grad is not None])
@@ -357,7 +357,7 @@ class RecipeTrainer(CheckpointingTrainer):
         """Return those of this process's parameters that no other process counts in a norm."""
         return list(parameters)
 
-    def find_evaluated(self) -> nn.Module:
+    def get_evaluation_model(self) -> nn.Module:
         """Return the model that is evaluated, in the precision of training."""
         if self.is_in_train:
             return self.model_wrapped
@@ -370,7 +370,7 @@ class RecipeTrainer(CheckpointingTrainer):
         self.is_evaluating = True
         WATCHDOG.enter("an evaluation")
         self._show_averaged_weights()
-        model = self.find_evaluated()
+        model = self.get_evaluation_model()
         for hook in self.observer.hooks:
             figures = hook(model, self.state.global_step)
             metrics |= {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
@@ -382,7 +382,7 @@ class RecipeTrainer(CheckpointingTrainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def evaluate_what_is_owed(self) -> None:
+    def run_pending_evaluation(self) -> None:
         """Make the evaluation in which the run stopped, where upstream would have made it: after a step."""
         metrics = self._evaluate(None, None)
         is_best = self._determine_best_metric(metrics, None)
@@ -424,7 +424,7 @@ def settle_router_loss(model: PreTrainedModel, coefficient: float | None, *, by_
     return own if coefficient is None else coefficient
 
 
-class _TellGroups(TrainerCallback):
+class _LogParameterGroups(TrainerCallback):
     """Says before the first step which parameters are trained by what, at which rate and decay."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
