@@ -97,7 +97,7 @@ class LastStep(TrainerCallback):
     ) -> None:
         """Make the evaluation that was left, with all that upstream makes of its figures."""
         if read_evaluation(state)["is_owed"]:
-            self._trainer.evaluate_what_is_owed()
+            self._trainer.run_pending_evaluation()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

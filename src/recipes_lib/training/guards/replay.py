@@ -140,7 +140,7 @@ class ReplayCheck:
         self._states.restore()
         for parameter in trained.values():
             parameter.grad = None
-        with trainer.rehearsal():
+        with trainer.uncounted_pass():
             for number, batch in enumerate(inputs.batches, start=1):
                 is_last = is_reduced and number == len(inputs.batches)
                 with contextlib.nullcontext() if is_last else trainer.accelerator.no_sync(model):

@@ -29,7 +29,7 @@ from recipes_lib.data.pairs.pair_data import PairData, PairRows
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.devices import find_device
 from recipes_lib.training.collectives import broadcast_object, get_rank, sum_tensor
-from recipes_lib.training.evaluation.row_sharing import count_rounds, share_rows
+from recipes_lib.training.evaluation.held_out import count_rounds, share_rows
 from recipes_lib.training.evaluation.training_state import preserve_training_state
 from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.pair_batches import compute_rounding
@@ -47,7 +47,7 @@ Score = Callable[[Sequence[Any]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class ReferencedRows:
+class RowsWithReference:
     """Pairs, each with ``ref_chosen_logp`` and ``ref_rejected_logp``.
 
     Attributes:
@@ -66,7 +66,7 @@ class ReferencedRows:
         return {**self.rows[index], "ref_chosen_logp": chosen, "ref_rejected_logp": rejected}
 
 
-class StoredReference:
+class ReferenceLogps:
     """Log-probabilities of the answers of all pairs of a run under its reference.
 
     Source: ``tests/training/trainers/test_reference.py``, ``tests/distributed/test_reference.py``.
@@ -82,7 +82,7 @@ class StoredReference:
             output_dir: Of this run.
         """
         self.rows = {
-            name: ReferencedRows(some, np.full((len(some), 2), np.nan, np.float32)) for name, some in rows.items()
+            name: RowsWithReference(some, np.full((len(some), 2), np.nan, np.float32)) for name, some in rows.items()
         }
         self._key = key
         self._root = root
