@@ -139,7 +139,6 @@ def measure_ours(shape: str, rows: Any, tokenizer: Any, output_dir: str, meter: 
         distillation=DistillationConfig(distillation_alpha=0.0),
         is_own_teacher=False,
         args=SFTConfig(output_dir, **PREPARED, **KEYS),
-        train_dataset=rows,
         processing_class=tokenizer,
         observer=Observer(StepCounter(), [], [meter], build_progress(is_main=False)),
     )

@@ -89,9 +89,8 @@ def measure_dpo(folder: Path, pairs: Any, output_dir: str, steps: int, meter: An
     from recipes_lib.training.monitoring.metrics import StepCounter
     from recipes_lib.training.monitoring.observer import Observer
     from recipes_lib.training.monitoring.progress import build_progress
-    from recipes_lib.training.trainers.dpo_trainer import DPOTrainer
-    from recipes_lib.training.trainers.preference_objective import build_objective
-    from recipes_lib.training.trainers.reference import StoredReference
+    from recipes_lib.training.trainers.dpo_trainer import DPOTrainer, build_objective
+    from recipes_lib.training.trainers.reference import ReferenceLogps
 
     model = AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="sdpa")
     model.config.use_cache = False
@@ -106,7 +105,7 @@ def measure_dpo(folder: Path, pairs: Any, output_dir: str, steps: int, meter: An
     objective = build_objective(args, PreferenceConfig())
     rows, stored = pairs.with_format("numpy"), None
     if is_stored:
-        stored = StoredReference("0" * 64, {"train": rows}, root=Path(output_dir), output_dir=Path(output_dir))
+        stored = ReferenceLogps("0" * 64, {"train": rows}, root=Path(output_dir), output_dir=Path(output_dir))
         rows = stored.rows["train"]
     else:
         reference = copy.deepcopy(model)
@@ -168,7 +167,7 @@ def measure_reward(folder: Path, pairs: Any, output_dir: str, steps: int, meter:
     from recipes_lib.training.monitoring.metrics import StepCounter
     from recipes_lib.training.monitoring.observer import Observer
     from recipes_lib.training.monitoring.progress import build_progress
-    from recipes_lib.training.trainers.reward_trainer import RewardObjective, RewardTrainer
+    from recipes_lib.training.trainers.pair_trainer import RewardObjective, RewardTrainer
 
     model = load_reward_model(ModelConfig(model_name_or_path=str(folder / "model")), "sdpa", seed=0)
     add_score_head(model)

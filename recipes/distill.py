@@ -27,8 +27,8 @@ from recipes_lib.models.loading import load_causal_lm, load_tokenizer
 from recipes_lib.publish.final_model import export_model
 from recipes_lib.publish.finish import finish_run
 from recipes_lib.publish.publishing import publishing
+from recipes_lib.training.evaluation.build import build_observer
 from recipes_lib.training.layouts.launch_environment import read_launch
-from recipes_lib.training.monitoring.observer import build_observer
 from recipes_lib.training.run import start_run
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.trained_model import load_verified_config
@@ -61,7 +61,6 @@ def main(config: RecipeConfig) -> None:
             distillation=config.distillation,
             is_own_teacher=is_own_teacher(config),
             args=args,
-            train_dataset=data.train,
             eval_dataset=data.eval,
             processing_class=tokenizer,
             observer=build_observer(config, data, args, model, tokenizer, collate),

@@ -23,12 +23,12 @@ from recipes_lib.publish.final_model import export_model
 from recipes_lib.publish.finish import finish_run
 from recipes_lib.publish.publishing import publishing
 from recipes_lib.report.reward_verdict import settle_scale, write_verdict
+from recipes_lib.training.evaluation.build import build_observer
 from recipes_lib.training.layouts.launch_environment import read_launch
-from recipes_lib.training.monitoring.observer import build_observer
 from recipes_lib.training.run import start_run
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.pair_batches import build_pair_collator, choose_pair_attention, prove_pair_attention
-from recipes_lib.training.trainers.reward_trainer import RewardTrainer, build_reward_objective
+from recipes_lib.training.trainers.pair_trainer import RewardTrainer, build_reward_objective
 from recipes_lib.training.trainers.trained_model import load_scorer, load_verified_config
 
 

@@ -130,7 +130,7 @@ def test_a_method_of_the_handbook_trains(name: str, migrated, tiny_model_dir, tm
         keys["optim"] = "adamw_torch"
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(keys))
-    monkeypatch.setattr("recipes_lib.training.monitoring.observer.measure_matmul_flops", lambda dtype: 1e9)
+    monkeypatch.setattr("recipes_lib.training.evaluation.build.measure_matmul_flops", lambda dtype: 1e9)
     spec = importlib.util.spec_from_file_location(f"{stage}_recipe", ROOT / "recipes" / f"{stage}.py")
     recipe = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(recipe)

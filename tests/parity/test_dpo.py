@@ -21,9 +21,8 @@ from recipes_lib.training.monitoring.metrics import StepCounter
 from recipes_lib.training.monitoring.observer import Observer
 from recipes_lib.training.monitoring.progress import SilentProgress
 from recipes_lib.training.trainers.arguments import build_training_arguments
-from recipes_lib.training.trainers.dpo_trainer import DPOTrainer, prepare_reference
+from recipes_lib.training.trainers.dpo_trainer import DPOTrainer, build_objective, prepare_reference
 from recipes_lib.training.trainers.pair_batches import build_pair_collator, choose_pair_attention
-from recipes_lib.training.trainers.preference_objective import build_objective
 from recipes_lib.training.trainers.trained_model import load_policy
 
 # TRL scores what a template writes behind the end of an answer too; this one writes nothing there.

@@ -23,7 +23,7 @@ from recipes_lib.models.heads.score_head import add_score_head, load_reward_mode
 from recipes_lib.training.monitoring.metrics import StepCounter
 from recipes_lib.training.monitoring.observer import Observer
 from recipes_lib.training.monitoring.progress import SilentProgress
-from recipes_lib.training.trainers.reward_trainer import RewardObjective, RewardTrainer
+from recipes_lib.training.trainers.pair_trainer import RewardObjective, RewardTrainer
 
 PAD = 1
 LENGTHS = ((31, 4, 6), (9, 3), (5,))
@@ -164,7 +164,7 @@ def test_in_the_stages_over_pairs(experts_dir, tmp_path, stage) -> None:
         for part in parts
     ]
     # A repeated batch, at the end of an epoch, adds nothing.
-    batches.append(trainer.leave_out(batches[0]))
+    batches.append(trainer.mask_batch(batches[0]))
     assert_equal(compute_share(trainer, batches), compute_expected(experts_dir, documents, "lm_head"))
 
 

@@ -18,7 +18,7 @@ from recipes_lib.models.heads.score_head import add_score_head, load_reward_mode
 from recipes_lib.training.monitoring.metrics import StepCounter
 from recipes_lib.training.monitoring.observer import Observer
 from recipes_lib.training.monitoring.progress import SilentProgress
-from recipes_lib.training.trainers.reward_trainer import RewardObjective, RewardTrainer
+from recipes_lib.training.trainers.pair_trainer import RewardObjective, RewardTrainer
 
 SHARED: dict[str, Any] = {
     "learning_rate": 3e-4,

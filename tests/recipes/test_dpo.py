@@ -22,7 +22,7 @@ from tests.training.pairs import load_weights, perturb_model, train_adapter
 from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, BloomForCausalLM
 
 from recipes_lib.config.recipes import PREFERENCE_LOSSES
-from recipes_lib.training.trainers.reference import StoredReference
+from recipes_lib.training.trainers.reference import ReferenceLogps
 
 
 def score_as_a_stranger(folder):
@@ -49,7 +49,7 @@ def recipe():
 def quick(monkeypatch, recipe):
     """Without what takes the time and is proved elsewhere."""
     monkeypatch.setattr(recipe, "finish_run", lambda run: None)
-    monkeypatch.setattr("recipes_lib.training.monitoring.observer.measure_matmul_flops", lambda dtype: 1e9)
+    monkeypatch.setattr("recipes_lib.training.evaluation.build.measure_matmul_flops", lambda dtype: 1e9)
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_a_run_leaves_a_model_that_a_stranger_finds_to_prefer_the_chosen_answers
 def test_every_loss_trains(recipe, tmp_path, tiny_model_dir, data, monkeypatch, name):
     needs_none = name in ("simpo", "orpo", "sft")
     if needs_none:
-        monkeypatch.setattr(StoredReference, "compute", lambda *_, **__: pytest.fail("a reference was computed"))
+        monkeypatch.setattr(ReferenceLogps, "compute", lambda *_, **__: pytest.fail("a reference was computed"))
     keys = {"label_smoothing": 0.1} if name in ("exo_pair", "robust", "aot", "aot_unpaired") else {}
     config = write_config(tmp_path, tiny_model_dir, data, loss_type=name, **keys)
     assert run_here(recipe, config) == 0

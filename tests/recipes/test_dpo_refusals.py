@@ -27,7 +27,7 @@ def recipe():
 def quick(monkeypatch, recipe):
     """Without what takes the time and is proved elsewhere."""
     monkeypatch.setattr(recipe, "finish_run", lambda run: None)
-    monkeypatch.setattr("recipes_lib.training.monitoring.observer.measure_matmul_flops", lambda dtype: 1e9)
+    monkeypatch.setattr("recipes_lib.training.evaluation.build.measure_matmul_flops", lambda dtype: 1e9)
 
 
 def change(number, **columns):

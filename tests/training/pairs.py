@@ -35,9 +35,8 @@ from recipes_lib.training.monitoring.metrics import StepCounter
 from recipes_lib.training.monitoring.observer import Observer
 from recipes_lib.training.monitoring.progress import SilentProgress
 from recipes_lib.training.trainers.arguments import build_training_arguments
-from recipes_lib.training.trainers.dpo_trainer import DPOTrainer, prepare_reference
+from recipes_lib.training.trainers.dpo_trainer import DPOTrainer, build_objective, prepare_reference
 from recipes_lib.training.trainers.pair_batches import PairAttention, build_pair_collator
-from recipes_lib.training.trainers.preference_objective import build_objective
 from recipes_lib.training.trainers.trained_model import load_policy
 
 # Every run collects garbage; what was imported is none, and takes most of the time to look at.

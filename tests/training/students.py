@@ -141,7 +141,6 @@ def make_distiller(
         distillation=config.distillation,
         is_own_teacher=is_own_teacher(config),
         args=args,
-        train_dataset=packs,
         processing_class=tokenizer,
         observer=Observer(StepCounter(), [], [recorder], progress),
     )

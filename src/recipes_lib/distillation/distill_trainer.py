@@ -26,8 +26,8 @@ from recipes_lib.models.attention.kernels import AttentionChoice
 from recipes_lib.models.vocabulary import VocabularyMap
 from recipes_lib.training.checkpoints.saver import Staged
 from recipes_lib.training.layouts.fsdp import gathered, prepare_frozen
+from recipes_lib.training.monitoring.callbacks import TermMetrics
 from recipes_lib.training.trainers.arguments import get_rounding_dtype
-from recipes_lib.training.trainers.figures import TermFigures
 from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
 from recipes_lib.training.trainers.recipe_trainer import Batch
 
@@ -72,11 +72,10 @@ class DistillationTrainer(SFTTrainer):
             is_own_teacher: Whether the student begins as a copy of its teacher: the first divergence must be 0.
             **kwargs: As ``SFTTrainer``.
         """
-        super().__init__(data_collator=teaching.collate, **kwargs)
-        # TRL takes tables only.
-        self.train_dataset, teacher = teaching.rows, teaching.teacher
+        super().__init__(data_collator=teaching.collate, train_dataset=teaching.rows, **kwargs)
+        teacher = teaching.teacher
         self.objective: Objective = build_objective(distillation)
-        self.figures, self.answer_figures = TermFigures(), AnswerFigures()
+        self.figures, self.answer_figures = TermMetrics(), AnswerFigures()
         # Before the one that writes, which puts down what the figures are by then.
         self.callback_handler.callbacks[1:1] = [self.figures, *self.answer_figures.callbacks]
         self.answers = teaching.answers
@@ -178,14 +177,14 @@ class DistillationTrainer(SFTTrainer):
             super()._load_best_model()
 
     @contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def uncounted_pass(self) -> Iterator[None]:
         """While it lasts, what is computed does not count as training, nor as the first step."""
         kept = self.figures, self.answer_figures, self._is_first_step, self.answers
         # What is rehearsed are the batches that it is given.
-        self.figures, self.answer_figures = TermFigures(), AnswerFigures()
+        self.figures, self.answer_figures = TermMetrics(), AnswerFigures()
         self._is_first_step, self.answers = False, None
         try:
-            with super().rehearsal():
+            with super().uncounted_pass():
                 yield
         finally:
             self.figures, self.answer_figures, self._is_first_step, self.answers = kept

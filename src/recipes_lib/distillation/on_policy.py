@@ -25,8 +25,8 @@ from recipes_lib.models.vocabulary import VocabularyMap
 from recipes_lib.training.guards.preemption import LeftError, leave_if_asked
 from recipes_lib.training.guards.step_facts import ROW_IDS
 from recipes_lib.training.guards.watchdog import WATCHDOG
+from recipes_lib.training.monitoring.callbacks import TermMetrics
 from recipes_lib.training.trainers.arguments import build_autocast
-from recipes_lib.training.trainers.figures import TermFigures
 
 ANSWERED: Final = "answers"
 """Under which a batch of the student's own answers carries how many there are, and how many ended by themselves."""
@@ -195,7 +195,7 @@ class AnswerFigures:
 
     def __init__(self) -> None:
         """Start with no answer."""
-        self._of_tokens, self._of_answers = TermFigures(), TermFigures()
+        self._of_tokens, self._of_answers = TermMetrics(), TermMetrics()
 
     @property
     def callbacks(self) -> list[TrainerCallback]:

@@ -29,7 +29,7 @@ from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.losses.divergence import TopLogps
 from recipes_lib.models.loading import find_commit, load_model_config
 from recipes_lib.models.vocabulary import VocabularyMap
-from recipes_lib.training.evaluation.row_sharing import Rows
+from recipes_lib.training.evaluation.held_out import Rows
 from recipes_lib.training.trainers.trained_model import TEACHER, choose_teacher
 
 FORMAT: Final = 1

@@ -198,7 +198,7 @@ class Inspection(ABC):
 
     def look_at_packages(self, say: Say) -> None:
         """Parameter groups, and optional packages, which may be there where it will run: none is refused here."""
-        from recipes_lib.training.monitoring.trackers import verify_trackers
+        from recipes_lib.training.monitoring.callbacks import verify_trackers
         from recipes_lib.training.optim.optimizers import format_group, plan_groups, verify_optimizer
 
         if self.model_config is not None and not self.config.adapter.use_peft:

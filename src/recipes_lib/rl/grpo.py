@@ -15,6 +15,7 @@ from torch.utils.data import Sampler
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    Trainer,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -106,7 +107,7 @@ class GroupTrainer(RecipeTrainer):
         """Return the number of answers."""
         return torch.tensor(len(batch))
 
-    def leave_out(self, batch: Any) -> Any:
+    def mask_batch(self, batch: Any) -> Any:
         """Return the batch: TRL's sampler makes whole rounds, so that none is repeated."""
         return batch
 
@@ -145,7 +146,7 @@ class GroupTrainer(RecipeTrainer):
         if "loss" in logs:
             super(RecipeTrainer, self).log(logs, start_time)
         else:
-            super().log(logs, start_time)
+            Trainer.log(self, logs, start_time)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
         """Take the prompts in groups, as TRL does."""

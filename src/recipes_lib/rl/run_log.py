@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from recipes_lib.rl.state import PPOState
 from recipes_lib.training.evaluation.samples import SAMPLES_FILE, Sample
+from recipes_lib.training.monitoring.callbacks import Trackers
 from recipes_lib.training.monitoring.metrics import METRICS_FILE, MetricsWriter, read_peak_memory
 from recipes_lib.training.monitoring.progress import TrainingProgress, build_progress
-from recipes_lib.training.monitoring.trackers import Trackers
 
 
 class RunLog:

@@ -62,8 +62,8 @@ from recipes_lib.training.layouts.launch_environment import (
     verify_expected,
     verify_rendezvous,
 )
+from recipes_lib.training.monitoring.callbacks import verify_trackers
 from recipes_lib.training.monitoring.progress import build_progress
-from recipes_lib.training.monitoring.trackers import verify_trackers
 from recipes_lib.training.optim.optimizers import verify_optimizer
 
 RUN_FILE = "run.json"

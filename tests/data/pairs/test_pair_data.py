@@ -16,7 +16,7 @@ from recipes_lib.data.packed import prepared_set as prepare_module
 from recipes_lib.data.pairs.collator import PairCollator
 from recipes_lib.data.pairs.pair_data import load_pair_data
 from recipes_lib.errors import DataError
-from recipes_lib.training.evaluation.sample_prompts import build_prompts
+from recipes_lib.training.evaluation.samples import build_prompts
 
 
 def make_rows(num_rows: int, start: int = 0) -> list[dict[str, Any]]:

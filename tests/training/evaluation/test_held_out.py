@@ -18,8 +18,8 @@ from recipes_lib.data.masking import IGNORE_INDEX
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.errors import DataError
 from recipes_lib.models.heads.loss_head import add_loss_head
+from recipes_lib.training.evaluation.build import count_text_bytes
 from recipes_lib.training.evaluation.held_out import EvaluateLoss, compute_token_sums
-from recipes_lib.training.monitoring.observer import count_text_bytes
 from recipes_lib.training.monitoring.progress import SilentProgress
 
 COLLATE = PackedCollator(pad_token_id=1)

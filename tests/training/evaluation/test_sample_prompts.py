@@ -7,7 +7,7 @@ import pytest
 
 from recipes_lib.config.schema import EvaluationConfig
 from recipes_lib.errors import ConfigError
-from recipes_lib.training.evaluation.sample_prompts import build_prompts
+from recipes_lib.training.evaluation.samples import build_prompts
 
 
 def build(config, examples, tokenizer, positions=math.inf, say=pytest.fail):

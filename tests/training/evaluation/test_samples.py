@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from recipes_lib.training.evaluation.sample_prompts import Prompt
-from recipes_lib.training.evaluation.samples import GenerateSamples, generate_samples
+from recipes_lib.training.evaluation.samples import GenerateSamples, Prompt, generate_samples
 from recipes_lib.training.evaluation.user_metrics import AnswerMatch
 from recipes_lib.training.monitoring.metrics import MetricsWriter
 

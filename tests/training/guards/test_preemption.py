@@ -16,7 +16,7 @@ from transformers import TrainerState
 
 from recipes_lib.errors import PreemptedError
 from recipes_lib.stopping import STOP
-from recipes_lib.training.evaluation.row_sharing import share_rows
+from recipes_lib.training.evaluation.held_out import share_rows
 from recipes_lib.training.guards.preemption import (
     LeftError,
     end_stopped,

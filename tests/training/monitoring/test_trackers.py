@@ -5,8 +5,8 @@ from transformers import TrainerCallback, TrainingArguments
 
 from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.errors import ConfigError
-from recipes_lib.training.monitoring import trackers
-from recipes_lib.training.monitoring.trackers import Trackers, verify_trackers
+from recipes_lib.training.monitoring import callbacks
+from recipes_lib.training.monitoring.callbacks import Trackers, verify_trackers
 
 
 def run_reporting_to(wanted) -> RecipeConfig:
@@ -23,12 +23,12 @@ def run_reporting_to(wanted) -> RecipeConfig:
 
 @pytest.mark.parametrize("wanted", ["none", "all", ["tensorboard"], ["tensorboard", "wandb"]])
 def test_what_is_installed_is_accepted(monkeypatch: pytest.MonkeyPatch, wanted) -> None:
-    monkeypatch.setattr(trackers, "get_available_reporting_integrations", lambda: ["tensorboard", "wandb"])
+    monkeypatch.setattr(callbacks, "get_available_reporting_integrations", lambda: ["tensorboard", "wandb"])
     verify_trackers(run_reporting_to(wanted))
 
 
 def test_every_missing_tracker_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "get_available_reporting_integrations", lambda: ["tensorboard"])
+    monkeypatch.setattr(callbacks, "get_available_reporting_integrations", lambda: ["tensorboard"])
     with pytest.raises(ConfigError) as raised:
         verify_trackers(run_reporting_to(["trackio", "tensorboard", "wandb"]))
     assert [problem.found for problem in raised.value.problems] == [
@@ -56,7 +56,7 @@ class Tracker(TrainerCallback):
 
 def test_a_loop_of_our_own_reaches_upstreams_callbacks(monkeypatch, tmp_path) -> None:
     told: list[tuple[object, ...]] = []
-    monkeypatch.setattr(trackers, "get_reporting_integration_callbacks", lambda names: [Tracker(told)])
+    monkeypatch.setattr(callbacks, "get_reporting_integration_callbacks", lambda names: [Tracker(told)])
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     one = Trackers(args, "model", None)
     one.begin(8, 4)

@@ -8,7 +8,7 @@ import torch
 from tests.training.pretraining import build_config, read_steps, run_recipe
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from recipes_lib.training.monitoring.weight_monitor import WeightMonitor, choose_sample
+from recipes_lib.training.monitoring.callbacks import WeightMonitor, choose_sample
 
 
 def test_the_figures_are_those_of_numpy(tmp_path) -> None:

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from torch.optim.lr_scheduler import LambdaLR
 
-from recipes_lib.training.optim.stochastic_rounding import StochasticAdamW, round_stochastically
+from recipes_lib.training.optim.optimizers import StochasticAdamW, round_stochastically
 
 DRAWS = 20_000
 

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, PreTrainedModel, TrainerCallback
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import DivergedError
 from recipes_lib.training.guards.start_checks import StartChecks
-from recipes_lib.training.trainers.reference import StoredReference
+from recipes_lib.training.trainers.reference import ReferenceLogps
 
 FRESH = Setting(adapter=AdapterConfig(use_peft=True, lora_r=4))
 STARTS = ["full", "fresh adapter", "saved adapter", "merged"]
@@ -88,13 +88,13 @@ def test_a_reference_of_other_weights_that_passes_for_its_own_stops_the_run(tiny
 
 def test_stored_numbers_of_another_model_stop_the_run(tiny_model_dir, tmp_path, monkeypatch):
     trainer, _ = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs(), precompute_ref_log_probs=True)
-    compute = StoredReference.compute
+    compute = ReferenceLogps.compute
 
     def compute_wrongly(self, *args, **kwargs):
         compute(self, *args, **kwargs)
         self.rows["train"].logps[:, 1] -= 0.05
 
-    monkeypatch.setattr(StoredReference, "compute", compute_wrongly)
+    monkeypatch.setattr(ReferenceLogps, "compute", compute_wrongly)
     before = weights_of(trainer)
     with pytest.raises(DivergedError, match="Policy and reference differ"):
         trainer.train()
@@ -267,7 +267,7 @@ def test_it_is_told_once_that_chosen_answers_become_unlikely(tiny_model_dir, tmp
 
 
 def test_losses_without_a_reference_compute_none(tiny_model_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(StoredReference, "compute", lambda *_, **__: pytest.fail("computed"))
+    monkeypatch.setattr(ReferenceLogps, "compute", lambda *_, **__: pytest.fail("computed"))
     for names in (["simpo"], ["orpo"], ["sft"], ["simpo", "sft"]):
         for is_stored in (True, False):
             options = {"loss_type": names, "precompute_ref_log_probs": is_stored, "max_steps": 2}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from transformers import TrainerControl, TrainerState
 
-from recipes_lib.training.trainers.figures import TermFigures
+from recipes_lib.training.monitoring.callbacks import TermMetrics
 
 
 def test_figures_are_cleared_by_a_log_of_training_and_by_no_other() -> None:
-    figures, state = TermFigures(), TrainerState()
+    figures, state = TermMetrics(), TrainerState()
 
     def log(**logs):
         figures.on_log(None, state, TrainerControl(), logs)
@@ -26,7 +26,7 @@ def test_figures_are_cleared_by_a_log_of_training_and_by_no_other() -> None:
 
 
 def test_terms_may_be_counted_on_their_device() -> None:
-    figures, logs = TermFigures(), {"loss": 1.0}
+    figures, logs = TermMetrics(), {"loss": 1.0}
     for count in (2, 3):
         figures.add({"nll": torch.tensor(5.0)}, torch.tensor(count))
     figures.on_log(None, TrainerState(), TrainerControl(), logs)

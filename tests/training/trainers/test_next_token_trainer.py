@@ -1,11 +1,16 @@
 """The next-token objective: one normaliser a step, and the trajectory of a plain trainer."""
 
 import pytest
+import torch
+from tests.training.adapter_runs import make_adapter_trainer
 from tests.training.trajectories import Recorder, assert_equal_weights, make_packs, make_trainer, weights_of
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
+from recipes_lib.config.schema import AdapterConfig, QuantizationConfig
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.errors import DivergedError
+from recipes_lib.models.adapters.lora import add_adapter, read_adapter_state
+from recipes_lib.models.quantization import build_quantization_config
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
@@ -69,3 +74,20 @@ def test_a_compiled_model_follows_the_trajectory_of_an_eager_one(tiny_model_dir,
         trajectories.append(recorder.steps)
     for eager, compiled in zip(*trajectories, strict=True):
         assert compiled == pytest.approx(eager, rel=1e-4)
+
+
+@pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
+@pytest.mark.parametrize("optim", ["adamw_torch", "paged_adamw_8bit"])
+def test_an_adapter_on_few_bits_is_trained_in_float32(tiny_model_dir, tmp_path, bits, optim) -> None:
+    adapter = AdapterConfig(use_peft=True, lora_r=4)
+    quantization = build_quantization_config(QuantizationConfig(**{bits: True}), torch.float32, "")
+    trainer, recorder, lines = make_adapter_trainer(
+        tiny_model_dir, tmp_path, make_packs(), adapter, quantization=quantization, optim=optim, max_steps=6
+    )
+    fresh = read_adapter_state(add_adapter(AutoModelForCausalLM.from_pretrained(tiny_model_dir), adapter, seed=42))
+    state = read_adapter_state(trainer.model)
+    assert all(torch.equal(state[name], tensor) for name, tensor in fresh.items())
+    trainer.train()
+    assert {tensor.dtype for tensor in read_adapter_state(trainer.model).values()} == {torch.float32}
+    assert recorder.steps[-1]["loss"] < recorder.steps[0]["loss"]
+    assert "adapter: all 28 trained tensors have a gradient" in lines

@@ -17,8 +17,8 @@ from recipes_lib.errors import ConfigError, DivergedError
 from recipes_lib.losses.preference import PreferenceOptions
 from recipes_lib.models.adapters.lora import add_adapter
 from recipes_lib.models.heads.loss_head import add_loss_head
+from recipes_lib.training.trainers.dpo_trainer import PreferenceObjective, build_objective, verify_first_scores
 from recipes_lib.training.trainers.pair_batches import PairScores, compute_answer_logps
-from recipes_lib.training.trainers.preference_objective import PreferenceObjective, build_objective, verify_first_scores
 
 NUM_PAIRS = 5
 LN2 = math.log(2)

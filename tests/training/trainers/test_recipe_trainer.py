@@ -2,10 +2,12 @@
 
 import pytest
 from tests.training.trajectories import assert_equal_weights, make_packs, make_trainer, weights_of
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from recipes_lib.errors import DivergedError
+from recipes_lib.errors import ConfigError, DivergedError
 from recipes_lib.training.checkpoints.manifest import is_complete
 from recipes_lib.training.layouts.launch_environment import Launch, Layout
+from recipes_lib.training.trainers.recipe_trainer import settle_router_loss
 
 
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
@@ -77,3 +79,35 @@ def test_the_rows_of_a_step_are_those_of_all_groups(tiny_model_dir, tmp_path, la
     assert trainer.get_total_train_batch_size(trainer.args) == 2 * 3
     trainer.launch = Launch(rank=0, local_rank=0, world_size=8, engine="", layout=layout)
     assert trainer.get_total_train_batch_size(trainer.args) == 2 * 3 * num_groups
+
+
+SIZES = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("given", "by_default", "is_asked", "coefficient", "is_on"),
+    [
+        (None, True, False, 0.5, True),
+        (None, False, False, 0.5, False),
+        (None, False, True, 0.5, True),
+        (0.1, True, False, 0.1, True),
+        (0.1, False, False, 0.1, True),
+        (0.0, True, True, 0.0, False),
+        (0.0, False, True, 0.0, False),
+    ],
+)
+def test_the_load_of_experts_is_balanced_as_key_and_model_say(given, by_default, is_asked, coefficient, is_on) -> None:
+    config = MixtralConfig(
+        **SIZES, num_key_value_heads=2, router_aux_loss_coef=0.5, output_router_logits=is_asked, num_local_experts=2
+    )
+    model = MixtralForCausalLM(config)
+    assert settle_router_loss(model, given, by_default=by_default) == coefficient
+    assert model.config.output_router_logits is is_on
+    assert model.config.router_aux_loss_coef == coefficient
+
+
+def test_a_dense_model_has_no_experts_to_balance() -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    assert settle_router_loss(model, None, by_default=True) == 0.0
+    with pytest.raises(ConfigError, match="LlamaForCausalLM is no mixture of experts"):
+        settle_router_loss(model, 0.5, by_default=True)

@@ -28,7 +28,7 @@ from recipes_lib.data.packed import store
 from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.training.monitoring.progress import SilentProgress
 from recipes_lib.training.trainers.pair_batches import compute_rounding
-from recipes_lib.training.trainers.reference import NUM_CHECKED, StoredReference, refuse_missing
+from recipes_lib.training.trainers.reference import NUM_CHECKED, ReferenceLogps, refuse_missing
 
 KEY = "0123456789abcdef" * 4
 FRESH = Setting(adapter=AdapterConfig(use_peft=True, lora_r=4))
@@ -62,8 +62,8 @@ def expected_logps(num_pairs):
     return np.array([[-1.5 - number, -2.5 - number] for number in range(num_pairs)], np.float32)
 
 
-def build(tmp_path, pairs, run="run", key=KEY) -> StoredReference:
-    return StoredReference(key, {"train": pairs}, root=tmp_path / "cache", output_dir=tmp_path / run)
+def build(tmp_path, pairs, run="run", key=KEY) -> ReferenceLogps:
+    return ReferenceLogps(key, {"train": pairs}, root=tmp_path / "cache", output_dir=tmp_path / run)
 
 
 def settle(stored, oracle, batch_size=7):
@@ -248,9 +248,9 @@ def test_missing_numbers_after_a_step_are_refused_with_the_way_out():
 def computed(monkeypatch):
     """How often numbers were computed."""
     calls = []
-    compute = StoredReference.compute
+    compute = ReferenceLogps.compute
     monkeypatch.setattr(
-        StoredReference, "compute", lambda self, *args, **kwargs: calls.append(1) or compute(self, *args, **kwargs)
+        ReferenceLogps, "compute", lambda self, *args, **kwargs: calls.append(1) or compute(self, *args, **kwargs)
     )
     return calls
 

@@ -16,7 +16,7 @@ from recipes_lib.models.heads.score_head import add_score_head, load_reward_mode
 from recipes_lib.training.monitoring.metrics import StepCounter
 from recipes_lib.training.monitoring.observer import Observer
 from recipes_lib.training.monitoring.progress import SilentProgress
-from recipes_lib.training.trainers.reward_trainer import RewardObjective, RewardTrainer, build_reward_objective
+from recipes_lib.training.trainers.pair_trainer import RewardObjective, RewardTrainer, build_reward_objective
 
 GOOD, BAD, END = 7, 8, 0
 

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, SequentialSampler
 from transformers import Trainer
 
 from recipes_lib.data.tokens.order import RowSkips
-from recipes_lib.training.trainers.run_sampler import EpochRows, RunSampler, deal_out
+from recipes_lib.training.trainers.run_sampler import EpochRows, RunSampler, shard_evenly
 
 
 def record_rows(trainer):
@@ -77,7 +77,7 @@ def test_all_take_the_same_number_of_batches_and_each_row_counts_once(num_rows, 
         batches = BatchSampler(SequentialSampler(range(num_rows)), batch_size, drop_last)
         # What accelerate takes for the number of processes does not matter.
         shard = BatchSamplerShard(batches, num_processes=num_takers + 1, process_index=0)
-        is_last_repeated = deal_out(shard, num_takers, taker)
+        is_last_repeated = shard_evenly(shard, num_takers, taker)
         for _ in range(2):
             taken = list(shard)
             assert len(taken) == len(shard)

@@ -119,7 +119,7 @@ def verify_accumulation(trainer: TrainerView) -> str:
     rows = _choose_rows(trainer)
     if len(rows) < 2:
         return "accumulation: not checked, since the data begin without two rows to train on"
-    with trainer.rehearsal(), preserve_training_state(trainer.model_wrapped):
+    with trainer.uncounted_pass(), preserve_training_state(trainer.model_wrapped):
         apart, together = (_compute_objective(trainer, groups) for groups in ([[row] for row in rows], [rows]))
     dtype = get_rounding_dtype(trainer.model, trainer.args)
     if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":

@@ -53,7 +53,7 @@ class TrainerView(Protocol):
     def observer(self) -> ObserverView:
         """What watches the run."""
 
-    def rehearsal(self) -> AbstractContextManager[None]:
+    def uncounted_pass(self) -> AbstractContextManager[None]:
         """Compute without counting."""
 
     def count_terms(self, batch: dict[str, Any]) -> torch.Tensor:
@@ -71,7 +71,7 @@ class TrainerView(Protocol):
     def finish_saving(self) -> None:
         """Return when no checkpoint is being written."""
 
-    def evaluate_what_is_owed(self) -> None:
+    def run_pending_evaluation(self) -> None:
         """Make the evaluation that was left when the run stopped."""
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Any:

@@ -117,7 +117,7 @@ class PipelineTrainer(PretrainTrainer):
         """Leave out the copy of a tied embedding, which the first stage counts."""
         return [parameter for parameter in parameters if parameter is not self.pipeline.tied_copy]
 
-    def find_evaluated(self) -> nn.Module:
+    def get_evaluation_model(self) -> nn.Module:
         """Return the whole model."""
         return self.pipeline
 

@@ -1,12 +1,23 @@
-"""Metrics and progress on upstream's Trainer: the one place where its callback protocol meets ours."""
+"""Callbacks of transformers' Trainer: metrics and throughput, objective terms, weight norms, experiment trackers."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
 
-from torch import distributed
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+import torch
+from torch import Tensor, distributed, nn
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations.integration_utils import (
+    get_available_reporting_integrations,
+    get_reporting_integration_callbacks,
+)
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.training.collectives import sum_over_processes
+from recipes_lib.training.layouts.fsdp import compute_total_norm
 from recipes_lib.training.monitoring.metrics import MetricsWriter, StepCounter, ThroughputMeter
 from recipes_lib.training.monitoring.progress import TrainingProgress
 
@@ -118,3 +129,190 @@ class MetricsCallback(TrainerCallback):
 
 def _is_interrupted(control: TrainerControl) -> bool:
     return control.should_log or control.should_evaluate or control.should_save
+
+
+class TermMetrics(TrainerCallback):
+    """Adds the means over all terms of the objective since the last log to the figures of a logged step.
+
+    Source: ``tests/training/trainers/test_figures.py``, ``tests/distributed/test_pairs.py``.
+    """
+
+    def __init__(self) -> None:
+        """Start with no term."""
+        self._num_terms: int | Tensor = 0
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, sums: Mapping[str, Tensor], num_terms: int | Tensor) -> None:
+        """Add a batch of this process; scalars stay on their device, so nothing waits for it."""
+        self._num_terms += num_terms
+        for name, value in sums.items():
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Forget what a rollback has undone."""
+        self._num_terms, self._sums = 0, {}
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Hand the figures of all processes to whoever logs a training step."""
+        if logs is None or "loss" not in logs:
+            return
+        names = sorted(self._sums)
+        own = torch.stack([self._sums[name] for name in names]).tolist() if names else []
+        num_terms, *sums = sum_over_processes([int(self._num_terms), *own])
+        if num_terms:
+            logs.update({name: value / num_terms for name, value in zip(names, sums, strict=True) if name != "loss"})
+        self._num_terms, self._sums = 0, {}
+
+
+MAX_COPIED: Final = 32 * 2**20
+"""Parameters of this process whose values before a step are kept to compare: 128 MiB in float32."""
+
+
+class WeightMonitor(TrainerCallback):
+    """Adds ``parameter_norm`` and ``update_ratio`` to the figures of a logged step.
+
+    ``update_ratio`` is the norm of the last step's update over the norm of what it updated, of a sample of matrices
+    spread over the layers where the model is too large to be copied. About 1e-3 is usual; far above, the rate is too
+    high.
+
+    Source: ``tests/training/monitoring/test_weight_monitor.py``.
+    """
+
+    def __init__(
+        self,
+        measure_norm: Callable[[Sequence[Tensor]], Tensor] = compute_total_norm,
+        list_counted: Callable[[Iterable[nn.Parameter]], list[nn.Parameter]] = list,
+    ) -> None:
+        """Watch nothing yet.
+
+        Args:
+            measure_norm: Gives the norm of some tensors of the model, over all processes that hold such.
+            list_counted: Gives those parameters of this process that no other one counts.
+        """
+        self._measure, self._list_counted = measure_norm, list_counted
+        self._parameters: list[nn.Parameter] = []
+        self._sample: list[int] = []
+        self._before: list[Tensor] = []
+        self._figures: dict[str, float] = {}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Find the trained parameters; FSDP2 has put others in the place of those that the model was built with."""
+        trained = [parameter for parameter in kwargs["model"].parameters() if parameter.requires_grad]
+        self._parameters = self._list_counted(trained)
+        self._sample = choose_sample([parameter.numel() for parameter in self._parameters], MAX_COPIED)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Keep the sampled weights of a step that will be logged."""
+        self._before = [self._parameters[at].detach().clone() for at in self._sample] if _is_logged(args, state) else []
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Compare them with what the step made of them."""
+        if not self._before:
+            return
+        now = [self._parameters[at].detach() for at in self._sample]
+        update = [after - before for after, before in zip(now, self._before, strict=True)]
+        self._figures = {
+            "parameter_norm": self._compute_norm([parameter.detach() for parameter in self._parameters]),
+            "update_ratio": self._compute_norm(update) / max(self._compute_norm(self._before), 1e-30),
+        }
+        self._before = []
+
+    def _compute_norm(self, tensors: Sequence[Tensor]) -> float:
+        return float(self._measure(tensors))
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Hand the figures of a training step to whoever logs."""
+        if logs is not None and "loss" in logs:
+            logs.update(self._figures)
+
+
+def choose_sample(sizes: Sequence[int], budget: int) -> list[int]:
+    """Return positions of parameters, spread evenly over the model, that together hold at most ``budget`` numbers.
+
+    The smallest is taken where none fits.
+    """
+    for stride in range(1, len(sizes) + 1):
+        chosen = list(range(0, len(sizes), stride))
+        if sum(sizes[at] for at in chosen) <= budget:
+            return chosen
+    return [min(range(len(sizes)), key=sizes.__getitem__)] if sizes else []
+
+
+def _is_logged(args: TrainingArguments, state: TrainerState) -> bool:
+    step = state.global_step + 1
+    every = max(1, int(state.logging_steps))
+    return step % every == 0 or (step == 1 and args.logging_first_step)
+
+
+class Trackers:
+    """Upstream's callbacks of ``report_to``, for a loop that is not upstream's trainer; on every process.
+
+    Source: ``transformers.Trainer``, which reports by the same callbacks;
+    ``tests/training/monitoring/test_trackers.py``.
+    """
+
+    def __init__(self, args: TrainingArguments, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Connect nothing yet; ``model`` and ``tokenizer`` are described to the trackers."""
+        self._args = args
+        kinds: list[Any] = get_reporting_integration_callbacks(args.report_to)  # type: ignore[no-untyped-call]
+        # Without the first one, which decides what is due in upstream's loop, there is a warning.
+        callbacks = [DefaultFlowCallback, *kinds]
+        self._handler: Any = CallbackHandler(callbacks, model, tokenizer, None, None)  # type: ignore[no-untyped-call]
+        self._state, self._control = TrainerState(), TrainerControl()
+
+    def begin(self, num_steps: int, step: int) -> None:
+        """A run of ``num_steps`` begins, or goes on after ``step`` of them."""
+        self._state = TrainerState(
+            global_step=step,
+            max_steps=num_steps,
+            is_local_process_zero=self._args.local_process_index == 0,
+            is_world_process_zero=self._args.process_index == 0,
+        )
+        self._handler.on_train_begin(self._args, self._state, self._control)
+
+    def log(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Report what is known after ``step`` steps."""
+        self._state.global_step = step
+        known = {name: value for name, value in figures.items() if value is not None}
+        self._handler.on_log(self._args, self._state, self._control, known)
+
+    def end(self) -> None:
+        """The run is done."""
+        self._handler.on_train_end(self._args, self._state, self._control)
+
+
+def verify_trackers(config: RecipeConfig) -> None:
+    """Refuse a tracker that is not installed, before anything is loaded.
+
+    Raises:
+        ConfigError: Naming every one.
+    """
+    wanted = config.read("report_to")
+    names = [wanted] if isinstance(wanted, str) else wanted
+    available = [*get_available_reporting_integrations(), "none", "all"]  # type: ignore[no-untyped-call]
+    missing = [name for name in names if name not in available]
+    if missing:
+        remedy = "pip install {}, or write `report_to: none`: metrics.jsonl and report.html are always there"
+        raise ConfigError(*(Problem("report_to", f"{name} is not installed", remedy.format(name)) for name in missing))

@@ -1,63 +1,17 @@
-"""Everything that watches a run and changes nothing: counters, metrics, progress and evaluation hooks."""
+"""The observer of a run: what watches training and changes nothing of it."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
-from recipes_lib.config.schema import GuardsConfig, RecipeConfig
-from recipes_lib.data.chat.token_bytes import compute_token_byte_lengths
-from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.hardware import measure_matmul_flops
-from recipes_lib.models.heads.scoring import read_positions
-from recipes_lib.models.parallel.context_parallel import ContextShare
-from recipes_lib.models.parallel.tensor_parallel import find_data_group
-from recipes_lib.models.parallel.zero3 import loaded_whole
-from recipes_lib.planning.compute import TokenFlops, compute_flops_per_token, peak_flops
-from recipes_lib.training.evaluation.held_out import EvaluateLoss, EvaluatePairs
-from recipes_lib.training.evaluation.row_sharing import Rows
-from recipes_lib.training.evaluation.sample_prompts import Example, build_prompts
-from recipes_lib.training.evaluation.samples import SAMPLES_FILE, GenerateSamples
-from recipes_lib.training.evaluation.user_metrics import load_metrics
-from recipes_lib.training.layouts.context_rows import cut_batch
-from recipes_lib.training.layouts.pipeline import build_stage_mesh
-from recipes_lib.training.monitoring.callbacks import MetricsCallback
-from recipes_lib.training.monitoring.metrics import METRICS_FILE, MetricsWriter, StepCounter, ThroughputMeter
-from recipes_lib.training.monitoring.progress import TrainingProgress, build_progress
-from recipes_lib.training.trainers.arguments import get_compute_dtype
-from recipes_lib.training.trainers.pair_batches import PairScores
-
-logger = logging.getLogger(__name__)
-
-
-class ObservedData(Protocol):
-    """What is known of a run's data by who watches it."""
-
-    @property
-    def held_out(self) -> Mapping[str, Rows]:
-        """Held-out rows by name."""
-        ...
-
-    @property
-    def typical_length(self) -> int:
-        """Tokens that attend to each other."""
-        ...
-
-    @property
-    def warnings(self) -> Sequence[str]:
-        """What a user should know of the data, one sentence each."""
-        ...
-
-    def iterate_examples(self) -> Iterator[Example]:
-        """Yield held-out documents, from which the samples take their prompts."""
-        ...
+from recipes_lib.config.schema import GuardsConfig
+from recipes_lib.training.monitoring.metrics import StepCounter
+from recipes_lib.training.monitoring.progress import TrainingProgress
 
 
 class EvaluationHook(Protocol):
@@ -85,115 +39,3 @@ class Observer:
     callbacks: Sequence[TrainerCallback]
     progress: TrainingProgress
     guards: GuardsConfig = field(default_factory=GuardsConfig)
-
-
-def build_observer(
-    config: RecipeConfig,
-    data: ObservedData,
-    args: TrainingArguments,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]],
-    score_pairs: Callable[[nn.Module, Any], PairScores] | None = None,
-    context: ContextShare | None = None,
-) -> Observer:
-    """Build what watches a run: on every process, though only the main one writes and shows.
-
-    Args:
-        config: What the hooks and the guards do.
-        data: Its held-out rows are scored; without them only prompts of the user's own are answered.
-        args: Of the trainer; the process group exists.
-        model: The model that will be trained.
-        tokenizer: Its tokenizer.
-        collate: Rows to a batch.
-        score_pairs: Scores a batch of pairs; ``None`` where rows are not pairs.
-        context: The processes that share rows with this one.
-
-    Raises:
-        ConfigError: A metric cannot be loaded, or no prompt has a reference that it could be scored against; or as
-            ``build_prompts``.
-    """
-    part = getattr(model, "part", None)
-    is_main, group = args.process_index == 0, find_data_group(model)
-    # Of a pipeline the last stage counts alone; of processes that share tensors each counts the same.
-    row_group = group if part is None else build_stage_mesh(part.num_stages).replicas
-    output_dir, progress = Path(str(args.output_dir)), build_progress(is_main=is_main)
-    for warning in data.warnings if is_main else ():
-        logger.warning(warning)
-    hooks: list[EvaluationHook] = []
-    if score_pairs is not None:
-        hooks += [
-            EvaluatePairs(
-                rows,
-                batch_size=args.per_device_eval_batch_size,
-                collate=collate,
-                score=score_pairs,
-                progress=progress,
-            )
-            for rows in data.held_out.values()
-        ]
-    elif data.held_out:
-        hooks.append(
-            EvaluateLoss(
-                data.held_out,
-                batch_size=args.per_device_eval_batch_size,
-                collate=collate if context is None else _cut_after(collate, context),
-                progress=progress,
-                byte_lengths=count_text_bytes(tokenizer),
-                # Of a row that is shared each process has a part of the sums; of one that all compute, all of them.
-                group=row_group if context is None else context.data_group,
-                sums_group=row_group,
-            )
-        )
-    # A reward model answers nothing, and of a model in stages no process has enough.
-    can_answer = model.can_generate() and part is None
-    examples, positions = data.iterate_examples(), read_positions(model.config)
-    prompts = build_prompts(config.evaluation, examples, tokenizer, positions, progress.say) if can_answer else []
-    metrics = load_metrics(config.evaluation.metrics or [])
-    if metrics and all(prompt.reference is None for prompt in prompts):
-        remedy = "name held-out data whose prompts leave room for sample_max_new_tokens, and leave sample_prompts unset"
-        raise ConfigError(Problem("metrics", "no sample prompt has a reference to score an answer against", remedy))
-    if prompts:
-        samples = MetricsWriter(output_dir / SAMPLES_FILE, is_main=is_main)
-        hooks.append(
-            GenerateSamples(
-                prompts, tokenizer, samples, max_new_tokens=config.evaluation.sample_max_new_tokens, metrics=metrics
-            )
-        )
-    counter = StepCounter()
-    meter = ThroughputMeter(counter, flops=_count_flops(model, data.typical_length), peak_flops=_sum_peak_flops(args))
-    writer = MetricsWriter(output_dir / METRICS_FILE, is_main=is_main)
-    return Observer(counter, hooks, [MetricsCallback(counter, meter, writer, progress, group)], progress, config.guards)
-
-
-def _cut_after(
-    collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]], share: ContextShare
-) -> Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]:
-    return lambda rows: cut_batch(collate(rows), share.rank, share.size, by_heads=share.by_heads)
-
-
-def _count_flops(model: Any, length: int) -> TokenFlops:
-    # Of a model of its own, which has no weights for ZeRO-3 to share out.
-    with loaded_whole():
-        return compute_flops_per_token(model.config, length, is_frozen=hasattr(model, "peft_config"))
-
-
-def _sum_peak_flops(args: TrainingArguments) -> float | None:
-    """Return the peak of all processes' devices together, in FLOP/s, as if they were like this one's."""
-    if args.device.type == "cpu":
-        # Processes on one machine share its cores; each measures what it gets while the others measure too.
-        return measure_matmul_flops(get_compute_dtype(args)) * int(args.world_size)
-    if args.device.type != "cuda":
-        return None
-    peak = peak_flops(torch.cuda.get_device_name(args.device), get_compute_dtype(args))
-    return None if peak is None else peak * args.world_size
-
-
-def count_text_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor | None:
-    """Return the bytes of text of each id, ``int64 (V,)``: 0 for special tokens; ``None`` where they are not known."""
-    lengths = compute_token_byte_lengths(tokenizer)
-    if lengths is None:
-        return None
-    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    lengths[sorted(special | set(tokenizer.all_special_ids))] = 0
-    return torch.from_numpy(lengths)

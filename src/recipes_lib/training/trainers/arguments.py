@@ -69,7 +69,7 @@ def verify_fp8_layers(model: nn.Module) -> None:
 
 # Rows arrive tokenised, masked and packed; upstream must not touch them again.
 _PREPARED: Final = {"dataset_kwargs": {"skip_prepare_dataset": True}, "packing": False, "max_length": None}
-_CLASSES: Final = {
+_ARGUMENT_CLASSES: Final = {
     "sft": SFTConfig,
     "lora": SFTConfig,
     "reward": RewardConfig,
@@ -150,7 +150,7 @@ def build_training_arguments(
     if arguments.get("optim") in ADDED_CHOICES.get(config.stage, {}).get("optim", ()):
         # Upstream has no such name; the trainer builds it.
         arguments["optim"] = "adamw_torch"
-    args: TrainingArguments = _CLASSES.get(config.stage, TrainingArguments)(**arguments)
+    args: TrainingArguments = _ARGUMENT_CLASSES.get(config.stage, TrainingArguments)(**arguments)
     # Upstream would spread the rows of one process over all GPUs that it sees by `DataParallel`: another batch than was
     # planned, on copies of a model that is not made to be copied.
     args._n_gpu = min(args.n_gpu, 1)

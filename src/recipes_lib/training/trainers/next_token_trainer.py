@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import trl
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Sampler, SequentialSampler
@@ -16,21 +15,16 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.masking import IGNORE_INDEX
 from recipes_lib.data.tokens.dataset import TokenDataset
 from recipes_lib.models.heads.loss_head import add_loss_head
-from recipes_lib.models.quantization import keeping_precision
 from recipes_lib.planning.schedule import Schedule
 from recipes_lib.training.guards.start_checks import verify_initial_loss
 from recipes_lib.training.layouts.compatibility import STOCHASTIC_ADAMW
-from recipes_lib.training.monitoring.weight_monitor import WeightMonitor
-from recipes_lib.training.optim.optimizers import build_muon
-from recipes_lib.training.optim.stochastic_rounding import StochasticAdamW
+from recipes_lib.training.monitoring.callbacks import WeightMonitor
+from recipes_lib.training.optim.optimizers import StochasticAdamW, build_muon
 from recipes_lib.training.trainers.recipe_trainer import Batch, RecipeTrainer
 
 
 class NextTokenTrainer(RecipeTrainer):
-    """``RecipeTrainer`` with the next-token objective, computed in the model's own output projection.
-
-    A stage derives from it and from the upstream trainer of its kind, in this order.
-    """
+    """``RecipeTrainer`` with the next-token objective, computed in the model's own output projection."""
 
     def __init__(self, **kwargs: Any) -> None:
         """Put the loss head on the model and set the trainer up.
@@ -51,7 +45,7 @@ class NextTokenTrainer(RecipeTrainer):
         labels: torch.Tensor = batch["labels"]
         return labels.ne(IGNORE_INDEX).sum()
 
-    def leave_out(self, batch: Batch) -> Batch:
+    def mask_batch(self, batch: Batch) -> Batch:
         """Return the batch without targets."""
         none = {"labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
         return {**batch, **none, "num_tokens": torch.zeros_like(batch["num_tokens"])}
@@ -75,20 +69,14 @@ class NextTokenTrainer(RecipeTrainer):
         return (loss, outputs) if return_outputs else loss
 
 
-class SFTTrainer(NextTokenTrainer, trl.SFTTrainer):  # type: ignore[misc]
-    """TRL's SFT trainer with the objective, the evaluation and the checkpoints of ``NextTokenTrainer``."""
+class SFTTrainer(NextTokenTrainer):
+    """``NextTokenTrainer`` of prepared rows; the model may be under an adapter.
 
-    def __init__(self, **kwargs: Any) -> None:
-        """Set TRL's trainer up.
+    Source: ``trl.SFTTrainer``, whose losses and gradient norms it has on the same chats
+    (``tests/parity/test_trl_preparation.py``).
+    """
 
-        Args:
-            **kwargs: As ``NextTokenTrainer``; ``model`` may be under an adapter.
-        """
-        with keeping_precision(kwargs["model"]):
-            super().__init__(**kwargs)
-
-    def _send_telemetry(self) -> None:
-        """Report nothing to anyone."""
+    balances_experts = True
 
 
 class SaveBeforeDecay(TrainerCallback):
@@ -131,7 +119,6 @@ class PretrainTrainer(NextTokenTrainer):
             self.callback_handler.callbacks.insert(1, WeightMonitor(self.measure_norm, self.list_counted))
         if schedule.first_decay_step is not None:
             self.add_callback(SaveBeforeDecay(schedule.first_decay_step))
-        self.router_aux_loss_coef = getattr(self.model.config, "router_aux_loss_coef", 0.0)
 
     def kept_steps(self) -> set[int]:
         """Return the steps whose checkpoints are never deleted: from the start of the decay a longer run can go on."""

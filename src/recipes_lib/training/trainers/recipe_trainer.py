@@ -19,7 +19,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
-    Trainer,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -28,7 +27,7 @@ from transformers import (
 from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.config.schema import AdapterConfig
-from recipes_lib.errors import DivergedError, PreemptedError
+from recipes_lib.errors import ConfigError, DivergedError, PreemptedError, Problem
 from recipes_lib.models.parallel.tensor_parallel import count_tensor_parts
 from recipes_lib.models.parallel.zero3 import leave_to_engine
 from recipes_lib.planning.steps import compute_steps
@@ -54,7 +53,7 @@ from recipes_lib.training.optim.optimizers import (
     split_loraplus_groups,
 )
 from recipes_lib.training.trainers.arguments import verify_fp8_layers
-from recipes_lib.training.trainers.run_sampler import EpochRows, RunSampler, deal_out
+from recipes_lib.training.trainers.run_sampler import EpochRows, RunSampler, shard_evenly
 
 Batch = dict[str, Any]
 
@@ -72,6 +71,8 @@ class RecipeTrainer(CheckpointingTrainer):
     loss_is_scaled_for_ga = True
     decay_embeddings = True
     router_aux_loss_coef = 0.0
+    balances_experts = False
+    """Whether the load of a mixture of experts is balanced where neither key nor model ask for it, as in TRL's SFT."""
     has_own_objective = True
     """Whether the objective is a mean over terms, known before the step: what the checks of the start rely on."""
     compares_rows = False
@@ -133,13 +134,15 @@ class RecipeTrainer(CheckpointingTrainer):
         self.remove_callback(PrinterCallback)
         # Right behind the one that decides what is due, so that the trackers behind report the figures added here.
         self.callback_handler.callbacks[1:1] = observer.callbacks
-        self.add_callback(_TellGroups(observer.progress.say))
+        self.add_callback(_LogParameterGroups(observer.progress.say))
         self._last_step = LastStep(self)
         for callback in (*checks, self._last_step):
             self.add_callback(callback)
         if args.mixed_precision == "fp8":
             verify_fp8_layers(self.model)
         if self.has_own_objective:
+            coefficient = getattr(args, "router_aux_loss_coef", None)
+            self.router_aux_loss_coef = settle_router_loss(model, coefficient, by_default=self.balances_experts)
             self.add_callback(StartChecks(self, has_adapter=self.adapter.use_peft))
         self.guard = StepGuard(self, observer.guards)
         # The last, so that what it saves at the very beginning is what the first step starts from.
@@ -150,7 +153,7 @@ class RecipeTrainer(CheckpointingTrainer):
         """Return how many terms a micro-batch adds to the objective; ``int64`` scalar."""
 
     @abstractmethod
-    def leave_out(self, batch: Batch) -> Batch:
+    def mask_batch(self, batch: Batch) -> Batch:
         """Return a batch that adds nothing to the objective and is computed all the same: others wait for it."""
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
@@ -247,7 +250,7 @@ class RecipeTrainer(CheckpointingTrainer):
         """Yield the micro-batches of a step as they are trained on; nothing counts twice."""
         for batch in batches:
             is_repeated = self._is_last_repeated and self.accelerator.gradient_state.end_of_dataloader
-            yield self.leave_out(batch) if is_repeated else batch
+            yield self.mask_batch(batch) if is_repeated else batch
 
     def floating_point_ops(self, inputs: Batch) -> int:
         """Return this process's share of upstream's ``6 * tokens * parameters``, the model walked but once."""
@@ -267,7 +270,7 @@ class RecipeTrainer(CheckpointingTrainer):
         return loss
 
     @contextlib.contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def uncounted_pass(self) -> Iterator[None]:
         """While it lasts, what is computed does not count as training."""
         observer, inputs = self.observer, self.guard.inputs
         self.observer = replace(observer, counter=StepCounter())
@@ -307,7 +310,7 @@ class RecipeTrainer(CheckpointingTrainer):
         loader: DataLoader[Any] = super().get_train_dataloader()
         shard = loader.batch_sampler
         if isinstance(shard, BatchSamplerShard):
-            self._is_last_repeated = deal_out(shard, self.launch.data_size, self.launch.data_rank)
+            self._is_last_repeated = shard_evenly(shard, self.launch.data_size, self.launch.data_rank)
         return loader
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
@@ -325,7 +328,7 @@ class RecipeTrainer(CheckpointingTrainer):
         if self.is_fsdp_enabled or self.is_deepspeed_enabled or self._has_mixed_mesh_grads(model):
             return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         learning = [parameter for parameter in model.parameters() if parameter.grad is not None]
-        norm = self._measure_gradients(learning)
+        norm = self._compute_grad_norm(learning)
         self.guard.judge(norm)
         clip_grads_with_norm_(learning, self.args.max_grad_norm, norm)
         return norm
@@ -339,9 +342,9 @@ class RecipeTrainer(CheckpointingTrainer):
         if self.is_fsdp_enabled or self.is_deepspeed_enabled or self._has_mixed_mesh_grads(model):
             norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[no-untyped-call]
             return self.guard.judge(norm)
-        return self.guard.judge(self._measure_gradients(model.parameters())) if grad_norm is None else grad_norm
+        return self.guard.judge(self._compute_grad_norm(model.parameters())) if grad_norm is None else grad_norm
 
-    def _measure_gradients(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    def _compute_grad_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
         self.accelerator.unscale_gradients()
         counted = self.list_counted(parameters)
         return self.measure_norm([parameter.grad for parameter in counted if parameter.grad is not None])
@@ -354,7 +357,7 @@ class RecipeTrainer(CheckpointingTrainer):
         """Return those of this process's parameters that no other process counts in a norm."""
         return list(parameters)
 
-    def find_evaluated(self) -> nn.Module:
+    def get_evaluation_model(self) -> nn.Module:
         """Return the model that is evaluated, in the precision of training."""
         if self.is_in_train:
             return self.model_wrapped
@@ -367,7 +370,7 @@ class RecipeTrainer(CheckpointingTrainer):
         self.is_evaluating = True
         WATCHDOG.enter("an evaluation")
         self._show_averaged_weights()
-        model = self.find_evaluated()
+        model = self.get_evaluation_model()
         for hook in self.observer.hooks:
             figures = hook(model, self.state.global_step)
             metrics |= {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
@@ -379,16 +382,12 @@ class RecipeTrainer(CheckpointingTrainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def evaluate_what_is_owed(self) -> None:
+    def run_pending_evaluation(self) -> None:
         """Make the evaluation in which the run stopped, where upstream would have made it: after a step."""
         metrics = self._evaluate(None, None)
         is_best = self._determine_best_metric(metrics, None)
         if is_best and self.args.save_strategy == SaveStrategy.BEST:
             self._save_checkpoint(self.model_wrapped, None)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Hand the figures to the callbacks; TRL's own additions (entropy, mean accuracy) are not computed here."""
-        Trainer.log(self, logs, start_time)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save the weights that an optimizer stands for; the card is written with the final model."""
@@ -401,7 +400,31 @@ class RecipeTrainer(CheckpointingTrainer):
             self.optimizer.eval()
 
 
-class _TellGroups(TrainerCallback):
+def settle_router_loss(model: PreTrainedModel, coefficient: float | None, *, by_default: bool) -> float:
+    """Switch the load-balancing loss of a mixture of experts on or off; return the coefficient that weighs it.
+
+    Args:
+        model: Its configuration is changed, and saved with it.
+        coefficient: ``router_aux_loss_coef``; ``None`` is the model's own.
+        by_default: Whether the model's own coefficient switches the loss on, rather than ``output_router_logits``.
+
+    Raises:
+        ConfigError: A dense model was given a coefficient.
+
+    Source: ``trl.SFTTrainer.__init__`` (trl 1.16); ``tests/parity/test_experts.py``.
+    """
+    config: Any = model.config.get_text_config()
+    if coefficient and not hasattr(config, "output_router_logits"):
+        found = f"{type(model).__name__} is no mixture of experts that returns its router logits"
+        raise ConfigError(Problem("router_aux_loss_coef", found, "delete the line"))
+    own = float(getattr(config, "router_aux_loss_coef", None) or 0.0)
+    if hasattr(config, "output_router_logits") and (by_default or coefficient is not None):
+        config.router_aux_loss_coef = own if coefficient is None else coefficient
+        config.output_router_logits = config.router_aux_loss_coef != 0.0
+    return own if coefficient is None else coefficient
+
+
+class _LogParameterGroups(TrainerCallback):
     """Says before the first step which parameters are trained by what, at which rate and decay."""
 
     def __init__(self, say: Callable[[str], None]) -> None:

@@ -102,7 +102,7 @@ class EvenBatches(BatchSampler):
             yield batch
 
 
-def deal_out(shard: BatchSamplerShard, num_takers: int, taker: int) -> bool:
+def shard_evenly(shard: BatchSamplerShard, num_takers: int, taker: int) -> bool:
     """Deal the batches of an epoch out in turns, so that all takers have the same number of them.
 
     accelerate would have the last ones filled up with the first rows of the epoch, which would count twice; and of

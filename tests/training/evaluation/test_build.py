@@ -1,0 +1,129 @@
+"""The observer that a recipe builds: its figures reach the trackers, and it changes nothing of training."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
+from recipes_lib.data.packed.collators import PackedCollator
+from recipes_lib.data.packed.training_data import load_training_data
+from recipes_lib.errors import ConfigError
+from recipes_lib.training.evaluation.build import build_observer
+from recipes_lib.training.layouts.launch_environment import read_launch
+from recipes_lib.training.monitoring.observer import Observer
+from recipes_lib.training.trainers.arguments import build_training_arguments
+from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
+
+
+@pytest.fixture
+def config(tmp_path, tiny_model_dir):
+    chats = tmp_path / "chats.jsonl"
+    rows = (
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}, yes."}]}
+        for n in range(20)
+    )
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return RecipeConfig(
+        stage="sft",
+        path=None,
+        data=DataConfig(dataset_name=str(chats), test_split_size=4),
+        tokens=TokensConfig(max_length=64, prepared_dir=str(tmp_path / "prepared")),
+        model=ModelConfig(model_name_or_path=str(tiny_model_dir)),
+        evaluation=EvaluationConfig(
+            num_sample_prompts=2,
+            sample_max_new_tokens=4,
+            metrics=["recipes_lib.training.evaluation.user_metrics:AnswerMatch"],
+        ),
+        training={
+            "output_dir": str(tmp_path / "out"),
+            "bf16": False,
+            "activation_checkpointing": False,
+            "max_steps": 3,
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+            "eval_on_start": True,
+            "logging_steps": 1,
+            "learning_rate": 1e-3,
+            "save_strategy": "no",
+        },
+    )
+
+
+def train(config, *, watched):
+    tokenizer = AutoTokenizer.from_pretrained(config.model.model_name_or_path)
+    data = load_training_data(config, lambda _: tokenizer)
+    args = build_training_arguments(config, read_launch(), has_eval=watched)
+    model = AutoModelForCausalLM.from_pretrained(config.model.model_name_or_path)
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    collate = PackedCollator(pad_token_id=tokenizer.pad_token_id)
+    observer = build_observer(config, data, args, model, tokenizer, collate)
+    if not watched:
+        observer = Observer(observer.counter, [], [], observer.progress)
+    return SFTTrainer(
+        model=model,
+        args=args,
+        train_dataset=data.train,
+        eval_dataset=data.eval if watched else None,
+        data_collator=collate,
+        processing_class=tokenizer,
+        observer=observer,
+    )
+
+
+def test_a_watched_run_ends_with_the_very_weights_of_an_unwatched_one(config, tmp_path):
+    (tmp_path / "out").mkdir()
+    weights = []
+    for watched in (True, False):
+        trainer = train(config, watched=watched)
+        trainer.train()
+        weights.append({name: tensor.clone() for name, tensor in trainer.model.state_dict().items()})
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    events = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [event for event in events if event["kind"] == "eval"]
+    assert [event["step"] for event in evaluations] == [0, 1, 2, 3]
+    assert {"eval_loss", "eval_bits_per_byte", "eval_stop_rate", "eval_exact_match"} <= evaluations[0].keys()
+    assert len((tmp_path / "out" / "samples.jsonl").read_text().splitlines()) == 8
+
+
+def test_trackers_behind_it_are_told_the_throughput(config, tmp_path):
+    (tmp_path / "out").mkdir()
+    seen = []
+
+    class Tracker(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.append(dict(logs))
+
+    trainer = train(config, watched=True)
+    trainer.add_callback(Tracker())
+    trainer.train()
+    assert all("target_tokens_per_second" in logs for logs in seen if "loss" in logs)
+    assert any("loss" in logs for logs in seen)
+
+
+def test_answers_that_positions_would_cut_short_are_not_scored(config, capsys):
+    """Neither cut nor scored as wrong: 510 of 512 tokens leave no room for any of the prompts."""
+    config = replace(config, evaluation=replace(config.evaluation, sample_max_new_tokens=510))
+    with pytest.raises(ConfigError, match="leave room for sample_max_new_tokens"):
+        train(config, watched=True)
+    train(replace(config, evaluation=replace(config.evaluation, metrics=None)), watched=True)
+    assert "4 held-out prompts leave no room for sample_max_new_tokens 510 in the 512 pos" in capsys.readouterr().err
+
+
+def test_a_metric_without_a_reference_to_compare_with_is_refused(config):
+    config = replace(config, evaluation=replace(config.evaluation, sample_prompts=["Hello?"]))
+    with pytest.raises(ConfigError, match="no sample prompt has a reference"):
+        train(config, watched=True)
+
+
+def test_what_the_audit_warns_of_is_told_before_training(config, caplog):
+    path = Path(config.data.dataset_name)
+    path.write_text(path.read_text() + '{"messages": []}\n')
+    tokens = replace(config.tokens, broken_rows="drop", max_broken_fraction=0.1)
+    train(replace(config, tokens=tokens), watched=True)
+    (told,) = [record.getMessage() for record in caplog.records if "broken" in record.getMessage()]
+    assert told.startswith(f"train: 1 of 21 rows (4.76%) are broken and left out; the first is {path}:21: ")
