@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from recipes_lib.data.prompts import PromptRow
@@ -26,6 +26,7 @@ from recipes_lib.rl.rollout import (
     lay_out,
 )
 from recipes_lib.rl.rollout_schedule import Stream
+from recipes_lib.training.collectives import barrier
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.monitoring.progress import TrainingProgress
 
@@ -78,9 +79,8 @@ class Collector:
         self.models.set_training(training=False)
         loading = time.perf_counter()
         self._load()
-        if distributed.is_initialized():
-            # An engine that serves all processes has the weights when the one that sends them has sent them.
-            distributed.barrier()
+        # An engine that serves all processes has the weights when the one that sends them has sent them.
+        barrier()
         began = time.perf_counter()
         rollout = self._sample(list(prompts), numbers)
         sampled = time.perf_counter()

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from recipes_lib.data.prompts import PromptRow
+from recipes_lib.training.collectives import gather_objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +109,7 @@ def share(rollout: Rollout, world_size: int) -> Rollout:
     """
     if world_size == 1:
         return rollout
-    gathered: list[Any] = [None] * world_size
-    distributed.all_gather_object(gathered, rollout)
+    gathered = gather_objects(rollout)
     width = max(part.mask.shape[1] for part in gathered)
     turns = zip(*(part.prompts for part in gathered), strict=True)
     joined: dict[str, Any] = {"prompts": [prompt for turn in turns for prompt in turn]}

@@ -27,6 +27,7 @@ from recipes_lib.rl.ppo_math import (
 )
 from recipes_lib.rl.rollout import Rollout, compute_response_logps, compute_response_values, lay_out
 from recipes_lib.rl.rollout_schedule import PPOSchedule, Stream
+from recipes_lib.training.collectives import get_world_size
 from recipes_lib.training.guards.step_facts import StepInputs, stop_before_update
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.fsdp import is_sharded
@@ -194,7 +195,7 @@ class Learner:
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of this process's share of a step's loss; the step is made from the sum of all shares."""
         # FSDP2 sums them here and now, and divides by the number of processes.
-        (loss * distributed.get_world_size() if self.is_sharded else loss).backward()  # type: ignore[no-untyped-call]
+        (loss * get_world_size() if self.is_sharded else loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self, judge: Callable[..., None]) -> float:
         """Update from the gradients of all processes and return their norm before clipping.
@@ -236,7 +237,7 @@ class Sums:
 
     def read(self) -> Figures:
         """Return the figures over all processes, every one of which must call."""
-        if distributed.is_initialized() and distributed.get_world_size() > 1:
+        if get_world_size() > 1:
             for values, operation in ((self.sums, distributed.ReduceOp.SUM), (self.largest, distributed.ReduceOp.MAX)):
                 if values:
                     joined = torch.stack(list(values.values()))
@@ -435,7 +436,7 @@ def _per_token(figures: Figures, num_tokens: int) -> Figures:
 
 
 def _sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+    if get_world_size() == 1:
         return
     handles = []
     for parameter in parameters:

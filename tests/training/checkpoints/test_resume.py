@@ -205,15 +205,12 @@ def speak(monkeypatch):
     def hear(checkpoint, accumulation):
         answers = []
 
-        def broadcast(told):
-            told[:] = [checkpoint, accumulation]
-
         def gather(own):
-            answers.extend(own)
-            return [(None, None), *own]
+            answers.append(own)
+            return [(None, None), own]
 
-        monkeypatch.setattr(resumption, "broadcast_object_list", broadcast)
-        monkeypatch.setattr(resumption, "gather_object", gather)
+        monkeypatch.setattr(resumption, "broadcast_object", lambda _: (checkpoint, accumulation))
+        monkeypatch.setattr(resumption, "gather_objects", gather)
         return answers
 
     return hear

@@ -239,7 +239,7 @@ class TrainingData:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row after cutting, held-out rows included; of a stream, the most that a row may have."""
+        """Tokens of the longest row after cutting, held-out rows too; of a stream, the most that a row may have."""
         audits = [self.record[side] for side in ("train", "eval") if self.record.get(side)]
         return min(self.max_length, max((audit["length_max"] for audit in audits), default=self.max_length))
 

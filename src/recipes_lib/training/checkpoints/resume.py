@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from accelerate.utils import broadcast_object_list, gather_object
 from transformers import set_seed
 
 from recipes_lib.config.schema import RecipeConfig
@@ -17,6 +16,7 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
 from recipes_lib.planning.schedule import agree_until
 from recipes_lib.training.checkpoints.manifest import Record, find_damage, is_complete, list_checkpoints, put_aside
+from recipes_lib.training.collectives import broadcast_object, gather_objects
 from recipes_lib.training.layouts.launch_environment import Launch
 
 BATCH_KEYS: Final = ("per_device_train_batch_size", "gradient_accumulation_steps")
@@ -134,17 +134,13 @@ def agree_on_checkpoint(
     """
     while True:
         newest = list_checkpoints(resume_from.parent) if launch.is_main and resume_from else []
-        chosen: list[Any] = [newest[0][1] if newest else None, accumulation]
-        if launch.world_size > 1:
-            broadcast_object_list(chosen)
-        checkpoint: Path | None = chosen[0]
+        chosen = broadcast_object((newest[0][1] if newest else None, accumulation))
+        checkpoint = chosen[0]
         problem = _find_disagreement(launch, accumulation, *chosen)
         damage = None
         if checkpoint is not None and problem is None:
             damage = find_damage(checkpoint, launch.rank, launch.world_size)
-        found = [(problem, damage)]
-        if launch.world_size > 1:
-            found = gather_object(found)
+        found = gather_objects((problem, damage))
         if problems := [problem for problem, _ in found if problem]:
             raise ConfigError(*problems)
         damages = [damage for _, damage in found if damage]

@@ -22,6 +22,7 @@ from recipes_lib.files import read_json
 from recipes_lib.models.adapters.lora import read_adapter_state
 from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.training.checkpoints.manifest import find_writer
+from recipes_lib.training.collectives import gather_objects, get_rank, is_distributed
 from recipes_lib.training.layouts.fsdp import reshard
 
 MODEL_SHARDS: Final = "model_shards"
@@ -62,7 +63,7 @@ def gather_trained_state(model: nn.Module) -> dict[str, Tensor]:
     whole: dict[str, Tensor] = {}
     for name, tensor in read_trained_state(model).items():
         gathered = _gather(tensor)
-        if _get_rank() == 0:
+        if get_rank() == 0:
             whole[name] = gathered.cpu()
     return whole
 
@@ -107,7 +108,7 @@ def read_whole_weights(folder: Path) -> dict[str, Tensor]:
 def save_optimizer_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Write the shards of an optimizer's states; its groups, which all processes have alike, as JSON."""
     _save(folder / OPTIMIZER_SHARDS, _read_states(model, optimizer))
-    if _get_rank() == 0:
+    if get_rank() == 0:
         groups = [_describe_group(group) for group in optimizer.param_groups]
         (folder / OPTIMIZER_SHARDS / _GROUPS).write_text(json.dumps(groups, indent=1), encoding="utf-8")
 
@@ -173,7 +174,7 @@ def verify_shards(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
     Raises:
         BrokenSaveError: A tensor is missing, not whole or not finite; or a file cannot be opened.
     """
-    rank, found, faults = _get_rank(), dict.fromkeys(shapes, 0), []
+    rank, found, faults = get_rank(), dict.fromkeys(shapes, 0), []
     # What another process wrote has left the memory of this machine, and would come over the network.
     for file in _list_files(folder / MODEL_SHARDS, None if rank == 0 else rank):
         try:
@@ -203,7 +204,7 @@ def compare_own_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Op
     """
     live = {MODEL_SHARDS: read_trained_state(model), OPTIMIZER_SHARDS: _read_states(model, optimizer)}
     for name, tensors in live.items():
-        for file, key, saved in _iterate(folder / name, rank=_get_rank()):
+        for file, key, saved in _iterate(folder / name, rank=get_rank()):
             tensor = tensors[key].detach()
             own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if not torch.equal(saved, own.cpu()):
@@ -239,7 +240,7 @@ def _told_of_processes() -> Iterator[dict[str, bool]]:
     """Tell torch that one process is meant where there is one, and keep it from wondering about that."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield {"no_dist": not distributed.is_initialized()}
+        yield {"no_dist": not is_distributed()}
 
 
 def _iterate(folder: Path, rank: int) -> Iterator[tuple[Path, str, Tensor]]:
@@ -294,9 +295,8 @@ def _restore(
 
 def _collect(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of all processes, on the host of the main one; one that several have is the first one's."""
-    held: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(held, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
-    device, rank = next(iter(tensors.values())).device, distributed.get_rank()
+    held = gather_objects({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
+    device, rank = next(iter(tensors.values())).device, get_rank()
     whole: dict[str, Tensor] = {}
     # Backwards, so that of several the first one is the owner.
     owners = {name: owner for owner, names in reversed([*enumerate(held)]) for name in names}
@@ -317,7 +317,3 @@ def _gather(tensor: Tensor) -> Tensor:
     """A whole tensor; every process that has a shard of it must call."""
     shards = tensor.detach()
     return shards.full_tensor() if isinstance(shards, DTensor) else shards
-
-
-def _get_rank() -> int:
-    return distributed.get_rank() if distributed.is_initialized() else 0

@@ -11,9 +11,9 @@ from torch import Tensor, distributed, nn
 
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.models.devices import find_device
+from recipes_lib.training.collectives import get_rank, get_world_size, sum_over_processes
 from recipes_lib.training.evaluation.training_state import preserve_training_state
 from recipes_lib.training.guards.preemption import stop_if_agreed
-from recipes_lib.training.monitoring.metrics import sum_over_processes
 from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.pair_batches import PairScores
 
@@ -28,7 +28,7 @@ class Rows(Protocol):
 
 def count_rounds(num_rows: int, batch_size: int, group: distributed.ProcessGroup | None = None) -> int:
     """Return how many batches each process takes."""
-    return math.ceil(num_rows / (batch_size * _world_size(group)))
+    return math.ceil(num_rows / (batch_size * get_world_size(group)))
 
 
 def share_rows(
@@ -47,17 +47,13 @@ def share_rows(
 
     Source: ``tests/training/evaluation/test_row_sharing.py``, ``tests/distributed/test_evaluation.py``.
     """
-    rank = distributed.get_rank(group) if distributed.is_initialized() else 0
-    world_size, num_batches = _world_size(group), math.ceil(num_rows / batch_size)
+    rank, world_size = get_rank(group), get_world_size(group)
+    num_batches = math.ceil(num_rows / batch_size)
     for index in range(rank, count_rounds(num_rows, batch_size, group) * world_size, world_size):
         stop_if_agreed()
         is_counted = index < num_batches
         start = index * batch_size if is_counted else 0
         yield range(start, min(start + batch_size, num_rows)), is_counted
-
-
-def _world_size(group: distributed.ProcessGroup | None) -> int:
-    return distributed.get_world_size(group) if distributed.is_initialized() else 1
 
 
 Batch = dict[str, Any]

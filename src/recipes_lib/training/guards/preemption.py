@@ -10,11 +10,11 @@ from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.errors import PreemptedError
 from recipes_lib.stopping import STOP
+from recipes_lib.training.collectives import gather_objects, sum_over_processes
 from recipes_lib.training.evaluation.training_state import RandomStates
 from recipes_lib.training.guards.trainer_view import TrainerView
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY
-from recipes_lib.training.monitoring.metrics import sum_over_processes
 
 GENERATION_STEPS: Final = 8
 """Tokens between two looks while samples are generated."""
@@ -33,10 +33,7 @@ def stop_if_agreed(group: distributed.ProcessGroup | None = None) -> None:
 
 def build_preemption() -> PreemptedError:
     """Return what is raised by all processes once they have agreed; all of them must call it."""
-    reasons: list[Any] = [STOP.reason]
-    if distributed.is_initialized():
-        reasons = [None] * distributed.get_world_size()
-        distributed.all_gather_object(reasons, STOP.reason)
+    reasons = gather_objects(STOP.reason)
     rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
     STOP.ask(reason)
     return PreemptedError(reason if len(reasons) == 1 else f"{reason} on rank {rank}")

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from recipes_lib.errors import DivergedError
+from recipes_lib.training.collectives import gather_objects
 from recipes_lib.training.evaluation.training_state import RandomStates
 from recipes_lib.training.guards.step_facts import StepInputs
 from recipes_lib.training.guards.trainer_view import TrainerView
@@ -106,7 +107,7 @@ class ReplayCheck:
         is_scaled = self._trainer.accelerator.scaler is not None
         first = self._replay(trained, inputs) if is_scaled else _read_figures(trained, inputs.losses)
         again = self._replay(trained, inputs)
-        found = _gather([name for name in first if first[name] != again[name]])
+        found = gather_objects([name for name in first if first[name] != again[name]])
         if any(found):
             self._name(found, trained, inputs)
         for name, parameter in trained.items():
@@ -125,7 +126,7 @@ class ReplayCheck:
         blamed = [[name for name in names if name not in trained] for names in found]
         if not any(blamed) and len(found) > 1:
             one, other = (self._replay(trained, inputs, is_reduced=False) for _ in range(2))
-            blamed = _gather([name for name in one if one[name] != other[name]])
+            blamed = gather_objects([name for name in one if one[name] != other[name]])
             premise += "" if any(blamed) else ", then twice more with one result, so that any rank may be at fault"
         if not any(blamed):
             blamed = found
@@ -153,9 +154,7 @@ class ReplayCheck:
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         # Of what is sharded every process has another part.
         own = compute_checksums({name: value for name, value in tensors.items() if not hasattr(value, "to_local")})
-        gathered: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(gathered, own)
-        found = find_differences(gathered)
+        found = find_differences(gather_objects(own))
         if found:
             _refuse(found, f"before step {step} the weights of all processes should be the same")
 
@@ -164,15 +163,6 @@ def _read_figures(trained: Mapping[str, nn.Parameter], losses: Sequence[Tensor])
     named = {f"the loss of micro-batch {at + 1}": loss.reshape(1) for at, loss in enumerate(losses)}
     gradients = {name: parameter.grad for name, parameter in trained.items() if parameter.grad is not None}
     return compute_checksums({**named, **gradients})
-
-
-def _gather(own: list[str]) -> list[list[str]]:
-    """What each process has found; all must call."""
-    found: list[Any] = [own]
-    if distributed.is_initialized():
-        found = [None] * distributed.get_world_size()
-        distributed.all_gather_object(found, own)
-    return found
 
 
 def _refuse(differing: Mapping[int, list[str]], premise: str) -> None:

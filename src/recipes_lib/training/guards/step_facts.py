@@ -11,9 +11,10 @@ from typing import Any, Final
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, distributed
+from torch import Tensor
 
 from recipes_lib.errors import DivergedError
+from recipes_lib.training.collectives import gather_objects, get_rank
 
 DUMP_DIR: Final = "diverged"
 ROW_IDS: Final = "row_ids"
@@ -124,13 +125,10 @@ def stop_before_update(
         DivergedError: Always; the same one on every process.
     """
     found = find_faults(parameters, [float(loss) for loss in inputs.losses])
-    rank = distributed.get_rank() if distributed.is_initialized() else 0
+    rank = get_rank()
     folder = output_dir / DUMP_DIR / f"step-{step}"
     write_dump(folder, rank, inputs, {"step": step, "rank": rank, **facts, **found})
-    faults: list[Any] = [found]
-    if distributed.is_initialized():
-        faults = [None] * distributed.get_world_size()
-        distributed.all_gather_object(faults, found)
+    faults = gather_objects(found)
     whose = f" of the {learner}" if learner else ""
     when = "behind its update, which DeepSpeed makes first" if is_updated else f"before its update{whose}"
     weights = "The last checkpoint is whole, and from before"

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.neftune import deactivate_neftune
 from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.config.schema import GuardsConfig
 from recipes_lib.training.checkpoints.manifest import supersede
+from recipes_lib.training.collectives import broadcast_object
 from recipes_lib.training.guards.replay import ReplayCheck
 from recipes_lib.training.guards.rollback import (
     STEPS_AFTER,
@@ -274,7 +275,7 @@ class StepGuard(TrainerCallback):
                 self._stop(loss, grad_norm, why)
             # One that is being written may be the newest before the spike.
             self._trainer.finish_saving()
-            back_to = self._agree(find_step_before(self._output_dir, step))
+            back_to = broadcast_object(find_step_before(self._output_dir, step))
             if back_to is not None:
                 raise _SpikedError(self._plan(step, str(spike), back_to))
         if not self._is_in_spike:
@@ -287,13 +288,6 @@ class StepGuard(TrainerCallback):
         last = min(step - 1 + STEPS_AFTER, self._trainer.state.max_steps - 1)
         skipped = (self._trainer.find_rows(first)[0], self._trainer.find_rows(last)[1])
         return Rollback(step, cause, back_to, skipped, steps=(first + 1, last + 1))
-
-    def _agree(self, step: int | None) -> int | None:
-        """What the main process has found in the output directory."""
-        found = [step]
-        if distributed.is_initialized():
-            distributed.broadcast_object_list(found, src=0)
-        return found[0]
 
     def _go_back(self, rollback: Rollback) -> str:
         """Make the record whole before anything is computed from it; return the checkpoint to go on from."""

@@ -19,6 +19,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from recipes_lib.models.devices import find_device
 from recipes_lib.models.heads.loss_head import LossHeadOutput, add_loss_head
 from recipes_lib.models.parallel.pipeline_parallel import Elsewhere, Part, cut_into_chunks
+from recipes_lib.training.collectives import get_rank, get_world_size
 from recipes_lib.training.layouts.fsdp import compute_total_norm, has_shards, reshard, shard_chunk
 
 
@@ -44,7 +45,7 @@ def build_stage_mesh(num_stages: int) -> StageMesh:
     Args:
         num_stages: Processes of a pipeline; the process group exists, and has a multiple of it.
     """
-    rank, num_replicas = distributed.get_rank(), distributed.get_world_size() // num_stages
+    rank, num_replicas = get_rank(), get_world_size() // num_stages
     columns = [list(range(first, num_replicas * num_stages, num_replicas)) for first in range(num_replicas)]
     rows = [list(range(num_replicas * stage, num_replicas * (stage + 1))) for stage in range(num_stages)]
     ends = [sorted({ranks[0], ranks[-1]}) for ranks in columns]

@@ -16,8 +16,9 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.training.collectives import sum_over_processes
 from recipes_lib.training.layouts.fsdp import compute_total_norm
-from recipes_lib.training.monitoring.metrics import MetricsWriter, StepCounter, ThroughputMeter, sum_over_processes
+from recipes_lib.training.monitoring.metrics import MetricsWriter, StepCounter, ThroughputMeter
 from recipes_lib.training.monitoring.progress import TrainingProgress
 
 STATE_KEY = "recipes_lib_metrics"

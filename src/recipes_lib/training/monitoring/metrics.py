@@ -8,7 +8,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,9 @@ from torch import Tensor, distributed
 
 from recipes_lib.files import replace_text
 from recipes_lib.planning.compute import TokenFlops
+from recipes_lib.training.collectives import sum_over_processes
 
 METRICS_FILE = "metrics.jsonl"
-
-
-def sum_over_processes(values: Sequence[float], group: distributed.ProcessGroup | None = None) -> list[float]:
-    """Return the elementwise sum of every process's ``values``; all of the group must call it. Integers stay exact."""
-    if not distributed.is_initialized():
-        return list(values)
-    gathered: list[Any] = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(gathered, list(values), group=group)
-    return [sum(column) for column in zip(*gathered, strict=True)]
 
 
 class StepCounter:

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 import recipes_lib.losses
 import recipes_lib.models
@@ -28,6 +28,7 @@ from recipes_lib.data.packed.store import (
 from recipes_lib.data.pairs.pair_data import PairData, PairRows
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.devices import find_device
+from recipes_lib.training.collectives import broadcast_object, get_rank, sum_tensor
 from recipes_lib.training.evaluation.held_out import count_rounds, share_rows
 from recipes_lib.training.evaluation.training_state import preserve_training_state
 from recipes_lib.training.monitoring.progress import TrainingProgress
@@ -115,7 +116,7 @@ class ReferenceLogps:
             progress.say(f"reference: stored numbers are off by {difference:.1e} nats at most; they {verdict}")
         if not is_found:
             self.compute(model, score, batch_size=batch_size, progress=progress)
-        if _is_main():
+        if get_rank() == 0:
             self.store(replaces=not is_found)
 
     def find(self) -> bool:
@@ -123,7 +124,7 @@ class ReferenceLogps:
 
         The main process reads, so that all have the same, on whichever node; every process must call.
         """
-        found = _take_from_main(self._read() if _is_main() else None)
+        found = broadcast_object(self._read() if get_rank() == 0 else None)
         for name, logps in (found or {}).items():
             self.rows[name].logps[:] = logps
         return found is not None
@@ -181,7 +182,7 @@ class ReferenceLogps:
                 differences.append((score(pairs).T.float().cpu() - torch.from_numpy(rows.logps[some])).abs())
                 allowed.append(compute_rounding(lengths, dtype))
         off, limit = torch.cat(differences), torch.cat(allowed)
-        return _take_from_main((float(off.max()), bool((off <= limit).all())))
+        return broadcast_object((float(off.max()), bool((off <= limit).all())))
 
     def _read(self) -> dict[str, _Figures] | None:
         return next((logps for root in (self._own, self._root) if (logps := self._read_from(root))), None)
@@ -237,7 +238,7 @@ def compute_reference_key(model: nn.Module, *, pairs: str, is_without_adapter: b
         **facts,
     }
     # Where loading is sparing with memory, the others have no weights yet.
-    return _take_from_main(compute_key(inputs))
+    return broadcast_object(compute_key(inputs))
 
 
 def refuse_missing(step: int) -> None:
@@ -268,22 +269,6 @@ def _read_architecture(model: Any) -> dict[str, Any]:
     return {name: value for name, value in read.items() if name not in ("_name_or_path", "name_or_path")}
 
 
-def _is_main() -> bool:
-    return not distributed.is_initialized() or distributed.get_rank() == 0
-
-
-def _take_from_main(value: T) -> T:
-    """The value of the main process; every process must call."""
-    shared = [value]
-    if distributed.is_initialized():
-        distributed.broadcast_object_list(shared, src=0)
-    return shared[0]
-
-
 def _sum_over_processes(values: _Figures, device: torch.device) -> _Figures:
-    if not distributed.is_initialized():
-        return values
-    tensor = torch.from_numpy(values).to(device)
-    distributed.all_reduce(tensor)
-    summed: _Figures = tensor.cpu().numpy()
+    summed: _Figures = sum_tensor(torch.from_numpy(values).to(device)).cpu().numpy()
     return summed

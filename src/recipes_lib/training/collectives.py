@@ -1,0 +1,62 @@
+"""Collective operations on Python objects and the ranks of this process, also where no process group exists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor, distributed
+
+T = TypeVar("T")
+Group = distributed.ProcessGroup | None
+
+
+def is_distributed() -> bool:
+    """Return whether there is a process group; one process alone has none."""
+    return distributed.is_initialized()
+
+
+def get_rank(group: Group = None) -> int:
+    """Return the rank of this process in ``group`` (default: all processes), 0 without one."""
+    return distributed.get_rank(group) if is_distributed() else 0
+
+
+def get_world_size(group: Group = None) -> int:
+    """Return the number of processes of ``group`` (default: all), 1 without one."""
+    return distributed.get_world_size(group) if is_distributed() else 1
+
+
+def barrier() -> None:
+    """Return when every process has called."""
+    if is_distributed():
+        distributed.barrier()
+
+
+def gather_objects(value: T, group: Group = None) -> list[T]:
+    """Return the value of every rank, in their order; all ranks of ``group`` must call."""
+    if not is_distributed():
+        return [value]
+    gathered: list[Any] = [None] * get_world_size(group)
+    distributed.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def broadcast_object(value: T) -> T:
+    """Return the value of rank 0; all ranks must call."""
+    shared: list[Any] = [value]
+    if is_distributed():
+        distributed.broadcast_object_list(shared, src=0)
+    received: T = shared[0]
+    return received
+
+
+def sum_over_processes(values: Sequence[float], group: Group = None) -> list[float]:
+    """Return the elementwise sum of every rank's ``values``; all of ``group`` must call. Integers stay exact."""
+    return [sum(column) for column in zip(*gather_objects(list(values), group), strict=True)]
+
+
+def sum_tensor(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` after adding up those of all ranks in place; all ranks must call."""
+    if is_distributed():
+        distributed.all_reduce(tensor)
+    return tensor
