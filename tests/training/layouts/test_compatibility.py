@@ -199,25 +199,32 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
 ]
 # What else trips the row of those keys.
 OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    *(({"stage": stage}, TENSORS, "would stand whole beside tensors") for stage in ("reward", "dpo", "distill")),
-    ({"stage": "pretrain"}, TENSORS | {"pipeline": name_pipeline(2, "gpipe")}, "shared out by FSDP2 alone"),
-    ({"stage": "pretrain"}, stages(2, "gpipe", "FSDP", fsdp_activation_checkpointing=True), "does not shard a model"),
-    ({"stage": "sft", "neftune_noise_alpha": 5.0}, TENSORS, "would add other noise"),
-    ({"stage": "sft", "torch_compile": True}, TENSORS, "would add other noise"),
-    *(({"stage": stage}, ROWS_SHARED, "more than tokens and their") for stage in ("reward", "dpo", "distill")),
-    *(({"stage": stage}, HEADS_SHARED, "more than tokens and their") for stage in ("reward", "dpo", "distill")),
-    ({"stage": "sft", "attn_implementation": "sdpa"}, HEADS_SHARED, "that reaches over processes"),
-    ({"stage": "sft", "dataset_streaming": True, "max_steps": 1}, HEADS_SHARED, "would each have another"),
+    *(
+        ({"stage": stage}, TENSORS, "does not support adapters")
+        for stage in ("reward", "dpo", "distill")
+    ),
+    ({"stage": "pretrain"}, TENSORS | {"pipeline": name_pipeline(2, "gpipe")}, "sharded by FSDP2 only"),
+    (
+        {"stage": "pretrain"},
+        stages(2, "gpipe", "FSDP", fsdp_activation_checkpointing=True),
+        "does not shard pipeline stages",
+    ),
+    ({"stage": "sft", "neftune_noise_alpha": 5.0}, TENSORS, "would add different noise"),
+    ({"stage": "sft", "torch_compile": True}, TENSORS, "would add different noise"),
+    *(({"stage": stage}, ROWS_SHARED, "more than tokens and labels") for stage in ("reward", "dpo", "distill")),
+    *(({"stage": stage}, HEADS_SHARED, "more than tokens and labels") for stage in ("reward", "dpo", "distill")),
+    ({"stage": "sft", "attn_implementation": "sdpa"}, HEADS_SHARED, "needs its own attention"),
+    ({"stage": "sft", "dataset_streaming": True, "max_steps": 1}, HEADS_SHARED, "would read different rows"),
     ({}, HEADS_SHARED | {"deepspeed_config": {"zero_stage": 2}}, "is proved with ZeRO-3"),
-    ({"stage": "sft", "torch_compile": True}, HEADS_SHARED, "compute the same where a row is shared"),
-    ({}, mesh(dp_replicate=2, cp=2), "by processes that also share tensors"),
-    ({"stage": "sft", "neftune_noise_alpha": 5.0}, ROWS_SHARED, "compute the same where a row is shared"),
+    ({"stage": "sft", "torch_compile": True}, HEADS_SHARED, "compute the same under context parallelism"),
+    ({}, mesh(dp_replicate=2, cp=2), "with tensor parallelism or replication"),
+    ({"stage": "sft", "neftune_noise_alpha": 5.0}, ROWS_SHARED, "compute the same under context parallelism"),
     ({}, cut("fp8"), "8-bit layers take whole tensors"),
     ({}, cut(fsdp_activation_checkpointing=True), "reads neither"),
-    ({"stage": "grpo"}, ZERO, "do not split"),
+    ({"stage": "grpo"}, ZERO, "sample from unsharded weights"),
     (PPO | {"use_vllm": True}, FSDP, "takes over whole weights"),
-    *((DISTIL | {key: 0.5}, FSDP, "when their weights are freed") for key in WEIGHTS if key != "attention_weight"),
-    (DISTIL | {"attention_weight": 0.5, "attn_implementation": "eager"}, FSDP, "when their weights are freed"),
+    *((DISTIL | {key: 0.5}, FSDP, "when weights are resharded") for key in WEIGHTS if key != "attention_weight"),
+    (DISTIL | {"attention_weight": 0.5, "attn_implementation": "eager"}, FSDP, "when weights are resharded"),
 ]
 ROWS = [f"{number}: {row.recipe} {row.launch}" for number, row in enumerate(BLOCKED)]
 
