@@ -135,9 +135,9 @@ class PretrainTrainer(NextTokenTrainer):
         if self.is_from_scratch:
             self.observer.progress.say(verify_initial_loss(self.model, loss, self.guard.inputs.batches))
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
-        """Take the rows as they come, without those that a rollback leaves out."""
-        rows: Any = self.train_dataset if train_dataset is None else train_dataset
+    def build_sampler(self) -> Sampler[int]:
+        """Take the rows as they come, without those that a rollback skips."""
+        rows: Any = self.train_dataset
         rows.skips = self.guard.rollbacks.skips
         return SequentialSampler(rows)
 

@@ -292,10 +292,14 @@ class RecipeTrainer(CheckpointingTrainer):
         plan = compute_steps(len(rows), vars(self.args), self.launch.data_size)
         return EpochRows(len(rows), plan.steps_per_epoch, plan.rows_per_step)
 
+    # transformers 5.23 draws the order inside its sampler, from which no row can be left out, and takes no other.
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
-        """Take the rows in upstream's order, without those that a rollback leaves out."""
-        if not hasattr(self.train_dataset, "__len__"):
-            return super()._get_train_sampler(train_dataset)
+        """Return ``build_sampler``'s; upstream's for a stream."""
+        is_stream = not hasattr(self.train_dataset, "__len__")
+        return super()._get_train_sampler(train_dataset) if is_stream else self.build_sampler()
+
+    def build_sampler(self) -> Sampler[int]:
+        """Take the rows in upstream's order, without those that a rollback skips."""
         epochs = self._plan_epochs()
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return RunSampler(
@@ -317,6 +321,7 @@ class RecipeTrainer(CheckpointingTrainer):
         """Return the rows of a step over all groups."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.launch.data_size)
 
+    # transformers 5.23 has no callback between the norm and the clipping, which spreads a NaN to every gradient.
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Clip the gradients by their global norm and return it; no step may be made that is not finite.
 
@@ -333,6 +338,7 @@ class RecipeTrainer(CheckpointingTrainer):
         clip_grads_with_norm_(learning, self.args.max_grad_norm, norm)
         return norm
 
+    # transformers 5.23 computes the norm here where nothing clips: the last moment at which an update can be stopped.
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Return the global gradient norm.
 
@@ -389,6 +395,7 @@ class RecipeTrainer(CheckpointingTrainer):
         if is_best and self.args.save_strategy == SaveStrategy.BEST:
             self._save_checkpoint(self.model_wrapped, None)
 
+    # transformers 5.23 saves the weights as they are, between two steps of a schedule-free optimizer.
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save the weights that an optimizer stands for; the card is written with the final model."""
         self._show_averaged_weights()
