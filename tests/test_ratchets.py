@@ -59,6 +59,11 @@ TEXT_LAWS: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         # A layer that is put beside others lies where they do.
         ("src/recipes_lib/models/adapters/roles.py",),
     ),
+    "the default of a training key has one owner": (
+        r"""\btraining\.get\(["'\w]+, """,
+        ("src/", "recipes/"),
+        ("src/recipes_lib/config/schema.py",),
+    ),
     "nothing is left to do": (r"\b(TODO|FIXME|XXX)\b", ("",), ("tests/test_ratchets.py",)),
     "no path of anyone's machine": (r"(?<![\w.~}])/(home|root|Users|work)/\w", ("",), ("tests/test_ratchets.py",)),
 }
@@ -231,6 +236,7 @@ def test_every_module_has_its_test_file() -> None:
         ("the environment is read in one place", "rank = os.getenv('RANK')"),
         ("the environment is read in one place", "from os import environ"),
         ("where a model computes has one owner", "device = next(model.parameters()).device"),
+        ("the default of a training key has one owner", 'size = config.training.get("per_device_train_batch_size", 8)'),
         ("nothing is left to do", "# TODO: later"),
         ("no path of anyone's machine", "data = '/home/ada/data'"),
     ],
@@ -244,6 +250,7 @@ def test_planted_text_is_found(law: str, line: str) -> None:
     [
         ("the ignore index has one owner", "rates at 0-25-50-75-100 %, in [-1000, n-100]"),
         ("the environment is read in one place", "environment = template.environ"),
+        ("the default of a training key has one owner", 'is_asked = config.training.get("push_to_hub")'),
         ("no code from the Hub runs unasked", "'read it, then set trust_remote_code: true and model_revision'"),
         ("no path of anyone's machine", "~/.cache/x, https://example.org/work/x"),
     ],

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 import trl
+from transformers import TrainingArguments
 
+from recipes_lib.config import schema
 from recipes_lib.config.loader import load_config
-from recipes_lib.config.schema import SECTIONS, RecipeConfig
+from recipes_lib.config.schema import SECTIONS, RecipeConfig, read_training
 
 
 def test_sections_are_the_section_fields_of_a_recipe() -> None:
@@ -30,6 +33,17 @@ def test_a_key_that_nobody_wrote_has_upstreams_value(tmp_path: Path, stage: str,
     config = load_config(stage, flags)
     assert config.read("learning_rate") == theirs(output_dir=str(tmp_path), bf16=False).learning_rate
     assert load_config(stage, [*flags, "--learning_rate=3e-4"]).read("learning_rate") == 3e-4
+
+
+def test_every_key_that_the_library_reads_has_upstreams_default() -> None:
+    sources = [path.read_text() for path in Path(schema.__file__).parents[1].rglob("*.py")]
+    read = {key for source in sources for key in re.findall(r'read_training\(\w+, "(\w+)"\)', source)}
+    theirs = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    assert "per_device_train_batch_size" in read
+    assert {key: read_training({}, key) for key in read} == {key: theirs[key] for key in read}
+    assert read_training({"max_steps": 3}, "max_steps") == 3
+    with pytest.raises(KeyError):
+        read_training({}, "batch_size")
 
 
 def test_no_key_is_in_two_sections() -> None:

@@ -143,7 +143,7 @@ def _verify_no_gpus(argv: Sequence[str]) -> None:
 
 
 def _find_problems(config: RecipeConfig, options: argparse.Namespace) -> Iterator[Problem]:
-    if config.pretraining.max_tokens is None and config.training.get("max_steps", -1) < 1:
+    if config.pretraining.max_tokens is None and config.read("max_steps") < 1:
         found = "the length of the run is in epochs, and a plan reads no data"
         yield Problem("max_tokens", found, "write `max_tokens: ...` or `max_steps: ...`")
     for flag in ("num_processes", "num_gpus"):

@@ -107,7 +107,7 @@ def describe_run(config: RecipeConfig, num_processes: int, gpu: str | None, mfu:
         told = f"{step.num_flops:.3g} / ({num_processes} GPUs x {peak:.3g} FLOP/s x {mfu:g} MFU)"
         yield f"time: {seconds:{'.1f' if seconds >= 1 else '.2g'}} s a step: {told}"
         yield f"      {seconds / step.num_tokens * 1e9 / 3600:.1f} hours for 1,000,000,000 tokens of rows"
-        if (num_steps := config.training.get("max_steps", -1)) > 0:
+        if (num_steps := config.read("max_steps")) > 0:
             yield f"      {seconds * num_steps / 3600:.1f} hours for {num_steps:,} steps"
         if (price := config.evaluation.device_hour_price) is not None:
             a_token = seconds * num_processes / 3600 * price / step.num_tokens
@@ -150,9 +150,9 @@ def count_step(config: RecipeConfig, model_config: PreTrainedConfig, num_process
 
     Source: ``compute_flops_per_token``; ``tests/commands/test_plan_tuning.py``.
     """
-    training, length = config.training, config.tokens.max_length
+    length = config.tokens.max_length
     assert length is not None
-    pairs = training.get("per_device_train_batch_size", 8) * training.get("gradient_accumulation_steps", 1)
+    pairs = config.read("per_device_train_batch_size") * config.read("gradient_accumulation_steps")
     num_rows = pairs * num_processes * (2 if config.stage in _PAIRS else 1)
     flops = compute_flops_per_token(model_config, length, is_frozen=config.adapter.use_peft)
     a_token = flops.body + (0 if config.stage == "reward" else flops.head)
@@ -229,8 +229,8 @@ def count_kept(config: RecipeConfig, model_config: PreTrainedConfig) -> int:
 
 
 def _count_kept(config: RecipeConfig, model_config: PreTrainedConfig) -> int:
-    training, is_half, length = config.training, _is_half(config), config.tokens.max_length or 0
-    num_rows = training.get("per_device_train_batch_size", 8) * (2 if config.stage in _PAIRS else 1)
+    is_half, length = _is_half(config), config.tokens.max_length or 0
+    num_rows = config.read("per_device_train_batch_size") * (2 if config.stage in _PAIRS else 1)
     with torch.device("meta"):
         # Weights have the precision of the products here, so that no copy of one counts.
         dtype = torch.bfloat16 if is_half else torch.float32
@@ -241,7 +241,7 @@ def _count_kept(config: RecipeConfig, model_config: PreTrainedConfig) -> int:
     with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cpu", torch.bfloat16, enabled=is_half):
         model.to_empty(device="cpu")
         kept = count_activations(model, num_rows, length, 1 if config.stage == "reward" else length - 1)
-    return kept.recomputing if training.get("activation_checkpointing") else kept.total
+    return kept.recomputing if config.read("activation_checkpointing") else kept.total
 
 
 def _shorten(model_config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
@@ -315,7 +315,7 @@ def _learning(parameters: Iterable[Any]) -> list[Any]:
 
 
 def _has_live_reference(config: RecipeConfig) -> bool:
-    return config.stage == "dpo" and config.training.get("precompute_ref_log_probs") is False
+    return config.stage == "dpo" and not config.read("precompute_ref_log_probs")
 
 
 def _find_problems(config: RecipeConfig, num_processes: int, gpu: str | None, mfu: float) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, Required, TypedDict
+from typing import Any, Final, Literal, Required, TypedDict, overload
 
 from recipes_lib.config.settings import Settings
 from recipes_lib.config.table import load_table
@@ -437,6 +437,36 @@ class PPOConfig:
     """Divide rewards by their standard deviation; advantages are whitened always."""
 
 
+_IntKey = Literal[
+    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "max_steps"
+]
+_FloatKey = Literal["learning_rate", "num_train_epochs", "save_steps", "warmup_steps", "weight_decay"]
+
+
+@overload
+def read_training(training: Mapping[str, Any], key: _IntKey) -> int: ...
+@overload
+def read_training(training: Mapping[str, Any], key: _FloatKey) -> float: ...
+@overload
+def read_training(training: Mapping[str, Any], key: str) -> Any: ...
+def read_training(training: Mapping[str, Any], key: str) -> Any:
+    """Return the value of one of upstream's keys in a mapping that leaves out those at upstream's default.
+
+    ``RecipeConfig.read`` is for a whole configuration, whose recipe may have another default.
+
+    Args:
+        training: Such as ``RecipeConfig.training``, or the keys that a checkpoint records.
+        key: A key of transformers' ``TrainingArguments``.
+
+    Raises:
+        KeyError: Upstream has no such key.
+    """
+    if key in training:
+        return training[key]
+    known = load_table("sft").keys[key]
+    return known.upstream_default if known.reason else known.default
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecipeConfig:
     """One run: our sections, upstream's training keys, and where each value came from.
@@ -469,8 +499,18 @@ class RecipeConfig:
     training: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, str] = field(default_factory=dict)
 
+    @overload
+    def read(self, key: _IntKey) -> int: ...
+    @overload
+    def read(self, key: _FloatKey) -> float: ...
+    @overload
+    def read(self, key: str) -> Any: ...
     def read(self, key: str) -> Any:
-        """Return the value of one of upstream's keys that the run will have: the user's or ours, or else upstream's."""
+        """Return the effective value of one of upstream's keys: the user's, or the default of this recipe.
+
+        Raises:
+            KeyError: The recipe has no such key.
+        """
         return self.training[key] if key in self.training else load_table(self.stage).keys[key].default
 
 

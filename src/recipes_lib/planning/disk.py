@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes_lib.config.schema import read_training
 from recipes_lib.errors import ConfigError, Problem
 
 # By the first name that `optim` contains; measured by benchmarks/optimizer_states.py.
@@ -122,7 +123,7 @@ def verify_disk(plan: DiskPlan, output_dir: str) -> None:
 
 def count_state_bytes(training: Mapping[str, Any], weight_bytes: int) -> float:
     """Return the bytes of the optimizer's states for one parameter of ``weight_bytes``."""
-    optim = str(training.get("optim", "adamw_torch_fused"))
+    optim = str(read_training(training, "optim"))
     size: float = next((size for name, size in _OPTIMIZER_BYTES if name in optim), _DEFAULT_OPTIMIZER_BYTES)
     if optim == "sgd":
         size = 4 if "momentum" in str(training.get("optim_args") or "") else 0
@@ -130,12 +131,12 @@ def count_state_bytes(training: Mapping[str, Any], weight_bytes: int) -> float:
 
 
 def _count_saves(num_steps: int, training: Mapping[str, Any]) -> int:
-    strategy = str(training.get("save_strategy", "steps"))
+    strategy = str(read_training(training, "save_strategy"))
     if strategy == "no":
         return 0
     if strategy != "steps":
-        return max(1, round(float(training.get("num_train_epochs", 3.0))))
-    every = float(training.get("save_steps", 500))
+        return max(1, round(read_training(training, "num_train_epochs")))
+    every = read_training(training, "save_steps")
     return -(-num_steps // max(1, round(every if every >= 1 else every * num_steps)))
 
 

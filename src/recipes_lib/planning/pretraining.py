@@ -67,8 +67,8 @@ def plan_pretraining(
     training, pretraining, schedule = config.training, config.pretraining, config.schedule
     max_length = config.tokens.max_length
     assert max_length is not None
-    rows_per_micro_step = training.get("per_device_train_batch_size", 8) * world_size
-    accumulation = training.get("gradient_accumulation_steps", 1)
+    rows_per_micro_step = config.read("per_device_train_batch_size") * world_size
+    accumulation = config.read("gradient_accumulation_steps")
     row_starts = compute_row_starts(
         max_length=max_length,
         rows_per_micro_step=rows_per_micro_step,
@@ -92,7 +92,7 @@ def plan_pretraining(
 
 def count_run_tokens(config: RecipeConfig, world_size: int) -> int | None:
     """Return the tokens of a run whose length does not depend on its data; ``None`` for one given in epochs."""
-    if config.pretraining.max_tokens is None and config.training.get("max_steps", -1) <= 0:
+    if config.pretraining.max_tokens is None and config.read("max_steps") <= 0:
         return None
     return plan_pretraining(config, world_size).num_tokens
 
@@ -101,7 +101,7 @@ def _read_length(config: RecipeConfig, num_windows: int | None, max_length: int)
     """The length of a run as ``compute_row_starts`` takes it."""
     if config.pretraining.max_tokens is not None:
         return {"num_tokens": config.pretraining.max_tokens}
-    if (max_steps := config.training.get("max_steps", -1)) > 0:
+    if (max_steps := config.read("max_steps")) > 0:
         return {"num_steps": max_steps}
     assert num_windows is not None, "epochs are counted by the data"
-    return {"num_tokens": math.ceil(config.training.get("num_train_epochs", 1.0) * num_windows) * max_length}
+    return {"num_tokens": math.ceil(config.read("num_train_epochs") * num_windows) * max_length}

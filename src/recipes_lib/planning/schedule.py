@@ -13,7 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
-from recipes_lib.config.schema import ScheduleConfig
+from recipes_lib.config.schema import ScheduleConfig, read_training
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.planning.steps import compute_warmup_steps
 
@@ -118,7 +118,7 @@ def compute_learning_rates(
     """
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
     schedule = get_scheduler(
-        training.get("lr_scheduler_type", "linear"),
+        read_training(training, "lr_scheduler_type"),
         optimizer=optimizer,
         num_warmup_steps=num_warmup_steps,
         num_training_steps=num_steps,
@@ -243,7 +243,7 @@ def build_schedule(
         ConfigError: The warm-up and the decay are longer than the run.
     """
     token_starts = row_starts * max_length
-    kind = str(training.get("lr_scheduler_type", "linear"))
+    kind = str(read_training(training, "lr_scheduler_type"))
     built = Schedule(
         kind=kind,
         decay_type=schedule.decay_type,
@@ -277,7 +277,7 @@ def _count_warmup_tokens(schedule: ScheduleConfig, training: Mapping[str, Any], 
     if schedule.warmup_tokens is not None:
         return schedule.warmup_tokens
     num_steps = len(token_starts) - 1
-    num_warmup_steps = compute_warmup_steps(training.get("warmup_steps", 0), num_steps)
+    num_warmup_steps = compute_warmup_steps(read_training(training, "warmup_steps"), num_steps)
     # One that is longer than the run needs more tokens than the run has, however many.
     return int(token_starts[num_warmup_steps] if num_warmup_steps <= num_steps else token_starts[-1] + 1)
 
@@ -293,5 +293,5 @@ def _count_full_tokens(schedule: ScheduleConfig, training: Mapping[str, Any], to
     first = int(token_starts[1])
     if schedule.batch_ramp_tokens is None:
         return first
-    accumulation = training.get("gradient_accumulation_steps", 1)
+    accumulation = read_training(training, "gradient_accumulation_steps")
     return int(first * accumulation // count_micro_steps(accumulation, schedule.batch_ramp_start))

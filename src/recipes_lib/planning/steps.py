@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.config.schema import RecipeConfig, read_training
 from recipes_lib.errors import ConfigError, Problem
 
 
@@ -41,23 +41,23 @@ def compute_steps(num_rows: int | None, training: Mapping[str, Any], world_size:
         training: Upstream's training keys; absent ones take upstream's defaults.
         world_size: Data-parallel processes.
     """
-    batch_size = training.get("per_device_train_batch_size", 8)
-    accumulation = training.get("gradient_accumulation_steps", 1)
-    max_steps = training.get("max_steps", -1)
+    batch_size = read_training(training, "per_device_train_batch_size")
+    accumulation = read_training(training, "gradient_accumulation_steps")
+    max_steps = read_training(training, "max_steps")
     rows_per_step = batch_size * accumulation * world_size
     steps_per_epoch = 0
     if num_rows is not None:
         rows_per_pass = batch_size * world_size
-        drop_last = training.get("dataloader_drop_last", False)
+        drop_last = read_training(training, "dataloader_drop_last")
         num_batches = num_rows // rows_per_pass if drop_last else math.ceil(num_rows / rows_per_pass)
         steps_per_epoch = max(math.ceil(num_batches / accumulation), 1)
-    num_steps = max_steps if max_steps > 0 else math.ceil(training.get("num_train_epochs", 3.0) * steps_per_epoch)
+    num_steps = max_steps if max_steps > 0 else math.ceil(read_training(training, "num_train_epochs") * steps_per_epoch)
     return StepPlan(
         num_steps=num_steps,
         steps_per_epoch=steps_per_epoch,
         rows_per_step=rows_per_step,
         num_epochs=num_steps / steps_per_epoch if steps_per_epoch else 0.0,
-        num_warmup_steps=compute_warmup_steps(training.get("warmup_steps", 0), num_steps),
+        num_warmup_steps=compute_warmup_steps(read_training(training, "warmup_steps"), num_steps),
     )
 
 

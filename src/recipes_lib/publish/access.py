@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 
+from recipes_lib.config.schema import read_training
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.publish.hub_session import NO_ANSWER, GivenUpError, describe, limited, persist, read_status
 
@@ -82,7 +83,7 @@ def _find(api: HfApi, name: str, training: Mapping[str, Any]) -> Target:
         raise _problem("push_to_hub", found, "make one with write access, then `hf auth login`")
     repository = name if "/" in name else f"{account['name']}/{name}"
     branch = training.get("hub_revision") or DEFAULT_BRANCH
-    asks_private = training.get("hub_private_repo", True) is not False
+    asks_private = read_training(training, "hub_private_repo") is not False
     is_private = _read_privacy(api, repository)
     if is_private is None:
         _verify_namespace(account, repository.partition("/")[0])

@@ -179,9 +179,9 @@ def count_memory(config: RecipeConfig, model_config: PreTrainedConfig, *, is_hal
 
     Source: counted on real models in ``tests/rl/test_memory.py``.
     """
-    training, answer = config.training, config.rewards.response_length
+    answer = config.rewards.response_length
     length = config.tokens.max_length or 2 * answer
-    micro, batch = training.get("per_device_train_batch_size", 8), training.get("per_device_eval_batch_size", 8)
+    micro, batch = config.read("per_device_train_batch_size"), config.read("per_device_eval_batch_size")
     with torch.device("meta"):
         models = build_models(config, model_config)
     # On a device of its own kind, autocast would not act.
@@ -198,7 +198,7 @@ def count_memory(config: RecipeConfig, model_config: PreTrainedConfig, *, is_hal
         cache=cache,
         logits=batch * text.vocab_size * SAMPLING_BYTES,
         read=round(kept.largest_layer * batch / micro),
-        activations=kept.recomputing if training.get("activation_checkpointing") else kept.total,
+        activations=kept.recomputing if config.read("activation_checkpointing") else kept.total,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from recipes_lib.config.schema import PPOConfig
+from recipes_lib.config.schema import PPOConfig, read_training
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.planning.steps import compute_warmup_steps
 
@@ -63,21 +63,21 @@ class PPOSchedule:
 
 def compute_schedule(num_prompts: int, ppo: PPOConfig, training: Mapping[str, Any], world_size: int) -> PPOSchedule:
     """Count the iterations and steps of a run over ``num_prompts`` prompts; a part of an iteration is a whole one."""
-    batch_size = training.get("per_device_train_batch_size", 8)
-    answers_per_step = batch_size * training.get("gradient_accumulation_steps", 1) * world_size
+    batch_size = read_training(training, "per_device_train_batch_size")
+    answers_per_step = batch_size * read_training(training, "gradient_accumulation_steps") * world_size
     answers_per_iteration = answers_per_step * ppo.num_mini_batches
-    steps_per_iteration = ppo.num_mini_batches * ppo.num_ppo_epochs
-    max_steps = training.get("max_steps", -1)
+    steps_per_iteration, warmup = ppo.num_mini_batches * ppo.num_ppo_epochs, read_training(training, "warmup_steps")
+    max_steps = read_training(training, "max_steps")
     if max_steps > 0:
         num_iterations = math.ceil(max_steps / steps_per_iteration)
     else:
-        num_iterations = math.ceil(training.get("num_train_epochs", 1.0) * num_prompts / answers_per_iteration)
+        num_iterations = math.ceil(read_training(training, "num_train_epochs") * num_prompts / answers_per_iteration)
     return PPOSchedule(
         num_iterations=num_iterations,
         answers_per_step=answers_per_step,
         answers_per_iteration=answers_per_iteration,
         steps_per_iteration=steps_per_iteration,
-        num_warmup_steps=compute_warmup_steps(training.get("warmup_steps", 0), num_iterations * steps_per_iteration),
+        num_warmup_steps=compute_warmup_steps(warmup, num_iterations * steps_per_iteration),
         num_epochs=num_iterations * answers_per_iteration / num_prompts,
     )
 

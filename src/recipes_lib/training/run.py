@@ -132,7 +132,7 @@ class Run:
             ConfigError: As ``agree_on_checkpoint``.
         """
         say = build_progress(is_main=self.launch.is_main).say
-        accumulation = self.config.training.get("gradient_accumulation_steps", 1)
+        accumulation = self.config.read("gradient_accumulation_steps")
         checkpoint = agree_on_checkpoint(self.resume_from, self.launch, accumulation, say)
         self.record(resumed_from=checkpoint and checkpoint.name)
         return checkpoint

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.config.loader import parse_command
-from recipes_lib.config.schema import SECTIONS, RecipeConfig
+from recipes_lib.config.schema import SECTIONS, RecipeConfig, read_training
 from recipes_lib.config.table import load_table
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
 from recipes_lib.files import read_lines, read_record
@@ -168,9 +168,9 @@ def write_run(config: RecipeConfig, run: Run) -> Path:
 def _lengthen(training: Mapping[str, Any], factor: float) -> dict[str, Any]:
     if factor == 1.0:
         return {}
-    if training.get("max_steps", -1) > 0:
+    if read_training(training, "max_steps") > 0:
         return {"max_steps": max(1, round(training["max_steps"] * factor))}
-    return {"num_train_epochs": training.get("num_train_epochs", 3.0) * factor}
+    return {"num_train_epochs": read_training(training, "num_train_epochs") * factor}
 
 
 def measure(run: Run, output_dir: Path) -> dict[str, Any]:

@@ -79,7 +79,8 @@ def find_places(mixture: Mixture, row_ids: Collection[int]) -> dict[int, str]:
 
 def read_seed(config: RecipeConfig) -> int:
     """The run's seed, which decides what is held out, drawn and shuffled."""
-    return int(config.training.get("seed", 0))
+    # Unset it is 0, and not upstream's 42: prepared sets of before would be drawn anew.
+    return int(config.training.get("seed") or 0)
 
 
 def build_encoder(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> RowEncoder:

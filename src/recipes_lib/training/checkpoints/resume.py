@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from transformers import set_seed
 
-from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.config.schema import RecipeConfig, read_training
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
 from recipes_lib.planning.schedule import agree_until
@@ -33,8 +33,8 @@ def count_rows_per_step(training: Mapping[str, Any], world_size: int) -> int:
         training: Upstream's training keys; absent ones take upstream's defaults.
         world_size: Data-parallel processes.
     """
-    per_device: int = training.get("per_device_train_batch_size", 8)
-    accumulation: int = training.get("gradient_accumulation_steps", 1)
+    per_device: int = read_training(training, "per_device_train_batch_size")
+    accumulation: int = read_training(training, "gradient_accumulation_steps")
     return per_device * accumulation * world_size
 
 
@@ -91,21 +91,23 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[Re
     data_size = record.get("data_size") or record.get("world_size") or launch.data_size
     rows = count_rows_per_step(before, data_size)
     if rows == count_rows_per_step(config.training, launch.data_size):
-        accumulation = config.training.get("gradient_accumulation_steps", 1)
+        accumulation = config.read("gradient_accumulation_steps")
     else:
         accumulation = _share_rows(config, launch, rows)
-    if config.schedule.batch_ramp_tokens is not None and accumulation != before.get("gradient_accumulation_steps", 1):
+    accumulated = read_training(before, "gradient_accumulation_steps")
+    if config.schedule.batch_ramp_tokens is not None and accumulation != accumulated:
         found = (
-            f"the batch grows by whole micro-batches of all processes, {before.get('gradient_accumulation_steps', 1)} "
-            f"a step so far and {accumulation} now"
+            f"the batch grows by whole micro-batches of all processes, {accumulated} a step so far "
+            f"and {accumulation} now"
         )
         remedy = "keep the product of per_device_train_batch_size and the number of processes"
         raise ConfigError(Problem(config.provenance.get("batch_ramp_tokens", "batch_ramp_tokens"), found, remedy))
     planned = {"gradient_accumulation_steps": accumulation}
     if (written := config.training.get(GENERATION_KEY)) is not None:
-        answers = before.get("per_device_train_batch_size", 8) * (record.get(GENERATION_KEY) or written) * data_size
+        micro_batches = record.get(GENERATION_KEY) or written
+        answers = read_training(before, "per_device_train_batch_size") * micro_batches * data_size
         planned[GENERATION_KEY] = _share_answers(config, launch, answers)
-    changed = [f"{key} is {value}" for key, value in planned.items() if config.training.get(key, 1) != value]
+    changed = [f"{key} is {value}" for key, value in planned.items() if config.read(key) != value]
     if not changed:
         return config, None
     line = (
@@ -173,7 +175,7 @@ def seed_process(seed: int, step: int, rank: int) -> None:
 
 
 def _share_rows(config: RecipeConfig, launch: Launch, rows: int) -> int:
-    per_device: int = config.training.get("per_device_train_batch_size", 8)
+    per_device: int = config.read("per_device_train_batch_size")
     accumulation, rest = divmod(rows, per_device * launch.data_size)
     if not rest:
         return accumulation
@@ -195,7 +197,7 @@ def _share_rows(config: RecipeConfig, launch: Launch, rows: int) -> int:
 
 
 def _share_answers(config: RecipeConfig, launch: Launch, answers: int) -> int:
-    per_device: int = config.training.get("per_device_train_batch_size", 8)
+    per_device: int = config.read("per_device_train_batch_size")
     steps, rest = divmod(answers, per_device * launch.data_size)
     if rest:
         found = (

@@ -309,7 +309,7 @@ def verify_trackers(config: RecipeConfig) -> None:
     Raises:
         ConfigError: Naming every one.
     """
-    wanted = config.training.get("report_to", "none")
+    wanted = config.read("report_to")
     names = [wanted] if isinstance(wanted, str) else wanted
     available = [*get_available_reporting_integrations(), "none", "all"]  # type: ignore[no-untyped-call]
     missing = [name for name in names if name not in available]

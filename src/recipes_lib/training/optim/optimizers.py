@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.optimizer import ParamsT, StateDict
 from transformers import PreTrainedModel, TrainingArguments
 
-from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.config.schema import RecipeConfig, read_training
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.training.layouts.compatibility import BITSANDBYTES
 
@@ -346,12 +346,11 @@ def plan_groups(model: nn.Module, config: RecipeConfig) -> list[GroupRow]:
         model: What is trained; its weights may be on the meta device.
         config: The run.
     """
-    training = config.training
-    optim, rate = str(training.get("optim", "adamw_torch_fused")), float(config.read("learning_rate"))
-    decay, decay_embeddings = float(training.get("weight_decay", 0.0)), config.pretraining.decay_embeddings
+    optim, rate = str(config.read("optim")), config.read("learning_rate")
+    decay, decay_embeddings = config.read("weight_decay"), config.pretraining.decay_embeddings
     if optim == "muon":
-        betas = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
-        settings: Any = SimpleNamespace(**betas | dict(training) | {"learning_rate": rate, "weight_decay": decay})
+        keys = ("adam_beta1", "adam_beta2", "adam_epsilon", "learning_rate", "weight_decay")
+        settings: Any = SimpleNamespace(**{key: config.read(key) for key in keys})
         return describe_groups(build_muon(model, settings, decay_embeddings=decay_embeddings), model)
     names = set(get_decay_names(model, decay_embeddings=decay_embeddings))
     trained = [(name in names, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -381,7 +380,7 @@ def verify_optimizer(config: RecipeConfig) -> None:
     """
     # The schedule of pretraining is its own: upstream's warm-up is off there.
     training = {**config.training, **({"warmup_steps": 0} if config.stage == "pretrain" else {})}
-    optim = str(training.get("optim", "adamw_torch"))
+    optim = str(read_training(training, "optim"))
     if problems := list(_find_problems(optim, training)):
         raise ConfigError(*problems)
 
@@ -394,7 +393,7 @@ def _find_problems(optim: str, training: Mapping[str, Any]) -> Iterator[Problem]
     for module, command, names in _PACKAGES:
         if optim in names.split() and importlib.util.find_spec(module) is None:
             yield Problem("optim", f"{optim} needs the package {module}, which is not installed", command)
-    if optim.startswith(_WITHOUT_RESUME) and training.get("save_strategy", "steps") != "no":
+    if optim.startswith(_WITHOUT_RESUME) and read_training(training, "save_strategy") != "no":
         found = f"a run with {optim} cannot go on from a checkpoint"
         yield Problem("optim", found, "write save_strategy: 'no', or use another optimizer")
     if optim.startswith(("galore", "apollo")):
@@ -415,10 +414,10 @@ def _find_problems_of_low_rank(optim: str, training: Mapping[str, Any]) -> Itera
 
 
 def _find_problems_of_schedule_free(optim: str, training: Mapping[str, Any]) -> Iterator[Problem]:
-    if training.get("lr_scheduler_type", "linear") != "constant":
+    if read_training(training, "lr_scheduler_type") != "constant":
         found = f"{optim} averages weights instead of lowering the learning rate"
         yield Problem("lr_scheduler_type", found, "write lr_scheduler_type: constant")
-    if 0 < training.get("warmup_steps", 0) < 1:
+    if 0 < read_training(training, "warmup_steps") < 1:
         # It divides the first steps by this number: a share of 0.01 is a first step at a hundred times the peak.
         yield Problem("warmup_steps", f"{optim} warms up by steps, not by a share", "write a number of steps, or 0")
 
