@@ -1,4 +1,4 @@
-"""What every stage adds to upstream's trainer: one normaliser a step, guards, evaluation hooks, sealed checkpoints."""
+"""The trainer of every recipe: transformers' ``Trainer`` with one normaliser a step, guards and evaluation hooks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     PrinterCallback,
     TrainerCallback,
-    TrainerControl,
     TrainerState,
     TrainingArguments,
 )
@@ -59,11 +58,11 @@ Batch = dict[str, Any]
 
 
 class RecipeTrainer(CheckpointingTrainer):
-    """Upstream's trainer with the evaluation, the guards and the checkpoints of this library.
+    """transformers' ``Trainer`` with the evaluation, the guards and the checkpoints of this library.
 
-    A stage says what its objective is a mean over (``count_terms``) and computes it (``compute_loss``): the sum over
-    the terms of an optimizer step divided by their number over all processes and micro-batches, so that how the batch
-    is cut changes nothing (``tests/training/trainers/test_next_token_trainer.py``,
+    A recipe's trainer says what its objective is a mean over (``count_terms``) and computes it (``compute_loss``): the
+    sum over the terms of an optimizer step divided by their number over all ranks and micro-batches, so that gradient
+    accumulation changes nothing (``tests/training/trainers/test_next_token_trainer.py``,
     ``tests/distributed/test_accumulation.py``).
     """
 
@@ -330,7 +329,7 @@ class RecipeTrainer(CheckpointingTrainer):
         Raises:
             DivergedError: As ``StepGuard.judge``.
         """
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled or self._has_mixed_mesh_grads(model):
+        if self._is_norm_of_engine(model):
             return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         learning = [parameter for parameter in model.parameters() if parameter.grad is not None]
         norm = self._compute_grad_norm(learning)
@@ -345,10 +344,12 @@ class RecipeTrainer(CheckpointingTrainer):
         Raises:
             DivergedError: As ``StepGuard.judge``.
         """
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled or self._has_mixed_mesh_grads(model):
-            norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[no-untyped-call]
-            return self.guard.judge(norm)
+        if self._is_norm_of_engine(model):
+            return self.guard.judge(super()._get_grad_norm(model, grad_norm=grad_norm))  # type: ignore[no-untyped-call]
         return self.guard.judge(self._compute_grad_norm(model.parameters())) if grad_norm is None else grad_norm
+
+    def _is_norm_of_engine(self, model: nn.Module) -> bool:
+        return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled or self._has_mixed_mesh_grads(model))
 
     def _compute_grad_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
         self.accelerator.unscale_gradients()
@@ -437,8 +438,6 @@ class _LogParameterGroups(TrainerCallback):
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         for row in describe_groups(kwargs["optimizer"], kwargs["model"]):
             self._say(format_group(row))
