@@ -166,12 +166,14 @@ class DistillationTrainer(SFTTrainer):
             staged = super()._stage(model, folder)
         return self.layers.add_to(staged, self._saver)
 
+    # transformers 5.23 loads into the model as it is, where projections hang that its checkpoint does not hold.
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Read the student and the projections."""
         with self.layers.detached():
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         self.layers.load(Path(resume_from_checkpoint))
 
+    # transformers 5.23: as above.
     def _load_best_model(self) -> None:
         with self.layers.detached():
             super()._load_best_model()

@@ -148,16 +148,19 @@ class GroupTrainer(RecipeTrainer):
         else:
             Trainer.log(self, logs, start_time)
 
+    # trl 1.16 repeats each prompt for its group in a sampler of its own, which ``RecipeTrainer`` replaces.
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
         """Take the prompts in groups, as TRL does."""
         sampler: Sampler[int] | None = super(RecipeTrainer, self)._get_train_sampler(train_dataset)
         return sampler
 
+    # trl 1.16 renders prompts itself, without our template keys and a row's tools.
     def _tokenize_prompts(self, prompts: Sequence[str]) -> tuple[list[list[int]], None, dict[str, Any]]:
         """Return the tokens of numbered prompts, which are answered next; there are no images."""
         WATCHDOG.enter("sampling groups of answers")
         return [self._prompts[int(number)].input_ids for number in prompts], None, {}
 
+    # trl 1.16 has no callback between the rewards and the advantages.
     def _calculate_rewards(self, *given: Any) -> torch.Tensor:
         """Return the rewards of all processes, once something can be learnt from them.
 
@@ -170,6 +173,7 @@ class GroupTrainer(RecipeTrainer):
         stored[_STATE_KEY] = self.reward_guard.export()
         return rewards
 
+    # trl 1.16 reports every run unless an environment variable forbids it.
     def _send_telemetry(self) -> None:
         """Report nothing to anyone."""
 

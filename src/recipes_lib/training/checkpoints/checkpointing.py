@@ -121,6 +121,7 @@ class CheckpointingTrainer(Trainer):
         best = self.state.best_model_checkpoint
         return set() if best is None else {int(best.rpartition("-")[2])}
 
+    # transformers 5.23 has no callback after the first update and before what follows a step.
     def _maybe_log_save_evaluate(
         self, tr_loss: torch.Tensor, grad_norm: Any, model: nn.Module, *args: Any, **kwargs: Any
     ) -> None:
@@ -131,6 +132,7 @@ class CheckpointingTrainer(Trainer):
             self._dry_run(model)
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, *args, **kwargs)
 
+    # transformers 5.23 writes while training waits, and deletes old checkpoints before the new one is verified.
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Put a checkpoint together and have it saved."""
         self._saver.save(self._stage(model, STAGING), keep=self.kept_steps())
@@ -219,6 +221,7 @@ class CheckpointingTrainer(Trainer):
                     part.save_pretrained(output_dir)
             save_model_shards(Path(str(output_dir)), self.model)
 
+    # transformers 5.23 writes the weights at once; they are left to the writer thread.
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Leave the weights to the thread while a checkpoint is put together; otherwise do as upstream."""
         if not self.args.should_save:
@@ -242,6 +245,7 @@ class CheckpointingTrainer(Trainer):
             state = self._saver.take(self.model.state_dict(), unchanging=frozen)
             self._tasks.append(partial(self._write_model, folder, state))
 
+    # transformers 5.23 writes the optimizer at once; ours is left to the thread, or goes into shards for any layout.
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Leave the optimizer's states to the thread, where each process holds all of them."""
         if not (self.is_replicated or self.writes_shards):
@@ -256,11 +260,13 @@ class CheckpointingTrainer(Trainer):
             assert self.lr_scheduler is not None
             write_state(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
+    # transformers 5.23 reads neither our shards nor a whole model into shards.
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Read weights; in shards or whole, they go into any number of processes, sharded or not."""
         if not self._load_across(Path(resume_from_checkpoint)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
+    # transformers 5.23: as for ``_load_from_checkpoint``.
     def _load_best_model(self) -> None:
         if not self._load_across(Path(str(self.state.best_model_checkpoint))):
             super()._load_best_model()
@@ -274,6 +280,7 @@ class CheckpointingTrainer(Trainer):
             load_whole_model(folder, self.model)
         return self.writes_shards
 
+    # transformers 5.23: as for ``_load_from_checkpoint``.
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Read what the update remembers, from whichever form it has."""
         folder = None if checkpoint is None else Path(checkpoint)
@@ -294,9 +301,11 @@ class CheckpointingTrainer(Trainer):
         self.model.save_pretrained(folder, state_dict=dict(state), **options)
         self._own_tokenizer.save_pretrained(folder)
 
+    # transformers 5.23 names the folder of a checkpoint here; it gets its name when it is whole.
     def _get_output_dir(self, trial: Any) -> str:
         return super()._get_output_dir(trial) if self._staging is None else str(self._staging)
 
+    # transformers 5.23 loads the best model and deletes checkpoints here, whether or not one is still being written.
     def _finalize_training(self, *args: Any) -> Any:
         """Wait for the last checkpoint, which may be the best one, and let upstream delete none."""
         self.finish_saving()
@@ -307,6 +316,7 @@ class CheckpointingTrainer(Trainer):
         finally:
             self.args.save_total_limit = limit
 
+    # transformers 5.23 resumes with fresh random states on processes that the checkpoint knows nothing of.
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Set the random states that were stored for this process; without any, those of the seed, step and rank."""
         rank = self.args.process_index

@@ -121,6 +121,7 @@ class PipelineTrainer(PretrainTrainer):
         """Return the whole model."""
         return self.pipeline
 
+    # transformers 5.23 knows no pipeline parallelism, and would wrap a pipeline stage in DDP.
     def _wrap_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
         """Keep accelerate from averaging over all processes what each holds alone."""
         return self.pipeline

@@ -1,4 +1,4 @@
-"""What a run reports while it trains: token counts, throughput, and ``metrics.jsonl``, one JSON object a line."""
+"""Metrics of a run: token counts, throughput, MFU, and ``metrics.jsonl`` with one JSON object a line."""
 
 from __future__ import annotations
 

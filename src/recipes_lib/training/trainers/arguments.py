@@ -1,4 +1,4 @@
-"""From a recipe's keys to the arguments object of upstream's trainers."""
+"""Training arguments: a recipe's keys as the arguments object of transformers' and TRL's trainers."""
 
 from __future__ import annotations
 

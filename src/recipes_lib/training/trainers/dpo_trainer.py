@@ -326,9 +326,7 @@ class _PrepareReference(TrainerCallback):
     def __init__(self, trainer: DPOTrainer) -> None:
         self._trainer = trainer
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._trainer.begin(state.global_step)
 
 
@@ -339,14 +337,7 @@ class _WarnOnChosenLikelihood(TrainerCallback):
         self._say = say
         self._is_told = False
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         shift = (logs or {}).get("logps/chosen_shift", 0.0)
         if shift < -MAX_DROP and not self._is_told:
             self._is_told = True

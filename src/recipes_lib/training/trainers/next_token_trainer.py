@@ -1,4 +1,4 @@
-"""The objective that every next-token stage shares: the mean negative log-likelihood of its targets."""
+"""Next-token training: the objective of SFT and pretraining, a mean negative log-likelihood per target."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Sampler, SequentialSampler
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.config.schema import RecipeConfig
@@ -86,7 +86,7 @@ class SaveBeforeDecay(TrainerCallback):
         """Save after ``step`` optimizer steps, unless nothing is saved at all."""
         self._step = step
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Ask for a checkpoint."""
         if state.global_step == self._step and args.save_strategy != SaveStrategy.NO:
             control.should_save = True
@@ -135,9 +135,9 @@ class PretrainTrainer(NextTokenTrainer):
         if self.is_from_scratch:
             self.observer.progress.say(verify_initial_loss(self.model, loss, self.guard.inputs.batches))
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
-        """Take the rows as they come, without those that a rollback leaves out."""
-        rows: Any = self.train_dataset if train_dataset is None else train_dataset
+    def build_sampler(self) -> Sampler[int]:
+        """Take the rows as they come, without those that a rollback skips."""
+        rows: Any = self.train_dataset
         rows.skips = self.guard.rollbacks.skips
         return SequentialSampler(rows)
 

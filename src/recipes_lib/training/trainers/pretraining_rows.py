@@ -1,4 +1,4 @@
-"""The rows of a pretraining run in their order, and what is held out: tokens on disk meet the plan of the run."""
+"""Pretraining rows: tokens on disk in the order of the run's plan, and the held-out sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every stage adds to upstream's trainer: one normaliser a step, guards, evaluation hooks, sealed checkpoints."""
+"""The trainer of every recipe: transformers' ``Trainer`` with one normaliser a step, guards and evaluation hooks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     PrinterCallback,
     TrainerCallback,
-    TrainerControl,
     TrainerState,
     TrainingArguments,
 )
@@ -59,11 +58,11 @@ Batch = dict[str, Any]
 
 
 class RecipeTrainer(CheckpointingTrainer):
-    """Upstream's trainer with the evaluation, the guards and the checkpoints of this library.
+    """transformers' ``Trainer`` with the evaluation, the guards and the checkpoints of this library.
 
-    A stage says what its objective is a mean over (``count_terms``) and computes it (``compute_loss``): the sum over
-    the terms of an optimizer step divided by their number over all processes and micro-batches, so that how the batch
-    is cut changes nothing (``tests/training/trainers/test_next_token_trainer.py``,
+    A recipe's trainer says what its objective is a mean over (``count_terms``) and computes it (``compute_loss``): the
+    sum over the terms of an optimizer step divided by their number over all ranks and micro-batches, so that gradient
+    accumulation changes nothing (``tests/training/trainers/test_next_token_trainer.py``,
     ``tests/distributed/test_accumulation.py``).
     """
 
@@ -292,10 +291,14 @@ class RecipeTrainer(CheckpointingTrainer):
         plan = compute_steps(len(rows), vars(self.args), self.launch.data_size)
         return EpochRows(len(rows), plan.steps_per_epoch, plan.rows_per_step)
 
+    # transformers 5.23 draws the order inside its sampler, from which no row can be left out, and takes no other.
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
-        """Take the rows in upstream's order, without those that a rollback leaves out."""
-        if not hasattr(self.train_dataset, "__len__"):
-            return super()._get_train_sampler(train_dataset)
+        """Return ``build_sampler``'s; upstream's for a stream."""
+        is_stream = not hasattr(self.train_dataset, "__len__")
+        return super()._get_train_sampler(train_dataset) if is_stream else self.build_sampler()
+
+    def build_sampler(self) -> Sampler[int]:
+        """Take the rows in upstream's order, without those that a rollback skips."""
         epochs = self._plan_epochs()
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return RunSampler(
@@ -317,6 +320,7 @@ class RecipeTrainer(CheckpointingTrainer):
         """Return the rows of a step over all groups."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.launch.data_size)
 
+    # transformers 5.23 has no callback between the norm and the clipping, which spreads a NaN to every gradient.
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Clip the gradients by their global norm and return it; no step may be made that is not finite.
 
@@ -325,7 +329,7 @@ class RecipeTrainer(CheckpointingTrainer):
         Raises:
             DivergedError: As ``StepGuard.judge``.
         """
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled or self._has_mixed_mesh_grads(model):
+        if self._is_norm_of_engine(model):
             return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         learning = [parameter for parameter in model.parameters() if parameter.grad is not None]
         norm = self._compute_grad_norm(learning)
@@ -333,16 +337,19 @@ class RecipeTrainer(CheckpointingTrainer):
         clip_grads_with_norm_(learning, self.args.max_grad_norm, norm)
         return norm
 
+    # transformers 5.23 computes the norm here where nothing clips: the last moment at which an update can be stopped.
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Return the global gradient norm.
 
         Raises:
             DivergedError: As ``StepGuard.judge``.
         """
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled or self._has_mixed_mesh_grads(model):
-            norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[no-untyped-call]
-            return self.guard.judge(norm)
+        if self._is_norm_of_engine(model):
+            return self.guard.judge(super()._get_grad_norm(model, grad_norm=grad_norm))  # type: ignore[no-untyped-call]
         return self.guard.judge(self._compute_grad_norm(model.parameters())) if grad_norm is None else grad_norm
+
+    def _is_norm_of_engine(self, model: nn.Module) -> bool:
+        return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled or self._has_mixed_mesh_grads(model))
 
     def _compute_grad_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
         self.accelerator.unscale_gradients()
@@ -389,6 +396,7 @@ class RecipeTrainer(CheckpointingTrainer):
         if is_best and self.args.save_strategy == SaveStrategy.BEST:
             self._save_checkpoint(self.model_wrapped, None)
 
+    # transformers 5.23 saves the weights as they are, between two steps of a schedule-free optimizer.
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save the weights that an optimizer stands for; the card is written with the final model."""
         self._show_averaged_weights()
@@ -430,8 +438,6 @@ class _LogParameterGroups(TrainerCallback):
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         for row in describe_groups(kwargs["optimizer"], kwargs["model"]):
             self._say(format_group(row))

@@ -1,4 +1,4 @@
-"""The order in which a run reads rows by their number, without those that are left out, and who takes which batch."""
+"""Row order of a run: permutation by epoch without skipped rows, and even shards of its batches for every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model that a fine-tuning stage trains: loaded, quantised if asked for, under an adapter if asked for."""
+"""Load the model that is trained: configuration check, quantisation, adapter or score head."""
 
 from __future__ import annotations
 
