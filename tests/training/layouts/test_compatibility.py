@@ -199,10 +199,7 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
 ]
 # What else trips the row of those keys.
 OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    *(
-        ({"stage": stage}, TENSORS, "does not support adapters")
-        for stage in ("reward", "dpo", "distill")
-    ),
+    *(({"stage": stage}, TENSORS, "does not support adapters") for stage in ("reward", "dpo", "distill")),
     ({"stage": "pretrain"}, TENSORS | {"pipeline": name_pipeline(2, "gpipe")}, "sharded by FSDP2 only"),
     (
         {"stage": "pretrain"},
