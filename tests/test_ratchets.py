@@ -62,6 +62,40 @@ TEXT_LAWS: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         ("src/", "recipes/"),
         ("src/recipes_lib/config/schema.py",),
     ),
+    "Python objects pass between ranks in one place": (
+        r"distributed\.is_initialized\(|\b(all_gather_object|broadcast_object_list|gather_object)\(",
+        ("src/", "recipes/"),
+        ("src/recipes_lib/training/collectives.py",),
+    ),
+    "files are locked and hashed in one place": (
+        r"\bfcntl\.|\bfile_digest\(|sha256\([^)]*read_bytes",
+        ("src/", "recipes/"),
+        ("src/recipes_lib/files.py",),
+    ),
+    "files are replaced in one place": (
+        r"\bos\.(replace|rename)\(|\bpartial\.(replace|rename)\(",
+        ("src/", "recipes/"),
+        # A folder becomes a prepared set; a shard of a teacher's answers is an array of numpy's.
+        (
+            "src/recipes_lib/files.py",
+            "src/recipes_lib/data/packed/store.py",
+            "src/recipes_lib/distillation/teacher_store.py",
+        ),
+    ),
+    "the launch is read where a command begins": (
+        r"\bread_launch\(\)",
+        ("src/",),
+        # A trainer is built by upstream's arguments alone.
+        (
+            "src/recipes_lib/training/layouts/launch_environment.py",
+            "src/recipes_lib/training/layouts/pipeline_trainer.py",
+            "src/recipes_lib/training/trainers/recipe_trainer.py",
+            "src/recipes_lib/training/checkpoints/saver.py",
+            "src/recipes_lib/commands/sample_pairs.py",
+            "src/recipes_lib/commands/distill/distill_write.py",
+            "src/recipes_lib/commands/distill/distill_store.py",
+        ),
+    ),
     "nothing is left to do": (r"\b(TODO|FIXME|XXX)\b", ("",), ("tests/test_ratchets.py",)),
     "no path of anyone's machine": (r"(?<![\w.~}])/(home|root|Users|work)/\w", ("",), ("tests/test_ratchets.py",)),
 }
@@ -196,6 +230,13 @@ def test_every_module_has_its_test_file() -> None:
         ("the environment is read in one place", "from os import environ"),
         ("where a model computes has one owner", "device = next(model.parameters()).device"),
         ("the default of a training key has one owner", 'size = config.training.get("per_device_train_batch_size", 8)'),
+        ("Python objects pass between ranks in one place", "rank = get_rank() if distributed.is_initialized() else 0"),
+        ("Python objects pass between ranks in one place", "distributed.all_gather_object(found, own)"),
+        ("files are locked and hashed in one place", "fcntl.flock(file, fcntl.LOCK_EX)"),
+        ("files are locked and hashed in one place", "hashlib.file_digest(file, 'sha256')"),
+        ("files are replaced in one place", "os.replace(staging, target)"),
+        ("files are replaced in one place", "partial.replace(path)"),
+        ("the launch is read where a command begins", "size = read_launch().data_size"),
         ("nothing is left to do", "# TODO: later"),
         ("no path of anyone's machine", "data = '/home/ada/data'"),
     ],
@@ -210,6 +251,8 @@ def test_planted_text_is_found(law: str, line: str) -> None:
         ("the ignore index has one owner", "rates at 0-25-50-75-100 %, in [-1000, n-100]"),
         ("the environment is read in one place", "environment = template.environ"),
         ("the default of a training key has one owner", 'is_asked = config.training.get("push_to_hub")'),
+        ("Python objects pass between ranks in one place", "used = torch.cuda.is_initialized()"),
+        ("files are replaced in one place", "text = text.replace(old, new)"),
         ("no code from the Hub runs unasked", "'read it, then set trust_remote_code: true and model_revision'"),
         ("no path of anyone's machine", "~/.cache/x, https://example.org/work/x"),
     ],

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather_object
 from transformers import TrainingArguments
 
 from recipes_lib.models.saved_weights import BrokenSaveError
@@ -31,6 +30,7 @@ from recipes_lib.training.checkpoints.manifest import (
 )
 from recipes_lib.training.checkpoints.resume import BATCH_KEYS, GENERATION_KEY
 from recipes_lib.training.checkpoints.writer import CheckpointWriter, HostCopy
+from recipes_lib.training.collectives import gather_objects
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.run import RECORDED, read_run_record
@@ -254,7 +254,7 @@ class CheckpointSaver:
             got = do()
         except Exception as error:  # It is raised when the others know.
             failure = error
-        told = gather_object([(got, failure and f"{type(failure).__name__}: {failure}")])
+        told = gather_objects((got, failure and f"{type(failure).__name__}: {failure}"))
         if failure is not None:
             raise failure
         failures = [f"process {rank}: {words}" for rank, (_, words) in enumerate(told) if words]
