@@ -14,7 +14,6 @@ from recipes_lib.boundary import parse_or_exit, run_command
 if __name__ == "__main__":
     CONFIG = parse_or_exit("distill", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
 
-from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.data.packed.training_data import load_training_data
@@ -25,52 +24,44 @@ from recipes_lib.models.generation.stop_tokens import set_stop_tokens
 from recipes_lib.models.heads.loss_head import verify_loss_head
 from recipes_lib.models.loading import load_causal_lm, load_tokenizer
 from recipes_lib.publish.final_model import export_model
-from recipes_lib.publish.finish import finish_run
-from recipes_lib.publish.publishing import publishing
+from recipes_lib.publish.finish import recipe
 from recipes_lib.training.evaluation.build import build_observer
-from recipes_lib.training.layouts.launch_environment import read_launch
-from recipes_lib.training.run import start_run
+from recipes_lib.training.run import Run
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.trained_model import load_verified_config
 
 
-@publishing
-def main(config: RecipeConfig) -> None:
+@recipe
+def main(run: Run) -> None:
     """Train ``config.model`` on rows and a teacher; leave a model, its record and a report."""
-    run = start_run(config, read_launch())
-    if run.finished:
-        finish_run(run)
-        return
-    config = run.config  # With another number of processes, another accumulation.
-    with run.recording_its_end():
-        # Both models read the student's tokens: the vocabularies are compared before any weight is loaded.
-        tokenizer = load_tokenizer(config.model, config.tokens)
-        vocabulary = map_teacher_vocabulary(config, tokenizer)
-        data = load_training_data(config, lambda _: tokenizer, local_rank=run.launch.local_rank)
-        run.record(data=data.record, num_tokenized_rows=RowEncoder.num_tokenized_rows)
-        args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
+    config = run.config
+    # Both models read the student's tokens: the vocabularies are compared before any weight is loaded.
+    tokenizer = load_tokenizer(config.model, config.tokens)
+    vocabulary = map_teacher_vocabulary(config, tokenizer)
+    data = load_training_data(config, lambda _: tokenizer, local_rank=run.launch.local_rank)
+    run.record(data=data.record, num_tokenized_rows=RowEncoder.num_tokenized_rows)
+    args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
 
-        model_config = load_verified_config(config, tokenizer, data.longest, vocabulary)
-        attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing)
-        model = load_causal_lm(config.model, attention.implementation)
-        set_stop_tokens(model, tokenizer, data.audit.terminators)
-        collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
-        trainer = DistillationTrainer(
-            model=model,
-            teaching=prepare_teaching(config, data, attention, args, vocabulary, collate),
-            distillation=config.distillation,
-            is_own_teacher=is_own_teacher(config),
-            args=args,
-            eval_dataset=data.eval,
-            processing_class=tokenizer,
-            observer=build_observer(config, data, args, model, tokenizer, collate),
-        )
-        if config.tokens.packing:
-            prove_isolation(model, attention.layout)
-        verify_loss_head(model)
-        trainer.train(resume_from_checkpoint=run.choose_checkpoint())
-        export_model(trainer, run.output_dir)
-    finish_run(run)
+    model_config = load_verified_config(config, tokenizer, data.longest, vocabulary)
+    attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing)
+    model = load_causal_lm(config.model, attention.implementation)
+    set_stop_tokens(model, tokenizer, data.audit.terminators)
+    collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
+    trainer = DistillationTrainer(
+        model=model,
+        teaching=prepare_teaching(config, data, attention, args, vocabulary, collate),
+        distillation=config.distillation,
+        is_own_teacher=is_own_teacher(config),
+        args=args,
+        eval_dataset=data.eval,
+        processing_class=tokenizer,
+        observer=build_observer(config, data, args, model, tokenizer, collate),
+    )
+    if config.tokens.packing:
+        prove_isolation(model, attention.layout)
+    verify_loss_head(model)
+    trainer.train(resume_from_checkpoint=run.choose_checkpoint())
+    export_model(trainer, run.output_dir)
 
 
 if __name__ == "__main__":

@@ -15,63 +15,54 @@ from recipes_lib.boundary import parse_or_exit, run_command
 if __name__ == "__main__":
     CONFIG = parse_or_exit("dpo", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
 
-from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.pairs.pair_data import load_pair_data
 from recipes_lib.models.generation.stop_tokens import set_stop_tokens
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.final_model import export_model
-from recipes_lib.publish.finish import finish_run
-from recipes_lib.publish.publishing import publishing
+from recipes_lib.publish.finish import recipe
 from recipes_lib.training.evaluation.build import build_observer
-from recipes_lib.training.layouts.launch_environment import read_launch
-from recipes_lib.training.run import start_run
+from recipes_lib.training.run import Run
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.dpo_trainer import DPOTrainer, build_objective, prepare_reference
 from recipes_lib.training.trainers.pair_batches import build_pair_collator, choose_pair_attention, prove_pair_attention
 from recipes_lib.training.trainers.trained_model import load_policy, load_verified_config
 
 
-@publishing
-def main(config: RecipeConfig) -> None:
+@recipe
+def main(run: Run) -> None:
     """Train ``config.model`` on the pairs of ``config.data``; leave a model, its record and a report."""
-    run = start_run(config, read_launch())
-    if run.finished:
-        finish_run(run)
-        return
-    config = run.config  # With another number of processes, another accumulation.
-    with run.recording_its_end():
-        # Rows of any layout become tokens of a prompt and two answers, once, before the processes meet.
-        tokenizer = load_tokenizer(config.model, config.tokens)
-        data = load_pair_data(config, lambda _: tokenizer, local_rank=run.launch.local_rank)
-        args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
-        objective = build_objective(args, config.preference, data.record.get("eval"))
-        # A prompt is computed once for both answers, where model and kernel keep the answers apart.
-        model_config = load_verified_config(config, tokenizer, data.longest)
-        attention = choose_pair_attention(config, model_config, args, max_length=data.max_length)
-        model = load_policy(config, attention.implementation, args, run.launch)
-        set_stop_tokens(model, tokenizer, data.audit.terminators)
-        attention = prove_pair_attention(config, attention, model)
-        run.record(data=data.record, pairs=asdict(attention))
+    config = run.config
+    # Rows of any layout become tokens of a prompt and two answers, once, before the processes meet.
+    tokenizer = load_tokenizer(config.model, config.tokens)
+    data = load_pair_data(config, lambda _: tokenizer, local_rank=run.launch.local_rank)
+    args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
+    objective = build_objective(args, config.preference, data.record.get("eval"))
+    # A prompt is computed once for both answers, where model and kernel keep the answers apart.
+    model_config = load_verified_config(config, tokenizer, data.longest)
+    attention = choose_pair_attention(config, model_config, args, max_length=data.max_length)
+    model = load_policy(config, attention.implementation, args, run.launch)
+    set_stop_tokens(model, tokenizer, data.audit.terminators)
+    attention = prove_pair_attention(config, attention, model)
+    run.record(data=data.record, pairs=asdict(attention))
 
-        # The policy is held against what it was at the start, or against a model of its own.
-        stored, data = prepare_reference(config, objective, data, model, attention, args)
-        collate = build_pair_collator(tokenizer, attention)
-        trainer = DPOTrainer(
-            model=model,
-            args=args,
-            objective=objective,
-            stored=stored,
-            is_own_reference=config.preference.ref_model_name_or_path is None,
-            adapter=config.adapter,
-            train_dataset=data.train,
-            eval_dataset=data.eval,
-            data_collator=collate,
-            processing_class=tokenizer,
-            observer=build_observer(config, data, args, model, tokenizer, collate, objective.score_held_out),
-        )
-        trainer.train(resume_from_checkpoint=run.choose_checkpoint())
-        export_model(trainer, run.output_dir)
-    finish_run(run)
+    # The policy is held against what it was at the start, or against a model of its own.
+    stored, data = prepare_reference(config, objective, data, model, attention, args)
+    collate = build_pair_collator(tokenizer, attention)
+    trainer = DPOTrainer(
+        model=model,
+        args=args,
+        objective=objective,
+        stored=stored,
+        is_own_reference=config.preference.ref_model_name_or_path is None,
+        adapter=config.adapter,
+        train_dataset=data.train,
+        eval_dataset=data.eval,
+        data_collator=collate,
+        processing_class=tokenizer,
+        observer=build_observer(config, data, args, model, tokenizer, collate, objective.score_held_out),
+    )
+    trainer.train(resume_from_checkpoint=run.choose_checkpoint())
+    export_model(trainer, run.output_dir)
 
 
 if __name__ == "__main__":

@@ -14,44 +14,34 @@ from recipes_lib.boundary import parse_or_exit, run_command
 if __name__ == "__main__":
     CONFIG = parse_or_exit("grpo", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
 
-from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.planning.steps import plan_groups
 from recipes_lib.publish.final_model import export_model
-from recipes_lib.publish.finish import finish_run
-from recipes_lib.publish.publishing import publishing
+from recipes_lib.publish.finish import recipe
 from recipes_lib.rl.grpo import build_group_trainer
 from recipes_lib.rl.rewards import load_rewards
-from recipes_lib.training.layouts.launch_environment import read_launch
-from recipes_lib.training.run import start_run
+from recipes_lib.training.run import Run
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.trained_model import load_verified_config
 
 
-@publishing
-def main(config: RecipeConfig) -> None:
+@recipe
+def main(run: Run) -> None:
     """Train ``config.model`` on groups of answers of its own to the prompts of ``config.data``."""
-    launch = read_launch()
-    run = start_run(config, launch)
-    if run.finished:
-        finish_run(run)
-        return
-    config = run.config  # With another number of processes, another accumulation.
-    with run.recording_its_end():
-        # What is asked, and what answers are worth.
-        tokenizer = load_tokenizer(config.model, config.tokens)
-        prompts = load_prompt_data(config, tokenizer)
-        load_verified_config(config, tokenizer, prompts.max_length)
-        plan = plan_groups(len(prompts.train), config, launch.world_size)
-        run.record(data=prompts.record, answers_per_generation=plan.answers_per_generation)
-        args = build_training_arguments(config, launch, has_eval=True)
-        rewards = load_rewards(config.rewards, device=str(args.device))
+    config = run.config
+    # What is asked, and what answers are worth.
+    tokenizer = load_tokenizer(config.model, config.tokens)
+    prompts = load_prompt_data(config, tokenizer)
+    load_verified_config(config, tokenizer, prompts.max_length)
+    plan = plan_groups(len(prompts.train), config, run.launch.world_size)
+    run.record(data=prompts.record, answers_per_generation=plan.answers_per_generation)
+    args = build_training_arguments(config, run.launch, has_eval=True)
+    rewards = load_rewards(config.rewards, device=str(args.device))
 
-        trainer = build_group_trainer(config, args, launch, rewards, prompts, tokenizer)
-        trainer.train(resume_from_checkpoint=run.choose_checkpoint())
-        export_model(trainer, run.output_dir)
-    finish_run(run)
+    trainer = build_group_trainer(config, args, run.launch, rewards, prompts, tokenizer)
+    trainer.train(resume_from_checkpoint=run.choose_checkpoint())
+    export_model(trainer, run.output_dir)
 
 
 if __name__ == "__main__":

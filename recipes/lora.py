@@ -14,7 +14,6 @@ from recipes_lib.boundary import parse_or_exit, run_command
 if __name__ == "__main__":
     CONFIG = parse_or_exit("lora", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
 
-from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.data.packed.training_data import load_training_data
@@ -24,55 +23,47 @@ from recipes_lib.models.generation.stop_tokens import set_stop_tokens
 from recipes_lib.models.heads.loss_head import verify_loss_head
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.final_model import export_model
-from recipes_lib.publish.finish import finish_run
-from recipes_lib.publish.publishing import publishing
+from recipes_lib.publish.finish import recipe
 from recipes_lib.training.evaluation.build import build_observer
-from recipes_lib.training.layouts.launch_environment import read_launch
-from recipes_lib.training.run import start_run
+from recipes_lib.training.run import Run
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
 from recipes_lib.training.trainers.trained_model import load_policy, load_verified_config
 
 
-@publishing
-def main(config: RecipeConfig) -> None:
+@recipe
+def main(run: Run) -> None:
     """Train an adapter of ``config.model`` on the targets of ``config.data``; leave it, its record and a report."""
-    run = start_run(config, read_launch())
-    if run.finished:
-        finish_run(run)
-        return
-    config = run.config  # With another number of processes, another accumulation.
-    with run.recording_its_end():
-        # Rows of any layout become packed tokens with a loss mask, once, before the processes meet.
-        tokenizer = load_tokenizer(config.model, config.tokens)
-        data = load_training_data(config, lambda _: tokenizer, local_rank=run.launch.local_rank)
-        run.record(data=data.record, num_tokenized_rows=RowEncoder.num_tokenized_rows)
-        args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
+    config = run.config
+    # Rows of any layout become packed tokens with a loss mask, once, before the processes meet.
+    tokenizer = load_tokenizer(config.model, config.tokens)
+    data = load_training_data(config, lambda _: tokenizer, local_rank=run.launch.local_rank)
+    run.record(data=data.record, num_tokenized_rows=RowEncoder.num_tokenized_rows)
+    args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
 
-        # The model's own weights are loaded, in few bits if asked for, and frozen; the adapter begins as nothing.
-        model_config = load_verified_config(config, tokenizer, data.longest)
-        attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing)
-        model = load_policy(config, attention.implementation, args, run.launch)
-        run.record(adapter=describe_adapter(model))
-        set_stop_tokens(model, tokenizer, data.audit.terminators)
-        collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
-        observer = build_observer(config, data, args, model, tokenizer, collate)
-        trainer = SFTTrainer(
-            model=model,
-            args=args,
-            train_dataset=data.train,
-            eval_dataset=data.eval,
-            data_collator=collate,
-            processing_class=tokenizer,
-            observer=observer,
-            adapter=config.adapter,
-        )
-        if config.tokens.packing:
-            prove_isolation(model, attention.layout)
-        verify_loss_head(model)
-        trainer.train(resume_from_checkpoint=run.choose_checkpoint())
-        export_model(trainer, run.output_dir)
-    finish_run(run)
+    # The model's own weights are loaded, in few bits if asked for, and frozen; the adapter begins as nothing.
+    model_config = load_verified_config(config, tokenizer, data.longest)
+    attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing)
+    model = load_policy(config, attention.implementation, args, run.launch)
+    run.record(adapter=describe_adapter(model))
+    set_stop_tokens(model, tokenizer, data.audit.terminators)
+    collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
+    observer = build_observer(config, data, args, model, tokenizer, collate)
+    trainer = SFTTrainer(
+        model=model,
+        args=args,
+        train_dataset=data.train,
+        eval_dataset=data.eval,
+        data_collator=collate,
+        processing_class=tokenizer,
+        observer=observer,
+        adapter=config.adapter,
+    )
+    if config.tokens.packing:
+        prove_isolation(model, attention.layout)
+    verify_loss_head(model)
+    trainer.train(resume_from_checkpoint=run.choose_checkpoint())
+    export_model(trainer, run.output_dir)
 
 
 if __name__ == "__main__":

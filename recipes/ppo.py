@@ -14,49 +14,39 @@ from recipes_lib.boundary import parse_or_exit, run_command
 if __name__ == "__main__":
     CONFIG = parse_or_exit("ppo", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
 
-from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.final_model import export_model
-from recipes_lib.publish.finish import finish_run
-from recipes_lib.publish.publishing import publishing
+from recipes_lib.publish.finish import recipe
 from recipes_lib.rl.models import choose_placement, load_actor_critic
 from recipes_lib.rl.rewards import load_rewards
 from recipes_lib.rl.state import CRITIC_FOLDER, build_exporter, save_critic
 from recipes_lib.rl.trainer import PPOTrainer
-from recipes_lib.training.layouts.launch_environment import read_launch
-from recipes_lib.training.run import start_run
+from recipes_lib.training.run import Run
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.trained_model import load_verified_config
 
 
-@publishing
-def main(config: RecipeConfig) -> None:
+@recipe
+def main(run: Run) -> None:
     """Train ``config.model`` on answers of its own to the prompts of ``config.data``."""
-    launch = read_launch()
-    run = start_run(config, launch)
-    if run.finished:
-        finish_run(run)
-        return
-    config = run.config  # With another number of processes, another accumulation.
-    with run.recording_its_end():
-        # What is asked.
-        tokenizer = load_tokenizer(config.model, config.tokens)
-        prompts = load_prompt_data(config, tokenizer)
-        load_verified_config(config, tokenizer, prompts.max_length)
-        run.record(data=prompts.record)
-        args = build_training_arguments(config, launch, has_eval=True)
+    config = run.config
+    # What is asked.
+    tokenizer = load_tokenizer(config.model, config.tokens)
+    prompts = load_prompt_data(config, tokenizer)
+    load_verified_config(config, tokenizer, prompts.max_length)
+    run.record(data=prompts.record)
+    args = build_training_arguments(config, run.launch, has_eval=True)
 
-        # The policy is held against what it was at the start; the critic foresees what its answers are worth.
-        models = load_actor_critic(config, args, launch, tokenizer, prompts.terminators)
-        place = choose_placement(args, launch)
-        rewards = load_rewards(config.rewards, device=str(args.device), shared=models.reward, place=place)
-        trainer = PPOTrainer(config, args, models, rewards, prompts, tokenizer)
-        trainer.train(run.choose_checkpoint())
-        export_model(build_exporter(models, args, tokenizer), run.output_dir)
-        if config.rewards.save_critic:
-            save_critic(models.critic, tokenizer, run.output_dir / CRITIC_FOLDER, is_main=launch.is_main)
-    finish_run(run)
+    # The policy is held against what it was at the start; the critic foresees what its answers are worth.
+    models = load_actor_critic(config, args, run.launch, tokenizer, prompts.terminators)
+    place = choose_placement(args, run.launch)
+    rewards = load_rewards(config.rewards, device=str(args.device), shared=models.reward, place=place)
+    trainer = PPOTrainer(config, args, models, rewards, prompts, tokenizer)
+    trainer.train(run.choose_checkpoint())
+    export_model(build_exporter(models, args, tokenizer), run.output_dir)
+    if config.rewards.save_critic:
+        save_critic(models.critic, tokenizer, run.output_dir / CRITIC_FOLDER, is_main=run.launch.is_main)
 
 
 if __name__ == "__main__":

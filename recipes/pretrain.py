@@ -14,7 +14,6 @@ from recipes_lib.boundary import parse_or_exit, run_command
 if __name__ == "__main__":
     CONFIG = parse_or_exit("pretrain", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
 
-from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.data.tokens.token_data import prepare_tokens
@@ -23,59 +22,51 @@ from recipes_lib.models.heads.loss_head import verify_loss_head
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.planning.pretraining import count_run_tokens
 from recipes_lib.publish.final_model import export_model
-from recipes_lib.publish.finish import finish_run
-from recipes_lib.publish.publishing import publishing
+from recipes_lib.publish.finish import recipe
 from recipes_lib.training.evaluation.build import build_observer
 from recipes_lib.training.layouts.context_rows import join_context
-from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.layouts.pipeline_trainer import choose_trainer
-from recipes_lib.training.run import start_run
+from recipes_lib.training.run import Run
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.pretraining_rows import build_rows
 from recipes_lib.training.trainers.trained_model import load_language_model, load_verified_config
 
 
-@publishing
-def main(config: RecipeConfig) -> None:
+@recipe
+def main(run: Run) -> None:
     """Pretrain ``config.model`` on the tokens of ``config.data``; leave a model, its record and a report."""
-    run = start_run(config, read_launch())
-    if run.finished:
-        finish_run(run)
-        return
-    config = run.config  # With another number of processes, another accumulation.
-    with run.recording_its_end():
-        # Documents become tokens on disk, once; from then on it is known which rows every step will take.
-        tokenizer = load_tokenizer(config.model, config.tokens)
-        num_tokens = count_run_tokens(config, run.launch.data_size)
-        tokens = prepare_tokens(config, lambda _: tokenizer, local_rank=run.launch.local_rank, num_tokens=num_tokens)
-        rows = build_rows(config, tokens, run.launch.data_size)
-        run.record(data=rows.record, num_tokenized_rows=RowEncoder.num_tokenized_rows)
-        args = build_training_arguments(config, run.launch, has_eval=bool(rows.held_out), num_steps=rows.plan.num_steps)
+    config = run.config
+    # Documents become tokens on disk, once; from then on it is known which rows every step will take.
+    tokenizer = load_tokenizer(config.model, config.tokens)
+    num_tokens = count_run_tokens(config, run.launch.data_size)
+    tokens = prepare_tokens(config, lambda _: tokenizer, local_rank=run.launch.local_rank, num_tokens=num_tokens)
+    rows = build_rows(config, tokens, run.launch.data_size)
+    run.record(data=rows.record, num_tokenized_rows=RowEncoder.num_tokenized_rows)
+    args = build_training_arguments(config, run.launch, has_eval=bool(rows.held_out), num_steps=rows.plan.num_steps)
 
-        # The kernel must keep documents apart unless told otherwise, and the loss head must give the model's own loss.
-        isolated = not config.pretraining.cross_document_attention
-        model_config = load_verified_config(config, tokenizer, rows.plan.max_length)
-        context = join_context(run.launch, args)
-        attention = choose_attention(config.model, model_config, args, packing=isolated, context=context)
-        model = load_language_model(config, model_config, attention.implementation, args, run.launch)
-        collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
-        trainer = choose_trainer(run.launch)(
-            config=config,
-            schedule=rows.plan.schedule,
-            model=model,
-            args=args,
-            train_dataset=rows.train,
-            eval_dataset=rows.held_out or None,
-            data_collator=collate,
-            processing_class=tokenizer,
-            observer=build_observer(config, rows, args, model, tokenizer, collate, context=context),
-        )
-        if isolated:
-            prove_isolation(trainer.model_wrapped, attention.layout)
-        verify_loss_head(trainer.model_wrapped)
-        trainer.train(resume_from_checkpoint=run.choose_checkpoint())
-        export_model(trainer, run.output_dir)
-    finish_run(run)
+    # The kernel must keep documents apart unless told otherwise, and the loss head must give the model's own loss.
+    isolated = not config.pretraining.cross_document_attention
+    model_config = load_verified_config(config, tokenizer, rows.plan.max_length)
+    context = join_context(run.launch, args)
+    attention = choose_attention(config.model, model_config, args, packing=isolated, context=context)
+    model = load_language_model(config, model_config, attention.implementation, args, run.launch)
+    collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
+    trainer = choose_trainer(run.launch)(
+        config=config,
+        schedule=rows.plan.schedule,
+        model=model,
+        args=args,
+        train_dataset=rows.train,
+        eval_dataset=rows.held_out or None,
+        data_collator=collate,
+        processing_class=tokenizer,
+        observer=build_observer(config, rows, args, model, tokenizer, collate, context=context),
+    )
+    if isolated:
+        prove_isolation(trainer.model_wrapped, attention.layout)
+    verify_loss_head(trainer.model_wrapped)
+    trainer.train(resume_from_checkpoint=run.choose_checkpoint())
+    export_model(trainer, run.output_dir)
 
 
 if __name__ == "__main__":

@@ -15,64 +15,55 @@ from recipes_lib.boundary import parse_or_exit, run_command
 if __name__ == "__main__":
     CONFIG = parse_or_exit("reward", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
 
-from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.pairs.pair_data import UnfinishedAnswers, load_pair_data
 from recipes_lib.models.heads.scoring import RewardModel
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.final_model import export_model
-from recipes_lib.publish.finish import finish_run
-from recipes_lib.publish.publishing import publishing
+from recipes_lib.publish.finish import recipe
 from recipes_lib.report.reward_verdict import settle_scale, write_verdict
 from recipes_lib.training.evaluation.build import build_observer
-from recipes_lib.training.layouts.launch_environment import read_launch
-from recipes_lib.training.run import start_run
+from recipes_lib.training.run import Run
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.pair_batches import build_pair_collator, choose_pair_attention, prove_pair_attention
 from recipes_lib.training.trainers.pair_trainer import RewardTrainer, build_reward_objective
 from recipes_lib.training.trainers.trained_model import load_scorer, load_verified_config
 
 
-@publishing
-def main(config: RecipeConfig) -> None:
+@recipe
+def main(run: Run) -> None:
     """Train a score on top of ``config.model`` from the pairs of ``config.data``; leave the model and its report."""
-    run = start_run(config, read_launch())
-    if run.finished:
-        finish_run(run)
-        return
-    config = run.config  # With another number of processes, another accumulation.
-    with run.recording_its_end():
-        # Rows of any layout become tokens of a prompt and two answers, once, before the processes meet.
-        tokenizer = load_tokenizer(config.model, config.tokens)
-        data = load_pair_data(config, lambda _: tokenizer, local_rank=run.launch.local_rank)
-        args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
-        # A prompt is computed once for both answers, where model and kernel keep the answers apart.
-        model_config = load_verified_config(config, tokenizer, data.longest)
-        attention = choose_pair_attention(config, model_config, args, max_length=data.max_length)
-        model = load_scorer(config, attention.implementation, args, run.launch, tokenizer, data.audit.terminators)
-        attention = prove_pair_attention(config, attention, model)
-        run.record(data=data.record, pairs=asdict(attention))
+    config = run.config
+    # Rows of any layout become tokens of a prompt and two answers, once, before the processes meet.
+    tokenizer = load_tokenizer(config.model, config.tokens)
+    data = load_pair_data(config, lambda _: tokenizer, local_rank=run.launch.local_rank)
+    args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
+    # A prompt is computed once for both answers, where model and kernel keep the answers apart.
+    model_config = load_verified_config(config, tokenizer, data.longest)
+    attention = choose_pair_attention(config, model_config, args, max_length=data.max_length)
+    model = load_scorer(config, attention.implementation, args, run.launch, tokenizer, data.audit.terminators)
+    attention = prove_pair_attention(config, attention, model)
+    run.record(data=data.record, pairs=asdict(attention))
 
-        # The score is read at the token that ends an answer, in training and ever after.
-        collate = build_pair_collator(tokenizer, attention)
-        objective = build_reward_objective(args, config.preference)
-        trainer = RewardTrainer(
-            model=model,
-            args=args,
-            objective=objective,
-            adapter=config.adapter,
-            train_dataset=UnfinishedAnswers(data.train, tokenizer, config.preference.unfinished_share, args.seed),
-            eval_dataset=data.eval,
-            data_collator=collate,
-            processing_class=tokenizer,
-            observer=build_observer(config, data, args, model, tokenizer, collate, objective.score),
-        )
-        trainer.train(resume_from_checkpoint=run.choose_checkpoint())
-        # Its scale travels with it; the verdict says whether it may serve.
-        reward_model = RewardModel(model, tokenizer)
-        settle_scale(reward_model, data.train)
-        export_model(trainer, run.output_dir)
-        run.record(failed_gates=write_verdict(reward_model, data.eval, run.output_dir, is_main=run.launch.is_main))
-    finish_run(run)
+    # The score is read at the token that ends an answer, in training and ever after.
+    collate = build_pair_collator(tokenizer, attention)
+    objective = build_reward_objective(args, config.preference)
+    trainer = RewardTrainer(
+        model=model,
+        args=args,
+        objective=objective,
+        adapter=config.adapter,
+        train_dataset=UnfinishedAnswers(data.train, tokenizer, config.preference.unfinished_share, args.seed),
+        eval_dataset=data.eval,
+        data_collator=collate,
+        processing_class=tokenizer,
+        observer=build_observer(config, data, args, model, tokenizer, collate, objective.score),
+    )
+    trainer.train(resume_from_checkpoint=run.choose_checkpoint())
+    # Its scale travels with it; the verdict says whether it may serve.
+    reward_model = RewardModel(model, tokenizer)
+    settle_scale(reward_model, data.train)
+    export_model(trainer, run.output_dir)
+    run.record(failed_gates=write_verdict(reward_model, data.eval, run.output_dir, is_main=run.launch.is_main))
 
 
 if __name__ == "__main__":

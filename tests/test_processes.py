@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from recipes_lib import processes as peers
+from recipes_lib import processes
 
 
 @pytest.fixture
@@ -23,24 +23,24 @@ def folders(tmp_path, monkeypatch):
 
 def run_as(folders, number, body):
     environment = os.environ | {"TORCHELASTIC_ERROR_FILE": str(folders / number / "error.json")}
-    subprocess.run([sys.executable, "-c", f"from recipes_lib import peers; {body}"], check=True, env=environment)
+    subprocess.run([sys.executable, "-c", f"from recipes_lib import processes; {body}"], check=True, env=environment)
 
 
 def test_a_process_that_left_in_order_is_not_missed(folders):
-    peers.enter()
-    run_as(folders, "1", "peers.enter(); peers.leave()")
-    assert peers.find_lost() is None
+    processes.enter()
+    run_as(folders, "1", "processes.enter(); processes.leave()")
+    assert processes.find_lost() is None
 
 
 def test_a_process_that_was_killed_is(folders):
-    peers.enter()
-    run_as(folders, "1", "peers.enter()")
-    assert peers.find_lost() == "process 1 of this machine ended: it left no reason, so it was killed"
+    processes.enter()
+    run_as(folders, "1", "processes.enter()")
+    assert processes.find_lost() == "process 1 of this machine ended: it left no reason, so it was killed"
 
 
 def test_a_process_that_failed_is_with_its_reason(folders):
-    run_as(folders, "1", "peers.enter(); peers.record_failure(ValueError('no\\nmore'), is_unforeseen=True)")
-    assert peers.find_lost() == "process 1 of this machine ended: ValueError: no"
+    run_as(folders, "1", "processes.enter(); processes.record_failure(ValueError('no\\nmore'), is_unforeseen=True)")
+    assert processes.find_lost() == "process 1 of this machine ended: ValueError: no"
     # As torch's own handler writes it, so that the launcher's summary has it.
     message = json.loads((folders / "1" / "error.json").read_text())["message"]
     assert message["message"] == "ValueError: no\nmore"
@@ -49,20 +49,20 @@ def test_a_process_that_failed_is_with_its_reason(folders):
 
 def test_a_lost_connection_is_explained_by_who_is_gone(folders, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    run_as(folders, "1", "peers.enter()")
-    lost = peers.explain_lost_connection(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1"))
+    run_as(folders, "1", "processes.enter()")
+    lost = processes.explain_lost_connection(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1"))
     assert lost is not None
     assert "process 1" in lost
-    assert peers.explain_lost_connection(RuntimeError("the shapes differ")) is None
+    assert processes.explain_lost_connection(RuntimeError("the shapes differ")) is None
 
 
 def test_without_a_launcher_there_is_nobody_to_miss(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    peers.enter()
-    peers.record_failure(ValueError(), is_unforeseen=True)
-    assert peers.find_lost() is None
+    processes.enter()
+    processes.record_failure(ValueError(), is_unforeseen=True)
+    assert processes.find_lost() is None
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "another process ended" in str(peers.explain_lost_connection(RuntimeError("Broken pipe"), seconds=0))
+    assert "another process ended" in str(processes.explain_lost_connection(RuntimeError("Broken pipe"), seconds=0))
 
 
 @pytest.mark.parametrize("world_size", [None, "1", "x"])
@@ -70,5 +70,5 @@ def test_one_process_alone_loses_no_peer(world_size, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     if world_size is not None:
         monkeypatch.setenv("WORLD_SIZE", world_size)
-    assert peers.explain_lost_connection(BrokenPipeError(32, "Broken pipe"), seconds=0) is None
-    assert peers.read_world_size() == 1
+    assert processes.explain_lost_connection(BrokenPipeError(32, "Broken pipe"), seconds=0) is None
+    assert processes.read_world_size() == 1

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Final
 
-from recipes_lib import processes as peers
+from recipes_lib import processes
 from recipes_lib.errors import EXIT_BUG, EXIT_PREEMPTED, LostPeerError, PreemptedError
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -94,13 +94,13 @@ class StopRequest:
 
     def launcher_is_gone(self) -> bool:
         """Whether a launcher started this process and has ended before it."""
-        return peers.has_launcher() and os.getppid() != self._parent
+        return processes.has_launcher() and os.getppid() != self._parent
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._is_closed or self._has_raised:
             return
         # A launcher ends all processes when one of them has failed; that is no request to be started again.
-        if (lost := peers.find_lost()) is not None:
+        if (lost := processes.find_lost()) is not None:
             self._has_raised = True
             raise LostPeerError(lost)
         self.ask(signal.Signals(number).name)
@@ -127,7 +127,7 @@ class StopRequest:
                     _leave(128 + number, f"{signal.Signals(number).name} again: left at once")
 
     def _leave_without_peer(self) -> None:
-        if (lost := peers.find_lost()) is not None:
+        if (lost := processes.find_lost()) is not None:
             _start_timer(_SECONDS_TO_UNWIND, _leave, EXIT_BUG, f"left because {lost}")
 
     def _leave_in_time(self, *, is_last: bool = False) -> None:

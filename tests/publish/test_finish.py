@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.publish.runs import finish, make_run
 
-from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.publish import finish as finishing
-from recipes_lib.publish.finish import finish_run
+from recipes_lib.publish.finish import finish_run, recipe
 from recipes_lib.training.layouts.launch_environment import Launch
 from recipes_lib.training.run import Run
 
@@ -63,3 +65,14 @@ def test_the_main_process_alone_finishes(build, capsys):
     finish_run(run)
     assert not (run.output_dir / "report.html").exists()
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_a_recipe_trains_what_is_not_done_and_finishes_in_any_case(build, monkeypatch, is_done) -> None:
+    parts = {"data": DataConfig(), "tokens": TokensConfig(), "model": ModelConfig(), "evaluation": EvaluationConfig()}
+    config = RecipeConfig(stage="sft", path=None, training={}, **parts)
+    run, told = replace(build(finished=is_done), config=config), []
+    monkeypatch.setattr(finishing, "start_run", lambda config, launch: told.append("start") or run)
+    monkeypatch.setattr(finishing, "finish_run", lambda run: told.append("finish"))
+    recipe(lambda run: told.append("train"))(config)
+    assert told == ["start", *([] if is_done else ["train"]), "finish"]

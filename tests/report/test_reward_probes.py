@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.data.chat.encoder import RowEncoder
-from recipes_lib.data.pairs.sets import PairEncoder
+from recipes_lib.data.pairs.pair_encoding import PairEncoder
 from recipes_lib.data.sources.rows import Row
 from recipes_lib.errors import DataError
 from recipes_lib.models.heads.score_head import add_score_head, load_reward_model

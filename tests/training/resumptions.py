@@ -9,6 +9,7 @@ import sys
 import zlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from tests.training import pairs, pretraining, trajectories
@@ -97,8 +98,8 @@ def _run_recipe(folder: Path, tokenizer_dir: Path, keys: dict[str, Any]) -> dict
             accumulations.append(self.args.gradient_accumulation_steps)
 
     recipe.choose_trainer = lambda _: Watching
-    recipe.finish_run = lambda _: None
-    recipe.main(pretraining.build_config(folder.parent.parent, tokenizer_dir, **keys))
+    with mock.patch("recipes_lib.publish.finish.finish_run"):
+        recipe.main(pretraining.build_config(folder.parent.parent, tokenizer_dir, **keys))
     losses = {str(event["step"]): event["loss"] for event in pretraining.read_steps(folder)}
     return {"losses": losses, "batches": batches, "accumulation": accumulations[0]}
 

@@ -16,7 +16,7 @@ from typing import IO, Any, Final
 
 from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
-from recipes_lib import processes as peers
+from recipes_lib import processes
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.values import BOOLEANS
 from recipes_lib.errors import EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, ConfigError, Problem
@@ -53,7 +53,7 @@ def publishing(train: Callable[[RecipeConfig], None]) -> Callable[[RecipeConfig]
 
     @functools.wraps(train)
     def train_and_publish(config: RecipeConfig) -> None:
-        if not config.training.get("push_to_hub") or peers.read_rank() != 0:
+        if not config.training.get("push_to_hub") or processes.read_rank() != 0:
             train(config)
             return
         target = open_target(config.training)

@@ -12,7 +12,7 @@ from tests.data.chat_cases import answer, chat, source, spans, user
 from tests.data.templates.tokenizers import build_byte_level
 
 from recipes_lib.data.chat.encoder import RowEncoder
-from recipes_lib.data.pairs.sets import PairEncoder
+from recipes_lib.data.pairs.pair_encoding import PairEncoder
 
 IN_LOOP = {
     "zephyr_loop": "</s>",

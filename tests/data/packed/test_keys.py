@@ -120,11 +120,13 @@ def test_other_versions_change_the_key(build_config, monkeypatch, package):
 
 
 def test_any_change_of_the_code_that_prepares_changes_the_key(build_config, monkeypatch, tmp_path):
-    room = shutil.copytree(Path(keys.__file__).parent, tmp_path / "data", ignore=shutil.ignore_patterns("__pycache__"))
+    room = shutil.copytree(
+        Path(keys.__file__).parents[1], tmp_path / "data", ignore=shutil.ignore_patterns("__pycache__")
+    )
     before = key_of(build_config())
-    monkeypatch.setattr(keys, "__file__", str(room / "keys.py"))
+    monkeypatch.setattr(keys, "__file__", str(room / "packed" / "keys.py"))
     assert key_of(build_config()) == before
-    for module in ("chat", "templates", "formats", "packing", "masking", "splits", "prepare"):
+    for module in ("chat/encoder", "chat/templates", "sources/formats", "packed/packing", "masking", "sources/splits"):
         source = (room / f"{module}.py").read_text()
         (room / f"{module}.py").write_text(source + "#")
         assert key_of(build_config()) != before, module

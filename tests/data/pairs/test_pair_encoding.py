@@ -15,7 +15,7 @@ from tests.data.templates.tokenizers import build_byte_level, build_metaspace
 from transformers import PreTrainedTokenizerFast
 
 from recipes_lib.data.chat.encoder import RowEncoder
-from recipes_lib.data.pairs.sets import EncodedPair, PairEncoder
+from recipes_lib.data.pairs.pair_encoding import EncodedPair, PairEncoder
 from recipes_lib.data.sources.rows import Row
 from recipes_lib.errors import DataError
 

@@ -19,7 +19,8 @@ import pytest
 from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.packed import encoding, store
 from recipes_lib.data.packed.prepared_set import prepare
-from recipes_lib.data.pairs.sets import PairEncoder, identify_pairs, prepare_pairs
+from recipes_lib.data.pairs.pair_encoding import PairEncoder
+from recipes_lib.data.pairs.sets import identify_pairs, prepare_pairs
 from recipes_lib.data.sources.mixtures import load_train_data
 from recipes_lib.errors import ConfigError, DataError
 

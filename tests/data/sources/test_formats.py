@@ -14,7 +14,7 @@ from trl.data_utils import extract_prompt, maybe_convert_to_chatml
 
 from recipes_lib.config.schema import DatasetFormat
 from recipes_lib.data.chat.encoder import RowEncoder
-from recipes_lib.data.pairs.sets import PairEncoder
+from recipes_lib.data.pairs.pair_encoding import PairEncoder
 from recipes_lib.data.sources.formats import canonicalize, detect_format
 from recipes_lib.data.sources.rows import Row
 from recipes_lib.errors import DataError

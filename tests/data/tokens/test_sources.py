@@ -15,7 +15,7 @@ from recipes_lib.data.tokens.sources import WITHOUT_EFFECT, load_corpora, load_h
 from recipes_lib.errors import ConfigError, DataError
 
 SECTIONS = (DataConfig, TokensConfig, PretrainingConfig)
-ROOM = Path(token_sources.__file__).parent
+ROOM = Path(token_sources.__file__).parents[1]
 
 
 def keys_of(config, num_tokens=None) -> list[str]:
@@ -125,7 +125,7 @@ def find_needed_modules(module: str) -> set[str]:
         ]
         for_types = {id(node) for guard in guards for node in ast.walk(guard)}
         waiting += [
-            f"{node.module.rsplit('.', 1)[1]}.py"
+            f"{node.module.removeprefix('recipes_lib.data.').replace('.', '/')}.py"
             for node in ast.walk(tree)
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("recipes_lib.data.")
             if id(node) not in for_types
@@ -134,10 +134,10 @@ def find_needed_modules(module: str) -> set[str]:
 
 
 def test_what_is_left_out_of_the_key_writes_nothing(build_config, texts):
-    needed = find_needed_modules("token_sets.py") | find_needed_modules("chat.py")
-    assert {"formats.py", "templates.py", "token_documents.py", "source_json.py"} <= needed
+    needed = find_needed_modules("tokens/sets.py") | find_needed_modules("chat/encoder.py")
+    assert {"sources/formats.py", "chat/templates.py", "tokens/shards.py", "sources/json_rows.py"} <= needed
     assert not needed & WITHOUT_EFFECT
-    assert not WITHOUT_EFFECT - {path.name for path in ROOM.glob("*.py")}
+    assert not WITHOUT_EFFECT - {path.relative_to(ROOM).as_posix() for path in ROOM.rglob("*.py")}
     (corpus,) = load_corpora(build_config(dataset_name=texts["a"]))
     assert corpus.collect_inputs(build_config())["code"].keys() >= needed - WITHOUT_EFFECT
 

@@ -172,7 +172,7 @@ def _build_prompt_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBa
 
 def _build_pair_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> list[PreviewRow]:
     """Both answers of the first pairs, each behind the prompt."""
-    from recipes_lib.data.pairs.sets import PairEncoder  # brings transformers
+    from recipes_lib.data.pairs.pair_encoding import PairEncoder  # brings transformers
 
     data = replace(config.data, dataset_format="preference")
     rows = list(islice(load_train_data(data, seed=read_seed(config)).rows(config.tokens), num_rows))

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.config.schema import RecipeConfig, TokensConfig
-from recipes_lib.data.chat.encoder import RowEncoder
-from recipes_lib.data.chat.remarks import Remark, Remarked, take_remarked
+from recipes_lib.data.chat.remarks import Remarked, take_remarked
 from recipes_lib.data.packed.audit import Finding, judge_remarks, refuse_errors, sort_findings
 from recipes_lib.data.packed.encoding import (
     TokenizerLoader,
@@ -27,7 +25,7 @@ from recipes_lib.data.packed.store import PreparedSet, find_set, hold_lock, writ
 from recipes_lib.data.pairs.audit import ANSWERS, DropCounts, PairAudit, compute_pair_audit, judge_pairs
 from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.mixtures import Mixture
-from recipes_lib.data.sources.rows import EncodedRow, Row
+from recipes_lib.data.sources.rows import Row
 from recipes_lib.data.sources.splits import compute_row_digest, find_overlap, refuse_overlap, split_rows
 from recipes_lib.errors import ConfigError, DataError, Problem, merge_alike, raise_problems
 
@@ -35,121 +33,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
 
-
-TokenIds = npt.NDArray[np.uint32]
-
-
-class EncodedPair(NamedTuple):
-    """A pair as tokens; ``prompt_ids`` followed by either answer is what the model reads.
-
-    Attributes:
-        prompt_ids: ``uint32``, at least one: what a server gives the model to answer.
-        chosen_ids: ``uint32``, at least one; the last one ends the answer, and no other token follows it.
-        rejected_ids: As ``chosen_ids``.
-        remarks: What an audit should tell of the row, with either answer.
-    """
-
-    prompt_ids: TokenIds
-    chosen_ids: TokenIds
-    rejected_ids: TokenIds
-    remarks: Collection[Remark] = ()
-
-
-class PairEncoder:
-    """Turns preference rows into token ids; several threads may share it.
-
-    Args:
-        encoder: Renders, tokenises and masks each answer as fine-tuning does; its ``loss_on`` is unset.
-        tokenizer: The encoder's.
-    """
-
-    def __init__(self, encoder: RowEncoder, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._encoder = encoder
-        self._tokenizer = tokenizer
-
-    def encode(self, rows: Sequence[Row]) -> list[EncodedPair]:
-        """Token ids of each pair, in order.
-
-        An answer is what fine-tuning trains on, from behind the generation prompt to the terminator; what a template
-        writes after that is left out. That the prompt, tokenised by itself, is what both texts begin with is shown
-        token by token.
-
-        Raises:
-            DataError: Rows that cannot be rendered, tokenised or masked exactly; whose answers are not one assistant
-                turn, or do not go on from the prompt; or without a prompt. All of them.
-
-        Source: ``RowEncoder``; equality with what transformers renders and tokenises in
-        ``tests/data/pairs/test_pair_encoding.py``.
-        """
-        problems = [problem for row in rows if (problem := _check_turns(row))]
-        sound = [row for row in rows if not _check_turns(row)] if problems else rows
-        answers: list[EncodedRow] = []
-        try:
-            answers = self._encoder.encode([row for pair in sound for row in (pair, _take_rejected(pair))])
-        except DataError as error:
-            problems += dict.fromkeys(error.problems)  # what is wrong with a prompt is wrong twice
-        pairs = []
-        for row, chosen, rejected in zip(sound, answers[::2], answers[1::2], strict=False):
-            try:
-                pairs.append(self._join(row, chosen, rejected))
-            except DataError as error:
-                problems += error.problems
-        if problems:
-            raise DataError(*problems)
-        return pairs
-
-    def _join(self, row: Row, chosen: EncodedRow, rejected: EncodedRow) -> EncodedPair:
-        prompt = self._encoder.encode_prompt(row)
-        if not len(prompt):
-            found = "the prompt has no token from which an answer's first one could be predicted"
-            raise DataError(Problem(row.where, found, "write a prompt, or remove the row"))
-        answers = {"chosen": chosen, "rejected": rejected}
-        cuts = [self._cut(row, name, prompt, answer) for name, answer in answers.items()]
-        remarks = tuple(dict.fromkeys([*chosen.remarks, *rejected.remarks]))
-        return EncodedPair(prompt, cuts[0], cuts[1], remarks)
-
-    def _cut(self, row: Row, name: str, prompt: TokenIds, answer: EncodedRow) -> TokenIds:
-        """The tokens of an answer, from the first that the prompt does not give to the last that is trained on."""
-        ids, targets = answer.input_ids, np.flatnonzero(answer.loss_mask)
-        if not np.array_equal(ids[: len(prompt)], prompt):
-            raise self._not_a_prefix(row, name, prompt, ids)
-        if not len(targets) or (targets != len(prompt) + np.arange(len(targets))).any():
-            found = f"what would be trained on of `{name}` is not all that follows the generation prompt, up to one end"
-            remedy = "let {% generation %} enclose what the chat template writes after its generation prompt"
-            raise DataError(Problem(row.where, found, remedy))
-        return ids[len(prompt) : len(prompt) + len(targets)]
-
-    def _not_a_prefix(self, row: Row, name: str, prompt: TokenIds, ids: TokenIds) -> DataError:
-        shared = min(len(prompt), len(ids))
-        at = int(np.argmax(np.append(prompt[:shared] != ids[:shared], True)))
-        asked, written = (self._tokenizer.decode(tokens[at : at + 8].tolist()) for tokens in (prompt, ids))
-        found = f"the prompt is not what `{name}` begins with: after {at} tokens {asked!r} stands against {written!r}"
-        if row.messages is None:
-            remedy = "move the white space at the end of the prompt to the start of both answers"
-        else:
-            remedy = "let the chat template write before an answer what its generation prompt is (chat_template_path)"
-        return DataError(Problem(row.where, found, remedy))
-
-
-def _check_turns(row: Row) -> Problem | None:
-    assert row.rejected is not None, "not a row of the `preference` layout"
-    if row.messages is None:
-        return None
-    for name, turns in (("chosen", row.messages[row.num_prompt_messages :]), ("rejected", row.rejected)):
-        if len(turns) != 1:
-            found = f"`{name}` has {len(turns)} messages after the prompt, and an answer is one assistant turn"
-            return Problem(row.where, found, "end both chats with the first turn in which they differ")
-    return None
-
-
-def _take_rejected(row: Row) -> Row:
-    """The row with its rejected answer in place of the chosen one."""
-    if row.messages is None:
-        assert isinstance(row.rejected, str)
-        return replace(row, completion=row.rejected)
-    assert row.rejected is not None
-    assert not isinstance(row.rejected, str)
-    return replace(row, messages=[*row.messages[: row.num_prompt_messages], *row.rejected])
+    from recipes_lib.data.pairs.pair_encoding import EncodedPair, PairEncoder
 
 
 _PAIRS_PER_RECORD_BATCH: Final = 1000
@@ -384,7 +268,9 @@ def _encode(
     config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, identity: SetIdentity
 ) -> tuple[dict[str, EncodedPairs], dict[str, DropCounts], dict[str, BrokenRows]]:
     """``train`` and, if pairs are held out, ``eval``; and what was left out of the data that each was read from."""
-    from recipes_lib.data.pairs.sets import PairEncoder  # brings transformers, which finding a set does not need
+    from recipes_lib.data.pairs.pair_encoding import (
+        PairEncoder,  # brings transformers, which finding a set does not need
+    )
 
     encoder = PairEncoder(build_encoder(config, tokenizer), tokenizer)
     mixtures = {"train": identity.train} | ({"eval": identity.test} if identity.test else {})

@@ -18,16 +18,14 @@ from recipes_lib.errors import ConfigError, DataError, Problem, raise_problems
 
 WITHOUT_EFFECT: Final = frozenset(
     {
-        "audit.py",
-        "collators.py",
-        "prepare.py",
-        "preview.py",
-        "streaming.py",
-        "token_data.py",
-        "token_dataset.py",
-        "token_order.py",
-        "token_overlap.py",
-        "training_data.py",
+        "packed/audit.py",
+        "packed/collators.py",
+        "packed/prepared_set.py",
+        "packed/preview.py",
+        "packed/training_data.py",
+        "tokens/dataset.py",
+        "tokens/order.py",
+        "tokens/token_data.py",
     }
 )
 """Modules of this room that decide no byte of a token set, so that changing them makes no set anew."""
