@@ -18,8 +18,7 @@ from typing import Any, Final, TextIO
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.config.show import flatten_config
+from recipes_lib.config.schema import RecipeConfig, flatten_config
 from recipes_lib.environment import read_git_commit, read_versions
 from recipes_lib.errors import (
     ConfigError,
