@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather_object
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
@@ -44,6 +43,7 @@ from recipes_lib.training.checkpoints.manifest import (
     write_complete,
 )
 from recipes_lib.training.checkpoints.resume import BATCH_KEYS, GENERATION_KEY
+from recipes_lib.training.collectives import gather_objects
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.monitoring.progress import format_count
@@ -475,7 +475,7 @@ class CheckpointSaver:
             got = do()
         except Exception as error:  # It is raised when the others know.
             failure = error
-        told = gather_object([(got, failure and f"{type(failure).__name__}: {failure}")])
+        told = gather_objects((got, failure and f"{type(failure).__name__}: {failure}"))
         if failure is not None:
             raise failure
         failures = [f"process {rank}: {words}" for rank, (_, words) in enumerate(told) if words]
