@@ -47,7 +47,8 @@ class StochasticAdamW(torch.optim.Optimizer):
 
     A weight, its gradient and two float32 moments take 12 bytes, where float32 weights take 16. The noise follows from
     the number of the step alone, so that replicas stay equal and a resumed run goes on to the bit. For parameters that
-    are not sharded.
+    are not sharded. torchao's optimizers (0.18) hold the moments of bfloat16 weights in bfloat16 or fewer bits, and
+    draw the noise from the global random state, which differs between ranks wherever anything else draws from it.
 
     Source: Loshchilov and Hutter 2019, algorithm 2; equal to ``torch.optim.AdamW`` on float32 weights in
     ``tests/training/optim/test_stochastic_rounding.py``.

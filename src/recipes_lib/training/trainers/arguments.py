@@ -6,7 +6,7 @@ import contextlib
 import functools
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -39,18 +39,20 @@ def verify_fp8(launched_precision: str) -> None:
 
     Source: accelerate ``AcceleratorState``, which falls back to fp16; see ``tests/training/trainers/test_fp8.py``.
     """
-    if launched_precision == "fp8" and (problems := list(_find_problems())):
-        raise ConfigError(*problems)
-
-
-def _find_problems() -> Iterator[Problem]:
+    if launched_precision != "fp8":
+        return
+    problems = []
     if importlib.util.find_spec("torchao") is None:
-        yield Problem("launch", "fp8 needs the package torchao, which is not installed", "pip install torchao")
+        found = "fp8 needs the package torchao, which is not installed"
+        problems.append(Problem("launch", found, "pip install torchao"))
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     if capability is None or capability < MIN_CAPABILITY:
         has = "no GPU" if capability is None else f"a GPU of compute capability {capability[0]}.{capability[1]}"
         wanted = ".".join(map(str, MIN_CAPABILITY))
-        yield Problem("launch", f"fp8 needs a GPU of compute capability {wanted} or higher; here is {has}", _OTHERWISE)
+        found = f"fp8 needs a GPU of compute capability {wanted} or higher; here is {has}"
+        problems.append(Problem("launch", found, _OTHERWISE))
+    if problems:
+        raise ConfigError(*problems)
 
 
 def verify_fp8_layers(model: nn.Module) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, cast
@@ -274,15 +273,9 @@ class DPOTrainer(PairTrainer):
             self._has_first_scores = True
         return scores
 
-    @contextmanager
-    def uncounted_pass(self) -> Iterator[None]:
-        """While it lasts, what is computed does not count as training, nor as the first step."""
-        has_first_scores, self._has_first_scores = self._has_first_scores, True
-        try:
-            with super().uncounted_pass():
-                yield
-        finally:
-            self._has_first_scores = has_first_scores
+    def build_stand_ins(self) -> dict[str, Any]:
+        """As ``PairTrainer``; an uncounted pass is not the first step."""
+        return super().build_stand_ins() | {"_has_first_scores": True}
 
     def begin(self, step: int) -> None:
         """Read the reference's numbers, or compute them; after ``step`` steps nothing is left to compute them from.
