@@ -354,7 +354,7 @@ class GuardsConfig:
     max_rollbacks: int = 0
     """How often a spike sends the run back to a checkpoint and on without its rows; at 0 spikes are only told."""
     verify_steps: int | None = None
-    """Compute every so-manieth step twice and compare the weights of all processes, bit by bit. Unset: never."""
+    """Every N steps, compute a step twice and compare the weights of all ranks, bit by bit. Unset: never."""
 
 
 @dataclass(frozen=True, kw_only=True)

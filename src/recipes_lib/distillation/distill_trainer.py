@@ -1,4 +1,4 @@
-"""Distillation: the trainer of fine-tuning, whose student learns from texts and from what a teacher says of them."""
+"""The distillation trainer: cross-entropy and divergence to a teacher over the SFT trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from recipes_lib.data.packed.training_data import TrainingData
 from recipes_lib.distillation.layer_features import LayerKnowledge
 from recipes_lib.distillation.on_policy import ANSWERED, AnswerFigures, OwnAnswers, prepare_answers
 from recipes_lib.distillation.teacher import load_teacher, score_beside_record, score_beside_teacher
-from recipes_lib.distillation.teacher_store import TEACHER_FIELD, TaughtCollator, identify_store, read_store
+from recipes_lib.distillation.teacher_store import TEACHER_FIELD, TeacherCollator, identify_store, read_store
 from recipes_lib.errors import ConfigError, DivergedError, Problem
 from recipes_lib.losses.distillation import DistillationSums, Objective
 from recipes_lib.losses.divergence import TopLogps
@@ -118,14 +118,14 @@ class DistillationTrainer(SFTTrainer):
         """Return this process's share of the step's mean loss of a target."""
         num_tokens, labels = inputs.pop("num_tokens"), inputs.pop("labels")
         record, answered = inputs.pop(TEACHER_FIELD, None), inputs.pop(ANSWERED, None)
-        with self.layers.listening(labels, inputs["position_ids"]) as heard:
+        with self.layers.collecting(labels, inputs["position_ids"]) as features:
             if record is None:
                 # Of its own answers a student learns nothing but what the teacher says of them.
                 objective = self.objective if answered is None else replace(self.objective, alpha=0.0)
                 output = score_beside_teacher(model, self.teacher, inputs, labels, objective)
             else:
                 output = score_beside_record(model, TopLogps(**record), inputs, labels, self.objective)
-        parts = self.layers.compute_parts(heard)
+        parts = self.layers.compute_parts(features)
         sums: DistillationSums = output.result
         if self._is_first_step:
             self._is_first_step = False
@@ -213,7 +213,7 @@ def prepare_teaching(
         answers = prepare_answers(config, args, teacher.config, vocabulary, collate)
         return Teaching(teacher, data.train, collate, config.layers, answers)
     identity = identify_store(config, vocabulary, data.record)
-    return Teaching(None, read_store(identity, data.train), TaughtCollator(collate, identity.format))
+    return Teaching(None, read_store(identity, data.train), TeacherCollator(collate, identity.format))
 
 
 def build_objective(distillation: DistillationConfig) -> Objective:

@@ -1,4 +1,4 @@
-"""On-policy distillation: in some steps the student answers the prompts of its rows, and learns from what it wrote."""
+"""On-policy distillation: in some steps the student samples answers and learns the teacher's distribution on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floating-point operations a training step needs, and how many a device could do."""
+"""FLOPs of a training step, and peak FLOPs and memory of devices."""
 
 from __future__ import annotations
 

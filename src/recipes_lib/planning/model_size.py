@@ -1,4 +1,4 @@
-"""How many parameters a model has, counted without giving them memory, and what training them costs."""
+"""Parameter counts without allocating memory, and training cost."""
 
 from __future__ import annotations
 

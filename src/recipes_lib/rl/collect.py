@@ -1,4 +1,4 @@
-"""One iteration's answers: sampled, scored, and read by policy, reference and critic before anything is updated."""
+"""Rollout collection: sampling, scoring, and log-probabilities of policy, reference and critic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RLOO and GRPO: TRL's trainers, with prompts, rewards, evaluation, checkpoints and exit codes as in other stages."""
+"""RLOO and GRPO over TRL's trainers, with the prompts, rewards, evaluation and checkpoints of PPO."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class GroupTrainer(RecipeTrainer):
         if "ref" in getattr(model, "peft_config", {}):
             # A copy of the fresh adapter: without any, the model is the same reference.
             self.model.delete_adapter("ref")
-        self.add_callback(_GoOn(self))
+        self.add_callback(_RestoreOnResume(self))
 
     def count_terms(self, batch: Any) -> torch.Tensor:
         """Return the number of answers."""
@@ -178,7 +178,7 @@ class GroupTrainer(RecipeTrainer):
         """Report nothing to anyone."""
 
 
-class _GoOn(TrainerCallback):
+class _RestoreOnResume(TrainerCallback):
     """Tells TRL after a resumption which part of its answers is due: it counts from the start of the process.
 
     And the guard of rewards what it had seen.

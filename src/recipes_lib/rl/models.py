@@ -1,4 +1,4 @@
-"""The models of PPO in either layout: four of their own, or adapters on one trunk."""
+"""Policy, critic, reference and reward model of PPO: four models, or adapters on one trunk; sharded by FSDP2."""
 
 from __future__ import annotations
 

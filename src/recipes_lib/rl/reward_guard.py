@@ -1,4 +1,4 @@
-"""Whether rewards tell answers apart: from those that are all worth the same nothing is learnt."""
+"""Guard against rewards that do not distinguish answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What answers are worth: the weighted sum of the user's own functions and of a reward model."""
+"""Rewards: the weighted sum of user functions and a reward model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an iteration leaves for the next: saved at its end, and found again by the process that goes on."""
+"""Checkpoints of PPO: state saved after an iteration and restored on resume; the final models."""
 
 from __future__ import annotations
 

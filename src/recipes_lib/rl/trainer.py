@@ -1,4 +1,4 @@
-"""The loop of PPO: answers, advantages, updates of policy and critic, again and again."""
+"""The PPO loop: rollouts, advantages, updates of policy and critic."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class PPOTrainer:
         WATCHDOG.enter("what is between two steps")
         is_saved = args.save_strategy != SaveStrategy.NO
         if iteration == 0 and is_saved:
-            self._rehearse()
+            self._dry_run()
         if iteration == 0 or schedule.is_due(args.logging_steps, iteration):
             self._log.write("train", self.state, figures)
         if self._evaluates(iteration):
@@ -293,7 +293,7 @@ class PPOTrainer:
         self._saver.save(stage_state(self._saver, self.state, self._learners))
         self._saved_step = self.state.step
 
-    def _rehearse(self) -> None:
+    def _dry_run(self) -> None:
         learners = self._learners
         weights = [learner.parameters for learner in learners.values()]
 
@@ -302,7 +302,7 @@ class PPOTrainer:
             compare_own_shards_with_live(staged.folder, learners)
             return staged
 
-        self._saver.rehearse(
+        self._saver.dry_run(
             stage,
             functools.partial(compare_state_with_live, learners=learners),
             lambda: count_bytes(*weights, *(learner.optimizer.state_dict() for learner in learners.values())),

@@ -1,4 +1,4 @@
-"""What ``dataset_name`` names, and its rows in canonical form."""
+"""``dataset_name`` to rows in canonical form, from files, folders or the Hub."""
 
 from __future__ import annotations
 

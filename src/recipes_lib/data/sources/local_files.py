@@ -1,4 +1,4 @@
-"""Local files and folders as sources: which files, which split, which reader."""
+"""Local files and folders as sources: file selection, splits, readers."""
 
 from __future__ import annotations
 

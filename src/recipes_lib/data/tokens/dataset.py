@@ -1,4 +1,4 @@
-"""Rows of a pretraining run and of its evaluations, read from token shards by their number."""
+"""Map-style datasets over token shards, for pretraining and its evaluation."""
 
 from __future__ import annotations
 

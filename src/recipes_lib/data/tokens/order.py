@@ -1,4 +1,4 @@
-"""Which window of which source is at each row of a run: a pure function of the seed and the row's number."""
+"""Data order of pretraining: the window of each row as a pure function of seed and row number."""
 
 from __future__ import annotations
 

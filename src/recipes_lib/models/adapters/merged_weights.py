@@ -1,4 +1,4 @@
-"""A model's weights under the names of its checkpoint, those of an adapter added: what another program loads."""
+"""Base weights with the adapter added, under the checkpoint's names, for an inference engine."""
 
 from __future__ import annotations
 

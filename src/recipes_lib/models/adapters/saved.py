@@ -1,4 +1,4 @@
-"""What the folder of a saved adapter says: its base, whether it can be loaded on a model, and in whose terms it is."""
+"""Metadata of a saved adapter: base model, compatibility, parametrisation."""
 
 from __future__ import annotations
 

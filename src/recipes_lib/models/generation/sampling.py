@@ -1,4 +1,4 @@
-"""Answers of a policy: one protocol, and transformers' ``generate`` behind it, by which any faster engine is judged."""
+"""Sampling from a policy: the protocol of engines, and transformers' ``generate`` with a preallocated KV cache."""
 
 from __future__ import annotations
 

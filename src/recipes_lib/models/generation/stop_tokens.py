@@ -1,4 +1,4 @@
-"""Which tokens end a generation, set once on the model and used wherever it answers; prompts as one batch."""
+"""Stop tokens of a model, and left-padded prompt batches."""
 
 from __future__ import annotations
 

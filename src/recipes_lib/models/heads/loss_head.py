@@ -1,4 +1,4 @@
-"""A causal language model that returns its loss or token log-probabilities without the logits of a whole batch."""
+"""Causal language models that return loss or token log-probabilities without full-batch logits."""
 
 from __future__ import annotations
 

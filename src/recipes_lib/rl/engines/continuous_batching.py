@@ -1,4 +1,4 @@
-"""transformers' continuous batching: an answer that ended makes room for the next, so that no batch waits for one."""
+"""transformers' continuous batching as a generation engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which engine samples the answers of a run, and how far its log-probabilities may be from the training graph's."""
+"""The choice of generation engine, and its log-probability gap to the training graph."""
 
 from __future__ import annotations
 

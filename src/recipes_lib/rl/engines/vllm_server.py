@@ -1,4 +1,4 @@
-"""A vLLM server as the engine of PPO: prompts go there by HTTP, and every iteration the policy's weights."""
+"""A vLLM server as generation engine: prompts by HTTP, policy weights every iteration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How every recipe saves and resumes: beside training, sealed, rehearsed at the first step, kept by our rules."""
+"""Checkpoints of the trainers: asynchronous, hash-verified, with a dry run at step 1; resume."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class CheckpointingTrainer(Trainer):
         args.save_only_model = saves_less
         engine = "FSDP" if self.is_in_shards else "DEEPSPEED" if self.is_deepspeed_enabled else ""
         self._saver = CheckpointSaver(self.args, self._tell, engine=engine)
-        self._is_rehearsed = False
+        self._has_dry_run = False
         self._staging: Path | None = None  # Only while a checkpoint is put together.
         self._tasks: list[Task] = []
         self._own_tokenizer: Any = None
@@ -125,11 +125,11 @@ class CheckpointingTrainer(Trainer):
     def _maybe_log_save_evaluate(
         self, tr_loss: torch.Tensor, grad_norm: Any, model: nn.Module, *args: Any, **kwargs: Any
     ) -> None:
-        """Stop a run whose last checkpoint could not be written; rehearse the first one when its states exist."""
+        """Stop a run whose last checkpoint could not be written; dry-run the first one when its states exist."""
         self._saver.raise_failure()
-        if self.state.global_step == 1 and self.args.save_strategy != SaveStrategy.NO and not self._is_rehearsed:
-            self._is_rehearsed = True
-            self._rehearse(model)
+        if self.state.global_step == 1 and self.args.save_strategy != SaveStrategy.NO and not self._has_dry_run:
+            self._has_dry_run = True
+            self._dry_run(model)
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, *args, **kwargs)
 
     # transformers 5.23 writes while training waits, and deletes old checkpoints before the new one is verified.
@@ -137,11 +137,11 @@ class CheckpointingTrainer(Trainer):
         """Put a checkpoint together and have it saved."""
         self._saver.save(self._stage(model, STAGING), keep=self.kept_steps())
 
-    def _rehearse(self, model: nn.Module) -> None:
+    def _dry_run(self, model: nn.Module) -> None:
         """Do all that saving takes once.
 
         Raises:
-            ConfigError: As ``CheckpointSaver.rehearse``.
+            ConfigError: As ``CheckpointSaver.dry_run``.
             BrokenSaveError: As there.
         """
 
@@ -158,7 +158,7 @@ class CheckpointingTrainer(Trainer):
             if self.is_replicated:
                 compare_with_live(checkpoint, self.model, self.optimizer)
 
-        self._saver.rehearse(
+        self._saver.dry_run(
             stage,
             compare,
             lambda: count_bytes(self._list_trained(), self.optimizer.state_dict()),

@@ -1,4 +1,4 @@
-"""Whether what a checkpoint holds is what is trained: its files are opened again before it counts."""
+"""The checkpoint dry run: files reopened and compared with the live model and optimizer."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def count_bytes(*states: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def describe_rehearsal(size: int, seconds: float, plan: DiskPlan) -> str:
-    """Return what a rehearsal showed, in one line: bytes of a checkpoint, seconds, and what the run will take."""
+def describe_dry_run(size: int, seconds: float, plan: DiskPlan) -> str:
+    """Return what a dry run showed, in one line: bytes of a checkpoint, seconds, and what the run will take."""
     return (
         f"checkpoints: {_format_bytes(size)} each, written and opened again in {seconds:.1f} s; up to "
         f"{plan.num_checkpoints} of them and the model take {_format_bytes(plan.total_bytes)} of "

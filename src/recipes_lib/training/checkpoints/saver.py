@@ -1,4 +1,4 @@
-"""From what a run has staged to a checkpoint: written, opened again, sealed, named; beside training where it can be."""
+"""Checkpoint saving: staged, written, reopened, hashed, renamed atomically; in a thread where possible."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers import TrainingArguments
 
 from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.planning.disk import DiskPlan, plan_disk, verify_disk
-from recipes_lib.training.checkpoints.dry_run import describe_rehearsal
+from recipes_lib.training.checkpoints.dry_run import describe_dry_run
 from recipes_lib.training.checkpoints.manifest import (
     REHEARSAL,
     STAGING,
@@ -138,7 +138,7 @@ class CheckpointSaver:
 
         self._write(staged, then=finish)
 
-    def rehearse(
+    def dry_run(
         self,
         stage: Callable[[str], Staged],
         compare: Callable[[Path], None],
@@ -183,7 +183,7 @@ class CheckpointSaver:
         compare(staged.folder)
         size = sum(path.stat().st_size for path in staged.folder.rglob("*") if path.is_file())
         shutil.rmtree(staged.folder.parent)
-        self._say(describe_rehearsal(size, time.perf_counter() - began, plan(size)))
+        self._say(describe_dry_run(size, time.perf_counter() - began, plan(size)))
         verify_disk(plan(size), str(self._output_dir))
 
     def finish(self) -> None:

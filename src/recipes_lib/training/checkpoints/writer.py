@@ -1,4 +1,4 @@
-"""The thread that writes checkpoints while training goes on, and the copy that it writes from."""
+"""The checkpoint writer thread, and the host copy that it writes from."""
 
 from __future__ import annotations
 

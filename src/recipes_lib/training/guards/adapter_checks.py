@@ -1,4 +1,4 @@
-"""Whether it is the adapter that learns: it begins as nothing, all of it has a gradient, and the base stands still."""
+"""Adapter checks: identity at the start, gradients, an unchanged base."""
 
 from __future__ import annotations
 

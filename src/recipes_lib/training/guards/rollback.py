@@ -1,4 +1,4 @@
-"""Going back behind a spike: from which checkpoint, without which rows, and the record that survives a kill."""
+"""Spike rollback: the checkpoint to return to, the rows to skip, and the record that survives a kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold before the first step and in the first ones, whatever is trained: each told in a line, or the end."""
+"""Start checks: gradient accumulation, initial loss, and gradients of all trained tensors."""
 
 from __future__ import annotations
 

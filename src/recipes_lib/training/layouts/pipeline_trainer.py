@@ -1,4 +1,4 @@
-"""Pretraining in stages: the processes of a pipeline take the same rows, and are together what one process would be."""
+"""The pretraining trainer under pipeline parallelism."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ class MetricsWriter:
             os.close(descriptor)
 
     def rewind(self, step: int, *, is_evaluated: bool = True) -> None:
-        """Drop what was logged after ``step``, and lines cut short by a kill: training goes on from there.
+        """Drop what was logged after ``step``, and lines cut short by a kill: training resumes from there.
 
         At step 0 nothing is kept, not even an evaluation before the first step: it will be made again.
 
