@@ -80,7 +80,7 @@ _ARGUMENT_CLASSES: Final = {
     "rloo": RLOOConfig,
     "grpo": GRPOConfig,
 }
-_OF_STAGE: dict[str, dict[str, Any]] = {
+_OF_RECIPE: dict[str, dict[str, Any]] = {
     "sft": _PREPARED,
     "lora": _PREPARED,
     "reward": {"max_length": None},
@@ -140,7 +140,7 @@ def build_training_arguments(
         # By their old names DeepSpeed 0.19 calls collectives of torch 2.13, several times a step.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     precision = resolve_precision(config, launch.precision)
-    arguments = {**config.training, **_OF_STAGE.get(config.stage, {}), **_ALWAYS, **precision}
+    arguments = {**config.training, **_OF_RECIPE.get(config.stage, {}), **_ALWAYS, **precision}
     if config.stage in ("rloo", "grpo"):
         arguments |= _read_sampling(config)
     # Every parameter takes part in every loss; looking for idle ones would walk the graph once more a step.

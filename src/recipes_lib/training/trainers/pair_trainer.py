@@ -21,7 +21,7 @@ from recipes_lib.training.trainers.recipe_trainer import RecipeTrainer
 class PairTrainer(RecipeTrainer):
     """``RecipeTrainer`` whose objective is a mean over pairs.
 
-    How the pairs of a step are cut into batches and shared by processes changes nothing, in the last step of an epoch
+    Micro-batch size and number of ranks change nothing, in the last step of an epoch
     too (``tests/distributed/test_pairs.py``).
     """
 

@@ -199,7 +199,7 @@ class RecipeTrainer(CheckpointingTrainer):
         if self.launch.context_size > 1:
             rank, size, by_heads = self.launch.context_rank, self.launch.context_size, self.launch.shares_by_heads
             batches = [cut_batch(batch, rank, size, by_heads=by_heads) for batch in batches]
-        # A stage counts where its labels lie: on the host, or where the loader has brought them.
+        # A trainer counts where its labels lie: on the host, or where the loader has brought them.
         num_terms = torch.stack([self.count_terms(batch) for batch in batches]).sum().to(device)
         num_tokens = torch.stack([batch["num_tokens"] for batch in batches]).sum().to(device)
         counts = torch.stack([num_terms, num_tokens, torch.tensor(STOP.reason is not None, device=device)])
@@ -271,7 +271,7 @@ class RecipeTrainer(CheckpointingTrainer):
         return {"observer": replace(self.observer, counter=StepCounter())}
 
     def verify_first_loss(self, loss: float) -> None:
-        """Hold the loss of the very first step, before any update, against what a stage knows of it."""
+        """Hold the loss of the very first step, before any update, against what is known of it."""
 
     def find_rows(self, step: int) -> tuple[int, int]:
         """Return the first row of the run that step ``step``, from 0, takes over all processes, and the one behind."""
