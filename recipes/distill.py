@@ -1,10 +1,10 @@
-"""Distillation: train a small model on texts and on what a larger one says of every token of them.
+"""Distillation: train a small model on texts and on a teacher's distribution over every token.
 
 accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/distill.py --config F
 python recipes/distill.py --config recipes/configs/llama3-1b/distill.yaml      # the same on one process
 
-`--help` lists every key, `--print-config` shows their values and where each comes from. The same command goes on where
-a stopped run left off.
+`--help` lists every key, `--print-config` shows their values and where each comes from. The same command resumes
+a stopped run.
 """
 
 import sys

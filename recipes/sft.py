@@ -3,8 +3,8 @@
 accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/sft.py --config recipes/configs/llama3-8b/sft.yaml
 python recipes/sft.py --config recipes/configs/llama3-8b/sft.yaml --learning_rate 1e-5      # the same on one process
 
-`--help` lists every key, `--print-config` shows their values and where each comes from. The same command goes on where
-a stopped run left off.
+`--help` lists every key, `--print-config` shows their values and where each comes from. The same command resumes
+a stopped run.
 """
 
 import sys

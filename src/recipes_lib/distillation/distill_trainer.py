@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -178,18 +177,10 @@ class DistillationTrainer(SFTTrainer):
         with self.layers.detached():
             super()._load_best_model()
 
-    @contextmanager
-    def uncounted_pass(self) -> Iterator[None]:
-        """While it lasts, what is computed does not count as training, nor as the first step."""
-        kept = self.figures, self.answer_figures, self._is_first_step, self.answers
-        # An uncounted pass computes the batches that it is given.
-        self.figures, self.answer_figures = TermMetrics(), AnswerFigures()
-        self._is_first_step, self.answers = False, None
-        try:
-            with super().uncounted_pass():
-                yield
-        finally:
-            self.figures, self.answer_figures, self._is_first_step, self.answers = kept
+    def build_stand_ins(self) -> dict[str, Any]:
+        """As ``RecipeTrainer``; an uncounted pass is not the first step, and computes the batches that it is given."""
+        figures = {"figures": TermMetrics(), "answer_figures": AnswerFigures()}
+        return super().build_stand_ins() | figures | {"_is_first_step": False, "answers": None}
 
 
 def prepare_teaching(

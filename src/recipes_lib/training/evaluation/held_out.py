@@ -77,7 +77,7 @@ class _Sums(NamedTuple):
 
 
 class EvaluateLoss:
-    """Scores the held-out sets; the figures do not depend on how they are cut into batches or shared by processes.
+    """Scores the held-out sets; the figures do not depend on batch size or number of ranks.
 
     All are means over target tokens: of whole sets, never of batch means; of all sets together, and where there are
     several, of each one as well. Bits per byte are all nats over
@@ -190,7 +190,7 @@ def _exp(value: float) -> float:
 
 
 class EvaluatePairs:
-    """Scores held-out pairs; the figures do not depend on how they are cut into batches or shared by processes.
+    """Scores held-out pairs; the figures do not depend on batch size or number of ranks.
 
     Memory does not grow with the set. Weights, modes and random states are untouched.
 

@@ -52,7 +52,7 @@ class MetricsCallback(TrainerCallback):
         self._group = group
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Go on from the counts of the checkpoint, if there is one, and drop what was logged after it."""
+        """Resume from the counts of the checkpoint, if there is one, and drop what was logged after it."""
         stored: Any = state.stateful_callbacks
         counts = stored.get(STATE_KEY, {"seconds": 0.0})
         self._counter.restore(counts)
@@ -138,7 +138,7 @@ class TermMetrics(TrainerCallback):
         self._num_terms, self._sums = 0, {}
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
-        """Hand the figures of all processes to whoever logs a training step."""
+        """Add the means over all ranks to the metrics of a training step."""
         if logs is None or "loss" not in logs:
             return
         names = sorted(self._sums)
@@ -206,7 +206,7 @@ class WeightMonitor(TrainerCallback):
         return float(self._measure(tensors))
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
-        """Hand the figures of a training step to whoever logs."""
+        """Add them to the metrics of a training step."""
         if logs is not None and "loss" in logs:
             logs.update(self._figures)
 
@@ -246,7 +246,7 @@ class Trackers:
         self._state, self._control = TrainerState(), TrainerControl()
 
     def begin(self, num_steps: int, step: int) -> None:
-        """A run of ``num_steps`` begins, or goes on after ``step`` of them."""
+        """A run of ``num_steps`` begins, or resumes after ``step`` of them."""
         self._state = TrainerState(
             global_step=step,
             max_steps=num_steps,

@@ -53,7 +53,7 @@ class StepCounter:
         return {"num_tokens": self.num_tokens, "num_targets": self.num_targets, "num_correct": self.num_correct}
 
     def restore(self, totals: Mapping[str, Any]) -> None:
-        """Go on from the totals of a checkpoint; a missing one is 0."""
+        """Resume from the totals of a checkpoint; a missing one is 0."""
         self._pending = [0, 0, 0]
         self.num_tokens = totals.get("num_tokens", 0)
         self.num_targets = totals.get("num_targets", 0)

@@ -80,7 +80,7 @@ class SFTTrainer(NextTokenTrainer):
 
 
 class SaveBeforeDecay(TrainerCallback):
-    """Has a checkpoint saved at the step that the decay begins at, from which a longer run can go on."""
+    """Has a checkpoint saved at the step that the decay begins at, from which a longer run can resume."""
 
     def __init__(self, step: int) -> None:
         """Save after ``step`` optimizer steps, unless nothing is saved at all."""
@@ -121,7 +121,7 @@ class PretrainTrainer(NextTokenTrainer):
             self.add_callback(SaveBeforeDecay(schedule.first_decay_step))
 
     def kept_steps(self) -> set[int]:
-        """Return the steps whose checkpoints are never deleted: from the start of the decay a longer run can go on."""
+        """Return the steps whose checkpoints are never deleted: from the start of the decay a longer run can resume."""
         first_decay_step = self.schedule.first_decay_step
         return super().kept_steps() | (set() if first_decay_step is None else {first_decay_step})
 
@@ -154,7 +154,7 @@ class PretrainTrainer(NextTokenTrainer):
         if self.lr_scheduler is None:
             driven = self.optimizer if optimizer is None else optimizer
             assert driven is not None
-            # A function is not saved with a checkpoint, so that a longer run goes on by its own schedule.
+            # A function is not saved with a checkpoint, so that a longer run resumes by its own schedule.
             self.lr_scheduler = LambdaLR(driven, lambda step: self.schedule(step))
             self._created_lr_scheduler = True
         return self.lr_scheduler

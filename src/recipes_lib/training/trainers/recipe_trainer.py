@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -17,7 +17,6 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.utils.data import DataLoader, Sampler
 from transformers import (
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     PrinterCallback,
     TrainerCallback,
     TrainerState,
@@ -86,10 +85,6 @@ class RecipeTrainer(CheckpointingTrainer):
         *,
         model: PreTrainedModel,
         args: TrainingArguments,
-        train_dataset: Any,
-        eval_dataset: Any = None,
-        data_collator: Callable[[Sequence[Mapping[str, Any]]], Batch] | None = None,
-        processing_class: PreTrainedTokenizerBase,
         observer: Observer,
         adapter: AdapterConfig | None = None,
         **options: Any,
@@ -99,28 +94,18 @@ class RecipeTrainer(CheckpointingTrainer):
         Args:
             model: What is trained; nothing was wrapped yet.
             args: From ``build_training_arguments``.
-            train_dataset: Rows; what ``data_collator`` takes.
-            eval_dataset: Held-out rows; the hooks decide what is done with them.
-            data_collator: Rows to the batch that ``compute_loss`` takes; ``None`` where upstream's trainer has its own.
-            processing_class: The tokenizer, saved with every checkpoint.
             observer: What watches the run.
             adapter: What ``model`` is under, if it is under one; every part of it must learn, and nothing else may.
-            **options: Further arguments of upstream's trainer.
+            **options: As upstream's trainer: ``train_dataset``; ``eval_dataset``, which the hooks decide about;
+                ``data_collator``, rows to the batch that ``compute_loss`` takes; ``processing_class``, the tokenizer,
+                saved with every checkpoint.
         """
         self.observer = observer
         self.adapter = adapter or AdapterConfig()
         # Before upstream has touched a weight.
         say, is_idle = observer.progress.say, not self.has_own_objective
         checks = [AdapterChecks(model, self.adapter, say=say, may_be_idle=is_idle)] if self.adapter.use_peft else []
-        super().__init__(
-            model=model,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            **({} if data_collator is None else {"data_collator": data_collator}),
-            **options,
-        )
+        super().__init__(model=model, args=args, **options)
         self.launch = read_launch()
         verify_engine(
             self.launch,
@@ -213,7 +198,7 @@ class RecipeTrainer(CheckpointingTrainer):
         if self.launch.context_size > 1:
             rank, size, by_heads = self.launch.context_rank, self.launch.context_size, self.launch.shares_by_heads
             batches = [cut_batch(batch, rank, size, by_heads=by_heads) for batch in batches]
-        # A stage counts where its labels lie: on the host, or where the loader has brought them.
+        # A trainer counts where its labels lie: on the host, or where the loader has brought them.
         num_terms = torch.stack([self.count_terms(batch) for batch in batches]).sum().to(device)
         num_tokens = torch.stack([batch["num_tokens"] for batch in batches]).sum().to(device)
         counts = torch.stack([num_terms, num_tokens, torch.tensor(STOP.reason is not None, device=device)])
@@ -270,16 +255,22 @@ class RecipeTrainer(CheckpointingTrainer):
     @contextlib.contextmanager
     def uncounted_pass(self) -> Iterator[None]:
         """While it lasts, what is computed does not count as training."""
-        observer, inputs = self.observer, self.guard.inputs
-        self.observer = replace(observer, counter=StepCounter())
+        stand_ins, inputs = self.build_stand_ins(), self.guard.inputs
+        kept = {name: getattr(self, name) for name in stand_ins}
+        vars(self).update(stand_ins)
         self.guard.inputs = StepInputs(num_tokens=inputs.num_tokens)
         try:
             yield
         finally:
-            self.observer, self.guard.inputs = observer, inputs
+            vars(self).update(kept)
+            self.guard.inputs = inputs
+
+    def build_stand_ins(self) -> dict[str, Any]:
+        """Return the attributes that count or remember steps, each with its value during an uncounted pass."""
+        return {"observer": replace(self.observer, counter=StepCounter())}
 
     def verify_first_loss(self, loss: float) -> None:
-        """Hold the loss of the very first step, before any update, against what a stage knows of it."""
+        """Hold the loss of the very first step, before any update, against what is known of it."""
 
     def find_rows(self, step: int) -> tuple[int, int]:
         """Return the first row of the run that step ``step``, from 0, takes over all processes, and the one behind."""

@@ -35,7 +35,7 @@ from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.pair_batches import compute_rounding
 
 REFERENCE_FOLDER: Final = "reference"
-"""Under ``output_dir``: the run's own copy, with which it goes on where the cache is gone."""
+"""Under ``output_dir``: the run's own copy, from which it resumes where the cache is gone."""
 
 NUM_CHECKED: Final = 64
 """Pairs computed again before stored numbers are trusted."""
@@ -242,7 +242,7 @@ def compute_reference_key(model: nn.Module, *, pairs: str, is_without_adapter: b
 
 
 def refuse_missing(step: int) -> None:
-    """Refuse to go on after ``step`` steps without the numbers that the run began with.
+    """Refuse to resume after ``step`` steps without the reference's log-probabilities of the start.
 
     Raises:
         ConfigError: Always.
