@@ -10,14 +10,18 @@ import functools
 import io
 import re
 import tokenize
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import trl
+from transformers import Trainer
 
 ROOT = Path(__file__).parents[1]
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
+MAX_FOLDER_MODULES = 15
 MODULES_WITHOUT_A_TEST: frozenset[str] = frozenset()
 """Modules that have no test file yet. This list may only shrink."""
 
@@ -62,12 +66,51 @@ TEXT_LAWS: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         ("src/", "recipes/"),
         ("src/recipes_lib/config/schema.py",),
     ),
+    "Python objects pass between ranks in one place": (
+        r"distributed\.is_initialized\(|\b(all_gather_object|broadcast_object_list|gather_object)\(",
+        ("src/", "recipes/"),
+        ("src/recipes_lib/training/collectives.py",),
+    ),
+    "files are locked and hashed in one place": (
+        r"\bfcntl\.|\bfile_digest\(|sha256\([^)]*read_bytes",
+        ("src/", "recipes/"),
+        ("src/recipes_lib/files.py",),
+    ),
+    "files are replaced in one place": (
+        r"\bos\.(replace|rename)\(|\bpartial\.(replace|rename)\(",
+        ("src/", "recipes/"),
+        # A folder becomes a prepared set; a shard of a teacher's answers is an array of numpy's.
+        (
+            "src/recipes_lib/files.py",
+            "src/recipes_lib/data/packed/store.py",
+            "src/recipes_lib/distillation/teacher_store.py",
+        ),
+    ),
+    "the launch is read where a command begins": (
+        r"\bread_launch\(\)",
+        ("src/",),
+        # A trainer is built by upstream's arguments alone.
+        (
+            "src/recipes_lib/training/layouts/launch_environment.py",
+            "src/recipes_lib/training/layouts/pipeline_trainer.py",
+            "src/recipes_lib/training/trainers/recipe_trainer.py",
+            "src/recipes_lib/training/checkpoints/saver.py",
+            "src/recipes_lib/publish/finish.py",
+            "src/recipes_lib/commands/sample_pairs.py",
+            "src/recipes_lib/commands/distill/distill_write.py",
+            "src/recipes_lib/commands/distill/distill_store.py",
+        ),
+    ),
     "nothing is left to do": (r"\b(TODO|FIXME|XXX)\b", ("",), ("tests/test_ratchets.py",)),
     "no path of anyone's machine": (r"(?<![\w.~}])/(home|root|Users|work)/\w", ("",), ("tests/test_ratchets.py",)),
 }
 """Law -> (what must not stand anywhere, in files under these prefixes, except in these)."""
 
 TEXT_SUFFIXES = {".py", ".md", ".yaml", ".yml", ".toml", ".json", ".jinja", ".txt", ".cfg", ""}
+MAX_PRIVATE_OVERRIDES = 21
+"""Private methods of upstream's trainers that ours override. This number may only shrink."""
+_UPSTREAM_VERSION = re.compile(r"#.*\b(transformers|trl|accelerate|peft) \d")
+
 LEFT_OUT = {
     *(".git", ".venv", ".venv-min", ".venv-newest", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"),
     *("build", "dist", "demo", "outputs"),
@@ -129,6 +172,21 @@ def _code_tokens(source: str) -> Iterator[tokenize.TokenInfo]:
     return (token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in skipped)
 
 
+def find_private_overrides(path: str, source: str, upstream: Collection[str]) -> dict[str, bool]:
+    """Private methods of ``upstream`` that a trainer overrides -> whether a comment says why, and since which version.
+
+    The comment stands right above the method or inside.
+    """
+    found, lines = {}, source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("Trainer") for base in node.bases):
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef) and method.name in upstream:
+                    own = lines[method.lineno - 2 : method.end_lineno]
+                    found[f"{path}: {node.name}.{method.name}"] = any(map(_UPSTREAM_VERSION.search, own))
+    return found
+
+
 def find_bad_name(path: str) -> list[str]:
     parts = Path(path)
     vague = VAGUE_NAMES & {part.removesuffix(".py") for part in parts.parts}
@@ -153,6 +211,54 @@ def find_untested_modules(paths: Collection[str]) -> list[str]:
     return sorted(untested)
 
 
+def find_full_folders(paths: Collection[str]) -> list[str]:
+    """Folders of the library with more modules than a reader keeps in mind; an ``__init__`` is none."""
+    sizes = Counter(Path(path).parent.as_posix() for path in paths if Path(path).name != "__init__.py")
+    return [
+        f"{folder}: {size} modules, at most {MAX_FOLDER_MODULES}"
+        for folder, size in sizes.items()
+        if size > MAX_FOLDER_MODULES
+    ]
+
+
+def find_circles(sources: Mapping[str, str]) -> list[list[str]]:
+    """Modules that import each other, directly or through others, at the top or inside functions; not types alone.
+
+    Args:
+        sources: Path below ``src/`` -> text.
+    """
+    names = {".".join(Path(path).with_suffix("").parts).removesuffix(".__init__"): path for path in sources}
+    graph = {name: _imported(ast.parse(sources[path])) & (names.keys() - {name}) for name, path in names.items()}
+    reached: dict[str, set[str]] = {}
+    for name in graph:
+        found: set[str] = set()
+        waiting = [name]
+        while waiting:
+            fresh = graph[waiting.pop()] - found
+            found |= fresh
+            waiting += fresh
+        reached[name] = found
+    circles = {frozenset(other for other in reached[name] if name in reached[other]) for name in graph}
+    return sorted(sorted(circle) for circle in circles if circle)
+
+
+def _imported(tree: ast.Module) -> set[str]:
+    """Modules that a module imports, and names in them that may be modules too."""
+    found: set[str] = set()
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            waiting += node.orelse
+            continue
+        waiting += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
 def test_the_project_is_read() -> None:
     assert {"README.md", "Makefile", "pyproject.toml", "src/recipes_lib/errors.py", "tests/conftest.py"} <= set(
         read_project()
@@ -174,8 +280,37 @@ def test_test_files_are_kept_short() -> None:
     assert [fault for path, source in read_python("tests/").items() for fault in find_long_file(path, source)] == []
 
 
+def test_overrides_of_upstreams_private_methods_are_explained_and_do_not_grow() -> None:
+    upstream = {name for kind in (Trainer, trl.GRPOTrainer, trl.RLOOTrainer) for name in dir(kind)}
+    private = {name for name in upstream if name.startswith("_") and not name.startswith("__")}
+    found: dict[str, bool] = {}
+    for path, source in read_python("src/").items():
+        found |= find_private_overrides(path, source, private)
+    assert [name for name, is_explained in found.items() if not is_explained] == []
+    assert len(found) <= MAX_PRIVATE_OVERRIDES, sorted(found)
+    assert f"override {MAX_PRIVATE_OVERRIDES} private methods" in (ROOT / "docs" / "design.md").read_text()
+
+
+def test_an_unexplained_override_is_found() -> None:
+    planted = "class A(Trainer):\n    def _save(self): ...\n    # trl 1.16 pickles.\n    def _load(self): ...\n"
+    assert find_private_overrides("a.py", planted, {"_save", "_load"}) == {
+        "a.py: A._save": False,
+        "a.py: A._load": True,
+    }
+    assert find_private_overrides("a.py", planted.replace("Trainer", "Callback"), {"_save"}) == {}
+
+
 def test_names_say_something() -> None:
     assert [fault for path in read_python("") for fault in find_bad_name(path)] == []
+
+
+def test_folders_are_kept_small() -> None:
+    assert find_full_folders(list(read_python("src/"))) == []
+
+
+def test_no_modules_import_each_other() -> None:
+    sources = {path.removeprefix("src/"): text for path, text in read_python("src/").items()}
+    assert find_circles(sources) == []
 
 
 def test_every_module_has_its_test_file() -> None:
@@ -196,6 +331,13 @@ def test_every_module_has_its_test_file() -> None:
         ("the environment is read in one place", "from os import environ"),
         ("where a model computes has one owner", "device = next(model.parameters()).device"),
         ("the default of a training key has one owner", 'size = config.training.get("per_device_train_batch_size", 8)'),
+        ("Python objects pass between ranks in one place", "rank = get_rank() if distributed.is_initialized() else 0"),
+        ("Python objects pass between ranks in one place", "distributed.all_gather_object(found, own)"),
+        ("files are locked and hashed in one place", "fcntl.flock(file, fcntl.LOCK_EX)"),
+        ("files are locked and hashed in one place", "hashlib.file_digest(file, 'sha256')"),
+        ("files are replaced in one place", "os.replace(staging, target)"),
+        ("files are replaced in one place", "partial.replace(path)"),
+        ("the launch is read where a command begins", "size = read_launch().data_size"),
         ("nothing is left to do", "# TODO: later"),
         ("no path of anyone's machine", "data = '/home/ada/data'"),
     ],
@@ -210,6 +352,8 @@ def test_planted_text_is_found(law: str, line: str) -> None:
         ("the ignore index has one owner", "rates at 0-25-50-75-100 %, in [-1000, n-100]"),
         ("the environment is read in one place", "environment = template.environ"),
         ("the default of a training key has one owner", 'is_asked = config.training.get("push_to_hub")'),
+        ("Python objects pass between ranks in one place", "used = torch.cuda.is_initialized()"),
+        ("files are replaced in one place", "text = text.replace(old, new)"),
         ("no code from the Hub runs unasked", "'read it, then set trust_remote_code: true and model_revision'"),
         ("no path of anyone's machine", "~/.cache/x, https://example.org/work/x"),
     ],
@@ -248,3 +392,33 @@ def test_a_module_without_a_test_is_found() -> None:
     paths = ["src/recipes_lib/data/chat/encoder.py", "src/recipes_lib/data/__init__.py", "src/recipes_lib/errors.py"]
     assert find_untested_modules([*paths, "tests/test_chat.py", "tests/test_errors.py"]) == [paths[0]]
     assert find_untested_modules([*paths, "tests/data/chat/test_encoder.py", "tests/test_errors.py"]) == []
+
+
+def test_a_full_folder_is_found() -> None:
+    paths = ["src/a/__init__.py", *(f"src/a/m{number}.py" for number in range(15))]
+    assert find_full_folders(paths) == []
+    assert len(find_full_folders([*paths, "src/a/more.py"])) == 1
+
+
+@pytest.mark.parametrize(
+    ("back", "is_circle"),
+    [
+        ("from house.a import f", True),
+        ("import house.a", True),
+        ("from house import a", True),
+        ("def g():\n    from house.a import f", True),
+        ("if TYPE_CHECKING:\n    from house.a import f", False),
+        ("from house.other import f", False),
+    ],
+)
+def test_a_circle_is_found_wherever_the_import_stands(back: str, is_circle: bool) -> None:
+    sources = {
+        "house/__init__.py": "",
+        "house/a.py": "from house.b import g",
+        "house/b.py": "from house.c import h",
+        "house/c.py": back,
+        "house/other.py": "import house.a",
+    }
+    if back == "from house.other import f":
+        sources["house/other.py"] = ""
+    assert find_circles(sources) == ([["house.a", "house.b", "house.c"]] if is_circle else [])

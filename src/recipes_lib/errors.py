@@ -165,7 +165,7 @@ def explain_refusal(error: BaseException) -> Problem | None:
             return Problem(where, f"a file would be larger than this process or file system may write: {words}", remedy)
         if code in (errno.ENOSPC, errno.EDQUOT) or any(phrase in words for phrase in _DISK_IS_FULL):
             remedy = (
-                "free some space and run the same command: it goes on from the newest complete checkpoint; "
+                "free some space and run the same command: it resumes from the newest complete checkpoint; "
                 "`recipes check` shows what a run will write"
             )
             return Problem(where, f"the disk is full: {words}", remedy)

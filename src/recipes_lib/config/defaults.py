@@ -33,7 +33,7 @@ NOTES: Final[Mapping[str, str]] = {
     "hub_private_repo": "Only `false` asks for a public repository; one that is public is refused otherwise.",
     "hub_revision": "A branch.",
     "hub_strategy": "While training, each checkpoint is one commit with the tag `step-N`: see `docs/publishing.md`.",
-    "output_dir": "The same command goes on from the newest complete checkpoint in it.",
+    "output_dir": "The same command resumes from the newest complete checkpoint in it.",
     "push_to_hub": "By a process beside training, which it neither slows nor fails.",
     "use_cpu": "Unset: where there is no accelerator.",
 }
@@ -225,7 +225,7 @@ REFUSED: Final[Mapping[str, Retired]] = {
     ),
     # A run goes on by itself, and exactly.
     "resume_from_checkpoint": dropped_at(
-        (True, False, None), "is not needed: the same command goes on from the newest complete checkpoint", ""
+        (True, False, None), "is not needed: the same command resumes from the newest complete checkpoint", ""
     ),
     **each("ignore_data_skip restore_callback_states_from_checkpoint save_only_model", _RESUME),
     "enable_jit_checkpoint": dropped("is not needed: a preempted run writes a checkpoint and exits with 75"),
