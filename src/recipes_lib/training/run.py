@@ -19,6 +19,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from recipes_lib.config.schema import RecipeConfig, flatten_config
+from recipes_lib.config.table import STAGES, load_table
 from recipes_lib.environment import read_git_commit, read_versions
 from recipes_lib.errors import (
     ConfigError,
@@ -81,7 +82,9 @@ _HARMLESS: Final = frozenset(
         "dataloader_num_workers",
         "dataloader_pin_memory",
         "device_hour_price",
+        "max_broken_fraction",
         "max_rollbacks",
+        "max_truncated_fraction",
         "max_zero_std_rollouts",
         "num_sample_prompts",
         "output_dir",
@@ -413,17 +416,23 @@ def _read_previous(output_dir: Path, resume_from: Path | None) -> dict[str, Any]
     remedy = "put the file back, or choose another output_dir"
     try:
         verify_fields(found, RECORDED, str(path), remedy=remedy)
-        return found
+        return _fill_in(found)
     except DataError as error:
         problems = error.problems
     if resume_from is not None:
         sealed = (read_complete(resume_from) or {}).get("run") or {}
         with suppress(DataError):
             verify_fields(sealed, RECORDED, str(resume_from))
-            return dict(sealed)
+            return _fill_in(sealed)
     if resume_from is not None or found or (path.exists() and not path.is_file()):
         raise ConfigError(*problems)
     return {}
+
+
+def _fill_in(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record with the keys that came with later versions: until then runs computed what their defaults compute."""
+    keys = load_table(record["stage"]).keys if record["stage"] in STAGES else {}
+    return {**record, "config": {**{name: key.default for name, key in keys.items()}, **record["config"]}}
 
 
 def _now() -> str:
