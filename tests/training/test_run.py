@@ -230,7 +230,7 @@ def test_a_key_that_came_with_a_later_version_has_its_default_in_older_records(t
     path.write_text(json.dumps(record))
     config = make_config(tmp_path)
     with pytest.raises(ConfigError, match="broken_rows was 'error' in the run"):
-        start_run(dataclasses.replace(config, data=dataclasses.replace(config.data, broken_rows="drop")), ONE)
+        start_run(dataclasses.replace(config, tokens=dataclasses.replace(config.tokens, broken_rows="drop")), ONE)
     assert start_run(config, ONE).resume_from is not None
 
 

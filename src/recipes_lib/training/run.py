@@ -228,7 +228,8 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     disable_progress_bar()  # type: ignore[no-untyped-call]
     output_dir = _open(Path(config.training["output_dir"]), launch)
     resume_from, _ = find_last_complete(output_dir)
-    effective, previous = flatten_config(config), _read_previous(output_dir, resume_from)
+    effective = flatten_config(config)
+    previous = _fill_in(_read_previous(output_dir, resume_from), effective)
     finished = previous.get("status") == "done"
     differing = _find_differences(previous, effective, launch) if resume_from or finished else []
     say = build_progress(is_main=launch.is_main).say
@@ -416,23 +417,26 @@ def _read_previous(output_dir: Path, resume_from: Path | None) -> dict[str, Any]
     remedy = "put the file back, or choose another output_dir"
     try:
         verify_fields(found, RECORDED, str(path), remedy=remedy)
-        return _fill_in(found)
+        return found
     except DataError as error:
         problems = error.problems
     if resume_from is not None:
         sealed = (read_complete(resume_from) or {}).get("run") or {}
         with suppress(DataError):
             verify_fields(sealed, RECORDED, str(resume_from))
-            return _fill_in(sealed)
+            return dict(sealed)
     if resume_from is not None or found or (path.exists() and not path.is_file()):
         raise ConfigError(*problems)
     return {}
 
 
-def _fill_in(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record with the keys that came with later versions: until then runs computed what their defaults compute."""
-    keys = load_table(record["stage"]).keys if record["stage"] in STAGES else {}
-    return {**record, "config": {**{name: key.default for name, key in keys.items()}, **record["config"]}}
+def _fill_in(record: dict[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """A record with those keys of ``now`` that came with later versions: until then runs computed by their defaults."""
+    if not record or record["stage"] not in STAGES:
+        return record
+    keys = load_table(record["stage"]).keys
+    defaults = {name: keys[name].default for name in now.keys() & keys.keys()}
+    return {**record, "config": {**defaults, **record["config"]}}
 
 
 def _now() -> str:
