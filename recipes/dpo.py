@@ -16,7 +16,7 @@ if __name__ == "__main__":
     CONFIG = parse_or_exit("dpo", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
 
 from recipes_lib.data.pairs.pair_data import load_pair_data
-from recipes_lib.models.generation.stop_tokens import set_stop_tokens
+from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.final_model import export_model
 from recipes_lib.publish.finish import recipe

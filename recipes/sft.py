@@ -18,7 +18,7 @@ from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.data.packed.training_data import load_training_data
 from recipes_lib.models.attention.kernels import choose_attention, prove_isolation
-from recipes_lib.models.generation.stop_tokens import set_stop_tokens
+from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.heads.loss_head import verify_loss_head
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.final_model import export_model

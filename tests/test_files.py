@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import hashlib
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from recipes_lib.errors import DataError
-from recipes_lib.files import is_inside, read_lines, read_record, replace_record
+from recipes_lib.files import hash_file, is_inside, read_lines, read_record, replace_record, try_lock
 
 
 @pytest.mark.parametrize(
@@ -77,6 +82,49 @@ def test_a_record_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch) -> None
     assert caught.value.filename == str(path)
     assert read_record(path)["a"] == "ü"
     assert [entry.name for entry in tmp_path.iterdir()] == ["record.json"]
+
+
+@pytest.mark.parametrize("of_process", [False, True])
+def test_a_lock_keeps_others_out_until_its_holder_ends(tmp_path, of_process) -> None:
+    path = tmp_path / "lock"
+    program = (
+        "import sys; from pathlib import Path; from recipes_lib.files import try_lock\n"
+        f"print(try_lock(Path({str(path)!r}).open('a'), of_process={of_process}))"
+    )
+
+    def ask_another_process() -> str:
+        return subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    with path.open("a") as file:
+        assert try_lock(file, of_process=of_process) is True
+        assert ask_another_process() == "False"
+    assert ask_another_process() == "True"
+
+
+def test_a_shared_lock_allows_others_and_no_owner(tmp_path) -> None:
+    path = tmp_path / "lock"
+    with path.open("a") as first, path.open() as second, path.open("a") as third:
+        assert try_lock(first, is_shared=True) is True
+        assert try_lock(second, is_shared=True) is True
+        assert try_lock(third) is False
+
+
+def test_a_file_system_without_locks_is_told_apart(tmp_path, monkeypatch) -> None:
+    def refuse(file, operation) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with (tmp_path / "lock").open("a") as file:
+        assert try_lock(file) is None
+
+
+def test_a_file_is_hashed_by_its_path_or_open(tmp_path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"bytes")
+    with path.open("rb") as file:
+        assert hash_file(path) == hash_file(file) == hashlib.sha256(b"bytes").hexdigest()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import functools
 import io
 import re
 import tokenize
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from transformers import Trainer
 ROOT = Path(__file__).parents[1]
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
+MAX_FOLDER_MODULES = 15
 MODULES_WITHOUT_A_TEST: frozenset[str] = frozenset()
 """Modules that have no test file yet. This list may only shrink."""
 
@@ -63,6 +65,41 @@ TEXT_LAWS: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         r"""\btraining\.get\(["'\w]+, """,
         ("src/", "recipes/"),
         ("src/recipes_lib/config/schema.py",),
+    ),
+    "Python objects pass between ranks in one place": (
+        r"distributed\.is_initialized\(|\b(all_gather_object|broadcast_object_list|gather_object)\(",
+        ("src/", "recipes/"),
+        ("src/recipes_lib/training/collectives.py",),
+    ),
+    "files are locked and hashed in one place": (
+        r"\bfcntl\.|\bfile_digest\(|sha256\([^)]*read_bytes",
+        ("src/", "recipes/"),
+        ("src/recipes_lib/files.py",),
+    ),
+    "files are replaced in one place": (
+        r"\bos\.(replace|rename)\(|\bpartial\.(replace|rename)\(",
+        ("src/", "recipes/"),
+        # A folder becomes a prepared set; a shard of a teacher's answers is an array of numpy's.
+        (
+            "src/recipes_lib/files.py",
+            "src/recipes_lib/data/packed/store.py",
+            "src/recipes_lib/distillation/teacher_store.py",
+        ),
+    ),
+    "the launch is read where a command begins": (
+        r"\bread_launch\(\)",
+        ("src/",),
+        # A trainer is built by upstream's arguments alone.
+        (
+            "src/recipes_lib/training/layouts/launch_environment.py",
+            "src/recipes_lib/training/layouts/pipeline_trainer.py",
+            "src/recipes_lib/training/trainers/recipe_trainer.py",
+            "src/recipes_lib/training/checkpoints/saver.py",
+            "src/recipes_lib/publish/finish.py",
+            "src/recipes_lib/commands/sample_pairs.py",
+            "src/recipes_lib/commands/distill/distill_write.py",
+            "src/recipes_lib/commands/distill/distill_store.py",
+        ),
     ),
     "nothing is left to do": (r"\b(TODO|FIXME|XXX)\b", ("",), ("tests/test_ratchets.py",)),
     "no path of anyone's machine": (r"(?<![\w.~}])/(home|root|Users|work)/\w", ("",), ("tests/test_ratchets.py",)),
@@ -174,6 +211,54 @@ def find_untested_modules(paths: Collection[str]) -> list[str]:
     return sorted(untested)
 
 
+def find_full_folders(paths: Collection[str]) -> list[str]:
+    """Folders of the library with more modules than a reader keeps in mind; an ``__init__`` is none."""
+    sizes = Counter(Path(path).parent.as_posix() for path in paths if Path(path).name != "__init__.py")
+    return [
+        f"{folder}: {size} modules, at most {MAX_FOLDER_MODULES}"
+        for folder, size in sizes.items()
+        if size > MAX_FOLDER_MODULES
+    ]
+
+
+def find_circles(sources: Mapping[str, str]) -> list[list[str]]:
+    """Modules that import each other, directly or through others, at the top or inside functions; not types alone.
+
+    Args:
+        sources: Path below ``src/`` -> text.
+    """
+    names = {".".join(Path(path).with_suffix("").parts).removesuffix(".__init__"): path for path in sources}
+    graph = {name: _imported(ast.parse(sources[path])) & (names.keys() - {name}) for name, path in names.items()}
+    reached: dict[str, set[str]] = {}
+    for name in graph:
+        found: set[str] = set()
+        waiting = [name]
+        while waiting:
+            fresh = graph[waiting.pop()] - found
+            found |= fresh
+            waiting += fresh
+        reached[name] = found
+    circles = {frozenset(other for other in reached[name] if name in reached[other]) for name in graph}
+    return sorted(sorted(circle) for circle in circles if circle)
+
+
+def _imported(tree: ast.Module) -> set[str]:
+    """Modules that a module imports, and names in them that may be modules too."""
+    found: set[str] = set()
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            waiting += node.orelse
+            continue
+        waiting += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
 def test_the_project_is_read() -> None:
     assert {"README.md", "Makefile", "pyproject.toml", "src/recipes_lib/errors.py", "tests/conftest.py"} <= set(
         read_project()
@@ -219,6 +304,15 @@ def test_names_say_something() -> None:
     assert [fault for path in read_python("") for fault in find_bad_name(path)] == []
 
 
+def test_folders_are_kept_small() -> None:
+    assert find_full_folders(list(read_python("src/"))) == []
+
+
+def test_no_modules_import_each_other() -> None:
+    sources = {path.removeprefix("src/"): text for path, text in read_python("src/").items()}
+    assert find_circles(sources) == []
+
+
 def test_every_module_has_its_test_file() -> None:
     assert find_untested_modules(read_python("")) == sorted(MODULES_WITHOUT_A_TEST)
 
@@ -237,6 +331,13 @@ def test_every_module_has_its_test_file() -> None:
         ("the environment is read in one place", "from os import environ"),
         ("where a model computes has one owner", "device = next(model.parameters()).device"),
         ("the default of a training key has one owner", 'size = config.training.get("per_device_train_batch_size", 8)'),
+        ("Python objects pass between ranks in one place", "rank = get_rank() if distributed.is_initialized() else 0"),
+        ("Python objects pass between ranks in one place", "distributed.all_gather_object(found, own)"),
+        ("files are locked and hashed in one place", "fcntl.flock(file, fcntl.LOCK_EX)"),
+        ("files are locked and hashed in one place", "hashlib.file_digest(file, 'sha256')"),
+        ("files are replaced in one place", "os.replace(staging, target)"),
+        ("files are replaced in one place", "partial.replace(path)"),
+        ("the launch is read where a command begins", "size = read_launch().data_size"),
         ("nothing is left to do", "# TODO: later"),
         ("no path of anyone's machine", "data = '/home/ada/data'"),
     ],
@@ -251,6 +352,8 @@ def test_planted_text_is_found(law: str, line: str) -> None:
         ("the ignore index has one owner", "rates at 0-25-50-75-100 %, in [-1000, n-100]"),
         ("the environment is read in one place", "environment = template.environ"),
         ("the default of a training key has one owner", 'is_asked = config.training.get("push_to_hub")'),
+        ("Python objects pass between ranks in one place", "used = torch.cuda.is_initialized()"),
+        ("files are replaced in one place", "text = text.replace(old, new)"),
         ("no code from the Hub runs unasked", "'read it, then set trust_remote_code: true and model_revision'"),
         ("no path of anyone's machine", "~/.cache/x, https://example.org/work/x"),
     ],
@@ -289,3 +392,33 @@ def test_a_module_without_a_test_is_found() -> None:
     paths = ["src/recipes_lib/data/chat/encoder.py", "src/recipes_lib/data/__init__.py", "src/recipes_lib/errors.py"]
     assert find_untested_modules([*paths, "tests/test_chat.py", "tests/test_errors.py"]) == [paths[0]]
     assert find_untested_modules([*paths, "tests/data/chat/test_encoder.py", "tests/test_errors.py"]) == []
+
+
+def test_a_full_folder_is_found() -> None:
+    paths = ["src/a/__init__.py", *(f"src/a/m{number}.py" for number in range(15))]
+    assert find_full_folders(paths) == []
+    assert len(find_full_folders([*paths, "src/a/more.py"])) == 1
+
+
+@pytest.mark.parametrize(
+    ("back", "is_circle"),
+    [
+        ("from house.a import f", True),
+        ("import house.a", True),
+        ("from house import a", True),
+        ("def g():\n    from house.a import f", True),
+        ("if TYPE_CHECKING:\n    from house.a import f", False),
+        ("from house.other import f", False),
+    ],
+)
+def test_a_circle_is_found_wherever_the_import_stands(back: str, is_circle: bool) -> None:
+    sources = {
+        "house/__init__.py": "",
+        "house/a.py": "from house.b import g",
+        "house/b.py": "from house.c import h",
+        "house/c.py": back,
+        "house/other.py": "import house.a",
+    }
+    if back == "from house.other import f":
+        sources["house/other.py"] = ""
+    assert find_circles(sources) == ([["house.a", "house.b", "house.c"]] if is_circle else [])

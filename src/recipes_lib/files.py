@@ -1,15 +1,19 @@
-"""Records on disk: JSON that is replaced atomically, and read without trusting who wrote it."""
+"""Files on disk: atomic replacement, fsync, locks, SHA-256, and JSON records read without trusting who wrote them."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import hashlib
 import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
 from types import UnionType
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from recipes_lib.errors import DataError, Problem
 
@@ -123,6 +127,42 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def hash_file(file: Path | BufferedReader) -> str:
+    """Return the SHA-256 of a file's bytes, 64 hex digits.
+
+    Args:
+        file: Its path, or the file opened at its beginning.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    if isinstance(file, Path):
+        with file.open("rb") as opened:
+            return hash_file(opened)
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def try_lock(file: IO[Any], *, of_process: bool = False, is_shared: bool = False, waits: bool = False) -> bool | None:
+    """Lock an open file until it is closed or its holder dies.
+
+    Args:
+        file: Open for writing, unless the lock is shared.
+        of_process: Lock for this process alone, not for what it forks (``fcntl`` instead of ``flock``). Such a lock is
+            lost when the process closes any descriptor of the file.
+        is_shared: Allow other shared locks.
+        waits: Wait for the lock.
+
+    Returns:
+        Whether it is locked now; ``False``: another holds it, ``None``: the file system has no locks.
+    """
+    lock = fcntl.lockf if of_process else fcntl.flock
+    try:
+        lock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | (0 if waits else fcntl.LOCK_NB))
+    except OSError as error:
+        return False if error.errno in (errno.EACCES, errno.EAGAIN) else None
+    return True
 
 
 def is_inside(name: Any) -> bool:

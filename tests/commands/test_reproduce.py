@@ -11,7 +11,7 @@ import yaml
 from recipes_lib.cli import main
 from recipes_lib.commands import reproduce
 from recipes_lib.config.loader import load_config
-from recipes_lib.config.show import flatten_config
+from recipes_lib.config.schema import flatten_config
 from recipes_lib.config.table import STAGES, load_table
 from recipes_lib.environment import read_versions
 from recipes_lib.errors import EXIT_DONE, EXIT_USER

@@ -15,7 +15,7 @@ import yaml
 from recipes_lib.boundary import run_command
 from recipes_lib.config.loader import check_text, load_config
 from recipes_lib.config.migration.migrate import migrate
-from recipes_lib.config.show import flatten_config
+from recipes_lib.config.schema import flatten_config
 
 ROOT = Path(__file__).parents[2]
 RECIPES = json.loads(Path(__file__).with_name("handbook_recipes.json").read_text(encoding="utf-8"))

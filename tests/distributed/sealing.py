@@ -32,7 +32,7 @@ from recipes_lib.training.layouts.launch_environment import read_launch
 
 MOMENTS = {
     "flush": (checkpoints, "fsync", 1),
-    "hash": (checkpoints, "_hash", 1),
+    "hash": (checkpoints, "hash_file", 1),
     "seal": (checkpoint_saver, "write_complete", 0),
     "name": (checkpoint_saver, "publish", 0),
 }

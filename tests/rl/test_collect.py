@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.prompts import load_prompt_data
-from recipes_lib.models.generation.sampling import GenerateBackend, Sampling
+from recipes_lib.models.generation import GenerateBackend, Sampling
 from recipes_lib.models.heads.score_head import add_score_head
 from recipes_lib.models.heads.scoring import RewardModel
 from recipes_lib.models.loading import load_tokenizer

@@ -11,8 +11,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
-from recipes_lib.config.show import flatten_config
+from recipes_lib.config.schema import (
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    RecipeConfig,
+    TokensConfig,
+    flatten_config,
+)
 from recipes_lib.errors import ConfigError, DivergedError, LostPeerError, PreemptedError
 from recipes_lib.training.checkpoints.manifest import write_complete
 from recipes_lib.training.guards.watchdog import WATCHDOG

@@ -1,13 +1,15 @@
-"""From a command line to a checked recipe: one YAML file plus flags, every problem reported at once."""
+"""Configuration of a run: a YAML file and flags, every problem reported at once; ``--help`` and ``--print-config``."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import yaml
 
@@ -16,12 +18,11 @@ from recipes_lib.config.migration.renames import read_known
 from recipes_lib.config.paths import expand_home
 from recipes_lib.config.recipes import read_defaults
 from recipes_lib.config.rules import RULES
-from recipes_lib.config.schema import SECTIONS, RecipeConfig
+from recipes_lib.config.schema import SECTIONS, RecipeConfig, list_sections
 from recipes_lib.config.secrets import has_secret_shape, refuse_secret_value
 from recipes_lib.config.settings import ABSENT, DECISIONS, Settings
-from recipes_lib.config.show import format_config, format_help
 from recipes_lib.config.suggest import explain_unknown
-from recipes_lib.config.table import STAGES, Key, KeyTable, load_table
+from recipes_lib.config.table import STAGES, Key, KeyTable, describe, load_table
 from recipes_lib.config.values import INVALID, Reader
 from recipes_lib.errors import ConfigError, Problem
 
@@ -106,6 +107,7 @@ def _read_node(flag: str, text: str | None, key: Key | None, problems: list[Prob
     return yaml.ScalarNode("tag:yaml.org,2002:str", text)
 
 
+_HELP_WIDTH: Final = 100
 _PATH_KEYS = (
     "model_name_or_path",
     "adapter_name_or_path",
@@ -151,6 +153,53 @@ def parse_command(stage: str, argv: Sequence[str]) -> RecipeConfig | str:
         return format_help(table)
     config = _load(command, table, problems)
     return format_config(config, table) if command.wants == "print" else config
+
+
+def format_help(table: KeyTable) -> str:
+    """Return the help of a stage: usage, then every key by group, with its value, default and meaning."""
+    lines = [
+        f"usage: recipes/{table.stage}.py --config FILE [--key value ...]",
+        "",
+        "  --config FILE    a flat YAML file of the keys below; flags override it",
+        "  --print-config   print every effective value and where it comes from, and exit",
+        "  --help           print this, and exit",
+    ]
+    for group, about in table.groups.items():
+        lines += ["", f"{group}: {about}" if about else group]
+        for key in table.keys.values():
+            if key.group == group:
+                lines += _format_help_entry(key, key.name in table.required)
+    return "\n".join(lines)
+
+
+def format_config(config: RecipeConfig, table: KeyTable) -> str:
+    """Return every effective value as YAML that loads again, each with where it comes from as a comment.
+
+    A key that another one leaves without effect is a comment.
+    """
+    values = list_sections(config) | dict(config.training)
+    lines = []
+    for group in table.groups:
+        lines += ["", f"# {group}"]
+        for key in table.keys.values():
+            if key.group == group:
+                lines.append(_format_value(key, values, config.provenance[key.name]))
+    return "\n".join(lines).strip()
+
+
+def _format_value(key: Key, values: dict[str, object], provenance: str) -> str:
+    if provenance.startswith("derived") and key.name not in values:
+        return f"# {key.name}: {provenance}"
+    ours = " (ours)" if provenance == "default" and key.reason else ""
+    # JSON is YAML, and unlike YAML it never reads a text as something else.
+    line = f"{key.name}: {json.dumps(values.get(key.name, key.default), ensure_ascii=False)}"
+    return f"{line:<60}  # {provenance}{ours}"
+
+
+def _format_help_entry(key: Key, required: bool) -> list[str]:
+    default = "required" if required else f"default {json.dumps(key.default, ensure_ascii=False)}"
+    text = f"{key.help} ({describe(key.schema)}; {default})"
+    return [f"  --{key.name}", *textwrap.wrap(text, _HELP_WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)]
 
 
 def add_recipe_flags(parser: argparse.ArgumentParser) -> None:

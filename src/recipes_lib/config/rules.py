@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from recipes_lib.config.defaults import SHARE_OR_COUNT
 from recipes_lib.config.paths import check_paths
-from recipes_lib.config.schema import AdapterConfig, EngineConfig, QuantizationConfig, check_distillation, check_layers
+from recipes_lib.config.schema import RELATION_WEIGHTS, WEIGHTS, AdapterConfig, EngineConfig, QuantizationConfig
 from recipes_lib.config.settings import DECISIONS, Settings, is_local
 from recipes_lib.errors import Problem
 
@@ -116,6 +116,49 @@ def check_group_loss(settings: Settings) -> Iterator[Problem]:
         if settings.gives(key) and not settings["use_adaptive_entropy"]:
             found = f"`{key}` has no effect without `use_adaptive_entropy: true`"
             yield Problem(settings.where(key), found, "write that line too, or delete this one")
+
+
+def check_distillation(settings: Settings) -> Iterator[Problem]:
+    """What is stored is found by its rows: a stream has none that could be numbered, and new answers are in no row."""
+    if settings.gives("teacher_top_k") and settings["dataset_streaming"]:
+        found = f"`teacher_top_k` needs prepared rows, and a stream ({settings.where('dataset_streaming')}) has none"
+        yield Problem(settings.where("teacher_top_k"), found, "delete one of the two lines")
+    if settings.gives("teacher_top_k") and settings["lmbda"]:
+        found = f"`teacher_top_k` is of the texts, and the answers of `lmbda` ({settings.where('lmbda')}) are new ones"
+        yield Problem(settings.where("teacher_top_k"), found, "delete one of the two lines")
+
+
+_LAYER_OPTIONS: Final = {
+    "feature_loss": ("feature_weight",),
+    "feature_layers": ("feature_weight",),
+    "projection_learning_rate": ("feature_weight",),
+    "relation_layers": RELATION_WEIGHTS,
+}
+"""Keys that say how a part is computed, and the weights of which one must be above 0."""
+
+
+def check_layers(settings: Settings) -> Iterator[Problem]:
+    """Layers are compared with those of a live teacher; attention with attention that exists."""
+    weighed = [key for key in WEIGHTS if settings[key]]
+    if weighed and settings.gives("teacher_top_k"):
+        found = f"`{weighed[0]}` needs the teacher's layers, and `teacher_top_k` has only what it said of the tokens"
+        remedy = f"delete one of the two lines ({settings.where('teacher_top_k')})"
+        yield Problem(settings.where(weighed[0]), found, remedy)
+    if weighed and settings["torch_compile"]:
+        found = f"`torch_compile` leaves out what `{weighed[0]}` listens with ({settings.where(weighed[0])})"
+        yield Problem(settings.where("torch_compile"), found, "delete one of the two lines")
+    if settings["attention_weight"] and settings["attn_implementation"] != "eager":
+        found = "`attention_weight` compares attention, which every kernel but `eager` never has in memory"
+        yield Problem(settings.where("attention_weight"), found, "write `attn_implementation: eager`, or delete it")
+    for key, deciders in _LAYER_OPTIONS.items():
+        if settings.gives(key) and not any(settings[decider] for decider in deciders):
+            found = f"`{key}` has no effect: `{'`, `'.join(deciders)}` {'are' if len(deciders) > 1 else 'is'} 0"
+            yield Problem(settings.where(key), found, "give a weight, or delete the line")
+    for key in ("feature_layers", "relation_layers"):
+        layers = settings[key]
+        if layers is not None and (not layers or min(layers) < 1 or len(set(layers)) < len(layers)):
+            found = f"`{key}` is {layers}: layers are counted from 1, and each is compared once"
+            yield Problem(settings.where(key), found, "write such as [4, 8], or delete the line for the default")
 
 
 _PLATEAU: Final = ("mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "min_lr", "eps")

@@ -5,14 +5,13 @@ A field's docstring (the string under it) is its help text; ``docs/configs.md`` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, Required, TypedDict, overload
 
-from recipes_lib.config.settings import Settings
 from recipes_lib.config.table import load_table
-from recipes_lib.errors import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,27 +40,9 @@ class DistillationConfig:
     """Divides the student's logits where it writes answers itself."""
 
 
-def check_distillation(settings: Settings) -> Iterator[Problem]:
-    """What is stored is found by its rows: a stream has none that could be numbered, and new answers are in no row."""
-    if settings.gives("teacher_top_k") and settings["dataset_streaming"]:
-        found = f"`teacher_top_k` needs prepared rows, and a stream ({settings.where('dataset_streaming')}) has none"
-        yield Problem(settings.where("teacher_top_k"), found, "delete one of the two lines")
-    if settings.gives("teacher_top_k") and settings["lmbda"]:
-        found = f"`teacher_top_k` is of the texts, and the answers of `lmbda` ({settings.where('lmbda')}) are new ones"
-        yield Problem(settings.where("teacher_top_k"), found, "delete one of the two lines")
-
-
 RELATION_WEIGHTS: Final = ("attention_weight", "similarity_weight", "distance_weight", "angle_weight")
 WEIGHTS: Final = ("feature_weight", *RELATION_WEIGHTS)
 """The keys that turn a part of the loss on; each part is its own figure of a logged step."""
-
-_OPTIONS: Final = {
-    "feature_loss": ("feature_weight",),
-    "feature_layers": ("feature_weight",),
-    "projection_learning_rate": ("feature_weight",),
-    "relation_layers": RELATION_WEIGHTS,
-}
-"""Keys that say how a part is computed, and the weights of which one must be above 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,30 +67,6 @@ class LayersConfig:
     """Weight of the difference of the angles between the tokens of a document (RKD)."""
     relation_layers: list[int] | None = None
     """Layers of the student, from 1, whose attention and relations between tokens are compared. Unset: the last."""
-
-
-def check_layers(settings: Settings) -> Iterator[Problem]:
-    """Layers are compared with those of a live teacher; attention with attention that exists."""
-    weighed = [key for key in WEIGHTS if settings[key]]
-    if weighed and settings.gives("teacher_top_k"):
-        found = f"`{weighed[0]}` needs the teacher's layers, and `teacher_top_k` has only what it said of the tokens"
-        remedy = f"delete one of the two lines ({settings.where('teacher_top_k')})"
-        yield Problem(settings.where(weighed[0]), found, remedy)
-    if weighed and settings["torch_compile"]:
-        found = f"`torch_compile` leaves out what `{weighed[0]}` listens with ({settings.where(weighed[0])})"
-        yield Problem(settings.where("torch_compile"), found, "delete one of the two lines")
-    if settings["attention_weight"] and settings["attn_implementation"] != "eager":
-        found = "`attention_weight` compares attention, which every kernel but `eager` never has in memory"
-        yield Problem(settings.where("attention_weight"), found, "write `attn_implementation: eager`, or delete it")
-    for key, deciders in _OPTIONS.items():
-        if settings.gives(key) and not any(settings[decider] for decider in deciders):
-            found = f"`{key}` has no effect: `{'`, `'.join(deciders)}` {'are' if len(deciders) > 1 else 'is'} 0"
-            yield Problem(settings.where(key), found, "give a weight, or delete the line")
-    for key in ("feature_layers", "relation_layers"):
-        layers = settings[key]
-        if layers is not None and (not layers or min(layers) < 1 or len(set(layers)) < len(layers)):
-            found = f"`{key}` is {layers}: layers are counted from 1, and each is compared once"
-            yield Problem(settings.where(key), found, "write such as [4, 8], or delete the line for the default")
 
 
 DatasetFormat = Literal[
@@ -532,4 +489,16 @@ SECTIONS: Final[dict[str, type]] = {
     "distillation": DistillationConfig,
     "layers": LayersConfig,
 }
-"""Our sections by the name of their field in ``RecipeConfig``; ``stages.py`` says which keys a stage leaves out."""
+"""Our sections by the name of their field in ``RecipeConfig``; ``recipes.py`` says which keys a stage leaves out."""
+
+
+def flatten_config(config: RecipeConfig) -> dict[str, Any]:
+    """Return every effective key of a recipe, sections and upstream keys together, as in the YAML file."""
+    keys = load_table(config.stage).keys
+    flat = {name: value for name, value in list_sections(config).items() if name in keys} | dict(config.training)
+    return {name: flat[name] for name in sorted(flat)}
+
+
+def list_sections(config: RecipeConfig) -> dict[str, Any]:
+    """Return our keys of all sections, those that the recipe has not too."""
+    return {name: value for section in SECTIONS for name, value in dataclasses.asdict(getattr(config, section)).items()}

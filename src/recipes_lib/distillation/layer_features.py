@@ -22,8 +22,7 @@ from recipes_lib.losses.layers import (
     compute_similarity_sum,
 )
 from recipes_lib.models.structure import LayerFeatures, collect_features, find_layers, map_layers, verify_layers
-from recipes_lib.training.checkpoints.dry_run import compare_state
-from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, write_state
+from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, compare_state, write_state
 
 PROJECTIONS: Final = "feature_projections"
 """Under which they are a part of the student while it trains."""

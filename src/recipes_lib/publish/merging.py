@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedToken
 
 from recipes_lib.config.schema import ModelConfig, QuantizationConfig
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.files import hash_file
 from recipes_lib.models.adapters.lora import adapters_off, load_adapter
 from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS
 from recipes_lib.models.attention.kernels import choose_kernel
@@ -156,7 +156,7 @@ def merge(plan: Merge, tokenizer: PreTrainedTokenizerBase, texts: Texts, folder:
         "base": plan.base.model_name_or_path,
         "base_revision": plan.base.model_revision,
         "adapter": str(plan.adapter),
-        "adapter_sha256": hashlib.sha256((plan.adapter / ADAPTER_WEIGHTS).read_bytes()).hexdigest(),
+        "adapter_sha256": hash_file(plan.adapter / ADAPTER_WEIGHTS),
         "trained_on": plan.trained_on,
         "compared_on": plan.compared_on,
         "dtype": str(plan.dtype).removeprefix("torch."),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
-import fcntl
 import functools
 import os
 import subprocess
@@ -22,6 +20,7 @@ from recipes_lib import processes
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.values import BOOLEANS
 from recipes_lib.errors import EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, ConfigError, Problem
+from recipes_lib.files import try_lock
 from recipes_lib.models.model_files import is_model
 from recipes_lib.publish.access import DEFAULT_BRANCH, Target, open_target
 from recipes_lib.publish.hub_session import RequestCount, describe
@@ -280,12 +279,8 @@ def _alone(folder: Path) -> Iterator[None]:
         ConfigError: One does already.
     """
     with (folder / _LOCK).open("a", encoding="utf-8") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                found = "another process publishes it"
-                raise ConfigError(Problem(str(folder), found, "wait until it has ended")) from error
+        if try_lock(file, of_process=True) is False:
+            raise ConfigError(Problem(str(folder), "another process publishes it", "wait until it has ended"))
         yield
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from recipes_lib.data.prompts import PromptRow
-from recipes_lib.models.generation.sampling import Generator, mask_answers, read_continuation
+from recipes_lib.models.generation import Generator, mask_answers, read_continuation
 from recipes_lib.rl.models import ActorCritic, beat_between, held_whole
 from recipes_lib.rl.rewards import Rewards
 from recipes_lib.rl.rollout import (

@@ -25,15 +25,14 @@ from transformers import (
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import PromptData, PromptRow
 from recipes_lib.models.attention.kernels import choose_attention
-from recipes_lib.models.generation.stop_tokens import set_stop_tokens
+from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.loading import load_model_config
 from recipes_lib.models.quantization import keeping_precision
 from recipes_lib.rl.collect import Collector, read_answers
 from recipes_lib.rl.engines.engine import build_collector, hold_policy
 from recipes_lib.rl.monitor import ScoredSamples, choose_samples
 from recipes_lib.rl.ppo_math import penalise_missing_end
-from recipes_lib.rl.reward_guard import RewardGuard
-from recipes_lib.rl.rewards import Rewards
+from recipes_lib.rl.rewards import RewardGuard, Rewards
 from recipes_lib.training.evaluation.samples import SAMPLES_FILE, Sample
 from recipes_lib.training.evaluation.training_state import preserve_training_state
 from recipes_lib.training.guards.preemption import stop_if_agreed

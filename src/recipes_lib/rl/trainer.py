@@ -27,8 +27,7 @@ from recipes_lib.rl.monitor import (
     verify_first_rollout,
 )
 from recipes_lib.rl.ppo_math import KLController, compute_targets
-from recipes_lib.rl.reward_guard import RewardGuard
-from recipes_lib.rl.rewards import Rewards
+from recipes_lib.rl.rewards import RewardGuard, Rewards
 from recipes_lib.rl.rollout import Rollout, share
 from recipes_lib.rl.rollout_schedule import PPOSchedule, choose_prompts, compute_schedule, verify_warmup
 from recipes_lib.rl.run_log import RunLog
@@ -41,8 +40,7 @@ from recipes_lib.rl.state import (
 )
 from recipes_lib.rl.update import Learner, UpdateGuard, Updater
 from recipes_lib.stopping import STOP
-from recipes_lib.training.checkpoints.dry_run import count_bytes
-from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged
+from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, count_bytes
 from recipes_lib.training.guards.preemption import LeftError, end_stopped, leave_if_asked, stop_if_agreed
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.trainers.arguments import get_compute_dtype

@@ -41,11 +41,11 @@ def gather_objects(value: T, group: Group = None) -> list[T]:
     return gathered
 
 
-def broadcast_object(value: T) -> T:
-    """Return the value of rank 0; all ranks must call."""
+def broadcast_object(value: T, group: Group = None, source: int = 0) -> T:
+    """Return the value of the rank ``source`` of ``group``; all ranks of ``group`` must call."""
     shared: list[Any] = [value]
     if is_distributed():
-        distributed.broadcast_object_list(shared, src=0)
+        distributed.broadcast_object_list(shared, group=group, group_src=source)
     received: T = shared[0]
     return received
 

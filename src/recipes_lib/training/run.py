@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -20,8 +18,7 @@ from typing import Any, Final, TextIO
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.config.show import flatten_config
+from recipes_lib.config.schema import RecipeConfig, flatten_config
 from recipes_lib.environment import read_git_commit, read_versions
 from recipes_lib.errors import (
     ConfigError,
@@ -33,7 +30,7 @@ from recipes_lib.errors import (
     UserError,
     explain_refusal,
 )
-from recipes_lib.files import is_inside, read_record, replace_record, verify_fields
+from recipes_lib.files import is_inside, read_record, replace_record, try_lock, verify_fields
 from recipes_lib.models.loading import find_commit
 from recipes_lib.models.model_files import find_missing, list_model_files
 from recipes_lib.processes import explain_lost_connection
@@ -311,14 +308,13 @@ def _claim(output_dir: Path) -> None:
     except OSError as error:
         found = f"cannot be written: {error.strerror}"
         raise ConfigError(Problem(str(output_dir), found, "choose another output_dir")) from error
-    try:
-        # Of the process alone: what it forks, such as a data loader's worker that outlives it, does not hold it.
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
-            return  # On a file system without locks.
+    # Of the process alone: what it forks, such as a data loader's worker that outlives it, does not hold it.
+    is_ours = try_lock(file, of_process=True)
+    if is_ours is None:
+        return
+    if not is_ours:
         remedy = f"wait until it has ended, stop it (`fuser {file.name}` names it), or choose another output_dir"
-        raise ConfigError(Problem(str(output_dir), "another process runs in it", remedy)) from error
+        raise ConfigError(Problem(str(output_dir), "another process runs in it", remedy))
     with suppress(OSError, AttributeError):  # A full disk is told of by who writes to it; macOS cannot reserve.
         if os.fstat(file.fileno()).st_size < _RESERVED_BYTES:
             os.posix_fallocate(file.fileno(), 0, _RESERVED_BYTES)

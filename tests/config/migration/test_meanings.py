@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recipes_lib.config.migration.meanings import MEANINGS
+from recipes_lib.config.migration.renames import MEANINGS
 from recipes_lib.config.table import STAGES, load_table
 
 

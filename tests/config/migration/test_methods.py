@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes_lib.config.migration.methods import infer_method
+from recipes_lib.config.migration.legacy_files import infer_method
 from recipes_lib.config.migration.migrate import migrate
 from recipes_lib.config.recipes import PREFERENCE_LOSSES
 from recipes_lib.config.table import STAGES

@@ -11,7 +11,7 @@ from recipes_lib.config.loader import check_text
 from recipes_lib.config.migration.migrate import migrate
 from recipes_lib.config.migration.renames import ELSEWHERE, RETIRED
 from recipes_lib.config.recipes import read_refused
-from recipes_lib.config.show import flatten_config
+from recipes_lib.config.schema import flatten_config
 from recipes_lib.errors import ConfigError
 
 OLD = """\

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from recipes_lib.config.loader import check_text
+from recipes_lib.config.migration.legacy_files import is_command, parse_command_text
 from recipes_lib.config.migration.migrate import migrate
-from recipes_lib.config.migration.shell_commands import is_command, parse_command_text
-from recipes_lib.config.show import flatten_config
+from recipes_lib.config.schema import flatten_config
 from recipes_lib.errors import ConfigError
 
 DPO = "python trl/scripts/dpo.py --dataset_name a/pairs --model_name_or_path a/b"

@@ -172,7 +172,7 @@ def clock(monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr(store.fcntl, "flock", refuse)
+    monkeypatch.setattr("fcntl.flock", refuse)
     monkeypatch.setattr(store, "_BEAT_SECONDS", 0.001)
     monkeypatch.setattr(module, "time", Clock())
     return module.time

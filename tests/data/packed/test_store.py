@@ -280,7 +280,7 @@ def test_without_file_locks_the_work_goes_on(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(store.fcntl, "flock", refuse)
+    monkeypatch.setattr("fcntl.flock", refuse)
     staging_of_another = tmp_path / f".{KEY[:16]}.other.tmp"
     staging_of_another.mkdir()
     with store.hold_lock(tmp_path, KEY) as is_locked:

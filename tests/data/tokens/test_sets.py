@@ -354,7 +354,7 @@ def test_without_file_locks_each_writes_a_folder_of_its_own(make, tmp_path, monk
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(store.fcntl, "flock", refuse)
+    monkeypatch.setattr("fcntl.flock", refuse)
     assert make(tmp_path / "root", test_split_size=0.3).is_new
     assert find_set(tmp_path / "root", KEY, check_bytes=True)
     assert partial.exists(), "a living process may be writing there"

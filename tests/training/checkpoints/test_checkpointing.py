@@ -19,7 +19,7 @@ from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.training.checkpoints import checkpointing
 from recipes_lib.training.checkpoints.checkpointing import CheckpointingTrainer
 from recipes_lib.training.checkpoints.manifest import find_damage, read_complete, write_complete
-from recipes_lib.training.checkpoints.writer import CheckpointWriter, HostCopy
+from recipes_lib.training.checkpoints.saver import CheckpointWriter, HostCopy
 
 SAVES = {"save_strategy": "steps", "save_steps": 2}
 

@@ -22,7 +22,7 @@ OPERATIONS = [
     (Path, "write_text"),
     (shutil, "rmtree"),
     (checkpointing.torch, "save"),
-    (checkpoints, "_hash"),
+    (checkpoints, "hash_file"),
 ]
 
 

@@ -7,7 +7,7 @@ from tests.training.trajectories import make_packs, make_trainer
 
 from recipes_lib.models.saved_weights import BrokenSaveError, read_published_shapes, read_shapes
 from recipes_lib.planning.disk import DiskPlan
-from recipes_lib.training.checkpoints.dry_run import (
+from recipes_lib.training.checkpoints.saver import (
     compare_with_live,
     count_bytes,
     describe_dry_run,

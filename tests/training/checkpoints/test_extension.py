@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.training.pretraining import build_config
 
-from recipes_lib.config.show import flatten_config
+from recipes_lib.config.schema import flatten_config
 from recipes_lib.training.checkpoints.manifest import write_complete
 from recipes_lib.training.checkpoints.resume import find_common_checkpoint
 

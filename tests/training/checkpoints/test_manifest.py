@@ -167,7 +167,9 @@ def test_of_all_that_share_a_reading_one_sees_the_damage(tmp_path, world_size, m
     write_files(tmp_path)
     write_complete(tmp_path, step=3)
     read = []
-    monkeypatch.setattr(checkpoints, "_hash", lambda path, hash_=checkpoints._hash: (read.append(path), hash_(path))[1])
+    monkeypatch.setattr(
+        checkpoints, "hash_file", lambda path, hash_=checkpoints.hash_file: (read.append(path), hash_(path))[1]
+    )
     sizes = []
     for rank in range(world_size):
         before = len(read)

@@ -11,8 +11,7 @@ from transformers import TrainingArguments
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.training.checkpoints.manifest import REHEARSAL, find_damage, list_checkpoints, read_complete
-from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, write_state
-from recipes_lib.training.checkpoints.writer import HostCopy
+from recipes_lib.training.checkpoints.saver import CheckpointSaver, HostCopy, Staged, write_state
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from recipes_lib.config.loader import load_config
-from recipes_lib.config.show import flatten_config
+from recipes_lib.config.schema import flatten_config
 from recipes_lib.training.layouts.compatibility import Blocked
 
 GIVEN = ["--model_name_or_path=o/m", "--dataset_name=o/d", "--output_dir=out"]

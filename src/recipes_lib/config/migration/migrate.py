@@ -12,11 +12,16 @@ import yaml
 
 from recipes_lib.config.document import Entry, read_entries, read_text
 from recipes_lib.config.loader import check_text
-from recipes_lib.config.migration.legacy_datasets import COMPANIONS, LEGACY_KEYS, convert_datasets
-from recipes_lib.config.migration.meanings import MEANINGS
-from recipes_lib.config.migration.methods import Method, infer_method
-from recipes_lib.config.migration.renames import RETIRED_VALUES, read_known
-from recipes_lib.config.migration.shell_commands import is_command, parse_command_text
+from recipes_lib.config.migration.legacy_files import (
+    COMPANIONS,
+    LEGACY_KEYS,
+    Method,
+    convert_datasets,
+    infer_method,
+    is_command,
+    parse_command_text,
+)
+from recipes_lib.config.migration.renames import MEANINGS, RETIRED_VALUES, read_known
 from recipes_lib.config.rules import COMMIT, are_shares
 from recipes_lib.config.secrets import is_secret_key
 from recipes_lib.config.settings import DECISIONS

@@ -6,9 +6,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from recipes_lib.config.migration.legacy_datasets import COMPANIONS, LEGACY_KEYS
-from recipes_lib.config.migration.meanings import MEANINGS
-from recipes_lib.config.migration.renames import ELSEWHERE, MIXTURE_RENAMED, RETIRED, RETIRED_VALUES
+from recipes_lib.config.migration.legacy_files import COMPANIONS, LEGACY_KEYS
+from recipes_lib.config.migration.renames import ELSEWHERE, MEANINGS, MIXTURE_RENAMED, RETIRED, RETIRED_VALUES
 from recipes_lib.config.migration.retired import Retired
 
 _HEADER: Final = """\

@@ -12,6 +12,7 @@ from typing import Any, Final
 from recipes_lib.config.paths import expand_home
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.files import hash_file
 
 TOKENIZER_FILES: Final = (
     "tokenizer*",
@@ -108,11 +109,7 @@ def _list_files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
 
 
 def _hash_files(folder: Path, patterns: tuple[str, ...]) -> dict[str, str]:
-    hashes = {}
-    for path in _list_files(folder, patterns):
-        with path.open("rb") as file:
-            hashes[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
-    return hashes
+    return {path.relative_to(folder).as_posix(): hash_file(path) for path in _list_files(folder, patterns)}
 
 
 def _missing(config: RecipeConfig, option: str, found: str, remedy: str) -> ConfigError:

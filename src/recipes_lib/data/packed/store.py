@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import logging
@@ -21,7 +20,7 @@ import numpy as np
 
 from recipes_lib.data.packed.packing import Bins, Examples
 from recipes_lib.errors import DataError, Problem
-from recipes_lib.files import fsync, read_record
+from recipes_lib.files import fsync, hash_file, read_record, try_lock
 
 if TYPE_CHECKING:
     import datasets
@@ -198,12 +197,11 @@ def hold_lock(root: Path, key: str) -> Iterator[bool]:
         root.mkdir(parents=True, exist_ok=True)
         file = _lock_path(root, key).open("w")
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        is_ours = try_lock(file)
+        if is_ours is False:
             logger.info("Another process is preparing the same data; waiting for it.")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
+            is_ours = try_lock(file, waits=True)
+        if not is_ours:
             logger.info("%s is on a file system without locks.", root)
             with _beating(Path(file.name)):
                 yield False
@@ -220,13 +218,8 @@ def is_locked(root: Path, key: str) -> bool | None:
     except OSError:
         return False
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return None
-    return False
+        is_free = try_lock(file, is_shared=True)
+    return None if is_free is None else not is_free
 
 
 def read_beat(root: Path, key: str) -> int:
@@ -276,8 +269,7 @@ def _is_intact(path: Path, entry: Mapping[str, Any], check_bytes: bool) -> bool:
 
 
 def _describe(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    return {"size": path.stat().st_size, "sha256": hash_file(path)}
 
 
 def _publish(staging: Path, target: Path, key: str) -> None:

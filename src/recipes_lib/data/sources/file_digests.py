@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import time
 from contextlib import suppress
@@ -12,7 +11,7 @@ from typing import Final
 
 from recipes_lib.config.paths import expand_home
 from recipes_lib.errors import DataError
-from recipes_lib.files import read_record
+from recipes_lib.files import hash_file, read_record, replace_record
 
 MIN_BYTES: Final = 64 * 2**20
 """Smaller files are read every time: that takes a tenth of a second."""
@@ -42,13 +41,13 @@ def compute_digest(path: Path, cache: Path | None = None) -> bytes:
     with path.open("rb") as file:
         before = _describe(file.fileno())
         if before["size"] < MIN_BYTES:
-            return hashlib.file_digest(file, "sha256").digest()
+            return bytes.fromhex(hash_file(file))
         name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
         entry = (Path(expand_home("~/.cache/recipes_lib/digests")) if cache is None else cache) / f"{name}.json"
         remembered = _read(entry)
         if remembered.get("file") == before:
             return bytes.fromhex(str(remembered["sha256"]))
-        digest = hashlib.file_digest(file, "sha256").digest()
+        digest = bytes.fromhex(hash_file(file))
         if _describe(file.fileno()) == before and time.time_ns() - before["ctime_ns"] > _SETTLED_NS:
             _write(entry, {"path": str(path), "file": before, "sha256": digest.hex()})
     return digest
@@ -75,9 +74,6 @@ def _read(entry: Path) -> dict[str, object]:
 
 
 def _write(entry: Path, content: dict[str, object]) -> None:
-    # In one step, for several processes start at once and read it while it is written.
-    partial = entry.with_suffix(f".{os.getpid()}.partial")
     with suppress(OSError):
         entry.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(content), encoding="utf-8")
-        partial.replace(entry)
+        replace_record(entry, content)

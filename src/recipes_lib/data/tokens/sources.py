@@ -24,7 +24,6 @@ WITHOUT_EFFECT: Final = frozenset(
         "packed/preview.py",
         "packed/training_data.py",
         "tokens/dataset.py",
-        "tokens/order.py",
         "tokens/token_data.py",
     }
 )

@@ -16,16 +16,19 @@ from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.models.parallel.pipeline_parallel import build_whole_on_meta
 from recipes_lib.models.parallel.tensor_parallel import taken_for_whole, was_sharded_on_loading
-from recipes_lib.training.checkpoints.dry_run import (
+from recipes_lib.training.checkpoints.manifest import STAGING
+from recipes_lib.training.checkpoints.resume import seed_process
+from recipes_lib.training.checkpoints.saver import (
+    CheckpointSaver,
+    Staged,
+    Task,
     compare_with_live,
     count_bytes,
     is_adapter,
     read_expected,
     verify_saved,
+    write_state,
 )
-from recipes_lib.training.checkpoints.manifest import STAGING
-from recipes_lib.training.checkpoints.resume import seed_process
-from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, Task, write_state
 from recipes_lib.training.checkpoints.sharded import (
     MODEL_SHARDS,
     OPTIMIZER_SHARDS,

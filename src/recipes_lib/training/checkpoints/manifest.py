@@ -6,7 +6,6 @@ then does it get its name. Whatever the moment at which a process dies, ``checkp
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 import stat
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.errors import DataError
-from recipes_lib.files import Fields, fsync, is_inside, read_record, replace_record
+from recipes_lib.files import Fields, fsync, hash_file, is_inside, read_record, replace_record
 
 COMPLETE: Final = "COMPLETE.json"
 STAGING: Final = "_saving"
@@ -67,7 +66,7 @@ def flush_files(checkpoint: Path, rank: int = 0, world_size: int = 1) -> dict[st
     for path in sorted(checkpoint.rglob("*")):
         if path.is_file() and path.name != COMPLETE and find_writer(path.name) % world_size == rank:
             fsync(path)
-            described[str(path.relative_to(checkpoint))] = {"size": path.stat().st_size, "sha256": _hash(path)}
+            described[str(path.relative_to(checkpoint))] = {"size": path.stat().st_size, "sha256": hash_file(path)}
     return described
 
 
@@ -133,7 +132,7 @@ def find_damage(checkpoint: Path, rank: int = 0, world_size: int = 1) -> str | N
     def find_change(file: tuple[str, Mapping[str, Any]]) -> str | None:
         name, expected = file
         try:
-            is_whole = _hash(checkpoint / name) == expected["sha256"]
+            is_whole = hash_file(checkpoint / name) == expected["sha256"]
         except OSError as error:
             return _tell_unreadable(name, error)
         return None if is_whole else f"{name} holds other bytes than were written"
@@ -243,8 +242,3 @@ def _move_to_trash(path: Path) -> None:
 
 def _tell_unreadable(name: str, error: OSError) -> str:
     return f"{name} cannot be read ({error.strerror})"
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from recipes_lib.data.tokens.order import RowSkips
+from recipes_lib.data.tokens.dataset import RowSkips
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import read_json, replace_record
 from recipes_lib.training.checkpoints.manifest import is_complete, list_checkpoints

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from recipes_lib.config.schema import WEIGHTS, RecipeConfig
-from recipes_lib.config.show import flatten_config
+from recipes_lib.config.schema import WEIGHTS, RecipeConfig, flatten_config
 from recipes_lib.config.table import STAGES
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.training.layouts.launch_environment import Launch

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from recipes_lib.models.devices import find_device
 from recipes_lib.models.heads.loss_head import LossHeadOutput, add_loss_head
 from recipes_lib.models.parallel.pipeline_parallel import AbsentModule, Part, cut_into_chunks
-from recipes_lib.training.collectives import get_rank, get_world_size
+from recipes_lib.training.collectives import broadcast_object, get_rank, get_world_size
 from recipes_lib.training.layouts.fsdp import compute_total_norm, has_shards, reshard, shard_chunk
 
 
@@ -179,11 +179,11 @@ class Pipeline(nn.Module):
         inputs.pop("use_cache", None)
         results = self._give([inputs], self._hand_through)
         reshard(self)
-        found = [_to_host(results[0]) if results else {}]
-        distributed.broadcast_object_list(found, group=self._mesh.pipeline, group_src=self.part.num_stages - 1)
+        own = _to_host(results[0]) if results else {}
+        found = broadcast_object(own, self._mesh.pipeline, source=self.part.num_stages - 1)
         kind: Any = LossHeadOutput if inputs.get("loss_head") else CausalLMOutput
         device = inputs["input_ids"].device
-        return kind(**{name: value.to(device) for name, value in found[0].items()})
+        return kind(**{name: value.to(device) for name, value in found.items()})
 
     def compute_gradients(self, batches: Sequence[Batch], num_targets: Tensor | int) -> Sequence[Any]:
         """Run all micro-batches of a step forward and backward; add the gradients of its loss to the parameters'.

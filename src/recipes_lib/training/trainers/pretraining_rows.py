@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.packed.encoding import read_seed
-from recipes_lib.data.tokens.dataset import EvalWindows, TokenDataset
-from recipes_lib.data.tokens.order import RowOrder
+from recipes_lib.data.tokens.dataset import EvalWindows, RowOrder, TokenDataset
 from recipes_lib.data.tokens.shards import TokenSource
 from recipes_lib.data.tokens.token_data import TokenData
 from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining

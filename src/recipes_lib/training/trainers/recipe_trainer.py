@@ -31,9 +31,8 @@ from recipes_lib.models.parallel.zero3 import leave_to_engine
 from recipes_lib.planning.steps import compute_steps
 from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints.checkpointing import CheckpointingTrainer
-from recipes_lib.training.guards.adapter_checks import AdapterChecks
 from recipes_lib.training.guards.preemption import LastStep, build_preemption, stop_if_agreed
-from recipes_lib.training.guards.start_checks import StartChecks
+from recipes_lib.training.guards.start_checks import AdapterChecks, StartChecks
 from recipes_lib.training.guards.step_facts import StepInputs, separate_row_ids
 from recipes_lib.training.guards.step_guard import StepGuard
 from recipes_lib.training.guards.watchdog import WATCHDOG

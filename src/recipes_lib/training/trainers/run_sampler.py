@@ -10,7 +10,7 @@ import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler, Sampler
 
-from recipes_lib.data.tokens.order import RowSkips
+from recipes_lib.data.tokens.dataset import RowSkips
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from recipes_lib.config.migration.legacy_datasets import convert_datasets
+from recipes_lib.config.migration.legacy_files import convert_datasets
 
 
 @pytest.mark.parametrize(

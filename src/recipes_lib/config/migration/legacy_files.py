@@ -1,0 +1,285 @@
+"""Files of TRL and alignment-handbook: the method that a file trains, its datasets, and command lines as files.
+
+Everything here reads; ``migrate.py`` rewrites.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import yaml
+
+from recipes_lib.config.recipes import PREFERENCE_LOSSES
+from recipes_lib.config.table import STAGES, load_table
+from recipes_lib.config.values import plain_value
+from recipes_lib.errors import ConfigError, Problem
+
+_OF_TEXT: Final = ("sft", "lora", "distill", "pretrain")
+_OF_GROUPS: Final = ("grpo", "rloo")
+_OF_PPO: Final = ("ppo", "rloo")
+_OF_DPO: Final = ("dpo",)
+
+_STAGES_OF_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("teacher_model_name_or_path", "lmbda", "seq_kd"), ("distill",)),
+    **dict.fromkeys(("rloo_k", "reward_clip_range"), ("rloo",)),
+    **dict.fromkeys(("num_ppo_epochs", "kl_coef", "cliprange", "whiten_rewards", "total_episodes"), _OF_PPO),
+    **dict.fromkeys(("vf_coef", "cliprange_value", "value_model_path"), ("ppo",)),
+    **dict.fromkeys(("num_generations", "steps_per_generation", "num_iterations", "scale_rewards"), _OF_GROUPS),
+    **dict.fromkeys(("reward_funcs", "reward_model_path", "reward_model_name_or_path"), (*_OF_GROUPS, "ppo")),
+    **dict.fromkeys(("precompute_ref_log_probs", "f_divergence_type", "rpo_alpha", "reference_free"), _OF_DPO),
+    **dict.fromkeys(("ref_model_name_or_path", "use_weighting", "ld_alpha", "loss_weights"), _OF_DPO),
+    **dict.fromkeys(("desirable_weight", "undesirable_weight"), _OF_DPO),
+    "center_rewards_coefficient": ("reward",),
+    "beta": ("dpo", *_OF_GROUPS, "distill"),
+    **dict.fromkeys(("assistant_only_loss", "completion_only_loss", "dataset_text_field", "packing"), _OF_TEXT),
+}
+"""Key -> the stages that it may belong to, the likeliest first."""
+_ADAPTER_KEYS: Final = ("use_peft", "load_in_4bit", "load_in_8bit")
+_NAMES_OF_RUNS: Final = ("output_dir", "hub_model_id", "run_name")
+
+_STAGE_OF_WORDS: Final[Mapping[str, str]] = {
+    **{stage: stage for stage in STAGES if stage != "lora"},
+    **dict.fromkeys(("cpt", "pretraining"), "pretrain"),
+    **dict.fromkeys(("orpo", "simpo", "kto"), "dpo"),
+    **dict.fromkeys(("gkd", "distillation"), "distill"),
+    "rm": "reward",
+    "gspo": "grpo",
+}
+_LOSSES: Final = ("orpo", "simpo", "kto")
+"""Words that name a loss of DPO."""
+_NOT_HERE: Final = {
+    *("bco", "cpo", "gold", "nash", "online", "prm", "sdft", "sdpo", "ssd", "tpo", "xpo"),
+    *(set(_LOSSES) - set(PREFERENCE_LOSSES)),
+}
+"""Methods of TRL that no recipe trains."""
+
+
+class Method(NamedTuple):
+    """What a file trains.
+
+    Attributes:
+        stage: The recipe that does.
+        loss_type: The loss that its name asks for where its keys say nothing.
+        why: What says so; empty if nothing does.
+        doubt: What the stage would make of it that it is not; empty if all goes together.
+    """
+
+    stage: str
+    loss_type: str | None
+    why: str
+    doubt: str
+
+
+def infer_method(names: Sequence[str], values: Mapping[str, Any], stage: str | None = None) -> Method:
+    """Return the method of a file.
+
+    Keys decide; where they leave several stages possible, the words of its names do.
+
+    Args:
+        names: Of the file and its folder, the most telling first.
+        values: Its keys and plain values.
+        stage: What the user says it is; ``None`` to infer it.
+
+    Raises:
+        ConfigError: It is a method that no recipe trains, and the user does not say what to make of it.
+    """
+    runs = [str(values[key]).rstrip("/").rpartition("/")[2] for key in _NAMES_OF_RUNS if values.get(key)]
+    told = [(name, word) for name in (*names, *runs) for word in re.split("[^a-z]+", name.lower())]
+    named = [(name, word) for name, word in told if word in _STAGE_OF_WORDS or (word in _NOT_HERE and name in names)]
+    unknown = next((word for name, word in named if name == named[0][0] and word in _NOT_HERE), None)
+    if unknown and stage is None:
+        found = f"the name {named[0][0]!r} says {unknown.upper()}, which no recipe trains"
+        raise ConfigError(Problem("--migrate", found, "write `--stage` if the file is of another method all the same"))
+    keys, possible = _narrow(values)
+    name, word = next((pair for pair in named if _STAGE_OF_WORDS.get(pair[1]) in possible), ("", ""))
+    inferred = _STAGE_OF_WORDS[word] if word else possible[0] if keys else "sft"
+    adapters = [key for key in _ADAPTER_KEYS if values.get(key) is True]
+    if inferred == "sft" and (adapters or {"lora", "qlora"} & {word for _, word in told}):
+        inferred = "lora"
+    why = [repr(name)] * bool(name) + [f"`{key}`" for key in (keys + adapters)[:3]]
+    loss = word if word in _LOSSES and (stage or inferred) == "dpo" and not values.get("loss_type") else None
+    return Method(stage or inferred, loss, ", ".join(why), _doubt(stage or inferred, keys, possible, adapters))
+
+
+def _narrow(values: Mapping[str, Any]) -> tuple[list[str], Sequence[str]]:
+    """Return the keys that tell the stage, and the stages that they leave possible, the likeliest first."""
+    telling = {key: stages for key, stages in _STAGES_OF_KEYS.items() if values.get(key) is not None}
+    losses = values.get("loss_type")
+    for loss in losses if isinstance(losses, list) else [losses]:
+        if loss in PREFERENCE_LOSSES:
+            telling["loss_type"] = ("dpo",)
+        elif loss in load_table("grpo").keys["loss_type"].schema["enum"]:
+            telling["loss_type"] = _OF_GROUPS
+    keys: list[str] = []
+    possible: Sequence[str] = STAGES
+    for key, stages in telling.items():
+        both = [stage for stage in (possible if keys else stages) if stage in stages]
+        if both:
+            keys, possible = [*keys, key], both
+    return keys, possible
+
+
+def _doubt(stage: str, keys: Sequence[str], possible: Sequence[str], adapters: Sequence[str]) -> str:
+    if keys and stage not in possible:
+        told = ", ".join(f"`{key}`" for key in keys[:3])
+        return f"{told} belong to {' or '.join(possible)}, and the stage is {stage}: it would be another method"
+    if adapters and "use_peft" not in load_table(stage).keys:
+        return f"`{adapters[0]}` trains an adapter, and the stage {stage} has none: it would be another method"
+    return ""
+
+
+LEGACY_KEYS: Final = ("dataset_mixture", "datasets", "dataset_mixer", "dataset_mixer_list")
+COMPANIONS: Final = ("dataset_splits", "dataset_configs")
+"""Keys that only say more about ``dataset_mixer``."""
+
+_READ = {"id", "path", "name", "config", "split", "columns", "weight", "fraction"}
+
+
+def convert_datasets(values: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
+    """Return the keys that say what the legacy ones said, and what to look at afterwards.
+
+    Args:
+        values: The legacy keys of the file, ``LEGACY_KEYS`` and ``COMPANIONS``, as plain values.
+
+    Returns:
+        New keys (``None`` when they cannot be made out) and a remark, empty when nothing changed its meaning.
+    """
+    key = next(key for key in LEGACY_KEYS if key in values)
+    legacy = values[key]
+    if key.startswith("dataset_mixer"):
+        return _convert_mixer(legacy, values.get("dataset_splits"), values.get("dataset_configs"))
+    extra = {}
+    if isinstance(legacy, Mapping):
+        extra = {"test_split_size": legacy["test_split_size"]} if legacy.get("test_split_size") else {}
+        legacy = legacy.get("datasets")
+    if not isinstance(legacy, Sequence) or not all(
+        isinstance(item, Mapping) and item.keys() <= _READ for item in legacy
+    ):
+        return None, ""
+    return _join([_convert_entry(item) for item in legacy], extra)
+
+
+def _convert_entry(item: Mapping[str, Any]) -> dict[str, Any]:
+    name = item.get("id") or item.get("path") or item.get("name")
+    # Beside `path`, TRL's `name` is the configuration.
+    config = item.get("config") or (item.get("name") if "path" in item else None)
+    entry = {
+        "name": name,
+        "config": config,
+        "split": item.get("split"),
+        # Theirs is a fraction of the dataset's own rows.
+        "repeat": item.get("weight", item.get("fraction")),
+    }
+    return {key: value for key, value in entry.items() if value is not None}
+
+
+def _convert_mixer(mixer: Any, splits: Any, configs: Any) -> tuple[dict[str, Any] | None, str]:
+    pairs = list(mixer.items()) if isinstance(mixer, Mapping) else None
+    if isinstance(mixer, list) and len(mixer) % 2 == 0:
+        pairs = list(zip(mixer[::2], mixer[1::2], strict=True))
+    if not pairs:
+        return None, ""
+    train = [split for split in splits or [] if not str(split).startswith("test")]
+    test = [split for split in splits or [] if str(split).startswith("test")]
+    if len(train) > 1 or len(test) > 1 or (configs and len(configs) != len(pairs)):
+        return None, ""
+    entries = [{"name": name, "repeat": fraction} for name, fraction in pairs]
+    for entry, config in zip(entries, configs or [], strict=False):
+        entry["config"] = config
+    for entry in entries:
+        entry |= {"split": train[0]} if train else {}
+    return _join(entries, {"dataset_test_split": test[0]} if test and len(entries) == 1 else {})
+
+
+def _join(entries: list[dict[str, Any]], extra: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
+    if len(entries) == 1 and entries[0].get("repeat", 1) == 1:
+        spelling = {"name": "dataset_name", "config": "dataset_config", "split": "dataset_train_split"}
+        return {spelling[key]: value for key, value in entries[0].items() if key in spelling} | extra, ""
+    if all(entry.get("repeat", 1) == 1 for entry in entries):
+        for entry in entries:
+            entry.pop("repeat", None)
+    remark = "" if extra else "name a held-out split with `dataset_test_split` or `test_split_size`"
+    return {"dataset_mixture": entries} | extra, remark
+
+
+_COMMAND: Final = re.compile(r"\s*(#.*\n|\$ |\w+=\S*\s)*\s*(python3?|accelerate launch|torchrun|trl|uv run)\s")
+
+_TEXT: Final = "tag:yaml.org,2002:str"
+
+
+class ShellCommand(NamedTuple):
+    """What a command asks for.
+
+    Attributes:
+        script: What it runs: the name of a script or a subcommand of ``trl``.
+        values: Keys and values of its flags.
+        launcher: The launcher's own flags, before the script.
+    """
+
+    script: str
+    values: Mapping[str, Any]
+    launcher: str
+
+
+def is_command(text: str) -> bool:
+    """Return whether a file's text is a command instead of keys."""
+    return _COMMAND.match(text) is not None
+
+
+def parse_command_text(text: str, name: str) -> ShellCommand:
+    """Return what the one command of a text asks for.
+
+    Args:
+        text: The command; lines may be joined by a backslash, comments are left out.
+        name: For errors.
+
+    Raises:
+        ConfigError: It is not one command of a script with flags, or it reads a file besides.
+    """
+    try:
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise ConfigError(Problem(name, f"is no shell command: {error}", "close its quotes")) from None
+    start = next((index for index, word in enumerate(words) if word.endswith(".py") or ".scripts." in word), None)
+    if start is None:
+        start = words.index("trl") + 1 if "trl" in words[:-1] else len(words)
+    script, flags = words[start : start + 1], words[start + 1 :]
+    if not script or any(word in ("&&", ";", "|", "python", "accelerate") for word in flags):
+        raise ConfigError(Problem(name, "is not one command of a script", "write one command a file"))
+    values: dict[str, list[str]] = {}
+    for word in flags:
+        if word.startswith("--"):
+            key, equals, value = word.removeprefix("--").partition("=")
+            key = key.replace("-", "_")
+            values[key] = [value] if equals else []
+        elif not values:
+            raise ConfigError(Problem(name, f"{word[:60]!r} is not a flag", "write `--key value`"))
+        else:
+            values[key].append(word.rstrip(","))
+    if "config" in values:
+        found = f"the command reads a file besides: {' '.join(values['config'])[:80]}"
+        raise ConfigError(Problem(name, found, "migrate that file; the flags go behind `recipes check --config`"))
+    last = Path(script[0]).stem if script[0].endswith(".py") else script[0].rpartition(".")[2]
+    return ShellCommand(last, dict(_read_flag(*flag) for flag in values.items()), shlex.join(words[:start]))
+
+
+def _read_flag(key: str, words: list[str]) -> tuple[str, Any]:
+    if not words:
+        # Upstream's parser makes `--no_key` of a switch that is on by default.
+        return (key.removeprefix("no_"), False) if key.startswith("no_") else (key, True)
+    values = [_read_word(word) for word in words]
+    return key, values[0] if len(values) == 1 else values
+
+
+def _read_word(word: str) -> Any:
+    if word.startswith(("{", "[")):
+        try:
+            return yaml.safe_load(word)
+        except yaml.YAMLError:
+            return word
+    # `no` is a value of `eval_strategy`.
+    return word if word.lower() in ("yes", "no", "on", "off") else plain_value(yaml.ScalarNode(_TEXT, word))
