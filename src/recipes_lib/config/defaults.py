@@ -1,4 +1,4 @@
-"""Where we differ from upstream: other defaults, bounds on values, and upstream keys that we refuse, each with why.
+"""Differences from upstream: other defaults, bounds on values, and upstream keys that are refused, each with a reason.
 
 Every key of upstream's configuration is either honoured or refused here; ``tests/config/test_defaults.py`` proves it.
 """
@@ -33,7 +33,7 @@ NOTES: Final[Mapping[str, str]] = {
     "hub_private_repo": "Only `false` asks for a public repository; one that is public is refused otherwise.",
     "hub_revision": "A branch.",
     "hub_strategy": "While training, each checkpoint is one commit with the tag `step-N`: see `docs/publishing.md`.",
-    "output_dir": "The same command goes on from the newest complete checkpoint in it.",
+    "output_dir": "The same command resumes from the newest complete checkpoint in it.",
     "push_to_hub": "By a process beside training, which it neither slows nor fails.",
     "use_cpu": "Unset: where there is no accelerator.",
 }
@@ -223,9 +223,9 @@ REFUSED: Final[Mapping[str, Retired]] = {
     "auto_find_batch_size": dropped_at(
         (False,), "changes the effective batch in silence", "set `per_device_train_batch_size`"
     ),
-    # A run goes on by itself, and exactly.
+    # A run resumes by itself, and exactly.
     "resume_from_checkpoint": dropped_at(
-        (True, False, None), "is not needed: the same command goes on from the newest complete checkpoint", ""
+        (True, False, None), "is not needed: the same command resumes from the newest complete checkpoint", ""
     ),
     **each("ignore_data_skip restore_callback_states_from_checkpoint save_only_model", _RESUME),
     "enable_jit_checkpoint": dropped("is not needed: a preempted run writes a checkpoint and exits with 75"),

@@ -1,23 +1,14 @@
-"""What ``recipes check`` looks at in a run that compares answers: reward models and DPO."""
+"""Checks of runs on preference pairs: reward models and DPO."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 
 from recipes_lib.inspection.sections import Inspection, Say
-
-if TYPE_CHECKING:
-    from recipes_lib.data.pairs.pair_data import PairData
 
 
 class PairInspection(Inspection):
     """Pairs, what is left out of them, and whether their prompts are computed once."""
-
-    def __init__(self, *args: Any) -> None:
-        """Take what ``Inspection`` takes."""
-        super().__init__(*args)
-        self._data: PairData | None = None
 
     @property
     def keeps_documents_apart(self) -> bool:
@@ -33,14 +24,9 @@ class PairInspection(Inspection):
         self._data = load_pair_data(self.config, lambda _: self.tokenizer)
         audit = self._data.audit
         say(f"{audit.num_pairs:,} pairs under {audit.num_prompts:,} prompts, {audit.num_tokens:,} tokens")
-        say(
-            f"tokens of a prompt with its longer answer: 5 % up to {audit.length_p5:,}, half up to "
-            f"{audit.length_p50:,}, 95 % up to {audit.length_p95:,}, longest {audit.length_max:,}"
-        )
+        self.say_audit(say, "tokens of a prompt with its longer answer")
         if self._data.eval is not None:
             say(f"held out: {len(self._data.eval):,} pairs")
-        for finding in self._data.findings:
-            say(("" if finding.severity == "ok" else f"{finding.severity}: ") + finding.found)
 
     def look_at_agreement(self, say: Say) -> None:
         """Vocabulary, special tokens, length, what answers end with, and whether padding can be told from it."""

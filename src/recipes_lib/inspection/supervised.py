@@ -1,23 +1,14 @@
-"""What ``recipes check`` looks at in a run of supervised fine-tuning."""
+"""Checks of next-token training: fine-tuning, pretraining and distillation."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from recipes_lib.inspection.sections import SHARES_OF_A_RUN, Inspection, Say
-
-if TYPE_CHECKING:
-    from recipes_lib.data.packed.training_data import TrainingData
-    from recipes_lib.training.trainers.pretraining_rows import PretrainingRows
 
 
 class SFTInspection(Inspection):
     """Rows, their mask and their packs, and the schedule that upstream builds."""
-
-    def __init__(self, *args: Any) -> None:
-        """Take what ``Inspection`` takes."""
-        super().__init__(*args)
-        self._data: TrainingData | None = None
 
     @property
     def keeps_documents_apart(self) -> bool:
@@ -41,12 +32,7 @@ class SFTInspection(Inspection):
             f"{audit.num_rows:,} rows in {audit.num_packs:,} packs of {self._data.max_length:,} tokens, "
             f"{audit.packing_efficiency(self._data.max_length):.0%} filled"
         )
-        say(
-            f"tokens a row: 5 % up to {audit.length_p5:,}, half up to {audit.length_p50:,}, "
-            f"95 % up to {audit.length_p95:,}, longest {audit.length_max:,}"
-        )
-        for finding in self._data.findings:
-            say(("" if finding.severity == "ok" else f"{finding.severity}: ") + finding.found)
+        self.say_audit(say, "tokens a row")
         for caution in build_encoder(self.config, self.tokenizer).cautions:
             say(f"warning: {caution}")
 
@@ -69,11 +55,6 @@ class SFTInspection(Inspection):
 class PretrainInspection(Inspection):
     """Documents and their mixture, the schedule in tokens, and the size of the model against that of the data."""
 
-    def __init__(self, *args: Any) -> None:
-        """Take what ``Inspection`` takes."""
-        super().__init__(*args)
-        self._rows: PretrainingRows | None = None
-
     @property
     def keeps_documents_apart(self) -> bool:
         """Whether a document sees only itself."""
@@ -89,8 +70,8 @@ class PretrainInspection(Inspection):
             return
         num_tokens = count_run_tokens(self.config, self.launch.data_size)
         tokens = prepare_tokens(self.config, lambda _: self.tokenizer, num_tokens=num_tokens)
-        self._rows = build_rows(self.config, tokens, self.launch.data_size)
-        epochs = self._rows.epochs.values()
+        self._data = build_rows(self.config, tokens, self.launch.data_size)
+        epochs = self._data.epochs.values()
         for source, weight, passes in zip(tokens.train, tokens.weights, epochs, strict=True):
             say(
                 f"{source.name}: {source.num_documents:,} documents, {source.num_tokens:,} tokens, "
@@ -98,7 +79,7 @@ class PretrainInspection(Inspection):
             )
         for name, source in tokens.eval.items():
             say(f"held out of {name}: {source.num_documents:,} documents, {source.num_tokens:,} tokens")
-        for warning in self._rows.warnings:
+        for warning in self._data.warnings:
             say(f"warning: {warning}")
 
     def look_at_agreement(self, say: Say) -> None:
@@ -108,15 +89,15 @@ class PretrainInspection(Inspection):
 
     def look_at_steps(self, say: Say) -> None:
         """Steps, tokens, the batch, and the learning rates of the very schedule that training follows."""
-        if self._rows is None:
+        if self._data is None:
             return
-        plan = self._rows.plan
+        plan = self._data.plan
         self.num_steps = plan.num_steps
         first, full = (int(rows) * plan.max_length for rows in (plan.row_starts[1], plan.rows_per_step))
         batch = f"{full:,} tokens" if first == full else f"{first:,} tokens at first, {full:,} in the end"
         say(f"{plan.num_steps:,} steps of {batch}; {plan.num_tokens:,} tokens in all")
         say(f"{plan.num_tokens / max(1, self.num_parameters):,.1f} tokens per parameter (Chinchilla: 20)")
-        peak = float(self.config.training["learning_rate"])
+        peak = self.config.read("learning_rate")
         rates = [plan.schedule(round(share * (plan.num_steps - 1))) * peak for share in SHARES_OF_A_RUN]
         say(f"learning rate at 0, 25, 50, 75, 100 %: {', '.join(f'{rate:.2e}' for rate in rates)}")
         say(f"{plan.schedule.num_warmup_steps:,} steps of warm-up")
