@@ -28,7 +28,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from recipes_lib.training.checkpoints.checkpointing import CheckpointingTrainer
-from recipes_lib.training.checkpoints.writer import HostCopy
+from recipes_lib.training.checkpoints.saver import HostCopy
 from recipes_lib.training.monitoring.observer import Observer
 from recipes_lib.training.monitoring.progress import SilentProgress
 

@@ -105,7 +105,7 @@ def measure_ours(shape: str, rows: Any, tokenizer: Any, output_dir: str, meter: 
     from recipes_lib.distillation.teacher_store import (
         RecordFormat,
         StoreIdentity,
-        TaughtCollator,
+        TeacherCollator,
         read_store,
         read_targets,
         write_store,
@@ -130,7 +130,7 @@ def measure_ours(shape: str, rows: Any, tokenizer: Any, output_dir: str, meter: 
             return top, read_targets(batch["labels"])
 
         write_store(identity, rows, compute, batch_size=ROWS, tell=lambda _: None)
-        teaching = Teaching(None, read_store(identity, rows), TaughtCollator(collate, record))
+        teaching = Teaching(None, read_store(identity, rows), TeacherCollator(collate, record))
         del teacher
         gc.collect()
     return DistillationTrainer(

@@ -31,7 +31,7 @@ def measure_ours(folder: Path, output_dir: str, meter: Any, **changes: Any) -> N
     from recipes_lib.data.packed.prepared_set import prepare
     from recipes_lib.models.attention.kernels import choose_attention
     from recipes_lib.models.loading import load_model_config, load_tokenizer
-    from recipes_lib.training.guards.adapter_checks import AdapterChecks
+    from recipes_lib.training.guards.start_checks import AdapterChecks
     from recipes_lib.training.layouts.launch_environment import read_launch
     from recipes_lib.training.monitoring.metrics import StepCounter
     from recipes_lib.training.monitoring.observer import Observer

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Rounds of RLHF: the policy answers prompts, its rewards label the answers, and DPO goes on from the policy that answered.
+# Rounds of RLHF: the policy answers prompts, its rewards label the answers, and DPO trains the policy that answered.
 #
 #   ROUNDS=3 OUT=runs/iterated bash docs/iterate.sh POLICY SAMPLING TRAINING
 #

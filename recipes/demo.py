@@ -6,7 +6,7 @@ Texts and chats are read from the sources of the standard library; a tokenizer a
 are made for them; the ordinary recipes pretrain and fine-tune it, and make of it an adapter, a reward model, a model
 that prefers right answers, one that has learnt from its own, and the teacher of a smaller one. Nothing is downloaded,
 nothing was prepared in advance.
-The same command goes on where a stopped one left off.
+The same command resumes a stopped run.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Distillation: train a small model on texts and on what a larger one says of every token of them.
+"""Distillation: train a small model on texts and on a teacher's distribution over every token.
 
 accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/distill.py --config F
 python recipes/distill.py --config recipes/configs/llama3-1b/distill.yaml      # the same on one process
 
-`--help` lists every key, `--print-config` shows their values and where each comes from. The same command goes on where
-a stopped run left off.
+`--help` lists every key, `--print-config` shows their values and where each comes from. The same command resumes
+a stopped run.
 """
 
 import sys
@@ -20,7 +20,7 @@ from recipes_lib.data.packed.training_data import load_training_data
 from recipes_lib.distillation.distill_trainer import DistillationTrainer, prepare_teaching
 from recipes_lib.distillation.teacher import is_own_teacher, map_teacher_vocabulary
 from recipes_lib.models.attention.kernels import choose_attention, prove_isolation
-from recipes_lib.models.generation.stop_tokens import set_stop_tokens
+from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.heads.loss_head import verify_loss_head
 from recipes_lib.models.loading import load_causal_lm, load_tokenizer
 from recipes_lib.publish.final_model import export_model

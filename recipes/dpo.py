@@ -1,10 +1,10 @@
-"""Direct preference optimisation: move a language model towards the better of two answers.
+"""DPO: direct preference optimisation of a language model on pairs of answers.
 
 accelerate launch --config_file accelerate_configs/ddp.yaml recipes/dpo.py --config F
 python recipes/dpo.py --config recipes/configs/llama3-8b/dpo.yaml --beta 0.05      # the same on one process
 
-`--help` lists every key, `--print-config` shows their values and where each comes from. The same command goes on where
-a stopped run left off.
+`--help` lists every key, `--print-config` shows their values and where each comes from. The same command resumes
+a stopped run.
 """
 
 import sys
@@ -16,7 +16,7 @@ if __name__ == "__main__":
     CONFIG = parse_or_exit("dpo", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
 
 from recipes_lib.data.pairs.pair_data import load_pair_data
-from recipes_lib.models.generation.stop_tokens import set_stop_tokens
+from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.final_model import export_model
 from recipes_lib.publish.finish import recipe
@@ -45,7 +45,7 @@ def main(run: Run) -> None:
     attention = prove_pair_attention(config, attention, model)
     run.record(data=data.record, pairs=asdict(attention))
 
-    # The policy is held against what it was at the start, or against a model of its own.
+    # The reference is the policy at its start, or another model.
     stored, data = prepare_reference(config, objective, data, model, attention, args)
     collate = build_pair_collator(tokenizer, attention)
     trainer = DPOTrainer(

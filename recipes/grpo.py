@@ -1,10 +1,10 @@
-"""GRPO: answers to one prompt are held against their mean, without a critic, by TRL's trainer.
+"""GRPO: group-relative policy optimisation, with the mean reward of a prompt's answers as the baseline.
 
 accelerate launch --config_file accelerate_configs/ddp.yaml recipes/grpo.py --config F
 python recipes/grpo.py --config recipes/configs/qwen2.5-0.5b/grpo_rlvr.yaml --beta 0.01      # the same on one process
 
-`--help` lists every key, `--print-config` shows their values and where each comes from. The same command goes on where
-a stopped run left off.
+`--help` lists every key, `--print-config` shows their values and where each comes from. The same command resumes
+a stopped run.
 """
 
 import sys

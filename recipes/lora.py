@@ -1,10 +1,10 @@
-"""Low-rank adapters: fine-tune a model on chats, completions or text by a few new weights beside its own.
+"""LoRA and QLoRA: fine-tune a model on chats, completions or text by low-rank adapters.
 
 accelerate launch --config_file accelerate_configs/ddp.yaml recipes/lora.py --config recipes/configs/llama3-8b/lora.yaml
 python recipes/lora.py --config recipes/configs/llama3-8b/lora_4bit.yaml --lora_r 64      # QLoRA, on one process
 
-`--help` lists every key, `--print-config` shows their values and where each comes from. The same command goes on where
-a stopped run left off. `recipes merge --adapter DIR --output DIR` makes a model of its own of the adapter and its base.
+`--help` lists every key, `--print-config` shows their values and where each comes from. The same command resumes
+a stopped run. `recipes merge --adapter DIR --output DIR` makes a model of its own of the adapter and its base.
 """
 
 import sys
@@ -19,7 +19,7 @@ from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.data.packed.training_data import load_training_data
 from recipes_lib.models.adapters.lora import describe_adapter
 from recipes_lib.models.attention.kernels import choose_attention, prove_isolation
-from recipes_lib.models.generation.stop_tokens import set_stop_tokens
+from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.heads.loss_head import verify_loss_head
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.final_model import export_model

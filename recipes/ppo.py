@@ -1,10 +1,10 @@
-"""PPO: let a language model answer prompts, and move it towards the answers that earn more.
+"""PPO: sample answers to prompts, and move the policy towards answers of higher reward.
 
 accelerate launch --config_file accelerate_configs/ddp.yaml recipes/ppo.py --config F
 python recipes/ppo.py --config recipes/configs/llama3-8b/ppo.yaml --kl_coef 0.1      # the same on one process
 
-`--help` lists every key, `--print-config` shows their values and where each comes from. The same command goes on where
-a stopped run left off.
+`--help` lists every key, `--print-config` shows their values and where each comes from. The same command resumes
+a stopped run.
 """
 
 import sys
@@ -38,7 +38,7 @@ def main(run: Run) -> None:
     run.record(data=prompts.record)
     args = build_training_arguments(config, run.launch, has_eval=True)
 
-    # The policy is held against what it was at the start; the critic foresees what its answers are worth.
+    # The reference is the policy at its start; the critic estimates the value of answers.
     models = load_actor_critic(config, args, run.launch, tokenizer, prompts.terminators)
     place = choose_placement(args, run.launch)
     rewards = load_rewards(config.rewards, device=str(args.device), shared=models.reward, place=place)

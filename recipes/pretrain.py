@@ -3,8 +3,8 @@
 accelerate launch --config_file accelerate_configs/ddp.yaml recipes/pretrain.py --config F
 python recipes/pretrain.py --config recipes/configs/gpt2-124m/pretrain.yaml --learning_rate 1e-3   # on one process
 
-`--help` lists every key, `--print-config` shows their values and where each comes from. The same command goes on where
-a stopped run left off; with a longer run it resumes from the last checkpoint that both have in common.
+`--help` lists every key, `--print-config` shows their values and where each comes from. The same command resumes
+a stopped run; a longer run resumes from the last checkpoint that both have in common.
 """
 
 import sys

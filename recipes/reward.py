@@ -1,10 +1,10 @@
-"""Reward model: learn from which of two answers was preferred how good an answer is.
+"""Reward model: train a score of answers on preference pairs.
 
 accelerate launch --config_file accelerate_configs/ddp.yaml recipes/reward.py --config F
 python recipes/reward.py --config recipes/configs/llama3-8b/reward.yaml --learning_rate 3e-6   # on one process
 
-`--help` lists every key, `--print-config` shows their values and where each comes from. The same command goes on where
-a stopped run left off.
+`--help` lists every key, `--print-config` shows their values and where each comes from. The same command resumes
+a stopped run.
 """
 
 import sys

@@ -1,10 +1,10 @@
-"""RLOO: answers to one prompt are held against each other, without a critic, by TRL's trainer.
+"""RLOO: REINFORCE with a leave-one-out baseline, the mean reward of a prompt's other answers.
 
 accelerate launch --config_file accelerate_configs/ddp.yaml recipes/rloo.py --config F
 python recipes/rloo.py --config mine.yaml --beta 0.01      # on one process
 
-`--help` lists every key, `--print-config` shows their values and where each comes from. The same command goes on where
-a stopped run left off. The method is written out in recipes/grpo.py: only what an answer is held against differs.
+`--help` lists every key, `--print-config` shows their values and where each comes from. The same command resumes
+a stopped run. The method is written out in recipes/grpo.py: only the baseline differs.
 """
 
 import sys

@@ -3,8 +3,8 @@
 accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/sft.py --config recipes/configs/llama3-8b/sft.yaml
 python recipes/sft.py --config recipes/configs/llama3-8b/sft.yaml --learning_rate 1e-5      # the same on one process
 
-`--help` lists every key, `--print-config` shows their values and where each comes from. The same command goes on where
-a stopped run left off.
+`--help` lists every key, `--print-config` shows their values and where each comes from. The same command resumes
+a stopped run.
 """
 
 import sys
@@ -18,7 +18,7 @@ from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.data.packed.training_data import load_training_data
 from recipes_lib.models.attention.kernels import choose_attention, prove_isolation
-from recipes_lib.models.generation.stop_tokens import set_stop_tokens
+from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.heads.loss_head import verify_loss_head
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.final_model import export_model

@@ -15,6 +15,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import trl
+from transformers import Trainer
 
 ROOT = Path(__file__).parents[1]
 MAX_FILE_LINES = 600
@@ -105,6 +107,10 @@ TEXT_LAWS: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 """Law -> (what must not stand anywhere, in files under these prefixes, except in these)."""
 
 TEXT_SUFFIXES = {".py", ".md", ".yaml", ".yml", ".toml", ".json", ".jinja", ".txt", ".cfg", ""}
+MAX_PRIVATE_OVERRIDES = 21
+"""Private methods of upstream's trainers that ours override. This number may only shrink."""
+_UPSTREAM_VERSION = re.compile(r"#.*\b(transformers|trl|accelerate|peft) \d")
+
 LEFT_OUT = {
     *(".git", ".venv", ".venv-min", ".venv-newest", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"),
     *("build", "dist", "demo", "outputs"),
@@ -164,6 +170,21 @@ def find_long_functions(path: str, source: str) -> list[str]:
 def _code_tokens(source: str) -> Iterator[tokenize.TokenInfo]:
     skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     return (token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in skipped)
+
+
+def find_private_overrides(path: str, source: str, upstream: Collection[str]) -> dict[str, bool]:
+    """Private methods of ``upstream`` that a trainer overrides -> whether a comment says why, and since which version.
+
+    The comment stands right above the method or inside.
+    """
+    found, lines = {}, source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("Trainer") for base in node.bases):
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef) and method.name in upstream:
+                    own = lines[method.lineno - 2 : method.end_lineno]
+                    found[f"{path}: {node.name}.{method.name}"] = any(map(_UPSTREAM_VERSION.search, own))
+    return found
 
 
 def find_bad_name(path: str) -> list[str]:
@@ -257,6 +278,26 @@ def test_sizes_are_kept(law) -> None:
 
 def test_test_files_are_kept_short() -> None:
     assert [fault for path, source in read_python("tests/").items() for fault in find_long_file(path, source)] == []
+
+
+def test_overrides_of_upstreams_private_methods_are_explained_and_do_not_grow() -> None:
+    upstream = {name for kind in (Trainer, trl.GRPOTrainer, trl.RLOOTrainer) for name in dir(kind)}
+    private = {name for name in upstream if name.startswith("_") and not name.startswith("__")}
+    found: dict[str, bool] = {}
+    for path, source in read_python("src/").items():
+        found |= find_private_overrides(path, source, private)
+    assert [name for name, is_explained in found.items() if not is_explained] == []
+    assert len(found) <= MAX_PRIVATE_OVERRIDES, sorted(found)
+    assert f"override {MAX_PRIVATE_OVERRIDES} private methods" in (ROOT / "docs" / "design.md").read_text()
+
+
+def test_an_unexplained_override_is_found() -> None:
+    planted = "class A(Trainer):\n    def _save(self): ...\n    # trl 1.16 pickles.\n    def _load(self): ...\n"
+    assert find_private_overrides("a.py", planted, {"_save", "_load"}) == {
+        "a.py: A._save": False,
+        "a.py: A._load": True,
+    }
+    assert find_private_overrides("a.py", planted.replace("Trainer", "Callback"), {"_save"}) == {}
 
 
 def test_names_say_something() -> None:

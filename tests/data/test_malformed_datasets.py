@@ -358,7 +358,7 @@ def test_a_file_that_may_not_be_read_is_one_error(tmp_path: Path, monkeypatch: p
 
 
 def test_a_line_without_end_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipes_lib.data.sources.text_lines.MAX_LINE_BYTES", 100)
+    monkeypatch.setattr("recipes_lib.data.sources.readers.MAX_LINE_BYTES", 100)
     path = tmp_path / "d.jsonl"
     path.write_bytes(GOOD + b'{"text": "' + b"a" * 100)
     with pytest.raises(DataError, match=r"d\.jsonl:2: a line longer than 100 bytes"):

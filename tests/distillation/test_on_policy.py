@@ -21,7 +21,7 @@ from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.distillation.on_policy import ANSWERED, OwnAnswers, is_sampled_step, read_questions
 from recipes_lib.errors import PreemptedError
 from recipes_lib.losses.divergence import compute_divergence
-from recipes_lib.models.generation.sampling import GenerateBackend
+from recipes_lib.models.generation import GenerateBackend
 from recipes_lib.stopping import STOP
 
 KEYS: dict[str, Any] = {"lmbda": 0.5, "distillation_beta": 1.0, "response_length": 6}

@@ -21,7 +21,7 @@ from recipes_lib.distillation.teacher import load_teacher, map_teacher_vocabular
 from recipes_lib.distillation.teacher_store import (
     RecordFormat,
     StoreIdentity,
-    TaughtCollator,
+    TeacherCollator,
     compare_with_teacher,
     identify_store,
     read_store,
@@ -161,7 +161,7 @@ def test_a_store_that_is_shifted_by_one_is_caught_twice(tiny_model_dir, student_
     with pytest.raises(DataError, match="differs from what the teacher says"):
         compare_with_teacher(identity, taught, compute, num_rows=16, allowed=0.01)
     with pytest.raises(DataError, match="other places"):
-        TaughtCollator(PackedCollator(pad_token_id=1), identity.format)([taught[0], taught[1]])
+        TeacherCollator(PackedCollator(pad_token_id=1), identity.format)([taught[0], taught[1]])
 
 
 def test_writing_goes_on_behind_the_last_whole_shard(tiny_model_dir, student_dir, tmp_path) -> None:

@@ -122,7 +122,7 @@ def break_something(fault: str | None) -> Iterator[None]:
     """Break what ``fault`` says while it lasts."""
     from torch.nn.parallel import DistributedDataParallel
 
-    from recipes_lib.models.generation.sampling import GenerateBackend
+    from recipes_lib.models.generation import GenerateBackend
     from recipes_lib.training.layouts.pipeline import Pipeline
     from recipes_lib.training.layouts.pipeline_trainer import PipelineTrainer
     from recipes_lib.training.trainers import recipe_trainer

@@ -16,7 +16,7 @@ from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.training.evaluation.held_out import EvaluateLoss
 from recipes_lib.training.monitoring.metrics import StepCounter
-from recipes_lib.training.monitoring.progress import SilentProgress
+from recipes_lib.training.monitoring.progress import TrainingProgress
 
 # Seven rows of unequal length: two processes with batches of two need uneven shares, and a last batch of one.
 ROWS = [
@@ -44,7 +44,7 @@ def evaluate(model_dir: Path, batch_size: int) -> tuple[dict[str, float], int]:
         {"rows": ROWS},
         batch_size=batch_size,
         collate=PackedCollator(pad_token_id=1),
-        progress=SilentProgress(),
+        progress=TrainingProgress(),
         byte_lengths=torch.arange(512),
     )
     figures = hook(model, 0)

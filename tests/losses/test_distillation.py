@@ -10,7 +10,13 @@ from tests.losses.test_token_logps import LargestTensor
 from torch import Tensor
 from torch.nn import functional
 
-from recipes_lib.losses.distillation import DistillationSums, Lesson, Objective, TeacherHead, compute_distillation
+from recipes_lib.losses.distillation import (
+    DistillationSums,
+    DistillationTargets,
+    Objective,
+    TeacherHead,
+    compute_distillation,
+)
 from recipes_lib.losses.next_token import compute_cross_entropy
 
 NUM_TOKENS, WIDTH, TEACHER_WIDTH, VOCABULARY, SHARED = 23, 6, 9, 40, 37
@@ -30,12 +36,12 @@ def make_student(dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
 
 
-def make_lesson(objective: Objective, dtype: torch.dtype = torch.float64, **options: Any) -> Lesson:
+def make_supervision(objective: Objective, dtype: torch.dtype = torch.float64, **options: Any) -> DistillationTargets:
     generator = torch.Generator().manual_seed(1)
     shapes = ((NUM_TOKENS, TEACHER_WIDTH), (SHARED, TEACHER_WIDTH), (SHARED,))
     hidden, weight, bias = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
     targets = torch.randint(0, SHARED, (NUM_TOKENS,), generator=generator)
-    return Lesson(targets, TeacherHead(hidden, weight, bias, **options), objective)
+    return DistillationTargets(targets, TeacherHead(hidden, weight, bias, **options), objective)
 
 
 def dense_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Tensor:
@@ -44,9 +50,11 @@ def dense_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: d
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def dense_loss(student: list[Tensor], lesson: Lesson, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+def dense_loss(
+    student: list[Tensor], supervision: DistillationTargets, options: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, cross-entropy and divergence from all logits at once, by torch's own functions."""
-    objective, teacher = lesson.objective, lesson.teacher
+    objective, teacher = supervision.objective, supervision.teacher
     logits = dense_logits(*student, options)
     taught = {"logit_scale": teacher.logit_scale, "softcap": teacher.softcap}
     teacher_logps = (
@@ -63,14 +71,14 @@ def dense_loss(student: list[Tensor], lesson: Lesson, options: dict[str, Any]) -
     else:
         mixture = (beta * teacher_logps.exp() + (1 - beta) * student_logps.exp()).log()
         divergence = kl(teacher_logps, mixture) / (1 - beta) + kl(student_logps, mixture) / beta
-    nll = functional.cross_entropy(logits, lesson.targets, reduction="sum")
+    nll = functional.cross_entropy(logits, supervision.targets, reduction="sum")
     loss = objective.alpha * nll + (1 - objective.alpha) * objective.temperature**2 * divergence
     return loss, nll, divergence
 
 
-def distil(student: list[Tensor], lesson: Lesson, **options: Any) -> DistillationSums:
+def distil(student: list[Tensor], supervision: DistillationTargets, **options: Any) -> DistillationSums:
     hidden, weight, bias = student
-    return compute_distillation(hidden, weight, lesson, bias=bias, **options)
+    return compute_distillation(hidden, weight, supervision, bias=bias, **options)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 7, None])
@@ -79,9 +87,9 @@ def distil(student: list[Tensor], lesson: Lesson, **options: Any) -> Distillatio
 def test_values_and_gradients_are_those_of_all_logits_at_once(
     objective: Objective, options: dict[str, float], chunk_size: int | None
 ) -> None:
-    student, lesson = make_student(), make_lesson(objective, logit_scale=0.5, softcap=2.0)
-    sums = distil(student, lesson, chunk_size=chunk_size, **options)
-    loss, nll, divergence = dense_loss(student, lesson, options)
+    student, supervision = make_student(), make_supervision(objective, logit_scale=0.5, softcap=2.0)
+    sums = distil(student, supervision, chunk_size=chunk_size, **options)
+    loss, nll, divergence = dense_loss(student, supervision, options)
     expected = [each.detach() for each in (loss, nll, divergence)]
     torch.testing.assert_close([sums.loss_sum.detach(), sums.nll_sum, sums.divergence_sum], expected)
     assert not any(figure.requires_grad for figure in sums[1:])
@@ -92,15 +100,15 @@ def test_values_and_gradients_are_those_of_all_logits_at_once(
 
 
 def test_the_figures_beside_the_loss_are_those_of_all_logits() -> None:
-    student, lesson = make_student(), make_lesson(OBJECTIVES[0])
-    sums = distil(student, lesson, chunk_size=5)
-    logits, teacher = dense_logits(*student, {}), lesson.teacher
+    student, supervision = make_student(), make_supervision(OBJECTIVES[0])
+    sums = distil(student, supervision, chunk_size=5)
+    logits, teacher = dense_logits(*student, {}), supervision.teacher
     teacher_logits = dense_logits(teacher.hidden, teacher.weight, teacher.bias, {})
     torch.testing.assert_close(
-        sums.teacher_nll_sum, functional.cross_entropy(teacher_logits, lesson.targets, reduction="sum")
+        sums.teacher_nll_sum, functional.cross_entropy(teacher_logits, supervision.targets, reduction="sum")
     )
     choice = logits.argmax(-1)
-    assert sums.num_correct == (choice == lesson.targets).sum()
+    assert sums.num_correct == (choice == supervision.targets).sum()
     assert sums.num_agreed == (choice == teacher_logits.argmax(-1)).sum()
     assert sums.num_targets == NUM_TOKENS
 
@@ -110,7 +118,7 @@ def from_logits(student: list[float], teacher: list[float], objective: Objective
     one = torch.ones(1, 1, dtype=torch.float64)
     weight = torch.tensor(student, dtype=torch.float64)[:, None].requires_grad_()
     head = TeacherHead(one, torch.tensor(teacher, dtype=torch.float64)[:, None])
-    return compute_distillation(one, weight, Lesson(torch.tensor([0]), head, objective)), weight
+    return compute_distillation(one, weight, DistillationTargets(torch.tensor([0]), head, objective)), weight
 
 
 @pytest.mark.parametrize(
@@ -140,12 +148,12 @@ def test_the_optimum_is_the_mean_of_label_and_teacher() -> None:
     one = torch.ones(1, 1, dtype=torch.float64)
     weight = torch.zeros(3, 1, dtype=torch.float64, requires_grad=True)
     head = TeacherHead(one, torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64).log()[:, None])
-    lesson = Lesson(torch.tensor([1]), head, Objective(alpha=0.5))
+    supervision = DistillationTargets(torch.tensor([1]), head, Objective(alpha=0.5))
     optimizer = torch.optim.LBFGS([weight], max_iter=200, tolerance_grad=1e-12)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = compute_distillation(one, weight, lesson).loss_sum
+        loss = compute_distillation(one, weight, supervision).loss_sum
         loss.backward()
         return loss
 
@@ -158,8 +166,8 @@ def test_the_optimum_is_the_mean_of_label_and_teacher() -> None:
 def test_a_student_that_is_its_teacher_has_no_loss_and_no_gradient(beta: float) -> None:
     hidden, weight, bias = make_student()
     teacher = TeacherHead(hidden.detach(), weight.detach(), bias.detach())
-    lesson = Lesson(make_lesson(OBJECTIVES[0]).targets, teacher, Objective(0.0, beta, 2.0))
-    sums = compute_distillation(hidden, weight, lesson, bias=bias)
+    supervision = DistillationTargets(make_supervision(OBJECTIVES[0]).targets, teacher, Objective(0.0, beta, 2.0))
+    sums = compute_distillation(hidden, weight, supervision, bias=bias)
     assert abs(sums.loss_sum.item()) < 1e-12
     assert sums.num_agreed == NUM_TOKENS
     torch.testing.assert_close(sums.teacher_nll_sum, sums.nll_sum)
@@ -168,17 +176,17 @@ def test_a_student_that_is_its_teacher_has_no_loss_and_no_gradient(beta: float) 
 
 
 def test_with_alpha_one_it_is_the_cross_entropy() -> None:
-    student, lesson = make_student(torch.float32), make_lesson(Objective(alpha=1.0), torch.float32)
-    sums = distil(student, lesson)
-    expected = compute_cross_entropy(student[0], student[1], lesson.targets, bias=student[2])
+    student, supervision = make_student(torch.float32), make_supervision(Objective(alpha=1.0), torch.float32)
+    sums = distil(student, supervision)
+    expected = compute_cross_entropy(student[0], student[1], supervision.targets, bias=student[2])
     torch.testing.assert_close(sums.loss_sum, expected.nll_sum)
     assert sums.num_correct == expected.num_correct
 
 
 def test_rows_of_padding_behind_the_teachers_tokens_take_no_part_in_the_divergence() -> None:
-    (hidden, weight, bias), lesson = make_student(), make_lesson(Objective(0.0, 0.0, 2.0))
-    padded = compute_distillation(hidden, weight, lesson, bias=bias)
-    cut = compute_distillation(hidden, weight[:SHARED], lesson, bias=bias[:SHARED])
+    (hidden, weight, bias), supervision = make_student(), make_supervision(Objective(0.0, 0.0, 2.0))
+    padded = compute_distillation(hidden, weight, supervision, bias=bias)
+    cut = compute_distillation(hidden, weight[:SHARED], supervision, bias=bias[:SHARED])
     torch.testing.assert_close(padded.loss_sum, cut.loss_sum)
     gradient = torch.autograd.grad(padded.loss_sum, weight)[0]
     torch.testing.assert_close(gradient, torch.autograd.grad(cut.loss_sum, weight)[0])
@@ -186,10 +194,10 @@ def test_rows_of_padding_behind_the_teachers_tokens_take_no_part_in_the_divergen
 
 
 def test_autocast_multiplies_both_in_bfloat16_and_adds_in_float32() -> None:
-    student, lesson = make_student(torch.float32), make_lesson(OBJECTIVES[0], torch.float32)
-    exact = distil(student, lesson)
+    student, supervision = make_student(torch.float32), make_supervision(OBJECTIVES[0], torch.float32)
+    exact = distil(student, supervision)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        rounded = distil(student, lesson, chunk_size=5)
+        rounded = distil(student, supervision, chunk_size=5)
     assert rounded.loss_sum.dtype == torch.float32
     assert rounded.teacher_nll_sum != exact.teacher_nll_sum
     torch.testing.assert_close(rounded.loss_sum, exact.loss_sum, rtol=2e-2, atol=0)
@@ -200,18 +208,20 @@ def test_autocast_multiplies_both_in_bfloat16_and_adds_in_float32() -> None:
 
 
 def test_no_target_gives_differentiable_nothing() -> None:
-    student, lesson = make_student(), make_lesson(OBJECTIVES[0])
-    empty = TeacherHead(lesson.teacher.hidden[:0], lesson.teacher.weight)
-    sums = compute_distillation(student[0][:0], student[1], Lesson(lesson.targets[:0], empty, lesson.objective))
+    student, supervision = make_student(), make_supervision(OBJECTIVES[0])
+    empty = TeacherHead(supervision.teacher.hidden[:0], supervision.teacher.weight)
+    sums = compute_distillation(
+        student[0][:0], student[1], DistillationTargets(supervision.targets[:0], empty, supervision.objective)
+    )
     assert [figure.item() for figure in sums] == [0] * 7
     assert torch.autograd.grad(sums.loss_sum, student[1])[0].eq(0).all()
 
 
 def test_evaluation_makes_no_gradient_and_backward_runs_once() -> None:
-    student, lesson = make_student(), make_lesson(OBJECTIVES[0])
+    student, supervision = make_student(), make_supervision(OBJECTIVES[0])
     with torch.no_grad():
-        assert distil(student, lesson).loss_sum.grad_fn is None
-    loss = distil(student, lesson).loss_sum
+        assert distil(student, supervision).loss_sum.grad_fn is None
+    loss = distil(student, supervision).loss_sum
     loss.backward()
     with pytest.raises(RuntimeError):
         loss.backward()
@@ -224,8 +234,8 @@ def test_never_more_than_a_chunk_of_logits_exists(beta: float) -> None:
     for num_tokens in (64, 256):
         hidden, weight = torch.randn(num_tokens, 4, requires_grad=True), torch.randn(vocabulary, 4, requires_grad=True)
         head = TeacherHead(torch.randn(num_tokens, 4), torch.randn(vocabulary, 4), softcap=3.0)
-        lesson = Lesson(torch.randint(0, vocabulary, (num_tokens,)), head, Objective(0.5, beta, 2.0))
+        supervision = DistillationTargets(torch.randint(0, vocabulary, (num_tokens,)), head, Objective(0.5, beta, 2.0))
         with LargestTensor() as largest:
-            compute_distillation(hidden, weight, lesson, chunk_size=chunk_size).loss_sum.backward()
+            compute_distillation(hidden, weight, supervision, chunk_size=chunk_size).loss_sum.backward()
         sizes.append(largest.numel)
     assert sizes == [chunk_size * vocabulary] * 2

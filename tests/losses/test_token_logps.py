@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipes_lib.losses.token_logps import compute_token_logps
+from recipes_lib.losses.next_token import compute_token_logps
 
 NUM_TOKENS, WIDTH, VOCABULARY = 23, 12, 57
 OPTIONS = [{}, {"logit_scale": 0.3}, {"softcap": 2.5}, {"logit_scale": 1.7, "softcap": 1.5}]

@@ -13,37 +13,39 @@ from tests.losses.test_distillation import (
     VOCABULARY,
     distil,
     from_logits,
-    make_lesson,
     make_student,
+    make_supervision,
 )
 from tests.losses.test_token_logps import LargestTensor
 from torch.nn import functional
 
-from recipes_lib.losses.distillation import Lesson, Objective, TeacherHead, compute_distillation
+from recipes_lib.losses.distillation import DistillationTargets, Objective, TeacherHead, compute_distillation
 from recipes_lib.losses.divergence import MIN_LOG_TAIL, TopLogps, compute_top_logps, learn_top
 
 
-def keep_top(lesson: Lesson, k: int, **changes: Any) -> Lesson:
-    """The lesson of a teacher of whom only the likeliest tokens are known."""
-    head = lesson.teacher
+def keep_top(supervision: DistillationTargets, k: int, **changes: Any) -> DistillationTargets:
+    """The supervision of a teacher of whom only the likeliest tokens are known."""
+    head = supervision.teacher
     assert isinstance(head, TeacherHead)
     options = {"bias": head.bias, "logit_scale": head.logit_scale, "softcap": head.softcap}
     top = compute_top_logps(
-        head.hidden, head.weight, lesson.targets, k=k, temperature=lesson.objective.temperature, **options
+        head.hidden, head.weight, supervision.targets, k=k, temperature=supervision.objective.temperature, **options
     )
-    return Lesson(lesson.targets, top._replace(**changes), lesson.objective)
+    return DistillationTargets(supervision.targets, top._replace(**changes), supervision.objective)
 
 
 def test_the_likeliest_tokens_are_torchs() -> None:
-    lesson = make_lesson(Objective(temperature=2.0))
-    head, top = lesson.teacher, keep_top(lesson, 5).teacher
+    supervision = make_supervision(Objective(temperature=2.0))
+    head, top = supervision.teacher, keep_top(supervision, 5).teacher
     assert isinstance(top, TopLogps)
     logits = functional.linear(head.hidden, head.weight, head.bias)
     logps = (logits / 2).log_softmax(-1)
     values, ids = logps.topk(5)
     torch.testing.assert_close((top.logps, top.ids), (values, ids))
     torch.testing.assert_close(top.log_tails.exp(), 1 - values.exp().sum(-1))
-    torch.testing.assert_close(top.target_logps, -functional.cross_entropy(logits, lesson.targets, reduction="none"))
+    torch.testing.assert_close(
+        top.target_logps, -functional.cross_entropy(logits, supervision.targets, reduction="none")
+    )
     assert top.num_tokens == SHARED
 
 
@@ -53,9 +55,9 @@ def test_the_likeliest_tokens_are_torchs() -> None:
 def test_with_all_tokens_it_is_the_live_loss_with_its_gradient(
     objective: Objective, options: dict[str, float], chunk_size: int | None
 ) -> None:
-    student, lesson = make_student(), make_lesson(objective)
+    student, supervision = make_student(), make_supervision(objective)
     live, stored = (
-        distil(student, each, chunk_size=chunk_size, **options) for each in (lesson, keep_top(lesson, SHARED))
+        distil(student, each, chunk_size=chunk_size, **options) for each in (supervision, keep_top(supervision, SHARED))
     )
     torch.testing.assert_close([*live], [*stored])
     for one, other in zip(
@@ -67,8 +69,8 @@ def test_with_all_tokens_it_is_the_live_loss_with_its_gradient(
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("k", [1, 6])
 def test_the_gradient_is_torchs_through_the_buckets(k: int, beta: float) -> None:
-    student, lesson = make_student(), keep_top(make_lesson(Objective(0.0, beta, 2.0)), k)
-    top = lesson.teacher
+    student, supervision = make_student(), keep_top(make_supervision(Objective(0.0, beta, 2.0)), k)
+    top = supervision.teacher
     assert isinstance(top, TopLogps)
     logps = (functional.linear(*student)[:, :SHARED] / 2).log_softmax(-1)
     picked = logps.gather(1, top.ids)
@@ -81,7 +83,7 @@ def test_the_gradient_is_torchs_through_the_buckets(k: int, beta: float) -> None
     else:
         mixture = (beta * p + (1 - beta) * q).log()
         divergence = (p * (teacher_logps - mixture)).sum() / (1 - beta) + (q * (student_logps - mixture)).sum() / beta
-    sums = distil(student, lesson, chunk_size=5)
+    sums = distil(student, supervision, chunk_size=5)
     torch.testing.assert_close(sums.divergence_sum, divergence.detach())
     expected = torch.autograd.grad(4 * divergence, student)
     for got, wanted in zip(torch.autograd.grad(sums.loss_sum, student), expected, strict=True):
@@ -90,10 +92,10 @@ def test_the_gradient_is_torchs_through_the_buckets(k: int, beta: float) -> None
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_the_tail_bucket_is_a_lower_bound_that_grows_with_k(beta: float) -> None:
-    student, lesson = make_student(), make_lesson(Objective(0.0, beta, 1.0))
+    student, supervision = make_student(), make_supervision(Objective(0.0, beta, 1.0))
     with torch.no_grad():
-        live = distil(student, lesson).divergence_sum.item()
-        bounds = [distil(student, keep_top(lesson, k)).divergence_sum.item() for k in (1, 2, 4, 8, 16, 32, SHARED)]
+        live = distil(student, supervision).divergence_sum.item()
+        bounds = [distil(student, keep_top(supervision, k)).divergence_sum.item() for k in (1, 2, 4, 8, 16, 32, SHARED)]
     assert all(lower <= higher + 1e-12 for lower, higher in zip(bounds, [*bounds[1:], live], strict=True))
     assert bounds[0] < 0.9 * live
     assert bounds[-1] == pytest.approx(live)
@@ -113,9 +115,9 @@ def test_the_closed_form_of_the_tail_bucket() -> None:
 def test_a_student_that_is_its_teacher_has_nothing_to_learn_at_any_k() -> None:
     hidden, weight, bias = make_student()
     head = TeacherHead(hidden.detach(), weight.detach(), bias.detach())
-    lesson = Lesson(make_lesson(OBJECTIVES[0]).targets, head, Objective(0.0, 0.5, 2.0))
+    supervision = DistillationTargets(make_supervision(OBJECTIVES[0]).targets, head, Objective(0.0, 0.5, 2.0))
     for k in (1, 9, VOCABULARY):
-        sums = compute_distillation(hidden, weight, keep_top(lesson, k), bias=bias)
+        sums = compute_distillation(hidden, weight, keep_top(supervision, k), bias=bias)
         assert abs(sums.loss_sum.item()) < 1e-12
         for gradient in torch.autograd.grad(sums.loss_sum, (hidden, weight, bias)):
             assert gradient.abs().max() < 1e-12
@@ -141,5 +143,5 @@ def test_never_more_than_a_chunk_of_logits_exists(monkeypatch: pytest.MonkeyPatc
     targets = torch.randint(0, vocabulary, (num_tokens,))
     with LargestTensor() as largest:
         top = compute_top_logps(torch.randn(num_tokens, 4), torch.randn(vocabulary, 4), targets, k=3, temperature=1.0)
-        compute_distillation(hidden, weight, Lesson(targets, top, Objective(0.5))).loss_sum.backward()
+        compute_distillation(hidden, weight, DistillationTargets(targets, top, Objective(0.5))).loss_sum.backward()
     assert largest.numel == chunk * vocabulary

@@ -1,4 +1,4 @@
-"""Layers are mapped evenly, last to last; what is heard of them is what the model returns, and nothing else is kept."""
+"""Layers are mapped evenly, last to last; collected features are what the model returns, and nothing else is kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.structure import find_layers, hearing, map_layers, verify_layers
+from recipes_lib.models.structure import collect_features, find_layers, map_layers, verify_layers
 
 
 def make_llama(**keys: Any) -> LlamaForCausalLM:
@@ -56,24 +56,24 @@ def test_every_mapping_rises_to_the_last() -> None:
 def test_what_is_heard_is_what_the_model_returns(make) -> None:
     model = make().eval()
     ids = torch.randint(0, 64, (2, 7))
-    with hearing(model, states=[1, 3], attentions=[2]) as heard:
+    with collect_features(model, states=[1, 3], attentions=[2]) as features:
         own = model(input_ids=ids, output_hidden_states=True, output_attentions=True)
-    assert heard.states.keys() == {1, 3}
-    assert heard.attentions.keys() == {2}
-    for number, states in heard.states.items():
+    assert features.states.keys() == {1, 3}
+    assert features.attentions.keys() == {2}
+    for number, states in features.states.items():
         assert torch.equal(states, own.hidden_states[number])
-    assert torch.equal(heard.attentions[2], own.attentions[1])
+    assert torch.equal(features.attentions[2], own.attentions[1])
     model(input_ids=ids[:1])
-    assert heard.states[1].shape[0] == 2, "nobody listens any more"
+    assert features.states[1].shape[0] == 2, "nobody listens any more"
     verify_layers(model, attentions=True)
     assert len(find_layers(model)) == 3
 
 
 def test_of_a_teacher_only_what_is_read_is_kept() -> None:
     model = make_llama()
-    with hearing(model, states=[2], read_states=lambda states: states[:, -1]) as heard:
+    with collect_features(model, states=[2], read_states=lambda states: states[:, -1]) as features:
         model(input_ids=torch.randint(0, 64, (2, 7)))
-    assert heard.states[2].shape == (2, 16)
+    assert features.states[2].shape == (2, 16)
 
 
 def test_layers_that_are_recomputed_are_heard_with_the_same_gradients() -> None:
@@ -83,10 +83,10 @@ def test_layers_that_are_recomputed_are_heard_with_the_same_gradients() -> None:
         model = make_llama().train()
         if recomputes:
             model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-        with hearing(model, states=[1, 2, 3], attentions=[2]) as heard:
+        with collect_features(model, states=[1, 2, 3], attentions=[2]) as features:
             logits = model(input_ids=torch.arange(14).view(2, 7), use_cache=False).logits
-        states = sum(states[:, 2:].square().sum() for states in heard.states.values())
-        (logits.square().mean() + states + heard.attentions[2].square().sum()).backward()
+        states = sum(states[:, 2:].square().sum() for states in features.states.values())
+        (logits.square().mean() + states + features.attentions[2].square().sum()).backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     for name, expected in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], expected, msg=name)
@@ -111,7 +111,10 @@ def test_without_attention_in_the_layers_none_is_heard() -> None:
     model = make_llama()
     for layer in model.model.layers:
         layer.self_attn = torch.nn.Identity()
-    with pytest.raises(ConfigError, match="no attention that could be heard"), hearing(model, attentions=[1]):
+    with (
+        pytest.raises(ConfigError, match="no attention that can be collected"),
+        collect_features(model, attentions=[1]),
+    ):
         pass
 
 

@@ -19,7 +19,7 @@ from recipes_lib.models.loading import load_model_config
 from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.monitoring.metrics import StepCounter
 from recipes_lib.training.monitoring.observer import Observer
-from recipes_lib.training.monitoring.progress import SilentProgress
+from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.dpo_trainer import DPOTrainer, build_objective, prepare_reference
 from recipes_lib.training.trainers.pair_batches import build_pair_collator, choose_pair_attention
@@ -125,7 +125,7 @@ def train_ours(model_dir: Path, folder: Path, output_dir: Path, **keys: Any) -> 
         train_dataset=data.train,
         data_collator=build_pair_collator(tokenizer, attention),
         processing_class=tokenizer,
-        observer=Observer(StepCounter(), [], [recorder], SilentProgress()),
+        observer=Observer(StepCounter(), [], [recorder], TrainingProgress()),
     ).train()
     return recorder.steps
 

@@ -22,7 +22,7 @@ from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
 from recipes_lib.training.monitoring.metrics import StepCounter
 from recipes_lib.training.monitoring.observer import Observer
-from recipes_lib.training.monitoring.progress import SilentProgress
+from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.pair_trainer import RewardObjective, RewardTrainer
 
 PAD = 1
@@ -154,7 +154,7 @@ def test_in_the_stages_over_pairs(experts_dir, tmp_path, stage) -> None:
             train_dataset=pairs,
             data_collator=PairCollator(pad_token_id=PAD, layout="separate"),
             processing_class=AutoTokenizer.from_pretrained(experts_dir),
-            observer=Observer(StepCounter(), [], [], SilentProgress()),
+            observer=Observer(StepCounter(), [], [], TrainingProgress()),
         )
     parts = [[pairs[at] for at in numbers] for numbers in ((0, 1), (2, 3), (4,))]
     batches = [PairCollator(pad_token_id=PAD, layout="separate")(part) for part in parts]

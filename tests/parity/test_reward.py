@@ -17,7 +17,7 @@ from recipes_lib.data.pairs.collator import PairCollator, PairLayout
 from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
 from recipes_lib.training.monitoring.metrics import StepCounter
 from recipes_lib.training.monitoring.observer import Observer
-from recipes_lib.training.monitoring.progress import SilentProgress
+from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.pair_trainer import RewardObjective, RewardTrainer
 
 SHARED: dict[str, Any] = {
@@ -82,7 +82,7 @@ def train_ours(start: Path, folder: Path, pairs: Dataset, layout: PairLayout) ->
         train_dataset=pairs,
         data_collator=PairCollator(pad_token_id=PAD, layout=layout),
         processing_class=AutoTokenizer.from_pretrained(start),
-        observer=Observer(StepCounter(), [], [recorder], SilentProgress()),
+        observer=Observer(StepCounter(), [], [recorder], TrainingProgress()),
     )
     trainer.train()
     return recorder.steps

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.planning.model_size import (
+from recipes_lib.planning.compute import (
     TOKENS_PER_PARAMETER,
     ModelSize,
     compute_hours,

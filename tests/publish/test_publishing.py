@@ -323,8 +323,8 @@ def test_killed_with_the_run_it_leaves_no_process(hub, run):
 import sys
 from pathlib import Path
 from recipes_lib.publish.access import Target
-from recipes_lib.publish.publishing import Companion
-companion = Companion(Path({str(run)!r}), Target("me/mine", "main", True, True))
+from recipes_lib.publish.publishing import PublisherProcess
+companion = PublisherProcess(Path({str(run)!r}), Target("me/mine", "main", True, True))
 companion.start()
 print(companion._process.pid, flush=True)
 sys.stdin.read()

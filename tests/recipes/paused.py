@@ -26,7 +26,7 @@ WHERE = {
     "export": ("recipes_lib.publish.final_model", "verify_weights"),
     "adapter export": ("recipes_lib.publish.final_model", "verify_adapter_export"),
     "reference": ("recipes_lib.training.trainers.dpo_trainer", "compute_answer_logps"),
-    "sampling": ("recipes_lib.models.generation.sampling:SampleByUniforms", "__call__"),
+    "sampling": ("recipes_lib.models.generation:SampleByUniforms", "__call__"),
     "scoring": ("recipes_lib.rl.rewards:Rewards", "score"),
     "reading": ("recipes_lib.rl.collect", "lay_out"),
     "policy update": ("recipes_lib.rl.update:Updater", "_learn_policy"),

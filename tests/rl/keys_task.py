@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.errors import PreemptedError
-from recipes_lib.models.generation.sampling import GenerateBackend
+from recipes_lib.models.generation import GenerateBackend
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.rl.grpo import build_group_trainer
 from recipes_lib.rl.models import ActorCritic, load_actor_critic

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.prompts import load_prompt_data
-from recipes_lib.models.generation.sampling import GenerateBackend, Sampling
+from recipes_lib.models.generation import GenerateBackend, Sampling
 from recipes_lib.models.heads.score_head import add_score_head
 from recipes_lib.models.heads.scoring import RewardModel
 from recipes_lib.models.loading import load_tokenizer
@@ -23,7 +23,7 @@ from recipes_lib.rl.models import load_actor_critic
 from recipes_lib.rl.rewards import Rewards
 from recipes_lib.rl.rollout import compute_response_logps, lay_out
 from recipes_lib.training.layouts.launch_environment import read_launch
-from recipes_lib.training.monitoring.progress import SilentProgress
+from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.arguments import build_training_arguments
 
 SEEN: list[str] = []
@@ -55,7 +55,7 @@ def collector_and_prompts(request, policy_dir, prompts_file, tmp_path_factory):
         seed=0,
         device=torch.device("cpu"),
         precision=contextlib.nullcontext,
-        progress=SilentProgress(),
+        progress=TrainingProgress(),
     )
     return collector, load_prompt_data(config, tokenizer).train
 

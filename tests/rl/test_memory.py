@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.models.generation.test_sampling import build_sampling
+from tests.models.test_generation import build_sampling
 from tests.rl import keys_task
 from tests.rl.reward_adapters import write_reward_adapter, write_reward_model
 from torch.autograd.graph import saved_tensors_hooks
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
 from recipes_lib.config.loader import load_config
-from recipes_lib.models.generation.sampling import SampleByUniforms
+from recipes_lib.models.generation import SampleByUniforms
 from recipes_lib.models.loading import load_model_config, load_tokenizer
 from recipes_lib.rl.memory import SAMPLING_BYTES, Weights, count_memory
 from recipes_lib.rl.models import load_actor_critic

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recipes_lib.errors import DivergedError
-from recipes_lib.rl.reward_guard import RewardGuard
+from recipes_lib.rl.rewards import RewardGuard
 
 NAN = math.nan
 FLAT = [[0.0, 0.0], [1.0, 1.0]]

@@ -24,7 +24,7 @@ from recipes_lib.rl.rollout import compute_response_logps, compute_response_valu
 from recipes_lib.rl.rollout_schedule import compute_schedule
 from recipes_lib.rl.update import Learner, UpdateGuard, Updater
 from recipes_lib.training.layouts.launch_environment import read_launch
-from recipes_lib.training.monitoring.progress import SilentProgress
+from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.arguments import build_training_arguments
 
 CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ def build(policy_dir, prompts_file, tmp_path):
             torch.float32,
             CPU,
             UpdateGuard(tmp_path, lambda number: number),
-            SilentProgress(),
+            TrainingProgress(),
         )
         rollout = build_rollout(LENGTHS)
         rollout = dataclasses.replace(rollout, response_ids=rollout.response_ids % keys_task.VOCABULARY)

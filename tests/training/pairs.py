@@ -33,7 +33,7 @@ from recipes_lib.training.evaluation.held_out import EvaluatePairs
 from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.monitoring.metrics import StepCounter
 from recipes_lib.training.monitoring.observer import Observer
-from recipes_lib.training.monitoring.progress import SilentProgress
+from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.dpo_trainer import DPOTrainer, build_objective, prepare_reference
 from recipes_lib.training.trainers.pair_batches import PairAttention, build_pair_collator
@@ -103,7 +103,7 @@ class Recorder(TrainerCallback):
         return [{name: float(logs[name]) for name in FIGURES} for logs in self.logs if "loss" in logs]
 
 
-class Narrator(SilentProgress):
+class Narrator(TrainingProgress):
     """Puts down what is told."""
 
     def __init__(self, lines: list[str]) -> None:

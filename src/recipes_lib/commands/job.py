@@ -1,4 +1,4 @@
-"""``recipes job``: the file that starts a run, by SLURM, Kubernetes, SkyPilot or HF Jobs, from one description."""
+"""``recipes job``: scripts and manifests that start a run on SLURM, Kubernetes, SkyPilot or HF Jobs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from recipes_lib.commands.launch import PORT
 from recipes_lib.config.loader import parse_command, split_stage
@@ -23,12 +24,35 @@ DATA: Final = "/data"
 CPUS_PER_GPU: Final = 8
 """Where one GPU of a machine is asked for: most have more, whatever its kind."""
 HOURS: Final = 24
-RESTARTS: Final = 20
-"""Of a JobSet, whose machines may be taken back."""
-RETRIES: Final = 3
-"""After an end of no known reason."""
-_GOES_ON: Final = r'"status": "(preempted|stalled)"'
-_IS_FINAL: Final = r'"status": "(refused|diverged)"'
+_TEMPLATES: Final = Path(__file__).with_name("job_templates")
+_CONSTANTS: Final = {
+    "data": DATA,
+    "port": PORT,
+    "retries": 3,
+    "resumable": '"status": "(preempted|stalled)"',
+    "final": '"status": "(refused|diverged)"',
+    "exit_done": EXIT_DONE,
+    "exit_bug": EXIT_BUG,
+    "exit_user": EXIT_USER,
+    "exit_preempted": EXIT_PREEMPTED,
+}
+"""What templates name besides the fields of a ``Job``; ``retries`` follow a failure of unknown cause."""
+
+
+class Cluster(NamedTuple):
+    """A template, the flags that it needs and those that it does not support."""
+
+    template: str
+    needed: tuple[str, ...]
+    unsupported: tuple[str, ...]
+
+
+CLUSTERS: Final = {
+    "slurm": Cluster("slurm.sh", (), ("image", "volume")),
+    "kubernetes": Cluster("kubernetes.yaml", ("image", "volume"), ("cpus_per_gpu",)),
+    "skypilot": Cluster("skypilot.yaml", ("gpu", "volume"), ("cpus_per_gpu", "hours")),
+    "hf-jobs": Cluster("hf_jobs.sh", ("gpu", "image", "volume"), ("cpus_per_gpu",)),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +94,7 @@ def main(argv: Sequence[str]) -> None:
             needs.
     """
     parser = argparse.ArgumentParser(prog="recipes job", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--to", required=True, choices=WRITERS, help="which cluster")
+    parser.add_argument("--to", required=True, choices=CLUSTERS, help="which cluster")
     parser.add_argument("--stage", help="recipe to run (default: what the file's name begins with, or sft)")
     parser.add_argument(
         "--config", metavar="F", required=True, help="the recipe; further --key value flags override it"
@@ -95,7 +119,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--name", help="of the job (default: that of output_dir)")
     options, overrides = parser.parse_known_args(argv)
     job = describe_job(options, overrides)
-    sys.stdout.write(WRITERS[options.to](job))
+    sys.stdout.write(write_job(options.to, job))
 
 
 def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> Job:
@@ -107,7 +131,7 @@ def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> Job:
     stage, _ = split_stage(["--config", options.config, *(["--stage", options.stage] if options.stage else [])])
     config = parse_command(stage, ["--config", options.config, *overrides])
     if isinstance(config, str):
-        raise ConfigError(Problem("recipes job", "that flag belongs to the recipe", "leave it away"))
+        raise ConfigError(Problem("recipes job", "that flag belongs to the recipe", "remove it"))
     if problems := list(_find_problems(options)):
         raise ConfigError(*problems)
     output_dir = str(config.training["output_dir"])
@@ -139,189 +163,24 @@ def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> Job:
     )
 
 
-def write_slurm(job: Job) -> str:
-    """Return a batch script that goes on by itself until the run is done (docs/preemption.md)."""
-    head = {
-        "job-name": job.name,
-        "nodes": job.num_nodes,
-        "ntasks-per-node": 1,
-        "gpus-per-node": f"{job.gpu}:{job.gpus_per_node}" if job.gpu else job.gpus_per_node,
-        "time": f"{job.hours}:00:00",
-        "signal": "B:USR1@300",
-        "open-mode": "append",
-    }
-    # Without a word a task has one core, and the memory of one.
-    head |= {"mem": 0} if job.cpus_per_gpu is None else {"cpus-per-gpu": job.cpus_per_gpu}
-    flags = ["#SBATCH --requeue", *(["#SBATCH --exclusive"] if job.cpus_per_gpu is None else [])]
-    lines = ["#!/bin/bash", *(f"#SBATCH --{key}={value}" for key, value in head.items()), *flags]
-    lines += [f"# Start it in the project's folder, with the environment active: sbatch {job.name}.sh", "set -u"]
-    lines += [f': "${{{name}:?set it before sbatch, which hands it on}}"' for name in job.secrets]
-    lines += [f"output_dir={shlex.quote(job.output_dir)}", "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300", ""]
-    lines += ['mkdir -p "$output_dir"', 'rm -f "$output_dir/STOP"', "began=$(mktemp)"]
-    lines += ["""trap 'touch "$output_dir/STOP"' USR1 TERM""", ""]
-    lines += [f"srun --kill-on-bad-exit=1 --ntasks-per-node=1 --cpu-bind=none {shlex.join(job.command)} &", "job=$!"]
-    return "\n".join([*lines, *_WAIT_AND_REQUEUE, ""])
+def write_job(to: str, job: Job) -> str:
+    """Return the file that starts a run on a cluster: its template in ``job_templates/``, filled in.
 
-
-def write_kubernetes(job: Job) -> str:
-    """Return a JobSet of one indexed job, a pod for each node; a run that was stopped is started again.
-
-    Source: ``jobset.x-k8s.io/v1alpha2``; its schema's required fields in ``tests/commands/test_job.py``.
+    Args:
+        to: One of ``CLUSTERS``.
+        job: Description of the run; shell words are quoted, values in YAML are JSON strings.
     """
-    container = {
-        "name": "train",
-        "image": job.image,
-        "command": ["bash", "-c", _write_shell(job)],
-        "workingDir": "/app",
-        "env": [*_tell_pod(job), *(_take_secret(job, name) for name in job.secrets)],
-        "ports": [{"containerPort": PORT}],
-        "resources": {"limits": {"nvidia.com/gpu": job.gpus_per_node}},
-        "volumeMounts": [{"name": "data", "mountPath": DATA}, {"name": "shm", "mountPath": "/dev/shm"}],
-    }
-    pod: dict[str, Any] = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": 300,
-        "containers": [container],
-        "volumes": [
-            {"name": "data", "persistentVolumeClaim": {"claimName": job.volume}},
-            {"name": "shm", "emptyDir": {"medium": "Memory"}},
-        ],
-    }
-    if job.gpu:
-        pod["nodeSelector"] = {"nvidia.com/gpu.product": job.gpu}
-    wrong = {"containerName": "train", "operator": "In", "values": [EXIT_USER]}
-    indexed = {
-        "parallelism": job.num_nodes,
-        "completions": job.num_nodes,
-        "completionMode": "Indexed",
-        "backoffLimit": 0,
-        "activeDeadlineSeconds": job.hours * 3600,
-        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": wrong}]},
-        "template": {"spec": pod},
-    }
-    reasons = ["PodFailurePolicy", "DeadlineExceeded"]
-    final = {"name": "final", "action": "FailJobSet", "onJobFailureReasons": reasons}
-    document = {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": {"name": job.name},
-        "spec": {
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "failurePolicy": {"maxRestarts": RESTARTS, "rules": [final]},
-            "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": indexed}}],
-        },
-    }
-    return _dump(document)
-
-
-def write_skypilot(job: Job) -> str:
-    """Return a task for ``sky jobs launch``, which goes on elsewhere where its machines are taken back.
-
-    Source: SkyPilot's ``sky/utils/schemas.py``; ``tests/commands/test_job.py``.
-    """
-    recovery = {"max_restarts_on_errors": RETRIES, "recover_on_exit_codes": [EXIT_PREEMPTED]}
-    resources: dict[str, Any] = {
-        "accelerators": f"{job.gpu}:{job.gpus_per_node}",
-        "use_spot": True,
-        "job_recovery": recovery,
-    }
-    if job.image:
-        resources["image_id"] = f"docker:{job.image}"
-    several = [
-        'export PET_NNODES="$SKYPILOT_NUM_NODES" PET_NODE_RANK="$SKYPILOT_NODE_RANK"',
-        'export PET_MASTER_ADDR="$(head -n 1 <<< "$SKYPILOT_NODE_IPS")"',
-    ]
-    document: dict[str, Any] = {
-        "name": job.name,
-        "num_nodes": job.num_nodes,
-        "resources": resources,
-        "secrets": dict.fromkeys(job.secrets),
-        "file_mounts": {DATA: {"source": job.volume, "mode": "MOUNT"}},
-    }
-    # Without an image the project's folder travels, and becomes the environment there.
-    document |= {} if job.image else {"workdir": ".", "setup": "make install"}
-    begin = "cd /app" if job.image else ". .venv/bin/activate"
-    document["run"] = "\n".join([begin, *(several if job.num_nodes > 1 else []), _write_shell(job)])
-    return _dump({key: value for key, value in document.items() if value != {}})
-
-
-def write_hf_jobs(job: Job) -> str:
-    """Return the command of ``hf jobs run`` as a script; the machine is one.
-
-    Source: ``huggingface_hub``'s own command line, which reads it in ``tests/commands/test_job.py``.
-    """
-    command = ["hf", "jobs", "run", "--flavor", str(job.gpu), "--timeout", f"{job.hours}h", "--name", job.name]
-    command += ["--attempts", str(RETRIES), "--volume", f"{job.volume}:{DATA}", "--detach"]
-    for name in job.secrets:
-        command += ["--secrets", name]
-    shell = f"cd /app\n{_write_shell(job)}"
-    return f"#!/bin/bash\n{shlex.join([*command, str(job.image), 'bash', '-c', shell])}\n"
-
-
-WRITERS: Final[Mapping[str, Callable[[Job], str]]] = {
-    "slurm": write_slurm,
-    "kubernetes": write_kubernetes,
-    "skypilot": write_skypilot,
-    "hf-jobs": write_hf_jobs,
-}
-"""Cluster -> what writes its file."""
-
-_NEEDS: Final = {
-    "slurm": (),
-    "kubernetes": ("image", "volume"),
-    "skypilot": ("gpu", "volume"),
-    "hf-jobs": ("gpu", "image", "volume"),
-}
-_KNOWS_NOT: Final = {
-    "slurm": ("image", "volume"),
-    "kubernetes": ("cpus_per_gpu",),
-    "skypilot": ("cpus_per_gpu", "hours"),
-    "hf-jobs": ("cpus_per_gpu",),
-}
-_WAIT_AND_REQUEUE: Final = (
-    "# A signal ends `wait`, not what it waits for.",
-    'wait "$job"',
-    'while kill -0 "$job" 2>/dev/null; do wait "$job"; done',
-    "",
-    "# Whatever srun reports: what the run has said of its own end since then decides.",
-    f"""if [ "$output_dir/run.json" -nt "$began" ] && grep -qE '{_GOES_ON}' "$output_dir/run.json"; then""",
-    '    scontrol requeue "$SLURM_JOB_ID"',
-    "fi",
-)
-
-
-def _write_shell(job: Job) -> str:
-    """Run the command, and end by an exit code that the run's own record decides: launchers report 1 for every end."""
-    record = shlex.quote(f"{job.output_dir}/run.json")
-    return "\n".join(
-        [
-            "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300",
-            f"began=$(mktemp); {shlex.join(job.command)} && exit {EXIT_DONE}",
-            f"[ {record} -nt $began ] || exit {EXIT_BUG}",
-            f"if grep -qE '{_GOES_ON}' {record}; then exit {EXIT_PREEMPTED}; fi",
-            f"if grep -qE '{_IS_FINAL}' {record}; then exit {EXIT_USER}; fi",
-            f"exit {EXIT_BUG}",
-        ]
+    # Scripts, not markup: quoting is the filters' work.
+    templates = Environment(
+        loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-
-
-def _tell_pod(job: Job) -> Iterator[dict[str, Any]]:
-    """What ``recipes launch`` reads of a pod's place; nothing for a pod that is alone."""
-    if job.num_nodes == 1:
-        return
-    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    yield {"name": "PET_NNODES", "value": str(job.num_nodes)}
-    yield {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": index}}}
-    yield {"name": "PET_MASTER_ADDR", "value": f"{job.name}-node-0-0.{job.name}"}
-    yield {"name": "PET_MASTER_PORT", "value": str(PORT)}
-
-
-def _take_secret(job: Job, name: str) -> dict[str, Any]:
-    return {"name": name, "valueFrom": {"secretKeyRef": {"name": job.name, "key": name}}}
-
-
-def _dump(document: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(dict(document), sort_keys=False, width=1000)
+    templates.filters |= {"quote": shlex.quote, "join_words": shlex.join}
+    values = asdict(job) | _CONSTANTS
+    run = templates.get_template("run.sh").render(values)
+    text = templates.get_template(CLUSTERS[to].template).render(values, run=run)
+    if not CLUSTERS[to].template.endswith(".yaml"):
+        return f"{text}\n"
+    return yaml.safe_dump(yaml.safe_load(text), sort_keys=False, width=1000)
 
 
 def _leave_out(overrides: Sequence[str], key: str) -> list[str]:
@@ -342,12 +201,12 @@ def _find_problems(options: argparse.Namespace) -> Iterator[Problem]:
     for flag in ("num_nodes", "gpus_per_node", "cpus_per_gpu", "hours"):
         if getattr(options, flag) is not None and getattr(options, flag) < 1:
             yield Problem(f"--{flag}", f"is {getattr(options, flag)}", "write 1 or more")
-    for flag in _NEEDS[options.to]:
+    for flag in CLUSTERS[options.to].needed:
         if getattr(options, flag) is None:
             yield Problem(f"--{flag}", f"{options.to} needs it", f"write --{flag} ... (docs/cloud.md)")
-    for flag in _KNOWS_NOT[options.to]:
+    for flag in CLUSTERS[options.to].unsupported:
         if getattr(options, flag) is not None:
-            yield Problem(f"--{flag}", f"{options.to} has no use for it here", "leave it away")
+            yield Problem(f"--{flag}", f"it is not supported for {options.to}", "remove it")
     if options.to == "hf-jobs" and options.num_nodes > 1:
         yield Problem("--num_nodes", "a job of HF Jobs is one machine", "choose a flavor with more GPUs")
     yield from _find_wrong_names(options)

@@ -20,7 +20,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from recipes_lib.planning.model_size import ModelSize
+    from recipes_lib.planning.compute import ModelSize
     from recipes_lib.planning.pretraining import PretrainingPlan
     from recipes_lib.planning.schedule import Schedule
 
@@ -96,8 +96,7 @@ def describe_run(config: RecipeConfig, plan: PretrainingPlan, hardware: Hardware
     Raises:
         ConfigError: The model cannot be built, or the peak of the GPU is not known.
     """
-    from recipes_lib.planning.compute import compute_flops_per_token
-    from recipes_lib.planning.model_size import compute_model_size, compute_training_flops
+    from recipes_lib.planning.compute import compute_flops_per_token, compute_model_size, compute_training_flops
 
     model_config = _find_model_config(config)
     size, num_tokens = compute_model_size(model_config), plan.num_tokens
@@ -181,7 +180,7 @@ def _find_model_config(config: RecipeConfig) -> Any:
 
 
 def _judge_tokens(size: ModelSize, num_tokens: int) -> str:
-    from recipes_lib.planning.model_size import TOKENS_PER_PARAMETER
+    from recipes_lib.planning.compute import TOKENS_PER_PARAMETER
 
     ratio = num_tokens / size.active
     factor = ratio / TOKENS_PER_PARAMETER
@@ -205,8 +204,7 @@ def _tell_hours(num_flops: float, hardware: Hardware | None, config: RecipeConfi
 
 
 def _count_hours(num_flops: float, hardware: Hardware, config: RecipeConfig) -> float:
-    from recipes_lib.planning.compute import find_peak
-    from recipes_lib.planning.model_size import compute_hours
+    from recipes_lib.planning.compute import compute_hours, find_peak
 
     return compute_hours(num_flops, hardware.num_gpus, find_peak(hardware.gpu, config), hardware.mfu)
 

@@ -164,7 +164,7 @@ def write_pairs(config: RecipeConfig, output: Path, num_answers: int) -> str:
     from recipes_lib.data.prompts import load_prompt_data
     from recipes_lib.data.row_file import RowFile
     from recipes_lib.models.attention.kernels import choose_attention
-    from recipes_lib.models.generation.stop_tokens import set_stop_tokens
+    from recipes_lib.models.generation import set_stop_tokens
     from recipes_lib.models.loading import load_model_config, load_tokenizer
     from recipes_lib.rl.engines.engine import build_collector, hold_policy
     from recipes_lib.rl.rewards import load_rewards

@@ -1,4 +1,4 @@
-"""The number that an answer ends on, by which answers are right or wrong whatever they say before it."""
+"""The final number of an answer, for exact-match metrics and verifiable rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one place that knows how "not trained on" is spelled, and where a token ends and the next begins."""
+"""The ignore index of labels, and the boundaries between tokens."""
 
 from __future__ import annotations
 

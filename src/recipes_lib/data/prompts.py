@@ -1,4 +1,4 @@
-"""Prompts that a policy answers by itself: tokens, and the columns besides that a reward may read."""
+"""Prompts for sampling: token ids, and the further columns that reward functions receive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that a model writes, on disk as they come, with a record of what they are of and how far they are."""
+"""Append-only file of generated rows with a progress record, so that generation can resume."""
 
 from __future__ import annotations
 

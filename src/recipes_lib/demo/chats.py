@@ -1,4 +1,4 @@
-"""The demo's questions and answers: each answer is derived from the library's sources and documentation strings."""
+"""Chats of the demo, derived from docstrings of the standard library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo's texts: what the sources of the running Python's standard library say, read without importing anything."""
+"""Corpus of the demo: the sources of the running Python's standard library, read without importing them."""
 
 from __future__ import annotations
 

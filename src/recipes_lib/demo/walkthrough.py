@@ -1,4 +1,4 @@
-"""The demo from end to end: its data are made from this Python's own library, and the ordinary recipes do the rest."""
+"""``make demo``: data from the standard library, then every recipe in order."""
 
 from __future__ import annotations
 

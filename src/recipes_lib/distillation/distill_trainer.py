@@ -1,9 +1,8 @@
-"""Distillation: the trainer of fine-tuning, whose student learns from texts and from what a teacher says of them."""
+"""The distillation trainer: cross-entropy and divergence to a teacher over the SFT trainer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from recipes_lib.data.packed.training_data import TrainingData
 from recipes_lib.distillation.layer_features import LayerKnowledge
 from recipes_lib.distillation.on_policy import ANSWERED, AnswerFigures, OwnAnswers, prepare_answers
 from recipes_lib.distillation.teacher import load_teacher, score_beside_record, score_beside_teacher
-from recipes_lib.distillation.teacher_store import TEACHER_FIELD, TaughtCollator, identify_store, read_store
+from recipes_lib.distillation.teacher_store import TEACHER_FIELD, TeacherCollator, identify_store, read_store
 from recipes_lib.errors import ConfigError, DivergedError, Problem
 from recipes_lib.losses.distillation import DistillationSums, Objective
 from recipes_lib.losses.divergence import TopLogps
@@ -119,14 +118,14 @@ class DistillationTrainer(SFTTrainer):
         """Return this process's share of the step's mean loss of a target."""
         num_tokens, labels = inputs.pop("num_tokens"), inputs.pop("labels")
         record, answered = inputs.pop(TEACHER_FIELD, None), inputs.pop(ANSWERED, None)
-        with self.layers.listening(labels, inputs["position_ids"]) as heard:
+        with self.layers.collecting(labels, inputs["position_ids"]) as features:
             if record is None:
                 # Of its own answers a student learns nothing but what the teacher says of them.
                 objective = self.objective if answered is None else replace(self.objective, alpha=0.0)
                 output = score_beside_teacher(model, self.teacher, inputs, labels, objective)
             else:
                 output = score_beside_record(model, TopLogps(**record), inputs, labels, self.objective)
-        parts = self.layers.compute_parts(heard)
+        parts = self.layers.compute_parts(features)
         sums: DistillationSums = output.result
         if self._is_first_step:
             self._is_first_step = False
@@ -166,28 +165,22 @@ class DistillationTrainer(SFTTrainer):
             staged = super()._stage(model, folder)
         return self.layers.add_to(staged, self._saver)
 
+    # transformers 5.23 loads into the model as it is, where projections hang that its checkpoint does not hold.
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Read the student and the projections."""
         with self.layers.detached():
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         self.layers.load(Path(resume_from_checkpoint))
 
+    # transformers 5.23: as above.
     def _load_best_model(self) -> None:
         with self.layers.detached():
             super()._load_best_model()
 
-    @contextmanager
-    def uncounted_pass(self) -> Iterator[None]:
-        """While it lasts, what is computed does not count as training, nor as the first step."""
-        kept = self.figures, self.answer_figures, self._is_first_step, self.answers
-        # What is rehearsed are the batches that it is given.
-        self.figures, self.answer_figures = TermMetrics(), AnswerFigures()
-        self._is_first_step, self.answers = False, None
-        try:
-            with super().uncounted_pass():
-                yield
-        finally:
-            self.figures, self.answer_figures, self._is_first_step, self.answers = kept
+    def build_stand_ins(self) -> dict[str, Any]:
+        """As ``RecipeTrainer``; an uncounted pass is not the first step, and computes the batches that it is given."""
+        figures = {"figures": TermMetrics(), "answer_figures": AnswerFigures()}
+        return super().build_stand_ins() | figures | {"_is_first_step": False, "answers": None}
 
 
 def prepare_teaching(
@@ -220,7 +213,7 @@ def prepare_teaching(
         answers = prepare_answers(config, args, teacher.config, vocabulary, collate)
         return Teaching(teacher, data.train, collate, config.layers, answers)
     identity = identify_store(config, vocabulary, data.record)
-    return Teaching(None, read_store(identity, data.train), TaughtCollator(collate, identity.format))
+    return Teaching(None, read_store(identity, data.train), TeacherCollator(collate, identity.format))
 
 
 def build_objective(distillation: DistillationConfig) -> Objective:

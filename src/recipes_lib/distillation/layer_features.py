@@ -1,4 +1,4 @@
-"""What a student learns from the layers of its teacher: heard while both run, compared at the places of the targets."""
+"""Hidden-state and attention distillation: forward hooks collect features, losses compare them at target positions."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from recipes_lib.losses.layers import (
     compute_feature_sum,
     compute_similarity_sum,
 )
-from recipes_lib.models.structure import Heard, find_layers, hearing, map_layers, verify_layers
-from recipes_lib.training.checkpoints.dry_run import compare_state
-from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, write_state
+from recipes_lib.models.structure import LayerFeatures, collect_features, find_layers, map_layers, verify_layers
+from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, compare_state, write_state
 
 PROJECTIONS: Final = "feature_projections"
 """Under which they are a part of the student while it trains."""
@@ -59,7 +58,7 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What was heard of a batch.
+    """Collected features of a batch.
 
     Attributes:
         places: Where it is compared.
@@ -68,8 +67,8 @@ class Comparison:
     """
 
     places: Places
-    student: Heard
-    teacher: Heard
+    student: LayerFeatures
+    teacher: LayerFeatures
 
 
 def find_places(labels: Tensor, position_ids: Tensor) -> Places:
@@ -101,7 +100,7 @@ class LayerKnowledge:
         Args:
             config: Weights and layers.
             student: What is trained, without wrapper.
-            teacher: The frozen one; ``None`` where its layers are not heard.
+            teacher: The frozen one; ``None`` where its layers are not compared.
             seed: Of projections between states of different width.
 
         Raises:
@@ -129,7 +128,7 @@ class LayerKnowledge:
         return any(getattr(self.config, key) for key in WEIGHTS)
 
     @contextmanager
-    def listening(self, labels: Tensor, position_ids: Tensor) -> Iterator[Comparison | None]:
+    def collecting(self, labels: Tensor, position_ids: Tensor) -> Iterator[Comparison | None]:
         """Keep what leaves the layers that are compared, the student's and the teacher's, while both run once.
 
         Args:
@@ -144,8 +143,8 @@ class LayerKnowledge:
         states = sorted({*self._features, *(self._relations if has_states else ())})
         attentions = self._relations if self.config.attention_weight else ()
         with (
-            hearing(self._student, states=states, attentions=attentions) as own,
-            hearing(
+            collect_features(self._student, states=states, attentions=attentions) as own,
+            collect_features(
                 self._teacher,
                 states=sorted({self._answers[number] for number in states}),
                 attentions=sorted({self._answers[number] for number in attentions}),
@@ -156,16 +155,16 @@ class LayerKnowledge:
         ):
             yield Comparison(places, own, other)
 
-    def compute_parts(self, heard: Comparison | None) -> dict[str, Tensor]:
+    def compute_parts(self, features: Comparison | None) -> dict[str, Tensor]:
         """Return the sum of each part over the targets, a differentiable scalar, by its name.
 
         Args:
-            heard: From ``listening``, after both have run.
+            features: From ``collecting``, after both have run.
         """
         config, parts = self.config, dict[str, Tensor]()
-        if heard is None:
+        if features is None:
             return parts
-        places, own, other = heard.places, heard.student, heard.teacher
+        places, own, other = features.places, features.student, features.teacher
         for number in self._features:
             pair = places.take(own.states[number]), other.states[self._answers[number]]
             weight: Any = self._projections[str(number)].weight

@@ -1,4 +1,4 @@
-"""On-policy distillation: in some steps the student answers the prompts of its rows, and learns from what it wrote."""
+"""On-policy distillation: in some steps the student samples answers and learns the teacher's distribution on them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from transformers import PreTrainedConfig, TrainerCallback, TrainingArguments
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.masking import IGNORE_INDEX
 from recipes_lib.losses.distillation import DistillationSums
-from recipes_lib.models.generation.sampling import GenerateBackend, Sampling, mask_answers
-from recipes_lib.models.generation.stop_tokens import read_stop_ids
+from recipes_lib.models.generation import GenerateBackend, Sampling, mask_answers, read_stop_ids
 from recipes_lib.models.inference import evaluating
 from recipes_lib.models.loading import load_model_config
 from recipes_lib.models.vocabulary import VocabularyMap

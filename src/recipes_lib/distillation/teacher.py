@@ -1,4 +1,4 @@
-"""The model that a student learns from: loaded frozen, in the student's vocabulary, proved on the student's batches."""
+"""The teacher model: loaded frozen, mapped to the student's vocabulary, verified on the student's batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 
 from recipes_lib.config.schema import RecipeConfig, TokensConfig
 from recipes_lib.errors import ConfigError
-from recipes_lib.losses.distillation import DistillationSums, Lesson, Objective, TeacherHead, compute_distillation
+from recipes_lib.losses.distillation import (
+    DistillationSums,
+    DistillationTargets,
+    Objective,
+    TeacherHead,
+    compute_distillation,
+)
 from recipes_lib.losses.divergence import TopLogps, compute_top_logps
 from recipes_lib.models.attention.kernels import AttentionChoice, choose_attention, prove_isolation
 from recipes_lib.models.heads.loss_head import HeadOutput, add_loss_head, verify_loss_head
@@ -114,10 +120,10 @@ def score_beside_record(
 ) -> HeadOutput:
     """As ``score_beside_teacher``, where it is known what the teacher says of the targets, row by row."""
     is_target = labels[:, 1:] >= 0
-    lesson = Lesson(labels[:, 1:][is_target], teacher, objective)
+    supervision = DistillationTargets(labels[:, 1:][is_target], teacher, objective)
 
     def score(hidden: Tensor, weight: Tensor, **options: Any) -> DistillationSums:
-        sums: DistillationSums = compute_distillation(hidden[:, :-1][is_target], weight, lesson, **options)
+        sums: DistillationSums = compute_distillation(hidden[:, :-1][is_target], weight, supervision, **options)
         return sums
 
     output: HeadOutput = student(**inputs, head=score)

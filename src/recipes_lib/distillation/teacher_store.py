@@ -1,4 +1,4 @@
-"""What a teacher says of every target, kept on disk: its likeliest tokens and the rest in one bucket, a record each."""
+"""Stored teacher probabilities: top-k tokens and a tail bucket for every target, on disk."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class StoreIdentity:
 
 
 @dataclass(frozen=True, slots=True)
-class TaughtRows:
+class TeacherRows:
     """Rows, each with the records of its targets.
 
     Attributes:
@@ -152,7 +152,7 @@ class TaughtRows:
 
 
 @dataclass(frozen=True, slots=True)
-class TaughtCollator:
+class TeacherCollator:
     """Rows to a batch, with what the teacher says of its targets where the rows have it.
 
     Attributes:
@@ -273,7 +273,7 @@ def write_store(
         return published
 
 
-def read_store(identity: StoreIdentity, rows: Rows) -> TaughtRows:
+def read_store(identity: StoreIdentity, rows: Rows) -> TeacherRows:
     """Return the rows with what the store says of them.
 
     Raises:
@@ -290,11 +290,11 @@ def read_store(identity: StoreIdentity, rows: Rows) -> TaughtRows:
     starts -= np.repeat(starts[::size], size)[: len(starts)]
     if len(counts) != len(rows) or sum(map(len, shards)) != counts.sum():
         raise ConfigError(Problem(str(found.path), "holds other rows than it was made of", "delete the folder"))
-    return TaughtRows(rows, shards, starts, counts, size)
+    return TeacherRows(rows, shards, starts, counts, size)
 
 
 def compare_with_teacher(
-    identity: StoreIdentity, taught: TaughtRows, compute: ComputeTop, *, num_rows: int, allowed: float
+    identity: StoreIdentity, taught: TeacherRows, compute: ComputeTop, *, num_rows: int, allowed: float
 ) -> float:
     """Ask the teacher about some rows again and return by how much the store is off, in nats on average.
 

@@ -1,4 +1,4 @@
-"""Cross-entropy beside a divergence to a teacher over a large vocabulary, a few hundred tokens of logits at a time."""
+"""Distillation loss over a large vocabulary, chunked: cross-entropy and divergence to a teacher."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TeacherHead:
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
+class DistillationTargets:
     """What is to be learnt at ``N`` places.
 
     Attributes:
@@ -90,7 +90,7 @@ class DistillationSums(NamedTuple):
 def compute_distillation(
     hidden: Tensor,
     weight: Tensor,
-    lesson: Lesson,
+    supervision: DistillationTargets,
     *,
     bias: Tensor | None = None,
     logit_scale: float = 1.0,
@@ -108,7 +108,7 @@ def compute_distillation(
     Args:
         hidden: The student's last hidden states, ``(N, D)``, each beside the token that it predicts.
         weight: Its output embedding, ``(V, D)``, of at least ``C`` tokens.
-        lesson: What is to be learnt.
+        supervision: What is to be learnt.
         bias: ``(V,)``.
         logit_scale: Factor on the student's logits, before the cap.
         softcap: Bound of the student's logits.
@@ -119,7 +119,7 @@ def compute_distillation(
     projection = build_projection(hidden, weight, logit_scale=logit_scale, softcap=softcap, chunk_size=chunk_size)
     return DistillationSums(
         *_ChunkedDistillation.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, lesson, projection, torch.is_grad_enabled()
+            hidden, weight, bias, supervision, projection, torch.is_grad_enabled()
         )
     )
 
@@ -131,20 +131,20 @@ class _ChunkedDistillation(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        lesson: Lesson,
+        supervision: DistillationTargets,
         projection: Projection,
         is_grad_enabled: bool,
     ) -> tuple[Tensor, ...]:
         needed = [is_grad_enabled and is_needed for is_needed in ctx.needs_input_grad[:3]]
         gradients = ProjectionGradients(projection, hidden, weight, bias, needed)
-        alpha, temperature = lesson.objective.alpha, lesson.objective.temperature
+        alpha, temperature = supervision.objective.alpha, supervision.objective.temperature
         nll_sum, divergence_sum, teacher_nll_sum = (hidden.new_zeros((), dtype=projection.wide) for _ in range(3))
-        num_correct, num_agreed = (lesson.targets.new_zeros(()) for _ in range(2))
+        num_correct, num_agreed = (supervision.targets.new_zeros(()) for _ in range(2))
         matrix = weight.to(projection.dtype)
-        lessons = _iterate_lessons(lesson, projection)
+        supervisions = _iterate_supervision(supervision, projection)
         with torch.autocast(hidden.device.type, enabled=False):
-            for chunk, learn in zip(projection.iterate(hidden, matrix, bias), lessons, strict=True):
-                logits, targets = chunk.logits, lesson.targets[chunk.rows, None]
+            for chunk, learn in zip(projection.iterate(hidden, matrix, bias), supervisions, strict=True):
+                logits, targets = chunk.logits, supervision.targets[chunk.rows, None]
                 choice = logits.argmax(dim=-1, keepdim=True)
                 num_correct += (choice == targets).sum()
                 log_totals = logits.logsumexp(dim=-1, keepdim=True)
@@ -161,7 +161,7 @@ class _ChunkedDistillation(torch.autograd.Function):
                     gradients.add(chunk, matrix)
         ctx.save_for_backward(*gradients.finish())
         loss_sum = alpha * nll_sum + (1 - alpha) * temperature**2 * divergence_sum
-        num_targets = lesson.targets.new_tensor(len(lesson.targets))
+        num_targets = supervision.targets.new_tensor(len(supervision.targets))
         figures = nll_sum, divergence_sum, teacher_nll_sum, num_correct, num_agreed, num_targets
         ctx.mark_non_differentiable(*figures)
         return loss_sum, *figures
@@ -189,11 +189,13 @@ class _Learnt(NamedTuple):
     nll_sum: Tensor
 
 
-def _iterate_lessons(lesson: Lesson, projection: Projection) -> Iterator[Callable[[Tensor, Tensor], _Learnt]]:
+def _iterate_supervision(
+    supervision: DistillationTargets, projection: Projection
+) -> Iterator[Callable[[Tensor, Tensor], _Learnt]]:
     """Yield for each chunk the function that takes the student's logits and the targets; autocast is on or off here."""
-    teacher, objective, size = lesson.teacher, lesson.objective, projection.chunk_size
+    teacher, objective, size = supervision.teacher, supervision.objective, projection.chunk_size
     if isinstance(teacher, TopLogps):
-        starts = range(0, len(lesson.targets), size)
+        starts = range(0, len(supervision.targets), size)
         return (partial(_learn_top, teacher.take(slice(start, start + size)), objective) for start in starts)
     # Which dtype its products have is autocast's to say, and so is settled before that is off.
     taught = build_projection(

@@ -1,4 +1,4 @@
-"""How far a student's distribution is from its teacher's: forward and reverse KL, and what lies between them."""
+"""Divergences of student and teacher: forward and reverse KL, generalised Jensen-Shannon, top-k with a tail bucket."""
 
 from __future__ import annotations
 

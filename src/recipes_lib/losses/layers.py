@@ -1,4 +1,4 @@
-"""How a student relates the tokens of a document to each other, beside how its teacher does: no widths need match."""
+"""Hidden-state, attention and relational losses of distillation (similarities, RKD distances and angles)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses over pairs of answers of which one is preferred, from the log-probabilities of both; in nats."""
+"""Preference losses (DPO and relatives) and the reward-model loss, from log-probabilities or scores; in nats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hidden states to logits and gradients back, a chunk of tokens at a time: shared by the losses over a vocabulary."""
+"""Chunked projection of hidden states to logits and back, shared by all vocabulary losses; vocabulary-parallel too."""
 
 from __future__ import annotations
 

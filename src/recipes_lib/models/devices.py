@@ -1,4 +1,4 @@
-"""Where a model computes, which need not be where its weights wait."""
+"""The device and the inner model of a possibly offloaded, adapted or wrapped model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looking at what a model says, and leaving it in the mode that it was in."""
+"""Forward passes outside of training: evaluation mode, restored afterwards, and dropout switched off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models and tokenizers from a folder or the Hub, complete and in agreement, or one clear error."""
+"""Loading of models and tokenizers from a folder or the Hub, verified against each other."""
 
 from __future__ import annotations
 

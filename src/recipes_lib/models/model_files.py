@@ -1,4 +1,4 @@
-"""Which files of a folder make a model or an adapter, and whether they are whole; without torch."""
+"""Files that make up a saved model or adapter, and their integrity; without torch."""
 
 from __future__ import annotations
 

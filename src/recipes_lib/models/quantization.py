@@ -1,4 +1,4 @@
-"""The frozen model under an adapter, in 8 or 4 bits."""
+"""Quantised base models under an adapter, in 8 or 4 bits."""
 
 from __future__ import annotations
 

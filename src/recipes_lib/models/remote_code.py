@@ -1,4 +1,4 @@
-"""Which code a model comes with, and which may run: of a repository at a commit that was named, or of a folder."""
+"""Remote code of a model: found, and allowed only at a pinned commit or from a local folder."""
 
 from __future__ import annotations
 

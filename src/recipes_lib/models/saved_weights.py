@@ -1,4 +1,4 @@
-"""What a saved model must hold, and whether it does: every file is opened again."""
+"""Verification of saved weights: every file is reopened, every tensor compared with its expected shape."""
 
 from __future__ import annotations
 

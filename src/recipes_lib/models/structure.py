@@ -1,4 +1,4 @@
-"""The layers of a model: where they are, which one of a teacher answers to which of a student, what leaves them."""
+"""Structure of a model: layers and hidden states, layer mapping and pruning, the text part of multimodal models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Read = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class LayerFeatures:
     """What left the layers of a model in its last forward pass, by their number, from 1.
 
     Attributes:
@@ -58,14 +58,14 @@ def find_layers(model: Any) -> nn.ModuleList:
 
 
 @contextmanager
-def hearing(
+def collect_features(
     model: Any,
     *,
     states: Collection[int] = (),
     attentions: Collection[int] = (),
     read_states: Read = lambda states: states,
     read_attentions: Read = lambda attentions: attentions,
-) -> Iterator[Heard]:
+) -> Iterator[LayerFeatures]:
     """Keep what leaves some layers while the context lasts, of each forward pass in place of the one before.
 
     Of the layers that are not named nothing is kept, unlike with ``output_hidden_states``. Layers that are recomputed
@@ -79,9 +79,9 @@ def hearing(
         read_attentions: What is kept of attention; likewise.
 
     Raises:
-        ConfigError: As ``find_layers``; or a layer has no attention that could be heard.
+        ConfigError: As ``find_layers``; or a layer has no attention that can be collected.
     """
-    layers, heard = find_layers(model), Heard()
+    layers, features = find_layers(model), LayerFeatures()
 
     def keep(kept: dict[int, Tensor], number: int, read: Read, at: int) -> Callable[..., None]:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
@@ -92,12 +92,12 @@ def hearing(
     handles = []
     for number in states:
         module = layers[number - 1] if number < len(layers) else model.base_model
-        handles.append(module.register_forward_hook(keep(heard.states, number, read_states, 0)))
+        handles.append(module.register_forward_hook(keep(features.states, number, read_states, 0)))
     for number in attentions:
         attention = _find_attention(layers[number - 1])
-        handles.append(attention.register_forward_hook(keep(heard.attentions, number, read_attentions, 1)))
+        handles.append(attention.register_forward_hook(keep(features.attentions, number, read_attentions, 1)))
     try:
-        yield heard
+        yield features
     finally:
         for handle in handles:
             handle.remove()
@@ -105,14 +105,14 @@ def hearing(
 
 @torch.no_grad()
 def verify_layers(model: Any, *, attentions: bool) -> None:
-    """Hold what is heard of every layer against what the model itself returns, on eight tokens.
+    """Compare the collected features of every layer with what the model itself returns, on eight tokens.
 
     Args:
         model: A causal language model; its mode is left alone.
-        attentions: Whether attention is heard too; the model is loaded with ``attn_implementation: eager`` then.
+        attentions: Whether attention maps are collected too, which needs ``attn_implementation: eager``.
 
     Raises:
-        ConfigError: As ``hearing``; or they differ.
+        ConfigError: As ``collect_features``; or they differ.
     """
     config = model.config.get_text_config()
     input_ids = torch.arange(1, 9, device=find_device(model))[None] % config.vocab_size
@@ -120,14 +120,14 @@ def verify_layers(model: Any, *, attentions: bool) -> None:
     was_training = model.training
     model.eval()
     try:
-        listening = hearing(model, states=numbers, attentions=numbers if attentions else ())
-        with suited_to_kernel(model), listening as heard:
+        collecting = collect_features(model, states=numbers, attentions=numbers if attentions else ())
+        with suited_to_kernel(model), collecting as features:
             own: Any = model.base_model(
                 input_ids=input_ids, use_cache=False, output_hidden_states=True, output_attentions=attentions
             )
     finally:
         model.train(was_training)
-    pairs = [(heard.states, own.hidden_states[1:]), (heard.attentions, own.attentions if attentions else ())]
+    pairs = [(features.states, own.hidden_states[1:]), (features.attentions, own.attentions if attentions else ())]
     for kept, expected in pairs:
         if len(kept) != len(expected) or not all(map(torch.equal, [kept[number] for number in sorted(kept)], expected)):
             found = f"what leaves the layers of {type(model).__name__} is not what it returns as hidden states"
@@ -139,7 +139,7 @@ def _find_attention(layer: nn.Module) -> nn.Module:
     for module in layer.children():
         if type(module).__name__.endswith("Attention"):
             return module
-    found = f"{type(layer).__name__} has no attention that could be heard"
+    found = f"{type(layer).__name__} has no attention that can be collected"
     raise ConfigError(Problem("attention_weight", found, "delete the line"))
 
 

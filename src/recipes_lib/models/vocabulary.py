@@ -1,4 +1,4 @@
-"""Two vocabularies: whether they are the same tokens, and a model rewritten from one to the other."""
+"""Vocabulary mapping between two tokenizers, and models rewritten from one to the other."""
 
 from __future__ import annotations
 

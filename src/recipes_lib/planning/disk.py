@@ -1,4 +1,4 @@
-"""Bytes that a run's checkpoints will take, and whether the disk has them."""
+"""Disk space of a run's checkpoints, and whether there is enough."""
 
 from __future__ import annotations
 

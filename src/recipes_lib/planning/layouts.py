@@ -1,4 +1,4 @@
-"""What a layout of a model over devices takes of each, in memory and in traffic, from closed forms."""
+"""Memory and network traffic of parallel layouts, from closed forms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pretraining run before it starts: how many rows every step takes, at which rate, and from which mixture."""
+"""The plan of a pretraining run: rows, learning rate and data mixture of every step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learning rate of every step, known before the first one: upstream's schedules, and those of pretraining."""
+"""Learning-rate schedules and batch ramp, known for every step in advance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer steps, tokens and learning rates of a run, counted before it starts and in one place."""
+"""Optimizer steps, tokens and learning rates of a run, counted before it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""May this account write to the repository, and who will see it: asked before anything is trained."""
+"""Write access and visibility of a Hub repository, verified before training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model card: what the model is, what it scored, and every key it was made with."""
+"""The model card: lineage, data, metrics, limits and every key."""
 
 from __future__ import annotations
 

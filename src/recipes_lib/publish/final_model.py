@@ -1,4 +1,4 @@
-"""The final model as any Hugging Face tool expects it, opened again before it is called done."""
+"""The final model folder, reopened before it is called done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests to the Hub that end: none waits for ever, what fails in passing is made again, and all are counted."""
+"""Hub requests with timeouts, retries and counts."""
 
 from __future__ import annotations
 

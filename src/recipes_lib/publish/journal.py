@@ -1,4 +1,4 @@
-"""What of a run is published already, so that whoever goes on does not do it again."""
+"""The record of what is published already."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An adapter and its base become one model in full precision, which is then measured against the two."""
+"""Merging an adapter into its base in full precision, and measuring the result against the two."""
 
 from __future__ import annotations
 

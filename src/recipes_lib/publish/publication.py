@@ -1,4 +1,4 @@
-"""Publishing a run: what is new is kept, then pushed one after the other, and what is pushed is remembered."""
+"""Publishing of a run: snapshots, pushed in order and recorded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PATIENCE_SECONDS: Final = 1800.0
 """For so long a push is tried again when the run is over, before it is left to a later `recipes publish`."""
 
 
-Story = tuple[Mapping[str, Any], Mapping[str, float]]
+RunSummary = tuple[Mapping[str, Any], Mapping[str, float]]
 """Record of a run, what ``run.json`` holds or empty, and its last evaluation by name."""
 
 
@@ -44,7 +44,7 @@ class Publication:
         publisher: Publisher,
         journal: Journal,
         find_contents: Callable[[], Mapping[str, Contents]],
-        tell: Callable[[str], Story],
+        tell: Callable[[str], RunSummary],
         *,
         pushes_all: bool,
         is_finishing: threading.Event,

@@ -1,4 +1,4 @@
-"""``recipes publish``, and publishing while training: a process of its own pushes what a run leaves."""
+"""``recipes publish``, and publishing while training from a side process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from recipes_lib.models.model_files import is_model
 from recipes_lib.publish.access import DEFAULT_BRANCH, Target, open_target
 from recipes_lib.publish.hub_session import RequestCount, describe
 from recipes_lib.publish.journal import Journal, read_journal
-from recipes_lib.publish.publication import SECONDS_BETWEEN_LOOKS, Publication, Story, is_refusal
+from recipes_lib.publish.publication import SECONDS_BETWEEN_LOOKS, Publication, RunSummary, is_refusal
 from recipes_lib.publish.push import Publisher
 from recipes_lib.publish.snapshots import MODEL, Contents
 from recipes_lib.report.run_files import read_run
@@ -58,7 +58,7 @@ def publishing(train: Callable[[RecipeConfig], None]) -> Callable[[RecipeConfig]
             return
         target = open_target(config.training)
         _tell(str(target))
-        companion = Companion(Path(config.training["output_dir"]), target)
+        companion = PublisherProcess(Path(config.training["output_dir"]), target)
         try:
             if config.training["hub_strategy"] != "end":
                 companion.start()
@@ -70,7 +70,7 @@ def publishing(train: Callable[[RecipeConfig], None]) -> Callable[[RecipeConfig]
     return train_and_publish
 
 
-class Companion:
+class PublisherProcess:
     """The process beside a run that publishes it; it ends when this one does, whatever the reason."""
 
     def __init__(self, output_dir: Path, target: Target) -> None:
@@ -237,7 +237,7 @@ def _publish(journal: Journal, publish: Callable[[], object]) -> BaseException |
     return error
 
 
-def _inspect(folder: Path, name: str) -> Story:
+def _inspect(folder: Path, name: str) -> RunSummary:
     """Return the record of a run and its last evaluation, that before a checkpoint."""
     record = _read_record(folder)
     if not record:

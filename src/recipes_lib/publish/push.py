@@ -1,4 +1,4 @@
-"""One push: files become one commit of a repository, however often the Hub fails in between."""
+"""One push: files become one commit of a repository, whatever the Hub's failures in between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a folder is published: named files at its top that are there, and no text that holds a secret."""
+"""Files of a folder that are published, and the scan for secrets."""
 
 from __future__ import annotations
 

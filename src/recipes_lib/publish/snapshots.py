@@ -1,4 +1,4 @@
-"""What is to be published, kept beside the run under a name of its own until the Hub has it.
+"""Snapshots of what is to be published, kept beside the run until the Hub has it.
 
 A snapshot is made of hard links: it costs no time and, while the checkpoint is there, no room; what training deletes in
 between stays in it. Optimizer states are in none unless they were asked for.

@@ -1,4 +1,4 @@
-"""The curves of a run, drawn once: as SVG that follows the page's colours, and as PNG."""
+"""Charts of a run, as SVG that follows the page's colours and as PNG."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One file that shows a run to a person: ``report.html``, with the curves besides as PNGs in ``report/``."""
+"""``report.html``: one page of a run, with its charts as PNGs in ``report/``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a careful reader of the curves would point at, found without one."""
+"""Automatic remarks on the curves of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reward model is worth, from its scores of held-out pairs: accuracy, calibration, and what else it goes by."""
+"""Evaluation of a reward model: accuracy, calibration, length bias, reliability chart."""
 
 from __future__ import annotations
 

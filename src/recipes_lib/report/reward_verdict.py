@@ -1,4 +1,4 @@
-"""The end of a reward model's training: its scale, its report, and whether it may serve PPO."""
+"""The verdict on a reward model: scale, probes on held-out pairs, gates for use in RL."""
 
 from __future__ import annotations
 

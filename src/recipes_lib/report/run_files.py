@@ -1,4 +1,4 @@
-"""What a run left in its directory, read with patience for whatever a killed process left half done."""
+"""The files of an output directory, read tolerantly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a report: HTML and style, without a script and without an address."""
+"""HTML and CSS of the report page, without scripts or external addresses."""
 
 PAGE = """\
 <!doctype html>

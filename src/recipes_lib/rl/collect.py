@@ -1,4 +1,4 @@
-"""One iteration's answers: sampled, scored, and read by policy, reference and critic before anything is updated."""
+"""Rollout collection: sampling, scoring, and log-probabilities of policy, reference and critic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from recipes_lib.data.prompts import PromptRow
-from recipes_lib.models.generation.sampling import Generator, mask_answers, read_continuation
+from recipes_lib.models.generation import Generator, mask_answers, read_continuation
 from recipes_lib.rl.models import ActorCritic, beat_between, held_whole
 from recipes_lib.rl.rewards import Rewards
 from recipes_lib.rl.rollout import (

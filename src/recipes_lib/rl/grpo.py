@@ -1,4 +1,4 @@
-"""RLOO and GRPO: TRL's trainers, with prompts, rewards, evaluation, checkpoints and exit codes as in other stages."""
+"""RLOO and GRPO over TRL's trainers, with the prompts, rewards, evaluation and checkpoints of PPO."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ from transformers import (
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import PromptData, PromptRow
 from recipes_lib.models.attention.kernels import choose_attention
-from recipes_lib.models.generation.stop_tokens import set_stop_tokens
+from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.loading import load_model_config
 from recipes_lib.models.quantization import keeping_precision
 from recipes_lib.rl.collect import Collector, read_answers
 from recipes_lib.rl.engines.engine import build_collector, hold_policy
 from recipes_lib.rl.monitor import ScoredSamples, choose_samples
 from recipes_lib.rl.ppo_math import penalise_missing_end
-from recipes_lib.rl.reward_guard import RewardGuard
-from recipes_lib.rl.rewards import Rewards
+from recipes_lib.rl.rewards import RewardGuard, Rewards
 from recipes_lib.training.evaluation.samples import SAMPLES_FILE, Sample
 from recipes_lib.training.evaluation.training_state import preserve_training_state
 from recipes_lib.training.guards.preemption import stop_if_agreed
@@ -101,7 +100,7 @@ class GroupTrainer(RecipeTrainer):
         if "ref" in getattr(model, "peft_config", {}):
             # A copy of the fresh adapter: without any, the model is the same reference.
             self.model.delete_adapter("ref")
-        self.add_callback(_GoOn(self))
+        self.add_callback(_RestoreOnResume(self))
 
     def count_terms(self, batch: Any) -> torch.Tensor:
         """Return the number of answers."""
@@ -148,16 +147,19 @@ class GroupTrainer(RecipeTrainer):
         else:
             Trainer.log(self, logs, start_time)
 
+    # trl 1.16 repeats each prompt for its group in a sampler of its own, which ``RecipeTrainer`` replaces.
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
         """Take the prompts in groups, as TRL does."""
         sampler: Sampler[int] | None = super(RecipeTrainer, self)._get_train_sampler(train_dataset)
         return sampler
 
+    # trl 1.16 renders prompts itself, without our template keys and a row's tools.
     def _tokenize_prompts(self, prompts: Sequence[str]) -> tuple[list[list[int]], None, dict[str, Any]]:
         """Return the tokens of numbered prompts, which are answered next; there are no images."""
         WATCHDOG.enter("sampling groups of answers")
         return [self._prompts[int(number)].input_ids for number in prompts], None, {}
 
+    # trl 1.16 has no callback between the rewards and the advantages.
     def _calculate_rewards(self, *given: Any) -> torch.Tensor:
         """Return the rewards of all processes, once something can be learnt from them.
 
@@ -170,11 +172,12 @@ class GroupTrainer(RecipeTrainer):
         stored[_STATE_KEY] = self.reward_guard.export()
         return rewards
 
+    # trl 1.16 reports every run unless an environment variable forbids it.
     def _send_telemetry(self) -> None:
         """Report nothing to anyone."""
 
 
-class _GoOn(TrainerCallback):
+class _RestoreOnResume(TrainerCallback):
     """Tells TRL after a resumption which part of its answers is due: it counts from the start of the process.
 
     And the guard of rewards what it had seen.

@@ -1,4 +1,4 @@
-"""Bytes that a run of PPO holds on one process: counted on models without memory, built as training builds them."""
+"""GPU memory of a PPO run, counted on meta-device models built as training builds them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The models of PPO in either layout: four of their own, or adapters on one trunk."""
+"""Policy, critic, reference and reward model of PPO: four models, or adapters on one trunk; sharded by FSDP2."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from recipes_lib.models.adapters.roles import CRITIC, AdapterScorer, add_critic,
 from recipes_lib.models.adapters.saved import find_adapter, find_shareable
 from recipes_lib.models.attention.kernels import choose_attention
 from recipes_lib.models.devices import unwrap_adapter
-from recipes_lib.models.generation.stop_tokens import set_stop_tokens
+from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
 from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
 from recipes_lib.models.heads.scoring import RewardModel, RewardStatistics, read_reward_statistics, read_scale

@@ -1,4 +1,4 @@
-"""What an iteration of PPO reports, and what must hold before its first update."""
+"""Metrics of a PPO iteration, checks before its first update, and sample answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mathematics of PPO: pure tensor functions over answers of different lengths, padded on the right.
+"""PPO as pure tensor functions: rewards, advantages, returns, clipped losses; right-padded answers.
 
 Everywhere ``B`` answers have up to ``T`` tokens; ``mask`` is ``bool (B, T)``, True where a token of an answer stands.
 What stands where it is False never counts.

@@ -1,4 +1,4 @@
-"""The answers of an iteration with everything known of them, and how any part of them is laid out for a model."""
+"""The rollout of an iteration: answers and everything known of them, laid out for any model."""
 
 from __future__ import annotations
 

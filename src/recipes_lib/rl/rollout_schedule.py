@@ -1,4 +1,4 @@
-"""How long a run of PPO is: iterations, the answers of each, and the optimizer steps that they take."""
+"""Iterations, rollouts and optimizer steps of a PPO run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run of PPO tells of itself: ``metrics.jsonl``, ``samples.jsonl``, the terminal and the trackers."""
+"""Logging of a PPO run: ``metrics.jsonl``, ``samples.jsonl``, terminal and trackers."""
 
 from __future__ import annotations
 

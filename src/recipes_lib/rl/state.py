@@ -1,4 +1,4 @@
-"""What an iteration leaves for the next: saved at its end, and found again by the process that goes on."""
+"""Checkpoints of PPO: state saved after an iteration and restored on resume; the final models."""
 
 from __future__ import annotations
 
@@ -22,9 +22,15 @@ from recipes_lib.models.saved_weights import verify_weights
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.update import Learner
 from recipes_lib.training.checkpoints.checkpointing import CheckpointingTrainer
-from recipes_lib.training.checkpoints.dry_run import compare_state, compare_weights
 from recipes_lib.training.checkpoints.manifest import STAGING
-from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, Task, write_state
+from recipes_lib.training.checkpoints.saver import (
+    CheckpointSaver,
+    Staged,
+    Task,
+    compare_state,
+    compare_weights,
+    write_state,
+)
 from recipes_lib.training.checkpoints.sharded import (
     MODEL_SHARDS,
     compare_own_shards,

@@ -1,4 +1,4 @@
-"""The loop of PPO: answers, advantages, updates of policy and critic, again and again."""
+"""The PPO loop: rollouts, advantages, updates of policy and critic."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ from recipes_lib.rl.monitor import (
     verify_first_rollout,
 )
 from recipes_lib.rl.ppo_math import KLController, compute_targets
-from recipes_lib.rl.reward_guard import RewardGuard
-from recipes_lib.rl.rewards import Rewards
+from recipes_lib.rl.rewards import RewardGuard, Rewards
 from recipes_lib.rl.rollout import Rollout, share
 from recipes_lib.rl.rollout_schedule import PPOSchedule, choose_prompts, compute_schedule, verify_warmup
 from recipes_lib.rl.run_log import RunLog
@@ -41,8 +40,7 @@ from recipes_lib.rl.state import (
 )
 from recipes_lib.rl.update import Learner, UpdateGuard, Updater
 from recipes_lib.stopping import STOP
-from recipes_lib.training.checkpoints.dry_run import count_bytes
-from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged
+from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, count_bytes
 from recipes_lib.training.guards.preemption import LeftError, end_stopped, leave_if_asked, stop_if_agreed
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.trainers.arguments import get_compute_dtype
@@ -178,7 +176,7 @@ class PPOTrainer:
         WATCHDOG.enter("what is between two steps")
         is_saved = args.save_strategy != SaveStrategy.NO
         if iteration == 0 and is_saved:
-            self._rehearse()
+            self._dry_run()
         if iteration == 0 or schedule.is_due(args.logging_steps, iteration):
             self._log.write("train", self.state, figures)
         if self._evaluates(iteration):
@@ -293,7 +291,7 @@ class PPOTrainer:
         self._saver.save(stage_state(self._saver, self.state, self._learners))
         self._saved_step = self.state.step
 
-    def _rehearse(self) -> None:
+    def _dry_run(self) -> None:
         learners = self._learners
         weights = [learner.parameters for learner in learners.values()]
 
@@ -302,7 +300,7 @@ class PPOTrainer:
             compare_own_shards_with_live(staged.folder, learners)
             return staged
 
-        self._saver.rehearse(
+        self._saver.dry_run(
             stage,
             functools.partial(compare_state_with_live, learners=learners),
             lambda: count_bytes(*weights, *(learner.optimizer.state_dict() for learner in learners.values())),

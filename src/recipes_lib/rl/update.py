@@ -1,4 +1,4 @@
-"""The updates of an iteration: each learner's optimizer steps over shuffled minibatches, on any number of processes."""
+"""PPO updates: shuffled minibatches, gradient accumulation, non-finite guard, on any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards that can be checked: functions for ``reward_funcs`` where an answer is right or wrong."""
+"""Verifiable rewards for ``reward_funcs``: answers that are right or wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The life of a run: its directory, what it was started with, where it goes on from, and how it ended."""
+"""The life of a run: output directory, configuration record, resume, and how it ended."""
 
 from __future__ import annotations
 

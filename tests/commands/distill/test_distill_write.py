@@ -17,7 +17,7 @@ from recipes_lib.commands.distill.distill_write import join, split_reasoning
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.packed.training_data import load_training_data
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.generation.sampling import GenerateBackend
+from recipes_lib.models.generation import GenerateBackend
 from recipes_lib.models.loading import load_tokenizer
 
 KEYS = set(range(keys_task.FIRST_KEY, keys_task.FIRST_KEY + keys_task.NUM_KEYS))

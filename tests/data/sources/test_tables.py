@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recipes_lib.data.sources.readers import read_csv, read_parquet, spell_as_json
 from recipes_lib.data.sources.rows import RawRow
-from recipes_lib.data.sources.tables import read_csv, read_parquet, spell_as_json
 
 CELLS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8)
 

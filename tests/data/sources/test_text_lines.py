@@ -9,9 +9,9 @@ from pathlib import Path
 import datasets
 import pytest
 
-from recipes_lib.data.sources import text_lines as source_text
+from recipes_lib.data.sources import readers as source_text
+from recipes_lib.data.sources.readers import BrokenFileError, TextDocuments, enumerate_lines, read_text
 from recipes_lib.data.sources.rows import RawRow
-from recipes_lib.data.sources.text_lines import BrokenFileError, TextDocuments, enumerate_lines, read_text
 
 
 def read(content: bytes, documents: TextDocuments) -> list[tuple[int, str]]:

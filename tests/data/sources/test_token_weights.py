@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from recipes_lib.data.sources.mixtures import compute_budgets, compute_weights, list_entries
-from recipes_lib.data.tokens.order import RowOrder
+from recipes_lib.data.tokens.dataset import RowOrder
 from recipes_lib.errors import ConfigError
 
 

@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from recipes_lib.data.masking import IGNORE_INDEX
 from recipes_lib.data.packed.collators import PackedCollator
-from recipes_lib.data.tokens.dataset import NO_SOURCE, EvalWindows, TokenDataset
-from recipes_lib.data.tokens.order import RowOrder, RowSkips
+from recipes_lib.data.tokens.dataset import NO_SOURCE, EvalWindows, RowOrder, RowSkips, TokenDataset
 from recipes_lib.data.tokens.shards import TokenSource, TokenWriter
 
 LENGTH = 8

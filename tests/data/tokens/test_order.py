@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes_lib.data.tokens import order as token_order
-from recipes_lib.data.tokens.order import RowOrder, permute
+from recipes_lib.data.tokens import dataset as token_order
+from recipes_lib.data.tokens.dataset import RowOrder, permute
 
 KEYS = np.random.default_rng(0).integers(0, 2**63, 7).astype(np.uint64)
 PUBLISHED_SOURCES = [0, 1, 0, 0, 0, 1, 0, 0, 1, 0, 0, 1]

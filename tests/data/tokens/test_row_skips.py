@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes_lib.data.tokens.order import RowSkips
+from recipes_lib.data.tokens.dataset import RowSkips
 
 spans = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=5)
 

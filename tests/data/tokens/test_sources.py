@@ -135,7 +135,7 @@ def find_needed_modules(module: str) -> set[str]:
 
 def test_what_is_left_out_of_the_key_writes_nothing(build_config, texts):
     needed = find_needed_modules("tokens/sets.py") | find_needed_modules("chat/encoder.py")
-    assert {"sources/formats.py", "chat/templates.py", "tokens/shards.py", "sources/json_rows.py"} <= needed
+    assert {"sources/formats.py", "chat/templates.py", "tokens/shards.py", "sources/readers.py"} <= needed
     assert not needed & WITHOUT_EFFECT
     assert not WITHOUT_EFFECT - {path.relative_to(ROOM).as_posix() for path in ROOM.rglob("*.py")}
     (corpus,) = load_corpora(build_config(dataset_name=texts["a"]))

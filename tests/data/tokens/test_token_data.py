@@ -15,8 +15,7 @@ from rich.console import Console
 from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.packed import prepared_set as prepare
 from recipes_lib.data.tokens import token_data
-from recipes_lib.data.tokens.dataset import TokenDataset
-from recipes_lib.data.tokens.order import RowOrder
+from recipes_lib.data.tokens.dataset import RowOrder, TokenDataset
 from recipes_lib.data.tokens.token_data import prepare_tokens
 from recipes_lib.errors import ConfigError, DataError
 

@@ -20,7 +20,7 @@ from transformers import (
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.adapters.lora import add_adapter, load_adapter, load_fresh_base
-from recipes_lib.models.adapters.merged_weights import describe_weights, iterate_weights
+from recipes_lib.models.adapters.saved import describe_weights, iterate_weights
 from recipes_lib.models.adapters.targets import check_layers
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.models.adapters.lora import add_adapter
-from recipes_lib.models.adapters.merged_weights import describe_weights, iterate_weights
+from recipes_lib.models.adapters.saved import describe_weights, iterate_weights
 
 IDS = torch.arange(1, 9)[None]
 

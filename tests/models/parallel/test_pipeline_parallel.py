@@ -15,7 +15,7 @@ from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.architecture import start_causal_lm
 from recipes_lib.models.parallel.pipeline_parallel import (
-    Elsewhere,
+    AbsentModule,
     Part,
     build_part_class,
     build_whole_on_meta,
@@ -83,7 +83,7 @@ def test_the_parts_together_are_the_model(family: str, num_stages: int, num_chun
 def test_a_layer_less_would_be_seen() -> None:
     config = make_config("llama")
     parts = build_parts(config, 2)
-    parts[1].base_model.layers[3] = Elsewhere()
+    parts[1].base_model.layers[3] = AbsentModule()
     expected = build_whole(config)(input_ids=IDS, position_ids=POSITIONS, use_cache=False).logits
     assert not torch.allclose(run_chunks(parts), expected, atol=1e-4)
 

@@ -15,7 +15,7 @@ from recipes_lib.rl.engines.engine import build_collector, hold_policy
 from recipes_lib.rl.models import load_actor_critic
 from recipes_lib.rl.rewards import load_rewards
 from recipes_lib.training.layouts.launch_environment import read_launch
-from recipes_lib.training.monitoring.progress import SilentProgress
+from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.arguments import build_training_arguments
 
 
@@ -34,7 +34,7 @@ def build(policy_dir, prompts_file, tmp_path):
 
         def collect(models):
             return build_collector(
-                config, args, models, rewards, tokenizer, SilentProgress(), lambda: None, prompts.max_length
+                config, args, models, rewards, tokenizer, TrainingProgress(), lambda: None, prompts.max_length
             )
 
         return collect(models), collect(hold_policy(models.policy, models.stop_ids)), prompts.train

@@ -6,15 +6,15 @@ import functools
 
 import pytest
 import torch
-from tests.models.generation.test_sampling import PROMPTS, STOPS, build_sampling, draw, measure_gap
+from tests.models.test_generation import PROMPTS, STOPS, build_sampling, draw, measure_gap
 from tests.rl.test_rollout import build_policy
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.adapters.lora import add_adapter
-from recipes_lib.models.generation.sampling import mask_answers
-from recipes_lib.rl.engines import continuous_batching
-from recipes_lib.rl.engines.continuous_batching import ContinuousBatchingBackend
+from recipes_lib.models.generation import mask_answers
+from recipes_lib.rl.engines import engine as continuous_batching
+from recipes_lib.rl.engines.engine import ContinuousBatchingBackend
 
 # A cache as small as these answers need; by itself it takes most of the memory.
 SMALL = {"num_blocks": 64, "page_size": 16, "max_batch_tokens": 64}

@@ -8,15 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.models.generation.test_sampling import build_sampling
+from tests.models.test_generation import build_sampling
 from tests.rl import keys_task
 from tests.rl.test_rollout import CPU, build_rollout
 
 from recipes_lib.config.schema import EngineConfig
 from recipes_lib.errors import ConfigError, DivergedError
-from recipes_lib.models.generation.sampling import GenerateBackend
-from recipes_lib.rl.engines.continuous_batching import ContinuousBatchingBackend
-from recipes_lib.rl.engines.engine import build_generator, verify_engine
+from recipes_lib.models.generation import GenerateBackend
+from recipes_lib.rl.engines.engine import ContinuousBatchingBackend, build_generator, verify_engine
 
 OPTIONS = {
     "batch_size": 4,

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from tests.models.generation.test_sampling import PROMPTS, STOPS, build_sampling, draw, measure_gap
+from tests.models.test_generation import PROMPTS, STOPS, build_sampling, draw, measure_gap
 from tests.rl.test_rollout import CPU, build_policy
 from tests.rl.vllm_stub import serving
 from trl.generation import vllm_client

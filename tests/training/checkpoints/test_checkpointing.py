@@ -1,4 +1,4 @@
-"""How a trainer saves and resumes: beside training and yet exactly, rehearsed without a trace, never in silence."""
+"""Checkpoints of a trainer: beside training and yet exact, with a dry run that leaves no trace, never in silence."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.training.checkpoints import checkpointing
 from recipes_lib.training.checkpoints.checkpointing import CheckpointingTrainer
 from recipes_lib.training.checkpoints.manifest import find_damage, read_complete, write_complete
-from recipes_lib.training.checkpoints.writer import CheckpointWriter, HostCopy
+from recipes_lib.training.checkpoints.saver import CheckpointWriter, HostCopy
 
 SAVES = {"save_strategy": "steps", "save_steps": 2}
 
@@ -60,8 +60,8 @@ def test_what_is_written_while_weights_change_is_what_a_waiting_save_writes(tiny
     release, submit = threading.Event(), CheckpointWriter.submit
 
     def submit_late(writer, job):
-        is_rehearsal = not (tmp_path / "beside" / "_saving").exists()
-        submit(writer, job if is_rehearsal else lambda: (release.wait(60), job()))
+        is_dry_run = not (tmp_path / "beside" / "_saving").exists()
+        submit(writer, job if is_dry_run else lambda: (release.wait(60), job()))
 
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointWriter, "submit", submit_late)
@@ -83,7 +83,7 @@ def test_what_is_written_while_weights_change_is_what_a_waiting_save_writes(tiny
     assert "training_args.bin" not in one
 
 
-def test_a_rehearsal_leaves_no_trace_in_the_run_or_on_the_disk(tiny_model_dir, tmp_path):
+def test_a_dry_run_leaves_no_trace_in_the_run_or_on_the_disk(tiny_model_dir, tmp_path):
     steps = {}
     for name, strategy in (("without", "no"), ("with", "steps")):
         trainer, steps[name], lines = train(

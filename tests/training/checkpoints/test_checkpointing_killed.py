@@ -104,7 +104,7 @@ def test_killed_at_moments_of_every_kind_a_run_ends_as_if_it_had_not_been(tiny_m
     survived = [
         assert_survives(tiny_model_dir, tmp_path / str(number), straight, number) for number in range(7, total, 19)
     ]
-    # In the rehearsal, in the first save, and in later ones, where an older one must not be gone too early.
+    # In the dry run, in the first save, and in later ones, where an older one must not be gone too early.
     assert {0, 1, 2} <= set(survived)
 
 

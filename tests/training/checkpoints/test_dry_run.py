@@ -7,10 +7,10 @@ from tests.training.trajectories import make_packs, make_trainer
 
 from recipes_lib.models.saved_weights import BrokenSaveError, read_published_shapes, read_shapes
 from recipes_lib.planning.disk import DiskPlan
-from recipes_lib.training.checkpoints.dry_run import (
+from recipes_lib.training.checkpoints.saver import (
     compare_with_live,
     count_bytes,
-    describe_rehearsal,
+    describe_dry_run,
     read_expected,
     verify_saved,
 )
@@ -75,7 +75,7 @@ def test_what_is_shared_is_counted_once():
 
 def test_the_figures_are_told_in_one_line():
     plan = DiskPlan(checkpoint_bytes=1, num_checkpoints=3, total_bytes=26 * 10**9, free_bytes=2 * 10**12)
-    assert describe_rehearsal(8_100_000_000, 12.34, plan) == (
+    assert describe_dry_run(8_100_000_000, 12.34, plan) == (
         "checkpoints: 8.1GB each, written and opened again in 12.3 s; up to 3 of them and the model take 26GB of 2TB "
         "free"
     )

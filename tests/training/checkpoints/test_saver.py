@@ -1,4 +1,4 @@
-"""Whatever a run stages is saved by the same rules: sealed or not there, beside training, kept, rehearsed."""
+"""Whatever a run stages is saved by the same rules: sealed or not there, beside training, kept, with a dry run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from transformers import TrainingArguments
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.training.checkpoints.manifest import REHEARSAL, find_damage, list_checkpoints, read_complete
-from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, write_state
-from recipes_lib.training.checkpoints.writer import HostCopy
+from recipes_lib.training.checkpoints.saver import CheckpointSaver, HostCopy, Staged, write_state
 
 
 @pytest.fixture
@@ -100,15 +99,15 @@ def test_a_directory_that_is_gone_is_not_made_anew_for_a_part_of_the_run(build, 
     tmp_path.mkdir()
 
 
-def rehearse(saver, state, compare=lambda _: None, count=lambda: 12):
-    saver.rehearse(
+def dry_run(saver, state, compare=lambda _: None, count=lambda: 12):
+    saver.dry_run(
         lambda folder: stage(saver, 1, state, folder), compare, count, num_steps=4, model_bytes=12, num_besides=0
     )
 
 
-def test_a_rehearsal_compares_tells_and_leaves_nothing(build, tmp_path, lines):
+def test_a_dry_run_compares_tells_and_leaves_nothing(build, tmp_path, lines):
     compared = []
-    rehearse(build(), {"weight": torch.ones(3)}, lambda folder: compared.append((folder, load(folder).tolist())))
+    dry_run(build(), {"weight": torch.ones(3)}, lambda folder: compared.append((folder, load(folder).tolist())))
     assert compared == [(tmp_path / REHEARSAL / "checkpoint-1", [1, 1, 1])]
     (line,) = lines
     assert line.startswith("checkpoints: ")
@@ -121,5 +120,5 @@ def test_a_disk_that_is_too_small_is_refused(build, tmp_path, monkeypatch, free)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
     with pytest.raises(ConfigError, match="the disk has"):
-        rehearse(build(save_steps=4), {"weight": torch.ones(3)})
+        dry_run(build(save_steps=4), {"weight": torch.ones(3)})
     assert not list(tmp_path.glob("checkpoint-*"))

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from recipes_lib.training.checkpoints import writer as checkpoint_writer
-from recipes_lib.training.checkpoints.writer import CheckpointWriter, HostCopy, iterate_tensors
+from recipes_lib.training.checkpoints import saver as checkpoint_writer
+from recipes_lib.training.checkpoints.saver import CheckpointWriter, HostCopy, iterate_tensors
 
 
 def fail():

@@ -19,8 +19,8 @@ from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.errors import DataError
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.training.evaluation.build import count_text_bytes
-from recipes_lib.training.evaluation.held_out import EvaluateLoss, compute_token_sums
-from recipes_lib.training.monitoring.progress import SilentProgress
+from recipes_lib.training.evaluation.held_out import EvaluateLoss
+from recipes_lib.training.monitoring.progress import TrainingProgress
 
 COLLATE = PackedCollator(pad_token_id=1)
 TEXTS = ["the baker opens the shop", "snow", "seven days in a week, and then the 🦊 sleeps in the sun", "a", "rivers"]
@@ -43,8 +43,8 @@ def model(tiny_model_dir: Path) -> nn.Module:
 
 
 def evaluate(model: nn.Module, rows: list[dict[str, Any]], batch_size: int, **options: Any) -> dict[str, float]:
-    hook = EvaluateLoss({"rows": rows}, batch_size=batch_size, collate=COLLATE, progress=SilentProgress(), **options)
-    return hook(model, 0)
+    given = {"batch_size": batch_size, "collate": COLLATE, "progress": TrainingProgress()} | options
+    return EvaluateLoss({"rows": rows}, **given)(model, 0)
 
 
 def test_the_figures_are_those_of_plain_logits_row_by_row(
@@ -164,7 +164,7 @@ def test_memory_does_not_grow_with_the_held_out_set(model: nn.Module) -> None:
         peaks = []
         for num_rows in (16, 160):
             rows = WatchedRows(num_rows)
-            hook = EvaluateLoss({"rows": rows}, batch_size=2, collate=COLLATE, progress=SilentProgress())
+            hook = EvaluateLoss({"rows": rows}, batch_size=2, collate=COLLATE, progress=TrainingProgress())
             hook(model, 0)
             peaks.append(rows.peak)
     finally:
@@ -179,9 +179,9 @@ def test_trained_weights_are_bit_equal_with_and_without_evaluation(
     rows = build_rows(tiny_tokenizer)
     batch = COLLATE(rows)
 
-    def draw_and_compute(model: nn.Module, batch: dict[str, Any]) -> Any:
+    def draw_and_collate(rows: Any) -> dict[str, Any]:
         torch.rand(3)
-        return compute_token_sums(model, batch)
+        return COLLATE(rows)
 
     def train(evaluates: bool) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
@@ -190,7 +190,7 @@ def test_trained_weights_are_bit_equal_with_and_without_evaluation(
         optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3)
         for _ in range(3):
             if evaluates:
-                evaluate(trained, rows, 2, compute_sums=draw_and_compute)
+                evaluate(trained, rows, 2, collate=draw_and_collate)
             sums = trained(**batch, use_cache=False, loss_head=True)
             (sums.nll_sum / sums.num_targets).backward()
             optimizer.step()
@@ -208,7 +208,7 @@ def test_several_sets_are_scored_each_and_together(model: nn.Module, tiny_tokeni
     options: dict[str, Any] = {
         "batch_size": 2,
         "collate": COLLATE,
-        "progress": SilentProgress(),
+        "progress": TrainingProgress(),
         "byte_lengths": byte_lengths,
     }
     parts = {"code": rows[:1], "prose": rows[1:]}

@@ -11,7 +11,7 @@ from tests.training.trajectories import make_packs
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import DivergedError
 from recipes_lib.models.adapters.lora import add_adapter
-from recipes_lib.training.guards.adapter_checks import (
+from recipes_lib.training.guards.start_checks import (
     judge_gradients,
     sample_frozen,
     verify_frozen,

@@ -12,7 +12,7 @@ from tests.training.spiking import SpikeOnce, make_guarded, make_spiking_packs, 
 from tests.training.trajectories import assert_equal_weights, make_packs, make_trainer, weights_of
 
 from recipes_lib.config.schema import GuardsConfig
-from recipes_lib.data.tokens.order import RowOrder
+from recipes_lib.data.tokens.dataset import RowOrder
 from recipes_lib.errors import DivergedError
 from recipes_lib.training.checkpoints.manifest import find_last_complete, is_complete, supersede
 from recipes_lib.training.guards.rollback import Rollbacks, read_rollbacks

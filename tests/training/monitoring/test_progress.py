@@ -9,7 +9,7 @@ import pytest
 from recipes_lib.training.monitoring.progress import (
     LiveProgress,
     PlainProgress,
-    SilentProgress,
+    TrainingProgress,
     build_progress,
     describe_event,
     format_count,
@@ -43,7 +43,7 @@ class Clock:
 def test_the_stream_decides_which_display_there_is() -> None:
     assert isinstance(build_progress(is_main=True, stream=Terminal()), LiveProgress)
     assert isinstance(build_progress(is_main=True, stream=io.StringIO()), PlainProgress)
-    assert isinstance(build_progress(is_main=False, stream=Terminal()), SilentProgress)
+    assert isinstance(build_progress(is_main=False, stream=Terminal()), TrainingProgress)
 
 
 def test_a_line_holds_every_figure_there_is_and_none_that_is_unknown() -> None:
@@ -129,7 +129,7 @@ def test_durations_are_hours_minutes_seconds(seconds: float, expected: str) -> N
 
 
 def test_other_processes_show_nothing_and_still_iterate(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = SilentProgress()
+    progress = TrainingProgress()
     progress.start(3, 0)
     progress.advance(1)
     progress.show({**TRAIN, "step": 1})
@@ -144,4 +144,4 @@ def test_what_is_said_is_on_a_line_of_its_own(build):
     stream = io.StringIO()
     build(stream).say("step 0: loss 0.693147 [bold] policy and reference agree")
     assert stream.getvalue() == "step 0: loss 0.693147 [bold] policy and reference agree\n"
-    SilentProgress().say("nothing")
+    TrainingProgress().say("nothing")

@@ -26,7 +26,7 @@ from transformers import AutoConfig
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.data.packed import store
 from recipes_lib.errors import ConfigError, DataError
-from recipes_lib.training.monitoring.progress import SilentProgress
+from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.pair_batches import compute_rounding
 from recipes_lib.training.trainers.reference import NUM_CHECKED, ReferenceLogps, refuse_missing
 
@@ -67,7 +67,7 @@ def build(tmp_path, pairs, run="run", key=KEY) -> ReferenceLogps:
 
 
 def settle(stored, oracle, batch_size=7):
-    stored.settle(oracle.model, oracle, batch_size=batch_size, dtype=torch.float32, progress=SilentProgress())
+    stored.settle(oracle.model, oracle, batch_size=batch_size, dtype=torch.float32, progress=TrainingProgress())
 
 
 def reseal(folder: Path, name: str, logps: np.ndarray) -> None:

@@ -15,7 +15,7 @@ from recipes_lib.data.pairs.collator import PairCollator
 from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
 from recipes_lib.training.monitoring.metrics import StepCounter
 from recipes_lib.training.monitoring.observer import Observer
-from recipes_lib.training.monitoring.progress import SilentProgress
+from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.pair_trainer import RewardObjective, RewardTrainer, build_reward_objective
 
 GOOD, BAD, END = 7, 8, 0
@@ -47,7 +47,7 @@ def make_trainer(model_dir, folder, pairs, objective=None, **training):
         train_dataset=pairs,
         data_collator=PairCollator(pad_token_id=1),
         processing_class=AutoTokenizer.from_pretrained(model_dir),
-        observer=Observer(StepCounter(), [], [recorder], SilentProgress()),
+        observer=Observer(StepCounter(), [], [recorder], TrainingProgress()),
     )
     return trainer, recorder
 

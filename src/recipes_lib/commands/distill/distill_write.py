@@ -87,7 +87,7 @@ def write_answers(config: RecipeConfig, output: Path, *, reasoning: str) -> str:
     from recipes_lib.data.row_file import RowFile
     from recipes_lib.distillation.teacher_store import identify_teacher
     from recipes_lib.models.attention.kernels import choose_attention
-    from recipes_lib.models.generation.stop_tokens import set_stop_tokens
+    from recipes_lib.models.generation import set_stop_tokens
     from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
     from recipes_lib.training.layouts.launch_environment import read_launch
     from recipes_lib.training.trainers.arguments import build_training_arguments
@@ -154,8 +154,7 @@ def answer(
     import numpy as np
     import torch
 
-    from recipes_lib.models.generation.sampling import GenerateBackend, Sampling, mask_answers, read_continuation
-    from recipes_lib.models.generation.stop_tokens import read_stop_ids
+    from recipes_lib.models.generation import GenerateBackend, Sampling, mask_answers, read_continuation, read_stop_ids
     from recipes_lib.training.trainers.arguments import build_autocast
 
     stop_ids, size = read_stop_ids(teacher), args.per_device_eval_batch_size

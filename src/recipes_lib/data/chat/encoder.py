@@ -1,4 +1,4 @@
-"""Rows to token ids with a loss mask: the one author of the mask.
+"""Chat rows to token ids and loss mask: the only place where a loss mask is decided, and its verification.
 
 Each row is tokenised once, as one text; its mask is read off character offsets and then proved, by decoding the tokens
 that are trained on and comparing them with the characters they stand for.

@@ -1,4 +1,4 @@
-"""What an audit tells of rows that are trained on as they are, though this may not be meant."""
+"""Warnings about rows that are trained on unchanged although that may not be intended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which characters of a rendered chat are trained on: derived from the template, then verified against the messages.
+"""Trained character spans of a rendered chat: derived from the template, then verified against the messages.
 
 A turn is trained from where the generation prompt ends, so reasoning and tool calls are in it, to its terminator, the
 special token that tells a server to stop.

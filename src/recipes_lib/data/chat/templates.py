@@ -1,4 +1,4 @@
-"""Chat templates: one render that also tells which message, and which ``{% generation %}`` block, wrote each character.
+"""Chat templates: a render that records which message and ``{% generation %}`` block wrote each character.
 
 A template is parsed in the very environment that ``apply_chat_template`` uses, and calls are woven into its loops and
 generation blocks. The calls write nothing, so the text is the template's own by construction; they only note how many

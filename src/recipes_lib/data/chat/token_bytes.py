@@ -1,4 +1,4 @@
-"""How many bytes of text each token stands for: where tokens end in a text, and how long a text its tokens are."""
+"""UTF-8 bytes of each token: token boundaries in a text, and text length of a token sequence."""
 
 from __future__ import annotations
 

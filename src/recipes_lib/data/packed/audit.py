@@ -1,4 +1,4 @@
-"""The supervision audit: what of a set is trained on, what was lost, and whether that can be meant."""
+"""The supervision audit of a prepared set: trained tokens, losses of data, warnings and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prepared rows -> tensors of one batch."""
+"""Collators: prepared rows to the tensors of a micro-batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All rows of a mixture to tokens, a chunk at a time, with every broken row told at once."""
+"""Tokenisation of a whole mixture, chunk by chunk, with every broken row reported at once."""
 
 from __future__ import annotations
 

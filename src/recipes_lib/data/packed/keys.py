@@ -1,4 +1,4 @@
-"""What decides the content of a prepared set, told without importing or loading what prepares it."""
+"""Content keys of prepared sets, computed without importing or loading what prepares them."""
 
 from __future__ import annotations
 

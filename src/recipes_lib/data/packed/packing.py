@@ -1,4 +1,4 @@
-"""Cutting examples to a length and filling rows of the batch with several of them; pure array functions."""
+"""Truncation and sequence packing as pure array functions."""
 
 from __future__ import annotations
 

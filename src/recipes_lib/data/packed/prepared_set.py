@@ -1,4 +1,4 @@
-"""Rows to a prepared set: rendered, tokenised, masked, cut, packed and stored, once for each content."""
+"""Preparation of SFT data: rows rendered, tokenised, masked, truncated, packed and stored once per content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows token by token, coloured by what is trained on: in the terminal and as one HTML file."""
+"""Token-level preview of rows, coloured by loss mask, in the terminal and as one HTML file."""
 
 from __future__ import annotations
 

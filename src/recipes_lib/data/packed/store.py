@@ -1,4 +1,4 @@
-"""Prepared sets on disk: found by content, published whole or not at all, read memory-mapped."""
+"""Content-addressed storage of prepared sets: atomic, memory-mapped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run trains on, whether it was prepared beforehand or is tokenised on the way."""
+"""Training data of a run: a prepared set, or rows streamed and tokenised on the fly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The audit of a set of pairs: what is in it, what was left out, and whether that can be meant."""
+"""The audit of preference pairs: counts, dropped rows, warnings and errors."""
 
 from __future__ import annotations
 

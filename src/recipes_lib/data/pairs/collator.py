@@ -1,4 +1,4 @@
-"""Prepared pairs -> tensors of one batch, with one copy of each prompt or with two."""
+"""Collator of preference pairs, with the prompt shared by both answers or repeated."""
 
 from __future__ import annotations
 

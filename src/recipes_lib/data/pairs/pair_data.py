@@ -1,4 +1,4 @@
-"""What a run that compares answers trains on."""
+"""Training data of preference and reward recipes: prepared pairs, and what is derived from them."""
 
 from __future__ import annotations
 

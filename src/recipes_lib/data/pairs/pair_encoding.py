@@ -1,4 +1,4 @@
-"""Preference rows to token ids: one prompt, and the two answers that go on from it."""
+"""Preference rows to token ids: one prompt with a chosen and a rejected answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preference rows to a prepared set of pairs: rendered, tokenised, checked and stored, once for each content."""
+"""Preparation of preference pairs: rendered, tokenised, verified and stored once per content."""
 
 from __future__ import annotations
 

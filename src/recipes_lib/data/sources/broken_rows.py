@@ -1,4 +1,4 @@
-"""Rows that cannot be used: refused together, or left out and counted."""
+"""Broken rows of a dataset: refused together, or dropped and counted."""
 
 from __future__ import annotations
 

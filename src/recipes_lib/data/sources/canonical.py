@@ -1,4 +1,4 @@
-"""What ``dataset_name`` names, and its rows in canonical form."""
+"""``dataset_name`` to rows in canonical form, from files, folders or the Hub."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.formats import COLUMNS, RowFormat, canonicalize, detect_format
 from recipes_lib.data.sources.hub_datasets import is_saved, load_hub, load_saved
 from recipes_lib.data.sources.local_files import READERS, load_files
+from recipes_lib.data.sources.readers import TextDocuments
 from recipes_lib.data.sources.rows import Entry, RawRow, Row, Source
-from recipes_lib.data.sources.text_lines import TextDocuments
 from recipes_lib.errors import ConfigError, DataError, Problem
 
 _MAX_WITHOUT_LAYOUT: Final = 20

@@ -1,4 +1,4 @@
-"""SHA-256 of large files, remembered from one start to the next."""
+"""SHA-256 of large files, cached between runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Row layouts: which one a dataset has, and each to the canonical row."""
+"""Dataset layouts: detection, and conversion of each to the canonical row."""
 
 from __future__ import annotations
 

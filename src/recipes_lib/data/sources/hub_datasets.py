@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.data.sources.file_digests import compute_digest
+from recipes_lib.data.sources.readers import spell_as_json
 from recipes_lib.data.sources.rows import Entry, RawRow
-from recipes_lib.data.sources.tables import spell_as_json
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.hub import go_offline_unless_reachable
 

@@ -1,4 +1,4 @@
-"""Local files and folders as sources: which files, which split, which reader."""
+"""Local files and folders as sources: file selection, splits, readers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,16 @@ from pathlib import Path
 from typing import Final
 
 from recipes_lib.data.sources.file_digests import compute_digest
-from recipes_lib.data.sources.json_rows import read_json
+from recipes_lib.data.sources.readers import (
+    BrokenFileError,
+    TextDocuments,
+    read_arrow,
+    read_csv,
+    read_json,
+    read_parquet,
+    read_text,
+)
 from recipes_lib.data.sources.rows import Entry
-from recipes_lib.data.sources.tables import read_arrow, read_csv, read_parquet
-from recipes_lib.data.sources.text_lines import BrokenFileError, TextDocuments, read_text
 from recipes_lib.errors import DataError, Problem
 
 Reader = Callable[[BufferedReader, str], Iterator[Entry]]

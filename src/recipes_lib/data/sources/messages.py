@@ -1,4 +1,4 @@
-"""Chat turns as datasets write them to chat turns as templates read them."""
+"""Chat messages of any dataset spelling to the form that templates read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several sources as one, each with its weight; a single dataset is a mixture of one."""
+"""Dataset mixtures: weights, repeats and shares of several sources; a single dataset is a mixture of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The canonical row: what every known layout becomes, and what rendering reads."""
+"""The canonical row: target of every dataset layout, and input of rendering."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Held-out rows: making a split in which no row is on both sides, and finding rows that are."""
+"""Held-out splits without duplicates across sides, and detection of overlap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokens of one source as a prepared set: found by content, or written shard by shard, and resumed when killed."""
+"""Tokenisation of one pretraining source to shards, resumable, stored once per content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokens of one source on disk: written document by document, read from anywhere, memory-mapped."""
+"""Token shards on disk: written document by document, memory-mapped for random access."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sources of a pretraining run, and what decides the tokens of each; nothing here depends on a weight."""
+"""Sources of a pretraining run and the content keys of their token sets, independent of mixture weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ WITHOUT_EFFECT: Final = frozenset(
         "packed/preview.py",
         "packed/training_data.py",
         "tokens/dataset.py",
-        "tokens/order.py",
         "tokens/token_data.py",
     }
 )

@@ -1,4 +1,4 @@
-"""What a pretraining run is made of: the tokens of every source on disk, prepared once for each content."""
+"""Token sets of all sources of a pretraining run, prepared once, and their overlap with held-out data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters on a model: fresh ones, saved ones on the base that they were trained on, and the base without."""
+"""LoRA adapters: fresh ones, saved ones on their base model, and the base without."""
 
 from __future__ import annotations
 

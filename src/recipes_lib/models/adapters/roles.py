@@ -1,4 +1,4 @@
-"""Policy, critic, reference and reward model on one trunk: adapters, of which one or none is on."""
+"""Policy, critic, reference and reward model as adapters on one shared trunk."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What the folder of a saved adapter says: its base, whether it can be loaded on a model, and in whose terms it is."""
+"""Metadata of a saved adapter: base model, compatibility, parametrisation."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.utils.hub import has_file
 
+from recipes_lib.models.devices import unwrap_adapter
 from recipes_lib.models.loading import explained
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
@@ -163,3 +164,58 @@ def read_such_an_init(folder: Path) -> str | None:
 def read_commit(config: PreTrainedConfig) -> str | None:
     """The commit of the Hub repository that a model's configuration came from; ``None`` for a folder."""
     return getattr(config, "_commit_hash", None)
+
+
+_BASE = ".base_layer."
+
+
+def describe_weights(model: Any) -> list[tuple[str, str, list[int]]]:
+    """Name, dtype (``bfloat16``) and shape of what ``iterate_weights`` yields, in its order."""
+    return [
+        (name.replace(_BASE, "."), str(parameter.dtype).removeprefix("torch."), list(parameter.shape))
+        for name, parameter in _base_parameters(model)
+    ]
+
+
+@torch.no_grad()
+def iterate_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight once, under the name that it has without an adapter; the adapter that is on is added to it.
+
+    One layer at a time has its adapter added, and afterwards the very bits that it had before: PEFT's ``unmerge``
+    subtracts, which would leave a rounding in the weights that a reference shares.
+
+    Args:
+        model: A model, or a PEFT model of low rank around it.
+
+    Raises:
+        ValueError: The adapter lies on bare tensors or trains modules whole, which have other names then.
+
+    Source: ``trl.generation.VLLMGeneration``; ``tests/models/adapters/test_merged_weights.py``.
+    """
+    layers = dict(unwrap_adapter(model).named_modules())
+    for name, parameter in _base_parameters(model):
+        owner, is_adapted, rest = name.partition(_BASE)
+        if not is_adapted or rest != "weight":
+            yield name.replace(_BASE, "."), parameter.detach()
+            continue
+        layer = layers[owner]
+        before = parameter.detach().clone()
+        layer.merge()
+        merged = parameter.detach().clone()
+        layer.unmerge()
+        parameter.copy_(before)
+        yield f"{owner}.{rest}", merged
+
+
+def _base_parameters(model: Any) -> Iterator[tuple[str, Any]]:
+    base = unwrap_adapter(model)
+    for module in base.modules():
+        is_layer = not hasattr(module, "base_layer") or hasattr(module.base_layer, "weight")
+        if hasattr(module, "modules_to_save") or not is_layer:
+            raise ValueError(
+                "an adapter on bare tensors, or on modules trained whole, is not added to weights one by one"
+            )
+    adapted = tuple(f"{name}." for name, module in base.named_modules() if hasattr(module, "base_layer"))
+    for name, parameter in base.named_parameters():
+        if _BASE in name or not name.startswith(adapted):
+            yield name, parameter

@@ -1,4 +1,4 @@
-"""Which layers of a model may have which adapter."""
+"""Target modules of adapters, mixture-of-experts layers included."""
 
 from __future__ import annotations
 

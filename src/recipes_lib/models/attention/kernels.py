@@ -1,4 +1,4 @@
-"""Which attention kernel a model runs on, and the proof that it keeps packed documents apart."""
+"""The choice of attention kernel, and the proof that packed documents stay isolated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One copy of a prompt for both answers of a pair: what keeps them apart, and the proof that it does."""
+"""One copy of a prompt shared by both answers of a pair: attention mask and proof of equality."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention inside each document of one long row, by the flash attention that comes with torch."""
+"""Variable-length attention over packed documents, by torch's flash attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A causal language model that returns its loss or token log-probabilities without the logits of a whole batch."""
+"""Causal language models that return loss or token log-probabilities without full-batch logits."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from transformers.utils.generic import ModelOutput
 
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.losses.next_token import TokenSums, compute_cross_entropy
-from recipes_lib.losses.token_logps import TokenLogps, compute_token_logps
+from recipes_lib.losses.next_token import TokenLogps, TokenSums, compute_cross_entropy, compute_token_logps
 from recipes_lib.models.devices import find_device, unwrap_adapter
 from recipes_lib.models.inference import suited_to_kernel
 from recipes_lib.models.parallel.tensor_parallel import find_share, project_on_shares

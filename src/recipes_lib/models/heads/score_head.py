@@ -1,4 +1,4 @@
-"""A reward model: a backbone with one number for each answer, read at the answer's last token."""
+"""Reward models: a backbone with a scalar head read at the last token of an answer."""
 
 from __future__ import annotations
 

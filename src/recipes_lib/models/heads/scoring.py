@@ -1,4 +1,4 @@
-"""The one way to score answers with a reward model: in evaluation, in PPO, and for whoever loads it."""
+"""Scoring of answers with a reward model in its own chat template, for evaluation and RL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows cut along the sequence over processes: the tokens of each attend to those of all, inside their documents."""
+"""Context parallelism: sequences split over ranks, attention over all tokens of a document (all-gather or Ulysses)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model cut along its layers: each process of a pipeline has the class of the whole one, and its part of the weights.
+"""Pipeline parallelism: the layers of a model split into pipeline stages, each rank loading its own part.
 
 What another process holds is replaced by a module that hands on what it is given, so that masks, positions and order
 of layers stay the model's own code, and every weight keeps its name: the parts of all processes are the whole model.
@@ -81,8 +81,8 @@ _PLAN: Final = [_EMBEDDING, _LAYERS, _NORM]
 """What a model is made of that can be cut here, as transformers names it in ``base_model_pp_plan``."""
 
 
-class Elsewhere(nn.Module):
-    """Stands where another process has a module, and hands on what it is given."""
+class AbsentModule(nn.Module):
+    """Placeholder of a module that another pipeline stage holds: the identity."""
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return ``hidden``."""
@@ -138,7 +138,11 @@ def verify_can_be_cut_along_layers(config: PreTrainedConfig, part: Part) -> None
     last = replace(part, stage=part.num_stages - 1)
     with torch.device("meta"):
         model: Any = build_part_class(config, last)(config)
-    model.base_model.embed_tokens, model.lm_head, model.base_model.layers = Elsewhere(), Elsewhere(), nn.ModuleList()
+    model.base_model.embed_tokens, model.lm_head, model.base_model.layers = (
+        AbsentModule(),
+        AbsentModule(),
+        nn.ModuleList(),
+    )
     # What is left are a norm and the frequencies of positions, whose values no state depends on.
     _verify_nothing_between(model.to_empty(device="cpu"))
 
@@ -181,11 +185,11 @@ def _leave_out(model: Any, part: Part, layers: Collection[int]) -> None:
         raise _refuse(model.config, f"it has {unknown[0]}, which belongs to no layer")
     for number in range(len(base.layers)):
         if number not in layers:
-            base.layers[number] = Elsewhere()
+            base.layers[number] = AbsentModule()
     if not part.is_first and not (is_tied and part.is_last):
-        base.embed_tokens = Elsewhere()
+        base.embed_tokens = AbsentModule()
     if not part.is_last:
-        base.norm, model.lm_head = Elsewhere(), Elsewhere()
+        base.norm, model.lm_head = AbsentModule(), AbsentModule()
     if is_tied and not part.is_last:
         model.all_tied_weights_keys = {}
 
@@ -196,12 +200,12 @@ def _view(model: Any, layers: Collection[int], *, is_first: bool = False, is_las
     base: Any = _share(model.base_model, type(model.base_model))
     setattr(view, model.base_model_prefix, base)
     every: Any = model.base_model.layers
-    base.layers = nn.ModuleList(layer if at in layers else Elsewhere() for at, layer in enumerate(every))
+    base.layers = nn.ModuleList(layer if at in layers else AbsentModule() for at, layer in enumerate(every))
     if not is_last:
-        base.norm = view.lm_head = Elsewhere()
+        base.norm = view.lm_head = AbsentModule()
     # A tied one is the projection too.
     if not is_first and not (is_last and model.is_tied):
-        base.embed_tokens = Elsewhere()
+        base.embed_tokens = AbsentModule()
     return view  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""Models whose tensors are cut over processes, and sharded over groups of those: transformers does both on loading."""
+"""Tensor parallelism: transformers splits the weights over ranks on loading, and shards them over groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that ZeRO-3 shared out on loading and no engine of DeepSpeed runs: each weight is whole while it is used."""
+"""Models that DeepSpeed ZeRO-3 partitioned on loading, used outside of its engine: weights gathered for a while."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A vLLM server as the engine of PPO: prompts go there by HTTP, and every iteration the policy's weights."""
+"""A vLLM server as generation engine: prompts by HTTP, policy weights every iteration."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from trl.generation import vllm_client
 
 from recipes_lib.config.schema import EngineConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.adapters.merged_weights import describe_weights, iterate_weights
-from recipes_lib.models.generation.sampling import Generated, Sampling, join_answers
+from recipes_lib.models.adapters.saved import describe_weights, iterate_weights
+from recipes_lib.models.generation import Generated, Sampling, join_answers
 
 REQUESTS: Final = 64
 """HTTP requests that wait at once; the prompts are shared out among them. As TRL's own client."""

@@ -1,4 +1,4 @@
-"""How every recipe saves and resumes: beside training, sealed, rehearsed at the first step, kept by our rules."""
+"""Checkpoints of the trainers: asynchronous, hash-verified, with a dry run at step 1; resume."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.models.parallel.pipeline_parallel import build_whole_on_meta
 from recipes_lib.models.parallel.tensor_parallel import taken_for_whole, was_sharded_on_loading
-from recipes_lib.training.checkpoints.dry_run import (
+from recipes_lib.training.checkpoints.manifest import STAGING
+from recipes_lib.training.checkpoints.resume import seed_process
+from recipes_lib.training.checkpoints.saver import (
+    CheckpointSaver,
+    Staged,
+    Task,
     compare_with_live,
     count_bytes,
     is_adapter,
     read_expected,
     verify_saved,
+    write_state,
 )
-from recipes_lib.training.checkpoints.manifest import STAGING
-from recipes_lib.training.checkpoints.resume import seed_process
-from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, Task, write_state
 from recipes_lib.training.checkpoints.sharded import (
     MODEL_SHARDS,
     OPTIMIZER_SHARDS,
@@ -72,7 +75,7 @@ class CheckpointingTrainer(Trainer):
         args.save_only_model = saves_less
         engine = "FSDP" if self.is_in_shards else "DEEPSPEED" if self.is_deepspeed_enabled else ""
         self._saver = CheckpointSaver(self.args, self._tell, engine=engine)
-        self._is_rehearsed = False
+        self._has_dry_run = False
         self._staging: Path | None = None  # Only while a checkpoint is put together.
         self._tasks: list[Task] = []
         self._own_tokenizer: Any = None
@@ -121,25 +124,27 @@ class CheckpointingTrainer(Trainer):
         best = self.state.best_model_checkpoint
         return set() if best is None else {int(best.rpartition("-")[2])}
 
+    # transformers 5.23 has no callback after the first update and before what follows a step.
     def _maybe_log_save_evaluate(
         self, tr_loss: torch.Tensor, grad_norm: Any, model: nn.Module, *args: Any, **kwargs: Any
     ) -> None:
-        """Stop a run whose last checkpoint could not be written; rehearse the first one when its states exist."""
+        """Stop a run whose last checkpoint could not be written; dry-run the first one when its states exist."""
         self._saver.raise_failure()
-        if self.state.global_step == 1 and self.args.save_strategy != SaveStrategy.NO and not self._is_rehearsed:
-            self._is_rehearsed = True
-            self._rehearse(model)
+        if self.state.global_step == 1 and self.args.save_strategy != SaveStrategy.NO and not self._has_dry_run:
+            self._has_dry_run = True
+            self._dry_run(model)
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, *args, **kwargs)
 
+    # transformers 5.23 writes while training waits, and deletes old checkpoints before the new one is verified.
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Put a checkpoint together and have it saved."""
         self._saver.save(self._stage(model, STAGING), keep=self.kept_steps())
 
-    def _rehearse(self, model: nn.Module) -> None:
+    def _dry_run(self, model: nn.Module) -> None:
         """Do all that saving takes once.
 
         Raises:
-            ConfigError: As ``CheckpointSaver.rehearse``.
+            ConfigError: As ``CheckpointSaver.dry_run``.
             BrokenSaveError: As there.
         """
 
@@ -156,7 +161,7 @@ class CheckpointingTrainer(Trainer):
             if self.is_replicated:
                 compare_with_live(checkpoint, self.model, self.optimizer)
 
-        self._saver.rehearse(
+        self._saver.dry_run(
             stage,
             compare,
             lambda: count_bytes(self._list_trained(), self.optimizer.state_dict()),
@@ -219,6 +224,7 @@ class CheckpointingTrainer(Trainer):
                     part.save_pretrained(output_dir)
             save_model_shards(Path(str(output_dir)), self.model)
 
+    # transformers 5.23 writes the weights at once; they are left to the writer thread.
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Leave the weights to the thread while a checkpoint is put together; otherwise do as upstream."""
         if not self.args.should_save:
@@ -242,6 +248,7 @@ class CheckpointingTrainer(Trainer):
             state = self._saver.take(self.model.state_dict(), unchanging=frozen)
             self._tasks.append(partial(self._write_model, folder, state))
 
+    # transformers 5.23 writes the optimizer at once; ours is left to the thread, or goes into shards for any layout.
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Leave the optimizer's states to the thread, where each process holds all of them."""
         if not (self.is_replicated or self.writes_shards):
@@ -256,11 +263,13 @@ class CheckpointingTrainer(Trainer):
             assert self.lr_scheduler is not None
             write_state(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
+    # transformers 5.23 reads neither our shards nor a whole model into shards.
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Read weights; in shards or whole, they go into any number of processes, sharded or not."""
         if not self._load_across(Path(resume_from_checkpoint)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
+    # transformers 5.23: as for ``_load_from_checkpoint``.
     def _load_best_model(self) -> None:
         if not self._load_across(Path(str(self.state.best_model_checkpoint))):
             super()._load_best_model()
@@ -274,6 +283,7 @@ class CheckpointingTrainer(Trainer):
             load_whole_model(folder, self.model)
         return self.writes_shards
 
+    # transformers 5.23: as for ``_load_from_checkpoint``.
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Read what the update remembers, from whichever form it has."""
         folder = None if checkpoint is None else Path(checkpoint)
@@ -294,9 +304,11 @@ class CheckpointingTrainer(Trainer):
         self.model.save_pretrained(folder, state_dict=dict(state), **options)
         self._own_tokenizer.save_pretrained(folder)
 
+    # transformers 5.23 names the folder of a checkpoint here; it gets its name when it is whole.
     def _get_output_dir(self, trial: Any) -> str:
         return super()._get_output_dir(trial) if self._staging is None else str(self._staging)
 
+    # transformers 5.23 loads the best model and deletes checkpoints here, whether or not one is still being written.
     def _finalize_training(self, *args: Any) -> Any:
         """Wait for the last checkpoint, which may be the best one, and let upstream delete none."""
         self.finish_saving()
@@ -307,6 +319,7 @@ class CheckpointingTrainer(Trainer):
         finally:
             self.args.save_total_limit = limit
 
+    # transformers 5.23 resumes with fresh random states on processes that the checkpoint knows nothing of.
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Set the random states that were stored for this process; without any, those of the seed, step and rank."""
         rank = self.args.process_index

@@ -1,4 +1,4 @@
-"""Which checkpoints may be resumed: those whose last written file says that all the others are whole. Which stay.
+"""The checkpoint manifest ``COMPLETE.json``: completeness, integrity and retention.
 
 A checkpoint grows in a folder under ``STAGING``. When all of it is on the disk, ``COMPLETE.json`` is written, and only
 then does it get its name. Whatever the moment at which a process dies, ``checkpoint-N`` is whole or not there.

@@ -1,4 +1,4 @@
-"""A run that goes on: from the same checkpoint on all processes, with the batch that it had however many there are."""
+"""Resume: one checkpoint agreed by all ranks, the global batch size kept, runs extended."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[Re
     Args:
         config: The run, with the batch as the user writes it.
         launch: How many processes there are now.
-        record: Of the checkpoint that the run goes on from.
+        record: Of the checkpoint that the run resumes from.
 
     Returns:
         The configuration to train with, and what is to be told of it; ``None`` when nothing changed.

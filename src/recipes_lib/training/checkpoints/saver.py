@@ -1,24 +1,38 @@
-"""From what a run has staged to a checkpoint: written, opened again, sealed, named; beside training where it can be."""
+"""Checkpoint saving: staged, copied to host, written by a thread, reopened, hashed, renamed atomically; the dry run."""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
+import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from accelerate import PartialState
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from transformers import TrainingArguments
+from transformers.trainer_pt_utils import safe_globals
 
-from recipes_lib.models.saved_weights import BrokenSaveError
+from recipes_lib.hardware import read_free_memory
+from recipes_lib.models.adapters.lora import read_adapter_state
+from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS
+from recipes_lib.models.saved_weights import (
+    INDEX,
+    WEIGHTS,
+    BrokenSaveError,
+    read_published_shapes,
+    read_shapes,
+    verify_weights,
+)
 from recipes_lib.planning.disk import DiskPlan, plan_disk, verify_disk
-from recipes_lib.training.checkpoints.dry_run import describe_rehearsal
 from recipes_lib.training.checkpoints.manifest import (
     REHEARSAL,
     STAGING,
@@ -29,11 +43,218 @@ from recipes_lib.training.checkpoints.manifest import (
     write_complete,
 )
 from recipes_lib.training.checkpoints.resume import BATCH_KEYS, GENERATION_KEY
-from recipes_lib.training.checkpoints.writer import CheckpointWriter, HostCopy
 from recipes_lib.training.collectives import gather_objects
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.launch_environment import read_launch
+from recipes_lib.training.monitoring.progress import format_count
 from recipes_lib.training.run import RECORDED, read_run_record
+
+_MEMORY_SHARE: Final = 0.8
+"""Of the free host memory that a copy may take."""
+
+
+class CheckpointWriter:
+    """One thread that does one job at a time; what it raises is raised where training can end by it."""
+
+    def __init__(self) -> None:
+        """Start nothing yet."""
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Do a job beside training; the one before must be over (``wait``)."""
+        assert self._thread is None, "one checkpoint is written at a time"
+        # A daemon, so that a disk that does not answer cannot hold up a process that has to leave.
+        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def raise_failure(self) -> None:
+        """Raise what the last job raised, once; does not wait for it."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def wait(self) -> None:
+        """Wait for the job, and raise what it raised."""
+        self.settle()
+        self.raise_failure()
+
+    def settle(self) -> BaseException | None:
+        """Wait for the job, and return what it raised; for when something else is being raised."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        return self._failure
+
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as error:  # The main thread decides what becomes of it.
+            self._failure = error
+
+
+class HostCopy:
+    """A copy of what training changes, in host memory that is taken once and used again by every checkpoint.
+
+    Source: torch's stager of asynchronous checkpoints (``torch.distributed.checkpoint.staging``), which keeps shared
+    storages shared, so that the files are those of a synchronous save; ``tests/training/checkpoints/test_writer.py``.
+    """
+
+    def __init__(self) -> None:
+        """Take no memory yet."""
+        self._has_device = torch.cuda.is_available()
+        # The inner class of DefaultStager, which in torch 2.11 and 2.12 closes it after the first copy: the memory is
+        # not reused, and the second copy ends with ``KeyError: <class 'type'>`` (pytorch/torchtitan #3476).
+        # DefaultStager itself will do when torch 2.13 is the lowest version.
+        self._stager = StateDictStager(pin_memory=self._has_device)
+        self._is_taken = False
+
+    def explain_refusal(self, *states: Any) -> str | None:
+        """Return why these states cannot be copied, ``None`` when they can: for want of memory, or of a plain tensor.
+
+        Args:
+            *states: Nested mappings and sequences with tensors in them.
+        """
+        tensors = {id(tensor): tensor for state in states for tensor in iterate_tensors(state)}.values()
+        kinds = {type(tensor).__name__ for tensor in tensors} - {"Tensor", "Parameter", "Buffer"}
+        if kinds:
+            return f"states of the kind {min(kinds)} cannot be copied"
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        free = read_free_memory()
+        if self._is_taken or num_bytes <= _MEMORY_SHARE * free:
+            return None
+        return f"a copy takes {num_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB of memory are free"
+
+    def take(self, state: Mapping[str, Any], *, unchanging: Iterable[str] = ()) -> dict[str, Any]:
+        """Return a copy of a state on the host; the copy before it is gone.
+
+        Args:
+            state: Nested mappings and sequences with tensors in them.
+            unchanging: Names in ``state`` that are handed on as they are: nothing changes them.
+        """
+        self._is_taken = True
+        shared = set(unchanging)
+        changing = {name: value for name, value in state.items() if name not in shared}
+        copied: Any = self._stager.stage(changing, non_blocking=self._has_device)
+        if self._has_device:
+            torch.accelerator.synchronize()
+        return {name: state[name] if name in shared else copied[name] for name in state}
+
+
+def iterate_tensors(state: Any) -> Iterator[Tensor]:
+    """Yield every tensor in nested mappings and sequences, in their order."""
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from iterate_tensors(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from iterate_tensors(value)
+
+
+_STATES: Final = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth")
+
+
+def is_adapter(model: nn.Module) -> bool:
+    """Return whether a model is under an adapter, which alone is saved then."""
+    return hasattr(model, "peft_config")
+
+
+def read_expected(model: Any, *, is_replicated: bool) -> dict[str, torch.Size]:
+    """Return the shapes that the saved weights of a model must have, by their names in the file.
+
+    Args:
+        model: The model, or the model under an adapter.
+        is_replicated: Whether every process holds all of it; upstream saves sharded weights as for publication.
+    """
+    if is_adapter(model):
+        return {name: tensor.shape for name, tensor in read_adapter_state(model).items()}
+    return read_shapes(model) if is_replicated else read_published_shapes(model)
+
+
+def verify_saved(checkpoint: Path, expected: Mapping[str, torch.Size], *, is_replicated: bool) -> None:
+    """Open the weights of a checkpoint again.
+
+    Args:
+        checkpoint: Its folder.
+        expected: From ``read_expected``.
+        is_replicated: As there. Sharded weights are saved in a form of the engine's own besides, or in that alone.
+
+    Raises:
+        BrokenSaveError: A file or a tensor is missing, of another shape, empty or not finite.
+    """
+    weights = WEIGHTS if (checkpoint / WEIGHTS).exists() or (checkpoint / INDEX).exists() else ADAPTER_WEIGHTS
+    if is_replicated or (checkpoint / weights).exists():
+        verify_weights(checkpoint, expected, weights)
+
+
+def compare_with_live(checkpoint: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Hold a checkpoint against what it was made from, to the bit.
+
+    Args:
+        checkpoint: Its folder, of weights that every process holds all of.
+        model: The model, unchanged since.
+        optimizer: Its optimizer, unchanged since.
+
+    Raises:
+        BrokenSaveError: A tensor differs, or a state cannot be read without running code.
+    """
+    live = read_adapter_state(model) if is_adapter(model) else model.state_dict()
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        compare_weights(file, live)
+    for file in sorted(file for pattern in _STATES for file in checkpoint.glob(pattern)):
+        compare_state(file, optimizer.state_dict() if file.name == "optimizer.pt" else None)
+
+
+def compare_weights(file: Path, live: Mapping[str, torch.Tensor]) -> None:
+    """Hold saved weights against those that are trained, to the bit.
+
+    Raises:
+        BrokenSaveError: A tensor differs.
+    """
+    differing = [name for name, saved in load_file(file).items() if not torch.equal(saved, live[name].cpu())]
+    if differing:
+        raise BrokenSaveError(f"{file}: {', '.join(differing)} differ from what is trained")
+
+
+def compare_state(file: Path, live: Any = None) -> None:
+    """Read a state as a later start would, and hold its tensors against those of the live one, if it is given.
+
+    Raises:
+        BrokenSaveError: A tensor differs, or the file cannot be read without running code.
+    """
+    try:
+        # numpy's random state is allowed by name, as upstream does when it loads it.
+        with safe_globals():  # type: ignore[no-untyped-call]
+            saved = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # Whatever it is, a later start could not read it either.
+        raise BrokenSaveError(f"{file} cannot be read back: {error}") from error
+    if live is None:
+        return
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]] = zip(iterate_tensors(saved), iterate_tensors(live), strict=True)
+    if not all(torch.equal(one, other.cpu()) for one, other in pairs):
+        raise BrokenSaveError(f"{file}: a state differs from the optimizer's")
+
+
+def count_bytes(*states: Any) -> int:
+    """Return the bytes of all tensors in some states; what is shared is counted once."""
+    tensors = {id(tensor): tensor for state in states for tensor in iterate_tensors(state)}
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def describe_dry_run(size: int, seconds: float, plan: DiskPlan) -> str:
+    """Return what a dry run showed, in one line: bytes of a checkpoint, seconds, and what the run will take."""
+    return (
+        f"checkpoints: {_format_bytes(size)} each, written and opened again in {seconds:.1f} s; up to "
+        f"{plan.num_checkpoints} of them and the model take {_format_bytes(plan.total_bytes)} of "
+        f"{_format_bytes(plan.free_bytes)} free"
+    )
+
+
+def _format_bytes(size: int) -> str:
+    return f"{format_count(size).replace('B', 'G')}B"
+
 
 Task = Callable[[], object]
 
@@ -138,7 +359,7 @@ class CheckpointSaver:
 
         self._write(staged, then=finish)
 
-    def rehearse(
+    def dry_run(
         self,
         stage: Callable[[str], Staged],
         compare: Callable[[Path], None],
@@ -183,7 +404,7 @@ class CheckpointSaver:
         compare(staged.folder)
         size = sum(path.stat().st_size for path in staged.folder.rglob("*") if path.is_file())
         shutil.rmtree(staged.folder.parent)
-        self._say(describe_rehearsal(size, time.perf_counter() - began, plan(size)))
+        self._say(describe_dry_run(size, time.perf_counter() - began, plan(size)))
         verify_disk(plan(size), str(self._output_dir))
 
     def finish(self) -> None:

@@ -1,4 +1,4 @@
-"""Weights and optimizer states that FSDP2 shards: every process writes the shards that it holds, as safetensors."""
+"""Sharded checkpoints of FSDP2: every rank writes its shards as safetensors; any world size reads them."""
 
 from __future__ import annotations
 

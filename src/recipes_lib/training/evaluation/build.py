@@ -86,7 +86,7 @@ def build_observer(
     """
     part = getattr(model, "part", None)
     is_main, group = args.process_index == 0, find_data_group(model)
-    # Of a pipeline the last stage counts alone; of processes that share tensors each counts the same.
+    # In a pipeline the last stage counts alone; under tensor parallelism each rank counts the same rows.
     row_group = group if part is None else build_stage_mesh(part.num_stages).replicas
     output_dir, progress = Path(str(args.output_dir)), build_progress(is_main=is_main)
     for warning in data.warnings if is_main else ():

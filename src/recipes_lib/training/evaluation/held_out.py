@@ -76,37 +76,8 @@ class _Sums(NamedTuple):
         return self.nll / math.log(2) / self.num_bytes
 
 
-class TokenSums(Protocol):
-    """Sums over the targets of a batch, as the loss head returns them."""
-
-    @property
-    def nll_sum(self) -> Tensor:
-        """Negative log-likelihood, nats."""
-        ...
-
-    @property
-    def num_targets(self) -> Tensor:
-        """Targets scored."""
-        ...
-
-    @property
-    def num_correct(self) -> Tensor:
-        """Targets that are the model's first choice."""
-        ...
-
-
-def compute_token_sums(model: nn.Module, batch: Batch) -> TokenSums:
-    """Run a model with a loss head on a batch that lies on any device."""
-    device = find_device(model)
-    inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
-    del inputs["num_tokens"]
-    inputs.pop("row_ids", None)
-    sums: TokenSums = model(**inputs, loss_head=True)
-    return sums
-
-
 class EvaluateLoss:
-    """Scores the held-out sets; the figures do not depend on how they are cut into batches or shared by processes.
+    """Scores the held-out sets; the figures do not depend on batch size or number of ranks.
 
     All are means over target tokens: of whole sets, never of batch means; of all sets together, and where there are
     several, of each one as well. Bits per byte are all nats over
@@ -126,7 +97,6 @@ class EvaluateLoss:
         collate: Callable[[list[Mapping[str, Any]]], Batch],
         progress: TrainingProgress,
         byte_lengths: Tensor | None = None,
-        compute_sums: Callable[[nn.Module, Batch], TokenSums] = compute_token_sums,
         group: distributed.ProcessGroup | None = None,
         sums_group: distributed.ProcessGroup | None = None,
     ) -> None:
@@ -138,7 +108,6 @@ class EvaluateLoss:
             collate: Rows to a batch with ``labels``, unshifted, negative where there is no target.
             progress: Shows how far the evaluation is.
             byte_lengths: Bytes of text of each id, ``int64 (V,)``, 0 for special tokens; ``None``: no bits per byte.
-            compute_sums: Scores a batch.
             group: Processes that take rows in turn; ``None`` is all of them.
             sums_group: Processes whose sums together are those of all rows; ``None`` is all of them.
 
@@ -153,7 +122,6 @@ class EvaluateLoss:
         self._collate = collate
         self._progress = progress
         self._byte_lengths = byte_lengths
-        self._compute_sums = compute_sums
         self._group, self._sums_group = group, sums_group
 
     def __call__(self, model: nn.Module, step: int) -> dict[str, float]:
@@ -203,7 +171,9 @@ class EvaluateLoss:
         return sums
 
     def _score(self, model: nn.Module, batch: Batch) -> tuple[float, int, int, int]:
-        scored = self._compute_sums(model, batch)
+        device = find_device(model)
+        inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+        scored = model(**{name: inputs[name] for name in inputs.keys() - {"num_tokens", "row_ids"}}, loss_head=True)
         num_bytes = 0
         if self._byte_lengths is not None:
             labels: Tensor = batch["labels"].cpu()
@@ -220,7 +190,7 @@ def _exp(value: float) -> float:
 
 
 class EvaluatePairs:
-    """Scores held-out pairs; the figures do not depend on how they are cut into batches or shared by processes.
+    """Scores held-out pairs; the figures do not depend on batch size or number of ranks.
 
     Memory does not grow with the set. Weights, modes and random states are untouched.
 

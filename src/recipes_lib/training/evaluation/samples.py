@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria
 from recipes_lib.config.schema import EvaluationConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.devices import find_device, taking_inputs_from_anywhere
-from recipes_lib.models.generation.stop_tokens import build_plain_generation, pad_left
+from recipes_lib.models.generation import build_plain_generation, pad_left
 from recipes_lib.training.evaluation.training_state import preserve_training_state
 from recipes_lib.training.evaluation.user_metrics import compute_metrics
 from recipes_lib.training.guards.preemption import GENERATION_STEPS, stop_if_agreed

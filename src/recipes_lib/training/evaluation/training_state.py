@@ -1,4 +1,4 @@
-"""Looking at a model in the middle of its training without leaving a trace."""
+"""Training state around an evaluation: modes and random states are restored afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The user's own metrics on samples: ``evaluate.Metric`` classes by import path, without a network."""
+"""User metrics on samples: ``evaluate.Metric`` classes by import path, offline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stopping together: the processes of a run agree, save the last finished step once, and leave with exit code 75."""
+"""Preemption: ranks agree to stop, save the last finished step once, and exit with 75."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the machine computes what it was told: a step twice, and the weights of all processes against each other."""
+"""Replay checks (``verify_steps``): a step computed twice, and weights compared across ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Going back behind a spike: from which checkpoint, without which rows, and the record that survives a kill."""
+"""Spike rollback: the checkpoint to return to, the rows to skip, and the record that survives a kill."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from recipes_lib.data.tokens.order import RowSkips
+from recipes_lib.data.tokens.dataset import RowSkips
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import read_json, replace_record
 from recipes_lib.training.checkpoints.manifest import is_complete, list_checkpoints

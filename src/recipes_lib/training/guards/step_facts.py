@@ -1,4 +1,4 @@
-"""What is known of a step before its update, and how a run ends whose loss or gradient is not finite."""
+"""Non-finite steps: the facts of a step before its update, the dump and the end of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The judge of every step: whether its update may be made, and where the run goes on when it may not."""
+"""The step guard: non-finite values, loss spikes and rollback, judged before every update."""
 
 from __future__ import annotations
 

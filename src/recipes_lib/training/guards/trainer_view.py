@@ -1,4 +1,4 @@
-"""What guards, start checks, preemption and replay see of a trainer: no module of them imports one."""
+"""The trainer as guards, start checks, preemption and replay see it: a Protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that makes no progress says where it stands, and ends before it has wasted hours."""
+"""The watchdog: a hanging run reports its threads and ends."""
 
 from __future__ import annotations
 

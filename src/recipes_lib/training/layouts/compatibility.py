@@ -1,4 +1,4 @@
-"""What a recipe and a launch file cannot ask for together: one table for ``recipes check``, every start and the docs.
+"""Incompatible options of recipe and launch file: one table for ``recipes check``, every start and the docs.
 
 ``python -m recipes_lib.training.layouts.compatibility`` prints the table of ``docs/hardware.md``.
 """
@@ -69,7 +69,7 @@ _ADAMW: Final = ("adamw_torch", "adamw_torch_fused")
 OF_MESHES: Final = (
     Blocked(
         launch="sizes of `parallelism_config` that are not `num_processes` together",
-        why="the processes do not fill the mesh, which accelerate finds out when the model is loaded",
+        why="the processes do not fill the device mesh, which accelerate notices when the model is loaded",
         remedy="write sizes whose product is the number of processes",
         applies=lambda _, launch: (
             bool(launch.layout.sizes) and math.prod(launch.layout.sizes.values()) != launch.world_size
@@ -77,7 +77,7 @@ OF_MESHES: Final = (
     ),
     Blocked(
         launch="FSDP with a mesh and without `dp_shard`",
-        why="there is nothing to shard over, which accelerate finds out when the model is loaded",
+        why="there is nothing to shard over, which accelerate notices when the model is loaded",
         remedy="write `parallelism_config_dp_shard_size`, or use accelerate_configs/ddp.yaml",
         applies=lambda _, launch: (
             launch.engine == "FSDP"
@@ -87,13 +87,13 @@ OF_MESHES: Final = (
     ),
     Blocked(
         launch=f"{_TENSORS} and not `distributed_type: FSDP`",
-        why="tensors are cut while the model is loaded, for FSDP2 and nothing else",
+        why="tensor parallelism is applied while the model is loaded, for FSDP2 only",
         remedy="use accelerate_configs/fsdp2_tp.yaml, with dp_shard_size 1 for tensors alone",
         applies=lambda _, launch: launch.tensor_size > 1 and launch.engine != "FSDP",
     ),
     Blocked(
         launch=f"{_TENSORS} with `parallelism_config_dp_replicate_size`",
-        why="weights that are cut, sharded and replicated at once are not proved to give the same numbers",
+        why="tensor parallelism with sharding and replication at once is not proved",
         remedy="shard over all groups: write their number as `parallelism_config_dp_shard_size`",
         applies=lambda _, launch: launch.tensor_size > 1 and "dp_replicate" in launch.layout.sizes,
     ),
@@ -105,7 +105,7 @@ OF_MESHES: Final = (
     ),
     Blocked(
         launch=f"{_TENSORS} with `fsdp_offload_params: true` or `fsdp_activation_checkpointing: true`",
-        why="transformers shards what it cuts, and reads neither",
+        why="transformers shards tensor-parallel weights itself and reads neither",
         remedy="delete the line; `activation_checkpointing: true` stands in the recipe",
         applies=lambda _, launch: (
             launch.tensor_size > 1 and (launch.layout.recomputes or launch.layout.offloads_weights)
@@ -114,7 +114,7 @@ OF_MESHES: Final = (
     Blocked(
         recipe="LoRA, reward models, DPO, distillation, PPO, RLOO, GRPO",
         launch=_TENSORS,
-        why="an adapter, a score head or a second model would stand whole beside tensors that are cut",
+        why="tensor parallelism does not support adapters, score heads or a second model",
         remedy="use accelerate_configs/fsdp2.yaml",
         stages=_WITH_OTHER_MODELS,
         applies=lambda _, launch: launch.tensor_size > 1,
@@ -130,7 +130,7 @@ OF_MESHES: Final = (
     Blocked(
         recipe="`optim` other than `adamw_torch`, `adamw_torch_fused`",
         launch=_TENSORS,
-        why="some weights are cut and others are not, and it is not proved to update both alike",
+        why="some weights are tensor-parallel and others are not, and it is not proved to update both alike",
         remedy="write `optim: adamw_torch_fused`",
         keys=("optim",),
         applies=lambda keys, launch: launch.tensor_size > 1 and keys.get("optim", _ADAMW[1]) not in _ADAMW,
@@ -138,20 +138,20 @@ OF_MESHES: Final = (
     Blocked(
         recipe=", ".join(f"`{key}`" for key in _UNPROVED),
         launch=_TENSORS,
-        why="processes that share tensors would add other noise, or are not proved to compute the same",
+        why="tensor-parallel ranks would add different noise, or are not proved to compute the same",
         remedy="delete the line, or use accelerate_configs/fsdp2.yaml",
         keys=_UNPROVED,
         applies=lambda keys, launch: launch.tensor_size > 1 and any(keys.get(key) for key in _UNPROVED),
     ),
     Blocked(
         launch="`parallelism_config_cp_size` and not `distributed_type: FSDP`",
-        why="rows that long need a model that is sharded, and what shares them by keys is proved with FSDP2",
+        why="sequences that long need a sharded model; context parallelism is proved with FSDP2",
         remedy="use accelerate_configs/fsdp2_cp.yaml, or zero3_sp.yaml by DeepSpeed",
         applies=lambda _, launch: "cp" in launch.layout.sizes and launch.engine != "FSDP",
     ),
     Blocked(
         launch="`parallelism_config_sp_size` and not ZeRO-3",
-        why="rows that long need a model that is sharded, and what shares them by heads is proved with ZeRO-3",
+        why="sequences that long need a sharded model; sequence parallelism by heads is proved with ZeRO-3",
         remedy="use accelerate_configs/zero3_sp.yaml, or fsdp2_cp.yaml by FSDP2",
         applies=lambda _, launch: (
             launch.shares_by_heads and (launch.engine != "DEEPSPEED" or launch.layout.zero_stage != 3)
@@ -159,14 +159,14 @@ OF_MESHES: Final = (
     ),
     Blocked(
         launch=f"{_ROWS} with `parallelism_config_tp_size` or `parallelism_config_dp_replicate_size`",
-        why="rows that are shared by processes that also share tensors, or replicate, are not proved",
+        why="context parallelism with tensor parallelism or replication is not proved",
         remedy="shard over all processes: write `parallelism_config_dp_shard_size`",
         applies=lambda _, launch: launch.context_size > 1 and bool({"tp", "dp_replicate"} & set(launch.layout.sizes)),
     ),
     Blocked(
         recipe="LoRA, reward models, DPO, distillation, PPO, RLOO, GRPO",
         launch=_ROWS,
-        why="a row of these stages holds more than tokens and their successors, and is not cut",
+        why="rows of these recipes hold more than tokens and labels and are not split",
         remedy="use accelerate_configs/fsdp2.yaml",
         stages=_WITH_OTHER_MODELS,
         applies=lambda _, launch: launch.context_size > 1,
@@ -174,7 +174,7 @@ OF_MESHES: Final = (
     Blocked(
         recipe="`dataset_streaming: true`",
         launch=_ROWS,
-        why="a stream is dealt out to processes, and those that share a row would each have another",
+        why="ranks of one context-parallel group would read different rows of a stream",
         remedy="delete the line: rows are prepared once and read from the disk",
         keys=("dataset_streaming",),
         applies=lambda keys, launch: launch.context_size > 1 and bool(keys.get("dataset_streaming")),
@@ -182,7 +182,7 @@ OF_MESHES: Final = (
     Blocked(
         recipe="`attn_implementation`",
         launch=_ROWS,
-        why="a row that is shared needs the attention that reaches over processes",
+        why="context parallelism needs its own attention",
         remedy="delete the line",
         keys=("attn_implementation",),
         applies=lambda keys, launch: launch.context_size > 1 and bool(keys.get("attn_implementation")),
@@ -190,7 +190,7 @@ OF_MESHES: Final = (
     Blocked(
         recipe=", ".join(f"`{key}`" for key in _UNPROVED),
         launch=_ROWS,
-        why="it is not proved to compute the same where a row is shared",
+        why="it is not proved to compute the same under context parallelism",
         remedy="delete the line, or use accelerate_configs/fsdp2.yaml",
         keys=_UNPROVED,
         applies=lambda keys, launch: launch.context_size > 1 and any(keys.get(key) for key in _UNPROVED),
@@ -203,7 +203,7 @@ _STAGES: Final = "`--pipeline_stages`"
 _OPTIMIZERS: Final = ("adamw_torch", "adamw_torch_fused", "muon")
 
 
-def _block(key: str, why: str, remedy: str = "delete the line, or launch without stages") -> Blocked:
+def _block(key: str, why: str, remedy: str = "delete the line, or launch without pipeline parallelism") -> Blocked:
     return Blocked(
         recipe=f"`{key}`",
         launch=_STAGES,
@@ -227,8 +227,8 @@ OF_STAGES: Final = (
     Blocked(
         recipe="any but pretraining",
         launch=_STAGES,
-        why="pretraining alone is computed in stages",
-        remedy="launch without stages, by accelerate_configs/fsdp2.yaml where the model does not fit",
+        why="only pretraining supports pipeline parallelism",
+        remedy="launch without pipeline parallelism, by accelerate_configs/fsdp2.yaml where the model does not fit",
         stages=tuple(stage for stage in STAGES if stage != "pretrain"),
         applies=lambda _, launch: launch.layout.stages > 1,
     ),
@@ -240,7 +240,7 @@ OF_STAGES: Final = (
     ),
     Blocked(
         launch="`--pipeline_stages` and DeepSpeed or a mesh",
-        why="a stage is shared out by FSDP2 alone, to all that hold it",
+        why="a pipeline stage is sharded by FSDP2 only, over all ranks that hold it",
         remedy="use accelerate_configs/fsdp2.yaml, or ddp.yaml, by which each of them has the whole stage",
         applies=lambda _, launch: (
             launch.layout.stages > 1 and (launch.engine == "DEEPSPEED" or bool(launch.layout.sizes))
@@ -248,7 +248,7 @@ OF_STAGES: Final = (
     ),
     Blocked(
         launch="`--pipeline_stages` and `fsdp_offload_params` or `fsdp_activation_checkpointing`",
-        why="accelerate would do it, which does not shard a model in stages",
+        why="accelerate would apply it, which does not shard pipeline stages",
         remedy="use accelerate_configs/fsdp2.yaml as it is; `activation_checkpointing: true` is the recipe's",
         applies=lambda _, launch: (
             launch.layout.stages > 1 and (launch.layout.offloads_weights or launch.layout.recomputes)
@@ -256,15 +256,15 @@ OF_STAGES: Final = (
     ),
     Blocked(
         launch="`--pipeline_stages` and `mixed_precision: fp16` or `fp8`",
-        why="losses are scaled, and layers replaced, in a model that one process holds",
+        why="loss scaling and layer replacement need the whole model on one rank",
         remedy="use a launch file with `mixed_precision: bf16`",
         applies=lambda _, launch: launch.layout.stages > 1 and launch.precision in ("fp16", "fp8"),
     ),
-    _block("fp16", "the scale of the loss would have to be the same on all stages", "write `bf16: true`"),
+    _block("fp16", "the loss scale would have to be the same on all pipeline stages", "write `bf16: true`"),
     Blocked(
         recipe="`gradient_accumulation_steps` below the stages",
         launch="`--pipeline_schedule 1f1b`",
-        why="so few micro-batches do not fill the pipeline, and this schedule needs it full",
+        why="too few micro-batches to fill the pipeline, which this schedule requires",
         remedy="write as many as there are stages, better four times as many and smaller ones",
         keys=("gradient_accumulation_steps",),
         applies=lambda keys, launch: _is_by(launch, "1f1b") and _count_batches(keys) < launch.layout.stages,
@@ -279,15 +279,15 @@ OF_STAGES: Final = (
             _is_by(launch, "interleaved") and bool(_count_batches(keys) % launch.layout.stages)
         ),
     ),
-    _block("batch_ramp_tokens", "a step of few micro-batches leaves most stages idle"),
-    _block("max_rollbacks", "a model in stages cannot go back inside a run"),
-    _block("verify_steps", "no two processes of a pipeline hold the same weights to compare"),
-    _block("metrics", "they score sampled answers, and no process has enough of the model to sample any"),
-    _block("torch_compile", "it would compile a model that no process runs as a whole"),
+    _block("batch_ramp_tokens", "a step of few micro-batches leaves most pipeline stages idle"),
+    _block("max_rollbacks", "rollback is not implemented for pipeline stages"),
+    _block("verify_steps", "no two ranks of a pipeline hold the same weights to compare"),
+    _block("metrics", "they score sampled answers, and no rank has the whole model to sample from"),
+    _block("torch_compile", "it would compile a model that no rank runs as a whole"),
     Blocked(
         recipe=f"`optim` other than {', '.join(f'`{name}`' for name in _OPTIMIZERS)}",
         launch=_STAGES,
-        why="its states are not known to travel between stages and whole models",
+        why="its states are not proved to convert between pipeline stages and whole models",
         remedy="write `optim: adamw_torch_fused`",
         keys=("optim",),
         applies=lambda keys, launch: launch.layout.stages > 1 and keys.get("optim", _OPTIMIZERS[0]) not in _OPTIMIZERS,
@@ -313,7 +313,7 @@ def _block_precision(key: str, launched: str) -> Blocked:
     return Blocked(
         recipe=f"`{key}: true`",
         launch=f"`mixed_precision: {launched}`",
-        why="the two contradict each other, and upstream would take the recipe's in silence",
+        why="they contradict each other, and upstream silently takes the recipe's",
         remedy=f"delete `{key}`, or use a launch file with `mixed_precision: {key}`",
         keys=(key,),
         applies=lambda keys, launch: launch.precision == launched and bool(keys.get(key)),
@@ -324,7 +324,7 @@ def _block_no_precision(key: str) -> Blocked:
     return Blocked(
         recipe=f"`{key}: false`",
         launch=f"`mixed_precision: {key}`",
-        why="accelerate computes in what the launch file says, in silence",
+        why="accelerate silently computes in the launch file's precision",
         remedy=f'delete `{key}`, or use a launch file with `mixed_precision: "no"`',
         keys=(key,),
         applies=lambda keys, launch: launch.precision == key and keys.get(key) is False,
@@ -353,7 +353,7 @@ BLOCKED: Final = (
     Blocked(
         recipe="`dtype: bfloat16`, `dtype: float16`, without an adapter",
         launch="FSDP, products in fewer bits",
-        why="accelerate trains them as float32, so that it is another run, and twice the memory",
+        why="accelerate trains them as float32: another run, and twice the memory",
         remedy="write `dtype: float32`, or train an adapter (`use_peft: true`)",
         keys=("dtype",),
         applies=lambda keys, launch: (
@@ -366,7 +366,7 @@ BLOCKED: Final = (
     Blocked(
         recipe="`gradient_accumulation_steps`",
         launch="DeepSpeed with another number",
-        why="a step has but one number of micro-batches",
+        why="a step has one number of micro-batches",
         remedy="write `gradient_accumulation_steps: auto` in the launch file",
         keys=("gradient_accumulation_steps",),
         applies=lambda keys, launch: (
@@ -390,13 +390,13 @@ BLOCKED: Final = (
     *OF_MESHES,
     Blocked(
         launch="`fsdp_version: 1`, or none",
-        why="checkpoints, precision and adapters are made for FSDP2; accelerate takes 1 where nothing is said",
+        why="checkpoints, precision and adapters are made for FSDP2; accelerate's default is 1",
         remedy="write `fsdp_version: 2`",
         applies=lambda _, launch: launch.engine == "FSDP" and launch.layout.fsdp_version != 2,
     ),
     Blocked(
         launch="FSDP with `fsdp_state_dict_type: FULL_STATE_DICT`",
-        why="checkpoints are shards whatever it says, and the final model is whole",
+        why="checkpoints are sharded whatever it says, and the final model is whole",
         remedy="write `SHARDED_STATE_DICT`",
         applies=lambda _, launch: launch.engine == "FSDP" and launch.layout.state_dict_type != "SHARDED_STATE_DICT",
     ),
@@ -463,7 +463,7 @@ BLOCKED: Final = (
     Blocked(
         recipe="`max_rollbacks`",
         launch="FSDP or DeepSpeed",
-        why="a sharded model cannot go back inside a run",
+        why="rollback is not implemented for sharded models",
         remedy="delete the line, or launch without FSDP and DeepSpeed",
         keys=("max_rollbacks",),
         applies=lambda keys, launch: bool(launch.engine and keys.get("max_rollbacks")),
@@ -471,7 +471,7 @@ BLOCKED: Final = (
     Blocked(
         recipe="RLOO, GRPO",
         launch="FSDP or DeepSpeed",
-        why="answers are sampled from weights that these stages do not split",
+        why="these recipes sample from unsharded weights",
         remedy="use accelerate_configs/ddp.yaml, with an adapter (`use_peft: true`) where memory is short",
         stages=("rloo", "grpo"),
         applies=lambda _, launch: bool(launch.engine),
@@ -479,7 +479,7 @@ BLOCKED: Final = (
     Blocked(
         recipe="PPO",
         launch="DeepSpeed",
-        why="it trains one model, and PPO trains two and reads two more",
+        why="DeepSpeed trains one model; PPO trains two and evaluates two more",
         remedy="use accelerate_configs/fsdp2.yaml, which shards all four; or ddp.yaml, where they fit",
         stages=("ppo",),
         applies=lambda _, launch: launch.engine == "DEEPSPEED",
@@ -505,7 +505,7 @@ BLOCKED: Final = (
     Blocked(
         recipe=", ".join(f"`{key}`" for key in WEIGHTS),
         launch="FSDP or DeepSpeed",
-        why="layers are compared behind the forward pass, when their weights are freed",
+        why="hidden-state losses run after the forward pass, when weights are resharded",
         remedy="launch with accelerate_configs/ddp.yaml, or delete the line",
         keys=WEIGHTS,
         applies=lambda keys, launch: bool(launch.engine) and any(keys.get(key) for key in WEIGHTS),

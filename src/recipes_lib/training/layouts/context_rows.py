@@ -1,4 +1,4 @@
-"""Rows that several processes share: which of a batch's tokens this one has, and what those attend to."""
+"""Context parallelism of the trainers: the part of a batch that a rank reads, and its attention."""
 
 from __future__ import annotations
 

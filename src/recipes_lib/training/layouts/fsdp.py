@@ -1,4 +1,4 @@
-"""How FSDP2 shards a model: in which precision it computes and reduces, a frozen one too; whole meanwhile, and back."""
+"""FSDP2: mixed-precision policy, sharding of frozen models, gathering and resharding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How this process was launched, read once from the environment, and whether the launch really happened."""
+"""The launch environment: rank, world size, engine and mesh, read once and verified."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launch files of accelerate: which there are, and what a process that is started by one is told."""
+"""accelerate's launch files: discovery, reading, and the environment of a process that one starts."""
 
 from __future__ import annotations
 

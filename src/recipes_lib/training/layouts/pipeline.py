@@ -1,4 +1,4 @@
-"""Micro-batches through a model in stages: torch's schedules over chunks that read all but the states from a batch."""
+"""Pipeline parallelism of the trainers: process groups, and torch's schedules over the stages of a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from recipes_lib.models.devices import find_device
 from recipes_lib.models.heads.loss_head import LossHeadOutput, add_loss_head
-from recipes_lib.models.parallel.pipeline_parallel import Elsewhere, Part, cut_into_chunks
+from recipes_lib.models.parallel.pipeline_parallel import AbsentModule, Part, cut_into_chunks
 from recipes_lib.training.collectives import broadcast_object, get_rank, get_world_size
 from recipes_lib.training.layouts.fsdp import compute_total_norm, has_shards, reshard, shard_chunk
 
@@ -163,7 +163,7 @@ class Pipeline(nn.Module):
             compute_dtype: Of matrix products.
         """
         for chunk in self.chunks:
-            layers = [layer for layer in chunk.model.base_model.layers if not isinstance(layer, Elsewhere)]
+            layers = [layer for layer in chunk.model.base_model.layers if not isinstance(layer, AbsentModule)]
             shard_chunk(chunk, layers, self._mesh.replicas, device, compute_dtype)
 
     @torch.no_grad()

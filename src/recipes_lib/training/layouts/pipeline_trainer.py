@@ -1,4 +1,4 @@
-"""Pretraining in stages: the processes of a pipeline take the same rows, and are together what one process would be."""
+"""The pretraining trainer under pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -121,6 +121,7 @@ class PipelineTrainer(PretrainTrainer):
         """Return the whole model."""
         return self.pipeline
 
+    # transformers 5.23 knows no pipeline parallelism, and would wrap a pipeline stage in DDP.
     def _wrap_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
         """Keep accelerate from averaging over all processes what each holds alone."""
         return self.pipeline

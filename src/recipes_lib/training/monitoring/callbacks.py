@@ -51,10 +51,8 @@ class MetricsCallback(TrainerCallback):
         self._progress = progress
         self._group = group
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Go on from the counts of the checkpoint, if there is one, and drop what was logged after it."""
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Resume from the counts of the checkpoint, if there is one, and drop what was logged after it."""
         stored: Any = state.stateful_callbacks
         counts = stored.get(STATE_KEY, {"seconds": 0.0})
         self._counter.restore(counts)
@@ -63,31 +61,20 @@ class MetricsCallback(TrainerCallback):
         self._writer.rewind(state.global_step, is_evaluated=not is_owed)
         self._progress.start(state.max_steps, state.global_step)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Let the clock run."""
         self._meter.go_on()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Before a log, an evaluation or a checkpoint: stop the clock and sum the counts over all processes."""
         self._progress.advance(state.global_step)
         self._interrupt(state, control)
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Do as after a step: with the ``epoch`` strategies it is here that upstream logs, evaluates and saves."""
         self._interrupt(state, control)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         """Write and show the figures of a training step or an evaluation; upstream's closing summary is neither."""
         logs = {} if logs is None else logs
         is_training = "loss" in logs
@@ -100,17 +87,15 @@ class MetricsCallback(TrainerCallback):
             self._progress.show(event)
         self._go_on_unless_interrupted(control)
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Let the clock run again unless a checkpoint is due."""
         self._go_on_unless_interrupted(control)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Let the clock run again."""
         self._go_on_unless_interrupted(control)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Give the terminal back."""
         self._progress.stop()
 
@@ -148,21 +133,12 @@ class TermMetrics(TrainerCallback):
         for name, value in sums.items():
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Forget what a rollback has undone."""
         self._num_terms, self._sums = 0, {}
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Hand the figures of all processes to whoever logs a training step."""
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        """Add the means over all ranks to the metrics of a training step."""
         if logs is None or "loss" not in logs:
             return
         names = sorted(self._sums)
@@ -204,23 +180,17 @@ class WeightMonitor(TrainerCallback):
         self._before: list[Tensor] = []
         self._figures: dict[str, float] = {}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Find the trained parameters; FSDP2 has put others in the place of those that the model was built with."""
         trained = [parameter for parameter in kwargs["model"].parameters() if parameter.requires_grad]
         self._parameters = self._list_counted(trained)
         self._sample = choose_sample([parameter.numel() for parameter in self._parameters], MAX_COPIED)
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Keep the sampled weights of a step that will be logged."""
         self._before = [self._parameters[at].detach().clone() for at in self._sample] if _is_logged(args, state) else []
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Compare them with what the step made of them."""
         if not self._before:
             return
@@ -235,15 +205,8 @@ class WeightMonitor(TrainerCallback):
     def _compute_norm(self, tensors: Sequence[Tensor]) -> float:
         return float(self._measure(tensors))
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Hand the figures of a training step to whoever logs."""
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        """Add them to the metrics of a training step."""
         if logs is not None and "loss" in logs:
             logs.update(self._figures)
 
@@ -283,7 +246,7 @@ class Trackers:
         self._state, self._control = TrainerState(), TrainerControl()
 
     def begin(self, num_steps: int, step: int) -> None:
-        """A run of ``num_steps`` begins, or goes on after ``step`` of them."""
+        """A run of ``num_steps`` begins, or resumes after ``step`` of them."""
         self._state = TrainerState(
             global_step=step,
             max_steps=num_steps,

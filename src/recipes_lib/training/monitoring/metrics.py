@@ -1,4 +1,4 @@
-"""What a run reports while it trains: token counts, throughput, and ``metrics.jsonl``, one JSON object a line."""
+"""Metrics of a run: token counts, throughput, MFU, and ``metrics.jsonl`` with one JSON object a line."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class StepCounter:
         return {"num_tokens": self.num_tokens, "num_targets": self.num_targets, "num_correct": self.num_correct}
 
     def restore(self, totals: Mapping[str, Any]) -> None:
-        """Go on from the totals of a checkpoint; a missing one is 0."""
+        """Resume from the totals of a checkpoint; a missing one is 0."""
         self._pending = [0, 0, 0]
         self.num_tokens = totals.get("num_tokens", 0)
         self.num_targets = totals.get("num_targets", 0)
@@ -186,7 +186,7 @@ class MetricsWriter:
             os.close(descriptor)
 
     def rewind(self, step: int, *, is_evaluated: bool = True) -> None:
-        """Drop what was logged after ``step``, and lines cut short by a kill: training goes on from there.
+        """Drop what was logged after ``step``, and lines cut short by a kill: training resumes from there.
 
         At step 0 nothing is kept, not even an evaluation before the first step: it will be made again.
 

@@ -1,4 +1,4 @@
-"""The observer of a run: what watches training and changes nothing of it."""
+"""Observer of a run: counter, evaluation hooks, callbacks and progress; it changes nothing of training."""
 
 from __future__ import annotations
 

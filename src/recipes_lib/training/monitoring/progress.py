@@ -1,11 +1,11 @@
-"""Where the run stands: one live line on a terminal, a plain line now and then everywhere else, never both."""
+"""Progress display: a live bar on a terminal, a plain line at intervals elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -14,39 +14,37 @@ T = TypeVar("T")
 SECONDS_BETWEEN_LINES = 10.0
 
 
-class TrainingProgress(Protocol):
-    """What the training loop tells; every method may be called at any time, ``stop`` more than once."""
+class TrainingProgress:
+    """The progress display of a run; this one, of every process but the main one, shows nothing.
+
+    Every method may be called at any time, ``stop`` more than once.
+    """
 
     def start(self, num_steps: int, step: int) -> None:
         """Training of ``num_steps`` optimizer steps begins after ``step`` of them."""
-        ...
 
     def advance(self, step: int) -> None:
         """``step`` optimizer steps are done."""
-        ...
 
     def show(self, event: Mapping[str, Any]) -> None:
         """Show an event of ``metrics.jsonl``."""
-        ...
 
     def say(self, line: str) -> None:
-        """Tell something that is neither a figure nor an error, once."""
-        ...
+        """Print a line that is neither a metric nor an error."""
 
     def track(self, items: Iterable[T], what: str, num_items: int) -> Iterator[T]:
         """Yield ``items`` and show how many of ``num_items`` are done; ``what`` names the work."""
-        ...
+        yield from items
 
     def stop(self) -> None:
         """Give the terminal back."""
-        ...
 
 
 def build_progress(*, is_main: bool, stream: TextIO | None = None) -> TrainingProgress:
     """Build the display for ``stream`` (default: stderr): live on a terminal, lines elsewhere, none unless main."""
     stream = sys.stderr if stream is None else stream
     if not is_main:
-        return SilentProgress()
+        return TrainingProgress()
     return LiveProgress(stream) if stream.isatty() else PlainProgress(stream)
 
 
@@ -99,30 +97,7 @@ def format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-class SilentProgress:
-    """Shows nothing: for every process but the main one."""
-
-    def start(self, num_steps: int, step: int) -> None:
-        """Do nothing."""
-
-    def advance(self, step: int) -> None:
-        """Do nothing."""
-
-    def show(self, event: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
-    def say(self, line: str) -> None:
-        """Do nothing."""
-
-    def track(self, items: Iterable[T], what: str, num_items: int) -> Iterator[T]:
-        """Yield ``items``."""
-        yield from items
-
-    def stop(self) -> None:
-        """Do nothing."""
-
-
-class PlainProgress:
+class PlainProgress(TrainingProgress):
     """Writes a line when something was logged, at most one in ten seconds, but every evaluation and the last step."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
@@ -138,9 +113,6 @@ class PlainProgress:
         self._num_steps = num_steps
         self._started = (self._clock(), step)
         self._last_line = self._clock() - SECONDS_BETWEEN_LINES
-
-    def advance(self, step: int) -> None:
-        """Do nothing: a line is written when there is something to tell."""
 
     def show(self, event: Mapping[str, Any]) -> None:
         """Write the event, unless a line was just written."""
@@ -168,15 +140,12 @@ class PlainProgress:
                 self._write(f"{what}  {done}/{num_items}")
             yield item
 
-    def stop(self) -> None:
-        """Do nothing: every line is complete."""
-
     def _write(self, line: str) -> None:
         self._stream.write(line + "\n")
         self._stream.flush()
 
 
-class LiveProgress:
+class LiveProgress(TrainingProgress):
     """A bar with the latest figures and the time left; an evaluation has a bar of its own while it runs."""
 
     def __init__(self, stream: TextIO) -> None:

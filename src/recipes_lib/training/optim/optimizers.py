@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, Final, overload
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -46,8 +46,9 @@ class StochasticAdamW(torch.optim.Optimizer):
     """AdamW in float32 on bfloat16 weights, which it rounds stochastically; other weights it trains as AdamW does.
 
     A weight, its gradient and two float32 moments take 12 bytes, where float32 weights take 16. The noise follows from
-    the number of the step alone, so that replicas stay equal and a resumed run goes on to the bit. For parameters that
-    are not sharded.
+    the number of the step alone, so that replicas stay equal and a resumed run is exact to the bit. For parameters that
+    are not sharded. torchao's optimizers (0.18) hold the moments of bfloat16 weights in bfloat16 or fewer bits, and
+    draw the noise from the global random state, which differs between ranks wherever anything else draws from it.
 
     Source: Loshchilov and Hutter 2019, algorithm 2; equal to ``torch.optim.AdamW`` on float32 weights in
     ``tests/training/optim/test_stochastic_rounding.py``.
@@ -64,19 +65,10 @@ class StochasticAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update every parameter that has a gradient; return what ``closure`` returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         index = 0
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -152,19 +144,10 @@ class MuonAdamW(torch.optim.Optimizer):
         groups = [group | {"optimizer": name} for name, owner in self._owners.items() for group in owner.param_groups]
         super().__init__(groups, {"lr": lr})
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update every parameter that has a gradient; return what ``closure`` returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for name, owner in self._owners.items():
             # Loading a state and sharding a model replace groups, states and parameters of this optimizer.
             owner.state = self.state
@@ -281,7 +264,7 @@ def split_loraplus_groups(optimizer: torch.optim.Optimizer, model: nn.Module, ra
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRow:
-    """One group of an optimizer, as it is told to people.
+    """One group of an optimizer, as it is logged.
 
     Attributes:
         optimizer: Which one updates it.
@@ -394,7 +377,7 @@ def _find_problems(optim: str, training: Mapping[str, Any]) -> Iterator[Problem]
         if optim in names.split() and importlib.util.find_spec(module) is None:
             yield Problem("optim", f"{optim} needs the package {module}, which is not installed", command)
     if optim.startswith(_WITHOUT_RESUME) and read_training(training, "save_strategy") != "no":
-        found = f"a run with {optim} cannot go on from a checkpoint"
+        found = f"a run with {optim} cannot resume from a checkpoint"
         yield Problem("optim", found, "write save_strategy: 'no', or use another optimizer")
     if optim.startswith(("galore", "apollo")):
         yield from _find_problems_of_low_rank(optim, training)

@@ -1,4 +1,4 @@
-"""From a recipe's keys to the arguments object of upstream's trainers."""
+"""Training arguments: a recipe's keys as the arguments object of transformers' and TRL's trainers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import functools
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -39,18 +39,20 @@ def verify_fp8(launched_precision: str) -> None:
 
     Source: accelerate ``AcceleratorState``, which falls back to fp16; see ``tests/training/trainers/test_fp8.py``.
     """
-    if launched_precision == "fp8" and (problems := list(_find_problems())):
-        raise ConfigError(*problems)
-
-
-def _find_problems() -> Iterator[Problem]:
+    if launched_precision != "fp8":
+        return
+    problems = []
     if importlib.util.find_spec("torchao") is None:
-        yield Problem("launch", "fp8 needs the package torchao, which is not installed", "pip install torchao")
+        found = "fp8 needs the package torchao, which is not installed"
+        problems.append(Problem("launch", found, "pip install torchao"))
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     if capability is None or capability < MIN_CAPABILITY:
         has = "no GPU" if capability is None else f"a GPU of compute capability {capability[0]}.{capability[1]}"
         wanted = ".".join(map(str, MIN_CAPABILITY))
-        yield Problem("launch", f"fp8 needs a GPU of compute capability {wanted} or higher; here is {has}", _OTHERWISE)
+        found = f"fp8 needs a GPU of compute capability {wanted} or higher; here is {has}"
+        problems.append(Problem("launch", found, _OTHERWISE))
+    if problems:
+        raise ConfigError(*problems)
 
 
 def verify_fp8_layers(model: nn.Module) -> None:
@@ -78,7 +80,7 @@ _ARGUMENT_CLASSES: Final = {
     "rloo": RLOOConfig,
     "grpo": GRPOConfig,
 }
-_OF_STAGE: dict[str, dict[str, Any]] = {
+_OF_RECIPE: dict[str, dict[str, Any]] = {
     "sft": _PREPARED,
     "lora": _PREPARED,
     "reward": {"max_length": None},
@@ -138,7 +140,7 @@ def build_training_arguments(
         # By their old names DeepSpeed 0.19 calls collectives of torch 2.13, several times a step.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     precision = resolve_precision(config, launch.precision)
-    arguments = {**config.training, **_OF_STAGE.get(config.stage, {}), **_ALWAYS, **precision}
+    arguments = {**config.training, **_OF_RECIPE.get(config.stage, {}), **_ALWAYS, **precision}
     if config.stage in ("rloo", "grpo"):
         arguments |= _read_sampling(config)
     # Every parameter takes part in every loss; looking for idle ones would walk the graph once more a step.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, cast
@@ -58,9 +57,9 @@ LN2_TOLERANCE: Final = 1e-4
 
 @dataclass(slots=True)
 class PreferenceObjective:
-    """The losses of ``loss_type`` with their options, and what they are held against.
+    """The losses of ``loss_type`` with their options, and their reference.
 
-    The reference is what stands in the batch (``ref_chosen_logp``, ``ref_rejected_logp``); without that it is
+    The reference is in the batch (``ref_chosen_logp``, ``ref_rejected_logp``); without that it is
     ``reference``; without that too, the policy with its adapter off.
 
     Attributes:
@@ -83,7 +82,7 @@ class PreferenceObjective:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether any of the losses is held against a reference."""
+        """Whether any of the losses has a reference."""
         return not set(self.names) <= REFERENCE_FREE
 
     def score_held_out(self, model: nn.Module, batch: Batch) -> PairScores:
@@ -274,21 +273,15 @@ class DPOTrainer(PairTrainer):
             self._has_first_scores = True
         return scores
 
-    @contextmanager
-    def uncounted_pass(self) -> Iterator[None]:
-        """While it lasts, what is computed does not count as training, nor as the first step."""
-        has_first_scores, self._has_first_scores = self._has_first_scores, True
-        try:
-            with super().uncounted_pass():
-                yield
-        finally:
-            self._has_first_scores = has_first_scores
+    def build_stand_ins(self) -> dict[str, Any]:
+        """As ``PairTrainer``; an uncounted pass is not the first step."""
+        return super().build_stand_ins() | {"_has_first_scores": True}
 
     def begin(self, step: int) -> None:
         """Read the reference's numbers, or compute them; after ``step`` steps nothing is left to compute them from.
 
         Raises:
-            ConfigError: The run goes on and they are gone.
+            ConfigError: The run is resumed and they are gone.
             DataError: They cannot be stored.
         """
         self._has_first_scores = self._has_first_scores or step > 0
@@ -326,9 +319,7 @@ class _PrepareReference(TrainerCallback):
     def __init__(self, trainer: DPOTrainer) -> None:
         self._trainer = trainer
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._trainer.begin(state.global_step)
 
 
@@ -339,14 +330,7 @@ class _WarnOnChosenLikelihood(TrainerCallback):
         self._say = say
         self._is_told = False
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         shift = (logs or {}).get("logps/chosen_shift", 0.0)
         if shift < -MAX_DROP and not self._is_told:
             self._is_told = True
@@ -365,7 +349,7 @@ def prepare_reference(
     attention: PairAttention,
     args: TrainingArguments,
 ) -> tuple[ReferenceLogps | None, PairData]:
-    """Settle what the policy is held against: stored numbers, a frozen copy, or the policy without its adapter.
+    """Choose the reference: stored log-probabilities, a frozen copy, or the policy without its adapter.
 
     A model of its own, and a frozen copy of the policy, go into ``objective.reference``.
 
@@ -416,7 +400,7 @@ def prepare_reference(
 def _load_reference(
     config: RecipeConfig, attention: PairAttention, policy: PreTrainedModel, *, max_length: int
 ) -> PreTrainedModel:
-    """The model of ``ref_model_name_or_path``, proved to say of a pair what it says of each answer alone.
+    """The model of ``ref_model_name_or_path``, verified to score a pair as it scores each answer alone.
 
     Raises:
         ConfigError: It cannot be loaded, has another vocabulary than the policy, or cannot take the layout.

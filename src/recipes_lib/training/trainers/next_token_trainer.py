@@ -1,4 +1,4 @@
-"""The objective that every next-token stage shares: the mean negative log-likelihood of its targets."""
+"""Next-token training: the objective of SFT and pretraining, a mean negative log-likelihood per target."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Sampler, SequentialSampler
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.config.schema import RecipeConfig
@@ -80,13 +80,13 @@ class SFTTrainer(NextTokenTrainer):
 
 
 class SaveBeforeDecay(TrainerCallback):
-    """Has a checkpoint saved at the step that the decay begins at, from which a longer run can go on."""
+    """Has a checkpoint saved at the step that the decay begins at, from which a longer run can resume."""
 
     def __init__(self, step: int) -> None:
         """Save after ``step`` optimizer steps, unless nothing is saved at all."""
         self._step = step
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Ask for a checkpoint."""
         if state.global_step == self._step and args.save_strategy != SaveStrategy.NO:
             control.should_save = True
@@ -121,7 +121,7 @@ class PretrainTrainer(NextTokenTrainer):
             self.add_callback(SaveBeforeDecay(schedule.first_decay_step))
 
     def kept_steps(self) -> set[int]:
-        """Return the steps whose checkpoints are never deleted: from the start of the decay a longer run can go on."""
+        """Return the steps whose checkpoints are never deleted: from the start of the decay a longer run can resume."""
         first_decay_step = self.schedule.first_decay_step
         return super().kept_steps() | (set() if first_decay_step is None else {first_decay_step})
 
@@ -135,9 +135,9 @@ class PretrainTrainer(NextTokenTrainer):
         if self.is_from_scratch:
             self.observer.progress.say(verify_initial_loss(self.model, loss, self.guard.inputs.batches))
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
-        """Take the rows as they come, without those that a rollback leaves out."""
-        rows: Any = self.train_dataset if train_dataset is None else train_dataset
+    def build_sampler(self) -> Sampler[int]:
+        """Take the rows as they come, without those that a rollback skips."""
+        rows: Any = self.train_dataset
         rows.skips = self.guard.rollbacks.skips
         return SequentialSampler(rows)
 
@@ -154,7 +154,7 @@ class PretrainTrainer(NextTokenTrainer):
         if self.lr_scheduler is None:
             driven = self.optimizer if optimizer is None else optimizer
             assert driven is not None
-            # A function is not saved with a checkpoint, so that a longer run goes on by its own schedule.
+            # A function is not saved with a checkpoint, so that a longer run resumes by its own schedule.
             self.lr_scheduler = LambdaLR(driven, lambda step: self.schedule(step))
             self._created_lr_scheduler = True
         return self.lr_scheduler

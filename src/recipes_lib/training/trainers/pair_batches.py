@@ -1,4 +1,4 @@
-"""Batches of pairs: what of them the model takes, and the log-probabilities of the answers."""
+"""Batches of pairs: model inputs, log-probabilities of the answers, and the choice of layout and attention."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +21,7 @@ from recipes_lib.training.trainers.recipe_trainer import RecipeTrainer
 class PairTrainer(RecipeTrainer):
     """``RecipeTrainer`` whose objective is a mean over pairs.
 
-    How the pairs of a step are cut into batches and shared by processes changes nothing, in the last step of an epoch
+    Micro-batch size and number of ranks change nothing, in the last step of an epoch
     too (``tests/distributed/test_pairs.py``).
     """
 
@@ -70,15 +68,9 @@ class PairTrainer(RecipeTrainer):
             self.observer.counter.add(inputs["num_tokens"], scores.num_targets, scores.num_correct)
         return (loss, scores) if return_outputs else loss
 
-    @contextmanager
-    def uncounted_pass(self) -> Iterator[None]:
-        """While it lasts, what is computed does not count as training."""
-        figures, self.figures = self.figures, TermMetrics()
-        try:
-            with super().uncounted_pass():
-                yield
-        finally:
-            self.figures = figures
+    def build_stand_ins(self) -> dict[str, Any]:
+        """As ``RecipeTrainer``, with the metrics of pairs."""
+        return super().build_stand_ins() | {"figures": TermMetrics()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

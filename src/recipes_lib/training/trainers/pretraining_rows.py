@@ -1,4 +1,4 @@
-"""The rows of a pretraining run in their order, and what is held out: tokens on disk meet the plan of the run."""
+"""Pretraining rows: tokens on disk in the order of the run's plan, and the held-out sets."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.packed.encoding import read_seed
-from recipes_lib.data.tokens.dataset import EvalWindows, TokenDataset
-from recipes_lib.data.tokens.order import RowOrder
+from recipes_lib.data.tokens.dataset import EvalWindows, RowOrder, TokenDataset
 from recipes_lib.data.tokens.shards import TokenSource
 from recipes_lib.data.tokens.token_data import TokenData
 from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining

@@ -1,10 +1,10 @@
-"""What every stage adds to upstream's trainer: one normaliser a step, guards, evaluation hooks, sealed checkpoints."""
+"""The trainer of every recipe: transformers' ``Trainer`` with one normaliser a step, guards and evaluation hooks."""
 
 from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -17,10 +17,8 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.utils.data import DataLoader, Sampler
 from transformers import (
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     PrinterCallback,
     TrainerCallback,
-    TrainerControl,
     TrainerState,
     TrainingArguments,
 )
@@ -33,9 +31,8 @@ from recipes_lib.models.parallel.zero3 import leave_to_engine
 from recipes_lib.planning.steps import compute_steps
 from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints.checkpointing import CheckpointingTrainer
-from recipes_lib.training.guards.adapter_checks import AdapterChecks
 from recipes_lib.training.guards.preemption import LastStep, build_preemption, stop_if_agreed
-from recipes_lib.training.guards.start_checks import StartChecks
+from recipes_lib.training.guards.start_checks import AdapterChecks, StartChecks
 from recipes_lib.training.guards.step_facts import StepInputs, separate_row_ids
 from recipes_lib.training.guards.step_guard import StepGuard
 from recipes_lib.training.guards.watchdog import WATCHDOG
@@ -59,11 +56,11 @@ Batch = dict[str, Any]
 
 
 class RecipeTrainer(CheckpointingTrainer):
-    """Upstream's trainer with the evaluation, the guards and the checkpoints of this library.
+    """transformers' ``Trainer`` with the evaluation, the guards and the checkpoints of this library.
 
-    A stage says what its objective is a mean over (``count_terms``) and computes it (``compute_loss``): the sum over
-    the terms of an optimizer step divided by their number over all processes and micro-batches, so that how the batch
-    is cut changes nothing (``tests/training/trainers/test_next_token_trainer.py``,
+    A recipe's trainer says what its objective is a mean over (``count_terms``) and computes it (``compute_loss``): the
+    sum over the terms of an optimizer step divided by their number over all ranks and micro-batches, so that gradient
+    accumulation changes nothing (``tests/training/trainers/test_next_token_trainer.py``,
     ``tests/distributed/test_accumulation.py``).
     """
 
@@ -88,10 +85,6 @@ class RecipeTrainer(CheckpointingTrainer):
         *,
         model: PreTrainedModel,
         args: TrainingArguments,
-        train_dataset: Any,
-        eval_dataset: Any = None,
-        data_collator: Callable[[Sequence[Mapping[str, Any]]], Batch] | None = None,
-        processing_class: PreTrainedTokenizerBase,
         observer: Observer,
         adapter: AdapterConfig | None = None,
         **options: Any,
@@ -101,28 +94,18 @@ class RecipeTrainer(CheckpointingTrainer):
         Args:
             model: What is trained; nothing was wrapped yet.
             args: From ``build_training_arguments``.
-            train_dataset: Rows; what ``data_collator`` takes.
-            eval_dataset: Held-out rows; the hooks decide what is done with them.
-            data_collator: Rows to the batch that ``compute_loss`` takes; ``None`` where upstream's trainer has its own.
-            processing_class: The tokenizer, saved with every checkpoint.
             observer: What watches the run.
             adapter: What ``model`` is under, if it is under one; every part of it must learn, and nothing else may.
-            **options: Further arguments of upstream's trainer.
+            **options: As upstream's trainer: ``train_dataset``; ``eval_dataset``, which the hooks decide about;
+                ``data_collator``, rows to the batch that ``compute_loss`` takes; ``processing_class``, the tokenizer,
+                saved with every checkpoint.
         """
         self.observer = observer
         self.adapter = adapter or AdapterConfig()
         # Before upstream has touched a weight.
         say, is_idle = observer.progress.say, not self.has_own_objective
         checks = [AdapterChecks(model, self.adapter, say=say, may_be_idle=is_idle)] if self.adapter.use_peft else []
-        super().__init__(
-            model=model,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            **({} if data_collator is None else {"data_collator": data_collator}),
-            **options,
-        )
+        super().__init__(model=model, args=args, **options)
         self.launch = read_launch()
         verify_engine(
             self.launch,
@@ -215,7 +198,7 @@ class RecipeTrainer(CheckpointingTrainer):
         if self.launch.context_size > 1:
             rank, size, by_heads = self.launch.context_rank, self.launch.context_size, self.launch.shares_by_heads
             batches = [cut_batch(batch, rank, size, by_heads=by_heads) for batch in batches]
-        # A stage counts where its labels lie: on the host, or where the loader has brought them.
+        # A trainer counts where its labels lie: on the host, or where the loader has brought them.
         num_terms = torch.stack([self.count_terms(batch) for batch in batches]).sum().to(device)
         num_tokens = torch.stack([batch["num_tokens"] for batch in batches]).sum().to(device)
         counts = torch.stack([num_terms, num_tokens, torch.tensor(STOP.reason is not None, device=device)])
@@ -272,16 +255,22 @@ class RecipeTrainer(CheckpointingTrainer):
     @contextlib.contextmanager
     def uncounted_pass(self) -> Iterator[None]:
         """While it lasts, what is computed does not count as training."""
-        observer, inputs = self.observer, self.guard.inputs
-        self.observer = replace(observer, counter=StepCounter())
+        stand_ins, inputs = self.build_stand_ins(), self.guard.inputs
+        kept = {name: getattr(self, name) for name in stand_ins}
+        vars(self).update(stand_ins)
         self.guard.inputs = StepInputs(num_tokens=inputs.num_tokens)
         try:
             yield
         finally:
-            self.observer, self.guard.inputs = observer, inputs
+            vars(self).update(kept)
+            self.guard.inputs = inputs
+
+    def build_stand_ins(self) -> dict[str, Any]:
+        """Return the attributes that count or remember steps, each with its value during an uncounted pass."""
+        return {"observer": replace(self.observer, counter=StepCounter())}
 
     def verify_first_loss(self, loss: float) -> None:
-        """Hold the loss of the very first step, before any update, against what a stage knows of it."""
+        """Hold the loss of the very first step, before any update, against what is known of it."""
 
     def find_rows(self, step: int) -> tuple[int, int]:
         """Return the first row of the run that step ``step``, from 0, takes over all processes, and the one behind."""
@@ -292,10 +281,14 @@ class RecipeTrainer(CheckpointingTrainer):
         plan = compute_steps(len(rows), vars(self.args), self.launch.data_size)
         return EpochRows(len(rows), plan.steps_per_epoch, plan.rows_per_step)
 
+    # transformers 5.23 draws the order inside its sampler, from which no row can be left out, and takes no other.
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
-        """Take the rows in upstream's order, without those that a rollback leaves out."""
-        if not hasattr(self.train_dataset, "__len__"):
-            return super()._get_train_sampler(train_dataset)
+        """Return ``build_sampler``'s; upstream's for a stream."""
+        is_stream = not hasattr(self.train_dataset, "__len__")
+        return super()._get_train_sampler(train_dataset) if is_stream else self.build_sampler()
+
+    def build_sampler(self) -> Sampler[int]:
+        """Take the rows in upstream's order, without those that a rollback skips."""
         epochs = self._plan_epochs()
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return RunSampler(
@@ -317,6 +310,7 @@ class RecipeTrainer(CheckpointingTrainer):
         """Return the rows of a step over all groups."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.launch.data_size)
 
+    # transformers 5.23 has no callback between the norm and the clipping, which spreads a NaN to every gradient.
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Clip the gradients by their global norm and return it; no step may be made that is not finite.
 
@@ -325,7 +319,7 @@ class RecipeTrainer(CheckpointingTrainer):
         Raises:
             DivergedError: As ``StepGuard.judge``.
         """
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled or self._has_mixed_mesh_grads(model):
+        if self._is_norm_of_engine(model):
             return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         learning = [parameter for parameter in model.parameters() if parameter.grad is not None]
         norm = self._compute_grad_norm(learning)
@@ -333,16 +327,19 @@ class RecipeTrainer(CheckpointingTrainer):
         clip_grads_with_norm_(learning, self.args.max_grad_norm, norm)
         return norm
 
+    # transformers 5.23 computes the norm here where nothing clips: the last moment at which an update can be stopped.
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Return the global gradient norm.
 
         Raises:
             DivergedError: As ``StepGuard.judge``.
         """
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled or self._has_mixed_mesh_grads(model):
-            norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[no-untyped-call]
-            return self.guard.judge(norm)
+        if self._is_norm_of_engine(model):
+            return self.guard.judge(super()._get_grad_norm(model, grad_norm=grad_norm))  # type: ignore[no-untyped-call]
         return self.guard.judge(self._compute_grad_norm(model.parameters())) if grad_norm is None else grad_norm
+
+    def _is_norm_of_engine(self, model: nn.Module) -> bool:
+        return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled or self._has_mixed_mesh_grads(model))
 
     def _compute_grad_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
         self.accelerator.unscale_gradients()
@@ -389,6 +386,7 @@ class RecipeTrainer(CheckpointingTrainer):
         if is_best and self.args.save_strategy == SaveStrategy.BEST:
             self._save_checkpoint(self.model_wrapped, None)
 
+    # transformers 5.23 saves the weights as they are, between two steps of a schedule-free optimizer.
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save the weights that an optimizer stands for; the card is written with the final model."""
         self._show_averaged_weights()
@@ -430,8 +428,6 @@ class _LogParameterGroups(TrainerCallback):
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         for row in describe_groups(kwargs["optimizer"], kwargs["model"]):
             self._say(format_group(row))

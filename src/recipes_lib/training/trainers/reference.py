@@ -1,4 +1,4 @@
-"""What the reference model says of every answer: computed once, kept on disk, found by what determines it."""
+"""Log-probabilities of the reference model: computed once, stored, found again by a hash of what determines them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.pair_batches import compute_rounding
 
 REFERENCE_FOLDER: Final = "reference"
-"""Under ``output_dir``: the run's own copy, with which it goes on where the cache is gone."""
+"""Under ``output_dir``: the run's own copy, from which it resumes where the cache is gone."""
 
 NUM_CHECKED: Final = 64
 """Pairs computed again before stored numbers are trusted."""
@@ -147,7 +147,7 @@ class ReferenceLogps:
                     scores = score([rows.rows[number] for number in numbers])
                     if is_counted:
                         logps[list(numbers)] = scores.T.float().cpu().numpy()
-                rows.logps[:] = _sum_over_processes(logps, find_device(model))
+                rows.logps[:] = sum_tensor(torch.from_numpy(logps).to(find_device(model))).cpu().numpy()
 
     def store(self, *, replaces: bool) -> None:
         """Write the numbers to the cache and to the run's own folder, where there are none; for the main process.
@@ -228,7 +228,7 @@ def compute_reference_key(model: nn.Module, *, pairs: str, is_without_adapter: b
     """
     digest = hashlib.sha256()
     for package in (recipes_lib.losses, recipes_lib.models):
-        for path in sorted(Path(package.__path__[0]).glob("*.py")):
+        for path in sorted(Path(package.__path__[0]).rglob("*.py")):
             digest.update(path.read_bytes())
     inputs = {
         "weights": hash_weights(model, is_without_adapter=is_without_adapter),
@@ -242,7 +242,7 @@ def compute_reference_key(model: nn.Module, *, pairs: str, is_without_adapter: b
 
 
 def refuse_missing(step: int) -> None:
-    """Refuse to go on after ``step`` steps without the numbers that the run began with.
+    """Refuse to resume after ``step`` steps without the reference's log-probabilities of the start.
 
     Raises:
         ConfigError: Always.
@@ -267,8 +267,3 @@ def _read_architecture(model: Any) -> dict[str, Any]:
     """What a model's configuration says, but for where it was loaded from."""
     read: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
     return {name: value for name, value in read.items() if name not in ("_name_or_path", "name_or_path")}
-
-
-def _sum_over_processes(values: _Figures, device: torch.device) -> _Figures:
-    summed: _Figures = sum_tensor(torch.from_numpy(values).to(device)).cpu().numpy()
-    return summed

@@ -1,4 +1,4 @@
-"""The order in which a run reads rows by their number, without those that are left out, and who takes which batch."""
+"""Row order of a run: permutation by epoch without skipped rows, and even shards of its batches for every rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler, Sampler
 
-from recipes_lib.data.tokens.order import RowSkips
+from recipes_lib.data.tokens.dataset import RowSkips
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The model that a fine-tuning stage trains: loaded, quantised if asked for, under an adapter if asked for."""
+"""Load the model that is trained: configuration check, quantisation, adapter or score head."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def load_language_model(
         model_config: Of its model.
         attn_implementation: As the attention was settled.
         args: Precision of the products, and seed of random weights.
-        launch: How tensors are cut and shared out, and which layers this process holds.
+        launch: Tensor parallelism, sharding, and the pipeline stage of this rank.
 
     Raises:
         ConfigError: As ``start_causal_lm``.

@@ -14,7 +14,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
-from recipes_lib.models.generation.sampling import RoomyLayer, build_cache
+from recipes_lib.models.generation import RoomyLayer, build_cache
 
 SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 

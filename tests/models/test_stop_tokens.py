@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.generation.stop_tokens import build_plain_generation, pad_left, set_stop_tokens
+from recipes_lib.models.generation import build_plain_generation, pad_left, set_stop_tokens
 
 
 @pytest.mark.parametrize("configured", [None, 0, [0, 7]])

@@ -11,8 +11,8 @@ import torch
 from tests.rl import keys_task
 from tests.rl.test_rollout import CPU, VOCABULARY, build_policy, build_rollout
 
-from recipes_lib.models.generation import sampling
-from recipes_lib.models.generation.sampling import (
+from recipes_lib.models import generation as sampling
+from recipes_lib.models.generation import (
     GenerateBackend,
     Generated,
     SampleByUniforms,

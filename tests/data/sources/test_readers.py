@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes_lib.data.sources import json_rows as source_json
-from recipes_lib.data.sources.json_rows import read_json
+from recipes_lib.data.sources import readers as source_json
+from recipes_lib.data.sources.readers import BrokenFileError, read_json
 from recipes_lib.data.sources.rows import Entry, RawRow
-from recipes_lib.data.sources.text_lines import BrokenFileError
 from recipes_lib.errors import Problem
 
 VALUES = st.recursive(

@@ -1,0 +1,429 @@
+"""File readers: JSON, JSON Lines, CSV, TSV, Parquet, Arrow and text to rows; errors have line and column."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from datetime import date, time
+from io import BufferedReader
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
+
+from recipes_lib.data.sources.messages import describe
+from recipes_lib.data.sources.rows import Entry, RawRow
+from recipes_lib.errors import Problem
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+MAX_LINE_BYTES: Final = 1 << 28
+"""Longest line read, 256 MiB; beyond it the file is not what its name says."""
+
+MAX_DOCUMENT_BYTES: Final = 1 << 24
+"""Longest document made of several lines, 16 MiB; what is longer becomes several documents, cut at line ends."""
+
+TextDocuments = Literal["file", "paragraph", "line"]
+"""What a row of a text file is: the whole file, what stands between blank lines, or a line."""
+
+
+class BrokenFileError(Exception):
+    """Nothing after this point of the file can be read."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(str(problem))
+        self.problem = problem
+
+
+def build_encoding_error(where: str, offset: int, first_bytes: bytes) -> BrokenFileError:
+    """Say which byte of a file, counted from 0, is not UTF-8."""
+    kind = "UTF-16" if first_bytes[:2] in (b"\xff\xfe", b"\xfe\xff") else "in another encoding"
+    found = f"not UTF-8 at byte {offset:,}"
+    return BrokenFileError(Problem(where, found, f"the file may be {kind}: convert it to UTF-8 (iconv, or re-save it)"))
+
+
+def enumerate_lines(file: BufferedReader, name: str) -> Iterator[tuple[int, str]]:
+    """Yield each line with its 1-based number: decoded, line end kept, byte order mark removed.
+
+    Raises:
+        BrokenFileError: A line is not UTF-8, or longer than ``MAX_LINE_BYTES``.
+    """
+    number, offset = 0, 0
+    while raw := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if len(raw) > MAX_LINE_BYTES:
+            found = f"a line longer than {MAX_LINE_BYTES:,} bytes"
+            raise BrokenFileError(Problem(f"{name}:{number}", found, "check that the file is what its suffix says"))
+        try:
+            line = raw.decode()
+        except UnicodeDecodeError as error:
+            raise build_encoding_error(f"{name}:{number}", offset + error.start, raw if number == 1 else b"") from None
+        yield number, line.removeprefix("\ufeff") if number == 1 else line
+        offset += len(raw)
+
+
+def read_text(file: BufferedReader, name: str, documents: TextDocuments = "line") -> Iterator[Entry]:
+    r"""Read one row a document, named by its first line; documents of nothing but white space are left out.
+
+    A line ends at ``\n`` or ``\r\n``, and at nothing else that Unicode calls a line break. A line and a paragraph come
+    without the end of their last line; a file comes as it stands.
+
+    Raises:
+        BrokenFileError: What follows cannot be read.
+    """
+    lines = enumerate_lines(file, name)
+    rows: Iterator[tuple[int, str]]
+    if documents == "line":
+        rows = ((number, line.rstrip("\r\n")) for number, line in lines)
+    elif documents == "paragraph":
+        rows = ((number, text.rstrip("\r\n")) for number, text in _join_lines(lines, ends_at_blank=True))
+    else:
+        rows = _join_lines(lines, ends_at_blank=False)
+    for number, text in rows:
+        if text and not text.isspace():
+            yield RawRow(name, number, "line", {"text": text})
+
+
+def _join_lines(lines: Iterator[tuple[int, str]], *, ends_at_blank: bool) -> Iterator[tuple[int, str]]:
+    """Yield lines joined, with the number of the first: all of them, or up to the next blank line."""
+    joined: list[str] = []
+    first = size = 0
+    for number, line in lines:
+        is_end = ends_at_blank and line.isspace()
+        num_bytes = len(line) if line.isascii() else len(line.encode())
+        if joined and (is_end or size + num_bytes > MAX_DOCUMENT_BYTES):
+            yield first, "".join(joined)
+            joined, size = [], 0
+        if not is_end:
+            first = first if joined else number
+            joined.append(line)
+            size += num_bytes
+    if joined:
+        yield first, "".join(joined)
+
+
+WRAPPERS: Final = ("data", "rows", "examples", "instances")
+"""Keys under which the single object of a file may hold its rows."""
+
+_CHUNK_BYTES: Final = 1 << 20
+_LONGEST_TOKEN: Final = 16  # no literal or escape is longer: an error further than this from the end is one
+_BLANK: Final = re.compile(r"[ \t\r\n]*")
+
+Line = tuple[int, str]
+
+
+def read_json(file: BufferedReader, name: str, *, may_be_document: bool) -> Iterator[Entry]:
+    """Read the rows of a JSON file, laid out as its beginning says.
+
+    Args:
+        file: The opened file.
+        name: Its name, for errors.
+        may_be_document: Whether a file that begins with ``{`` may be one object over several lines (a ``.json`` file),
+            which is read whole; otherwise it has one object a line.
+
+    Raises:
+        BrokenFileError: What follows cannot be read.
+    """
+    if file.peek().removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+        yield from _read_array(file, name)
+        return
+    lines: Iterator[Line] = enumerate_lines(file, name)
+    if may_be_document:
+        head = _take_two(lines)
+        lines = chain(head, lines)
+        if _is_document(head):
+            yield from _read_document(lines, name)
+            return
+    yield from _read_lines(lines, name)
+
+
+def _read_lines(lines: Iterable[Line], name: str) -> Iterator[Entry]:
+    for number, line in lines:
+        if not line or line.isspace():
+            continue
+        try:
+            value = _DECODER.decode(line)
+        except (ValueError, RecursionError) as error:
+            column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+            yield Problem(f"{name}:{number}", f"invalid JSON{column}: {_explain(error)}", _LINE_REMEDY)
+        else:
+            yield _to_entry(value, name, number, "line")
+
+
+def _read_document(lines: Iterable[Line], name: str) -> Iterator[Entry]:
+    text = "".join(line for _, line in lines)
+    try:
+        value = _DECODER.decode(text)
+    except (ValueError, RecursionError) as error:
+        where = f"{name}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else name
+        column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        found = f"invalid JSON{column}: {_explain(error)}"
+        raise BrokenFileError(Problem(where, found, _DOCUMENT_REMEDY)) from None
+    wrapped = [key for key in WRAPPERS if isinstance(value, dict) and isinstance(value.get(key), list)]
+    rows = value[wrapped[0]] if len(wrapped) == 1 else [value]
+    for index, row in enumerate(rows):
+        yield _to_entry(row, name, index, "row")
+
+
+def _read_array(file: BufferedReader, name: str) -> Iterator[Entry]:
+    window = _Window(file, name)
+    window.take()
+    index = 0
+    while window.peek() != "]" or index:
+        yield _to_entry(window.take_value(), name, index, "row")
+        index += 1
+        if window.peek() == "]":
+            break
+        if window.peek() != ",":
+            window.fail("the array is not closed" if not window.peek() else "expected `,` or `]`")
+        window.take()
+    window.take()
+    if window.peek():
+        window.fail("text after the array")
+
+
+class _Window:
+    """The stretch of a JSON text being parsed, refilled from the file as it is consumed."""
+
+    def __init__(self, file: BufferedReader, name: str) -> None:
+        self._file, self._name = file, name
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self._text, self._at = "", 0
+        self._line, self._column, self._offset = 1, 1, 0  # of the first character of the text; of the next byte read
+
+    def peek(self) -> str:
+        """Return the next character that is not blank, empty at the end of the file."""
+        while True:
+            blank = _BLANK.match(self._text, self._at)
+            self._at = blank.end() if blank else self._at
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._refill(_CHUNK_BYTES):
+                return ""
+
+    def take(self) -> None:
+        """Consume the next character that is not blank."""
+        self.peek()
+        self._at += 1
+
+    def take_value(self) -> object:
+        """Consume and return the next value.
+
+        Raises:
+            BrokenFileError: There is none.
+        """
+        self.peek()
+        size = _CHUNK_BYTES
+        while True:
+            try:
+                value, end = _DECODER.raw_decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                ahead = error.pos - self._at
+                if self._is_certain(error) or not self._refill(size):
+                    self.fail(f"invalid JSON: {_explain(error)}", ahead)
+            except (ValueError, RecursionError) as error:
+                self.fail(f"invalid JSON: {_explain(error)}")
+            else:
+                if end < len(self._text) or not self._refill(size):
+                    self._at = end
+                    return value
+            size *= 2
+
+    def fail(self, found: str, ahead: int = 0) -> NoReturn:
+        """Raise, naming the line and column of the character so far ahead of the next one."""
+        line, column = self._place(self._at + ahead)
+        raise BrokenFileError(Problem(f"{self._name}:{line}", f"{found} (column {column})", _DOCUMENT_REMEDY))
+
+    def _is_certain(self, error: json.JSONDecodeError) -> bool:
+        """Whether more text cannot mend the error."""
+        return not error.msg.startswith("Unterminated") and error.pos < len(self._text) - _LONGEST_TOKEN
+
+    def _place(self, position: int) -> tuple[int, int]:
+        newlines = self._text.count("\n", 0, position)
+        if newlines:
+            return self._line + newlines, position - self._text.rindex("\n", 0, position)
+        return self._line, self._column + position
+
+    def _refill(self, size: int) -> bool:
+        """Drop what is consumed and append the file's next bytes; false when there are none."""
+        raw = self._file.read(size)
+        pending = len(self._decoder.getstate()[0])
+        try:
+            text = self._decoder.decode(raw, final=not raw)
+        except UnicodeDecodeError as error:
+            line, _ = self._place(len(self._text))
+            where = f"{self._name}:{line + raw.count(bytes([10]), 0, max(error.start - pending, 0))}"
+            raise build_encoding_error(where, self._offset - pending + error.start, b"") from None
+        self._offset += len(raw)
+        self._line, self._column = self._place(self._at)
+        self._text, self._at = self._text[self._at :] + text, 0
+        return bool(raw)
+
+
+def _take_two(lines: Iterator[Line]) -> list[Line]:
+    """Take lines up to and with the second that is not blank."""
+    taken, filled = [], 0
+    while filled < 2 and (line := next(lines, None)):
+        taken.append(line)
+        filled += not line[1].isspace()
+    return taken
+
+
+def _is_document(head: list[Line]) -> bool:
+    """Whether these lines, at most two of them not blank, begin a single value and not one value a line."""
+    filled = [line for _, line in head if not line.isspace()]
+    if len(filled) == 2:
+        try:
+            _DECODER.decode(filled[0])
+        except (ValueError, RecursionError):
+            return True
+    return len(filled) == 1
+
+
+def _to_entry(value: object, name: str, index: int, index_name: str) -> Entry:
+    if isinstance(value, dict):
+        return RawRow(name, index, index_name, value)
+    where = RawRow(name, index, index_name, {}).where
+    return Problem(where, f"the row is {describe(value)}, not an object", "write each row as {column: value}")
+
+
+def _explain(error: BaseException) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+
+
+def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    built = dict(pairs)
+    if len(built) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in an object")
+    return built
+
+
+def _refuse_constant(literal: str) -> NoReturn:
+    raise ValueError(f"{literal} is not JSON")
+
+
+_DECODER: Final = json.JSONDecoder(object_pairs_hook=_build_object, parse_constant=_refuse_constant)
+_LINE_REMEDY: Final = "write one JSON object a line, as json.dumps(row, allow_nan=False) does"
+_DOCUMENT_REMEDY: Final = "write the file with json.dump(rows, file, allow_nan=False), or one JSON object a line"
+
+
+_MAX_CELL_CHARACTERS: Final = 1 << 28  # the csv module's own limit of 131,072 is below a long document
+_BATCH_ROWS: Final = 1024
+_ARROW_FILE: Final = b"ARROW1"
+"""What an Arrow file begins with, and a stream does not."""
+
+
+def read_csv(file: BufferedReader, name: str, *, delimiter: str) -> Iterator[Entry]:
+    """Read a table whose first line names the columns; every cell is text, empty cells too.
+
+    Raises:
+        BrokenFileError: The header is not usable, or what follows cannot be read.
+    """
+    csv.field_size_limit(_MAX_CELL_CHARACTERS)
+    lines = (line for _, line in enumerate_lines(file, name))
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    columns: list[str] | None = None
+    number = 1
+    while True:
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            found = f"invalid CSV in the row that begins here: {error}"
+            raise BrokenFileError(Problem(f"{name}:{number}", found, _QUOTING)) from None
+        if cells is None:
+            return
+        if not cells:  # a blank line
+            pass
+        elif columns is None:
+            columns = cells
+            _check_header(columns, f"{name}:{number}")
+        elif len(cells) == len(columns):
+            yield RawRow(name, number, "line", dict(zip(columns, cells, strict=True)))
+        else:
+            yield Problem(f"{name}:{number}", f"{len(cells)} cells under {len(columns)} columns", _QUOTING)
+        number = reader.line_num + 1
+
+
+def _check_header(columns: list[str], where: str) -> None:
+    repeated = next((column for column in columns if columns.count(column) > 1), None)
+    if "" in columns or repeated is not None:
+        found = f"two columns are named `{repeated}`" if repeated else f"column {columns.index('') + 1} has no name"
+        raise BrokenFileError(Problem(where, found, "name each column once in the first line"))
+
+
+def read_parquet(file: BufferedReader, name: str) -> Iterator[Entry]:
+    """Read a Parquet file a batch at a time, its values as ``spell_as_json`` has them.
+
+    Raises:
+        BrokenFileError: What follows cannot be read.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.ParquetFile(file)
+        _check_header(table.schema_arrow.names, name)
+        index = 0
+        for batch in table.iter_batches(batch_size=_BATCH_ROWS):
+            for columns in batch.to_pylist():
+                yield RawRow(name, index, "row", spell_as_json(columns))
+                index += 1
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+        found = f"not a whole Parquet file: {str(error).partition(chr(10))[0]}"
+        raise BrokenFileError(Problem(name, found, "write or download it again")) from None
+
+
+def read_arrow(file: BufferedReader, name: str) -> Iterator[Entry]:
+    """Read an Arrow file, a stream as ``datasets`` writes it or a file as others do, as ``read_parquet`` reads.
+
+    Raises:
+        BrokenFileError: What follows cannot be read.
+    """
+    import pyarrow as pa
+
+    try:
+        is_stream = file.peek(len(_ARROW_FILE))[: len(_ARROW_FILE)] != _ARROW_FILE
+        # A file has its index at the end, so that one that is compressed is held in memory.
+        reader = pa.ipc.open_stream(file) if is_stream else pa.ipc.open_file(pa.py_buffer(file.read()))
+        _check_header(reader.schema.names, name)
+        decode = _find_decoder(reader.schema)
+        index = 0
+        for batch in reader if is_stream else map(reader.get_batch, range(reader.num_record_batches)):
+            for start in range(0, batch.num_rows, _BATCH_ROWS):
+                for columns in batch.slice(start, _BATCH_ROWS).to_pylist():
+                    yield RawRow(name, index, "row", spell_as_json(decode(columns)))
+                    index += 1
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+        found = f"not a whole Arrow file: {str(error).partition(chr(10))[0]}"
+        raise BrokenFileError(Problem(name, found, "write it again, with `save_to_disk` or pyarrow")) from None
+
+
+def _find_decoder(schema: pa.Schema) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """What turns stored values into those of the dataset: ``datasets`` keeps JSON of any shape as text, for one."""
+    if b"huggingface" not in (schema.metadata or {}):
+        return lambda columns: columns
+    import datasets
+
+    features = datasets.Features.from_arrow_schema(schema)
+    return lambda columns: dict(features.decode_example(columns))
+
+
+def spell_as_json(value: Any) -> Any:
+    """Return an Arrow value as a JSON file would have it.
+
+    An object's null keys are dropped, for Arrow gives all rows the keys that any row has; dates and times are ISO text.
+    """
+    if isinstance(value, dict):
+        return {key: spell_as_json(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [spell_as_json(item) for item in value]
+    return value.isoformat() if isinstance(value, date | time) else value
+
+
+_QUOTING: Final = 'quote cells that hold the delimiter, a quote or a line end: "like, this", with "" for a quote'

@@ -1,1 +1,0 @@
-"""Text generation: sampling, KV cache, stop tokens."""
