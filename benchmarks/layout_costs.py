@@ -1,4 +1,7 @@
-"""Memory and network traffic of parallel layouts, from closed forms."""
+"""Memory and network traffic of parallel layouts, from closed forms: the tables of ``docs/beyond_one_box.md``.
+
+python benchmarks/layout_costs.py
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def compute_footprint(layout: str, num_parameters: float, num_devices: int) -> F
         num_devices: In whole nodes, or fewer than a node has.
 
     Source: Rajbhandari et al. 2020 (ZeRO), sections 5 and 7; Zhao et al. 2023 (FSDP), section 3.2;
-    ``tests/planning/test_layouts.py``.
+    ``tests/test_layout_costs.py``.
     """
     shards = min(num_devices, DEVICES_PER_NODE) if layout == "hsdp" else num_devices
     replicas = num_devices // shards
@@ -65,7 +68,7 @@ def compute_footprint(layout: str, num_parameters: float, num_devices: int) -> F
 
 
 def compute_bubble(num_stages: int, num_micro_batches: int, num_interleaved: int = 1) -> float:
-    """Return the time that a pipeline stands still, as a share of the time that it works.
+    """Return the pipeline bubble as a share of compute time.
 
     Source: Narayanan et al. 2021, section 2.2.
     """
@@ -95,3 +98,7 @@ def _format(footprint: Footprint) -> str:
         for number in (footprint.state_bytes, footprint.node_bytes, footprint.network_bytes)
     )
     return f"{held}; {node}, {network}"
+
+
+if __name__ == "__main__":
+    print(format_tables())
