@@ -34,32 +34,33 @@ COMMANDS = {
         "recipes_lib.commands.prepare:prepare", "tokenise, mask and pack once; training then tokenises nothing"
     ),
     "distill-store": Command(
-        "recipes_lib.commands.distill.distill_store:main", "keep what a teacher says of all rows, to distil from"
+        "recipes_lib.commands.distill.distill_store:main",
+        "store a teacher's top-k log-probabilities of all rows",
     ),
     "student": Command(
-        "recipes_lib.commands.distill.student:main", "cut a student out of its teacher's layers, to be distilled"
+        "recipes_lib.commands.distill.student:main", "initialise a student from layers of its teacher, for distillation"
     ),
     "distill-chain": Command(
-        "recipes_lib.commands.distill.distill_chain:main", "distil by way of assistants, and compare with none"
+        "recipes_lib.commands.distill.distill_chain:main",
+        "distil through teacher assistants, and compare with none",
     ),
     "distill-write": Command(
-        "recipes_lib.commands.distill.distill_write:main", "let a teacher answer prompts, as rows to fine-tune on"
+        "recipes_lib.commands.distill.distill_write:main",
+        "sample a teacher's answers to prompts, as training rows",
     ),
     "tokenizer": Command(
-        "recipes_lib.commands.tokenizer:main", "train a tokenizer on any data, and say how well it does"
+        "recipes_lib.commands.tokenizer:main", "train a tokenizer on any data, and measure its compression"
     ),
-    "plan": Command("recipes_lib.commands.plan:main", "say what a run is, holds and takes, before it starts"),
+    "plan": Command("recipes_lib.commands.plan:main", "estimate parameters, memory, time and cost of a run"),
     "sample-pairs": Command(
-        "recipes_lib.commands.sample_pairs:main", "make pairs of a policy's own answers, by its rewards"
+        "recipes_lib.commands.sample_pairs:main", "make preference pairs of a policy's own answers, by its rewards"
     ),
-    "merge": Command("recipes_lib.commands.merge:main", "make a model of its own of an adapter and its base"),
-    "export": Command("recipes_lib.commands.export:main", "make a model that any tool loads of a checkpoint in shards"),
+    "merge": Command("recipes_lib.commands.merge:main", "merge an adapter into its base model"),
+    "export": Command("recipes_lib.commands.export:main", "convert a checkpoint to a model that any tool loads"),
     "publish": Command(
         "recipes_lib.publish.publishing:main", "push a model or checkpoints to the Hub, as far as needed"
     ),
-    "reproduce": Command(
-        "recipes_lib.commands.reproduce:main", "restore a published run, and say what no longer matches"
-    ),
+    "reproduce": Command("recipes_lib.commands.reproduce:main", "restore a published run, and report the differences"),
     "report": Command("recipes_lib.commands.prepare:report", "make report.html from an output directory"),
     "doctor": Command("recipes_lib.commands.doctor:main", "say what this machine can do, and how to get the rest"),
 }

@@ -1,4 +1,4 @@
-"""What a run was made with: versions of packages, and the commit of the working directory. Standard library only."""
+"""Environment of a run: package versions and the Git commit of the working directory. Standard library only."""
 
 from __future__ import annotations
 

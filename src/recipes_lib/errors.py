@@ -125,29 +125,29 @@ class DivergedError(Exception):
     exit_code = EXIT_DIVERGED
 
 
-class PreemptedError(SystemExit):
-    """The run was asked to stop and has stopped; exit code 75. The same command goes on.
+class _LeaveError(SystemExit):
+    """Ends the process with a message. No ``Exception``: whoever handles errors must not take it for one."""
 
-    No ``Exception``: whoever handles errors must not take it for one and carry on.
-    """
+    exit_code: int
 
     def __init__(self, message: str) -> None:
-        super().__init__(EXIT_PREEMPTED)
+        super().__init__(self.exit_code)
         self.message = message
 
     def __str__(self) -> str:
         return self.message
 
 
-class LostPeerError(SystemExit):
-    """Another process of the run has ended, and this one cannot go on without it; exit code 1. No ``Exception`` too."""
+class PreemptedError(_LeaveError):
+    """The run was asked to stop and has stopped; exit code 75. The same command resumes it."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(EXIT_BUG)
-        self.message = message
+    exit_code = EXIT_PREEMPTED
 
-    def __str__(self) -> str:
-        return self.message
+
+class LostPeerError(_LeaveError):
+    """Another rank of the run has ended, and this one cannot continue without it; exit code 1."""
+
+    exit_code = EXIT_BUG
 
 
 def explain_refusal(error: BaseException) -> Problem | None:

@@ -1,4 +1,4 @@
-"""What the processor or accelerator at hand can do. Cheap: imports torch and nothing else."""
+"""Capabilities of the local processor or accelerator. Cheap: imports torch and nothing else."""
 
 from __future__ import annotations
 

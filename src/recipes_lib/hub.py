@@ -1,4 +1,4 @@
-"""Whether the Hugging Face Hub can be reached, asked once before anything is fetched from it."""
+"""Reachability of the Hugging Face Hub, tested once before anything is fetched from it."""
 
 from __future__ import annotations
 

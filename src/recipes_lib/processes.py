@@ -1,4 +1,4 @@
-"""The other processes of a run on this machine: who is gone, and why. Standard library only.
+"""Ranks of a launch and failed processes on this machine. Standard library only.
 
 torchrun and ``accelerate launch`` give each process a folder of its own, named by its number on the machine, and read
 from it why a process ended. There each process leaves its number too, for as long as it has not ended in order.
@@ -27,12 +27,12 @@ _CONNECTION_LOST: Final = (
 
 
 def read_rank() -> int:
-    """Return the number of this process among all, as its launcher gave it; 0 without one."""
+    """Return the rank of this process, as its launcher set it; 0 without one."""
     return _read_number("RANK", 0)
 
 
 def read_world_size() -> int:
-    """Return how many processes there are."""
+    """Return the world size: the number of processes, 1 without a launcher."""
     return _read_number("WORLD_SIZE", 1)
 
 
@@ -42,13 +42,13 @@ def has_launcher() -> bool:
 
 
 def enter() -> None:
-    """Tell the processes beside this one that it is there; nothing where no launcher gave a folder."""
+    """Leave the number of this process where the others look for it; nothing without a launcher's folder."""
     if (folder := _find_folder()) is not None:
         (folder / _PID_FILE).write_text(str(os.getpid()))
 
 
 def leave() -> None:
-    """End in order: from now on nobody misses this process."""
+    """Remove the number again, so that this process does not count as lost."""
     if (folder := _find_folder()) is not None:
         (folder / _PID_FILE).unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""Being asked to stop: by a signal, by a file, because the launcher is gone. Standard library only.
+"""Preemption requests: a signal, a file, or the end of the launcher. Standard library only.
 
 A handler does not stop anything. While there is nothing to save it raises ``PreemptedError`` in the main thread, which
 unwinds as Ctrl-C would. Inside ``deferred`` it only notes the request, and who works there looks at it when it suits.

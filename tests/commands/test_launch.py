@@ -81,7 +81,7 @@ def test_the_machine_decides_where_nobody_else_does(num, name, monkeypatch):
     [
         (["--hardware", "fsdp3"], r"no launch file accelerate_configs/fsdp3\.yaml\n    write one of cpu, "),
         (["--hardware", "fsdp2"], "this machine has none"),
-        (["--num_machines", "2"], "nobody says which this is"),
+        (["--num_machines", "2"], "without --machine_rank and --main_process_ip"),
         (["--num_machines", "2", "--machine_rank", "2", "--main_process_ip", "a"], "they count from 0"),
         (
             ["--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "a", "--hardware", "single_gpu"],

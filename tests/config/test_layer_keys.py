@@ -21,7 +21,7 @@ from recipes_lib.config.schema import WEIGHTS, LayersConfig
         ("feature_weight: 1.0\nfeature_layers: [0, 1]", 6, "counted from 1"),
         ("feature_weight: 1.0\nfeature_layers: [2, 2]", 6, "each is compared once"),
         ("feature_weight: 1.0\nfeature_layers: []", 6, "counted from 1"),
-        ("similarity_weight: 1.0\ntorch_compile: true", 6, "leaves out what `similarity_weight` listens with"),
+        ("similarity_weight: 1.0\ntorch_compile: true", 6, "drops the forward hooks of `similarity_weight`"),
         ("feature_weight: 1.0\nfeature_loss: mae", 6, "mse, cosine"),
     ],
 )  # fmt: skip

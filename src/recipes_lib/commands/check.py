@@ -1,4 +1,4 @@
-"""``recipes check``: every problem of a run at once, on a laptop, found by the very functions that training calls."""
+"""``recipes check``: every problem of a run at once, on a laptop, by the functions that training calls."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -68,7 +68,7 @@ def examine(*, is_online: bool = False) -> list[Finding]:
         _Trial(name="deepspeed", module="deepspeed", remedy=_extra("deepspeed")),
     ]
     started = [(trial, trial.start()) for trial in trials]
-    probes: list[tuple[str, Callable[[], list[Finding]]]] = [
+    probes: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
         ("python", _probe_python),
         ("packages", _probe_packages),
         ("torch", _probe_torch),
@@ -84,9 +84,9 @@ def examine(*, is_online: bool = False) -> list[Finding]:
     return [finding for name, probe in probes for finding in _run_probe(name, probe)]
 
 
-def _run_probe(name: str, probe: Callable[[], list[Finding]]) -> list[Finding]:
+def _run_probe(name: str, probe: Callable[[], Iterable[Finding]]) -> list[Finding]:
     try:
-        return probe()
+        return list(probe())
     except Exception as error:
         return [Finding(name=name, verdict="broken", detail=_first_line(error))]
 
@@ -99,9 +99,9 @@ def _extra(name: str) -> str:
     return f'pip install -c constraints.txt -e ".[{name}]"'
 
 
-def _probe_python() -> list[Finding]:
+def _probe_python() -> Iterator[Finding]:
     detail = f"{platform.python_version()} at {sys.executable}"
-    return [Finding(name="python", verdict="ok", detail=detail, is_core=True)]
+    yield Finding(name="python", verdict="ok", detail=detail, is_core=True)
 
 
 def _probe_packages() -> list[Finding]:
@@ -133,45 +133,35 @@ def _core_package(name: str, verdict: Verdict, detail: str) -> Finding:
     return Finding(name=name, verdict=verdict, detail=detail, remedy="run `make install`", is_core=True)
 
 
-def _probe_torch() -> list[Finding]:
+def _probe_torch() -> Iterator[Finding]:
     try:
         import torch
     except Exception as error:
-        return [_core_package("torch", "broken", _first_line(error))]
-    findings = [
-        Finding(name="torch", verdict="ok", detail=torch.__version__, is_core=True),
-        Finding(name="cpu", verdict="ok", detail=_describe_threads(torch.get_num_threads())),
-    ]
+        yield _core_package("torch", "broken", _first_line(error))
+        return
+    yield Finding(name="torch", verdict="ok", detail=torch.__version__, is_core=True)
+    threads = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} of them (OMP_NUM_THREADS decides)"
+    yield Finding(name="cpu", verdict="ok", detail=threads)
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             device = torch.cuda.get_device_properties(index)
             detail = f"{device.name}, {device.total_memory / 1e9:.0f} GB"
-            findings.append(Finding(name=f"gpu {index}", verdict="ok", detail=detail))
-        return findings
-    if torch.version.cuda is None and shutil.which("nvidia-smi"):
-        findings.append(
-            Finding(
-                name="gpu",
-                verdict="broken",
-                detail=f"there is an NVIDIA driver, but torch {torch.__version__} is a build without CUDA",
-                remedy="install a CUDA build of the same torch version",
-            )
-        )
+            yield Finding(name=f"gpu {index}", verdict="ok", detail=detail)
+    elif torch.version.cuda is None and shutil.which("nvidia-smi"):
+        detail = f"there is an NVIDIA driver, but torch {torch.__version__} is a build without CUDA"
+        remedy = "install a CUDA build of the same torch version"
+        yield Finding(name="gpu", verdict="broken", detail=detail, remedy=remedy)
     else:
-        findings.append(Finding(name="gpu", verdict="missing", detail="no CUDA device; recipes run on the CPU"))
-    return findings
+        yield Finding(name="gpu", verdict="missing", detail="no CUDA device; recipes run on the CPU")
 
 
-def _describe_threads(num_threads: int) -> str:
-    return f"{os.cpu_count()} cores, torch uses {num_threads} of them (OMP_NUM_THREADS decides)"
-
-
-def _probe_bf16() -> list[Finding]:
+def _probe_bf16() -> Iterator[Finding]:
     from recipes_lib.hardware import supports_bf16
 
     if supports_bf16():
-        return [Finding(name="bf16", verdict="ok", detail="multiplied in hardware")]
-    return [Finding(name="bf16", verdict="missing", detail="not in this hardware; recipes compute in float32")]
+        yield Finding(name="bf16", verdict="ok", detail="multiplied in hardware")
+    else:
+        yield Finding(name="bf16", verdict="missing", detail="not in this hardware; recipes compute in float32")
 
 
 def _probe_varlen_attention() -> list[Finding]:
@@ -224,15 +214,13 @@ def _probe_compile() -> list[Finding]:
     return [Finding(name="torch.compile", verdict="ok", detail=f"with {compiler}")]
 
 
-def _probe_trackers() -> list[Finding]:
-    findings = []
+def _probe_trackers() -> Iterator[Finding]:
     for name in ("tensorboard", "trackio", "wandb"):
         try:
-            findings.append(Finding(name=name, verdict="ok", detail=importlib.metadata.version(name)))
+            yield Finding(name=name, verdict="ok", detail=importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             remedy = _extra("track") if name == "tensorboard" else f"pip install {name}"
-            findings.append(Finding(name=name, verdict="missing", detail="not installed", remedy=remedy))
-    return findings
+            yield Finding(name=name, verdict="missing", detail="not installed", remedy=remedy)
 
 
 def _probe_hub_login(is_online: bool) -> Finding:
@@ -251,25 +239,18 @@ def _probe_hub_login(is_online: bool) -> Finding:
         return Finding(name="hub login", verdict="broken", detail=detail, remedy="hf auth login")
 
 
-def _probe_disk() -> list[Finding]:
+def _probe_disk() -> Iterator[Finding]:
     from huggingface_hub.constants import HF_HOME
 
-    places = {
-        "disk here": (Path.cwd(), "free some space, or set output_dir to another disk"),
-        "disk cache": (Path(HF_HOME), "free some space, or set HF_HOME to another disk"),
-    }
-    findings = []
-    for name, (folder, remedy) in places.items():
+    for name, folder, key in (("disk here", Path.cwd(), "output_dir"), ("disk cache", Path(HF_HOME), "HF_HOME")):
         existing = next(place for place in (folder, *folder.parents) if place.exists())
         free_gb = shutil.disk_usage(existing).free / 1e9
         detail = f"{free_gb:.0f} GB free in {folder}"
-        is_enough = free_gb >= MIN_FREE_GB
-        findings.append(
-            Finding(
-                name=name, verdict="ok" if is_enough else "missing", detail=detail, remedy="" if is_enough else remedy
-            )
-        )
-    return findings
+        if free_gb >= MIN_FREE_GB:
+            yield Finding(name=name, verdict="ok", detail=detail)
+        else:
+            remedy = f"free some space, or set {key} to another disk"
+            yield Finding(name=name, verdict="missing", detail=detail, remedy=remedy)
 
 
 def _probe_launch_default() -> list[Finding]:

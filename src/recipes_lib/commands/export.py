@@ -1,4 +1,4 @@
-"""``recipes export``: make a model that any tool loads of a checkpoint, sharded or whole, on a machine without GPUs."""
+"""``recipes export``: convert a checkpoint, sharded or not, to a model that any tool loads, without a GPU."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def _settle_machines(options: argparse.Namespace, found: Machines) -> Machines:
     """What the flags say, over what was found.
 
     Raises:
-        ConfigError: Of several machines nobody says which this is or where the first one is.
+        ConfigError: Several machines without --machine_rank and --main_process_ip.
     """
     names = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
     given: dict[str, Any] = {name: value for name in names if (value := getattr(options, name)) is not None}
@@ -192,8 +192,8 @@ def _settle_machines(options: argparse.Namespace, found: Machines) -> Machines:
         raise ConfigError(
             Problem(
                 "--num_machines",
-                f"there are {settled.num_machines} machines, and nobody says which this is or where the first one is",
-                "write --machine_rank and --main_process_ip, or start under SLURM",
+                f"there are {settled.num_machines} machines, without --machine_rank and --main_process_ip",
+                "write both, or start under SLURM",
             )
         )
     if not 0 <= settled.machine_rank < settled.num_machines:

@@ -1,4 +1,4 @@
-"""``recipes merge``: make a model of its own of an adapter and its base, and measure that it says the same."""
+"""``recipes merge``: merge an adapter into its base model, and compare the outputs of both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands that join rooms: the data room, which loads no models, meets the tokenizer here."""
+"""``recipes prepare``, ``preview`` and ``report``: data preparation with the tokenizer, and the report of a run."""
 
 from __future__ import annotations
 

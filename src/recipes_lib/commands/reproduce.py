@@ -1,4 +1,4 @@
-"""``recipes reproduce``: restore configuration and environment of a published run, and say what no longer matches."""
+"""``recipes reproduce``: restore configuration and environment of a published run, and report the differences."""
 
 from __future__ import annotations
 

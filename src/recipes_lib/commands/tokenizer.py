@@ -1,4 +1,4 @@
-"""``recipes tokenizer``: train a byte-level BPE tokenizer on any data that a recipe reads, and say how well it does."""
+"""``recipes tokenizer``: train a byte-level BPE tokenizer on data of any layout, and measure its compression."""
 
 from __future__ import annotations
 

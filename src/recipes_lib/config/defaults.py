@@ -1,4 +1,4 @@
-"""Where we differ from upstream: other defaults, bounds on values, and upstream keys that we refuse, each with why.
+"""Differences from upstream: other defaults, bounds on values, and upstream keys that are refused, each with a reason.
 
 Every key of upstream's configuration is either honoured or refused here; ``tests/config/test_defaults.py`` proves it.
 """
@@ -223,7 +223,7 @@ REFUSED: Final[Mapping[str, Retired]] = {
     "auto_find_batch_size": dropped_at(
         (False,), "changes the effective batch in silence", "set `per_device_train_batch_size`"
     ),
-    # A run goes on by itself, and exactly.
+    # A run resumes by itself, and exactly.
     "resume_from_checkpoint": dropped_at(
         (True, False, None), "is not needed: the same command resumes from the newest complete checkpoint", ""
     ),

@@ -1,4 +1,4 @@
-"""A recipe's YAML file as entries that know their line: syntax, repeated keys and shape are checked here."""
+"""YAML documents as entries with line numbers; syntax, repeated keys and shape are checked here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Write the key tables, the editor schemas and ``docs/configs.md`` from the installed dataclasses.
 
-Run ``python -m recipes_lib.config.generate`` after a change of ``schema.py``, ``policy.py``, ``renames.py`` or of the
-installed libraries; ``tests/config/test_generate.py`` proves that the committed files are what it writes.
+Run ``python -m recipes_lib.config.generate`` after a change of ``schema.py``, ``defaults.py``, ``recipes.py`` or
+``migration/``, or of the installed libraries; ``tests/config/test_generate.py`` proves that the committed files are
+what it writes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Configuration of a run: a YAML file and flags, every problem reported at once; ``--help`` and ``--print-config``."""
+"""Configuration of a run: one YAML file and flags, every problem at once; ``--help`` and ``--print-config``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Where the stages differ: their defaults, the keys they leave out and why, and the values they take.
+"""Differences between recipes: their defaults, the keys that they leave out and why, and the values they allow.
 
-What holds for all stages is in ``policy.py``.
+What all recipes share is in ``defaults.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What must hold between keys; each rule yields its problems and knows nothing of the others."""
+"""Constraints between keys; each rule yields its problems, independently of the others."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def check_rewards(settings: Settings) -> Iterator[Problem]:
 
 
 def check_ppo(settings: Settings) -> Iterator[Problem]:
-    """Options of an adaptive price need its target, and a policy under an adapter is its own critic."""
+    """Options of an adaptive KL coefficient need its target; a policy with an adapter has the critic as another one."""
     if settings.gives("kl_horizon") and not settings.gives("kl_target_per_sequence"):
         found = "`kl_horizon` has no effect: `kl_coef` is fixed"
         yield Problem(settings.where("kl_horizon"), found, "write `kl_target_per_sequence: ...`, or delete the line")
@@ -119,7 +119,7 @@ def check_group_loss(settings: Settings) -> Iterator[Problem]:
 
 
 def check_distillation(settings: Settings) -> Iterator[Problem]:
-    """What is stored is found by its rows: a stream has none that could be numbered, and new answers are in no row."""
+    """Stored teacher answers are looked up by row: streams have no numbered rows, and sampled answers no row at all."""
     if settings.gives("teacher_top_k") and settings["dataset_streaming"]:
         found = f"`teacher_top_k` needs prepared rows, and a stream ({settings.where('dataset_streaming')}) has none"
         yield Problem(settings.where("teacher_top_k"), found, "delete one of the two lines")
@@ -145,7 +145,7 @@ def check_layers(settings: Settings) -> Iterator[Problem]:
         remedy = f"delete one of the two lines ({settings.where('teacher_top_k')})"
         yield Problem(settings.where(weighed[0]), found, remedy)
     if weighed and settings["torch_compile"]:
-        found = f"`torch_compile` leaves out what `{weighed[0]}` listens with ({settings.where(weighed[0])})"
+        found = f"`torch_compile` drops the forward hooks of `{weighed[0]}` ({settings.where(weighed[0])})"
         yield Problem(settings.where("torch_compile"), found, "delete one of the two lines")
     if settings["attention_weight"] and settings["attn_implementation"] != "eager":
         found = "`attention_weight` compares attention, which every kernel but `eager` never has in memory"

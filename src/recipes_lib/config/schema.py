@@ -16,7 +16,7 @@ from recipes_lib.config.table import load_table
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationConfig:
-    """What a student learns from a teacher; the spelling of TRL's ``DistillationConfig`` where it has the key."""
+    """Knowledge distillation from a teacher; the spelling of TRL's ``DistillationConfig`` where it has the key."""
 
     teacher_model_name_or_path: str | None = None
     """Hub id or folder of the teacher, which has the student's tokenizer; it is frozen, and saved nowhere."""
@@ -25,7 +25,7 @@ class DistillationConfig:
     teacher_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the teacher's weights; ``auto`` is that of its checkpoint."""
     teacher_top_k: int | None = None
-    """Likeliest tokens kept by ``recipes distill-store``, to learn from. Unset: the teacher runs beside the student."""
+    """Likeliest tokens a position that ``recipes distill-store`` keeps. Unset: the teacher runs beside the student."""
     distillation_alpha: float = 0.5
     """Share of the text's own tokens in the loss; the rest is the teacher's. At 0 the text only says what is asked."""
     distillation_beta: float = 0.0
@@ -35,9 +35,9 @@ class DistillationConfig:
     assistant_model_names_or_paths: list[str] | None = None
     """Models between teacher and student, the largest first; ``recipes distill-chain`` makes each the next teacher."""
     lmbda: float = 0.0
-    """Share of the optimizer steps whose answers the student writes itself and the teacher judges; GKD's spelling."""
+    """Share of on-policy steps: the student samples the answers and the teacher scores them; GKD's spelling."""
     sampling_temperature: float = 1.0
-    """Divides the student's logits where it writes answers itself."""
+    """Temperature of the answers that the student samples."""
 
 
 RELATION_WEIGHTS: Final = ("attention_weight", "similarity_weight", "distance_weight", "angle_weight")
@@ -47,7 +47,7 @@ WEIGHTS: Final = ("feature_weight", *RELATION_WEIGHTS)
 
 @dataclass(frozen=True, kw_only=True)
 class LayersConfig:
-    """What a student learns from the layers of its teacher, in addition to what the teacher says of the tokens."""
+    """Hidden-state and attention distillation, in addition to the divergence of the outputs."""
 
     feature_weight: float = 0.0
     """Weight of the difference of hidden states, in mapped layers and through a learned projection for each."""
@@ -108,7 +108,7 @@ class CurriculumPhase(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which rows are trained on and which are held out."""
+    """Datasets: training rows, held-out rows, mixtures and columns."""
 
     dataset_name: str | None = None
     """Hub id, or path of a file or folder (JSON, JSONL, CSV, Parquet, Arrow, text, ``save_to_disk``)."""
@@ -136,7 +136,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TokensConfig:
-    """How rows become token ids, which of them are trained on, and how they share a row of the batch."""
+    """Tokenisation, loss mask, sequence length and packing."""
 
     loss_on: LossOn | None = None
     """Tokens trained on. Unset: ``assistant`` for chats, ``completion`` for prompt/completion, ``all`` for text."""
@@ -164,7 +164,7 @@ class TokensConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which model is trained and how it is loaded; TRL's ``ModelConfig`` spelling."""
+    """Model and tokenizer, and how they are loaded; TRL's ``ModelConfig`` spelling."""
 
     model_name_or_path: str | None = None
     """Hub id or folder of the model to start from."""
@@ -186,7 +186,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """What the evaluation hooks do; when they run is upstream's ``eval_strategy`` and ``eval_steps``."""
+    """Evaluation: samples, metrics and cost; when it runs is upstream's ``eval_strategy`` and ``eval_steps``."""
 
     num_sample_prompts: int = 4
     """Held-out prompts answered at each evaluation; 0 turns samples off."""
@@ -202,15 +202,15 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Which checkpoints stay, beyond what upstream's ``save_`` keys say."""
+    """Checkpoint retention, beyond upstream's ``save_`` keys."""
 
     save_keep_steps: int | None = None
-    """Never delete the checkpoints at multiples of so many steps, whatever ``save_total_limit``."""
+    """Never delete the checkpoints at multiples of this many steps, whatever ``save_total_limit``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainingConfig:
-    """How documents become rows of equal length, and in which shares and order they come."""
+    """Pretraining: documents, mixture schedule, length of the run and weight decay."""
 
     cross_document_attention: bool = False
     """Let tokens attend to the documents before theirs in the row, as GPT-2 and GPT-3 did."""
@@ -251,7 +251,7 @@ class AdapterConfig:
     use_peft: bool = False
     """Train an adapter instead of the model's own weights."""
     adapter_name_or_path: str | None = None
-    """Hub id or folder of an adapter to go on training, on the base that it names. Unset: a fresh one."""
+    """Hub id or folder of an adapter to continue training, on the base that it names. Unset: a fresh one."""
     lora_r: int = 16
     """Rank of the adapter's matrices."""
     lora_alpha: int = 32
@@ -288,7 +288,7 @@ class QuantizationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceConfig:
-    """How pairs of answers are laid out, and what they are held against."""
+    """Preference pairs: layout, reference model and label noise."""
 
     shared_prompt: bool | None = None
     """Compute the prompt once for both answers. Unset: wherever the model and the kernel allow it."""
@@ -306,17 +306,17 @@ class PreferenceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GuardsConfig:
-    """What is done about a spike, and how often the machine is made to prove itself; see ``docs/guards.md``."""
+    """Guards: rollback after a loss spike and verification of the hardware; see ``docs/guards.md``."""
 
     max_rollbacks: int = 0
-    """How often a spike sends the run back to a checkpoint and on without its rows; at 0 spikes are only told."""
+    """Rollbacks to a checkpoint after a loss spike, which skip the rows of the spike; at 0 spikes are only logged."""
     verify_steps: int | None = None
-    """Every N steps, compute a step twice and compare the weights of all ranks, bit by bit. Unset: never."""
+    """Compute every N-th step twice and compare the weights of all ranks, bit by bit. Unset: never."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardsConfig:
-    """How long answers are that a model samples while it learns, and what they are worth."""
+    """Sampled answers, their rewards and the critic."""
 
     response_length: int = 256
     """Longest answer, in tokens."""
@@ -341,14 +341,14 @@ class RewardsConfig:
     critic_learning_rate: float = 1e-5
     """Peak learning rate of the critic; its schedule is that of the policy."""
     critic_warmup_iterations: int = 0
-    """Iterations in which the critic alone is updated, before the policy learns from what it says."""
+    """Iterations in which the critic alone is updated, before the first update of the policy."""
     save_critic: bool = False
     """Leave the trained critic besides, in ``critic/``, as a reward model is saved; not where it is an adapter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What samples the answers of PPO, if not ``generate``; the spelling of TRL's ``GRPOConfig``."""
+    """Generation engine of PPO's answers, instead of ``generate``; the spelling of TRL's ``GRPOConfig``."""
 
     use_transformers_continuous_batching: bool = False
     """Sample by transformers' continuous batching: an answer that ended makes room for the next. For GPUs."""
@@ -366,16 +366,16 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig:
-    """The updates of PPO; the spelling of TRL's old ``PPOConfig``."""
+    """PPO updates: KL penalty, clipping and advantage estimation; the spelling of TRL's old ``PPOConfig``."""
 
     num_ppo_epochs: int = 2
     """Passes over the answers of an iteration."""
     num_mini_batches: int = 4
     """Optimizer steps in a pass; an iteration samples as many answers as they take together."""
     kl_coef: float = 0.05
-    """Reward taken off for each nat of KL to the model that training starts from."""
+    """KL coefficient: reward taken off for each nat of KL to the reference model, a copy of the initial policy."""
     kl_target_per_sequence: float | None = None
-    """KL of a whole answer, in nats, that ``kl_coef`` is adapted to. Unset: ``kl_coef`` is fixed."""
+    """KL divergence of a whole answer, in nats, that ``kl_coef`` is adapted to. Unset: ``kl_coef`` is fixed."""
     kl_horizon: float = 10_000
     """Answers over which ``kl_coef`` follows ``kl_target_per_sequence``."""
     target_kl: float | None = 0.03

@@ -1,4 +1,4 @@
-"""The values of a run while they are being checked: what was given, the defaults, what decides what."""
+"""Settings of a run during validation: given values, defaults, and keys that another key makes ineffective."""
 
 from __future__ import annotations
 

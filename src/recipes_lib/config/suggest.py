@@ -1,4 +1,4 @@
-"""What to say about a key that is not one: retired, misplaced, nested, secret, or the nearest known key."""
+"""Errors for unknown keys: retired, misplaced, nested, secret, or a misspelling with the nearest known key."""
 
 from __future__ import annotations
 

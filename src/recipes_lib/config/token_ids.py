@@ -1,4 +1,4 @@
-"""What ids say by themselves: how many there are, which sizes embeddings and other tables, and which end an answer."""
+"""Token ids of a tokenizer: their number, which sizes embeddings, and the tokens that end an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a YAML node to a value of the declared type; the same rules for the file and for flags."""
+"""Typed values of YAML nodes, by the schema of their key; the same rules for the file and for flags."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What ``recipes check`` finds out about a run, stage by stage."""
+"""Checks of a run behind ``recipes check``, recipe by recipe."""

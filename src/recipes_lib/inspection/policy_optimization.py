@@ -1,25 +1,15 @@
-"""What ``recipes check`` looks at in a run of PPO: prompts, rewards, and how many answers will be sampled."""
+"""Checks of reinforcement learning: prompts, rewards, generation engine, memory and schedule."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from recipes_lib.inspection.sections import Inspection, Say
-
-if TYPE_CHECKING:
-    from recipes_lib.data.prompts import PromptData
 
 
 class PPOInspection(Inspection):
     """Prompts as the policy will be asked, every reward imported, and the critic's start."""
 
     keeps_documents_apart = False
-
-    def __init__(self, *args: Any) -> None:
-        """Take what ``Inspection`` takes."""
-        super().__init__(*args)
-        self.num_learners = 2  # Policy and critic.
-        self._data: PromptData | None = None
+    num_learners = 2  # Policy and critic.
 
     def look_at_data(self, say: Say) -> None:
         """How many prompts there are and how long they are."""
@@ -125,10 +115,7 @@ class PPOInspection(Inspection):
 class GroupInspection(PPOInspection):
     """Prompts as the policy will be asked, every reward imported, and answers in groups."""
 
-    def __init__(self, *args: Any) -> None:
-        """Take what ``Inspection`` takes."""
-        super().__init__(*args)
-        self.num_learners = 1  # There is no critic.
+    num_learners = 1  # There is no critic.
 
     def look_at_kernels(self, say: Say) -> None:
         """The device, the precision and the attention kernel; what PPO's models take is another sum."""

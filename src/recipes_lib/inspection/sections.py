@@ -1,4 +1,4 @@
-"""What ``recipes check`` looks at in a run of any stage; facts and problems are printed section by section."""
+"""Checks that every recipe shares; facts and problems are printed section by section."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ Say = Callable[[str], None]
 
 
 class Inspection(ABC):
-    """What is known of a run so far; a section whose ground is missing has nothing to say."""
+    """Facts about a run, collected section by section; a section whose inputs are missing prints nothing."""
+
+    num_learners = 1
+    """Models, or adapters, in a checkpoint, each with its optimizer states."""
 
     def __init__(self, config: RecipeConfig, launch: Launch, console: Console, launch_file: Path | None = None) -> None:
         """Look at ``config`` as the processes of ``launch`` would run it, started by ``launch_file``."""
@@ -34,10 +37,10 @@ class Inspection(ABC):
         self.tokenizer: Any = None
         self.model_config: Any = None
         self.vocabulary: Any = None  # Of a run with a teacher: how its tokens are mapped to the student's.
+        self._data: Any = None  # What ``look_at_data`` has prepared; ``None`` where it could not.
         self.num_parameters = 0
         self.num_steps = 0
         self.launched_precision = "no"
-        self.num_learners = 1  # Models, or adapters, in a checkpoint, each with its optimizer states.
 
     def look_at_everything(self) -> None:
         """Print every section."""
@@ -158,6 +161,16 @@ class Inspection(ABC):
         )
         say(f"attention: {attention.implementation}, documents laid out in {attention.layout}")
 
+    def say_audit(self, say: Say, what: str) -> None:
+        """Say how long examples are, and what the audit of the data found."""
+        audit = self._data.audit
+        say(
+            f"{what}: 5 % up to {audit.length_p5:,}, half up to {audit.length_p50:,}, "
+            f"95 % up to {audit.length_p95:,}, longest {audit.length_max:,}"
+        )
+        for finding in self._data.findings:
+            say(("" if finding.severity == "ok" else f"{finding.severity}: ") + finding.found)
+
     def say_schedule(self, say: Say, num_rows: int | None) -> int:
         """Say how many steps upstream's trainer makes over ``num_rows`` rows (a stream: ``None``), and at which rates.
 
@@ -177,7 +190,7 @@ class Inspection(ABC):
         from recipes_lib.planning.schedule import compute_learning_rates
 
         steps = [round(share * (self.num_steps - 1)) for share in SHARES_OF_A_RUN]
-        peak = float(self.config.read("learning_rate"))
+        peak = self.config.read("learning_rate")
         rates = compute_learning_rates(peak, self.config.training, self.num_steps, num_warmup_steps, steps)
         shown = "decided while training" if rates is None else ", ".join(f"{rate:.2e}" for rate in rates)
         say(f"learning rate at 0, 25, 50, 75, 100 %: {shown}")

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from recipes_lib.inspection.sections import SHARES_OF_A_RUN, Inspection, Say
-
-if TYPE_CHECKING:
-    from recipes_lib.data.packed.training_data import TrainingData
-    from recipes_lib.data.pairs.pair_data import PairData
-    from recipes_lib.training.trainers.pretraining_rows import PretrainingRows
 
 
 class SFTInspection(Inspection):
     """Rows, their mask and their packs, and the schedule that upstream builds."""
-
-    def __init__(self, *args: Any) -> None:
-        """Take what ``Inspection`` takes."""
-        super().__init__(*args)
-        self._data: TrainingData | None = None
 
     @property
     def keeps_documents_apart(self) -> bool:
@@ -43,12 +33,7 @@ class SFTInspection(Inspection):
             f"{audit.num_rows:,} rows in {audit.num_packs:,} packs of {self._data.max_length:,} tokens, "
             f"{audit.packing_efficiency(self._data.max_length):.0%} filled"
         )
-        say(
-            f"tokens a row: 5 % up to {audit.length_p5:,}, half up to {audit.length_p50:,}, "
-            f"95 % up to {audit.length_p95:,}, longest {audit.length_max:,}"
-        )
-        for finding in self._data.findings:
-            say(("" if finding.severity == "ok" else f"{finding.severity}: ") + finding.found)
+        self.say_audit(say, "tokens a row")
         for caution in build_encoder(self.config, self.tokenizer).cautions:
             say(f"warning: {caution}")
 
@@ -71,11 +56,6 @@ class SFTInspection(Inspection):
 class PretrainInspection(Inspection):
     """Documents and their mixture, the schedule in tokens, and the size of the model against that of the data."""
 
-    def __init__(self, *args: Any) -> None:
-        """Take what ``Inspection`` takes."""
-        super().__init__(*args)
-        self._rows: PretrainingRows | None = None
-
     @property
     def keeps_documents_apart(self) -> bool:
         """Whether a document sees only itself."""
@@ -91,8 +71,8 @@ class PretrainInspection(Inspection):
             return
         num_tokens = count_run_tokens(self.config, self.launch.data_size)
         tokens = prepare_tokens(self.config, lambda _: self.tokenizer, num_tokens=num_tokens)
-        self._rows = build_rows(self.config, tokens, self.launch.data_size)
-        epochs = self._rows.epochs.values()
+        self._data = build_rows(self.config, tokens, self.launch.data_size)
+        epochs = self._data.epochs.values()
         for source, weight, passes in zip(tokens.train, tokens.weights, epochs, strict=True):
             say(
                 f"{source.name}: {source.num_documents:,} documents, {source.num_tokens:,} tokens, "
@@ -100,7 +80,7 @@ class PretrainInspection(Inspection):
             )
         for name, source in tokens.eval.items():
             say(f"held out of {name}: {source.num_documents:,} documents, {source.num_tokens:,} tokens")
-        for warning in self._rows.warnings:
+        for warning in self._data.warnings:
             say(f"warning: {warning}")
 
     def look_at_agreement(self, say: Say) -> None:
@@ -110,15 +90,15 @@ class PretrainInspection(Inspection):
 
     def look_at_steps(self, say: Say) -> None:
         """Steps, tokens, the batch, and the learning rates of the very schedule that training follows."""
-        if self._rows is None:
+        if self._data is None:
             return
-        plan = self._rows.plan
+        plan = self._data.plan
         self.num_steps = plan.num_steps
         first, full = (int(rows) * plan.max_length for rows in (plan.row_starts[1], plan.rows_per_step))
         batch = f"{full:,} tokens" if first == full else f"{first:,} tokens at first, {full:,} in the end"
         say(f"{plan.num_steps:,} steps of {batch}; {plan.num_tokens:,} tokens in all")
         say(f"{plan.num_tokens / max(1, self.num_parameters):,.1f} tokens per parameter (Chinchilla: 20)")
-        peak = float(self.config.training["learning_rate"])
+        peak = self.config.read("learning_rate")
         rates = [plan.schedule(round(share * (plan.num_steps - 1))) * peak for share in SHARES_OF_A_RUN]
         say(f"learning rate at 0, 25, 50, 75, 100 %: {', '.join(f'{rate:.2e}' for rate in rates)}")
         say(f"{plan.schedule.num_warmup_steps:,} steps of warm-up")
@@ -172,11 +152,6 @@ class DistillationInspection(SFTInspection):
 class PairInspection(Inspection):
     """Pairs, what is left out of them, and whether their prompts are computed once."""
 
-    def __init__(self, *args: Any) -> None:
-        """Take what ``Inspection`` takes."""
-        super().__init__(*args)
-        self._data: PairData | None = None
-
     @property
     def keeps_documents_apart(self) -> bool:
         """Whether the kernel has to: shared prompts go by a mask."""
@@ -191,14 +166,9 @@ class PairInspection(Inspection):
         self._data = load_pair_data(self.config, lambda _: self.tokenizer)
         audit = self._data.audit
         say(f"{audit.num_pairs:,} pairs under {audit.num_prompts:,} prompts, {audit.num_tokens:,} tokens")
-        say(
-            f"tokens of a prompt with its longer answer: 5 % up to {audit.length_p5:,}, half up to "
-            f"{audit.length_p50:,}, 95 % up to {audit.length_p95:,}, longest {audit.length_max:,}"
-        )
+        self.say_audit(say, "tokens of a prompt with its longer answer")
         if self._data.eval is not None:
             say(f"held out: {len(self._data.eval):,} pairs")
-        for finding in self._data.findings:
-            say(("" if finding.severity == "ok" else f"{finding.severity}: ") + finding.found)
 
     def look_at_agreement(self, say: Say) -> None:
         """Vocabulary, special tokens, length, what answers end with, and whether padding can be told from it."""

@@ -212,7 +212,7 @@ class PPOTrainer:
         critic_steps = self._updater.update_critic(rollout, iteration)
         ended = time.perf_counter()
 
-        # While the policy stands still, its distance says nothing of the price.
+        # While the policy is not updated, its KL divergence says nothing about the coefficient.
         next_price = self._control_kl(figures["objective/kl_seq"], len(rollout)) if is_warm else price
         num_tokens = rollout.num_tokens + sum(len(prompt.input_ids) for prompt in rollout.prompts)
         self.state = dataclasses.replace(

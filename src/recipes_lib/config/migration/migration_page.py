@@ -1,4 +1,4 @@
-"""The page ``docs/migration.md``, from the very tables that ``recipes check --migrate`` rewrites files by."""
+"""``docs/migration.md``, generated from the tables that ``recipes check --migrate`` uses."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ RETIRED: Final[Mapping[str, Retired]] = {
     ),
     "overwrite_output_dir": dropped(
         _GONE_5,
-        "delete the line; the same command goes on in `output_dir`, another configuration needs another directory",
+        "delete the line; the same command resumes in `output_dir`, another configuration needs another directory",
     ),
     "logging_dir": dropped(
         "was removed in transformers 5.15", "delete the line; set the environment variable TENSORBOARD_LOGGING_DIR"

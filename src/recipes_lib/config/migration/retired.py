@@ -1,4 +1,4 @@
-"""What a key that is not (or no longer) a key says to the user, and what migration makes of it."""
+"""Retired keys: the message that refuses one, and the rewrite that migration makes of it."""
 
 from __future__ import annotations
 

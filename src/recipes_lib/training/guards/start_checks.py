@@ -98,7 +98,7 @@ class AdapterChecks(TrainerCallback):
             self._say(f"adapter: all {len(self._initial)} trained tensors have a gradient")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """See after the first step of this process that the base stands still."""
+        """Verify after the first step of this process that the base weights are unchanged."""
         if self._is_first_step:
             self._is_first_step = False
             verify_frozen(self._frozen, kwargs["model"])
