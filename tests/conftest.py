@@ -80,10 +80,9 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Seconds that would have been waited for between requests: ``upstream``'s own and ``ours``."""
     from huggingface_hub.utils import _http
 
-    from recipes_lib.publish import hub_session
+    from recipes_lib.publish import access
 
     waited = SimpleNamespace(upstream=[], ours=[])
-    for module, notes in ((_http, waited.upstream), (hub_session, waited.ours)):
-        clock = SimpleNamespace(sleep=notes.append, monotonic=lambda: time.monotonic() + sum(waited.ours))
-        monkeypatch.setattr(module, "time", clock)
+    for module, notes in ((_http, waited.upstream), (access, waited.ours)):
+        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=notes.append, monotonic=time.monotonic))
     return waited

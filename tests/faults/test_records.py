@@ -32,9 +32,7 @@ from recipes_lib.data.sources.rows import Row
 from recipes_lib.models.heads.scoring import read_scale
 from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
 from recipes_lib.models.model_files import find_damage as find_damaged_weights
-from recipes_lib.publish.access import Target
 from recipes_lib.publish.card import write_card
-from recipes_lib.publish.journal import read_journal
 from recipes_lib.report.page import build_report
 from recipes_lib.report.run_files import read_run
 from recipes_lib.training.checkpoints.manifest import find_damage, write_complete
@@ -139,8 +137,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sample = {"step": 3, "prompt": "1?", "completion": "1.", "reference": "1.", "is_finished": True}
     (run.output_dir / "samples.jsonl").write_text(json.dumps(sample) + "\n")
     Rollbacks((Rollback(2, "the loss", 1, (0, 4), (1, 2)),)).write(run.output_dir)
-    journal = {"repository": "a/b", "branch": "main", "commits": {"m": {"fingerprint": "x"}}, "counts": {"n": 1}}
-    (run.output_dir / "_published.json").write_text(json.dumps({**journal, "error": ""}))
     adapter = {"task_type": "CAUSAL_LM", "base_model_name_or_path": str(folder / "model"), "peft_type": "LORA", "r": 4}
     (folder / "adapter_config.json").write_text(json.dumps(adapter))
     (folder / "reward_scale.json").write_text(json.dumps({"mean": 0.5, "std": 2.0}))
@@ -224,7 +220,6 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "metrics.jsonl, to rewind": ("run/metrics.jsonl", lambda f: MetricsWriter(f / "run" / "m", is_main=True).rewind(2)),
     "samples.jsonl": ("run/samples.jsonl", read_figures),
     "rollbacks.json": ("run/rollbacks.json", lambda folder: read_rollbacks(folder / "run")),
-    "_published.json": ("run/_published.json", lambda f: read_journal(f / "run", Target("a/b", "main", True, True))),
     "config.json": ("model/config.json", load_model),
     "generation_config.json": ("model/generation_config.json", load_model),
     "model.safetensors": ("model/model.safetensors", load_model),

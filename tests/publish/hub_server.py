@@ -186,11 +186,7 @@ class Hub:
         return {"id": path["repo"], "sha": commit.oid, "private": self._repository(path).private, "siblings": siblings}
 
     def _tree(self, path, body):
-        files = self._at(path).files
-        return [
-            {"type": "file", "path": name, "size": len(content), "oid": hash_blob(content)}
-            for name, content in files.items()
-        ]
+        return [describe_file(name, content) for name, content in self._at(path).files.items()]
 
     def _commits(self, path, body):
         self._at(path)
@@ -209,7 +205,7 @@ class Hub:
         there = self._at(path).files
         answers = []
         for file in json.loads(body)["files"]:
-            is_large = file["size"] > 10_000 or file["path"].endswith(".safetensors")
+            is_large = is_stored_large(file["path"], file["size"])
             content = there.get(file["path"])
             hash_content = hash_large if is_large else hash_blob
             oid = None if content is None else hash_content(content)
@@ -286,6 +282,17 @@ class Hub:
             raise Refusal(409)
         branches[path["rev"]] = list(branches["main"])
         return {}
+
+
+def is_stored_large(name: str, size: int) -> bool:
+    return size > 10_000 or name.endswith(".safetensors")
+
+
+def describe_file(name: str, content: bytes) -> dict[str, Any]:
+    file: dict[str, Any] = {"type": "file", "path": name, "size": len(content), "oid": hash_blob(content)}
+    if is_stored_large(name, len(content)):
+        file["lfs"] = {"oid": hash_large(content), "size": len(content), "pointerSize": 130}
+    return file
 
 
 def hash_large(content: bytes) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import huggingface_hub
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
 from tests.publish.hub_server import Fault
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.publish.access import find_target, open_target
+from recipes_lib.publish.access import describe, find_target, is_transient, limit_silence, open_target, retry
 
 KEYS = {"output_dir": "runs/mine"}
 READER = {"name": "team", "roleInOrg": "read"}
@@ -97,8 +98,8 @@ def test_a_token_that_the_hub_does_not_take_is_refused(hub, status):
 def test_a_hub_in_trouble_is_asked_again_and_then_the_run_is_refused(hub, pauses):
     hub.faults["info"] = [Fault(503), Fault(429, {"Retry-After": "9"}), Fault(cut="before")]
     assert str(find_target(KEYS)).startswith("publishes to me/mine")
-    assert pauses.ours == [2, 9, 8]
-    hub.faults["whoami"] = [Fault(429, {"Retry-After": "600"})]
+    assert pauses.ours == [2, 8, 30]
+    hub.faults["whoami"] = [Fault(429)] * 9
     with pytest.raises(ConfigError, match="did not answer"):
         find_target(KEYS)
 
@@ -111,3 +112,82 @@ def test_offline_and_without_a_token_there_is_no_publishing(hub, monkeypatch, tm
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="no Hub token"):
         find_target(KEYS)
+
+
+def ask(hub, fault):
+    """What ``huggingface_hub`` raises for one request with that fault."""
+    hub.faults["whoami"] = [fault]
+    limit_silence(0.2)
+    with pytest.raises(Exception) as caught:  # noqa: PT011 (of many kinds)
+        HfApi().whoami()
+    return caught.value
+
+
+TRANSIENT = [Fault(status) for status in (408, 409, 412, 429, 500, 502, 503, 504)]
+TRANSIENT += [Fault(cut="before"), Fault(cut="after"), Fault(stalls=True)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [*((fault, True) for fault in TRANSIENT), *((Fault(status), False) for status in (400, 401, 403, 404, 413, 422))],
+)
+def test_a_hub_that_is_busy_broken_or_silent_is_asked_again_and_one_that_refuses_is_not(hub, fault, expected):
+    assert is_transient(ask(hub, fault)) is expected
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("Error while uploading"), True),
+        (ConnectionResetError(), True),
+        (FileNotFoundError("gone"), False),
+        (ValueError("LFS batch API returned errors: quota"), False),
+        (KeyError("a bug"), False),
+    ],
+)
+def test_other_errors(error, expected):
+    assert is_transient(error) is expected
+
+
+def test_a_cause_decides(hub):
+    error = RuntimeError("Error while uploading 'model.safetensors'")
+    error.__cause__ = ask(hub, Fault(403))
+    assert not is_transient(error)
+    assert "403" in describe(error)
+
+
+def test_signatures_of_urls_are_not_told():
+    error = OSError("PUT https://s3.example/large?X-Amz-Signature=secret&x=1 failed")
+    assert describe(error) == "OSError: PUT https://s3.example/large failed"
+
+
+@pytest.mark.parametrize(("error", "num_attempts"), [(ConnectionResetError(), 4), (FileNotFoundError(), 1)])
+def test_attempts_are_few(pauses, error, num_attempts):
+    attempts = []
+
+    def attempt():
+        attempts.append(1)
+        raise error
+
+    with pytest.raises(type(error)):
+        retry(attempt)
+    assert len(attempts) == num_attempts
+
+
+@pytest.mark.parametrize("kind", ["whoami", "info", "tree", "auth"])
+def test_no_call_waits_for_ever(hub, kind, pauses):
+    hub.add("me/mine", private=True)
+    api = HfApi()
+    calls = {
+        "whoami": api.whoami,
+        "info": lambda: api.model_info("me/mine"),
+        "tree": lambda: list(api.list_repo_tree("me/mine")),
+        "auth": lambda: api.auth_check("me/mine", write=True),
+    }
+    hub.faults[kind] = [Fault(stalls=True)] * 9
+    limit_silence(9)
+    limit_silence(0.1)  # The last one holds, also for a client that upstream makes anew.
+    huggingface_hub.close_session()
+    with pytest.raises(Exception) as caught:  # noqa: PT011 (of many kinds)
+        calls[kind]()
+    assert is_transient(caught.value)

@@ -7,12 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.publish.runs import finish, make_run
+from tests.publish.runs import finish, make_run, save_checkpoint
 from tests.tiny import build_tokenizer
 from transformers import AutoTokenizer
 
 from recipes_lib.errors import DataError
-from recipes_lib.publish.selection import find_secret, list_published
+from recipes_lib.publish.selection import MODEL, Contents, collect_files, find_contents, find_secret, list_published
+from recipes_lib.training.checkpoints.manifest import read_complete
 
 SECRET = "hf_" + "k" * 34
 
@@ -91,24 +92,95 @@ def test_a_link_out_of_the_folder_is_not_followed(run, tmp_path, path):
         list_published(run)
 
 
+def read_files(folder):
+    """Some as files on disk, some as text in memory."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {
+        path.relative_to(folder).as_posix(): path if number % 2 else path.read_bytes()
+        for number, path in enumerate(paths)
+    }
+
+
 @pytest.mark.parametrize("path", ["README.md", "run.json", "config.json", "state/deep/notes.txt"])
 @pytest.mark.parametrize("place", [0, 9000, 300_000])
 def test_a_secret_is_found_wherever_it_stands(tmp_path, path, place):
     (tmp_path / "state" / "deep").mkdir(parents=True)
     for name in ("README.md", "config.json"):
         (tmp_path / name).write_text("hf_hub is no secret")
-    assert find_secret(tmp_path) is None
+    assert find_secret(read_files(tmp_path)) is None
     (tmp_path / path).write_text("word " * (place // 5) + SECRET)
-    assert find_secret(tmp_path) == path
+    assert find_secret(read_files(tmp_path)) == path
 
 
 def test_bytes_that_are_no_text_hold_none(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"\0" + SECRET.encode())
     (tmp_path / "latin.txt").write_bytes("Größe".encode("latin-1"))
-    assert find_secret(tmp_path) is None
+    assert find_secret(read_files(tmp_path)) is None
 
 
 def test_of_a_record_and_the_card_that_is_made_of_it_the_record_is_named(tmp_path):
     for name in ("README.md", "run.json"):
         (tmp_path / name).write_text(SECRET)
-    assert find_secret(tmp_path) == "run.json"
+    assert find_secret(read_files(tmp_path)) == "run.json"
+
+
+LOADED = {"model.safetensors", "config.json", "tokenizer.json"}
+TOLD = {"README.md", "run.json"}
+STATES = {"optimizer.pt", "trainer_state.json", "COMPLETE.json", "README.md", "samples.jsonl"}
+
+
+def test_of_a_checkpoint_the_model_its_card_and_its_record_are_published(run):
+    save_checkpoint(run, 10)
+    contents = find_contents(run, {"hub_strategy": "every_save"})["checkpoint-10"]
+    files = collect_files(contents, run)
+    assert set(files) == LOADED | TOLD
+    assert b"| eval_loss | 3.0 |" in files["README.md"]
+    # Cards and records are written anew.
+    assert {path for path in files if contents.find_seal(path)} == LOADED
+
+
+def test_optimizer_states_only_where_the_whole_checkpoint_was_asked_for(run):
+    checkpoint = save_checkpoint(run, 10)
+    (checkpoint / ".env").write_text("what somebody put there after it was sealed")
+    contents = find_contents(run, {"hub_strategy": "checkpoint"})["checkpoint-10"]
+    files = collect_files(contents, run)
+    assert set(files) == LOADED | TOLD | {f"last-checkpoint/{name}" for name in LOADED | STATES}
+    seal = read_complete(checkpoint)["files"]["README.md"]["sha256"]
+    assert contents.find_seal("last-checkpoint/README.md") == seal
+
+
+def test_of_a_finished_run_neither_samples_nor_checkpoints_are(run):
+    save_checkpoint(run, 10)
+    (run / "step-7-rows.jsonl").write_text("rows of a step that a guard has stopped")
+    assert set(collect_files(Contents(name=MODEL, source=finish(run)), run)) == LOADED | TOLD | {"metrics.jsonl"}
+
+
+def test_nothing_tells_about_the_machine_and_the_run_keeps_its_own_record(run):
+    before = (run / "run.json").read_text()
+    files = collect_files(Contents(name=MODEL, source=finish(run)), run)
+    told = files["run.json"].decode()
+    assert "secret" not in told + files["README.md"].decode()
+    assert str(run.parent) not in told
+    assert "error" not in json.loads(told)
+    assert json.loads(told)["command"] == ["sft.py", "--config", "sft.yaml", "--output_dir=run"]
+    assert json.loads((run / "run.json").read_text()) == json.loads(before) | {"status": "done"}
+
+
+def change_record(run, facts):
+    (run / "run.json").write_text(json.dumps(json.loads((run / "run.json").read_text()) | facts))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda run: (run / "model.safetensors").write_bytes(b"torn"), "not whole: model.safetensors cannot be opened"),
+        (lambda run: (run / "tokenizer.json").write_text(SECRET), "tokenizer.json: it would be published, and holds"),
+        (lambda run: change_record(run, {"command": ["sft.py", SECRET]}), "run.json: it would be published, and holds"),
+    ],
+)
+def test_what_must_not_be_published_is_named(run, change, words):
+    change(finish(run))
+    with pytest.raises(DataError, match=words) as caught:
+        collect_files(Contents(name=MODEL, source=run), run)
+    assert SECRET not in str(caught.value)
+    assert caught.value.problems[0].remedy

@@ -1,5 +1,6 @@
 """A run's directory: what is recorded, what may go on, and what is refused."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -218,6 +219,19 @@ def test_a_directory_of_another_configuration_is_refused_naming_the_keys(tmp_pat
 def test_a_run_that_left_nothing_may_be_started_with_other_keys(tmp_path):
     start_run(make_config(tmp_path), ONE)
     assert start_run(make_config(tmp_path, learning_rate=2e-5), ONE).resume_from is None
+
+
+def test_a_key_that_came_with_a_later_version_has_its_default_in_older_records(tmp_path):
+    start_run(make_config(tmp_path), ONE)
+    leave_checkpoint(tmp_path, 5)
+    path = tmp_path / "run.json"
+    record = json.loads(path.read_text())
+    del record["config"]["broken_rows"]
+    path.write_text(json.dumps(record))
+    config = make_config(tmp_path)
+    with pytest.raises(ConfigError, match="broken_rows was 'error' in the run"):
+        start_run(dataclasses.replace(config, tokens=dataclasses.replace(config.tokens, broken_rows="drop")), ONE)
+    assert start_run(config, ONE).resume_from is not None
 
 
 def test_how_a_run_is_watched_may_change(tmp_path):

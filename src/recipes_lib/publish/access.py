@@ -1,25 +1,33 @@
-"""Write access and visibility of a Hub repository, verified before training."""
+"""Hub access: write permission and visibility of the target repository, time limits and retries of requests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from huggingface_hub import HfApi, get_token
+from huggingface_hub import HfApi, get_session, get_token, set_client_factory
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 
 from recipes_lib.config.schema import read_training
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.publish.hub_session import NO_ANSWER, GivenUpError, describe, limited, persist, read_status
 
 T = TypeVar("T")
 
 DEFAULT_BRANCH: Final = "main"
+NO_ANSWER: type[Exception] = HfHubHTTPError.__bases__[0]
+"""What the HTTP library under huggingface_hub raises when a connection fails or takes too long."""
 _SILENCE_SECONDS: Final = 30.0
-_PATIENCE_SECONDS: Final = 60.0
-"""For a Hub that is busy or broken, before a run is refused that could not publish anyway."""
+_PAUSES: Final = (2.0, 8.0, 30.0)
+"""Seconds between attempts while the Hub is busy or broken."""
+_TRANSIENT: Final = (408, 409, 412, 423, 425, 429)
+"""Besides all from 500 on, statuses that another attempt may not meet."""
+_QUERY: Final = re.compile(r"\?[^\s'\"]*")
 _WRITERS: Final = ("admin", "write", "contributor")
 """Roles in an organisation that may make a repository in it."""
 
@@ -138,10 +146,10 @@ def _ask(name: str, question: Callable[[HfApi], T]) -> T:
     Raises:
         ConfigError: It refuses, or does not answer.
     """
+    limit_silence(_SILENCE_SECONDS)
     try:
-        with limited(_SILENCE_SECONDS):
-            return persist(lambda: question(HfApi()), lambda seconds: seconds <= _PATIENCE_SECONDS, lambda _: None)
-    except (HfHubHTTPError, OfflineModeIsEnabled, HFValidationError, OSError, NO_ANSWER, GivenUpError) as error:
+        return retry(lambda: question(HfApi()))
+    except (HfHubHTTPError, OfflineModeIsEnabled, HFValidationError, OSError, NO_ANSWER) as error:
         if read_status(error) in (401, 403):
             found = f"the Hub does not let this account write to {name} ({describe(error)})"
             raise _problem("push_to_hub", found, "use a token that may: `hf auth whoami` says whose it is") from error
@@ -151,3 +159,63 @@ def _ask(name: str, question: Callable[[HfApi], T]) -> T:
 
 def _problem(key: str, found: str, remedy: str) -> ConfigError:
     return ConfigError(Problem(key, found, remedy))
+
+
+def limit_silence(seconds: float) -> None:
+    """Have every request of huggingface_hub in this process fail after a silence; upstream's client waits forever."""
+    session = get_session()
+    kind, hooks = type(session), session.event_hooks
+    requests = [hook for hook in hooks["request"] if not isinstance(hook, partial)]
+    # By the factory, because upstream makes a new client after a connection error (``utils/_http.py``).
+    limited: Any = {**hooks, "request": [*requests, partial(_limit, seconds)]}
+    set_client_factory(lambda: kind(event_hooks=limited, follow_redirects=True))
+
+
+def _limit(seconds: float, request: Any) -> None:
+    # Of the request, because upstream passes ``timeout=None`` in some calls, as when it lists files, which overrules
+    # the limit of the client (huggingface_hub 2.4, ``utils/_pagination.py``).
+    request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), seconds)
+
+
+def retry(attempt: Callable[[], T]) -> T:
+    """Return what ``attempt`` returns, repeated after each of ``_PAUSES`` while the failure is transient."""
+    for pause in _PAUSES:
+        try:
+            return attempt()
+        except Exception as error:
+            if not is_transient(error):
+                raise
+        time.sleep(pause)
+    return attempt()
+
+
+def is_transient(error: BaseException) -> bool:
+    """Return whether another attempt may succeed: the Hub is busy, slow, broken or out of reach."""
+    causes = list(_causes(error))
+    status = next((status for cause in causes if (status := read_status(cause)) is not None), None)
+    if status is not None:
+        return status in _TRANSIENT or status >= 500
+    if any(isinstance(cause, FileNotFoundError | PermissionError | OfflineModeIsEnabled) for cause in causes):
+        return False
+    # An answer that is not JSON comes from a proxy before the Hub.
+    return any(isinstance(cause, NO_ANSWER | OSError | RuntimeError | json.JSONDecodeError) for cause in causes)
+
+
+def read_status(error: BaseException) -> int | None:
+    """Return the HTTP status that an error reports."""
+    status: int | None = getattr(getattr(error, "response", None), "status_code", None)
+    return status
+
+
+def describe(error: BaseException) -> str:
+    """Return in one line what the Hub answered, or else the first cause; without the signatures that URLs carry."""
+    causes = list(_causes(error))
+    told = next((cause for cause in causes if read_status(cause) is not None), causes[-1])
+    words = next((line.strip() for line in str(told).splitlines() if line.strip()), "")
+    return f"{type(told).__name__}: {_QUERY.sub('', words)}" if words else type(told).__name__
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

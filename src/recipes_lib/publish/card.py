@@ -165,7 +165,12 @@ _ADAPTER_IMPORTS = (
 
 
 def write_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, float]) -> None:
-    """Write ``README.md``, the model card, from the record of the run and its last evaluation.
+    """Write ``README.md``, the model card; arguments as of ``build_card``."""
+    (folder / "README.md").write_text(build_card(folder, record, figures), encoding="utf-8")
+
+
+def build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, float]) -> str:
+    """Return the model card, from the record of the run and its last evaluation.
 
     Args:
         folder: Folder of the model; its ``metrics.jsonl`` and ``report/`` are told of where they are there.
@@ -222,7 +227,7 @@ def write_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, fl
         "```",
         "",
     ]
-    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+    return "\n".join(lines)
 
 
 def write_merge_card(folder: Path, record: Mapping[str, Any]) -> None:

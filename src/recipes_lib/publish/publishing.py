@@ -1,274 +1,204 @@
-"""``recipes publish``, and publishing while training from a side process."""
+"""``recipes publish``, and publishing while training: a background thread commits checkpoints and the final model."""
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import functools
-import os
-import subprocess
+import hashlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
 from recipes_lib import processes
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.values import BOOLEANS
-from recipes_lib.errors import EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, ConfigError, Problem
+from recipes_lib.errors import ConfigError, Problem, UserError
 from recipes_lib.files import try_lock
-from recipes_lib.models.model_files import is_model
-from recipes_lib.publish.access import DEFAULT_BRANCH, Target, open_target
-from recipes_lib.publish.hub_session import RequestCount, describe
-from recipes_lib.publish.journal import Journal, read_journal
-from recipes_lib.publish.publication import SECONDS_BETWEEN_LOOKS, Publication, RunSummary, is_refusal
-from recipes_lib.publish.push import Publisher
-from recipes_lib.publish.snapshots import MODEL, Contents
-from recipes_lib.report.run_files import read_run
-from recipes_lib.training.checkpoints.manifest import COMPLETE, is_complete, list_checkpoints, read_complete
+from recipes_lib.publish.access import (
+    DEFAULT_BRANCH,
+    Target,
+    describe,
+    is_transient,
+    limit_silence,
+    open_target,
+    read_status,
+    retry,
+)
+from recipes_lib.publish.card import CHART
+from recipes_lib.publish.selection import (
+    MODEL,
+    RECORDS,
+    STATES,
+    Contents,
+    Files,
+    collect_files,
+    find_contents,
+    read_facts,
+)
 
-LOG: Final = "_published.log"
+SILENCE_SECONDS: Final = 120.0
+"""Without a byte for so long, a request of a push has failed."""
+WAIT_SECONDS: Final = 3600.0
+"""How long the end of a run waits for the last uploads."""
+PAUSE_SECONDS: Final = 120.0
+"""Between two passes of a running training after the Hub has failed."""
+SECONDS_BETWEEN_LOOKS: Final = 0.5
 _LOCK: Final = "_published.lock"
-_FINISH: Final = "finish"
-_STATES: Final = {"checkpoint": "last-checkpoint", "all_checkpoints": "{name}"}
-"""Where whole checkpoints go in the repository, by ``hub_strategy``; no other asks for them."""
-_NICENESS: Final = 5
+_WEIGHT_FILES: Final = ("*.safetensors", "*.safetensors.index.json")
 
 
-def publishing(train: Callable[[RecipeConfig], None]) -> Callable[[RecipeConfig], None]:
-    """Have a recipe publish what it trains, where ``push_to_hub`` asks for it.
+class DamagedError(Exception):
+    """A file is not what was sealed: it must not be published."""
 
-    That it may is proved before anything else; that the Hub fails later never fails the run.
 
-    Args:
-        train: Trains by a configuration; every process calls it, and the main one publishes.
+class Publication:
+    """Commits what a folder holds and the branch does not.
 
-    Raises:
-        ConfigError: It may not (``open_target``).
+    Attributes:
+        num_commits: Commits that were made.
     """
 
-    @functools.wraps(train)
-    def train_and_publish(config: RecipeConfig) -> None:
-        if not config.training.get("push_to_hub") or processes.read_rank() != 0:
-            train(config)
-            return
-        target = open_target(config.training)
-        _tell(str(target))
-        companion = PublisherProcess(Path(config.training["output_dir"]), target)
-        try:
-            if config.training["hub_strategy"] != "end":
-                companion.start()
-            train(config)
-            companion.finish()
-        finally:
-            companion.stop()
+    def __init__(self, folder: Path, target: Target, keys: Mapping[str, Any], say: Callable[[str], None]) -> None:
+        """Send nothing yet.
 
-    return train_and_publish
+        Args:
+            folder: Output directory of a run, or a model.
+            target: Repository that this account may write to.
+            keys: ``hub_strategy``, ``tag``; ``hub_always_push`` publishes checkpoints that a newer one has overtaken.
+            say: Called with a line for each event.
+        """
+        self.num_commits = 0
+        self._api = HfApi()
+        self._folder, self._target, self._keys, self._say = folder, target, keys, say
+        self._is_done: dict[tuple[str, str], bool] = {}
 
+    def publish_missing(self, *, with_model: bool = True) -> None:
+        """Commit what is missing, the oldest first.
 
-class PublisherProcess:
-    """The process beside a run that publishes it; it ends when this one does, whatever the reason."""
+        Args:
+            with_model: Whether the final model goes too; not before the run has ended.
 
-    def __init__(self, output_dir: Path, target: Target) -> None:
-        """Start nothing yet."""
-        self._output_dir = output_dir
-        self._target = target
-        self._process: subprocess.Popen[str] | None = None
+        Raises:
+            ConfigError: Another process publishes the folder.
+            DataError: As ``collect_files``.
+            Exception: The Hub refuses, or has failed several times in a row.
+        """
+        with _alone(self._folder):
+            while pending := self._find_pending(with_model=with_model):
+                contents = pending[0]
+                try:
+                    commit = retry(functools.partial(self._publish, contents))
+                except DamagedError as error:
+                    self._say(f"{contents.name} is not published: {error}")
+                except Exception:
+                    # Upstream reports a file that is gone as whatever it was doing at the time.
+                    if contents.source.exists():
+                        raise
+                    self._say(f"{contents.name} is not published: it was deleted meanwhile (save_total_limit)")
+                else:
+                    self.num_commits += 1
+                    self._say(f"published {contents.name} as {commit[:12]}")
+                self._is_done[_identify(contents)] = True
 
-    def start(self) -> None:
-        """Let it publish what the run in the directory will leave."""
-        self._output_dir.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", __name__, str(self._output_dir)]
-        command += [self._target.repository, self._target.branch, str(_read_time(self._output_dir))]
-        with (self._output_dir / LOG).open("a", encoding="utf-8") as log:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True)
+    def _find_pending(self, *, with_model: bool) -> list[Contents]:
+        """Return what is newer than all that is published: a branch never goes back to an older checkpoint."""
+        found = find_contents(self._folder, self._keys)
+        pending: list[Contents] = []
+        for contents in reversed(found.values()):
+            if contents.name == MODEL and not with_model:
+                continue
+            key = _identify(contents)
+            if key not in self._is_done:
+                self._is_done[key] = retry(functools.partial(self._is_published, contents))
+            if self._is_done[key]:
+                break
+            pending.insert(0, contents)
+        checkpoints = [contents for contents in pending if contents.name != MODEL]
+        overtaken = [] if self._keys.get("hub_always_push") else checkpoints[:-1]
+        return [contents for contents in pending if contents not in overtaken]
 
-    def finish(self) -> None:
-        """Wait until all is published that the run has left, or given up; say which."""
-        if self._process is None or self._process.poll() is not None:
-            self.start()
-        assert self._process is not None
-        assert self._process.stdin is not None
-        again = f"`recipes publish {self._output_dir}` goes on"
-        _tell(f"publishing to {self._target.repository}; interrupted, {again}")
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(f"{_FINISH}\n")
-            self._process.stdin.close()
-        code = self._process.wait()
-        journal = read_journal(self._output_dir, self._target)
-        if code == EXIT_DONE:
-            _tell(describe_counts(journal))
-        else:
-            _tell(f"not all is published ({journal.error or f'see {self._output_dir / LOG}'}); {again}")
+    def _is_published(self, contents: Contents) -> bool:
+        """Return whether the Hub has every file but the records: those may be edited there."""
+        files = collect_files(contents, self._folder)
+        revisions = {contents.tag, self._target.branch if contents.name == MODEL else contents.tag}
+        for revision in revisions - {None}:
+            try:
+                tree = self._list_files(revision)
+            except (RepositoryNotFoundError, RevisionNotFoundError):
+                return False
+            for path, file in files.items():
+                if path not in (*RECORDS, CHART) and (
+                    path not in tree or not _is_same(tree[path], file, contents.find_seal(path))
+                ):
+                    return False
+        return True
 
-    def stop(self) -> None:
-        """End it; what it has not done is done by the next one."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+    def _list_files(self, revision: str | None) -> dict[str, RepoFile]:
+        tree = self._api.list_repo_tree(self._target.repository, revision=revision, recursive=True)
+        return {entry.path: entry for entry in tree if isinstance(entry, RepoFile)}
 
-
-def main(argv: Sequence[str]) -> None:
-    """Publish the finished model of a run, a merged model, or checkpoints, as far as that is not done.
-
-    Raises:
-        ConfigError: There is nothing to publish, this account may not, another process does it, or the Hub refuses or
-            could not take it for too long.
-        DataError: The model is not whole, or what would be published holds a secret.
-    """
-    options = _parse(argv)
-    folder: Path = options.folder
-    keys = _read_keys(folder) | {name: value for name, value in vars(options).items() if value is not None}
-    found = find_contents(folder, keys)
-    if not found:
-        remedy = "let the run finish, or publish its checkpoints: `--hub_strategy every_save`"
-        raise ConfigError(Problem(str(folder), "there is no finished model in it", remedy))
-    target = open_target({**keys, "output_dir": str(folder)})
-    sys.stdout.write(f"{target}\n")
-    with _alone(folder):
-        journal = read_journal(folder, target)
-        is_over = threading.Event()
-        is_over.set()
-        publication = _build(folder, target, journal, keys | {"hub_always_push": True}, is_over)
-        error = _publish(journal, publication.follow)
-    sys.stdout.write(f"{describe_counts(journal)}\n")
-    if error is not None:
-        raise ConfigError(
-            Problem(str(folder), f"not all is published: {describe(error)}", "run the same command again")
+    def _publish(self, contents: Contents) -> str:
+        """Return the commit that holds the contents; unchanged files make no second commit after a lost answer."""
+        files = collect_files(contents, self._folder)
+        additions = [CommitOperationAdd(path, file) for path, file in files.items()]
+        for addition in additions:
+            sealed = contents.find_seal(addition.path_in_repo)
+            if sealed is not None and addition.upload_info.sha256.hex() != sealed:
+                raise DamagedError(f"{addition.path_in_repo} holds other bytes than were written")
+        repository, branch = self._target.repository, self._target.branch
+        # One at a time: several at once are sent by a thread pool, which the interpreter would wait for at its end.
+        for addition in additions:
+            self._api.preupload_lfs_files(repository, [addition], revision=branch, free_memory=False)
+        # ``create_commit``, because ``upload_folder`` makes several commits of what takes it longer than five minutes,
+        # and whoever loads the branch between them gets shards of two models.
+        commit = self._api.create_commit(
+            repository,
+            [*self._list_deletions(contents, files), *additions],
+            commit_message=f"Publish {contents.name}",
+            revision=branch,
         )
+        if contents.tag is not None:
+            self._tag(contents.tag, commit.oid)
+        return str(commit.oid)
+
+    def _list_deletions(self, contents: Contents, files: Files) -> Iterator[CommitOperationDelete]:
+        for path in self._list_files(self._target.branch):
+            is_stale = bool(contents.state) and path.startswith(f"{contents.state}/")
+            is_weight = "/" not in path and any(fnmatch.fnmatch(path, pattern) for pattern in _WEIGHT_FILES)
+            if (is_stale or is_weight) and path not in files:
+                yield CommitOperationDelete(path, is_folder=False)
+
+    def _tag(self, tag: str, commit: str) -> None:
+        try:
+            self._api.create_tag(self._target.repository, tag=tag, revision=commit)
+        except HfHubHTTPError as error:
+            if read_status(error) != 409:
+                raise
+            self._api.delete_tag(self._target.repository, tag=tag)
+            self._api.create_tag(self._target.repository, tag=tag, revision=commit)
 
 
-def follow(folder: Path, target: Target, before: int, orders: IO[str]) -> int:
-    """Publish what the run in a folder leaves, until the process that has started this one says that it is over.
-
-    Args:
-        folder: Output directory.
-        target: That this account may write to.
-        before: When ``run.json`` was written last before the run began: until the run has taken the directory over,
-            what it holds may be another run's.
-        orders: Ends without a word when that process is gone; then this one ends at once.
-
-    Returns:
-        Exit code.
-    """
-    is_finishing = threading.Event()
-    threading.Thread(target=_obey, args=(orders, is_finishing), daemon=True).start()
-    os.nice(_NICENESS)
-    while _read_time(folder) == before and not is_finishing.wait(SECONDS_BETWEEN_LOOKS):
-        pass
-    with _alone(folder):
-        journal = read_journal(folder, target)
-        publication = _build(folder, target, journal, _read_keys(folder), is_finishing)
-        error = _publish(journal, publication.follow)
-    return EXIT_DONE if error is None else EXIT_USER
+def _identify(contents: Contents) -> tuple[str, str]:
+    """Return what tells a checkpoint from another one that was saved later under its name."""
+    return contents.name, str(sorted(contents.sealed.items()))
 
 
-def find_contents(folder: Path, keys: Mapping[str, Any]) -> dict[str, Contents]:
-    """Return what could be published of a folder now, by name: checkpoints by step, then the finished model.
-
-    Args:
-        folder: Output directory of a run, or any model.
-        keys: Configuration of the run; ``hub_strategy`` says what is published of it, and ``tag`` names the model.
-    """
-    strategy, found = keys.get("hub_strategy", "end"), {}
-    for step, path in reversed(list_checkpoints(folder)) if strategy != "end" else ():
-        record = read_complete(path)
-        if record is not None and is_complete(path) and is_model(path):
-            sealed = {name: file["sha256"] for name, file in record["files"].items()}
-            state = _STATES.get(strategy, "").format(name=path.name)
-            whole = (*sealed, COMPLETE) if state else ()
-            found[path.name] = Contents(source=path, sealed=sealed, state=state, state_files=whole, tag=f"step-{step}")
-    if _read_record(folder).get("status", "done") == "done" and is_model(folder):
-        found[MODEL] = Contents(source=folder, sealed={}, tag=keys.get("tag"))
-    return found
-
-
-def describe_counts(journal: Journal) -> str:
-    """Return in one line what was published, and what became of the requests."""
-    counts = journal.counts
-    link = f"https://huggingface.co/{journal.repository}"
-    branch = "" if journal.branch == DEFAULT_BRANCH else f"/tree/{journal.branch}"
-    return (
-        f"published at {link}{branch}: {counts.get('num_pushed', 0)} commits; "
-        f"{counts.get('num_requests', 0)} requests, {counts.get('num_failed_requests', 0)} failed and made again, "
-        f"{counts.get('num_lost', 0)} pushes lost"
-    )
-
-
-def _build(
-    folder: Path, target: Target, journal: Journal, keys: Mapping[str, Any], is_finishing: threading.Event
-) -> Publication:
-    return Publication(
-        folder,
-        Publisher(target, _print),
-        journal,
-        lambda: find_contents(folder, keys),
-        lambda name: _inspect(folder, name),
-        pushes_all=bool(keys.get("hub_always_push")),
-        is_finishing=is_finishing,
-        say=_print,
-    )
-
-
-def _publish(journal: Journal, publish: Callable[[], object]) -> BaseException | None:
-    """Publish, count, and return what has ended it before all was done.
-
-    Raises:
-        Exception: It was not the Hub.
-    """
-    requests, error = RequestCount(), None
-    requests.install()
-    disable_progress_bars()
-    try:
-        publish()
-    except Exception as raised:
-        error = raised
-        if not is_refusal(raised):
-            raise
-    finally:
-        journal.add(num_requests=requests.num_sent, num_failed_requests=requests.num_failed)
-        journal.add(num_lost=int(error is not None))
-        journal.error = "" if error is None else describe(error)
-        journal.write()
-    return error
-
-
-def _inspect(folder: Path, name: str) -> RunSummary:
-    """Return the record of a run and its last evaluation, that before a checkpoint."""
-    record = _read_record(folder)
-    if not record:
-        return {}, {}
-    last = float("inf") if name == MODEL else int(name.rpartition("-")[2])
-    evaluations = [event for event in read_run(folder).evaluations if event["step"] <= last]
-    figures = {key: value for key, value in (evaluations or [{}])[-1].items() if key.startswith("eval_")}
-    return record, figures
-
-
-def _read_record(folder: Path) -> Mapping[str, Any]:
-    """What ``run.json`` says of a run; nothing of a folder that no run has made."""
-    return read_run(folder).facts if (folder / "run.json").is_file() else {}
-
-
-def _read_keys(folder: Path) -> dict[str, Any]:
-    return dict(_read_record(folder).get("config", {}))
-
-
-def _read_time(folder: Path) -> int:
-    """When ``run.json`` was written last, in nanoseconds; 0 before it is there."""
-    file = folder / "run.json"
-    return file.stat().st_mtime_ns if file.exists() else 0
-
-
-def _obey(orders: IO[str], is_finishing: threading.Event) -> None:
-    for order in orders:
-        if order.strip() == _FINISH:
-            is_finishing.set()
-            return
-    os._exit(EXIT_PREEMPTED)
+def _is_same(remote: RepoFile, file: Path | bytes, sealed: str | None) -> bool:
+    if remote.lfs is not None:
+        if sealed is None:
+            sealed = CommitOperationAdd(remote.path, file).upload_info.sha256.hex()
+        return bool(remote.lfs.sha256 == sealed)
+    content = file.read_bytes() if isinstance(file, Path) else file
+    return bool(remote.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest())
 
 
 @contextmanager
@@ -284,8 +214,145 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
+def publishing(train: Callable[[RecipeConfig], None]) -> Callable[[RecipeConfig], None]:
+    """Have a recipe publish what it trains, where ``push_to_hub`` asks for it.
+
+    Write access is proved before anything else; a failure of the Hub after that never fails the run.
+
+    Args:
+        train: Trains by a configuration; every process calls it, and the main one publishes.
+
+    Raises:
+        ConfigError: It may not (``open_target``).
+    """
+
+    @functools.wraps(train)
+    def train_and_publish(config: RecipeConfig) -> None:
+        if not config.training.get("push_to_hub") or processes.read_rank() != 0:
+            train(config)
+            return
+        target = open_target(config.training)
+        _tell(str(target))
+        publisher = BackgroundPublisher(Path(config.training["output_dir"]), target, config.training)
+        try:
+            if config.training["hub_strategy"] != "end":
+                publisher.start()
+            train(config)
+            publisher.finish()
+        finally:
+            publisher.stop()
+
+    return train_and_publish
+
+
+class BackgroundPublisher:
+    """A daemon thread that publishes a run: neither training nor the end of the process waits for a stalled Hub."""
+
+    def __init__(self, folder: Path, target: Target, keys: Mapping[str, Any]) -> None:
+        """Start nothing yet; arguments as of ``Publication``."""
+        self._folder, self._target = folder, target
+        self._publication = Publication(folder, target, keys, _tell)
+        self._error: Exception | None = None
+        self._is_over, self._is_stopped = threading.Event(), False
+        # Until the run has written its record, what the directory holds may be another run's.
+        self._before = _read_time(folder)
+        # Not ``run_as_future``: the interpreter waits at its end for the threads of an executor.
+        self._thread = threading.Thread(target=self._run, name="publishing", daemon=True)
+
+    def start(self) -> None:
+        """Publish checkpoints as the run saves them."""
+        limit_silence(SILENCE_SECONDS)
+        disable_progress_bars()
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for up to ``WAIT_SECONDS`` until all is published that the run has left; say whether it is."""
+        again = f"`recipes publish {self._folder}` publishes the rest"
+        _tell(f"publishing to {self._target.repository}; interrupted, {again}")
+        self._is_over.set()
+        if not self._thread.ident:
+            self.start()
+        self._thread.join(WAIT_SECONDS)
+        if self._thread.is_alive():
+            _tell(f"not all is published (the Hub has not taken it within {WAIT_SECONDS:.0f} s); {again}")
+        elif self._error is not None:
+            _tell(f"not all is published ({describe(self._error)}); {again}")
+        else:
+            _tell(describe_commits(self._target, self._publication.num_commits))
+
+    def stop(self) -> None:
+        """Start no further push; one that is under way is left alone, and dies with the process."""
+        self._is_stopped = True
+        self._is_over.set()
+
+    def _run(self) -> None:
+        pause = SECONDS_BETWEEN_LOOKS
+        while True:
+            is_over = self._is_over.wait(pause)
+            if self._is_stopped:
+                return
+            try:
+                if is_over or _read_time(self._folder) != self._before:
+                    self._publication.publish_missing(with_model=is_over)
+                pause, self._error = SECONDS_BETWEEN_LOOKS, None
+            except UserError as error:
+                _tell(str(error))
+                self._error = error
+                return
+            except Exception as error:
+                if self._error is None or describe(error) != describe(self._error):
+                    _tell(f"publishing has failed, and is tried again: {describe(error)}")
+                pause, self._error = PAUSE_SECONDS, error
+            if is_over:
+                return
+
+
+def main(argv: Sequence[str]) -> None:
+    """Publish the finished model of a run, a merged model, or checkpoints, as far as that is not done.
+
+    Raises:
+        ConfigError: There is nothing to publish, this account may not, another process does it, or the Hub refuses or
+            fails several times in a row.
+        DataError: The model is not whole, or what would be published holds a secret.
+    """
+    options = _parse(argv)
+    folder: Path = options.folder
+    keys = dict(read_facts(folder).get("config", {}))
+    keys |= {name: value for name, value in vars(options).items() if value is not None}
+    if not find_contents(folder, keys):
+        remedy = "let the run finish, or publish its checkpoints: `--hub_strategy every_save`"
+        raise ConfigError(Problem(str(folder), "there is no finished model in it", remedy))
+    target = open_target({**keys, "output_dir": str(folder)})
+    _print(str(target))
+    limit_silence(SILENCE_SECONDS)
+    disable_progress_bars()
+    publication = Publication(folder, target, keys | {"hub_always_push": True}, _print)
+    try:
+        publication.publish_missing()
+    except UserError:
+        raise
+    except Exception as error:
+        if not (is_transient(error) or read_status(error) is not None):
+            raise
+        found, remedy = f"not all is published: {describe(error)}", "run the same command again"
+        raise ConfigError(Problem(str(folder), found, remedy)) from error
+    _print(describe_commits(target, publication.num_commits))
+
+
+def describe_commits(target: Target, num_commits: int) -> str:
+    """Return in one line where the model is, and how many commits were made."""
+    branch = "" if target.branch == DEFAULT_BRANCH else f"/tree/{target.branch}"
+    return f"published at https://huggingface.co/{target.repository}{branch}: {num_commits} commits"
+
+
+def _read_time(folder: Path) -> int:
+    """When ``run.json`` was written last, in nanoseconds; 0 before it is there."""
+    file = folder / "run.json"
+    return file.stat().st_mtime_ns if file.exists() else 0
+
+
 def _print(line: str) -> None:
-    sys.stdout.write(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} {line}\n")
+    sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
@@ -300,7 +367,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--hub_model_id", metavar="ID", help="repository (default: the run's, or the folder's name)")
     parser.add_argument("--hub_private_repo", type=_read_flag, metavar="true|false", help="(default: true)")
     parser.add_argument("--hub_revision", metavar="BRANCH", help="branch to commit to (default: main)")
-    strategies = ("end", "every_save", *_STATES)
+    strategies = ("end", "every_save", *STATES)
     parser.add_argument("--hub_strategy", choices=strategies, help="which checkpoints go with it (default: the run's)")
     parser.add_argument("--tag", help="name of the commit of the finished model, such as v1.0")
     return parser.parse_args(argv)
@@ -315,8 +382,3 @@ def _read_flag(text: str) -> bool:
     if text.lower() not in BOOLEANS:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is neither true nor false")
     return BOOLEANS[text.lower()]
-
-
-if __name__ == "__main__":
-    place, repository, branch, before = sys.argv[1:]
-    sys.exit(follow(Path(place), Target(repository, branch, is_private=True, exists=True), int(before), sys.stdin))

@@ -1,21 +1,120 @@
-"""Files of a folder that are published, and the scan for secrets."""
+"""Files to publish: checkpoints and final models, selected by name, with portable records and without secrets."""
 
 from __future__ import annotations
 
 import fnmatch
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from recipes_lib.config.secrets import has_secret_shape
 from recipes_lib.errors import DataError, Problem
-from recipes_lib.models.model_files import MODEL_FILES
-from recipes_lib.publish.card import CHART
+from recipes_lib.files import read_record
+from recipes_lib.models.model_files import MODEL_FILES, find_damage, is_model
+from recipes_lib.publish.card import CHART, build_card, make_portable
+from recipes_lib.report.run_files import read_run
+from recipes_lib.training.checkpoints.manifest import COMPLETE, is_complete, list_checkpoints, read_complete
 
+MODEL: Final = "model"
+"""Name of the contents that are the finished model."""
+STATES: Final = {"checkpoint": "last-checkpoint", "all_checkpoints": "{name}"}
+"""Folder of the repository for whole checkpoints, by ``hub_strategy``; no other publishes optimizer states."""
 MANIFESTS: Final = ("run.json", "merge.json")
 RECORDS: Final = ("README.md", *MANIFESTS, "metrics.jsonl", "reward_report.json")
 _TEMPLATES: Final = "additional_chat_templates"
 _HEAD_BYTES: Final = 8192
-"""A file with a zero byte among its first ones is no text, which is how git tells as well."""
+"""A file with a zero byte among its first ones is binary, which is how git tells as well."""
+
+Files = Mapping[str, Path | bytes]
+"""Path in the repository -> the file on disk, or what it shall hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What one commit is made of.
+
+    Attributes:
+        name: ``checkpoint-N`` or ``MODEL``.
+        source: Checkpoint or output directory.
+        sealed: SHA-256 of files by their path in it; empty where none are known.
+        state: Folder of the repository that gets the whole checkpoint, to resume from; empty for none.
+        tag: Name that the commit gets.
+    """
+
+    name: str
+    source: Path
+    sealed: Mapping[str, str] = field(default_factory=dict)
+    state: str = ""
+    tag: str | None = None
+
+    def find_seal(self, path: str) -> str | None:
+        """Return the SHA-256 that a file must have, by its path in the repository; ``None`` for what is not sealed."""
+        # Cards and records are written anew; PEFT leaves a card of its own in checkpoints.
+        return None if path in RECORDS else self.sealed.get(path.removeprefix(f"{self.state}/"))
+
+
+def find_contents(folder: Path, keys: Mapping[str, Any]) -> dict[str, Contents]:
+    """Return what could be published of a folder now, by name: checkpoints by step, then the finished model.
+
+    Args:
+        folder: Output directory of a run, or any model.
+        keys: Configuration of the run; ``hub_strategy`` says what is published of it, and ``tag`` names the model.
+    """
+    strategy, found = keys.get("hub_strategy", "end"), {}
+    for step, path in reversed(list_checkpoints(folder)) if strategy != "end" else ():
+        record = read_complete(path)
+        if record is not None and is_complete(path) and is_model(path):
+            sealed = {name: file["sha256"] for name, file in record["files"].items()}
+            state = STATES.get(strategy, "").format(name=path.name)
+            found[path.name] = Contents(name=path.name, source=path, sealed=sealed, state=state, tag=f"step-{step}")
+    if read_facts(folder).get("status", "done") == "done" and is_model(folder):
+        found[MODEL] = Contents(name=MODEL, source=folder, tag=keys.get("tag"))
+    return found
+
+
+def collect_files(contents: Contents, folder: Path) -> Files:
+    """Return the files of one commit: model, records without the machine's paths, and the card.
+
+    Args:
+        contents: Of the commit.
+        folder: Output directory of the run, whose record the card is written from; without ``run.json``, as after a
+            merge, the card of the source is taken as it is.
+
+    Raises:
+        DataError: The model is not whole, a link leaves the folder, or a text holds a secret.
+        FileNotFoundError: The source was deleted meanwhile.
+    """
+    source, record = contents.source, read_facts(folder)
+    files: dict[str, Path | bytes] = {path: source / path for path in list_published(source)}
+    if contents.state:
+        files |= {f"{contents.state}/{path}": source / path for path in (*contents.sealed, COMPLETE)}
+    manifests = {path: read_record(source / path) for path in files if path in MANIFESTS}
+    for path, manifest in (manifests | ({"run.json": record} if record else {})).items():
+        told = make_portable({name: value for name, value in manifest.items() if name != "error"})
+        files[path] = json.dumps(told, indent=1).encode()
+    if record:
+        last = float("inf") if contents.name == MODEL else int(contents.name.rpartition("-")[2])
+        evaluations = [event for event in read_run(folder).evaluations if event["step"] <= last]
+        figures = {key: value for key, value in (evaluations or [{}])[-1].items() if key.startswith("eval_")}
+        files["README.md"] = build_card(source, record, figures).encode()
+    # What was sealed was opened again before, and is compared with its seal when it is sent.
+    damage = None if contents.sealed else find_damage(source)
+    if damage is not None:
+        raise DataError(Problem(str(source), f"the model is not whole: {damage}", "train or merge it anew"))
+    if (leak := find_secret(files)) is not None:
+        remedy = "take it out, and revoke it if others may have seen it"
+        if contents.sealed:
+            remedy = "revoke it, and publish no checkpoints: `--hub_strategy end`"
+        where = str(source / leak.removeprefix(f"{contents.state}/"))
+        raise DataError(Problem(where, "it would be published, and holds what looks like an access token", remedy))
+    return files
+
+
+def read_facts(folder: Path) -> Mapping[str, Any]:
+    """Return what ``run.json`` says of a run; nothing of a folder that no run has made."""
+    return read_run(folder).facts if (folder / "run.json").is_file() else {}
 
 
 def list_published(folder: Path) -> list[str]:
@@ -55,13 +154,15 @@ def find_hub_cache() -> Path:
     return Path(constants.HF_HUB_CACHE).resolve()
 
 
-def find_secret(folder: Path) -> str | None:
-    """Return the path of a text in a folder that holds something of the shape of an access token; else ``None``."""
-    paths = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+def find_secret(files: Files) -> str | None:
+    """Return the path of a text that holds something of the shape of an access token; else ``None``."""
     # The record first: the card is written from it.
-    for path in sorted(paths, key=lambda path: path not in MANIFESTS):
-        with (folder / path).open("rb") as file:
-            head = file.read(_HEAD_BYTES)
-            if b"\0" not in head and has_secret_shape((head + file.read()).decode(errors="replace")):
-                return path
+    for path in sorted(files, key=lambda path: (path not in MANIFESTS, path)):
+        content = files[path]
+        if isinstance(content, Path):
+            with content.open("rb") as file:
+                head = file.read(_HEAD_BYTES)
+                content = b"" if b"\0" in head else head + file.read()
+        if has_secret_shape(content.decode(errors="replace")):
+            return path
     return None

@@ -19,6 +19,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from recipes_lib.config.schema import RecipeConfig, flatten_config
+from recipes_lib.config.table import STAGES, load_table
 from recipes_lib.environment import read_git_commit, read_versions
 from recipes_lib.errors import (
     ConfigError,
@@ -81,7 +82,9 @@ _HARMLESS: Final = frozenset(
         "dataloader_num_workers",
         "dataloader_pin_memory",
         "device_hour_price",
+        "max_broken_fraction",
         "max_rollbacks",
+        "max_truncated_fraction",
         "max_zero_std_rollouts",
         "num_sample_prompts",
         "output_dir",
@@ -225,7 +228,8 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     disable_progress_bar()  # type: ignore[no-untyped-call]
     output_dir = _open(Path(config.training["output_dir"]), launch)
     resume_from, _ = find_last_complete(output_dir)
-    effective, previous = flatten_config(config), _read_previous(output_dir, resume_from)
+    effective = flatten_config(config)
+    previous = _fill_in(_read_previous(output_dir, resume_from), effective)
     finished = previous.get("status") == "done"
     differing = _find_differences(previous, effective, launch) if resume_from or finished else []
     say = build_progress(is_main=launch.is_main).say
@@ -424,6 +428,15 @@ def _read_previous(output_dir: Path, resume_from: Path | None) -> dict[str, Any]
     if resume_from is not None or found or (path.exists() and not path.is_file()):
         raise ConfigError(*problems)
     return {}
+
+
+def _fill_in(record: dict[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """A record with those keys of ``now`` that came with later versions: until then runs computed by their defaults."""
+    if not record or record["stage"] not in STAGES:
+        return record
+    keys = load_table(record["stage"]).keys
+    defaults = {name: keys[name].default for name in now.keys() & keys.keys()}
+    return {**record, "config": {**defaults, **record["config"]}}
 
 
 def _now() -> str:

@@ -18,8 +18,9 @@ from recipes_lib.data.masking import IGNORE_INDEX
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.errors import DataError
 from recipes_lib.models.heads.loss_head import add_loss_head
+from recipes_lib.training.evaluation import held_out
 from recipes_lib.training.evaluation.build import count_text_bytes
-from recipes_lib.training.evaluation.held_out import EvaluateLoss
+from recipes_lib.training.evaluation.held_out import EvaluateLoss, count_rounds, share_rows
 from recipes_lib.training.monitoring.progress import TrainingProgress
 
 COLLATE = PackedCollator(pad_token_id=1)
@@ -221,3 +222,23 @@ def test_several_sets_are_scored_each_and_together(model: nn.Module, tiny_tokeni
         assert figures[f"loss_{name}"] == pytest.approx(part["loss"])
         assert figures[f"bits_per_byte_{name}"] == pytest.approx(part["bits_per_byte"])
     assert not [key for key in together if key.endswith("_rows")]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 8, 20])
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_every_row_counts_once_and_all_take_as_many_batches(monkeypatch, world_size, num_rows, batch_size):
+    monkeypatch.setattr(held_out, "get_world_size", lambda group: world_size)
+    counted, rounds = [], set()
+    for rank in range(world_size):
+        monkeypatch.setattr(held_out, "get_rank", lambda group, rank=rank: rank)
+        shares = list(share_rows(num_rows, batch_size))
+        rounds.add(len(shares))
+        assert all(0 < len(rows) <= batch_size for rows, _ in shares)
+        counted += [row for rows, is_counted in shares if is_counted for row in rows]
+    assert sorted(counted) == list(range(num_rows))
+    assert rounds == {count_rounds(num_rows, batch_size)}
+
+
+def test_without_processes_the_rows_come_in_order():
+    assert [list(rows) for rows, _ in share_rows(5, 2)] == [[0, 1], [2, 3], [4]]

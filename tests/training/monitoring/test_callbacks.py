@@ -7,12 +7,24 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from tests.training.pretraining import build_config, read_steps, run_recipe
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from recipes_lib.training.monitoring.callbacks import MetricsCallback
+from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
+from recipes_lib.errors import ConfigError
+from recipes_lib.training.monitoring import callbacks
+from recipes_lib.training.monitoring.callbacks import (
+    MetricsCallback,
+    TermMetrics,
+    Trackers,
+    WeightMonitor,
+    choose_sample,
+    verify_trackers,
+)
 from recipes_lib.training.monitoring.metrics import MetricsWriter, StepCounter, ThroughputMeter
 from recipes_lib.training.monitoring.progress import PlainProgress
 
@@ -146,3 +158,128 @@ def test_upstreams_closing_summary_is_no_event(tmp_path: Path) -> None:
     ToyTrainer(tmp_path, max_steps=1, logging_steps=1).train()
 
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_figures_are_cleared_by_a_log_of_training_and_by_no_other() -> None:
+    figures, state = TermMetrics(), TrainerState()
+
+    def log(**logs):
+        figures.on_log(None, state, TrainerControl(), logs)
+        return logs
+
+    figures.add({"loss": torch.tensor(3.0), "margin": torch.tensor(4.0)}, 2)
+    figures.add({"loss": torch.tensor(1.0), "margin": torch.tensor(5.0)}, 1)
+    assert log(eval_loss=1.0) == {"eval_loss": 1.0}
+    assert log(loss=9.0) == {"loss": 9.0, "margin": 3.0}
+    assert log(loss=9.0) == {"loss": 9.0}
+    figures.add({"margin": torch.tensor(1.0)}, 1)
+    assert log(train_loss=1.0) == {"train_loss": 1.0}
+    assert log(loss=9.0) == {"loss": 9.0, "margin": 1.0}
+
+
+def test_terms_may_be_counted_on_their_device() -> None:
+    figures, logs = TermMetrics(), {"loss": 1.0}
+    for count in (2, 3):
+        figures.add({"nll": torch.tensor(5.0)}, torch.tensor(count))
+    figures.on_log(None, TrainerState(), TrainerControl(), logs)
+    assert logs == {"loss": 1.0, "nll": 2.0}
+
+
+def test_the_figures_are_those_of_numpy(tmp_path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    state, control = TrainerState(logging_steps=2), TrainerControl()
+    monitor = WeightMonitor()
+    monitor.on_train_begin(args, state, control, model=model)
+    flat = lambda: np.concatenate([p.detach().numpy().ravel().astype(np.float64) for p in model.parameters()])  # noqa: E731
+    for step in range(4):
+        state.global_step = step
+        before = flat()
+        monitor.on_pre_optimizer_step(args, state, control)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.01)
+        monitor.on_optimizer_step(args, state, control)
+        logs = {"loss": 1.0}
+        monitor.on_log(args, state, control, logs=logs)
+        if step == 1:
+            assert logs["parameter_norm"] == pytest.approx(np.linalg.norm(flat()), rel=1e-6)
+            expected = np.linalg.norm(flat() - before) / np.linalg.norm(before)
+            assert logs["update_ratio"] == pytest.approx(expected, rel=1e-5)
+    evaluation = {"eval_loss": 1.0}
+    monitor.on_log(args, state, control, logs=evaluation)
+    assert evaluation == {"eval_loss": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "budget", "chosen"),
+    [([4, 4, 4], 12, [0, 1, 2]), ([4, 4, 4], 8, [0, 2]), ([4, 4, 4], 5, [0]), ([9, 3, 9], 2, [1]), ([], 5, [])],
+)
+def test_the_sample_is_spread_over_the_model_and_fits(sizes, budget, chosen) -> None:
+    assert choose_sample(sizes, budget) == chosen
+
+
+def test_a_run_reports_them_each_step(tmp_path, tiny_tokenizer_dir, monkeypatch) -> None:
+    run_recipe(build_config(tmp_path, tiny_tokenizer_dir, max_steps=3), monkeypatch)
+    for step in read_steps(tmp_path / "out"):
+        assert 0 < step["update_ratio"] < 1
+        assert step["parameter_norm"] > 0
+        assert step["mfu"] is None or step["mfu"] > 0
+
+
+def run_reporting_to(wanted) -> RecipeConfig:
+    return RecipeConfig(
+        stage="sft",
+        path=None,
+        data=DataConfig(),
+        tokens=TokensConfig(),
+        model=ModelConfig(),
+        evaluation=EvaluationConfig(),
+        training={"report_to": wanted},
+    )
+
+
+@pytest.mark.parametrize("wanted", ["none", "all", ["tensorboard"], ["tensorboard", "wandb"]])
+def test_what_is_installed_is_accepted(monkeypatch: pytest.MonkeyPatch, wanted) -> None:
+    monkeypatch.setattr(callbacks, "get_available_reporting_integrations", lambda: ["tensorboard", "wandb"])
+    verify_trackers(run_reporting_to(wanted))
+
+
+def test_every_missing_tracker_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callbacks, "get_available_reporting_integrations", lambda: ["tensorboard"])
+    with pytest.raises(ConfigError) as raised:
+        verify_trackers(run_reporting_to(["trackio", "tensorboard", "wandb"]))
+    assert [problem.found for problem in raised.value.problems] == [
+        "trackio is not installed",
+        "wandb is not installed",
+    ]
+    assert "pip install wandb" in raised.value.problems[1].remedy
+
+
+class Tracker(TrainerCallback):
+    """Notes what upstream's callbacks are told."""
+
+    def __init__(self, told):
+        self.told = told
+
+    def on_train_begin(self, args, state, control, model=None, **_):
+        self.told.append(("begin", state.global_step, state.max_steps, state.is_world_process_zero, model))
+
+    def on_log(self, args, state, control, logs=None, **_):
+        self.told.append(("log", state.global_step, logs))
+
+    def on_train_end(self, args, state, control, **_):
+        self.told.append(("end",))
+
+
+def test_a_loop_of_our_own_reaches_upstreams_callbacks(monkeypatch, tmp_path) -> None:
+    told: list[tuple[object, ...]] = []
+    monkeypatch.setattr(callbacks, "get_reporting_integration_callbacks", lambda names: [Tracker(told)])
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    one = Trackers(args, "model", None)
+    one.begin(8, 4)
+    one.log(6, {"loss": 1.0, "grad_norm": None})
+    one.end()
+    # Trackers complain of figures that are not known.
+    assert told == [("begin", 4, 8, True, "model"), ("log", 6, {"loss": 1.0}), ("end",)]

@@ -1,11 +1,14 @@
 """What decays, what an optimizer needs and what it holds, against transformers' own Trainer."""
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
 from accelerate import Accelerator
+from tests.training.optim.states import measure_group_bytes, measure_state_bytes
 from transformers import (
+    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GptOssConfig,
@@ -28,14 +31,17 @@ from recipes_lib.config.schema import (
     DataConfig,
     EvaluationConfig,
     ModelConfig,
+    PretrainingConfig,
     RecipeConfig,
     TokensConfig,
 )
 from recipes_lib.errors import ConfigError
 from recipes_lib.training.optim.optimizers import (
+    build_muon,
     describe_groups,
+    format_group,
     get_decay_names,
-    measure_state_bytes,
+    plan_groups,
     verify_optimizer,
 )
 
@@ -197,10 +203,10 @@ def test_states_are_told_once_there_are_some_and_the_rate_is_that_of_the_peak(tm
     model = build("llama")
     optimizer = build_optimizer(model, tmp_path, "adamw_torch", learning_rate=3e-4)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
-    assert [(row.learning_rate, row.state_bytes) for row in describe_groups(optimizer, model)] == [(3e-4, None)] * 2
+    assert [row.learning_rate for row in describe_groups(optimizer, model)] == [3e-4] * 2
     assert measure_state_bytes(optimizer) == 0
     take_steps(model, optimizer, 1)
-    assert [row.state_bytes for row in describe_groups(optimizer, model)] == pytest.approx([8, 8], abs=0.3)
+    assert measure_group_bytes(optimizer) == pytest.approx([8, 8], abs=0.3)
 
 
 def test_an_optimizer_that_accelerate_prepared_is_told_of_as_it_was_built(tmp_path):
@@ -356,3 +362,38 @@ def test_a_group_that_deepspeed_has_flattened_is_told_as_such():
     (row,) = describe_groups(torch.optim.AdamW([flat], lr=3e-4, weight_decay=0.1), build("llama-tied"))
     assert (row.num_parameters, row.weight_decay, row.learning_rate) == (10, 0.1, 3e-4)
     assert row.parameters == ("this process's share of what DeepSpeed has flattened",)
+
+
+@pytest.mark.parametrize("decay_embeddings", [True, False])
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "muon"])
+def test_the_planned_groups_are_those_of_the_run(tiny_model_dir, tmp_path, optim, decay_embeddings):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    keys = {"optim": optim, "learning_rate": 1e-3, "weight_decay": 0.1, "output_dir": str(tmp_path), "use_cpu": True}
+    config = RecipeConfig(
+        stage="pretrain",
+        path=None,
+        data=DataConfig(),
+        tokens=TokensConfig(),
+        model=ModelConfig(),
+        evaluation=EvaluationConfig(),
+        pretraining=PretrainingConfig(decay_embeddings=decay_embeddings),
+        training=keys,
+    )
+    planned = plan_groups(model.to("meta"), config)
+
+    class Decaying(Trainer):
+        def get_decay_parameter_names(self, model):
+            return get_decay_names(model, decay_embeddings=decay_embeddings)
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    args = TrainingArguments(**keys | ({"optim": "adamw_torch"} if optim == "muon" else {}))
+    if optim == "muon":
+        optimizer = build_muon(model, args, decay_embeddings=decay_embeddings)
+    else:
+        optimizer = Decaying(model=model, args=args).create_optimizer()
+    built = describe_groups(optimizer, model)
+    names = [row.optimizer for row in built] if optim == "muon" else [optim] * len(built)
+    assert planned == [replace(row, optimizer=name) for row, name in zip(built, names, strict=True)]
+    line = format_group(planned[0])
+    assert f"{planned[0].num_parameters:,} numbers in {planned[0].num_tensors} tensors" in line
+    assert "rate 1.0e-03" in line

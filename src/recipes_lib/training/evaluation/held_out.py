@@ -45,7 +45,7 @@ def share_rows(
     Raises:
         PreemptedError: A process was asked to stop while training.
 
-    Source: ``tests/training/evaluation/test_row_sharing.py``, ``tests/distributed/test_evaluation.py``.
+    Source: ``tests/training/evaluation/test_held_out.py``, ``tests/distributed/test_evaluation.py``.
     """
     rank, world_size = get_rank(group), get_world_size(group)
     num_batches = math.ceil(num_rows / batch_size)

@@ -101,7 +101,7 @@ class AnswerMatch(evaluate.Metric):  # type: ignore[misc]
     The final answer is the number of ``read_final_number`` where the reference ends in one; else what follows ``####``,
     or the whole text. Letter case, punctuation and spacing do not count.
 
-    Source: token F1 as in SQuAD (Rajpurkar et al. 2016); ``tests/training/evaluation/test_answer_match.py``.
+    Source: token F1 as in SQuAD (Rajpurkar et al. 2016); ``tests/training/evaluation/test_user_metrics.py``.
     """
 
     def _info(self) -> evaluate.MetricInfo:

@@ -119,7 +119,7 @@ def _is_interrupted(control: TrainerControl) -> bool:
 class TermMetrics(TrainerCallback):
     """Adds the means over all terms of the objective since the last log to the figures of a logged step.
 
-    Source: ``tests/training/trainers/test_figures.py``, ``tests/distributed/test_pairs.py``.
+    Source: ``tests/training/monitoring/test_callbacks.py``, ``tests/distributed/test_pairs.py``.
     """
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class WeightMonitor(TrainerCallback):
     spread over the layers where the model is too large to be copied. About 1e-3 is usual; far above, the rate is too
     high.
 
-    Source: ``tests/training/monitoring/test_weight_monitor.py``.
+    Source: ``tests/training/monitoring/test_callbacks.py``.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class Trackers:
     """Upstream's callbacks of ``report_to``, for a loop that is not upstream's trainer; on every process.
 
     Source: ``transformers.Trainer``, which reports by the same callbacks;
-    ``tests/training/monitoring/test_trackers.py``.
+    ``tests/training/monitoring/test_callbacks.py``.
     """
 
     def __init__(self, args: TrainingArguments, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Final
@@ -272,7 +272,6 @@ class GroupRow:
         num_parameters: Numbers in them.
         weight_decay: Share of a weight that a step at learning rate 1 takes away.
         learning_rate: At the peak of the schedule.
-        state_bytes: Bytes of states a parameter; ``None`` while there are none, as before the first step.
         parameters: Their names, ``*`` for the number of a layer.
     """
 
@@ -281,7 +280,6 @@ class GroupRow:
     num_parameters: int
     weight_decay: float
     learning_rate: float
-    state_bytes: float | None
     parameters: tuple[str, ...]
 
 
@@ -297,7 +295,6 @@ def describe_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[
     rows = []
     for group in inner.param_groups:
         if parameters := group["params"]:
-            state_bytes = _count_state_bytes(inner, parameters)
             rows.append(
                 GroupRow(
                     optimizer=group.get("optimizer", type(inner).__name__),
@@ -305,7 +302,6 @@ def describe_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[
                     num_parameters=sum(parameter.numel() for parameter in parameters),
                     weight_decay=group["weight_decay"],
                     learning_rate=group.get("initial_lr", group["lr"]),
-                    state_bytes=state_bytes / _count_numbers(parameters) if state_bytes else None,
                     parameters=tuple(dict.fromkeys(names.get(id(parameter), _FLATTENED) for parameter in parameters)),
                 )
             )
@@ -343,15 +339,6 @@ def plan_groups(model: nn.Module, config: RecipeConfig) -> list[GroupRow]:
     ]
     optimizer = torch.optim.SGD([group for group in groups if group["params"]], lr=rate)
     return [replace(row, optimizer=optim) for row in describe_groups(optimizer, model)]
-
-
-def measure_state_bytes(optimizer: torch.optim.Optimizer) -> float:
-    """Return the bytes of states that this process holds for each of its trained parameters; 0 before the first step.
-
-    Tensors that several parameters share, such as the levels of a quantisation, count once.
-    """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return _count_state_bytes(optimizer, parameters) / _count_numbers(parameters)
 
 
 def verify_optimizer(config: RecipeConfig) -> None:
@@ -415,26 +402,3 @@ def _find_embeddings(model: nn.Module) -> set[int]:
             head = module.get_output_embeddings()  # type: ignore[no-untyped-call]
             modules |= {head} if head is not None else set()
     return {id(parameter) for module in modules for parameter in module.parameters()}
-
-
-def _count_state_bytes(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> int:
-    states = [tensor for parameter in parameters for tensor in _iter_tensors(optimizer.state.get(parameter))]
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in states}.values())
-
-
-def _count_numbers(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(tensor.numel() for parameter in parameters for tensor in _iter_tensors(parameter))
-
-
-def _iter_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that hold memory: of a sharded tensor the shard, of a quantised one codes and scales."""
-    if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
-        names, _ = value.__tensor_flatten__()
-        yield from _iter_tensors([getattr(value, name) for name in names])
-    elif isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _iter_tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _iter_tensors(item)

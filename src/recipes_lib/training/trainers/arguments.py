@@ -37,7 +37,7 @@ def verify_fp8(launched_precision: str) -> None:
         ConfigError: torchao is not installed.
         ConfigError: The device is no GPU with 8-bit products.
 
-    Source: accelerate ``AcceleratorState``, which falls back to fp16; see ``tests/training/trainers/test_fp8.py``.
+    Source: accelerate ``AcceleratorState``, which falls back to fp16; ``tests/training/trainers/test_arguments.py``.
     """
     if launched_precision != "fp8":
         return
@@ -61,7 +61,7 @@ def verify_fp8_layers(model: nn.Module) -> None:
     Raises:
         ConfigError: No layer but the first and the last is an ``nn.Linear`` whose sizes are multiples of 16.
 
-    Source: accelerate ``filter_first_and_last_linear_layers``; see ``tests/training/trainers/test_fp8.py``.
+    Source: accelerate ``filter_first_and_last_linear_layers``; see ``tests/training/trainers/test_arguments.py``.
     """
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if not any(layer.in_features % _DIVISOR == 0 == layer.out_features % _DIVISOR for layer in linear[1:-1]):
