@@ -16,7 +16,6 @@ from recipes_lib.report.problems import find_problems
 from recipes_lib.report.reward_report import draw_reliability
 from recipes_lib.report.reward_verdict import read_verdict
 from recipes_lib.report.run_files import Record, RunFiles, read_curve, read_number, read_run
-from recipes_lib.report.template import PAGE, STYLE
 
 MAX_TEXT = 2000
 """Characters of a prompt or an answer that are shown; the whole stands in ``samples.jsonl``."""
@@ -66,9 +65,9 @@ def build_report(run_dir: Path) -> Path:
         charts.append(draw_reliability(verdict, run_dir / "report"))
     steps = sorted({sample["step"] for sample in run.samples})
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    page = environment.from_string(PAGE).render(
+    page = environment.from_string(Path(__file__).with_name("page.html.jinja").read_text(encoding="utf-8")).render(
         run=run,
-        style=STYLE,
+        style=Path(__file__).with_name("page.css").read_text(encoding="utf-8"),
         kicker=_describe_stage(run),
         lead=_describe_extent(run),
         problems=[*find_problems(run), *_list_failed_gates(verdict)],

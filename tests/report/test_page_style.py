@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from pathlib import Path
 
 from recipes_lib.report.charts import COLOURS
-from recipes_lib.report.template import STYLE
+from recipes_lib.report.page import build_report
+
+STYLE = Path(inspect.getfile(build_report)).with_name("page.css").read_text()
 
 
 def read_themes() -> list[dict[str, str]]:
