@@ -21,7 +21,7 @@ from harness import build_parser, run_interleaved, spread, write_results
 from torch import Tensor, distributed, nn
 from transformers import LlamaConfig
 
-from recipes_lib.models.parallel.pipeline_parallel import Part, build_part_class
+from recipes_lib.models.parallel.pipeline_parallel import PipelinePart, build_pipeline_stage_class
 from recipes_lib.training.layouts.pipeline import Pipeline, build_stage_mesh
 
 LAYERS: Final = 16
@@ -92,8 +92,8 @@ def measure(schedule: str, num_batches: int) -> dict[str, float]:
         vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=LAYERS, num_attention_heads=2
     )
     config._attn_implementation = "sdpa"
-    part = Part(distributed.get_rank(), num_stages, CHUNKS[schedule])
-    model: Any = build_part_class(config, part)._from_config(config)
+    part = PipelinePart(distributed.get_rank(), num_stages, CHUNKS[schedule])
+    model: Any = build_pipeline_stage_class(config, part)._from_config(config)
     for layers in part.share_layers(LAYERS):
         for number in layers:
             model.base_model.layers[number] = WaitingLayer()

@@ -7,7 +7,7 @@ import torch
 from tests import simulated_device
 from tests.forked import run_forked
 
-from recipes_lib.training.layouts.context_rows import cut_batch
+from recipes_lib.training.layouts.context_rows import shard_batch
 
 REFUSED = {
     "arithmetic": lambda ours, host: ours + host,
@@ -49,7 +49,7 @@ def main() -> None:
     rows["num_tokens"] = torch.tensor(8)
     moved = {name: tensor.to(simulated_device.NAME) for name, tensor in rows.items()}
     for rank in range(2):
-        one, other = (cut_batch(batch, rank, 2, by_heads=False) for batch in (rows, moved))
+        one, other = (shard_batch(batch, rank, 2, by_heads=False) for batch in (rows, moved))
         for name, value in one.items():
             torch.testing.assert_close(other[name], value, msg=name)
 

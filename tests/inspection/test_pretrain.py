@@ -53,7 +53,7 @@ def test_a_run_in_stages_is_planned_for_its_pipelines(tmp_path, tiny_tokenizer_d
 @pytest.mark.parametrize(
     ("keys", "variables", "words"),
     [
-        ({}, {"PIPELINE_STAGES": "4"}, "2 layers cannot be cut into 4 equal chunks"),
+        ({}, {"PIPELINE_STAGES": "4"}, "2 layers cannot be split into 4 equal chunks"),
         ({}, {"PIPELINE_STAGES": "3"}, "do not divide the number of processes"),
         ({"optim": "adafactor"}, {"PIPELINE_STAGES": "2"}, "not proved to convert between pipeline stages"),
     ],

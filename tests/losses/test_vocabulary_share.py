@@ -10,7 +10,7 @@ from tests.distributed.threads import run_together
 from torch import Tensor
 
 from recipes_lib.losses.next_token import compute_cross_entropy
-from recipes_lib.losses.projection import VocabularyShare
+from recipes_lib.losses.projection import VocabularyShard
 
 SIZES = (6, 5)
 """As torch cuts 11 tokens in two."""
@@ -24,7 +24,7 @@ def test_loss_and_gradients_are_those_of_the_whole_vocabulary(
     hidden, weight, bias = torch.randn(2, 5, 4), torch.randn(sum(SIZES), 4), torch.randn(sum(SIZES))
     targets = torch.tensor([[0, 5, 6, 10, -100], [3, -100, 9, 1, 7]])
 
-    def compute(part: slice, share: VocabularyShare | None) -> tuple[Tensor, ...]:
+    def compute(part: slice, share: VocabularyShard | None) -> tuple[Tensor, ...]:
         inputs = [tensor.clone().requires_grad_() for tensor in (hidden, weight[part], bias[part])]
         sums = compute_cross_entropy(*inputs[:2], targets, bias=inputs[2], share=share, **options)
         (3 * sums.nll_sum).backward()
@@ -33,7 +33,7 @@ def test_loss_and_gradients_are_those_of_the_whole_vocabulary(
     group: Any = None
     starts = (0, SIZES[0])
     tasks = [
-        lambda start=start, size=size: compute(slice(start, start + size), VocabularyShare(group, start))
+        lambda start=start, size=size: compute(slice(start, start + size), VocabularyShard(group, start))
         for start, size in zip(starts, SIZES, strict=True)
     ]
     nll, correct, of_hidden, of_weight, of_bias = compute(slice(None), None)
@@ -53,7 +53,7 @@ def test_of_equal_logits_the_first_token_is_the_choice(monkeypatch: pytest.Monke
 
     def find(start: int) -> tuple[Tensor, Tensor]:
         top, best = logits[:, start : start + 2].max(dim=-1, keepdim=True)
-        return VocabularyShare(group, start).find_top(top, best)
+        return VocabularyShard(group, start).find_top(top, best)
 
     for top, best in run_together([lambda: find(0), lambda: find(2)], monkeypatch):
         assert top.flatten().tolist() == [7.0, 9.0]

@@ -13,7 +13,7 @@ from recipes_lib.models.attention import varlen
 from recipes_lib.models.attention.kernels import prove_isolation
 from recipes_lib.models.attention.shared_prompt import prove_shared_prompt
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
-from recipes_lib.models.inference import evaluating, find_rounding, suited_to_kernel
+from recipes_lib.models.inference import evaluating, find_rounding_error, kernel_precision
 
 
 def test_every_module_is_in_the_mode_it_was_in_after_an_error_too():
@@ -50,7 +50,7 @@ def test_while_weights_are_on_the_host_another_kernel_stands_in_for_flash_attent
     bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
     lengths = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 5, "max_length_k": 5}
     with torch.no_grad():
-        with suited_to_kernel(flash_model):
+        with kernel_precision(flash_model):
             packed = flash_model(**tokens, **lengths, use_cache=False).logits[0]
         for first, behind in ((0, 3), (3, 8)):
             alone = plain(tokens["input_ids"][:, first:behind]).logits[0]
@@ -67,11 +67,11 @@ def test_where_flash_attention_runs_it_has_half_precision(flash_model, monkeypat
     contexts = []
     monkeypatch.setattr(evaluation, "find_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(torch, "autocast", lambda *given: contexts.append(given) or nullcontext())
-    with suited_to_kernel(flash_model):
+    with kernel_precision(flash_model):
         assert flash_model.config._attn_implementation == "flash_attention_2"
     assert contexts == [("cuda", torch.bfloat16)]
     flash_model.set_attn_implementation("sdpa")
-    with suited_to_kernel(flash_model):
+    with kernel_precision(flash_model):
         assert len(contexts) == 1
 
 
@@ -82,17 +82,17 @@ def test_on_gpus_varlen_has_half_precision_where_documents_share_rows_and_nowher
     for device in ("cpu", "cuda"):
         monkeypatch.setattr(evaluation, "find_device", lambda _, device=device: torch.device(device))
         for is_packed in (False, True):
-            with suited_to_kernel(flash_model, is_packed=is_packed):
+            with kernel_precision(flash_model, is_packed=is_packed):
                 assert contexts == ([("cuda", torch.bfloat16)] if (device, is_packed) == ("cuda", True) else [])
 
 
 def test_what_is_rounded_is_the_coarser_of_products_and_sums():
     whole, half = torch.ones(2), torch.ones(2, dtype=torch.bfloat16)
-    assert [find_rounding(whole), find_rounding(half)] == [2**-23, 2**-7]
+    assert [find_rounding_error(whole), find_rounding_error(half)] == [2**-23, 2**-7]
     with torch.autocast("cpu", torch.bfloat16):
-        assert [find_rounding(whole), find_rounding(half)] == [2**-7, 2**-7]
+        assert [find_rounding_error(whole), find_rounding_error(half)] == [2**-7, 2**-7]
     with torch.autocast("cpu", torch.float16):
-        assert [find_rounding(whole), find_rounding(half)] == [2**-10, 2**-7]
+        assert [find_rounding_error(whole), find_rounding_error(half)] == [2**-10, 2**-7]
 
 
 @pytest.mark.parametrize("model_class", [AutoModelForCausalLM, AutoModelForSequenceClassification])

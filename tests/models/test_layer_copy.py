@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.structure import compute_proof_logits, cut_layers, verify_copy
+from recipes_lib.models.structure import compute_sample_logits, prune_layers, verify_copy
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
 
@@ -43,7 +43,7 @@ def make_qwen2() -> Any:
 def test_the_layers_are_copied_and_the_rest_is_whole(make, layers, tmp_path) -> None:
     teacher = make()
     cut = copy.deepcopy(teacher)
-    cut_layers(cut, layers)
+    prune_layers(cut, layers)
     cut.save_pretrained(tmp_path)
     student = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     verify_copy(student, cut, tmp_path)
@@ -59,13 +59,13 @@ def test_the_layers_are_copied_and_the_rest_is_whole(make, layers, tmp_path) -> 
     if make is make_qwen2:
         assert student.config.layer_types == [teacher.config.layer_types[number - 1] for number in layers]
     is_whole = layers == [1, 2, 3, 4]
-    assert torch.equal(compute_proof_logits(student), compute_proof_logits(teacher)) == is_whole
+    assert torch.equal(compute_sample_logits(student), compute_sample_logits(teacher)) == is_whole
 
 
 @pytest.mark.parametrize("layers", [[], [0], [5], [1, -1]])
 def test_a_layer_that_is_not_there_is_refused(layers) -> None:
     with pytest.raises(ConfigError, match="has 1 to 4"):
-        cut_layers(make_llama(), layers)
+        prune_layers(make_llama(), layers)
 
 
 def test_a_copy_that_is_another_is_refused(tmp_path) -> None:

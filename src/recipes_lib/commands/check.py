@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
 
-from recipes_lib.config.loader import parse_command, split_stage
+from recipes_lib.config.loader import add_recipe_flags, parse_command, split_stage
 from recipes_lib.config.migration.migrate import migrate
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import EXIT_DONE, EXIT_USER, Problem
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
             at.
     """
     parser = argparse.ArgumentParser(prog="recipes check", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--stage", help="recipe to check for (default: what the file's name begins with, or sft)")
+    add_recipe_flags(parser)
     parser.add_argument("--hardware", help="launch file that the run will have: of accelerate_configs/, or path")
     parser.add_argument(
         "--num_processes", type=int, help="processes that the run will have (default: of the launch file, or 1)"
@@ -51,7 +51,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--migrate", type=Path, metavar="OLD", help="print OLD, of TRL or alignment-handbook, as a recipe"
     )
-    parser.add_argument("--config", metavar="F", help="the recipe; further --key value flags override it")
     options, overrides = parser.parse_known_args(argv)
     stage, _ = split_stage(argv)
     if options.migrate:

@@ -23,7 +23,7 @@ from recipes_lib.losses.divergence import TopLogps, compute_top_logps
 from recipes_lib.models.attention.kernels import AttentionChoice, choose_attention, prove_isolation
 from recipes_lib.models.heads.loss_head import HeadOutput, add_loss_head, verify_loss_head
 from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
-from recipes_lib.models.parallel.zero3 import loaded_whole
+from recipes_lib.models.parallel.zero3 import zero3_init_disabled
 from recipes_lib.models.vocabulary import VocabularyMap, adopt_vocabulary, map_vocabulary
 from recipes_lib.training.trainers.trained_model import TEACHER, choose_teacher
 
@@ -63,7 +63,7 @@ def load_teacher(
         requested = replace(chosen, attn_implementation=attention.implementation)
         choose_attention(requested, model_config, args, packing=config.tokens.packing)
         # Its rows are put into the student's order, which nobody could who has a share of them.
-        with loaded_whole():
+        with zero3_init_disabled():
             teacher = load_causal_lm(chosen, attention.implementation)
         teacher.requires_grad_(False)
         teacher.train(False)

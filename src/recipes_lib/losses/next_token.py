@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recipes_lib.losses.projection import Projection, ProjectionGradients, VocabularyShare, build_projection
+from recipes_lib.losses.projection import Projection, ProjectionGradients, VocabularyShard, build_projection
 
 
 class TokenSums(NamedTuple):
@@ -35,7 +35,7 @@ def compute_cross_entropy(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     chunk_size: int | None = None,
-    share: VocabularyShare | None = None,
+    share: VocabularyShard | None = None,
 ) -> TokenSums:
     """Sum of the cross-entropies of ``softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)``, in nats.
 
@@ -74,7 +74,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         projection: Projection,
-        share: VocabularyShare | None,
+        share: VocabularyShard | None,
         is_grad_enabled: bool,
     ) -> tuple[Tensor, Tensor]:
         needed = [is_grad_enabled and is_needed for is_needed in ctx.needs_input_grad[:3]]
@@ -115,7 +115,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (*scaled, None, None, None, None)
 
 
-def _find_places(targets: Tensor, logits: Tensor, share: VocabularyShare | None) -> tuple[Tensor, Tensor]:
+def _find_places(targets: Tensor, logits: Tensor, share: VocabularyShard | None) -> tuple[Tensor, Tensor]:
     """Where the logits of ``targets``, ``(n, 1)``, stand, and 1; 0 and 0 where another process has them."""
     if share is None:
         return targets, torch.ones_like(targets, dtype=logits.dtype)

@@ -154,7 +154,7 @@ class ProjectionGradients:
 
 
 @dataclass(frozen=True, slots=True)
-class VocabularyShare:
+class VocabularyShard:
     """The tokens of the vocabulary whose logits this process computes; all processes of the group call all methods.
 
     Attributes:

@@ -25,9 +25,9 @@ from recipes_lib.config.schema import ModelConfig
 from recipes_lib.config.token_ids import count_ids
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.loading import load_causal_lm, load_model_config
-from recipes_lib.models.parallel.pipeline_parallel import Part, build_part_class
-from recipes_lib.models.parallel.tensor_parallel import distribute, verify_can_be_cut
-from recipes_lib.models.parallel.zero3 import loaded_whole
+from recipes_lib.models.parallel.pipeline_parallel import PipelinePart, build_pipeline_stage_class
+from recipes_lib.models.parallel.tensor_parallel import distribute, verify_tensor_parallel
+from recipes_lib.models.parallel.zero3 import zero3_init_disabled
 from recipes_lib.models.structure import freeze_outside_text
 
 VOCAB_MULTIPLE: Final = 64
@@ -100,7 +100,7 @@ def start_causal_lm(
     attn_implementation: str,
     *,
     seed: int,
-    part: Part | None = None,
+    part: PipelinePart | None = None,
     distribution: DistributedConfig | None = None,
 ) -> PreTrainedModel:
     """The model that training starts from, in training mode: loaded, or initialised from ``seed``.
@@ -118,20 +118,20 @@ def start_causal_lm(
 
     Raises:
         ConfigError: It cannot be loaded, or the architecture is no causal language model or contradicts itself.
-        ConfigError: As ``build_part_class`` and ``verify_can_be_cut``.
+        ConfigError: As ``build_pipeline_stage_class`` and ``verify_tensor_parallel``.
     """
-    model_class: Any = AutoModelForCausalLM if part is None else build_part_class(model_config, part)
+    model_class: Any = AutoModelForCausalLM if part is None else build_pipeline_stage_class(model_config, part)
     if config.model_config is None:
         return load_causal_lm(config, attn_implementation, model_class=model_class, distribution=distribution)
     if distribution is not None:
-        verify_can_be_cut(model_config, distribution.tp_size or 1)
+        verify_tensor_parallel(model_config, distribution.tp_size or 1)
     # Every process draws the same weights, whatever was drawn before.
     set_seed(seed)
     dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
     build = model_class.from_config if part is None else model_class._from_config
     try:
         # ZeRO-3 would draw others; the engine shares these out.
-        with loaded_whole():
+        with zero3_init_disabled():
             model: PreTrainedModel = build(model_config, attn_implementation=attn_implementation, dtype=dtype)
     except (KeyError, ValueError, RuntimeError, ZeroDivisionError) as error:
         found = f"a {model_config.model_type} model cannot be built: {_first_line(error)}"

@@ -32,7 +32,7 @@ def find_device(model: nn.Module) -> torch.device:
 
 
 @contextmanager
-def taking_inputs_from_anywhere(model: Any) -> Iterator[None]:
+def inputs_moved_to_device(model: Any) -> Iterator[None]:
     """Have a model whose weights wait elsewhere bring what it is given to where it computes.
 
     ``generate`` brings it to where the weights are. FSDP2 brings it back before the outermost call alone, and that is

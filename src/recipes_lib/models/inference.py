@@ -32,7 +32,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def suited_to_kernel(model: Any, *, is_packed: bool = False) -> Iterator[None]:
+def kernel_precision(model: Any, *, is_packed: bool = False) -> Iterator[None]:
     """Have forward passes that no trainer has prepared run, whatever the kernel of the model.
 
     flash-attention multiplies in half precision only, so that products are in ``bfloat16``; and on GPUs only. While
@@ -62,7 +62,7 @@ def suited_to_kernel(model: Any, *, is_packed: bool = False) -> Iterator[None]:
             inner.set_attn_implementation(kernel)
 
 
-def find_rounding(states: Tensor) -> float:
+def find_rounding_error(states: Tensor) -> float:
     """Return by what share of itself a product behind ``states`` may be rounded: under autocast, more than they are.
 
     Args:

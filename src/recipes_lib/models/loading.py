@@ -33,8 +33,8 @@ from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.errors import ConfigError, Problem, UserError
 from recipes_lib.hub import go_offline_unless_reachable
 from recipes_lib.models.model_files import find_damage
-from recipes_lib.models.parallel.tensor_parallel import verify_can_be_cut
-from recipes_lib.models.parallel.zero3 import gather_where_used
+from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
+from recipes_lib.models.parallel.zero3 import register_gather_hooks
 from recipes_lib.models.quantization import keep_differentiable
 from recipes_lib.models.remote_code import verify_remote_code
 from recipes_lib.models.structure import freeze_outside_text
@@ -116,16 +116,16 @@ def load_causal_lm(
         config: Which model.
         attn_implementation: As ``choose_attention`` settled it.
         quantization: As ``build_quantization_config`` made it; linear layers but the output projection are quantised.
-        model_class: That of ``build_part_class``, where a part of the model is loaded, and no more of it read.
+        model_class: That of ``build_pipeline_stage_class``, to load and read one pipeline stage only.
         distribution: As ``build_distribution`` made it; each process reads its part of the model alone.
 
     Raises:
-        ConfigError: As ``verify_can_be_cut``; it cannot be loaded, its weights are not safetensors, or a weight is
+        ConfigError: As ``verify_tensor_parallel``; it cannot be loaded, its weights are not safetensors, or a weight is
             missing, superfluous or of another shape than the architecture's.
     """
     options: dict[str, Any] = {}
     if distribution is not None:
-        verify_can_be_cut(load_model_config(config)[0], distribution.tp_size or 1)
+        verify_tensor_parallel(load_model_config(config)[0], distribution.tp_size or 1)
         options["distributed_config"] = distribution
     model, _ = load_pretrained(model_class, config, attn_implementation, quantization, **options)
     return model
@@ -190,7 +190,7 @@ def load_pretrained(
     if problems:
         raise ConfigError(*problems)
     freeze_outside_text(model)
-    gather_where_used(model)
+    register_gather_hooks(model)
     # transformers 5.23 keeps no trace of it; before, this was its own name for it.
     model.config._commit_hash = find_commit(name, config.model_revision)
     keep_differentiable(model)

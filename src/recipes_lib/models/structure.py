@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.devices import find_device
-from recipes_lib.models.inference import suited_to_kernel
+from recipes_lib.models.inference import kernel_precision
 
 Read = Callable[[Tensor], Tensor]
 
@@ -121,7 +121,7 @@ def verify_layers(model: Any, *, attentions: bool) -> None:
     model.eval()
     try:
         collecting = collect_features(model, states=numbers, attentions=numbers if attentions else ())
-        with suited_to_kernel(model), collecting as features:
+        with kernel_precision(model), collecting as features:
             own: Any = model.base_model(
                 input_ids=input_ids, use_cache=False, output_hidden_states=True, output_attentions=attentions
             )
@@ -143,7 +143,7 @@ def _find_attention(layer: nn.Module) -> nn.Module:
     raise ConfigError(Problem("attention_weight", found, "delete the line"))
 
 
-def cut_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
+def prune_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
     """Leave a causal language model with some of its layers, in the order given, and its configuration to match.
 
     Embeddings, final norm, output projection and all widths stay. Of what the configuration says layer by layer, such
@@ -177,7 +177,7 @@ def cut_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
 
 
 @torch.no_grad()
-def compute_proof_logits(model: Any) -> Tensor:
+def compute_sample_logits(model: Any) -> Tensor:
     """Return what a model says of sixteen tokens, ``(16, V)``."""
     vocab_size = model.config.get_text_config().vocab_size
     input_ids = torch.arange(1, 17, device=model.device)[None] % vocab_size
@@ -193,7 +193,7 @@ def verify_copy(student: PreTrainedModel, cut: PreTrainedModel, folder: Path) ->
 
     Args:
         student: From ``folder``.
-        cut: By ``cut_layers``, on the same device and in the same precision.
+        cut: By ``prune_layers``, on the same device and in the same precision.
         folder: To be named.
 
     Raises:
@@ -202,7 +202,7 @@ def verify_copy(student: PreTrainedModel, cut: PreTrainedModel, folder: Path) ->
     """
     own, expected = student.state_dict(), cut.state_dict()
     differing = [name for name in expected if name not in own or not torch.equal(own[name], expected[name])]
-    if differing or not torch.equal(compute_proof_logits(student), compute_proof_logits(cut)):
+    if differing or not torch.equal(compute_sample_logits(student), compute_sample_logits(cut)):
         what = f"the tensor {differing[0]}" if differing else "what it says"
         found = f"{type(cut).__name__} cannot be cut: loaded again from {folder}, {what} is another"
         raise ConfigError(Problem("--teacher", found, "name layers whose places in the model do not matter, or all"))

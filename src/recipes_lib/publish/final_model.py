@@ -23,7 +23,7 @@ from recipes_lib.models.adapters.lora import (
 )
 from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS, restate_for_original_base
 from recipes_lib.models.heads.scoring import SCALE_FILE, read_reward_statistics
-from recipes_lib.models.parallel.zero3 import loaded_whole
+from recipes_lib.models.parallel.zero3 import zero3_init_disabled
 from recipes_lib.models.saved_weights import BrokenSaveError, read_published_shapes, verify_weights
 from recipes_lib.publish.card import write_card
 
@@ -96,7 +96,7 @@ def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor, 
     }
     verify_weights(folder, shapes, ADAPTER_WEIGHTS)
     try:
-        with loaded_whole():
+        with zero3_init_disabled():
             reopened = load_adapter(load_fresh_base(model), str(folder), task_type=_read_task(model))
     except ConfigError as error:
         raise BrokenSaveError(f"{folder} cannot be opened again: {error}") from error

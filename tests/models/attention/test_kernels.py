@@ -49,7 +49,7 @@ from recipes_lib.models.attention.kernels import (
 from recipes_lib.models.attention.varlen import register_varlen
 from recipes_lib.models.heads.score_head import add_score_head
 from recipes_lib.models.loading import load_model_config
-from recipes_lib.models.parallel.context_parallel import ContextShare
+from recipes_lib.models.parallel.context_parallel import ContextParallelGroup
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHAPE: dict[str, Any] = {
@@ -303,7 +303,7 @@ def test_a_run_s_model_device_and_precision_are_what_counts(tiny_model_dir: Path
 def test_rows_that_are_shared_on_gpus_need_half_precision() -> None:
     args: Any = SimpleNamespace(device=CUDA, bf16=False, fp16=False, mixed_precision="no")
     group: Any = None
-    share = ContextShare(group, 0, 2, group, by_heads=False)
+    share = ContextParallelGroup(group, 0, 2, group, by_heads=False)
     with pytest.raises(ConfigError, match="needs bf16 or fp16"):
         choose_attention(ModelConfig(dtype="float32"), LlamaConfig(), args, packing=True, context=share)
     args.bf16 = True

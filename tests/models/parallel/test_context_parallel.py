@@ -14,8 +14,13 @@ from transformers.masking_utils import sdpa_mask
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.heads.loss_head import add_loss_head
-from recipes_lib.models.parallel.context_parallel import ContextShare, _attend, register_context, verify_can_share_rows
-from recipes_lib.training.layouts.context_rows import cut_batch
+from recipes_lib.models.parallel.context_parallel import (
+    ContextParallelGroup,
+    _attend,
+    register_context_parallel,
+    verify_context_parallel,
+)
+from recipes_lib.training.layouts.context_rows import shard_batch
 
 SIZES = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -35,9 +40,9 @@ def compute(model: Any, batch: dict[str, Any]) -> tuple[float, int, list[torch.T
     return float(sums.nll_sum.detach()), int(sums.num_targets), [tensor.grad for tensor in model.parameters()]
 
 
-def build_share(rank: int, size: int, *, by_heads: bool) -> ContextShare:
+def build_share(rank: int, size: int, *, by_heads: bool) -> ContextParallelGroup:
     group: Any = None
-    return ContextShare(group, rank, size, group, by_heads)
+    return ContextParallelGroup(group, rank, size, group, by_heads)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +67,7 @@ def test_loss_and_gradients_are_those_of_whole_rows(
         share = build_share(rank, size, by_heads=by_heads)
         AttentionInterface.register(f"context{rank}", partial(_attend, share))
         AttentionMaskInterface.register(f"context{rank}", sdpa_mask)
-        own = cut_batch(batch, rank, size, by_heads=by_heads)
+        own = shard_batch(batch, rank, size, by_heads=by_heads)
         models.append((build_model(f"context{rank}", **heads), own))
     loss, num_targets, gradients = compute(build_model("sdpa", **heads), batch)
     parts = run_together([partial(compute, *each) for each in models], monkeypatch)
@@ -73,7 +78,7 @@ def test_loss_and_gradients_are_those_of_whole_rows(
 
 
 def test_what_is_not_cut_attends_as_with_sdpa() -> None:
-    register_context(build_share(0, 2, by_heads=False))
+    register_context_parallel(build_share(0, 2, by_heads=False))
     batch = {name: build_batch(*ROWS)[name] for name in ("input_ids", "position_ids")}
     with torch.no_grad():
         own, plain = (build_model(name)(**batch, use_cache=False).logits for name in ("context", "sdpa"))
@@ -87,12 +92,12 @@ def test_what_is_not_cut_attends_as_with_sdpa() -> None:
         ("gemma2", {}, "capped attention"),
         ("llama", {"attention_dropout": 0.1}, "attention dropout"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic rotary"),
-        ("mixtral", {"output_router_logits": True, "sliding_window": None}, "a balance of experts"),
+        ("mixtral", {"output_router_logits": True, "sliding_window": None}, "a load-balancing loss of experts"),
     ],
 )
 def test_what_needs_the_whole_row_is_refused(model_type: str, changes: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        verify_can_share_rows(AutoConfig.for_model(model_type, **SIZES, **HEADS, **changes), 2, by_heads=False)
+        verify_context_parallel(AutoConfig.for_model(model_type, **SIZES, **HEADS, **changes), 2, by_heads=False)
 
 
 @pytest.mark.parametrize(
@@ -101,20 +106,20 @@ def test_what_needs_the_whole_row_is_refused(model_type: str, changes: dict[str,
         ({"num_attention_heads": 8, "num_key_value_heads": 8}, "8 heads for 3 processes, 8 key-value heads"),
         (
             {"num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 24},
-            "with 4 key-value heads for 3 processes cannot",
+            "with 4 key-value heads for 3 processes",
         ),
     ],
 )
 def test_heads_that_cannot_be_dealt_out_are_refused(heads: dict[str, int], why: str) -> None:
     config = AutoConfig.for_model("llama", **SIZES | heads)
     with pytest.raises(ConfigError, match=why) as refused:
-        verify_can_share_rows(config, 3, by_heads=True)
+        verify_context_parallel(config, 3, by_heads=True)
     assert "fsdp2_cp" in str(refused.value)
-    verify_can_share_rows(config, 3, by_heads=False)
-    verify_can_share_rows(config, 4, by_heads=True)
+    verify_context_parallel(config, 3, by_heads=False)
+    verify_context_parallel(config, 4, by_heads=True)
 
 
 def test_plain_attention_may_share_rows() -> None:
     for model_type in ("llama", "qwen3", "qwen2", "smollm3"):
         for by_heads in (False, True):
-            verify_can_share_rows(AutoConfig.for_model(model_type, **SIZES, **HEADS), 4, by_heads=by_heads)
+            verify_context_parallel(AutoConfig.for_model(model_type, **SIZES, **HEADS), 4, by_heads=by_heads)

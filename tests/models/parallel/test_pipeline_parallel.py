@@ -16,11 +16,11 @@ from recipes_lib.errors import ConfigError
 from recipes_lib.models.architecture import start_causal_lm
 from recipes_lib.models.parallel.pipeline_parallel import (
     AbsentModule,
-    Part,
-    build_part_class,
+    PipelinePart,
+    build_pipeline_stage_class,
     build_whole_on_meta,
-    cut_into_chunks,
-    verify_can_be_cut_along_layers,
+    split_into_chunks,
+    verify_pipeline_parallel,
 )
 
 SIZES: dict[str, Any] = {
@@ -42,7 +42,9 @@ def build_parts(config: PreTrainedConfig, num_stages: int, num_chunks: int = 1) 
     parts = []
     for stage in range(num_stages):
         torch.manual_seed(0)
-        parts.append(build_part_class(config, Part(stage, num_stages, num_chunks))._from_config(config))
+        parts.append(
+            build_pipeline_stage_class(config, PipelinePart(stage, num_stages, num_chunks))._from_config(config)
+        )
     return parts
 
 
@@ -51,14 +53,14 @@ def build_whole(config: PreTrainedConfig) -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
-def load_part(folder: Path, config: PreTrainedConfig, part: Part) -> Any:
+def load_part(folder: Path, config: PreTrainedConfig, part: PipelinePart) -> Any:
     return start_causal_lm(ModelConfig(model_name_or_path=str(folder)), config, "sdpa", seed=0, part=part)
 
 
 @torch.no_grad()
 def run_chunks(parts: list[Any]) -> torch.Tensor:
     """What stages would hand on to each other, in one process."""
-    numbered = {n: chunk for part in parts for n, chunk in zip(part.part.chunks, cut_into_chunks(part), strict=True)}
+    numbered = {n: chunk for part in parts for n, chunk in zip(part.part.chunks, split_into_chunks(part), strict=True)}
     inputs: dict[str, Any] = {"input_ids": IDS}
     for number in range(len(numbered) - 1):
         states = numbered[number].base_model(**inputs, position_ids=POSITIONS, use_cache=False).last_hidden_state
@@ -116,7 +118,7 @@ def test_a_loaded_part_holds_its_own_tensors_alone(is_tied: bool, tmp_path: Path
     whole = build_whole(config)
     whole.save_pretrained(tmp_path)
     for stage in range(2):
-        part = load_part(tmp_path, config, Part(stage, 2))
+        part = load_part(tmp_path, config, PipelinePart(stage, 2))
         assert part.training
         assert all(torch.equal(tensor, whole.get_parameter(name)) for name, tensor in part.named_parameters())
         num_numbers = sum(tensor.numel() for tensor in part.parameters())
@@ -130,15 +132,15 @@ def test_a_checkpoint_that_lacks_a_tensor_of_this_part_is_refused(tmp_path: Path
     del state["model.layers.3.mlp.up_proj.weight"]
     whole.save_pretrained(tmp_path, state_dict=state)
     with pytest.raises(ConfigError, match=r"lacks model\.layers\.3\.mlp\.up_proj\.weight"):
-        load_part(tmp_path, config, Part(1, 2))
-    load_part(tmp_path, config, Part(0, 2))
+        load_part(tmp_path, config, PipelinePart(1, 2))
+    load_part(tmp_path, config, PipelinePart(0, 2))
 
 
 def test_random_weights_are_those_of_one_process() -> None:
     config = make_config("llama")
     recipe = ModelConfig(model_config={"model_type": "llama"})
     whole = start_causal_lm(recipe, config, "sdpa", seed=3)
-    part = start_causal_lm(recipe, config, "sdpa", seed=3, part=Part(1, 2))
+    part = start_causal_lm(recipe, config, "sdpa", seed=3, part=PipelinePart(1, 2))
     assert type(part).__name__ == "LlamaForCausalLM"
     assert all(torch.equal(tensor, whole.get_parameter(name)) for name, tensor in part.named_parameters())
 
@@ -146,15 +148,15 @@ def test_random_weights_are_those_of_one_process() -> None:
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (GPT2Config(vocab_size=64), "has no plan"),
-        (MixtralConfig(**SIZES, output_router_logits=True), "balance between its experts"),
-        (LlamaConfig(**SIZES | {"num_hidden_layers": 3}), "3 layers cannot be cut into 2"),
+        (GPT2Config(vocab_size=64), "has no pipeline-parallel plan"),
+        (MixtralConfig(**SIZES, output_router_logits=True), "load-balancing loss of its experts"),
+        (LlamaConfig(**SIZES | {"num_hidden_layers": 3}), "3 layers cannot be split into 2"),
     ],
     ids=["gpt2", "router", "odd"],
 )
 def test_what_cannot_be_cut_is_refused_with_the_reason(config: PreTrainedConfig, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        build_part_class(config, Part(0, 2))
+        build_pipeline_stage_class(config, PipelinePart(0, 2))
 
 
 @pytest.mark.parametrize(
@@ -162,21 +164,21 @@ def test_what_cannot_be_cut_is_refused_with_the_reason(config: PreTrainedConfig,
     [
         (LlamaConfig(**SIZES), ""),
         (LlamaConfig(**SIZES, tie_word_embeddings=True), ""),
-        (GPT2Config(vocab_size=64), "has no plan"),
-        (GraniteConfig(**SIZES, embedding_multiplier=2.0), "changes the states between"),
-        (LlamaConfig(**SIZES | {"num_hidden_layers": 3}), "3 layers cannot be cut into 2"),
+        (GPT2Config(vocab_size=64), "has no pipeline-parallel plan"),
+        (GraniteConfig(**SIZES, embedding_multiplier=2.0), "transforms hidden states between"),
+        (LlamaConfig(**SIZES | {"num_hidden_layers": 3}), "3 layers cannot be split into 2"),
     ],
     ids=["llama", "tied", "gpt2", "granite", "odd"],
 )
 def test_without_weights_a_model_is_judged_alike(config: PreTrainedConfig, why: str) -> None:
     for stage in range(2):
         with pytest.raises(ConfigError, match=why) if why else nullcontext():
-            verify_can_be_cut_along_layers(config, Part(stage, 2))
+            verify_pipeline_parallel(config, PipelinePart(stage, 2))
 
 
 def test_a_model_that_does_more_between_its_layers_is_refused() -> None:
     config = GraniteConfig(**SIZES, embedding_multiplier=2.0)
     config._attn_implementation = "sdpa"
     (part, _) = build_parts(config, 2)
-    with pytest.raises(ConfigError, match="changes the states between its embedding and its layers"):
-        cut_into_chunks(part)
+    with pytest.raises(ConfigError, match="transforms hidden states between its embedding and its layers"):
+        split_into_chunks(part)

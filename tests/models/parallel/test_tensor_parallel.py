@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.parallel.tensor_parallel import (
     build_distribution,
-    count_tensor_parts,
+    count_tensor_parallel_ranks,
     distribute,
     find_data_group,
-    find_share,
-    verify_can_be_cut,
+    find_vocabulary_shard,
+    verify_tensor_parallel,
 )
 
 SIZES = {"vocab_size": 68, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -42,15 +42,15 @@ def two_processes() -> Iterator[None]:
 def test_a_model_whose_plan_is_proved_may_be_cut(model_type: str) -> None:
     config = build_config(model_type)
     config.attention_dropout = 0.0
-    verify_can_be_cut(config, 2)
+    verify_tensor_parallel(config, 2)
 
 
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (AutoConfig.for_model("gpt2"), "no way is proved to cut the tensors of a gpt2 model"),
-        (build_config("qwen3"), "no way is proved to cut the tensors of a qwen3 model"),
-        (AutoConfig.for_model("mixtral", **SIZES, **HEADS), "no way is proved to cut the tensors of a mixtral model"),
+        (AutoConfig.for_model("gpt2"), "tensor parallelism is not supported for a gpt2 model"),
+        (build_config("qwen3"), "tensor parallelism is not supported for a qwen3 model"),
+        (AutoConfig.for_model("mixtral", **SIZES, **HEADS), "tensor parallelism is not supported for a mixtral model"),
         (build_config("llama", num_attention_heads=6, hidden_size=24), "num_attention_heads of the model is 6"),
         (build_config("llama", num_key_value_heads=1), "num_key_value_heads of the model is 1"),
         (build_config("llama", vocab_size=66), "vocab_size of the model is 66"),
@@ -59,7 +59,7 @@ def test_a_model_whose_plan_is_proved_may_be_cut(model_type: str) -> None:
 )
 def test_what_cannot_be_cut_is_refused(config: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        verify_can_be_cut(config, 4)
+        verify_tensor_parallel(config, 4)
 
 
 def test_without_a_size_nothing_is_cut() -> None:
@@ -72,12 +72,12 @@ def test_without_a_size_nothing_is_cut() -> None:
 @pytest.mark.usefixtures("two_processes")
 def test_every_matrix_of_a_model_is_cut_and_what_is_not_is_found() -> None:
     whole = AutoModelForCausalLM.from_config(build_config("llama"))
-    assert count_tensor_parts(whole) == 1
+    assert count_tensor_parallel_ranks(whole) == 1
     assert find_data_group(whole) is None
     distribution = build_distribution({"tp": 2}, torch.float32)
     assert distribution is not None
     model: Any = distribute(whole, distribution)
-    assert count_tensor_parts(model) == 2
+    assert count_tensor_parallel_ranks(model) == 2
     for name, tensor in model.named_parameters():
         if tensor.ndim > 1:
             assert tensor.shape == whole.get_parameter(name).shape
@@ -85,9 +85,9 @@ def test_every_matrix_of_a_model_is_cut_and_what_is_not_is_found() -> None:
     # This process is the second one: it has the last 34 of 68 tokens, and rows of its own.
     own = model.lm_head.weight.to_local()
     torch.testing.assert_close(own, whole.lm_head.weight[34:])
-    assert find_share(model.lm_head.weight).first == 34
+    assert find_vocabulary_shard(model.lm_head.weight).first == 34
     assert distributed.get_world_size(find_data_group(model)) == 1
     mesh = model.lm_head.weight.device_mesh
     model.lm_head.weight = nn.Parameter(DTensor.from_local(whole.lm_head.weight, mesh, [Replicate()]))
-    with pytest.raises(ConfigError, match=r"1 of 9 matrices are not cut, lm_head.weight first"):
-        count_tensor_parts(model)
+    with pytest.raises(ConfigError, match=r"1 of 9 matrices are not sharded, lm_head.weight first"):
+        count_tensor_parallel_ranks(model)

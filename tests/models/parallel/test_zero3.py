@@ -9,7 +9,12 @@ import torch
 from torch import nn
 from transformers.integrations import deepspeed as integration
 
-from recipes_lib.models.parallel.zero3 import gather_where_used, leave_to_engine, loaded_whole, written_whole
+from recipes_lib.models.parallel.zero3 import (
+    gathered_for_writing,
+    register_gather_hooks,
+    remove_gather_hooks,
+    zero3_init_disabled,
+)
 
 
 class Share:
@@ -35,19 +40,19 @@ def test_a_weight_is_whole_in_a_call_and_empty_after_it() -> None:
     model = nn.Sequential(linear, nn.ReLU())
     with pytest.raises(RuntimeError):
         linear(torch.ones(2))
-    gather_where_used(model)
+    register_gather_hooks(model)
     assert torch.equal(linear(torch.ones(2)), expected)
     assert linear.weight.numel() == 0
-    leave_to_engine(model)
+    remove_gather_hooks(model)
     with pytest.raises(RuntimeError):
         linear(torch.ones(2))
 
 
 def test_a_model_that_nothing_has_shared_out_is_left_alone() -> None:
     model = nn.Linear(2, 2)
-    gather_where_used(model)
+    register_gather_hooks(model)
     assert not model._forward_pre_hooks
-    with torch.no_grad(), written_whole(model.weight):
+    with torch.no_grad(), gathered_for_writing(model.weight):
         model.weight.fill_(3.0)
     assert model.weight.eq(3).all()
 
@@ -55,7 +60,7 @@ def test_a_model_that_nothing_has_shared_out_is_left_alone() -> None:
 def test_what_is_written_is_shared_out_again() -> None:
     weight = nn.Parameter(torch.zeros(3))
     share = Share(weight)
-    with torch.no_grad(), written_whole(weight):
+    with torch.no_grad(), gathered_for_writing(weight):
         weight.fill_(3.0)
     assert share.whole.eq(3).all()
     assert weight.numel() == 0
@@ -68,10 +73,10 @@ def test_transformers_shares_nothing_out_meanwhile(monkeypatch: pytest.MonkeyPat
 
     told = Told()
     monkeypatch.setattr(integration, "_hf_deepspeed_config_weak_ref", lambda: told)
-    with loaded_whole():
+    with zero3_init_disabled():
         assert not integration.is_deepspeed_zero3_enabled()
     assert integration.is_deepspeed_zero3_enabled()
     monkeypatch.setattr(integration, "_hf_deepspeed_config_weak_ref", None)
-    with loaded_whole():
+    with zero3_init_disabled():
         pass
     assert integration._hf_deepspeed_config_weak_ref is None

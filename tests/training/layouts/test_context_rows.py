@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recipes_lib.data.packed.collators import PackedCollator
-from recipes_lib.training.layouts.context_rows import cut_batch, join_context
+from recipes_lib.training.layouts.context_rows import join_context, shard_batch
 from recipes_lib.training.layouts.launch_environment import Launch
 
 ROWS = ([5, 9, 3, 6], [11, 2], [1, 1, 20])
@@ -25,7 +25,7 @@ def build_batch(*lengths: list[int]) -> dict[str, Any]:
 
 
 def cut(batch: dict[str, Any], size: int, *, by_heads: bool = False) -> list[dict[str, Any]]:
-    return [cut_batch(batch, rank, size, by_heads=by_heads) for rank in range(size)]
+    return [shard_batch(batch, rank, size, by_heads=by_heads) for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", [2, 3])

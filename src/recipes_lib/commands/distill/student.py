@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
-    from recipes_lib.models.structure import cut_layers, map_layers, verify_copy
+    from recipes_lib.models.structure import map_layers, prune_layers, verify_copy
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     teacher = ModelConfig(model_name_or_path=options.teacher, model_revision=options.revision, dtype="auto")
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
     layers = options.layers or list(map_layers(_check_count(options.num_layers, count), count))
     model = load_causal_lm(teacher, "eager")
     num_before = model.num_parameters()
-    cut_layers(model, layers)
+    prune_layers(model, layers)
     model.config.use_cache = True
     options.output.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=options.output.parent, prefix=f".{options.output.name}-") as folder:

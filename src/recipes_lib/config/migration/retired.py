@@ -31,9 +31,9 @@ class Retired:
         return {self.new: value} if self.new else {}
 
 
-def renamed(new: str, since: str, values: Mapping[Hashable, Mapping[str, Any]] | None = None) -> Retired:
-    """A key whose successor means the same; ``values`` where the values changed too."""
-    return Retired(f"was renamed to `{new}` ({since})", f"write `{new}`", new, values)
+def renamed(new: str, since: str) -> Retired:
+    """A key whose successor means the same."""
+    return Retired(f"was renamed to `{new}` ({since})", f"write `{new}`", new)
 
 
 def dropped(found: str, remedy: str = "delete the line") -> Retired:

@@ -45,7 +45,7 @@ from recipes_lib.models.adapters.targets import (
     verify_layers,
 )
 from recipes_lib.models.devices import find_device
-from recipes_lib.models.inference import evaluating, suited_to_kernel
+from recipes_lib.models.inference import evaluating, kernel_precision
 from recipes_lib.models.loading import explained, without_report
 from recipes_lib.models.quantization import keep_differentiable
 
@@ -272,7 +272,7 @@ def compute_probe_logits(model: Any) -> Tensor:
     """
     config = model.config.get_text_config()
     input_ids = torch.arange(1, 9, device=find_device(model))[None] % config.vocab_size
-    with evaluating(model), suited_to_kernel(model):
+    with evaluating(model), kernel_precision(model):
         logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
     return logits.float().cpu()
 

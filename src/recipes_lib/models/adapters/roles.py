@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from recipes_lib.models.adapters.lora import _without_old_name, adapters_off, attach_scorer
 from recipes_lib.models.heads.score_head import ScoreOutput
-from recipes_lib.models.inference import evaluating, suited_to_kernel
+from recipes_lib.models.inference import evaluating, kernel_precision
 
 Role = Literal["policy", "critic", "reference", "reward"]
 
@@ -55,7 +55,7 @@ class AdapterScorer(nn.Module):
     def forward(self, *, last_positions: Tensor, **inputs: Tensor) -> ScoreOutput:
         """Score positions, as a model with a score head does (``add_score_head``)."""
         (model,) = self._model
-        with role(model, self._name), suited_to_kernel(model):
+        with role(model, self._name), kernel_precision(model):
             output = model.get_base_model()(**inputs, states_at=last_positions)
         with torch.autocast(output.states.device.type, enabled=False):
             scores = self.head(output.states.float()).squeeze(-1)

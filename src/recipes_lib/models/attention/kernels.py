@@ -17,8 +17,12 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.attention.varlen import register_varlen
 from recipes_lib.models.devices import find_device
 from recipes_lib.models.heads.score_head import HEAD
-from recipes_lib.models.inference import find_rounding, suited_to_kernel
-from recipes_lib.models.parallel.context_parallel import ContextShare, register_context, verify_can_share_rows
+from recipes_lib.models.inference import find_rounding_error, kernel_precision
+from recipes_lib.models.parallel.context_parallel import (
+    ContextParallelGroup,
+    register_context_parallel,
+    verify_context_parallel,
+)
 
 Layout = Literal["rows", "flat"]
 """``rows``: documents share the rows of a ``(B, L)`` batch, told apart by positions that restart. ``flat``: all in one
@@ -46,7 +50,7 @@ class AttentionChoice:
 
     implementation: str
     layout: Layout
-    context: ContextShare | None = None
+    context: ContextParallelGroup | None = None
     """The processes that share rows; ``None``: each has whole ones."""
 
 
@@ -56,7 +60,7 @@ def choose_attention(
     args: TrainingArguments,
     *,
     packing: bool,
-    context: ContextShare | None = None,
+    context: ContextParallelGroup | None = None,
 ) -> AttentionChoice:
     """Settle the kernel for a run: ``choose_kernel`` for its model, device and precision.
 
@@ -68,7 +72,7 @@ def choose_attention(
         context: The processes that share rows; they need the attention that reaches over them.
 
     Raises:
-        ConfigError: As ``choose_kernel`` and ``verify_can_share_rows``; rows are shared on GPUs in float32.
+        ConfigError: As ``choose_kernel`` and ``verify_context_parallel``; rows are shared on GPUs in float32.
     """
     halves = {"bfloat16": torch.bfloat16, "float16": torch.float16}
     is_bf16 = args.bf16 or args.mixed_precision == "fp8"
@@ -79,8 +83,8 @@ def choose_attention(
         if args.device.type == "cuda" and compute_dtype == torch.float32:
             found = "on a GPU the attention of rows that are shared needs bf16 or fp16"
             raise ConfigError(Problem("launch", found, "use a launch file with `mixed_precision: bf16`"))
-        verify_can_share_rows(model_config, context.size, by_heads=context.by_heads)
-        register_context(context)
+        verify_context_parallel(model_config, context.size, by_heads=context.by_heads)
+        register_context_parallel(context)
         return AttentionChoice("context", "rows", context)
     return choose_kernel(
         model_config, config.attn_implementation, device=args.device, compute_dtype=compute_dtype, packing=packing
@@ -200,14 +204,14 @@ def prove_isolation(model: Any, layout: Layout) -> None:
     was_training = model.training
     model.eval()
     try:
-        with suited_to_kernel(model, is_packed=True):
+        with kernel_precision(model, is_packed=True):
             together = _run_packed(model, documents, layout)
             alone = [_run_packed(model, [document], layout)[0] for document in documents]
             beside_another = [
                 _run_packed(model, [documents[0], changed[1]], layout)[0],
                 _run_packed(model, [changed[0], documents[1]], layout)[1],
             ]
-            eps = find_rounding(alone[0])
+            eps = find_rounding_error(alone[0])
     except (RuntimeError, TypeError, ValueError) as error:
         remedy = "set packing: false, or another attn_implementation"
         raise ConfigError(Problem("packing", f"this model fails on a packed batch: {error}", remedy)) from error

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.attention.kernels import choose_kernel
 from recipes_lib.models.devices import find_device
-from recipes_lib.models.inference import find_rounding, suited_to_kernel
+from recipes_lib.models.inference import find_rounding_error, kernel_precision
 
 TAKES_A_MASK: Final = ("sdpa", "eager")
 """Every ``attn_implementation`` that goes by whatever mask it is given."""
@@ -145,7 +145,7 @@ def prove_shared_prompt(model: Any) -> str | None:
     was_training = model.training
     model.eval()
     try:
-        with suited_to_kernel(model, is_packed=True):
+        with kernel_precision(model, is_packed=True):
             together = _run_shared(model, pairs)
             alone = {
                 (pair, branch): _run(model, torch.cat([parts[0], parts[branch]]))
@@ -153,7 +153,7 @@ def prove_shared_prompt(model: Any) -> str | None:
                 for branch in (1, 2)
             }
             beside_another = [_run_beside_another(model, pairs, changed) for changed in _CHANGES]
-            eps = find_rounding(alone[0, 1])
+            eps = find_rounding_error(alone[0, 1])
     except (RuntimeError, TypeError, ValueError) as error:
         return f"this model fails on a row with shared prompts: {error}"
     finally:

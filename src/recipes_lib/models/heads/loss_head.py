@@ -18,8 +18,8 @@ from transformers.utils.generic import ModelOutput
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.losses.next_token import TokenLogps, TokenSums, compute_cross_entropy, compute_token_logps
 from recipes_lib.models.devices import find_device, unwrap_adapter
-from recipes_lib.models.inference import suited_to_kernel
-from recipes_lib.models.parallel.tensor_parallel import find_share, project_on_shares
+from recipes_lib.models.inference import kernel_precision
+from recipes_lib.models.parallel.tensor_parallel import find_vocabulary_shard, project_vocabulary_parallel
 
 
 @dataclass
@@ -92,7 +92,7 @@ def add_loss_head(model: PreTrainedModel) -> None:
 
     ``model(input_ids=..., position_ids=..., labels=..., loss_head=True)`` sums the loss over a batch: ``labels`` are
     ``int64 (B, L)``, unshifted, negative where there is no target. With ``targets`` beside them, ``int64 (B, L)``, each
-    hidden state is scored on the one at its own place, as where rows are cut over processes (``cut_batch``).
+    hidden state is scored on the one at its own place, as where rows are cut over processes (``shard_batch``).
 
     ``model(input_ids=..., position_ids=..., predictors=..., targets=..., token_logps=True)`` gives the log-probability
     of each of ``N`` tokens. ``predictors`` are ``int64 (N,)`` indices into the flattened ``(B * L)`` positions,
@@ -173,7 +173,7 @@ def verify_loss_head(model: Any) -> None:
     input_ids = torch.arange(1, 9, device=find_device(model))[None] % config.vocab_size
     was_training = model.training
     model.eval()
-    with torch.no_grad(), suited_to_kernel(model):
+    with torch.no_grad(), kernel_precision(model):
         own = model(input_ids=input_ids, labels=input_ids, use_cache=False)
         sums = model(input_ids=input_ids, labels=input_ids, loss_head=True)
     model.train(was_training)
@@ -219,9 +219,9 @@ def _project_or_score(
     if isinstance(weight, DTensor):
         # Processes share the vocabulary.
         if score is None:
-            return project_on_shares(hidden, weight, bias)
+            return project_vocabulary_parallel(hidden, weight, bias)
         if score is compute_cross_entropy:
-            options["share"] = find_share(weight)
+            options["share"] = find_vocabulary_shard(weight)
             weight, bias = (None if part is None else part.to_local() for part in (weight, bias))
         else:
             weight, bias = (None if part is None else part.full_tensor() for part in (weight, bias))

@@ -24,7 +24,7 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.devices import unwrap_adapter
 from recipes_lib.models.heads.loss_head import _run_backbone, _spell_mask
 from recipes_lib.models.loading import load_pretrained
-from recipes_lib.models.parallel.zero3 import written_whole
+from recipes_lib.models.parallel.zero3 import gathered_for_writing
 
 HEAD: Final = "score"
 """What transformers calls the head of every decoder that classifies; also ``modules_to_save`` of an adapter."""
@@ -84,7 +84,7 @@ def load_reward_model(
         if head.weight.is_meta:
             # transformers leaves it so on all but one process of a machine, which FSDP2 will give its weights.
             head.to_empty(device=model.device)
-        with torch.no_grad(), written_whole(head.weight):
+        with torch.no_grad(), gathered_for_writing(head.weight):
             weight = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed))
             head.weight.copy_(weight / math.sqrt(head.in_features + 1))
     return model

@@ -1,4 +1,9 @@
-"""Context parallelism: sequences split over ranks, attention over all tokens of a document (all-gather or Ulysses)."""
+"""Context parallelism: sequences sharded over ranks, attention over whole documents.
+
+Two variants: all-gather of keys and values (every rank attends from its own tokens with all heads), and Ulysses
+(all-to-all: every rank attends from all tokens with a share of the heads). Norms, MLPs and the loss see hidden states
+of the local tokens only.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +26,15 @@ _HEADS: Final = {"": "attention", "key-value ": "key_value"}
 
 
 @dataclass(frozen=True, slots=True)
-class ContextShare:
-    """The processes that share rows, and this one among them.
+class ContextParallelGroup:
+    """Process groups of context parallelism, as this rank sees them.
 
     Attributes:
-        group: They.
-        rank: Index of this one.
-        size: Their number.
-        data_group: One of each such group, this one among them.
-        by_heads: Whether each of them attends from all tokens of a row with some of the heads; otherwise from its own
-            tokens with all of them.
+        group: Context-parallel group: the ranks that hold shards of the same sequences.
+        rank: Index of this rank in ``group``, from 0.
+        size: Ranks in ``group``.
+        data_group: Data-parallel group: one rank of each context-parallel group, this rank among them.
+        by_heads: Ulysses (all tokens, a share of the heads); otherwise all-gather (local tokens, all heads).
     """
 
     group: distributed.ProcessGroup
@@ -40,17 +44,18 @@ class ContextShare:
     by_heads: bool
 
 
-def verify_can_share_rows(config: PreTrainedConfig, num_processes: int, *, by_heads: bool) -> None:
-    """Refuse a model that does not attend from each token to all before it in its document.
+def verify_context_parallel(config: PreTrainedConfig, num_processes: int, *, by_heads: bool) -> None:
+    """Refuse a model that context parallelism does not support: anything but full causal attention.
 
     Args:
         config: Of the model.
-        num_processes: That share a row.
-        by_heads: As ``ContextShare``.
+        num_processes: Ranks of a context-parallel group.
+        by_heads: As ``ContextParallelGroup``.
 
     Raises:
-        ConfigError: It has layers of another kind, or what is computed over a whole row besides.
-        ConfigError: Its heads cannot be dealt out to the processes.
+        ConfigError: The model has sliding-window or other layers, capped attention, attention dropout, rotary positions
+            that depend on the sequence length, or a load-balancing loss over whole sequences.
+        ConfigError: Ulysses: the number of heads is no multiple of ``num_processes``.
     """
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
@@ -59,30 +64,32 @@ def verify_can_share_rows(config: PreTrainedConfig, num_processes: int, *, by_he
     reasons = [f"{kind} layers" for kind in sorted(kinds - {"full_attention"})]
     reasons += ["capped attention"] if getattr(text, "attn_logit_softcapping", None) is not None else []
     reasons += ["attention dropout"] if getattr(text, "attention_dropout", 0.0) else []
-    # Its angles follow from the longest row, of which each process sees but a part.
+    # Angles depend on the sequence length, of which each rank sees only its shard.
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
     reasons += [f"{rope} rotary positions"] if rope in ("dynamic", "longrope") else []
-    reasons += ["a balance of experts"] if getattr(text, "output_router_logits", False) else []
+    reasons += ["a load-balancing loss of experts"] if getattr(text, "output_router_logits", False) else []
     remedy = "launch with accelerate_configs/fsdp2.yaml"
     if by_heads and not reasons:
         remedy = "write another `parallelism_config_sp_size`, or launch with accelerate_configs/fsdp2_cp.yaml"
         counts = {kind: getattr(text, f"num_{name}_heads", None) for kind, name in _HEADS.items()}
-        # Fewer key-value heads than processes are repeated, if each then has one.
+        # Key-value heads are repeated where there are fewer than ranks and their number divides the ranks.
         reasons += [
             f"{count} {kind}heads for {num_processes} processes"
             for kind, count in counts.items()
             if count and count % num_processes and (not kind or num_processes % count)
         ]
     if reasons:
-        found = f"a {config.model_type} model with {', '.join(reasons)} cannot share a row over processes"
+        found = f"context parallelism does not support a {config.model_type} model with {', '.join(reasons)}"
         raise ConfigError(Problem("model_name_or_path", found, remedy))
 
 
-def register_context(share: ContextShare) -> None:
-    """Make ``attn_implementation="context"`` known to transformers: over rows that ``cut_batch`` cut, or as ``sdpa``.
+def register_context_parallel(share: ContextParallelGroup) -> None:
+    """Register the context-parallel kernel with transformers, as ``attn_implementation="context"``.
 
-    Keys and values are gathered from the processes that share a row, and their gradients summed and shared out. By
-    heads the processes exchange tokens for heads before they attend, and back behind it.
+    Batches of ``shard_batch`` carry ``context_index`` and are attended to across ranks; there is no attention mask,
+    ``cu_seq_lens_*`` delimit the documents. Any other batch is computed by ``sdpa`` with its attention mask.
+    All-gather variant: keys and values are all-gathered, their gradients reduce-scattered. Ulysses: an all-to-all
+    exchanges tokens for heads before attention, and a second one reverts it.
 
     Source: https://arxiv.org/abs/2309.14509 (by heads); ``torch.nn.attention.varlen.varlen_attn``;
     ``tests/models/parallel/test_context_parallel.py``.
@@ -92,10 +99,10 @@ def register_context(share: ContextShare) -> None:
 
 
 class _Gather(torch.autograd.Function):
-    """The tokens of all processes, one process behind the other; their gradients back, summed."""
+    """All-gather along the tokens, in rank order; the backward pass reduce-scatters the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, share: ContextShare) -> Tensor:
+    def forward(ctx: Any, own: Tensor, share: ContextParallelGroup) -> Tensor:
         ctx.share = share
         gathered = own.new_empty(share.size * len(own), *own.shape[1:])
         distributed.all_gather_into_tensor(gathered, own.contiguous(), group=share.group)
@@ -109,10 +116,10 @@ class _Gather(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """A part for each process, ``(processes, ...)``, for what they have for this one; gradients return the same way."""
+    """All-to-all over the first dimension, ``(ranks, ...)``; gradients take the same way back."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, share: ContextShare) -> Tensor:
+    def forward(ctx: Any, parts: Tensor, share: ContextParallelGroup) -> Tensor:
         ctx.share = share
         received = torch.empty_like(parts)
         distributed.all_to_all_single(received, parts, group=share.group)
@@ -126,7 +133,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _attend(
-    share: ContextShare,
+    share: ContextParallelGroup,
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -134,7 +141,7 @@ def _attend(
     attention_mask: Tensor | None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of this process's tokens, ``(B, heads, l, D)`` to ``(B, l, heads, D)``."""
+    """Attention of the local tokens, ``(B, heads, l, D)`` to ``(B, l, heads, D)``."""
     index: Tensor | None = settings.get("context_index")
     if index is None:
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
@@ -152,8 +159,8 @@ def _attend(
     return output.view(num_rows, num_tokens, *output.shape[1:]), None
 
 
-def _take_heads(state: Tensor, share: ContextShare) -> Tensor:
-    """All tokens of the processes, one process behind the other, with this one's heads: ``(n * T, heads / n, D)``."""
+def _take_heads(state: Tensor, share: ContextParallelGroup) -> Tensor:
+    """Tokens of all ranks in rank order, with the heads of this rank: ``(n * T, heads / n, D)``."""
     if state.shape[1] < share.size:
         state = state.repeat_interleave(share.size // state.shape[1], dim=1)
     num_tokens, num_heads, _ = state.shape
@@ -162,8 +169,8 @@ def _take_heads(state: Tensor, share: ContextShare) -> Tensor:
     return received.flatten(0, 1)
 
 
-def _take_tokens(output: Tensor, index: Tensor, share: ContextShare) -> Tensor:
-    """This process's tokens with all heads, of all in the order of ``index`` with some: ``(T, heads, D)``."""
+def _take_tokens(output: Tensor, index: Tensor, share: ContextParallelGroup) -> Tensor:
+    """Local tokens with all heads, ``(T, heads, D)``, from all tokens in the order of ``index`` with some heads."""
     ordered = torch.empty_like(output).index_copy(0, index, output)
     parts = ordered.view(share.size, -1, *output.shape[1:])
     received: Tensor = _Exchange.apply(parts, share)  # type: ignore[no-untyped-call]

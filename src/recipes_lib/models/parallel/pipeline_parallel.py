@@ -1,7 +1,8 @@
 """Pipeline parallelism: the layers of a model split into pipeline stages, each rank loading its own part.
 
-What another process holds is replaced by a module that hands on what it is given, so that masks, positions and order
-of layers stay the model's own code, and every weight keeps its name: the parts of all processes are the whole model.
+Modules of other pipeline stages are replaced by identities, so that the attention mask, positions and the order of
+layers stay the model's own code, and every weight keeps its name: the union of all stages is the whole model. Hidden
+states are what one pipeline stage sends to the next.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from recipes_lib.models.devices import find_device
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one process of a pipeline holds of a model.
+class PipelinePart:
+    """Share of a model that one pipeline stage holds.
 
-    The layers are cut into ``num_stages * num_chunks`` chunks of the same size; stage ``s`` holds the chunks ``s``,
+    The layers are split into ``num_stages * num_chunks`` chunks of the same size; stage ``s`` holds the chunks ``s``,
     ``s + num_stages``, and so on. The first one has the embedding, the last one the final norm and the projection.
 
     Attributes:
-        stage: Number of this process in its pipeline, from 0.
-        num_stages: Processes of a pipeline.
-        num_chunks: Chunks of each process.
+        stage: Index of this pipeline stage, from 0.
+        num_stages: Pipeline stages.
+        num_chunks: Chunks of each stage; more than 1 for interleaved schedules.
     """
 
     stage: int
@@ -60,14 +61,14 @@ class Part:
         """Return the numbers of the layers of each chunk that is here.
 
         Raises:
-            ConfigError: The layers are no multiple of the chunks, so that one process would keep the others waiting.
+            ConfigError: The number of layers is no multiple of the number of chunks: stages would be unbalanced.
         """
         size, rest = divmod(num_layers, self.total_chunks)
         if rest or not size:
             fitting = [
                 str(number) for number in range(1, num_layers + 1) if not num_layers % (number * self.num_chunks)
             ]
-            found = f"{num_layers} layers cannot be cut into {self.total_chunks} equal chunks"
+            found = f"{num_layers} layers cannot be split into {self.total_chunks} equal chunks"
             in_turns = f" of {self.num_chunks} chunks each" if self.num_chunks > 1 else ""
             remedy = f"launch {' or '.join(fitting)} stages{in_turns}" if fitting else "choose another schedule"
             raise ConfigError(Problem("pipeline stages", found, remedy))
@@ -78,7 +79,7 @@ _EMBEDDING: Final = "embed_tokens"
 _LAYERS: Final = "layers"
 _NORM: Final = "norm"
 _PLAN: Final = [_EMBEDDING, _LAYERS, _NORM]
-"""What a model is made of that can be cut here, as transformers names it in ``base_model_pp_plan``."""
+"""Modules of a model that pipeline parallelism supports, in the words of transformers' ``base_model_pp_plan``."""
 
 
 class AbsentModule(nn.Module):
@@ -89,26 +90,27 @@ class AbsentModule(nn.Module):
         return hidden
 
 
-def build_part_class(config: PreTrainedConfig, part: Part) -> type[PreTrainedModel]:
-    """Return the class of a part: the model's own, which leaves out what other processes hold when it is built.
+def build_pipeline_stage_class(config: PreTrainedConfig, part: PipelinePart) -> type[PreTrainedModel]:
+    """Return a subclass of the model's class that builds only the modules of one pipeline stage.
 
-    Loading such a model reads its own tensors alone. It has besides ``part``; ``whole_shapes``, the shape of every
-    tensor of the whole model by its name, tied ones once; ``whole_names``, the names by which weights may be saved; and
-    ``is_tied``, whether embeddings are.
+    Loading such a model reads the tensors of this stage only. Extra attributes: ``part``; ``whole_shapes``, the shape
+    of every tensor of the whole model by its name, tied ones once; ``whole_names``, the names by which weights may be
+    saved; and ``is_tied``, whether embeddings are.
 
     Args:
         config: Of the whole model.
-        part: What this process holds.
+        part: The pipeline stage of this rank.
 
     Raises:
-        ConfigError: transformers has no plan to cut this architecture, it is not made of an embedding, layers, a norm
-            and a projection alone, or its layers do not divide; or it balances its experts, over all layers at once.
+        ConfigError: transformers has no pipeline-parallel plan for this architecture; it has modules other than
+            embedding, layers, norm and projection; its layers do not divide; or it has a load-balancing loss of
+            experts, which is computed over all layers at once.
     """
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None or list(config.base_model_pp_plan or ()) != _PLAN:
-        raise _refuse(config, "transformers has no plan by which it is cut into embedding, layers and norm")
+        raise _refuse(config, "transformers has no pipeline-parallel plan of embedding, layers and norm for it")
     if getattr(config, "output_router_logits", False):
-        raise _refuse(config, "the balance between its experts is computed over all layers at once")
+        raise _refuse(config, "the load-balancing loss of its experts is computed over all layers at once")
     layers = {number for chunk in part.share_layers(config.num_hidden_layers) for number in chunk}
 
     def initialise(self: Any, config: PreTrainedConfig, *args: Any, **options: Any) -> None:
@@ -124,20 +126,20 @@ def build_part_class(config: PreTrainedConfig, part: Part) -> type[PreTrainedMod
     return type(model_class.__name__, (model_class,), attributes)
 
 
-def verify_can_be_cut_along_layers(config: PreTrainedConfig, part: Part) -> None:
-    """Cut a model that has no weights.
+def verify_pipeline_parallel(config: PreTrainedConfig, part: PipelinePart) -> None:
+    """Verify that pipeline parallelism supports a model, on the meta device, before any weight is loaded.
 
     Args:
         config: Of the whole model.
-        part: What a process would hold.
+        part: Any pipeline stage of the intended split.
 
     Raises:
-        ConfigError: As ``build_part_class`` and ``cut_into_chunks``.
+        ConfigError: As ``build_pipeline_stage_class`` and ``split_into_chunks``.
     """
-    # Any stage is judged alike; the last one has a norm, and so a type.
+    # One stage stands for all; the last has the norm, a parameter from which the dtype is read.
     last = replace(part, stage=part.num_stages - 1)
     with torch.device("meta"):
-        model: Any = build_part_class(config, last)(config)
+        model: Any = build_pipeline_stage_class(config, last)(config)
     model.base_model.embed_tokens, model.lm_head, model.base_model.layers = (
         AbsentModule(),
         AbsentModule(),
@@ -148,22 +150,23 @@ def verify_can_be_cut_along_layers(config: PreTrainedConfig, part: Part) -> None
 
 
 def build_whole_on_meta(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the whole model that this is a part of, without weights."""
+    """Return the whole model that this pipeline stage belongs to, on the meta device."""
     whole_class: Any = type(model).__bases__[0]
     with torch.device("meta"):
         whole: PreTrainedModel = whole_class(model.config)
     return whole
 
 
-def cut_into_chunks(model: Any) -> list[PreTrainedModel]:
-    """Return the chunks of this process, in their order: models of the whole class that share the modules of ``model``.
+def split_into_chunks(model: Any) -> list[PreTrainedModel]:
+    """Return the chunks of this pipeline stage, in order: models of the original class that share its modules.
 
-    The first chunk of a pipeline takes ``input_ids``, any other ``inputs_embeds``: the states that the one before gave.
+    The first chunk of the pipeline takes ``input_ids``; any other takes the hidden states of the chunk before it,
+    ``(B, L, D)``, as ``inputs_embeds``.
 
     Raises:
-        ConfigError: Between its layers this model does something else, which each chunk would do again.
+        ConfigError: The model transforms hidden states outside of its layers, which every chunk would repeat.
     """
-    part: Part = model.part
+    part: PipelinePart = model.part
     _verify_nothing_between(model)
     shares = zip(part.chunks, part.share_layers(model.config.num_hidden_layers), strict=True)
     return [
@@ -177,8 +180,8 @@ def _read_whole_shapes(model: nn.Module) -> Mapping[str, torch.Size]:
     return dict(reversed(unique.values()))
 
 
-def _leave_out(model: Any, part: Part, layers: Collection[int]) -> None:
-    """Replace what other processes hold; tied embeddings are with the first and with the last one."""
+def _leave_out(model: Any, part: PipelinePart, layers: Collection[int]) -> None:
+    """Replace the modules of other pipeline stages; tied embeddings are in the first and in the last stage."""
     base, is_tied = model.base_model, model.is_tied
     known = rf"({model.base_model_prefix}\.({'|'.join(_PLAN)})|lm_head)\."
     if unknown := [name for name in model.whole_names if not re.match(known, name)]:
@@ -195,7 +198,7 @@ def _leave_out(model: Any, part: Part, layers: Collection[int]) -> None:
 
 
 def _view(model: Any, layers: Collection[int], *, is_first: bool = False, is_last: bool = False) -> PreTrainedModel:
-    """The model with these layers alone, and at an end what is there; no two chunks have a weight in common."""
+    """The model with these layers only, plus embedding or norm and projection at the ends; chunks share no weight."""
     view: Any = _share(model, type(model).__bases__[0])
     base: Any = _share(model.base_model, type(model.base_model))
     setattr(view, model.base_model_prefix, base)
@@ -210,7 +213,7 @@ def _view(model: Any, layers: Collection[int], *, is_first: bool = False, is_las
 
 
 def _share(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
-    """Another module of the same children, some of which may be replaced."""
+    """Shallow copy of a module, whose children can be replaced without touching the original."""
     shared = kind.__new__(kind)
     vars(shared).update(vars(module))
     vars(shared)["_modules"] = dict(module._modules)
@@ -219,17 +222,17 @@ def _share(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
 
 @torch.no_grad()
 def _verify_nothing_between(model: PreTrainedModel) -> None:
-    """Run the model without any layer, which must give what it was given."""
+    """Run the model without any layer: hidden states must come out unchanged."""
     device = find_device(model)
     view = _view(model, ())
     states = torch.linspace(-1, 1, 8 * model.config.hidden_size, device=device, dtype=model.dtype).view(1, 8, -1)
     positions = torch.arange(8, device=device)[None]
     given = view.base_model(inputs_embeds=states, position_ids=positions, use_cache=False).last_hidden_state
     if not torch.equal(given, states):
-        raise _refuse(model.config, "it changes the states between its embedding and its layers")
+        raise _refuse(model.config, "it transforms hidden states between its embedding and its layers")
 
 
 def _refuse(config: PreTrainedConfig, why: str) -> ConfigError:
-    found = f"a {config.model_type} model cannot be cut into stages: {why}"
-    remedy = "launch without stages, by accelerate_configs/fsdp2.yaml where the model does not fit"
+    found = f"a {config.model_type} model does not support pipeline parallelism: {why}"
+    remedy = "launch without pipeline stages, with accelerate_configs/fsdp2.yaml where the model does not fit"
     return ConfigError(Problem("pipeline stages", found, remedy))

@@ -1,4 +1,4 @@
-"""Models that DeepSpeed ZeRO-3 partitioned on loading, used outside of its engine: weights gathered for a while."""
+"""DeepSpeed ZeRO-3 models outside of the engine: partitioned weights gathered for single calls and for writing."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import nn
 from transformers.integrations import deepspeed as integration
 
 _HOOKS: Final = "_gathering"
-"""Under which a module keeps what ``leave_to_engine`` removes."""
+"""Under which a module keeps what ``remove_gather_hooks`` removes."""
 
 
-def gather_where_used(model: nn.Module) -> None:
-    """Have every module of a model gather its weights for a call and let go of them after it, as the engine would.
+def register_gather_hooks(model: nn.Module) -> None:
+    """Register forward hooks that all-gather the weights of each module for a call and partition them afterwards.
 
-    Forward passes without gradients only, which all processes must make alike. Nothing happens to a model whose weights
-    ZeRO-3 has not shared out.
+    For forward passes without gradients, which all ranks must make alike. No effect on a model that ZeRO-3 has not
+    partitioned.
 
     Source: ``tests/distributed/test_zero.py``.
     """
@@ -27,16 +27,16 @@ def gather_where_used(model: nn.Module) -> None:
             vars(module)[_HOOKS] = _register(module, own)
 
 
-def leave_to_engine(model: nn.Module) -> None:
-    """Undo ``gather_where_used``, before DeepSpeed takes a model over."""
+def remove_gather_hooks(model: nn.Module) -> None:
+    """Remove the hooks of ``register_gather_hooks``, before ``deepspeed.initialize`` registers its own."""
     for module in model.modules():
         for hook in vars(module).pop(_HOOKS, ()):
             hook.remove()
 
 
 @contextmanager
-def written_whole(weight: Any) -> Iterator[None]:
-    """Hold a weight whole on every process, which all write alike; it is shared out again after that, if it was."""
+def gathered_for_writing(weight: Any) -> Iterator[None]:
+    """All-gather a weight for a write that all ranks make alike, then partition it again; no-op without ZeRO-3."""
     is_shared = hasattr(weight, "ds_id")
     if is_shared:
         weight.all_gather()
@@ -46,8 +46,8 @@ def written_whole(weight: Any) -> Iterator[None]:
 
 
 @contextmanager
-def loaded_whole() -> Iterator[None]:
-    """Load or build models on this process alone meanwhile: where ZeRO-3 trains, transformers shares out every one."""
+def zero3_init_disabled() -> Iterator[None]:
+    """Load or build whole models on this rank: under ZeRO-3 transformers partitions every model that it loads."""
     told = integration._hf_deepspeed_config_weak_ref
     config = None if told is None else told()
     integration.unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]

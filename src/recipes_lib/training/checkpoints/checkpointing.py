@@ -15,7 +15,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.models.parallel.pipeline_parallel import build_whole_on_meta
-from recipes_lib.models.parallel.tensor_parallel import taken_for_whole, was_sharded_on_loading
+from recipes_lib.models.parallel.tensor_parallel import saving_unsharded, was_sharded_on_loading
 from recipes_lib.training.checkpoints.manifest import STAGING
 from recipes_lib.training.checkpoints.resume import seed_process
 from recipes_lib.training.checkpoints.saver import (
@@ -210,7 +210,7 @@ class CheckpointingTrainer(Trainer):
             super().save_model(output_dir, _internal_call)
         elif self._staging is None:
             whole = gather_trained_state(self.model)
-            with taken_for_whole(self.model):
+            with saving_unsharded(self.model):
                 self._save(output_dir, whole)
         else:
             if self.args.should_save:

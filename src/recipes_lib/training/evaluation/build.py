@@ -16,14 +16,14 @@ from recipes_lib.data.chat.token_bytes import compute_token_byte_lengths
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.hardware import measure_matmul_flops
 from recipes_lib.models.heads.scoring import read_positions
-from recipes_lib.models.parallel.context_parallel import ContextShare
+from recipes_lib.models.parallel.context_parallel import ContextParallelGroup
 from recipes_lib.models.parallel.tensor_parallel import find_data_group
-from recipes_lib.models.parallel.zero3 import loaded_whole
+from recipes_lib.models.parallel.zero3 import zero3_init_disabled
 from recipes_lib.planning.compute import TokenFlops, compute_flops_per_token, peak_flops
 from recipes_lib.training.evaluation.held_out import EvaluateLoss, EvaluatePairs, Rows
 from recipes_lib.training.evaluation.samples import SAMPLES_FILE, Example, GenerateSamples, build_prompts
 from recipes_lib.training.evaluation.user_metrics import load_metrics
-from recipes_lib.training.layouts.context_rows import cut_batch
+from recipes_lib.training.layouts.context_rows import shard_batch
 from recipes_lib.training.layouts.pipeline import build_stage_mesh
 from recipes_lib.training.monitoring.callbacks import MetricsCallback
 from recipes_lib.training.monitoring.metrics import METRICS_FILE, MetricsWriter, StepCounter, ThroughputMeter
@@ -66,7 +66,7 @@ def build_observer(
     tokenizer: PreTrainedTokenizerBase,
     collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]],
     score_pairs: Callable[[nn.Module, Any], PairScores] | None = None,
-    context: ContextShare | None = None,
+    context: ContextParallelGroup | None = None,
 ) -> Observer:
     """Build what watches a run: on every process, though only the main one writes and shows.
 
@@ -138,14 +138,14 @@ def build_observer(
 
 
 def _cut_after(
-    collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]], share: ContextShare
+    collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]], share: ContextParallelGroup
 ) -> Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]:
-    return lambda rows: cut_batch(collate(rows), share.rank, share.size, by_heads=share.by_heads)
+    return lambda rows: shard_batch(collate(rows), share.rank, share.size, by_heads=share.by_heads)
 
 
 def _count_flops(model: Any, length: int) -> TokenFlops:
     # Of a model of its own, which has no weights for ZeRO-3 to share out.
-    with loaded_whole():
+    with zero3_init_disabled():
         return compute_flops_per_token(model.config, length, is_frozen=hasattr(model, "peft_config"))
 
 

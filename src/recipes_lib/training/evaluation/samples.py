@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 from recipes_lib.config.schema import EvaluationConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.devices import find_device, taking_inputs_from_anywhere
+from recipes_lib.models.devices import find_device, inputs_moved_to_device
 from recipes_lib.models.generation import build_plain_generation, pad_left
 from recipes_lib.training.evaluation.training_state import preserve_training_state
 from recipes_lib.training.evaluation.user_metrics import compute_metrics
@@ -174,7 +174,7 @@ def generate_samples(
     input_ids, attention_mask = pad_left([prompt.input_ids for prompt in prompts], pad_id)
     device = find_device(unwrapped)
     stopping = _StopTogether(max_new_tokens)
-    with taking_inputs_from_anywhere(unwrapped):
+    with inputs_moved_to_device(unwrapped):
         generated = unwrapped.generate(
             input_ids=input_ids.to(device),
             attention_mask=attention_mask.to(device),

@@ -13,11 +13,11 @@ from torch.nn import functional
 from transformers import TrainingArguments
 
 from recipes_lib.data.masking import IGNORE_INDEX
-from recipes_lib.models.parallel.context_parallel import ContextShare
+from recipes_lib.models.parallel.context_parallel import ContextParallelGroup
 from recipes_lib.training.layouts.launch_environment import Launch
 
 
-def join_context(launch: Launch, args: TrainingArguments) -> ContextShare | None:
+def join_context(launch: Launch, args: TrainingArguments) -> ContextParallelGroup | None:
     """Meet the processes that share rows with this one; ``None`` where each has rows of its own. All must call.
 
     Args:
@@ -28,7 +28,7 @@ def join_context(launch: Launch, args: TrainingArguments) -> ContextShare | None
         return None
     sizes = (launch.data_size, launch.context_size)
     mesh = init_device_mesh(args.device.type, sizes, mesh_dim_names=("data", "context"))
-    return ContextShare(
+    return ContextParallelGroup(
         group=mesh.get_group("context"),
         rank=launch.context_rank,
         size=launch.context_size,
@@ -37,7 +37,7 @@ def join_context(launch: Launch, args: TrainingArguments) -> ContextShare | None
     )
 
 
-def cut_batch(batch: Mapping[str, Any], rank: int, num_processes: int, *, by_heads: bool) -> dict[str, Any]:
+def shard_batch(batch: Mapping[str, Any], rank: int, num_processes: int, *, by_heads: bool) -> dict[str, Any]:
     """This process's part of a batch: of each row the tokens of one piece from its head and one from its tail.
 
     A row is cut into twice as many pieces as there are processes. The first attends to the fewest tokens and the last
@@ -47,7 +47,7 @@ def cut_batch(batch: Mapping[str, Any], rank: int, num_processes: int, *, by_hea
         batch: As ``PackedCollator`` makes it in the layout ``rows``; alike on all processes that share it.
         rank: Of this process among them.
         num_processes: That share it.
-        by_heads: As ``ContextShare``.
+        by_heads: As ``ContextParallelGroup``.
 
     Returns:
         The tokens of this process, ``(B, 2 * L / 2n)``: ``input_ids``, ``position_ids``, ``labels``, and ``targets``,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.parallel.pipeline_parallel import Part
+from recipes_lib.models.parallel.pipeline_parallel import PipelinePart
 
 _EXPECTED: Final = "RECIPES_LAUNCHED"
 """What ``recipes launch`` leaves for the processes to be held against: their number and the engine."""
@@ -121,12 +121,12 @@ class Launch:
         return self.rank % self.data_size if self.layout.stages > 1 else self.rank * self.data_size // self.world_size
 
     @property
-    def part(self) -> Part | None:
+    def part(self) -> PipelinePart | None:
         """What this process holds of a model; ``None``: all of it."""
         if self.layout.stages == 1:
             return None
         num_chunks = 2 if self.layout.schedule == "interleaved" else 1
-        return Part(self.rank // self.data_size, self.layout.stages, num_chunks)
+        return PipelinePart(self.rank // self.data_size, self.layout.stages, num_chunks)
 
 
 def read_launch(variables: Mapping[str, str] | None = None) -> Launch:

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from recipes_lib.models.devices import find_device
 from recipes_lib.models.heads.loss_head import LossHeadOutput, add_loss_head
-from recipes_lib.models.parallel.pipeline_parallel import AbsentModule, Part, cut_into_chunks
+from recipes_lib.models.parallel.pipeline_parallel import AbsentModule, PipelinePart, split_into_chunks
 from recipes_lib.training.collectives import broadcast_object, get_rank, get_world_size
 from recipes_lib.training.layouts.fsdp import compute_total_norm, has_shards, reshard, shard_chunk
 
@@ -79,7 +79,7 @@ class Chunk(nn.Module):
         is_last: bool,
         autocast: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """Run ``model``, a chunk of ``cut_into_chunks``, in the precision of ``autocast``."""
+        """Run ``model``, a chunk of ``split_into_chunks``, in the precision of ``autocast``."""
         super().__init__()
         self.model = model
         self.is_first, self.is_last = is_first, is_last
@@ -131,16 +131,16 @@ class Pipeline(nn.Module):
         """Connect the stages; every process must call.
 
         Args:
-            model: This process's part, from ``build_part_class``, where it will be trained.
+            model: This process's part, from ``build_pipeline_stage_class``, where it will be trained.
             mesh: With whom it is connected.
             schedule: One of ``SCHEDULES`` of ``training/launch.py``.
             autocast: Gives the context in which a forward pass runs.
         """
         super().__init__()
         self.model, self.config = model, model.config
-        self.part: Part = model.part
+        self.part: PipelinePart = model.part
         last = self.part.total_chunks - 1
-        numbered = zip(self.part.chunks, cut_into_chunks(model), strict=True)
+        numbered = zip(self.part.chunks, split_into_chunks(model), strict=True)
         self.chunks: Any = nn.ModuleList(
             Chunk(chunk, is_first=number == 0, is_last=number == last, autocast=autocast) for number, chunk in numbered
         )

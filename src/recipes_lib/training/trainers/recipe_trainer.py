@@ -26,8 +26,8 @@ from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import ConfigError, DivergedError, PreemptedError, Problem
-from recipes_lib.models.parallel.tensor_parallel import count_tensor_parts
-from recipes_lib.models.parallel.zero3 import leave_to_engine
+from recipes_lib.models.parallel.tensor_parallel import count_tensor_parallel_ranks
+from recipes_lib.models.parallel.zero3 import remove_gather_hooks
 from recipes_lib.planning.steps import compute_steps
 from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints.checkpointing import CheckpointingTrainer
@@ -36,7 +36,7 @@ from recipes_lib.training.guards.start_checks import AdapterChecks, StartChecks
 from recipes_lib.training.guards.step_facts import StepInputs, separate_row_ids
 from recipes_lib.training.guards.step_guard import StepGuard
 from recipes_lib.training.guards.watchdog import WATCHDOG
-from recipes_lib.training.layouts.context_rows import cut_batch
+from recipes_lib.training.layouts.context_rows import shard_batch
 from recipes_lib.training.layouts.fsdp import compute_total_norm, has_shards, reshard, settle_precision
 from recipes_lib.training.layouts.launch_environment import read_launch, verify_engine
 from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY
@@ -110,7 +110,7 @@ class RecipeTrainer(CheckpointingTrainer):
         verify_engine(
             self.launch,
             self.accelerator.distributed_type,
-            tensor_size=count_tensor_parts(self.model),
+            tensor_size=count_tensor_parallel_ranks(self.model),
             is_in_shards=has_shards(self.model),
         )
         settle_precision(self.accelerator)
@@ -165,7 +165,7 @@ class RecipeTrainer(CheckpointingTrainer):
             # Upstream hands on what a YAML file can hold, which no function is.
             self.model.activation_checkpointing_enable(**selective)
             self.args.activation_checkpointing = False
-        leave_to_engine(self.model)
+        remove_gather_hooks(self.model)
         with STOP.deferred(), WATCHDOG.watching(Path(str(self.args.output_dir)), is_main=self.args.process_index == 0):
             try:
                 output = self.guard.train(super().train, resume_from_checkpoint)
@@ -197,7 +197,7 @@ class RecipeTrainer(CheckpointingTrainer):
         row_ids = separate_row_ids(batches)
         if self.launch.context_size > 1:
             rank, size, by_heads = self.launch.context_rank, self.launch.context_size, self.launch.shares_by_heads
-            batches = [cut_batch(batch, rank, size, by_heads=by_heads) for batch in batches]
+            batches = [shard_batch(batch, rank, size, by_heads=by_heads) for batch in batches]
         # A trainer counts where its labels lie: on the host, or where the loader has brought them.
         num_terms = torch.stack([self.count_terms(batch) for batch in batches]).sum().to(device)
         num_tokens = torch.stack([batch["num_tokens"] for batch in batches]).sum().to(device)
