@@ -140,7 +140,10 @@ def test_the_processes_are_told_of_a_pipeline(by, monkeypatch, capsys):
     [
         (["--pipeline_stages", "3"], "do not divide the number of processes"),
         (["--pipeline_stages", "4", "--pipeline_schedule", "1f2b"], "no schedule '1f2b'"),
-        (["--pipeline_stages", "4", "--gradient_accumulation_steps", "2"], "too few micro-batches to fill the pipeline"),
+        (
+            ["--pipeline_stages", "4", "--gradient_accumulation_steps", "2"],
+            "too few micro-batches to fill the pipeline",
+        ),
         (["--pipeline_stages", "-1"], "'-1' is not a whole number from 1 on"),
     ],
 )
