@@ -30,7 +30,7 @@ from transformers.utils.logging import disable_progress_bar
 from recipes_lib.training.checkpoints.checkpointing import CheckpointingTrainer
 from recipes_lib.training.checkpoints.saver import HostCopy
 from recipes_lib.training.monitoring.observer import Observer
-from recipes_lib.training.monitoring.progress import SilentProgress
+from recipes_lib.training.monitoring.progress import TrainingProgress
 
 SIZES = {"10 M": {"hidden_size": 320, "num_hidden_layers": 6}, "100 M": {"hidden_size": 768, "num_hidden_layers": 12}}
 VARIANTS = {
@@ -44,7 +44,7 @@ NUM_SAVES = 3
 class Timed(CheckpointingTrainer):
     """Saves after every other step and measures for how long training stands still, and when all is on the disk."""
 
-    observer = cast(Observer, SimpleNamespace(progress=SilentProgress()))
+    observer = cast(Observer, SimpleNamespace(progress=TrainingProgress()))
     is_plain = False
 
     def __init__(self, **options: Any) -> None:
