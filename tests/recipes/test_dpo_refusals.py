@@ -109,7 +109,7 @@ def test_another_configuration_in_the_same_place_is_refused(recipe, tmp_path, ti
     config = write_config(tmp_path, tiny_model_dir, data)
     assert run_here(recipe, config) == 0
     assert run_here(recipe, config, "--beta", "0.3") == 2
-    assert "beta was None in the run that this directory holds and is 0.3 now" in capsys.readouterr().err
+    assert "beta was 0.1 in the run that this directory holds and is 0.3 now" in capsys.readouterr().err
 
 
 def test_a_reference_that_reads_other_tokens_is_refused(recipe, tmp_path, tiny_model_dir, capsys):

@@ -122,7 +122,7 @@ def tell_plan(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         known = model.model_name_or_path
         return stand_ins.build_config(known), None
 
-    for module in ("plan_tuning", "models.loading", "plan"):
+    for module in ("commands.plan_tuning", "models.loading", "commands.plan"):
         monkeypatch.setattr(f"recipes_lib.{module}.load_model_config", build, raising=False)
     head = CONFIGS[name].read_text(encoding="utf-8").split("\n\n")[0]
     command = next(line for line in head.splitlines() if str(CONFIGS[name].relative_to(ROOT)) in line)
