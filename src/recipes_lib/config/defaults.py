@@ -34,7 +34,7 @@ NOTES: Final[Mapping[str, str]] = {
     "hub_revision": "A branch.",
     "hub_strategy": "While training, each checkpoint is one commit with the tag `step-N`: see `docs/publishing.md`.",
     "output_dir": "The same command resumes from the newest complete checkpoint in it.",
-    "push_to_hub": "By a process beside training, which it neither slows nor fails.",
+    "push_to_hub": "By a thread beside training, which it neither slows nor fails.",
     "use_cpu": "Unset: where there is no accelerator.",
 }
 """What an upstream help text does not say about the key here."""

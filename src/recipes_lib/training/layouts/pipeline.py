@@ -133,7 +133,7 @@ class Pipeline(nn.Module):
         Args:
             model: This process's part, from ``build_pipeline_stage_class``, where it will be trained.
             mesh: With whom it is connected.
-            schedule: One of ``SCHEDULES`` of ``training/launch.py``.
+            schedule: One of ``SCHEDULES`` of ``training/layouts/launch_environment.py``.
             autocast: Gives the context in which a forward pass runs.
         """
         super().__init__()
