@@ -60,11 +60,16 @@ class DamagedError(Exception):
     """A file is not what was sealed: it must not be published."""
 
 
+class StoppedError(Exception):
+    """The run has ended early: nothing more is committed by this process."""
+
+
 class Publication:
     """Commits what a folder holds and the branch does not.
 
     Attributes:
         num_commits: Commits that were made.
+        is_stopped: True once no further commit shall be attempted.
     """
 
     def __init__(self, folder: Path, target: Target, keys: Mapping[str, Any], say: Callable[[str], None]) -> None:
@@ -76,7 +81,7 @@ class Publication:
             keys: ``hub_strategy``, ``tag``; ``hub_always_push`` publishes checkpoints that a newer one has overtaken.
             say: Called with a line for each event.
         """
-        self.num_commits = 0
+        self.num_commits, self.is_stopped = 0, False
         self._api = HfApi()
         self._folder, self._target, self._keys, self._say = folder, target, keys, say
         self._is_done: dict[tuple[str, str], bool] = {}
@@ -148,6 +153,8 @@ class Publication:
 
     def _publish(self, contents: Contents) -> str:
         """Return the commit that holds the contents; unchanged files make no second commit after a lost answer."""
+        if self.is_stopped:  # Another attempt, after the run has ended: the next process may be publishing by now.
+            raise StoppedError
         files = collect_files(contents, self._folder)
         additions = [CommitOperationAdd(path, file) for path, file in files.items()]
         for addition in additions:
@@ -253,7 +260,7 @@ class BackgroundPublisher:
         self._folder, self._target = folder, target
         self._publication = Publication(folder, target, keys, _tell)
         self._error: Exception | None = None
-        self._is_over, self._is_stopped = threading.Event(), False
+        self._is_over = threading.Event()
         # Until the run has written its record, what the directory holds may be another run's.
         self._before = _read_time(folder)
         # Not ``run_as_future``: the interpreter waits at its end for the threads of an executor.
@@ -282,19 +289,21 @@ class BackgroundPublisher:
 
     def stop(self) -> None:
         """Start no further push; one that is under way is left alone, and dies with the process."""
-        self._is_stopped = True
+        self._publication.is_stopped = True
         self._is_over.set()
 
     def _run(self) -> None:
         pause = SECONDS_BETWEEN_LOOKS
         while True:
             is_over = self._is_over.wait(pause)
-            if self._is_stopped:
+            if self._publication.is_stopped:
                 return
             try:
                 if is_over or _read_time(self._folder) != self._before:
                     self._publication.publish_missing(with_model=is_over)
                 pause, self._error = SECONDS_BETWEEN_LOOKS, None
+            except StoppedError:
+                return
             except UserError as error:
                 _tell(str(error))
                 self._error = error
