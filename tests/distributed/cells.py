@@ -46,6 +46,18 @@ FURTHER_CELLS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dpo adapter stored": ("dpo adapter", 1, {}),
     "distill": ("distill", 4, {}),
     "distill on policy": ("distill", 1, UNEVEN | {"lmbda": 0.5, "distillation_beta": 1.0, "response_length": 8}),
+    "distill layers": (
+        "distill",
+        4,
+        {
+            "feature_weight": 0.5,
+            "attention_weight": 3.0,
+            "similarity_weight": 2.0,
+            "distance_weight": 1.5,
+            "angle_weight": 0.7,
+            "attn_implementation": "eager",
+        },
+    ),
     "sft packed once": ("sft", 1, {}),
     "sft padded": ("sft", 1, {"packing": "false"}),
     "sft padded, accumulated": ("sft", 4, UNEVEN),

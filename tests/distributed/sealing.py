@@ -119,7 +119,7 @@ def main() -> None:
     for step in (1, 2):
         folder = saver.open(step)
         save_model_shards(folder, model)
-        save_optimizer_shards(folder, model, optimizer)
+        save_optimizer_shards(folder, dict(model.named_parameters()), optimizer)
         (folder / f"rng_state_{args.process_index}.pth").write_bytes(bytes(100))
         distributed.barrier()
         if step == 2 and args.process_index == 1:

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 from tests.distillation.test_distillation import load, make_batch
+from tests.distributed import sharding
+from tests.distributed.cells import FULL_PRECISION, FURTHER_CELLS, build_jobs, measure_gaps, read_weights
 from tests.forked import run_forked
 from tests.training import students
 from tests.training.trajectories import make_packs
 from torch import distributed
 from torch.distributed.fsdp import fully_shard
 
+from recipes_lib.distillation.layer_features import PROJECTIONS_FILE
 from recipes_lib.distillation.teacher import score_beside_teacher
 from recipes_lib.losses.distillation import Objective
 
@@ -71,6 +74,36 @@ def test_a_sharded_teacher_and_student_have_the_loss_and_gradient_of_whole_ones(
     assert sharded_gradients.keys() == gradients.keys()
     for name, expected in gradients.items():
         torch.testing.assert_close(sharded_gradients[name], expected, msg=name)
+
+
+@pytest.mark.multiprocess
+def test_layers_are_compared_under_fsdp2_as_by_one_process(inputs: Path, tmp_path: Path) -> None:
+    """Losses, norms, the projections that are trained beside the student, and both after a resume, in either layout."""
+    name = "distill layers"
+    one, two = (build_jobs(inputs, {name: FURTHER_CELLS[name]}, size)[name] for size in (1, 2))
+    sharding.run_jobs({"run": one}, tmp_path / "one")
+    jobs = {"run": two}
+    for source in ("one", "two"):
+        jobs[f"from {source}"] = {**two, "copy_of": tmp_path / source / "run", "step": 2}
+    sharding.run_jobs(jobs, tmp_path / "two", "fsdp2", *FULL_PRECISION)
+    sharding.run_jobs({"from two": {**one, "copy_of": tmp_path / "two" / "run", "step": 2}}, tmp_path / "one")
+    gaps = measure_gaps(tmp_path / "one" / "run", tmp_path / "two" / "run")
+    assert not {what: gap for what, gap in gaps.items() if not gap <= 1e-5}
+    assert {
+        f"distillation/{kind}" for kind in ("feature", "attention", "similarity", "distance", "angle")
+    } <= gaps.keys()
+    straight, resumed = (_read_end(tmp_path / "two" / run) for run in ("run", "from two"))
+    assert all(torch.equal(resumed[key], tensor) for key, tensor in straight.items())
+    for run in ("one/from two", "two/from one"):
+        for key, tensor in _read_end(tmp_path / run).items():
+            torch.testing.assert_close(tensor, straight[key], rtol=0, atol=1e-5, msg=f"{run}: {key}")
+
+
+def _read_end(run: Path) -> dict[str, torch.Tensor]:
+    """The final model and the projections of its last checkpoint, which training has changed."""
+    first, last = (torch.load(run / f"checkpoint-{step}" / PROJECTIONS_FILE, weights_only=True) for step in (2, 3))
+    assert not any(torch.equal(first[key], tensor) for key, tensor in last.items())
+    return read_weights(run) | last
 
 
 def _score(student_dir: Path, teacher_dir: Path, *, is_sharded: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

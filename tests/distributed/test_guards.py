@@ -6,7 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from tests.forked import run_forked
+from tests.distributed.cells import FULL_PRECISION
+from tests.forked import ROOT, run_forked
+from tests.test_accelerate_configs import read_environment
 from tests.training import spiking
 
 from recipes_lib.training.guards.rollback import read_rollbacks
@@ -32,6 +34,18 @@ def reports(tiny_model_dir, tmp_path_factory):
     return output_dir, json.loads((output_dir / "reports.json").read_text())
 
 
+@pytest.fixture(scope="module")
+def sharded_reports(tiny_model_dir, tmp_path_factory):
+    """The same under FSDP2, with checkpoints to go back to and without any but the first."""
+    output_dir = tmp_path_factory.mktemp("sharded")
+    cells = {f"spike, {steps}": TWO | {"guards": {"max_rollbacks": 1}, "save_steps": steps} for steps in (5, 1000)}
+    cells["never saw it"] = CELLS["never saw it"]
+    file = str(ROOT / "accelerate_configs" / "fsdp2.yaml")
+    variables = read_environment(file, "--num_processes=2", *FULL_PRECISION)
+    run_forked("tests.training.spiking", tiny_model_dir, output_dir, json.dumps(cells), variables=variables)
+    return output_dir, json.loads((output_dir / "reports.json").read_text())
+
+
 @pytest.mark.multiprocess
 def test_a_rollback_on_two_processes_is_exact_and_that_of_one(reports, tiny_model_dir, tmp_path):
     output_dir, ranks = reports
@@ -42,6 +56,18 @@ def test_a_rollback_on_two_processes_is_exact_and_that_of_one(reports, tiny_mode
     assert read_rollbacks(tmp_path).made[0].skipped == read_rollbacks(output_dir / "spike").made[0].skipped
     for expected, got in zip(one["steps"], ranks[0]["spike"]["steps"], strict=True):
         assert got == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("save_steps", [5, 1000], ids=["to a checkpoint", "to the beginning"])
+def test_a_rollback_of_sharded_weights_is_exact(sharded_reports, save_steps):
+    output_dir, ranks = sharded_reports
+    cell = f"spike, {save_steps}"
+    for report in ranks:
+        assert report[cell]["checksums"] == report["never saw it"]["checksums"]
+    (made,) = read_rollbacks(output_dir / cell).made
+    assert made.back_to == (25 if save_steps == 5 else 0)
+    assert (output_dir / cell / "checkpoint-36" / "optimizer_shards").is_dir()
 
 
 @pytest.mark.multiprocess

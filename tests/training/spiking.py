@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
+from tests.distributed.sharding import take_cpus_for_gpus
 from tests.training.trajectories import Recorder, make_trainer
 from torch import distributed
 from torch.utils.data import SequentialSampler
@@ -21,6 +22,7 @@ from recipes_lib.config.schema import GuardsConfig
 from recipes_lib.errors import DivergedError
 from recipes_lib.training.guards.replay import compute_checksums
 from recipes_lib.training.guards.step_guard import Spike
+from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
 
 MAX_ROW = 8
@@ -146,6 +148,8 @@ class WrongProduct:
 def main() -> None:
     """Run cell after cell in this process, one of several: ``MODEL OUTPUT JSON_CELLS``."""
     model_dir, output_dir, cells = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
+    if read_launch().engine:
+        take_cpus_for_gpus()
     reports = {name: run_cell(model_dir, output_dir / name, cell) for name, cell in cells.items()}
     gathered: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(gathered, reports)

@@ -80,10 +80,11 @@ class DistillationTrainer(SFTTrainer):
         self.answers = teaching.answers
         self.teacher: nn.Module | None = None
         self._teacher_dtype = torch.float16 if teacher is None else teacher.dtype
+        # A teacher's layers can be run for themselves until it is sharded, in place.
+        self.layers = LayerKnowledge(teaching.layers, self.model, teacher, seed=self.args.seed)
         if teacher is not None:
             # Its products in the student's precision, its weights sharded as the student's.
             self.teacher = prepare_frozen(self.accelerator, teacher)
-        self.layers = LayerKnowledge(teaching.layers, self.model, self.teacher, seed=self.args.seed)
         self._is_first_step = True
         self._is_own_teacher = is_own_teacher
 
@@ -158,6 +159,10 @@ class DistillationTrainer(SFTTrainer):
         if is_new:
             self.layers.split_group(optimizer)
         return optimizer
+
+    def name_parameters(self) -> Mapping[str, nn.Parameter]:
+        """Name the student's, and the projections even while they are off."""
+        return {**super().name_parameters(), **self.layers.name_parameters()}
 
     def _stage(self, model: nn.Module, folder: str) -> Staged:
         """Put a checkpoint of the student together, and the projections beside it."""

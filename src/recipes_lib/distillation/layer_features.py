@@ -23,6 +23,7 @@ from recipes_lib.losses.layers import (
 )
 from recipes_lib.models.structure import LayerFeatures, collect_features, find_layers, map_layers, verify_layers
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, compare_state, write_state
+from recipes_lib.training.checkpoints.sharded import gather_trained_state, shard_like
 
 PROJECTIONS: Final = "feature_projections"
 """Under which they are a part of the student while it trains."""
@@ -100,7 +101,7 @@ class LayerKnowledge:
         Args:
             config: Weights and layers.
             student: What is trained, without wrapper.
-            teacher: The frozen one; ``None`` where its layers are not compared.
+            teacher: The frozen one, not yet sharded; ``None`` where its layers are not compared.
             seed: Of projections between states of different width.
 
         Raises:
@@ -167,6 +168,7 @@ class LayerKnowledge:
         places, own, other = features.places, features.student, features.teacher
         for number in self._features:
             pair = places.take(own.states[number]), other.states[self._answers[number]]
+            # Under FSDP2 it is whole here: accelerate 1.15 leaves what is in no layer gathered after the forward pass.
             weight: Any = self._projections[str(number)].weight
             _add(parts, "feature", compute_feature_sum(*pair, weight, config.feature_loss), len(self._features))
         for number in self._relations:
@@ -222,15 +224,18 @@ class LayerKnowledge:
                 optimizer.add_param_group({**group, "params": moved, "lr": rate, "weight_decay": 0.0})
 
     def add_to(self, staged: Staged, saver: CheckpointSaver) -> Staged:
-        """Have the projections written beside the student, where there are any.
+        """Have the projections written beside the student, where there are any; every process must call.
 
         Args:
             staged: A checkpoint of the student, without them.
             saver: What copies that which training goes on to change.
         """
-        if not (self._projections and saver.is_main):
+        if not self._projections:
             return staged
-        state, path = saver.take(self._projections.state_dict()), staged.folder / PROJECTIONS_FILE
+        whole = gather_trained_state(self._projections)
+        if not saver.is_main:
+            return staged
+        state, path = saver.take(whole), staged.folder / PROJECTIONS_FILE
 
         def write() -> None:
             write_state(state, path)
@@ -242,7 +247,13 @@ class LayerKnowledge:
         """Read the projections of a checkpoint, where there are any."""
         if self._projections:
             state = torch.load(checkpoint / PROJECTIONS_FILE, map_location="cpu", weights_only=True)
-            self._projections.load_state_dict(state)
+            with torch.no_grad():
+                for name, parameter in self._projections.named_parameters():
+                    parameter.copy_(shard_like(state[name], parameter))
+
+    def name_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the projections by their names in the student while they are attached."""
+        return {f"{PROJECTIONS}.{name}": parameter for name, parameter in self._projections.named_parameters()}
 
 
 def choose_layers(config: LayersConfig, num_layers: int) -> tuple[list[int], list[int]]:

@@ -143,13 +143,13 @@ def compute_feature_sum(student: Tensor, teacher: Tensor, projection: Tensor, ki
     Args:
         student: ``(N, D_s)``, in any dtype.
         teacher: ``(N, D_t)``; it gets no gradient.
-        projection: ``W``, ``(D_t, D_s)``; the product with it is in autocast's dtype, all else in ``float32``.
+        projection: ``W``, ``(D_t, D_s)``; the product with it is in its dtype, or autocast's, all else in ``float32``.
         kind: Which difference.
 
     Source: Sun et al. 2019 (arXiv 1908.09355, eq. 7) for states of unit length, Jiao et al. 2020 (arXiv 1909.10351,
         eq. 8) for the projection; ``tests/losses/test_features.py``.
     """
-    projected = functional.linear(_divide_by_rms(student), projection)
+    projected = functional.linear(_divide_by_rms(student).to(projection.dtype), projection)
     aim = _divide_by_rms(teacher.detach())
     projected = projected.to(torch.promote_types(projected.dtype, torch.float32))
     if kind == "mse":

@@ -90,7 +90,7 @@ def stage_state(
     sharded = {name: learner for name, learner in learners.items() if learner.is_sharded}
     for name, learner in sharded.items():
         save_model_shards(staged / name, learner.model)
-        save_optimizer_shards(staged / name, learner.model, learner.optimizer)
+        save_optimizer_shards(staged / name, dict(learner.model.named_parameters()), learner.optimizer)
     whole = {name: learner for name, learner in learners.items() if not learner.is_sharded}
     weights = {name: dict(learner.parameters) for name, learner in whole.items()}
     trained = weights | {name: read_trained_state(learner.model) for name, learner in sharded.items()}
@@ -130,7 +130,8 @@ def compare_own_shards_with_live(folder: Path, learners: Mapping[str, Learner]) 
     """
     for name, learner in learners.items():
         if learner.is_sharded:
-            compare_own_shards(folder / name, learner.model, learner.optimizer)
+            named = dict(learner.model.named_parameters())
+            compare_own_shards(folder / name, learner.model, named, learner.optimizer)
     PartialState().wait_for_everyone()
 
 
@@ -158,7 +159,7 @@ def load_state(folder: Path, learners: Mapping[str, Learner]) -> PPOState:
     for name, learner in learners.items():
         if (folder / name / MODEL_SHARDS).is_dir():
             load_model_shards(folder / name, learner.model)
-            load_optimizer_shards(folder / name, learner.model, learner.optimizer)
+            load_optimizer_shards(folder / name, dict(learner.model.named_parameters()), learner.optimizer)
         else:
             _load_whole(folder, name, learner)
         learner.scheduler.load_state_dict(_read(folder / f"{name}_scheduler.pt"))

@@ -17,8 +17,8 @@ from recipes_lib.config.schema import CheckpointConfig
 from recipes_lib.errors import ConfigError, explain_refusal
 from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.training.checkpoints import checkpointing
-from recipes_lib.training.checkpoints.checkpointing import CheckpointingTrainer
 from recipes_lib.training.checkpoints.manifest import find_damage, read_complete, write_complete
+from recipes_lib.training.checkpoints.model_layout import ReplicatedLayout
 from recipes_lib.training.checkpoints.saver import CheckpointWriter, HostCopy
 
 SAVES = {"save_strategy": "steps", "save_steps": 2}
@@ -118,14 +118,14 @@ def test_a_save_that_is_due_at_the_first_step_is_there(tiny_model_dir, tmp_path)
 
 def change_saved(monkeypatch, change):
     """Save something else than the weights."""
-    write = CheckpointingTrainer._write_model
+    write = ReplicatedLayout._write_model
 
-    def write_changed(trainer, folder, state):
+    def write_changed(layout, folder, model, state):
         state = {name: tensor.clone() for name, tensor in state.items()}
         change(state)
-        write(trainer, folder, state)
+        write(layout, folder, model, state)
 
-    monkeypatch.setattr(CheckpointingTrainer, "_write_model", write_changed)
+    monkeypatch.setattr(ReplicatedLayout, "_write_model", write_changed)
 
 
 @pytest.mark.parametrize(
@@ -172,14 +172,14 @@ FULL = Path("/dev/full")
 def test_a_full_disk_ends_the_run_with_its_own_words(tiny_model_dir, tmp_path, monkeypatch, copies):
     if not copies:
         refuse_copies(monkeypatch)
-    write = CheckpointingTrainer._write_model
+    write = ReplicatedLayout._write_model
 
-    def write_beside_a_full_file(trainer, folder, state):
+    def write_beside_a_full_file(layout, folder, model, state):
         if folder.name == "checkpoint-4":
             (folder / "optimizer.pt").symlink_to(FULL)
-        write(trainer, folder, state)
+        write(layout, folder, model, state)
 
-    monkeypatch.setattr(CheckpointingTrainer, "_write_model", write_beside_a_full_file)
+    monkeypatch.setattr(ReplicatedLayout, "_write_model", write_beside_a_full_file)
     with pytest.raises(OSError, match="No space left") as caught:
         train(tiny_model_dir, tmp_path, max_steps=100)
     assert "the disk is full" in str(explain_refusal(caught.value))

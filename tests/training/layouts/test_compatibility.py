@@ -160,7 +160,7 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
             (LIVE | {"ref_model_name_or_path": "o/r"}, ZERO),
         ],
     ),
-    (({"max_rollbacks": 1}, FSDP), [({"max_rollbacks": 1}, DDP), ({"max_rollbacks": 0}, FSDP)]),
+    (({"max_rollbacks": 1}, ZERO), [({"max_rollbacks": 1}, FSDP), ({"max_rollbacks": 0}, ZERO)]),
     ((RLOO, FSDP), [(RLOO, DDP), (PPO, FSDP)]),
     ((PPO, ZERO), [(PPO, DDP), (PPO, FSDP), ({}, ZERO)]),
     ((PPO | {"use_peft": True}, FSDP), [(PPO | {"use_peft": True}, DDP), ({"use_peft": True}, FSDP)]),
@@ -220,8 +220,8 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, cut(fsdp_activation_checkpointing=True), "reads neither"),
     ({"stage": "grpo"}, ZERO, "sample from unsharded weights"),
     (PPO | {"use_vllm": True}, FSDP, "takes over whole weights"),
-    *((DISTIL | {key: 0.5}, FSDP, "when weights are resharded") for key in WEIGHTS if key != "attention_weight"),
-    (DISTIL | {"attention_weight": 0.5, "attn_implementation": "eager"}, FSDP, "when weights are resharded"),
+    *((DISTIL | {key: 0.5}, ZERO, "outside of the forward") for key in WEIGHTS if key != "attention_weight"),
+    (DISTIL | {"attention_weight": 0.5, "attn_implementation": "eager"}, ZERO, "outside of the forward"),
 ]
 ROWS = [f"{number}: {row.recipe} {row.launch}" for number, row in enumerate(BLOCKED)]
 
@@ -277,19 +277,19 @@ def test_every_key_of_a_row_trips_it_and_is_named(keys, document, why, tmp_path:
 
 def test_everything_is_told_at_once_and_where_it_stands(tmp_path: Path) -> None:
     file = tmp_path / "sft.yaml"
-    file.write_text("model_name_or_path: o/m\ndataset_name: o/d\noutput_dir: out\noptim: adafactor\nmax_rollbacks: 1\n")
+    file.write_text("model_name_or_path: o/m\ndataset_name: o/d\noutput_dir: out\ndtype: bfloat16\noptim: adafactor\n")
     config = load_config("sft", ["--config", str(file)])
     with pytest.raises(ConfigError) as error:
         verify_combination(config, read_launch(name_variables(launch(fsdp_version=1))), "mine.yaml")
-    assert [problem.where for problem in error.value.problems] == ["mine.yaml", f"{file}:4", f"{file}:5"]
-    assert "`optim: adafactor`" in error.value.problems[1].found
+    assert [problem.where for problem in error.value.problems] == [f"{file}:4", "mine.yaml", f"{file}:5"]
+    assert "`optim: adafactor`" in error.value.problems[2].found
 
 
 def test_check_tells_it_before_anything_is_loaded(tmp_path: Path) -> None:
     file, output = tmp_path / "mine.yaml", io.StringIO()
     file.write_text(yaml.safe_dump(launch(fsdp_version=1)))
-    found = check(read({"max_rollbacks": 1}, tmp_path), plan_launch(file, 4), Console(file=output, width=200), file)
-    assert [problem.where for problem in found][:2] == [str(file), "--max_rollbacks"]
+    found = check(read({"optim": "adafactor"}, tmp_path), plan_launch(file, 4), Console(file=output, width=200), file)
+    assert [problem.where for problem in found][:2] == [str(file), "--optim"]
     output.truncate(0)
     file.write_text(yaml.safe_dump(FSDP))
     check(read({}, tmp_path), plan_launch(file, 4), Console(file=output, width=200), file)

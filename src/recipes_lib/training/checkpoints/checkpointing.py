@@ -4,46 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import SaveStrategy
 
-from recipes_lib.models.parallel.pipeline_parallel import build_whole_on_meta
 from recipes_lib.models.parallel.tensor_parallel import saving_unsharded, was_sharded_on_loading
 from recipes_lib.training.checkpoints.manifest import STAGING
+from recipes_lib.training.checkpoints.model_layout import choose_layout
 from recipes_lib.training.checkpoints.resume import seed_process
-from recipes_lib.training.checkpoints.saver import (
-    CheckpointSaver,
-    Staged,
-    Task,
-    compare_with_live,
-    count_bytes,
-    is_adapter,
-    read_expected,
-    verify_saved,
-    write_state,
-)
-from recipes_lib.training.checkpoints.sharded import (
-    MODEL_SHARDS,
-    OPTIMIZER_SHARDS,
-    compare_own_shards,
-    gather_trained_state,
-    load_model_shards,
-    load_optimizer_shards,
-    load_whole_model,
-    load_whole_optimizer,
-    read_trained_shapes,
-    save_model_shards,
-    save_optimizer_shards,
-    verify_shards,
-)
-from recipes_lib.training.layouts.fsdp import has_shards
+from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, Task, count_bytes, write_state
 from recipes_lib.training.monitoring.observer import Observer
 
 
@@ -73,32 +47,11 @@ class CheckpointingTrainer(Trainer):
         args.save_only_model = saves_less or was_sharded_on_loading(options["model"])
         super().__init__(**options)
         args.save_only_model = saves_less
-        engine = "FSDP" if self.is_in_shards else "DEEPSPEED" if self.is_deepspeed_enabled else ""
-        self._saver = CheckpointSaver(self.args, self._tell, engine=engine)
+        self.layout = choose_layout(self)
+        self._saver = CheckpointSaver(self.args, self._tell, engine=self.layout.engine)
         self._has_dry_run = False
         self._staging: Path | None = None  # Only while a checkpoint is put together.
         self._tasks: list[Task] = []
-        self._own_tokenizer: Any = None
-
-    @property
-    def is_in_stages(self) -> bool:
-        """True where each process holds a part of the layers."""
-        return hasattr(self.model, "part")
-
-    @property
-    def is_in_shards(self) -> bool:
-        """True where tensors are torch's ``DTensor``: sharded by accelerate, on loading, or in stages."""
-        return bool(self.is_fsdp_enabled or has_shards(self.model))
-
-    @property
-    def writes_shards(self) -> bool:
-        """True where every process writes what it alone holds: of tensors, and in stages."""
-        return self.is_in_shards or self.is_in_stages
-
-    @property
-    def is_replicated(self) -> bool:
-        """True where every process holds the whole model and all states of its optimizer."""
-        return not (self.is_deepspeed_enabled or self.writes_shards)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, and leave no checkpoint half-written, however it ends."""
@@ -152,18 +105,13 @@ class CheckpointingTrainer(Trainer):
             stored = copy.deepcopy(self.state.stateful_callbacks)
             staged = self._stage(model, folder)
             self.state.stateful_callbacks = stored
-            if self.writes_shards:
-                compare_own_shards(staged.folder, self.model, self.optimizer)
-                self.accelerator.wait_for_everyone()
+            self.layout.compare_own(staged.folder, self.model, self.name_parameters(), self.optimizer)
+            self.accelerator.wait_for_everyone()
             return staged
-
-        def compare(checkpoint: Path) -> None:
-            if self.is_replicated:
-                compare_with_live(checkpoint, self.model, self.optimizer)
 
         self._saver.dry_run(
             stage,
-            compare,
+            lambda checkpoint: self.layout.compare_whole(checkpoint, self.model, self.optimizer),
             lambda: count_bytes(self._list_trained(), self.optimizer.state_dict()),
             num_steps=self.state.max_steps,
             model_bytes=count_bytes(self._list_trained()),
@@ -191,118 +139,78 @@ class CheckpointingTrainer(Trainer):
         # The random states of all processes are there.
         self.accelerator.wait_for_everyone()
         tasks, self._tasks = self._tasks, []
-        expected = read_expected(self.model, is_replicated=self.is_replicated) if self.args.should_save else {}
-        shapes = read_trained_shapes(self.model) if self.writes_shards else {}
+        verify_layout = self.layout.build_verification(self.model)
 
         def verify() -> None:
-            if self.writes_shards:
-                verify_shards(staged, shapes)
+            verify_layout(staged)
             if self.args.should_save:
                 # A pickle, which nothing reads; run.json says more.
                 (staged / "training_args.bin").unlink(missing_ok=True)
-                verify_saved(staged, expected, is_replicated=self.is_replicated)
 
-        return Staged(staged, step, tasks, verify, is_shared=not self.is_replicated)
+        return Staged(staged, step, tasks, verify, is_shared=self.layout.is_shared)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Under FSDP2 every process writes its shards into a checkpoint; elsewhere the main process the whole model."""
-        if not self.writes_shards:
-            super().save_model(output_dir, _internal_call)
-        elif self._staging is None:
-            whole = gather_trained_state(self.model)
+        """Save into a checkpoint as the layout does; elsewhere the main process saves the whole model."""
+        if self._staging is not None:
+            if not self.layout.is_shared and self._saver.is_main:
+                self._saver.decide_to_copy(lambda: (self._list_trained(), self.optimizer.state_dict()))
+            folder = Path(str(output_dir))
+            tasks = self.layout.save_model(folder, self.model, self.processing_class, self._saver)
+            if tasks is not None:
+                self._tasks += tasks
+                return
+        elif (whole := self.layout.gather(self.model)) is not None:
             with saving_unsharded(self.model):
                 self._save(output_dir, whole)
-        else:
-            if self.args.should_save:
-                configs = self.model.peft_config.values() if is_adapter(self.model) else [self.model.config]
-                model: Any = self.model
-                base = model.get_base_model() if is_adapter(model) else model
-                # As upstream's save_pretrained has it; FSDP2 puts its own word before the name of the class.
-                base.config.architectures = [type(base).__name__.removeprefix("FSDP")]
-                answers = [base.generation_config] if base.can_generate() else []
-                for part in (*configs, *answers, self.processing_class):
-                    part.save_pretrained(output_dir)
-            save_model_shards(Path(str(output_dir)), self.model)
-
-    # transformers 5.23 writes the weights at once; they are left to the writer thread.
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Leave the weights to the thread while a checkpoint is put together; otherwise do as upstream."""
-        if not self.args.should_save:
-            # Upstream's would look into the folder, from which the main process may have taken the model by then.
             return
-        if self.is_deepspeed_enabled and state_dict is not None:
-            # ZeRO-1 and 2 hand over a copy under each name of a tied tensor.
-            tied = getattr(self.model, "all_tied_weights_keys", {})
-            state_dict = {name: tensor for name, tensor in state_dict.items() if name not in tied}
-        if self._staging is None or not self.is_replicated:
-            super()._save(output_dir, state_dict)
-        else:
-            folder = Path(str(output_dir))
-            folder.mkdir(parents=True, exist_ok=True)  # Another process may have its random state there.
-            if self._own_tokenizer is None:
-                # A tokenizer cannot be written by one thread while another pads with it.
-                self._own_tokenizer = copy.deepcopy(self.processing_class)
-            named = self.model.named_parameters(remove_duplicate=False)
-            frozen = [name for name, tensor in named if not tensor.requires_grad]
-            self._saver.decide_to_copy(lambda: (self._list_trained(), self.optimizer.state_dict()))
-            state = self._saver.take(self.model.state_dict(), unchanging=frozen)
-            self._tasks.append(partial(self._write_model, folder, state))
+        super().save_model(output_dir, _internal_call)
+
+    # transformers 5.23 writes a tensor under each of its names, and looks into the folder on every process, from which
+    # the main one may have taken the model by then.
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if self.args.should_save:
+            state = None if state_dict is None else self.layout.drop_copies(self.model, state_dict)
+            super()._save(output_dir, state)
 
     # transformers 5.23 writes the optimizer at once; ours is left to the thread, or goes into shards for any layout.
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Leave the optimizer's states to the thread, where each process holds all of them."""
-        if not (self.is_replicated or self.writes_shards):
+        folder = Path(output_dir)
+        tasks = self.layout.save_optimizer(folder, self.name_parameters(), self.optimizer, self._saver)
+        if tasks is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        if self.writes_shards:
-            save_optimizer_shards(Path(output_dir), self.model, self.optimizer)
-        elif self.args.should_save:
-            state = self._saver.take(self.optimizer.state_dict())
-            self._tasks.append(partial(write_state, state, Path(output_dir) / OPTIMIZER_NAME))
+        self._tasks += tasks
         if self.args.should_save:
             assert self.lr_scheduler is not None
-            write_state(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+            write_state(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
 
     # transformers 5.23 reads neither our shards nor a whole model into shards.
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Read weights; in shards or whole, they go into any number of processes, sharded or not."""
-        if not self._load_across(Path(resume_from_checkpoint)):
+        if not self.layout.load_model(Path(resume_from_checkpoint), self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     # transformers 5.23: as for ``_load_from_checkpoint``.
     def _load_best_model(self) -> None:
-        if not self._load_across(Path(str(self.state.best_model_checkpoint))):
+        if not self.layout.load_model(Path(str(self.state.best_model_checkpoint)), self.model):
             super()._load_best_model()
-
-    def _load_across(self, folder: Path) -> bool:
-        """Read what upstream could not; return whether it was that."""
-        if (folder / MODEL_SHARDS).is_dir():
-            load_model_shards(folder, self.model)
-            return True
-        if self.writes_shards:
-            load_whole_model(folder, self.model)
-        return self.writes_shards
 
     # transformers 5.23: as for ``_load_from_checkpoint``.
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Read what the update remembers, from whichever form it has."""
-        folder = None if checkpoint is None else Path(checkpoint)
-        if folder is not None and (folder / OPTIMIZER_SHARDS).is_dir():
-            load_optimizer_shards(folder, self.model, self.optimizer)
-        elif folder is not None and self.writes_shards:
-            load_whole_optimizer(folder / OPTIMIZER_NAME, self.optimizer, self._list_whole_groups())
-        else:
+        if checkpoint is None:
+            return
+        folder, parameters = Path(checkpoint), self.name_parameters()
+        if not self.layout.load_optimizer(folder, self.model, parameters, self.optimizer, self._build_optimizer):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         assert self.lr_scheduler is not None
         self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
-    def _write_model(self, folder: Path, state: Mapping[str, Any]) -> None:
-        # By the names that upstream will load into the model: by those of publication it would skip experts in
-        # silence. Whether embeddings were resized would be asked of the Hub.
-        options: Any = {"save_embedding_layers": False} if is_adapter(self.model) else {"save_original_format": False}
-        self.model.save_pretrained(folder, state_dict=dict(state), **options)
-        self._own_tokenizer.save_pretrained(folder)
+    def name_parameters(self) -> Mapping[str, nn.Parameter]:
+        """Return what the optimizer may train, by the names under which a checkpoint keeps its states."""
+        return dict(self.model.named_parameters())
 
     # transformers 5.23 names the folder of a checkpoint here; it gets its name when it is whole.
     def _get_output_dir(self, trial: Any) -> str:
@@ -329,17 +237,13 @@ class CheckpointingTrainer(Trainer):
         else:
             super()._load_rng_state(checkpoint)
 
-    def _list_whole_groups(self) -> list[list[nn.Parameter | None]]:
-        """The parameters of each group as the optimizer of the whole model numbers them; ``None``: not here."""
-        if not self.is_in_stages:
-            return [group["params"] for group in self.optimizer.param_groups]
-        whole, own = build_whole_on_meta(self.model), dict(self.model.named_parameters())
-        names = {id(parameter): name for name, parameter in whole.named_parameters()}
-        # Whatever builds an optimizer groups by what a model says of its parameters.
-        mine, self.optimizer = self.optimizer, None  # type: ignore[assignment]
-        groups = self.create_optimizer(whole).param_groups
-        self.optimizer = mine
-        return [[own.get(names[id(parameter)]) for parameter in group["params"]] for group in groups]
+    def _build_optimizer(self, model: Any) -> torch.optim.Optimizer:
+        """The optimizer of another model, in place of none."""
+        own, self.optimizer = self.optimizer, None  # type: ignore[assignment]
+        try:
+            return self.create_optimizer(model)
+        finally:
+            self.optimizer = own
 
     def _list_trained(self) -> list[torch.Tensor]:
         return [tensor for tensor in self.model.parameters() if tensor.requires_grad]

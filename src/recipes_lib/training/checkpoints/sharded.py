@@ -45,11 +45,8 @@ def read_trained_state(model: nn.Module) -> dict[str, Tensor]:
     return dict(unique.values())
 
 
-def read_trained_shapes(model: Any) -> Mapping[str, torch.Size]:
+def read_trained_shapes(model: nn.Module) -> Mapping[str, torch.Size]:
     """Return the whole shape of every tensor that a checkpoint of all processes holds."""
-    if hasattr(model, "part"):
-        shapes: Mapping[str, torch.Size] = model.whole_shapes
-        return shapes
     return {name: tensor.shape for name, tensor in read_trained_state(model).items()}
 
 
@@ -58,13 +55,32 @@ def gather_trained_state(model: nn.Module) -> dict[str, Tensor]:
 
     Tensor by tensor, so that no device holds more than one whole tensor besides its own; every process must call.
     """
-    if hasattr(model, "part"):
-        return _collect(read_trained_state(model))
     whole: dict[str, Tensor] = {}
     for name, tensor in read_trained_state(model).items():
         gathered = _gather(tensor)
         if get_rank() == 0:
             whole[name] = gathered.cpu()
+    return whole
+
+
+def gather_parts(model: nn.Module) -> dict[str, Tensor]:
+    """As ``gather_trained_state``, of a model of which each process has some tensors, or shards of some."""
+    tensors = read_trained_state(model)
+    held = gather_objects({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
+    device, rank = next(iter(tensors.values())).device, get_rank()
+    whole: dict[str, Tensor] = {}
+    # Backwards, so that of several processes that have one the first is the owner.
+    owners = {name: owner for owner, names in reversed([*enumerate(held)]) for name in names}
+    for name, owner in owners.items():
+        shape, dtype = held[owner][name]
+        # All that hold a part of it gather it.
+        tensor = _gather(tensors[name]) if name in tensors else torch.empty(shape, dtype=dtype, device=device)
+        if rank == owner != 0:
+            distributed.send(tensor.contiguous(), dst=0)
+        elif rank == 0:
+            if owner != 0:
+                distributed.recv(tensor, src=owner)
+            whole[name] = tensor.cpu()
     return whole
 
 
@@ -105,28 +121,42 @@ def read_whole_weights(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
-def save_optimizer_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write the shards of an optimizer's states; its groups, which all processes have alike, as JSON."""
-    _save(folder / OPTIMIZER_SHARDS, _read_states(model, optimizer))
+def save_optimizer_shards(
+    folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> None:
+    """Write the shards of an optimizer's states; its groups, which all processes have alike, as JSON.
+
+    Args:
+        folder: Of the checkpoint.
+        parameters: What the optimizer trains, by the names that its states get.
+        optimizer: After a step.
+    """
+    _save(folder / OPTIMIZER_SHARDS, _read_states(parameters, optimizer))
     if get_rank() == 0:
         groups = [_describe_group(group) for group in optimizer.param_groups]
         (folder / OPTIMIZER_SHARDS / _GROUPS).write_text(json.dumps(groups, indent=1), encoding="utf-8")
 
 
-def load_optimizer_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load_optimizer_shards(
+    folder: Path,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    *,
+    is_part: bool = False,
+) -> None:
     """Read an optimizer's states, over as many processes as may be; every process must call.
 
     Args:
         folder: Of the checkpoint.
-        model: Sharded, as it is trained.
-        optimizer: Over its parameters, in the groups that the saved one had; it need not have made a step.
+        parameters: By name; of a model that is sharded, as it is trained.
+        optimizer: Over them, in the groups that the saved one had; it need not have made a step.
+        is_part: Whether the states of other parameters are another process's.
     """
     source = folder / OPTIMIZER_SHARDS
-    parameters = dict(model.named_parameters())
     states: dict[str, Tensor] = {}
     for full_name, described in HuggingFaceStorageReader(str(source)).read_metadata().state_dict_metadata.items():
-        if (name := full_name.partition(_SEPARATOR)[2]) not in parameters and hasattr(model, "part"):
-            continue  # Of another stage.
+        if (name := full_name.partition(_SEPARATOR)[2]) not in parameters and is_part:
+            continue
         parameter = parameters[name].detach()
         dtype = described.properties.dtype  # type: ignore[union-attr]
         is_alike = described.size == parameter.shape  # type: ignore[union-attr]
@@ -160,8 +190,17 @@ def load_whole_optimizer(
                 continue
             # What has been frozen or never stepped has none.
             states = saved["state"].get(number, {})
-            by_parameter[parameter] = {key: _share_out(value, parameter) for key, value in states.items()}
+            by_parameter[parameter] = {key: shard_like(value, parameter) for key, value in states.items()}
     _restore(optimizer, by_parameter, [_describe_group(group) for group in saved["param_groups"]])
+
+
+def shard_like(value: Tensor, parameter: Tensor) -> Tensor:
+    """Return of a whole tensor what this process holds of the parameter that it belongs to; of a number, all."""
+    if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
+        return value.clone()
+    # Without a source every process takes its part of what it has itself.
+    shards = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return shards.clone()
 
 
 def verify_shards(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
@@ -191,18 +230,21 @@ def verify_shards(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
         raise BrokenSaveError(f"{folder / MODEL_SHARDS}: " + "; ".join(faults))
 
 
-def compare_own_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def compare_own_shards(
+    folder: Path, model: nn.Module, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> None:
     """Hold what this process has written against what it was made from, to the bit.
 
     Args:
         folder: Of the checkpoint.
         model: The model, unchanged since.
+        parameters: As for ``save_optimizer_shards``.
         optimizer: Its optimizer, unchanged since.
 
     Raises:
         BrokenSaveError: A tensor differs.
     """
-    live = {MODEL_SHARDS: read_trained_state(model), OPTIMIZER_SHARDS: _read_states(model, optimizer)}
+    live = {MODEL_SHARDS: read_trained_state(model), OPTIMIZER_SHARDS: _read_states(parameters, optimizer)}
     for name, tensors in live.items():
         for file, key, saved in _iterate(folder / name, rank=get_rank()):
             tensor = tensors[key].detach()
@@ -211,8 +253,8 @@ def compare_own_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Op
                 raise BrokenSaveError(f"{file}: {key} differs from what is trained")
 
 
-def _read_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+def _read_states(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
     return {
         f"{key}{_SEPARATOR}{names[parameter]}": torch.as_tensor(value)
         for parameter, states in optimizer.state.items()
@@ -267,15 +309,6 @@ def _restore_group(now: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str
     return {**now, **{key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()}}
 
 
-def _share_out(value: Tensor, parameter: Tensor) -> Tensor:
-    """Of a whole tensor what this process holds of the parameter that it belongs to; of a number, all."""
-    if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
-        return value.clone()
-    # Without a source every process takes its part of what it has itself.
-    shards = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return shards.clone()
-
-
 def _restore(
     optimizer: torch.optim.Optimizer,
     by_parameter: Mapping[Tensor, Mapping[str, Tensor]],
@@ -291,26 +324,6 @@ def _restore(
     state = {numbers[parameter]: dict(states) for parameter, states in by_parameter.items() if states}
     restored = [_restore_group(now, then) for now, then in zip(packed, groups, strict=True)]
     optimizer.load_state_dict({"state": state, "param_groups": restored})
-
-
-def _collect(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of all processes, on the host of the main one; one that several have is the first one's."""
-    held = gather_objects({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
-    device, rank = next(iter(tensors.values())).device, get_rank()
-    whole: dict[str, Tensor] = {}
-    # Backwards, so that of several the first one is the owner.
-    owners = {name: owner for owner, names in reversed([*enumerate(held)]) for name in names}
-    for name, owner in owners.items():
-        shape, dtype = held[owner][name]
-        # All that hold a part of it gather it.
-        tensor = _gather(tensors[name]) if name in tensors else torch.empty(shape, dtype=dtype, device=device)
-        if rank == owner != 0:
-            distributed.send(tensor.contiguous(), dst=0)
-        elif rank == 0:
-            if owner != 0:
-                distributed.recv(tensor, src=owner)
-            whole[name] = tensor.cpu()
-    return whole
 
 
 def _gather(tensor: Tensor) -> Tensor:

@@ -462,11 +462,14 @@ BLOCKED: Final = (
     ),
     Blocked(
         recipe="`max_rollbacks`",
-        launch="FSDP or DeepSpeed",
-        why="rollback is not implemented for sharded models",
-        remedy="delete the line, or launch without FSDP and DeepSpeed",
+        launch="DeepSpeed, tensor or context parallelism",
+        why="rollback to a checkpoint within a run is not proved there",
+        remedy="delete the line, or use accelerate_configs/fsdp2.yaml, hsdp.yaml or ddp.yaml",
         keys=("max_rollbacks",),
-        applies=lambda keys, launch: bool(launch.engine and keys.get("max_rollbacks")),
+        applies=lambda keys, launch: (
+            bool(keys.get("max_rollbacks"))
+            and (launch.engine == "DEEPSPEED" or launch.tensor_size > 1 or launch.context_size > 1)
+        ),
     ),
     Blocked(
         recipe="RLOO, GRPO",
@@ -504,11 +507,11 @@ BLOCKED: Final = (
     ),
     Blocked(
         recipe=", ".join(f"`{key}`" for key in WEIGHTS),
-        launch="FSDP or DeepSpeed",
-        why="hidden-state losses run after the forward pass, when weights are resharded",
-        remedy="launch with accelerate_configs/ddp.yaml, or delete the line",
+        launch="DeepSpeed",
+        why="hidden-state losses read layers and projections outside of the forward pass that DeepSpeed runs",
+        remedy="launch with accelerate_configs/fsdp2.yaml or ddp.yaml, or delete the line",
         keys=WEIGHTS,
-        applies=lambda keys, launch: bool(launch.engine) and any(keys.get(key) for key in WEIGHTS),
+        applies=lambda keys, launch: launch.engine == "DEEPSPEED" and any(keys.get(key) for key in WEIGHTS),
     ),
     Blocked(
         recipe="`lmbda`",

@@ -339,7 +339,7 @@ class RecipeTrainer(CheckpointingTrainer):
         return self.guard.judge(self._compute_grad_norm(model.parameters())) if grad_norm is None else grad_norm
 
     def _is_norm_of_engine(self, model: nn.Module) -> bool:
-        return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled or self._has_mixed_mesh_grads(model))
+        return self.layout.has_engine_norm or bool(self._has_mixed_mesh_grads(model))
 
     def _compute_grad_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
         self.accelerator.unscale_gradients()

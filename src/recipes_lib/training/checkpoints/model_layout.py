@@ -1,0 +1,283 @@
+"""Model layouts: what each process holds of weights and optimizer states, how a checkpoint holds it, and norms."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+from transformers.trainer import OPTIMIZER_NAME
+
+from recipes_lib.models.devices import unwrap_adapter
+from recipes_lib.models.parallel.pipeline_parallel import build_whole_on_meta
+from recipes_lib.training.checkpoints.saver import (
+    CheckpointSaver,
+    Task,
+    compare_with_live,
+    is_adapter,
+    read_expected,
+    verify_saved,
+    write_state,
+)
+from recipes_lib.training.checkpoints.sharded import (
+    MODEL_SHARDS,
+    OPTIMIZER_SHARDS,
+    compare_own_shards,
+    gather_parts,
+    gather_trained_state,
+    load_model_shards,
+    load_optimizer_shards,
+    load_whole_model,
+    load_whole_optimizer,
+    read_trained_shapes,
+    save_model_shards,
+    save_optimizer_shards,
+    verify_shards,
+)
+from recipes_lib.training.collectives import get_rank
+from recipes_lib.training.layouts.fsdp import has_shards
+
+Parameters = Mapping[str, nn.Parameter]
+"""What is trained by its name, under which optimizer states are kept in shards."""
+Build = Callable[[Any], torch.optim.Optimizer]
+"""Builds the optimizer of a model."""
+
+
+class ModelLayout:
+    """A layout that upstream saves, loads and clips: DeepSpeed's. The others override what upstream does not do.
+
+    A new layout is a new subclass, chosen in ``choose_layout``.
+
+    Attributes:
+        engine: Name in ``COMPLETE.json``.
+        is_shared: Whether every process writes a part of a checkpoint, while training waits.
+        has_engine_norm: Whether the engine computes the gradient norm and clips.
+
+    Source: ``tests/training/checkpoints/test_model_layout.py``, ``tests/distributed/``.
+    """
+
+    engine: ClassVar[str] = "DEEPSPEED"
+    is_shared: ClassVar[bool] = True
+    has_engine_norm: bool = True
+
+    def save_model(self, folder: Path, model: Any, tokenizer: Any, saver: CheckpointSaver) -> Sequence[Task] | None:
+        """Save the model into a checkpoint; every process must call.
+
+        Args:
+            folder: Of the checkpoint.
+            model: As it is trained, without wrapper.
+            tokenizer: Saved beside it.
+            saver: Copies what is written while training goes on to change it.
+
+        Returns:
+            What is left to write; ``None``: upstream must save it.
+        """
+        return None
+
+    def save_optimizer(
+        self, folder: Path, parameters: Parameters, optimizer: torch.optim.Optimizer, saver: CheckpointSaver
+    ) -> Sequence[Task] | None:
+        """Save the optimizer's states; as ``save_model``."""
+        return None
+
+    def load_model(self, folder: Path, model: nn.Module) -> bool:
+        """Load the weights of a checkpoint; return whether that is done, or upstream must do it."""
+        is_sharded = (folder / MODEL_SHARDS).is_dir()
+        if is_sharded:
+            load_model_shards(folder, model)
+        return is_sharded
+
+    def load_optimizer(
+        self, folder: Path, model: Any, parameters: Parameters, optimizer: torch.optim.Optimizer, build: Build
+    ) -> bool:
+        """Load the optimizer's states of a checkpoint; as ``load_model``.
+
+        Args:
+            folder: Of the checkpoint.
+            model: As it is trained, without wrapper.
+            parameters: What ``optimizer`` trains.
+            optimizer: In the groups that the saved one had; it need not have stepped.
+            build: For a layout whose processes hold some of the groups' parameters.
+        """
+        is_sharded = (folder / OPTIMIZER_SHARDS).is_dir()
+        if is_sharded:
+            load_optimizer_shards(folder, parameters, optimizer)
+        return is_sharded
+
+    def gather(self, model: nn.Module) -> dict[str, Tensor] | None:
+        """Return the whole model's weights on the main process; ``None``: upstream gathers, or nothing must be."""
+        return None
+
+    def drop_copies(self, model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return weights that upstream gathered, those of a tied tensor once: ZeRO-1 and 2 copy it under each name."""
+        tied = getattr(model, "all_tied_weights_keys", {})
+        return {name: tensor for name, tensor in state.items() if name not in tied}
+
+    def build_verification(self, model: Any) -> Callable[[Path], None]:
+        """Return what opens a checkpoint of the model as it is now again, and raises ``BrokenSaveError``."""
+        if get_rank() != 0:
+            return lambda _: None
+        return partial(verify_saved, expected=read_expected(model, is_replicated=False), is_replicated=False)
+
+    def compare_own(
+        self, folder: Path, model: nn.Module, parameters: Parameters, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Compare what this process wrote, before it is sealed, with what is trained; raises ``BrokenSaveError``."""
+
+    def compare_whole(self, folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Compare a finished checkpoint, on the main process, with what is trained; raises ``BrokenSaveError``."""
+
+
+class ReplicatedLayout(ModelLayout):
+    """Every process holds all weights and states: the main one copies them, and a thread writes the copy."""
+
+    engine = ""
+    is_shared = False
+    has_engine_norm = False
+
+    def __init__(self) -> None:
+        """Copy no tokenizer yet."""
+        self._tokenizer: Any = None
+
+    def save_model(self, folder: Path, model: Any, tokenizer: Any, saver: CheckpointSaver) -> Sequence[Task] | None:
+        """Copy the weights that training changes."""
+        if not saver.is_main:
+            return ()
+        folder.mkdir(parents=True, exist_ok=True)  # Another process may have its random state there.
+        if self._tokenizer is None:
+            # A tokenizer cannot be written by one thread while another pads with it.
+            self._tokenizer = copy.deepcopy(tokenizer)
+        named = model.named_parameters(remove_duplicate=False)
+        frozen = [name for name, tensor in named if not tensor.requires_grad]
+        state = saver.take(model.state_dict(), unchanging=frozen)
+        return [partial(self._write_model, folder, model, state)]
+
+    def save_optimizer(
+        self, folder: Path, parameters: Parameters, optimizer: torch.optim.Optimizer, saver: CheckpointSaver
+    ) -> Sequence[Task] | None:
+        """Copy the states."""
+        if not saver.is_main:
+            return ()
+        return [partial(write_state, saver.take(optimizer.state_dict()), folder / OPTIMIZER_NAME)]
+
+    def build_verification(self, model: Any) -> Callable[[Path], None]:
+        """As the superclass, by the names under which the model itself holds its tensors."""
+        if get_rank() != 0:
+            return lambda _: None
+        return partial(verify_saved, expected=read_expected(model, is_replicated=True), is_replicated=True)
+
+    def compare_whole(self, folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Compare to the bit."""
+        compare_with_live(folder, model, optimizer)
+
+    def _write_model(self, folder: Path, model: Any, state: Mapping[str, Any]) -> None:
+        # By the names that upstream will load into the model: by those of publication it would skip experts in
+        # silence. Whether embeddings were resized would be asked of the Hub.
+        options: Any = {"save_embedding_layers": False} if is_adapter(model) else {"save_original_format": False}
+        model.save_pretrained(folder, state_dict=dict(state), **options)
+        self._tokenizer.save_pretrained(folder)
+
+
+class ShardedLayout(ModelLayout):
+    """Tensors are torch's ``DTensor``, sharded by FSDP2 or tensor parallelism: every process writes its own shards."""
+
+    engine = "FSDP"
+
+    def __init__(self, *, has_engine_norm: bool) -> None:
+        """Say whether accelerate sharded the model, and so clips its gradients."""
+        self.has_engine_norm = has_engine_norm
+
+    def save_model(self, folder: Path, model: Any, tokenizer: Any, saver: CheckpointSaver) -> Sequence[Task] | None:
+        """Write shards, and on the main process the configuration."""
+        if saver.is_main:
+            base = unwrap_adapter(model)
+            configs = model.peft_config.values() if is_adapter(model) else [model.config]
+            # As upstream's save_pretrained has it; FSDP2 puts its own word before the name of the class.
+            base.config.architectures = [type(base).__name__.removeprefix("FSDP")]
+            answers = [base.generation_config] if base.can_generate() else []
+            for part in (*configs, *answers, tokenizer):
+                part.save_pretrained(folder)
+        save_model_shards(folder, model)
+        return ()
+
+    def save_optimizer(
+        self, folder: Path, parameters: Parameters, optimizer: torch.optim.Optimizer, saver: CheckpointSaver
+    ) -> Sequence[Task] | None:
+        """Write shards."""
+        save_optimizer_shards(folder, parameters, optimizer)
+        return ()
+
+    def load_model(self, folder: Path, model: nn.Module) -> bool:
+        """Load shards of any number of processes, or what one process wrote whole."""
+        if not super().load_model(folder, model):
+            load_whole_model(folder, model)
+        return True
+
+    def load_optimizer(
+        self, folder: Path, model: Any, parameters: Parameters, optimizer: torch.optim.Optimizer, build: Build
+    ) -> bool:
+        """Load shards of any number of processes, or what one process wrote whole."""
+        if not super().load_optimizer(folder, model, parameters, optimizer, build):
+            groups = [group["params"] for group in optimizer.param_groups]
+            load_whole_optimizer(folder / OPTIMIZER_NAME, optimizer, groups)
+        return True
+
+    def gather(self, model: nn.Module) -> dict[str, Tensor] | None:
+        """Gather tensor by tensor."""
+        return gather_trained_state(model)
+
+    def build_verification(self, model: Any) -> Callable[[Path], None]:
+        """Each process opens the shards that it wrote."""
+        return partial(verify_shards, shapes=self._read_shapes(model))
+
+    def compare_own(
+        self, folder: Path, model: nn.Module, parameters: Parameters, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Compare to the bit."""
+        compare_own_shards(folder, model, parameters, optimizer)
+
+    def _read_shapes(self, model: Any) -> Mapping[str, torch.Size]:
+        return read_trained_shapes(model)
+
+
+class PipelineLayout(ShardedLayout):
+    """Every process holds the layers of its pipeline stage, whole or sharded over those that hold the same."""
+
+    def load_optimizer(
+        self, folder: Path, model: Any, parameters: Parameters, optimizer: torch.optim.Optimizer, build: Build
+    ) -> bool:
+        """Load what this stage holds of the states."""
+        if (folder / OPTIMIZER_SHARDS).is_dir():
+            load_optimizer_shards(folder, parameters, optimizer, is_part=True)
+            return True
+        whole = build_whole_on_meta(model)
+        names = {id(parameter): name for name, parameter in whole.named_parameters()}
+        # Whatever builds an optimizer groups by what a model says of its parameters.
+        numbered = [[names[id(parameter)] for parameter in group["params"]] for group in build(whole).param_groups]
+        groups = [[parameters.get(name) for name in group] for group in numbered]
+        load_whole_optimizer(folder / OPTIMIZER_NAME, optimizer, groups)
+        return True
+
+    def gather(self, model: nn.Module) -> dict[str, Tensor] | None:
+        """Gather the parts of all stages."""
+        return gather_parts(model)
+
+    def _read_shapes(self, model: Any) -> Mapping[str, torch.Size]:
+        shapes: Mapping[str, torch.Size] = model.whole_shapes
+        return shapes
+
+
+def choose_layout(trainer: Trainer) -> ModelLayout:
+    """Return the layout of a trainer's model, by what accelerate and the model's loading say of it."""
+    if trainer.is_deepspeed_enabled:
+        return ModelLayout()
+    model: Any = trainer.model
+    is_in_stages, is_by_accelerate = hasattr(model, "part"), bool(trainer.is_fsdp_enabled)
+    if is_in_stages or is_by_accelerate or has_shards(model):
+        return (PipelineLayout if is_in_stages else ShardedLayout)(has_engine_norm=is_by_accelerate)
+    return ReplicatedLayout()
