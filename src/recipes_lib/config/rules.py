@@ -2,29 +2,138 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from recipes_lib.config.defaults import SHARE_OR_COUNT
 from recipes_lib.config.paths import check_paths
-from recipes_lib.config.schema import RELATION_WEIGHTS, WEIGHTS, AdapterConfig, EngineConfig, QuantizationConfig
+from recipes_lib.config.recipes import PREFERENCE_LOSSES
+from recipes_lib.config.schema import RELATION_WEIGHTS, WEIGHTS, AdapterConfig, QuantizationConfig
 from recipes_lib.config.settings import DECISIONS, Settings, is_local
 from recipes_lib.errors import Problem
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
-_CLIPPED: Final = ("grpo", "dr_grpo", "dapo", "bnpo", "luspo")
-_LOSSES_OF_GROUPS: Final = {
-    "delta": _CLIPPED,
-    **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), ("sapo",)),
-    **dict.fromkeys(("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"), ("vespo",)),
-}
-"""Options of GRPO's losses, and the losses that read them."""
-_ENTROPY_OPTIONS: Final = ("entropy_coef_delta", "entropy_coef_max", "entropy_coef_min", "entropy_target")
+_EXCLUSIVE: Final = (
+    ("dataset_name", "dataset_mixture", "keep one; a mixture names its datasets itself"),
+    ("dataset_test_split", "test_split_size", "keep one: name the held-out split, or have one made"),
+    ("fp16", "bf16", "keep one"),
+    ("dataset_config", "dataset_mixture", "write `config` in the mixture's entries"),
+    ("dataset_revision", "dataset_mixture", "write `revision` in the mixture's entries"),
+    ("dataset_train_split", "dataset_mixture", "write `split` in the mixture's entries"),
+    ("model_name_or_path", "model_config", "keep one: random weights, or those of a model"),
+    ("dataset_streaming", "max_rollbacks", "keep one: rows of a stream have no numbers by which some could be skipped"),
+    ("load_in_8bit", "load_in_4bit", "keep one"),
+    ("use_transformers_continuous_batching", "use_vllm", "keep one: one engine samples"),
+    ("use_peft", "save_critic", "keep one: the critic is an adapter on the policy's own weights"),
+    ("dataset_streaming", "teacher_top_k", "keep one: the stored top-k are looked up by row, and a stream has none"),
+    ("lmbda", "teacher_top_k", "keep one: sampled answers are new, and nothing is stored of them"),
+    *(("teacher_top_k", key, "keep one: nothing is stored of the teacher's layers") for key in WEIGHTS),
+    *((key, "torch_compile", f"keep one: it drops the forward hooks of `{key}`") for key in WEIGHTS),
+)
+"""Keys that cannot be set together, and the remedy; the problem is where the second one stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dependency:
+    """Keys that have an effect only with one of some values of another key.
+
+    Attributes:
+        keys: Separated by blanks.
+        decider: The other key, or several of which one is enough; where a stage has none of them, nothing is required.
+        values: The values that give the keys their effect; none: every value but null, false and 0.
+    """
+
+    keys: str
+    decider: str
+    values: tuple[Any, ...] = ()
+
+    def is_met(self, settings: Settings) -> bool:
+        """Return whether the keys have an effect under ``settings``, or may have one but for a value refused."""
+        deciders = [key for key in self.decider.split() if key in settings.table.keys]
+        return not deciders or any(settings.broken(key) or self._allows(settings[key]) for key in deciders)
+
+    def explain(self, key: str, settings: Settings) -> Problem:
+        """Return the problem of a key without effect."""
+        decider, *others = self.decider.split()
+        shown = json.dumps(settings[decider], ensure_ascii=False)[:80]
+        found = f"`{key}` has no effect: `{'`, `'.join([decider, *others])}` {'are' if others else 'is'} {shown}"
+        value = " or ".join(map(str, self.values)) or ("true" if settings[decider] is False else "...")
+        remedy = (
+            "keep one of the two lines"
+            if self.values == (None,)
+            else f"write `{decider}: {value}`, or delete this line"
+        )
+        return Problem(settings.where(key), found, remedy)
+
+    def _allows(self, value: Any) -> bool:
+        if not self.values:
+            return bool(value)
+        return any(item in self.values for item in (value if isinstance(value, list) else [value]))
+
+
+_SAVED: Final = ("steps", "epoch", "best")
+_HAVE_REFERENCE: Final = tuple(loss for loss in PREFERENCE_LOSSES if loss not in ("simpo", "orpo", "sft"))
+_OF_ADAPTER: Final = [field.name for section in (AdapterConfig, QuantizationConfig) for field in fields(section)]
+
+_DEPENDENCIES: Final = (
+    # every stage
+    Dependency("max_broken_fraction", "broken_rows", ("drop",)),
+    Dependency("overlong", "max_length"),
+    Dependency("sample_prompts metrics", "num_sample_prompts"),
+    Dependency("max_rollbacks save_keep_steps", "save_strategy", _SAVED),
+    Dependency("dataloader_prefetch_factor dataloader_persistent_workers", "dataloader_num_workers"),
+    # pretraining
+    Dependency("decay_steps decay_type", "lr_scheduler_type", ("warmup_stable_decay",)),
+    Dependency("batch_ramp_start batch_ramp_lr", "batch_ramp_tokens"),
+    # adapters
+    Dependency(" ".join(key for key in _OF_ADAPTER if key != "use_peft"), "use_peft"),
+    Dependency("bnb_4bit_quant_type use_bnb_nested_quant", "load_in_4bit"),
+    Dependency(
+        "lora_r lora_target_modules lora_modules_to_save init_lora_weights use_dora", "adapter_name_or_path", (None,)
+    ),
+    # preferences
+    Dependency("simpo_gamma", "loss_type", ("simpo",)),
+    Dependency("discopop_tau", "loss_type", ("discopop",)),
+    Dependency("label_smoothing", "loss_type", ("exo_pair", "robust", "aot", "aot_unpaired")),
+    Dependency("ref_model_name_or_path ref_model_revision precompute_ref_log_probs", "loss_type", _HAVE_REFERENCE),
+    Dependency("f_alpha_divergence_coef", "f_divergence_type", ("alpha_divergence",)),
+    # reinforcement learning
+    Dependency("reward_model_revision", "reward_model_name_or_path"),
+    Dependency("kl_horizon", "kl_target_per_sequence"),
+    Dependency("vllm_server_base_url vllm_server_timeout vllm_group_port", "use_vllm"),
+    Dependency("transformers_continuous_batching_config", "use_transformers_continuous_batching"),
+    Dependency("delta", "loss_type", ("grpo", "dr_grpo", "dapo", "bnpo", "luspo")),
+    Dependency("sapo_temperature_pos sapo_temperature_neg", "loss_type", ("sapo",)),
+    Dependency("vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg", "loss_type", ("vespo",)),
+    Dependency("entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target", "use_adaptive_entropy"),
+    # distillation
+    Dependency("feature_loss feature_layers projection_learning_rate", "feature_weight"),
+    Dependency("relation_layers", " ".join(RELATION_WEIGHTS)),
+)
+
+
+def check_exclusive(settings: Settings) -> Iterator[Problem]:
+    """Keys that cannot be set together."""
+    for first, second, remedy in _EXCLUSIVE:
+        if settings.changes(first) and settings.changes(second) and settings[first] and settings[second]:
+            found = f"`{second}` and `{first}` ({settings.where(first)}) are both set"
+            yield Problem(settings.where(second), found, remedy)
+
+
+def check_dependencies(settings: Settings) -> Iterator[Problem]:
+    """Keys without effect, each at the first dependency that is not met; a key at its default asks for nothing."""
+    told: set[str] = set()
+    for dependency in _DEPENDENCIES:
+        for key in dependency.keys.split():
+            if settings.changes(key) and key not in told and not dependency.is_met(settings):
+                told.add(key)
+                yield dependency.explain(key, settings)
 
 
 def check_rewards(settings: Settings) -> Iterator[Problem]:
@@ -44,9 +153,6 @@ def check_rewards(settings: Settings) -> Iterator[Problem]:
         found = f"`reward_weights` has {len(weights)} numbers for {num_rewards} rewards"
         remedy = f"write {num_rewards}: the functions in their order, then the reward model"
         yield Problem(settings.where("reward_weights"), found, remedy)
-    if settings.gives("reward_model_revision") and not has_model:
-        found = "`reward_model_revision` has no effect without `reward_model_name_or_path`"
-        yield Problem(settings.where("reward_model_revision"), found, "delete the line, or name the model")
     length, room = settings["response_length"], settings["max_length"]
     if room is not None and room <= length:
         found = f"`max_length` ({room}) leaves no room for a prompt before `response_length` ({length})"
@@ -57,16 +163,17 @@ def check_rewards(settings: Settings) -> Iterator[Problem]:
 
 
 def check_ppo(settings: Settings) -> Iterator[Problem]:
-    """Options of an adaptive KL coefficient need its target; a policy with an adapter has the critic as another one."""
-    if settings.gives("kl_horizon") and not settings.gives("kl_target_per_sequence"):
-        found = "`kl_horizon` has no effect: `kl_coef` is fixed"
-        yield Problem(settings.where("kl_horizon"), found, "write `kl_target_per_sequence: ...`, or delete the line")
+    """Checkpoints of PPO are no models, and vLLM cannot read quantized weights."""
     if settings["push_to_hub"] and settings["hub_strategy"] not in (None, "end"):
         found = f"`hub_strategy: {settings['hub_strategy']}` publishes checkpoints, and those of PPO are no models"
         yield Problem(settings.where("hub_strategy"), found, "write `hub_strategy: end`")
-    if settings["use_peft"] and settings["save_critic"]:
-        found = "`save_critic` has no effect: the critic is an adapter on the policy's own weights"
-        yield Problem(settings.where("save_critic"), found, "delete the line, or train without adapters")
+    if settings["use_transformers_continuous_batching"] and settings["attn_implementation"] == "varlen":
+        found = "`attn_implementation: varlen` is not known to transformers' continuous batching"
+        yield Problem(settings.where("attn_implementation"), found, "write sdpa, or flash_attention_2")
+    if settings["use_vllm"] and (settings["load_in_4bit"] or settings["load_in_8bit"]):
+        found = "`use_vllm` would merge the adapter into weights of few bits"
+        remedy = "train the adapter on full weights, or write `use_transformers_continuous_batching: true` instead"
+        yield Problem(settings.where("use_vllm"), found, remedy)
 
 
 def check_own_reference(settings: Settings) -> Iterator[Problem]:
@@ -85,75 +192,11 @@ def check_own_reference(settings: Settings) -> Iterator[Problem]:
             yield Problem(settings.where(key), found, "delete the line; `recipes merge` merges an adapter first")
 
 
-def check_engine(settings: Settings) -> Iterator[Problem]:
-    """One engine samples, its settings are of use, and it can read the policy."""
-    engines = {"use_vllm": "vllm_", "use_transformers_continuous_batching": "transformers_continuous_batching_"}
-    if all(settings[name] for name in engines):
-        found = "`use_vllm` and `use_transformers_continuous_batching` both ask for an engine"
-        yield Problem(settings.where("use_vllm"), found, "delete one of the lines")
-    for name, prefix in engines.items():
-        for key in (field.name for field in dataclasses.fields(EngineConfig) if field.name.startswith(prefix)):
-            if settings.gives(key) and not settings[name]:
-                found = f"`{key}` has no effect without `{name}: true`"
-                yield Problem(settings.where(key), found, "write that line too, or delete this one")
-    if settings["use_transformers_continuous_batching"] and settings["attn_implementation"] == "varlen":
-        found = "`attn_implementation: varlen` is not known to transformers' continuous batching"
-        yield Problem(settings.where("attn_implementation"), found, "write sdpa, or flash_attention_2")
-    if settings["use_vllm"] and (settings["load_in_4bit"] or settings["load_in_8bit"]):
-        found = "`use_vllm` would merge the adapter into weights of few bits"
-        remedy = "train the adapter on full weights, or write `use_transformers_continuous_batching: true` instead"
-        yield Problem(settings.where("use_vllm"), found, remedy)
-
-
-def check_group_loss(settings: Settings) -> Iterator[Problem]:
-    """Options of one loss need that loss, and those of an adaptive entropy bonus need it."""
-    loss = settings["loss_type"]
-    for key, users in _LOSSES_OF_GROUPS.items():
-        if settings.gives(key) and loss not in users and not settings.broken("loss_type"):
-            found = f"`{key}` has no effect: it belongs to `loss_type: {' or '.join(users)}`"
-            yield Problem(settings.where(key), found, "delete the line, or choose that loss")
-    for key in _ENTROPY_OPTIONS:
-        if settings.gives(key) and not settings["use_adaptive_entropy"]:
-            found = f"`{key}` has no effect without `use_adaptive_entropy: true`"
-            yield Problem(settings.where(key), found, "write that line too, or delete this one")
-
-
-def check_distillation(settings: Settings) -> Iterator[Problem]:
-    """Stored teacher answers are looked up by row: streams have no numbered rows, and sampled answers no row at all."""
-    if settings.gives("teacher_top_k") and settings["dataset_streaming"]:
-        found = f"`teacher_top_k` needs prepared rows, and a stream ({settings.where('dataset_streaming')}) has none"
-        yield Problem(settings.where("teacher_top_k"), found, "delete one of the two lines")
-    if settings.gives("teacher_top_k") and settings["lmbda"]:
-        found = f"`teacher_top_k` is of the texts, and the answers of `lmbda` ({settings.where('lmbda')}) are new ones"
-        yield Problem(settings.where("teacher_top_k"), found, "delete one of the two lines")
-
-
-_LAYER_OPTIONS: Final = {
-    "feature_loss": ("feature_weight",),
-    "feature_layers": ("feature_weight",),
-    "projection_learning_rate": ("feature_weight",),
-    "relation_layers": RELATION_WEIGHTS,
-}
-"""Keys that say how a part is computed, and the weights of which one must be above 0."""
-
-
 def check_layers(settings: Settings) -> Iterator[Problem]:
-    """Layers are compared with those of a live teacher; attention with attention that exists."""
-    weighed = [key for key in WEIGHTS if settings[key]]
-    if weighed and settings.gives("teacher_top_k"):
-        found = f"`{weighed[0]}` needs the teacher's layers, and `teacher_top_k` has only what it said of the tokens"
-        remedy = f"delete one of the two lines ({settings.where('teacher_top_k')})"
-        yield Problem(settings.where(weighed[0]), found, remedy)
-    if weighed and settings["torch_compile"]:
-        found = f"`torch_compile` drops the forward hooks of `{weighed[0]}` ({settings.where(weighed[0])})"
-        yield Problem(settings.where("torch_compile"), found, "delete one of the two lines")
+    """Attention is compared where it exists, and each layer once."""
     if settings["attention_weight"] and settings["attn_implementation"] != "eager":
         found = "`attention_weight` compares attention, which every kernel but `eager` never has in memory"
         yield Problem(settings.where("attention_weight"), found, "write `attn_implementation: eager`, or delete it")
-    for key, deciders in _LAYER_OPTIONS.items():
-        if settings.gives(key) and not any(settings[decider] for decider in deciders):
-            found = f"`{key}` has no effect: `{'`, `'.join(deciders)}` {'are' if len(deciders) > 1 else 'is'} 0"
-            yield Problem(settings.where(key), found, "give a weight, or delete the line")
     for key in ("feature_layers", "relation_layers"):
         layers = settings[key]
         if layers is not None and (not layers or min(layers) < 1 or len(set(layers)) < len(layers)):
@@ -215,11 +258,7 @@ def check_schedule_options(settings: Settings) -> Iterator[Problem]:
 
 
 def check_shape(settings: Settings) -> Iterator[Problem]:
-    """Options of one schedule, or of the batch ramp, need that schedule or the ramp."""
-    for key in ("decay_steps", "decay_type"):
-        if settings.gives(key) and settings["lr_scheduler_type"] != "warmup_stable_decay":
-            found = f"`{key}` has no effect: `lr_scheduler_type` is {settings['lr_scheduler_type']}"
-            yield Problem(settings.where(key), found, "write `lr_scheduler_type: warmup_stable_decay`, or delete it")
+    """The shape of a schedule of ours: a decay that ends above 0, a warm-up and a batch ramp that fit the run."""
     if settings["decay_type"] == "exponential" and settings["min_lr_ratio"] == 0:
         found = "an exponential decay to `min_lr_ratio: 0` is at 0 with its first step"
         yield Problem(settings.where("min_lr_ratio"), found, "write `min_lr_ratio: 0.01`, or another `decay_type`")
@@ -228,24 +267,12 @@ def check_shape(settings: Settings) -> Iterator[Problem]:
         if warmup >= length:
             found = f"the warm-up ({warmup:,} tokens) is as long as the run (`max_tokens` {length:,})"
             yield Problem(settings.where("warmup_tokens"), found, "lower it, or train longer")
-    for key in ("batch_ramp_start", "batch_ramp_lr"):
-        if settings.gives(key) and not settings.gives("batch_ramp_tokens"):
-            found = f"`{key}` has no effect without `batch_ramp_tokens`"
-            yield Problem(settings.where(key), found, "write `batch_ramp_tokens: ...`, or delete the line")
     if settings.gives("batch_ramp_tokens") and settings["gradient_accumulation_steps"] == 1:
         found = "`batch_ramp_tokens` has no effect: the batch grows by micro-batches, and a step has one"
         remedy = "write `gradient_accumulation_steps: 2` or more, or delete the line"
         yield Problem(settings.where("batch_ramp_tokens"), found, remedy)
 
 
-_EXCLUSIVE = (
-    ("dataset_name", "dataset_mixture", "keep one; a mixture names its datasets itself"),
-    ("dataset_test_split", "test_split_size", "keep one: name the held-out split, or have one made"),
-    ("fp16", "bf16", "keep one"),
-    ("dataset_config", "dataset_mixture", "write `config` in the mixture's entries"),
-    ("dataset_revision", "dataset_mixture", "write `revision` in the mixture's entries"),
-    ("dataset_train_split", "dataset_mixture", "write `split` in the mixture's entries"),
-)
 _ROUNDING: Final = ("adamw_torch_4bit", "adamw_torch_8bit")
 """Of torchao: those of upstream's optimizers that read ``bf16_stochastic_round``; the others ignore it."""
 _METRIC = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -259,14 +286,6 @@ def check_required(settings: Settings) -> Iterator[Problem]:
             yield Problem(settings.name, f"`{key}` is missing", f"write `{key}: ...`")
     if "dataset_name" not in settings.given and "dataset_mixture" not in settings.given:
         yield Problem(settings.name, "`dataset_name` is missing", "write `dataset_name: ...`, or `dataset_mixture`")
-
-
-def check_exclusive(settings: Settings) -> Iterator[Problem]:
-    """Keys that say the same thing twice."""
-    for first, second, remedy in _EXCLUSIVE:
-        if settings.gives(first) and settings.gives(second) and settings[first] and settings[second]:
-            found = f"`{second}` and `{first}` ({settings.where(first)}) are both set"
-            yield Problem(settings.where(second), found, remedy)
 
 
 def check_decisions(settings: Settings) -> Iterator[Problem]:
@@ -287,11 +306,7 @@ def check_shares(settings: Settings) -> Iterator[Problem]:
 
 
 def check_data(settings: Settings) -> Iterator[Problem]:
-    """Streams have no length; a mixture is not empty; a largest share of broken rows needs some to be dropped."""
-    is_share_set = settings["max_broken_fraction"] != settings.table.keys["max_broken_fraction"].default
-    if is_share_set and settings["broken_rows"] == "error":
-        found = "`max_broken_fraction` has no effect: any broken row is an error"
-        yield Problem(settings.where("max_broken_fraction"), found, "write `broken_rows: drop` too")
+    """Streams have no length, and a mixture is not empty."""
     has_length = settings["max_steps"] > 0 or settings.broken("max_steps") or settings.gives("max_tokens")
     if settings["dataset_streaming"] and not has_length:
         found = "`dataset_streaming` needs `max_steps`: a stream has no end to count epochs by"
@@ -321,35 +336,18 @@ def are_shares(entries: Sequence[Mapping[str, Any]]) -> bool:
     return any(math.isclose(total, whole, rel_tol=0.02) for whole in (1, 100))
 
 
-def check_rollbacks(settings: Settings) -> Iterator[Problem]:
-    """Going back needs something to go back to, and rows with numbers."""
-    for key, value, why in (
-        ("save_strategy", "no", "nothing is saved that the run could go back to"),
-        ("dataset_streaming", True, "the rows of a stream have no numbers by which some could be left out"),
-    ):
-        if settings["max_rollbacks"] and settings[key] == value:
-            found = f"`max_rollbacks` has no effect: {why} ({settings.where(key)})"
-            yield Problem(settings.where("max_rollbacks"), found, "delete one of the two lines")
-
-
 def check_rows(settings: Settings) -> Iterator[Problem]:
-    """A stream has no length to take a share of; a length limit says what happens beyond it."""
+    """A stream has no length to take a share of."""
     size = settings["test_split_size"]
     if settings["dataset_streaming"] and size is not None and size < 1:
         found = "`test_split_size` is a share, and a stream has no length to take it of"
         yield Problem(settings.where("test_split_size"), found, "write a number of rows")
-    if settings["overlong"] != "error" and settings["max_length"] is None and not settings.broken("max_length"):
-        found = f"`overlong: {settings['overlong']}` has no effect without `max_length`"
-        yield Problem(settings.where("overlong"), found, "write `max_length: ...`, or delete the line")
 
 
 def check_start(settings: Settings) -> Iterator[Problem]:
-    """Pretraining starts from random weights or from a model, never from both or neither."""
+    """Pretraining starts from random weights or from a model."""
     gives_config, gives_model = settings.gives("model_config"), settings.gives("model_name_or_path")
-    if gives_config and gives_model:
-        found = f"`model_config` and `model_name_or_path` ({settings.where('model_name_or_path')}) are both set"
-        yield Problem(settings.where("model_config"), found, "keep one: random weights, or those of a model")
-    elif not gives_config and not gives_model and not settings.broken("model_config"):
+    if not gives_config and not gives_model and not settings.broken("model_config"):
         found = "neither `model_config` nor `model_name_or_path` is set"
         yield Problem(settings.name, found, "write `model_config: {model_type: llama, ...}`, or name a model")
     if gives_config:
@@ -432,11 +430,6 @@ def check_evaluation(settings: Settings) -> Iterator[Problem]:
         if not _METRIC.fullmatch(metric):
             found = f"a metric is not an import path: {metric[:60]!r}"
             yield Problem(settings.where("metrics"), found, "write package.module:Class")
-    if settings["num_sample_prompts"] == 0:
-        for key in ("sample_prompts", "metrics"):
-            if settings.gives(key):
-                found = f"`{key}` has no effect: `num_sample_prompts` is 0"
-                yield Problem(settings.where(key), found, "keep one of the two")
 
 
 def check_best_model(settings: Settings) -> Iterator[Problem]:
@@ -460,47 +453,17 @@ def check_kept(settings: Settings) -> Iterator[Problem]:
     keep, every = settings["save_keep_steps"], settings["save_steps"]
     if keep is None:
         return
-    where = settings.where("save_keep_steps")
-    if settings["save_strategy"] == "no":
-        yield Problem(where, "`save_keep_steps` has no effect: nothing is saved", "keep one of the two")
-    elif settings["save_strategy"] == "steps" and (every < 1 or keep % every):
+    if settings["save_strategy"] == "steps" and (every < 1 or keep % every):
         found = f"`save_keep_steps` ({keep}) is not a multiple of `save_steps` ({every})"
-        yield Problem(where, found, "write both as counts, one a multiple of the other: only what is saved can stay")
+        remedy = "write both as counts, one a multiple of the other: only what is saved can stay"
+        yield Problem(settings.where("save_keep_steps"), found, remedy)
 
 
-def check_workers(settings: Settings) -> Iterator[Problem]:
-    """Options of data workers need workers."""
-    if settings["dataloader_num_workers"] == 0:
-        for key in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
-            if settings[key]:
-                found = f"`{key}` has no effect without workers"
-                yield Problem(settings.where(key), found, "write `dataloader_num_workers: 1` or more")
-
-
-def check_adapter(settings: Settings) -> Iterator[Problem]:
-    """Options of an adapter need one, and weights of few bits cannot be trained themselves."""
-    if settings["use_peft"]:
-        for key in ("bnb_4bit_quant_type", "use_bnb_nested_quant"):
-            if settings[key] != settings.table.keys[key].default and not settings["load_in_4bit"]:
-                found = f"`{key}` has no effect without `load_in_4bit: true`"
-                yield Problem(settings.where(key), found, "write that line too, or delete this one")
-        if settings["load_in_8bit"] and settings["load_in_4bit"]:
-            found = f"`load_in_4bit` and `load_in_8bit` ({settings.where('load_in_8bit')}) are both set"
-            yield Problem(settings.where("load_in_4bit"), found, "keep one")
-        for key in ("lora_r", "lora_target_modules", "lora_modules_to_save", "init_lora_weights", "use_dora"):
-            if settings.gives("adapter_name_or_path") and settings.gives(key):
-                found = f"`{key}` has no effect: `adapter_name_or_path` brings its own"
-                yield Problem(settings.where(key), found, "keep one of the two")
-        return
-    if settings.table.stage == "lora":
-        yield Problem(
-            settings.where("use_peft"), "`use_peft` is false", "use the `sft` recipe, which trains all weights"
-        )
-        return
-    for field in (*dataclasses.fields(AdapterConfig), *dataclasses.fields(QuantizationConfig)):
-        if field.name != "use_peft" and settings[field.name] != field.default:
-            found = f"`{field.name}` has no effect without an adapter"
-            yield Problem(settings.where(field.name), found, "write `use_peft: true`, or delete the line")
+def check_adapter_stage(settings: Settings) -> Iterator[Problem]:
+    """The stage of adapters trains one."""
+    if not settings["use_peft"]:
+        remedy = "use the `sft` recipe, which trains all weights"
+        yield Problem(settings.where("use_peft"), "`use_peft` is false", remedy)
 
 
 def check_pairs(settings: Settings) -> Iterator[Problem]:
@@ -514,7 +477,7 @@ def check_pairs(settings: Settings) -> Iterator[Problem]:
 
 
 def check_preference(settings: Settings) -> Iterator[Problem]:
-    """Options of one loss need that loss; several losses have as many weights."""
+    """Several losses have as many weights, and those that need a scale or label noise have it."""
     losses, weights = settings["loss_type"], settings["loss_weights"]
     if settings.broken("loss_type"):
         return
@@ -524,39 +487,17 @@ def check_preference(settings: Settings) -> Iterator[Problem]:
     if settings["beta"] == 0:
         found = "`beta: 0` makes every pair equal: it is the scale of what they are held against"
         yield Problem(settings.where("beta"), found, "write a number above 0, such as 0.1")
-    for key, users in _LOSS_OPTIONS.items():
-        if settings.gives(key) and not set(users) & set(losses):
-            found = f"`{key}` has no effect: it belongs to `loss_type: {' or '.join(users)}`"
-            yield Problem(settings.where(key), found, "delete the line, or choose that loss")
     if "exo_pair" in losses and not settings["label_smoothing"]:
         found = "`loss_type: exo_pair` needs `label_smoothing` above 0: it takes its logarithm"
         yield Problem(settings.where("loss_type"), found, "write `label_smoothing: 0.001`")
-    if set(losses) <= {"simpo", "orpo", "sft"}:
-        for key in ("ref_model_name_or_path", "ref_model_revision", "precompute_ref_log_probs"):
-            if settings.gives(key):
-                found = f"`{key}` has no effect: `loss_type: {', '.join(losses)}` holds nothing against a reference"
-                yield Problem(settings.where(key), found, "delete the line")
-
-
-def check_divergence(settings: Settings) -> Iterator[Problem]:
-    """The coefficient of one divergence needs that divergence."""
-    if settings.gives("f_alpha_divergence_coef") and settings["f_divergence_type"] != "alpha_divergence":
-        found = "`f_alpha_divergence_coef` has no effect: it belongs to `f_divergence_type: alpha_divergence`"
-        yield Problem(settings.where("f_alpha_divergence_coef"), found, "delete the line, or choose that divergence")
 
 
 Rule = Callable[[Settings], Iterator[Problem]]
 
-_LOSS_OPTIONS: Final = {
-    "simpo_gamma": ("simpo",),
-    "discopop_tau": ("discopop",),
-    "label_smoothing": ("exo_pair", "robust", "aot", "aot_unpaired"),
-}
-"""Options of DPO's losses, and the losses that read them."""
-
 _RULES: Final[tuple[Rule, ...]] = (
     check_required,
     check_exclusive,
+    check_dependencies,
     check_decisions,
     check_shares,
     check_data,
@@ -566,20 +507,18 @@ _RULES: Final[tuple[Rule, ...]] = (
     check_evaluation,
     check_best_model,
     check_kept,
-    check_workers,
-    check_rollbacks,
     check_paths,
 )
 _FINE_TUNING: Final = (*_RULES, check_rows, check_schedule_options)
 RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
     "pretrain": (*_RULES, check_start, check_shape, check_precision, check_curriculum),
     "sft": _FINE_TUNING,
-    "lora": (*_FINE_TUNING, check_adapter),
-    "reward": (*_FINE_TUNING, check_adapter, check_pairs),
-    "dpo": (*_FINE_TUNING, check_adapter, check_pairs, check_preference, check_divergence),
-    "ppo": (*_FINE_TUNING, check_adapter, check_rewards, check_engine, check_own_reference, check_ppo),
-    "rloo": (*_FINE_TUNING, check_adapter, check_rewards, check_own_reference),
-    "grpo": (*_FINE_TUNING, check_adapter, check_rewards, check_own_reference, check_group_loss),
-    "distill": (*_FINE_TUNING, check_distillation, check_layers),
+    "lora": (*_FINE_TUNING, check_adapter_stage),
+    "reward": (*_FINE_TUNING, check_pairs),
+    "dpo": (*_FINE_TUNING, check_pairs, check_preference),
+    "ppo": (*_FINE_TUNING, check_rewards, check_own_reference, check_ppo),
+    "rloo": (*_FINE_TUNING, check_rewards, check_own_reference),
+    "grpo": (*_FINE_TUNING, check_rewards, check_own_reference),
+    "distill": (*_FINE_TUNING, check_layers),
 }
 """The rules of each stage."""

@@ -39,6 +39,10 @@ class Settings:
         """Return whether the user set ``key`` to something other than null."""
         return self.values.get(key) is not None
 
+    def changes(self, key: str) -> bool:
+        """Return whether the user set ``key`` to something other than null and its default."""
+        return self.gives(key) and self.values[key] != self.table.keys[key].default
+
     def broken(self, key: str) -> bool:
         """Return whether the user wrote a value for ``key`` that was refused."""
         return key in self.given and key not in self.values
