@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from recipes_lib.config.migration.retired import Retired, dropped, dropped_at, each, renamed, undecided
 from recipes_lib.config.schema import WEIGHTS
+from recipes_lib.config.table import Retired, dropped, dropped_at, each, renamed, undecided
 
 DEFAULTS: Final[Mapping[str, tuple[Any, str]]] = {
     "activation_checkpointing": (False, "recomputing costs about a third of the speed; on, it saves memory"),

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from recipes_lib.config.defaults import CHOICES, DEFAULTS, REFUSED
-from recipes_lib.config.migration.retired import Retired, dropped, dropped_at, each, renamed, undecided
 from recipes_lib.config.schema import (
     AdapterConfig,
     DistillationConfig,
@@ -23,6 +22,7 @@ from recipes_lib.config.schema import (
     RewardsConfig,
     ScheduleConfig,
 )
+from recipes_lib.config.table import Retired, dropped, dropped_at, each, renamed, undecided
 
 _FINE_TUNING: Final[Mapping[str, tuple[Any, str]]] = {
     "lr_scheduler_type": ("cosine", "the decay to zero that published fine-tunings use"),
