@@ -1,6 +1,6 @@
 """Write the key tables, the editor schemas and ``docs/configs.md`` from the installed dataclasses.
 
-Run ``python -m recipes_lib.config.generate`` after a change of ``schema.py``, ``defaults.py``, ``recipes.py`` or
+Run ``python -m recipes_lib.config.generate`` after a change of ``schema.py``, ``recipes.py`` or
 ``migration/``, or of the installed libraries; ``tests/config/test_generate.py`` proves that the committed files are
 what it writes.
 """
@@ -23,10 +23,9 @@ from typing import Any
 import jinja2
 
 from recipes_lib.config import schema as our_schema
-from recipes_lib.config.defaults import BOUNDS, NOTES
 from recipes_lib.config.migration.legacy_files import COMPANIONS, LEGACY_KEYS
 from recipes_lib.config.migration.renames import ELSEWHERE, MEANINGS, MIXTURE_RENAMED, RETIRED, RETIRED_VALUES
-from recipes_lib.config.recipes import ADDED_CHOICES, read_choices, read_defaults, read_refused
+from recipes_lib.config.recipes import ADDED_CHOICES, BOUNDS, NOTES, read_choices, read_defaults, read_refused
 from recipes_lib.config.secrets import is_secret_key
 from recipes_lib.config.table import STAGES, Retired, describe, load_table, table_path
 

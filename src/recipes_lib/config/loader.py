@@ -15,7 +15,7 @@ import yaml
 
 from recipes_lib.config.document import Entry, compose, read_entries, read_text
 from recipes_lib.config.migration.renames import read_known
-from recipes_lib.config.paths import expand_home
+from recipes_lib.config.paths import PATH_KEYS, expand_home
 from recipes_lib.config.recipes import read_defaults
 from recipes_lib.config.rules import RULES
 from recipes_lib.config.schema import SECTIONS, RecipeConfig, list_sections
@@ -108,20 +108,6 @@ def _read_node(flag: str, text: str | None, key: Key | None, problems: list[Prob
 
 
 _HELP_WIDTH: Final = 100
-_PATH_KEYS = (
-    "model_name_or_path",
-    "adapter_name_or_path",
-    "ref_model_name_or_path",
-    "reward_model_name_or_path",
-    "critic_model_name_or_path",
-    "teacher_model_name_or_path",
-    "tokenizer_name_or_path",
-    "dataset_name",
-    "dataset_test_split",
-    "chat_template_path",
-    "output_dir",
-    "prepared_dir",
-)
 
 
 def load_config(stage: str, argv: Sequence[str]) -> RecipeConfig:
@@ -220,15 +206,14 @@ def split_stage(argv: Sequence[str]) -> tuple[str, list[str]]:
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--stage")
+    options, rest = parser.parse_known_args(argv)
     parser.add_argument("--config", type=Path)
-    options, _ = parser.parse_known_args(argv)
-    named = options.config.stem.split("_")[0] if options.config else ""
+    config = parser.parse_known_args(rest)[0].config
+    named = config.stem.split("_")[0] if config else ""
     stage = options.stage or (named if named in STAGES else "sft")
     if stage not in STAGES:
         raise ConfigError(Problem("--stage", f"there is no stage {stage!r}", f"write one of {', '.join(STAGES)}"))
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--stage")
-    return stage, parser.parse_known_args(argv)[1]
+    return stage, rest
 
 
 def check_text(stage: str, text: str, path: Path) -> RecipeConfig:
@@ -284,7 +269,7 @@ def _read_value(entry: Entry, table: KeyTable, problems: list[Problem]) -> Any:
     if entry.key == "lora_target_modules" and value == ["all-linear"]:
         # What TRL and PEFT call it; here it is the key left out.
         return None
-    if entry.key in _PATH_KEYS and isinstance(value, str):
+    if entry.key in PATH_KEYS and isinstance(value, str):
         return expand_home(value)
     if entry.key == "dataset_mixture" and isinstance(value, list):
         return [item | {"name": expand_home(item["name"])} for item in value]

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
-from recipes_lib.config.defaults import SHARE_OR_COUNT
 from recipes_lib.config.paths import check_paths
-from recipes_lib.config.recipes import PREFERENCE_LOSSES
+from recipes_lib.config.recipes import PREFERENCE_LOSSES, SHARE_OR_COUNT
 from recipes_lib.config.schema import RELATION_WEIGHTS, WEIGHTS, AdapterConfig, QuantizationConfig
 from recipes_lib.config.settings import DECISIONS, Settings, is_local
 from recipes_lib.errors import Problem

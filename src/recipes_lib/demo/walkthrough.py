@@ -21,8 +21,15 @@ from rich.table import Table
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from recipes_lib.demo.chats import QUESTIONS, Chat, Question, build_chats
-from recipes_lib.demo.corpus import load_modules, split_texts, standard_library
+from recipes_lib.demo.corpus import (
+    QUESTIONS,
+    Chat,
+    QuestionTemplate,
+    build_chats,
+    load_modules,
+    split_texts,
+    standard_library,
+)
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
 from recipes_lib.models.tokenizer_training import CHATML_TEMPLATE, CHATML_TOKENS, train_tokenizer
 
@@ -92,7 +99,7 @@ def build_pairs(chats: Sequence[Chat]) -> Iterator[dict[str, Any]]:
     Two chats that ask alike and have different answers lend each other theirs. So each answer is rejected as often as
     it is chosen, and nothing but the prompt tells which is right. What finds no partner is left out.
     """
-    waiting: defaultdict[Question, deque[int]] = defaultdict(deque)
+    waiting: defaultdict[QuestionTemplate, deque[int]] = defaultdict(deque)
     lenders: dict[int, int] = {}
     for number, chat in enumerate(chats):
         alone = waiting[chat.question]  # All of them have the same answer: they would have met otherwise.

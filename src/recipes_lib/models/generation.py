@@ -22,7 +22,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.devices import find_device
+from recipes_lib.models.inference import find_device
 
 
 def set_stop_tokens(

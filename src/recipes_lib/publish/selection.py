@@ -131,7 +131,7 @@ def list_published(folder: Path) -> list[str]:
     chosen = {name for pattern in (*MODEL_FILES, *RECORDS) for name in fnmatch.filter(top, pattern)}
     if fnmatch.filter(top, "*.py"):
         # Here, because most models need neither their code nor the second that transformers takes.
-        from recipes_lib.models.remote_code import list_code
+        from recipes_lib.models.loading import list_code
 
         chosen |= top.intersection(list_code(folder))
     chosen |= {f"{_TEMPLATES}/{path.name}" for path in (folder / _TEMPLATES).glob("*.jinja") if not path.is_dir()}

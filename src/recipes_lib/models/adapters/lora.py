@@ -44,8 +44,7 @@ from recipes_lib.models.adapters.targets import (
     stores_transposed,
     verify_layers,
 )
-from recipes_lib.models.devices import find_device
-from recipes_lib.models.inference import evaluating, kernel_precision
+from recipes_lib.models.inference import evaluating, find_device, kernel_precision
 from recipes_lib.models.loading import explained, without_report
 from recipes_lib.models.quantization import keep_differentiable
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.utils.hub import has_file
 
-from recipes_lib.models.devices import unwrap_adapter
+from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.loading import explained
 
 ADAPTER_CONFIG: Final = "adapter_config.json"

@@ -17,8 +17,7 @@ from transformers.utils.generic import ModelOutput
 
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.losses.next_token import TokenLogps, TokenSums, compute_cross_entropy, compute_token_logps
-from recipes_lib.models.devices import find_device, unwrap_adapter
-from recipes_lib.models.inference import kernel_precision
+from recipes_lib.models.inference import evaluating, find_device, kernel_precision, unwrap_adapter
 from recipes_lib.models.parallel.tensor_parallel import find_vocabulary_shard, project_vocabulary_parallel
 
 
@@ -171,12 +170,9 @@ def verify_loss_head(model: Any) -> None:
     """
     config = unwrap_adapter(model).config.get_text_config()
     input_ids = torch.arange(1, 9, device=find_device(model))[None] % config.vocab_size
-    was_training = model.training
-    model.eval()
-    with torch.no_grad(), kernel_precision(model):
+    with evaluating(model), kernel_precision(model):
         own = model(input_ids=input_ids, labels=input_ids, use_cache=False)
         sums = model(input_ids=input_ids, labels=input_ids, loss_head=True)
-    model.train(was_training)
     ours = sums.nll_sum / sums.num_targets
     if sums.aux_loss is not None:
         ours = ours + config.router_aux_loss_coef * sums.aux_loss

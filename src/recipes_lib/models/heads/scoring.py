@@ -26,9 +26,8 @@ from recipes_lib.models.adapters.lora import load_adapter
 from recipes_lib.models.adapters.roles import add_reward
 from recipes_lib.models.adapters.saved import find_adapter, read_base
 from recipes_lib.models.attention.kernels import choose_kernel
-from recipes_lib.models.devices import find_device
 from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
-from recipes_lib.models.inference import evaluating
+from recipes_lib.models.inference import evaluating, find_device
 from recipes_lib.models.loading import load_model_config, load_tokenizer
 
 Message = Mapping[str, Any]

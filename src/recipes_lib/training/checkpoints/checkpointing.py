@@ -44,7 +44,7 @@ from recipes_lib.training.checkpoints.sharded import (
     verify_shards,
 )
 from recipes_lib.training.layouts.fsdp import has_shards
-from recipes_lib.training.monitoring.observer import Observer
+from recipes_lib.training.monitoring.callbacks import Observer
 
 
 class CheckpointingTrainer(Trainer):

@@ -25,9 +25,8 @@ from recipes_lib.training.evaluation.samples import SAMPLES_FILE, Example, Gener
 from recipes_lib.training.evaluation.user_metrics import load_metrics
 from recipes_lib.training.layouts.context_rows import shard_batch
 from recipes_lib.training.layouts.pipeline import build_stage_mesh
-from recipes_lib.training.monitoring.callbacks import MetricsCallback
+from recipes_lib.training.monitoring.callbacks import EvaluationHook, MetricsCallback, Observer
 from recipes_lib.training.monitoring.metrics import METRICS_FILE, MetricsWriter, StepCounter, ThroughputMeter
-from recipes_lib.training.monitoring.observer import EvaluationHook, Observer
 from recipes_lib.training.monitoring.progress import build_progress
 from recipes_lib.training.trainers.arguments import get_compute_dtype
 from recipes_lib.training.trainers.pair_batches import PairScores

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, distributed, nn
 
 from recipes_lib.errors import DataError, Problem
-from recipes_lib.models.devices import find_device
+from recipes_lib.models.inference import find_device, preserve_training_state
 from recipes_lib.training.collectives import get_rank, get_world_size, sum_over_processes
-from recipes_lib.training.evaluation.training_state import preserve_training_state
 from recipes_lib.training.guards.preemption import stop_if_agreed
 from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.pair_batches import PairScores

@@ -16,9 +16,8 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 from recipes_lib.config.schema import EvaluationConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.devices import find_device, inputs_moved_to_device
 from recipes_lib.models.generation import build_plain_generation, pad_left
-from recipes_lib.training.evaluation.training_state import preserve_training_state
+from recipes_lib.models.inference import find_device, inputs_moved_to_device, preserve_training_state
 from recipes_lib.training.evaluation.user_metrics import compute_metrics
 from recipes_lib.training.guards.preemption import GENERATION_STEPS, stop_if_agreed
 from recipes_lib.training.monitoring.metrics import MetricsWriter

@@ -1,9 +1,10 @@
-"""Callbacks of transformers' Trainer: metrics and throughput, objective terms, weight norms, experiment trackers."""
+"""What watches a run: metrics and throughput, objective terms, weight norms, experiment trackers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, distributed, nn
@@ -14,7 +15,7 @@ from transformers.integrations.integration_utils import (
 )
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
-from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.config.schema import GuardsConfig, RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.training.collectives import sum_over_processes
 from recipes_lib.training.layouts.fsdp import compute_total_norm
@@ -279,3 +280,30 @@ def verify_trackers(config: RecipeConfig) -> None:
     if missing:
         remedy = "pip install {}, or write `report_to: none`: metrics.jsonl and report.html are always there"
         raise ConfigError(*(Problem("report_to", f"{name} is not installed", remedy.format(name)) for name in missing))
+
+
+class EvaluationHook(Protocol):
+    """Something measured beside training; it must leave model, mode and random states as it found them."""
+
+    def __call__(self, model: nn.Module, step: int) -> Mapping[str, float]:
+        """Return named figures of the model after ``step`` optimizer steps."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Observer:
+    """What a trainer is watched by.
+
+    Attributes:
+        counter: Tokens trained on; the trainer adds to it.
+        hooks: What an evaluation runs, in order.
+        callbacks: Upstream's callbacks.
+        progress: What the terminal shows.
+        guards: What is done about spikes, and how often the machine is checked.
+    """
+
+    counter: StepCounter
+    hooks: Sequence[EvaluationHook]
+    callbacks: Sequence[TrainerCallback]
+    progress: TrainingProgress
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
