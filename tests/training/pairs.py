@@ -181,7 +181,7 @@ def make_pair_trainer(
     progress = Narrator(recorder.lines)
     hooks = [
         EvaluatePairs(
-            rows,
+            rows=rows,
             batch_size=args.per_device_eval_batch_size,
             collate=collate,
             score=objective.score_held_out,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -185,36 +185,26 @@ def generate_samples(
     return [_read_answer(prompt, answer, stop_ids, tokenizer) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
+@dataclass
 class GenerateSamples:
     """Answers fixed prompts, appends the answers to ``samples.jsonl``, and scores them.
 
     Weights, modes and random states are untouched, and the answers are the same however often they are asked for.
+
+    Attributes:
+        prompts: At least one; the same on every process.
+        tokenizer: The model's.
+        writer: Of ``samples.jsonl``.
+        max_new_tokens: Limit of an answer.
+        metrics: Scored on the prompts that have a reference.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        tokenizer: PreTrainedTokenizerBase,
-        writer: MetricsWriter,
-        *,
-        max_new_tokens: int,
-        metrics: Sequence[Metric] = (),
-    ) -> None:
-        """Prepare to answer ``prompts``.
-
-        Args:
-            prompts: At least one; the same on every process.
-            tokenizer: The model's.
-            writer: Of ``samples.jsonl``.
-            max_new_tokens: Limit of an answer.
-            metrics: Scored on the prompts that have a reference.
-        """
-        self._prompts = prompts
-        self._tokenizer = tokenizer
-        self._writer = writer
-        self._max_new_tokens = max_new_tokens
-        self._metrics = metrics
-        self._is_first = True
+    prompts: Sequence[Prompt]
+    tokenizer: PreTrainedTokenizerBase
+    writer: MetricsWriter
+    max_new_tokens: int
+    metrics: Sequence[Metric] = ()
+    _is_first: bool = field(default=True, init=False)
 
     def __call__(self, model: nn.Module, step: int) -> dict[str, float]:
         """Return ``stop_rate`` (share of answers that ended by themselves), ``mean_sample_tokens``, and the metrics.
@@ -224,17 +214,17 @@ class GenerateSamples:
         """
         if self._is_first:
             # Steps that a killed process had reached before its last checkpoint are made again.
-            self._writer.rewind(step - 1)
+            self.writer.rewind(step - 1)
             self._is_first = False
         with preserve_training_state(model):
-            samples = generate_samples(model, self._tokenizer, self._prompts, max_new_tokens=self._max_new_tokens)
+            samples = generate_samples(model, self.tokenizer, self.prompts, max_new_tokens=self.max_new_tokens)
         for sample in samples:
-            self._writer.write({"step": step, **asdict(sample)})
+            self.writer.write({"step": step, **asdict(sample)})
         scored = [(sample.completion, sample.reference) for sample in samples if sample.reference is not None]
         return {
             "stop_rate": sum(sample.stopped for sample in samples) / len(samples),
             "mean_sample_tokens": sum(sample.num_tokens for sample in samples) / len(samples),
-            **compute_metrics(self._metrics, scored),
+            **compute_metrics(self.metrics, scored),
         }
 
 

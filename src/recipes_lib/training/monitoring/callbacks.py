@@ -28,47 +28,73 @@ EVALUATION_KEY = "recipes_lib_evaluation"
 """Under which it tells which step was evaluated last, and whether the run stopped where an evaluation was due."""
 
 
+class EvaluationHook(Protocol):
+    """Something measured beside training; it must leave model, mode and random states as it found them."""
+
+    def __call__(self, model: nn.Module, step: int) -> Mapping[str, float]:
+        """Return named figures of the model after ``step`` optimizer steps."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Observer:
+    """What a trainer is watched by.
+
+    Attributes:
+        counter: Tokens trained on; the trainer adds to it.
+        hooks: What an evaluation runs, in order.
+        callbacks: Upstream's callbacks.
+        progress: What the terminal shows.
+        guards: What is done about spikes, and how often the machine is checked.
+    """
+
+    counter: StepCounter
+    hooks: Sequence[EvaluationHook]
+    callbacks: Sequence[TrainerCallback]
+    progress: TrainingProgress
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
+
+
+@dataclass
 class MetricsCallback(TrainerCallback):
     """Writes ``metrics.jsonl``, keeps the throughput clock, and shows progress.
 
     The figures are added to upstream's ``logs``, so that trackers behind this callback report them too. It belongs on
     every process: counts are summed over all of them.
 
+    Attributes:
+        counter: The one that the trainer adds to and ``meter`` reads.
+        meter: The clock.
+        writer: Of ``metrics.jsonl``.
+        progress: The display.
+        group: Processes that count different rows; ``None``: all.
+
     Source: transformers ``TrainerCallback``; ``tests/training/monitoring/test_callbacks.py``.
     """
 
-    def __init__(
-        self,
-        counter: StepCounter,
-        meter: ThroughputMeter,
-        writer: MetricsWriter,
-        progress: TrainingProgress,
-        group: distributed.ProcessGroup | None = None,
-    ) -> None:
-        """Connect the four; ``counter`` is the one the trainer adds to and ``meter`` reads, ``group`` who counts."""
-        self._counter = counter
-        self._meter = meter
-        self._writer = writer
-        self._progress = progress
-        self._group = group
+    counter: StepCounter
+    meter: ThroughputMeter
+    writer: MetricsWriter
+    progress: TrainingProgress
+    group: distributed.ProcessGroup | None = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Resume from the counts of the checkpoint, if there is one, and drop what was logged after it."""
         stored: Any = state.stateful_callbacks
         counts = stored.get(STATE_KEY, {"seconds": 0.0})
-        self._counter.restore(counts)
-        self._meter.begin(counts["seconds"])
+        self.counter.restore(counts)
+        self.meter.begin(counts["seconds"])
         is_owed = stored.get(EVALUATION_KEY, {}).get("is_owed", False)
-        self._writer.rewind(state.global_step, is_evaluated=not is_owed)
-        self._progress.start(state.max_steps, state.global_step)
+        self.writer.rewind(state.global_step, is_evaluated=not is_owed)
+        self.progress.start(state.max_steps, state.global_step)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Let the clock run."""
-        self._meter.go_on()
+        self.meter.go_on()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Before a log, an evaluation or a checkpoint: stop the clock and sum the counts over all processes."""
-        self._progress.advance(state.global_step)
+        self.progress.advance(state.global_step)
         self._interrupt(state, control)
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -79,13 +105,13 @@ class MetricsCallback(TrainerCallback):
         """Write and show the figures of a training step or an evaluation; upstream's closing summary is neither."""
         logs = {} if logs is None else logs
         is_training = "loss" in logs
-        figures = self._meter.measure() if is_training else {}
+        figures = self.meter.measure() if is_training else {}
         # Trackers, which come after, complain of every figure that is not known.
         logs.update({name: value for name, value in figures.items() if value is not None})
         if is_training or any(name.startswith("eval_") for name in logs):
             event = {"kind": "train" if is_training else "eval", "step": state.global_step, **logs, **figures}
-            self._writer.write(event)
-            self._progress.show(event)
+            self.writer.write(event)
+            self.progress.show(event)
         self._go_on_unless_interrupted(control)
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -98,19 +124,19 @@ class MetricsCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Give the terminal back."""
-        self._progress.stop()
+        self.progress.stop()
 
     def _interrupt(self, state: TrainerState, control: TrainerControl) -> None:
         if _is_interrupted(control):
-            self._meter.stop()
-            self._counter.synchronise(self._group)
+            self.meter.stop()
+            self.counter.synchronise(self.group)
             stored: Any = state.stateful_callbacks
-            stored[STATE_KEY] = {**self._counter.totals(), "seconds": self._meter.seconds}
+            stored[STATE_KEY] = {**self.counter.totals(), "seconds": self.meter.seconds}
 
     def _go_on_unless_interrupted(self, control: TrainerControl) -> None:
         # Upstream logs, evaluates and saves in a row and clears each flag as it gets there; then it fetches data.
         if not _is_interrupted(control):
-            self._meter.go_on()
+            self.meter.go_on()
 
 
 def _is_interrupted(control: TrainerControl) -> bool:
@@ -280,30 +306,3 @@ def verify_trackers(config: RecipeConfig) -> None:
     if missing:
         remedy = "pip install {}, or write `report_to: none`: metrics.jsonl and report.html are always there"
         raise ConfigError(*(Problem("report_to", f"{name} is not installed", remedy.format(name)) for name in missing))
-
-
-class EvaluationHook(Protocol):
-    """Something measured beside training; it must leave model, mode and random states as it found them."""
-
-    def __call__(self, model: nn.Module, step: int) -> Mapping[str, float]:
-        """Return named figures of the model after ``step`` optimizer steps."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Observer:
-    """What a trainer is watched by.
-
-    Attributes:
-        counter: Tokens trained on; the trainer adds to it.
-        hooks: What an evaluation runs, in order.
-        callbacks: Upstream's callbacks.
-        progress: What the terminal shows.
-        guards: What is done about spikes, and how often the machine is checked.
-    """
-
-    counter: StepCounter
-    hooks: Sequence[EvaluationHook]
-    callbacks: Sequence[TrainerCallback]
-    progress: TrainingProgress
-    guards: GuardsConfig = field(default_factory=GuardsConfig)
