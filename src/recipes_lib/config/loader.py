@@ -26,6 +26,8 @@ from recipes_lib.config.table import STAGES, Key, KeyTable, describe, load_table
 from recipes_lib.config.values import INVALID, Reader
 from recipes_lib.errors import ConfigError, Problem
 
+_HELP_WIDTH: Final = 100
+
 
 @dataclass(slots=True)
 class CommandLine:
@@ -105,9 +107,6 @@ def _read_node(flag: str, text: str | None, key: Key | None, problems: list[Prob
         problems.extend(Problem(flag, problem.found, problem.remedy) for problem in found)
         return node
     return yaml.ScalarNode("tag:yaml.org,2002:str", text)
-
-
-_HELP_WIDTH: Final = 100
 
 
 def load_config(stage: str, argv: Sequence[str]) -> RecipeConfig:

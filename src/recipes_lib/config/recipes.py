@@ -200,7 +200,6 @@ REFUSED: Final[Mapping[str, Retired]] = {
 }
 """Keys that upstream has and a recipe has not; secrets (``hub_token``) are refused in ``secrets.py``."""
 
-
 _FINE_TUNING: Final[Mapping[str, tuple[Any, str]]] = {
     "lr_scheduler_type": ("cosine", "the decay to zero that published fine-tunings use"),
     "warmup_steps": (0.03, "Adam's second moment is unreliable in the first steps"),

@@ -37,6 +37,38 @@ _EXCLUSIVE: Final = (
 )
 """Keys that cannot be set together, and the remedy; the problem is where the second one stands."""
 
+_SAVED: Final = ("steps", "epoch", "best")
+_HAVE_REFERENCE: Final = tuple(loss for loss in PREFERENCE_LOSSES if loss not in ("simpo", "orpo", "sft"))
+_OF_ADAPTER: Final = [field.name for section in (AdapterConfig, QuantizationConfig) for field in fields(section)]
+_PLATEAU: Final = ("mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "min_lr", "eps")
+_OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
+    "cosine": ("num_cycles",),
+    "cosine_with_restarts": ("num_cycles",),
+    "cosine_with_min_lr": ("min_lr", "min_lr_rate", "num_cycles"),
+    "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate", "num_cycles", "warmup_lr_rate"),
+    "polynomial": ("lr_end", "power"),
+    "inverse_sqrt": ("timescale",),
+    "warmup_stable_decay": (
+        "num_decay_steps",
+        "num_stable_steps",
+        "warmup_type",
+        "decay_type",
+        "min_lr_ratio",
+        "num_cycles",
+    ),
+    "reduce_lr_on_plateau": _PLATEAU,
+    "greedy": (*_PLATEAU, "max_lr", "warmup", "verbose", "smooth", "window_size", "reset_start"),
+}
+"""Upstream's schedule -> its options; the others have none.
+
+Source: transformers ``TYPE_TO_SCHEDULER_FUNCTION``; ``tests/config/test_schedule_rules.py`` holds it to the signatures.
+"""
+_ROUNDING: Final = ("adamw_torch_4bit", "adamw_torch_8bit")
+"""Of torchao: those of upstream's optimizers that read ``bf16_stochastic_round``; the others ignore it."""
+_METRIC = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+Rule = Callable[[Settings], Iterator[Problem]]
+
 
 @dataclass(frozen=True, slots=True)
 class Dependency:
@@ -75,10 +107,6 @@ class Dependency:
             return bool(value)
         return any(item in self.values for item in (value if isinstance(value, list) else [value]))
 
-
-_SAVED: Final = ("steps", "epoch", "best")
-_HAVE_REFERENCE: Final = tuple(loss for loss in PREFERENCE_LOSSES if loss not in ("simpo", "orpo", "sft"))
-_OF_ADAPTER: Final = [field.name for section in (AdapterConfig, QuantizationConfig) for field in fields(section)]
 
 _DEPENDENCIES: Final = (
     # every stage
@@ -203,31 +231,6 @@ def check_layers(settings: Settings) -> Iterator[Problem]:
             yield Problem(settings.where(key), found, "write such as [4, 8], or delete the line for the default")
 
 
-_PLATEAU: Final = ("mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "min_lr", "eps")
-_OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
-    "cosine": ("num_cycles",),
-    "cosine_with_restarts": ("num_cycles",),
-    "cosine_with_min_lr": ("min_lr", "min_lr_rate", "num_cycles"),
-    "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate", "num_cycles", "warmup_lr_rate"),
-    "polynomial": ("lr_end", "power"),
-    "inverse_sqrt": ("timescale",),
-    "warmup_stable_decay": (
-        "num_decay_steps",
-        "num_stable_steps",
-        "warmup_type",
-        "decay_type",
-        "min_lr_ratio",
-        "num_cycles",
-    ),
-    "reduce_lr_on_plateau": _PLATEAU,
-    "greedy": (*_PLATEAU, "max_lr", "warmup", "verbose", "smooth", "window_size", "reset_start"),
-}
-"""Upstream's schedule -> its options; the others have none.
-
-Source: transformers ``TYPE_TO_SCHEDULER_FUNCTION``; ``tests/config/test_schedule_rules.py`` holds it to the signatures.
-"""
-
-
 def check_schedule(settings: Settings) -> Iterator[Problem]:
     """The length of the run, and the warm-up inside it."""
     max_steps, warmup = settings["max_steps"], settings["warmup_steps"]
@@ -270,12 +273,6 @@ def check_shape(settings: Settings) -> Iterator[Problem]:
         found = "`batch_ramp_tokens` has no effect: the batch grows by micro-batches, and a step has one"
         remedy = "write `gradient_accumulation_steps: 2` or more, or delete the line"
         yield Problem(settings.where("batch_ramp_tokens"), found, remedy)
-
-
-_ROUNDING: Final = ("adamw_torch_4bit", "adamw_torch_8bit")
-"""Of torchao: those of upstream's optimizers that read ``bf16_stochastic_round``; the others ignore it."""
-_METRIC = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def check_required(settings: Settings) -> Iterator[Problem]:
@@ -490,8 +487,6 @@ def check_preference(settings: Settings) -> Iterator[Problem]:
         found = "`loss_type: exo_pair` needs `label_smoothing` above 0: it takes its logarithm"
         yield Problem(settings.where("loss_type"), found, "write `label_smoothing: 0.001`")
 
-
-Rule = Callable[[Settings], Iterator[Problem]]
 
 _RULES: Final[tuple[Rule, ...]] = (
     check_required,

@@ -97,7 +97,6 @@ _NAMES: Final[Mapping[str, str]] = {
 SYNONYMS: Final[Mapping[str, str]] = {name: key for key, names in _NAMES.items() for name in names.split()}
 """Name elsewhere -> our key, of one stage or of several."""
 
-
 _SECTION_WORDS = {
     "data",
     "dataset",

@@ -34,6 +34,15 @@ _BODY_LINES = 6
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
+MAX_HELD_OUT_CHATS = 1000
+_MAX_SUBJECT_BYTES = 120
+_SENTENCE = re.compile(r".+?[.!?](?=\s|$)")
+_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+_VERBS = """add ask build call change check clear close compute connect convert copy count create decode delete
+determine display draw encode execute extract find format generate get handle initialize insert invoke list load log
+make match move open parse perform print process provide put raise read register remove replace report represent reset
+resolve retrieve return run search select send set show start stop store test update verify wait wrap write yield"""
+
 
 @dataclass(frozen=True, slots=True)
 class Definition:
@@ -197,16 +206,6 @@ def _count_parameters(arguments: ast.arguments) -> tuple[int, int]:
     num_parameters += (arguments.vararg is not None) + (arguments.kwarg is not None)
     is_bound = bool(positional) and positional[0].arg in ("self", "cls")
     return num_parameters - is_bound, num_required - is_bound
-
-
-MAX_HELD_OUT_CHATS = 1000
-_MAX_SUBJECT_BYTES = 120
-_SENTENCE = re.compile(r".+?[.!?](?=\s|$)")
-_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-_VERBS = """add ask build call change check clear close compute connect convert copy count create decode delete
-determine display draw encode execute extract find format generate get handle initialize insert invoke list load log
-make match move open parse perform print process provide put raise read register remove replace report represent reset
-resolve retrieve return run search select send set show start stop store test update verify wait wrap write yield"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,43 @@ from recipes_lib.models.tokenizer_training import CHATML_TEMPLATE, CHATML_TOKENS
 VOCAB_SIZE = 2048
 MAX_POSITIONS = 512
 
+MAX_CHATS = 3000
+"""About as many as these stages come to see in their few steps."""
+SEED = 0
+DISK_BYTES = 100_000_000
+SHOWN = {"pretrain": 2, "sft": len(QUESTIONS), "lora": 2, "ppo": len(QUESTIONS)}
+"""How many of a stage's samples are printed."""
+SHOWN_CHARACTERS = 100
+MAX_ANSWERED = 250
+"""Held-out chats that the models answer; pairs are made of all of them, which takes no sampling."""
+FIGURES = (
+    ("pretrain", "loss, nats a token", "eval_loss", ".2f"),
+    ("sft", "loss, nats a token", "eval_loss", ".2f"),
+    ("sft", "answers that are right, word for word", "eval_exact_match", ".0%"),
+    ("lora", "brief answers that are right, word for word", "eval_exact_match", ".0%"),
+    ("reward", "pairs whose right answer has the higher score", "eval_rewards/accuracies", ".0%"),
+    ("dpo", "pairs whose right answer gained on the wrong one", "eval_rewards/accuracies", ".0%"),
+    ("dpo", "loss of the pairs", "eval_loss", ".2f"),
+    ("dpo", "answers that are right, word for word", "eval_exact_match", ".0%"),
+    ("ppo", "answers sampled at temperature 1.5 that are right", "eval_reward/exact_match", ".0%"),
+    ("ppo", "reward of these: right or wrong, and the reward model's word", "eval_reward", ".2f"),
+    ("ppo", "what the reward model says of them alone", "eval_reward/reward_model", ".2f"),
+    ("ppo", "KL to the fine-tuned model, nats an answer", "objective/kl_seq", ".2f"),
+)
+"""Stage, what is measured, its name in ``metrics.jsonl``, how it is written."""
+BITS = "eval_bits_per_byte"
+STUDENTS = {
+    "pretrain": "the teacher, which is the pretrained model",
+    "labels": "a student of a quarter of its weights, on the texts alone",
+    "distill": "the same student, distilled",
+}
+"""Output folder of a stage -> what is held against the others."""
+# So small a model gains nothing from a second thread, and loses much where the cores are shared.
+ENVIRONMENT = ("HF_HUB_OFFLINE=1", "OMP_NUM_THREADS=1")
+TRY_IT = """from transformers import pipeline
+ask = pipeline("text-generation", {model!r}, do_sample=False)
+print(ask([{{"role": "user", "content": {question!r}}}])[0]["generated_text"][-1]["content"])"""
+
 
 def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     """A byte-level BPE of 2048 tokens that can spell every text, with ChatML as its chat template."""
@@ -77,10 +114,6 @@ def save_student(folder: Path, tokenizer_dir: Path, seed: int) -> int:
     return int(model.num_parameters())
 
 
-MAX_CHATS = 3000
-"""About as many as these stages come to see in their few steps."""
-
-
 def shorten(chats: Iterable[Chat]) -> Iterator[Chat]:
     """Yield the chats that a word or two can answer, asked to be brief."""
     for chat in chats:
@@ -117,15 +150,6 @@ def build_pairs(chats: Sequence[Chat]) -> Iterator[dict[str, Any]]:
         }
 
 
-SEED = 0
-DISK_BYTES = 100_000_000
-SHOWN = {"pretrain": 2, "sft": len(QUESTIONS), "lora": 2, "ppo": len(QUESTIONS)}
-"""How many of a stage's samples are printed."""
-SHOWN_CHARACTERS = 100
-MAX_ANSWERED = 250
-"""Held-out chats that the models answer; pairs are made of all of them, which takes no sampling."""
-
-
 class Stage(NamedTuple):
     """A run of a recipe: the recipe's name, its configuration, and what it does."""
 
@@ -151,33 +175,6 @@ STAGES = {
     ),
 }
 """Output folder of a stage -> what runs in it."""
-FIGURES = (
-    ("pretrain", "loss, nats a token", "eval_loss", ".2f"),
-    ("sft", "loss, nats a token", "eval_loss", ".2f"),
-    ("sft", "answers that are right, word for word", "eval_exact_match", ".0%"),
-    ("lora", "brief answers that are right, word for word", "eval_exact_match", ".0%"),
-    ("reward", "pairs whose right answer has the higher score", "eval_rewards/accuracies", ".0%"),
-    ("dpo", "pairs whose right answer gained on the wrong one", "eval_rewards/accuracies", ".0%"),
-    ("dpo", "loss of the pairs", "eval_loss", ".2f"),
-    ("dpo", "answers that are right, word for word", "eval_exact_match", ".0%"),
-    ("ppo", "answers sampled at temperature 1.5 that are right", "eval_reward/exact_match", ".0%"),
-    ("ppo", "reward of these: right or wrong, and the reward model's word", "eval_reward", ".2f"),
-    ("ppo", "what the reward model says of them alone", "eval_reward/reward_model", ".2f"),
-    ("ppo", "KL to the fine-tuned model, nats an answer", "objective/kl_seq", ".2f"),
-)
-"""Stage, what is measured, its name in ``metrics.jsonl``, how it is written."""
-BITS = "eval_bits_per_byte"
-STUDENTS = {
-    "pretrain": "the teacher, which is the pretrained model",
-    "labels": "a student of a quarter of its weights, on the texts alone",
-    "distill": "the same student, distilled",
-}
-"""Output folder of a stage -> what is held against the others."""
-# So small a model gains nothing from a second thread, and loses much where the cores are shared.
-ENVIRONMENT = ("HF_HUB_OFFLINE=1", "OMP_NUM_THREADS=1")
-TRY_IT = """from transformers import pipeline
-ask = pipeline("text-generation", {model!r}, do_sample=False)
-print(ask([{{"role": "user", "content": {question!r}}}])[0]["generated_text"][-1]["content"])"""
 
 
 def run_demo(recipes: Path, output_dir: Path) -> int:

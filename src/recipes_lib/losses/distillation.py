@@ -13,6 +13,9 @@ from torch import Tensor
 
 from recipes_lib.losses.projection import Projection, ProjectionGradients, build_projection
 
+MIN_LOG_TAIL = -80.0
+"""Log-probability below which a tail counts as this: its exponential is the smallest that ``float32`` holds well."""
+
 
 class Divergence(NamedTuple):
     """Divergences of ``n`` pairs of distributions over ``B`` outcomes.
@@ -55,10 +58,6 @@ def compute_divergence(teacher_logps: Tensor, student_logps: Tensor, beta: float
     values = (student * to_student).sum(dim=-1) / beta
     values += (teacher_logps.exp() * (teacher_logps - mixture_logps)).sum(dim=-1) / (1 - beta)
     return Divergence(values, student.mul_(to_student).div_(beta))
-
-
-MIN_LOG_TAIL = -80.0
-"""Log-probability below which a tail counts as this: its exponential is the smallest that ``float32`` holds well."""
 
 
 class TopLogps(NamedTuple):

@@ -42,6 +42,9 @@ from recipes_lib.models.parallel.zero3 import register_gather_hooks
 from recipes_lib.models.quantization import keep_differentiable
 from recipes_lib.models.structure import freeze_outside_text
 
+_NAMES_CODE: Final = ("config.json", "tokenizer_config.json")
+"""Files with an ``auto_map``, which says what class of what module is loaded."""
+
 
 def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedTokenizerBase:
     """The fast tokenizer, with the end-of-text and padding tokens and the chat template that the user asked for.
@@ -364,10 +367,6 @@ def _shorten(names: Any) -> str:
     """The first three, and how many more."""
     names = sorted(names)
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-_NAMES_CODE: Final = ("config.json", "tokenizer_config.json")
-"""Files with an ``auto_map``, which says what class of what module is loaded."""
 
 
 def verify_remote_code(config: ModelConfig) -> None:

@@ -28,6 +28,82 @@ _BOARD_WATTS: Final = (
 """Rated power of a board, from the makers' data sheets; a name stands before every name that it contains."""
 
 
+def write_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, float]) -> None:
+    """Write ``README.md``, the model card; arguments as of ``build_card``."""
+    (folder / "README.md").write_text(build_card(folder, record, figures), encoding="utf-8")
+
+
+def build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, float]) -> str:
+    """Return the model card, from the record of the run and its last evaluation.
+
+    Args:
+        folder: Folder of the model; its ``metrics.jsonl`` and ``report/`` are told of where they are there.
+        record: What ``run.json`` holds.
+        figures: The last evaluation's figures by name.
+    """
+    config, events = record["config"], read_events(folder)
+    base, adapter = config.get("model_name_or_path"), _read_adapter(folder)
+    kind = (config.get("model_config") or {}).get("model_type", "language")
+    start = f"a {kind} model from random weights" if base is None else Path(base).name
+    mixture = config.get("dataset_mixture") or ()
+    dataset = config.get("dataset_name") or ", ".join(str(part.get("name")) for part in mixture)
+    facts = [("git commit", record.get("git_commit")), ("versions", _tell_versions(record))]
+    what = start[0].upper() + start[1:]
+    if adapter is not None:
+        facts = [("base", start), ("commit of the base", adapter.get("revision")), *facts]
+        what = f"An adapter for {start},"
+        if Path(adapter["base_model_name_or_path"]).exists():
+            adapter["base_model_name_or_path"] = start
+    return _render(
+        name=Path(config.get("output_dir", folder)).name,
+        about=f"{what} after {record['stage']} on {Path(dataset).name}, trained with recipes-lib.",
+        stage=record["stage"],
+        base=base,
+        dataset=config.get("dataset_name"),
+        adapter=adapter,
+        figures=[(name, _number(value)) for name, value in figures.items()],
+        curve=list_curve(events),
+        chart=CHART,
+        has_chart=(folder / CHART).is_file(),
+        limits=list_limits(record, figures),
+        lineage=trace_lineage(record),
+        data=list(describe_data(record)),
+        facts=[*describe_effort(record, events), *facts],
+        config={name: make_portable(value) for name, value in config.items() if value is not None},
+    )
+
+
+def write_merge_card(folder: Path, record: Mapping[str, Any]) -> None:
+    """Write the card of a model that an adapter was merged into.
+
+    Args:
+        folder: Folder of the model.
+        record: What ``merge.json`` holds.
+    """
+    base, adapter = Path(record["base"]).name, Path(record["adapter"]).name
+    figures = {name: value for name, value in record.items() if isinstance(value, float)}
+    facts = {name: value for name, value in record.items() if name not in {*figures, "versions"}}
+    text = _render(
+        name=folder.name,
+        about=f"{base} with the adapter {adapter} merged into its weights by recipes-lib.",
+        stage="merged",
+        base=record["base"],
+        figures=[(name, f"{value:.3g}") for name, value in figures.items()],
+        facts=[*make_portable(facts).items(), ("versions", _tell_versions(record))],
+    )
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def _render(*, base: str | None, dataset: str | None = None, **values: Any) -> str:
+    # Markdown, not HTML: what comes from the user passes through ``plain`` instead.
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    environment.filters |= {"json": json.dumps, "plain": _escape}
+    # The Hub refuses a path in the metadata.
+    on_hub = {key: name for key, name in (("base", base), ("dataset", dataset)) if name and not Path(name).exists()}
+    template = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
+    return environment.from_string(template).render(values | on_hub)
+
+
 def read_events(folder: Path) -> list[dict[str, Any]]:
     """Return the lines of ``metrics.jsonl`` by step; nothing where there is none, and no line that is cut off."""
     events = [event for event in read_lines(folder / "metrics.jsonl") if event and isinstance(event.get("step"), int)]
@@ -149,82 +225,6 @@ def _name_part(part: Record) -> str:
 
 def _show(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else "" if value is None else str(value)
-
-
-def write_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, float]) -> None:
-    """Write ``README.md``, the model card; arguments as of ``build_card``."""
-    (folder / "README.md").write_text(build_card(folder, record, figures), encoding="utf-8")
-
-
-def build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, float]) -> str:
-    """Return the model card, from the record of the run and its last evaluation.
-
-    Args:
-        folder: Folder of the model; its ``metrics.jsonl`` and ``report/`` are told of where they are there.
-        record: What ``run.json`` holds.
-        figures: The last evaluation's figures by name.
-    """
-    config, events = record["config"], read_events(folder)
-    base, adapter = config.get("model_name_or_path"), _read_adapter(folder)
-    kind = (config.get("model_config") or {}).get("model_type", "language")
-    start = f"a {kind} model from random weights" if base is None else Path(base).name
-    mixture = config.get("dataset_mixture") or ()
-    dataset = config.get("dataset_name") or ", ".join(str(part.get("name")) for part in mixture)
-    facts = [("git commit", record.get("git_commit")), ("versions", _tell_versions(record))]
-    what = start[0].upper() + start[1:]
-    if adapter is not None:
-        facts = [("base", start), ("commit of the base", adapter.get("revision")), *facts]
-        what = f"An adapter for {start},"
-        if Path(adapter["base_model_name_or_path"]).exists():
-            adapter["base_model_name_or_path"] = start
-    return _render(
-        name=Path(config.get("output_dir", folder)).name,
-        about=f"{what} after {record['stage']} on {Path(dataset).name}, trained with recipes-lib.",
-        stage=record["stage"],
-        base=base,
-        dataset=config.get("dataset_name"),
-        adapter=adapter,
-        figures=[(name, _number(value)) for name, value in figures.items()],
-        curve=list_curve(events),
-        chart=CHART,
-        has_chart=(folder / CHART).is_file(),
-        limits=list_limits(record, figures),
-        lineage=trace_lineage(record),
-        data=list(describe_data(record)),
-        facts=[*describe_effort(record, events), *facts],
-        config={name: make_portable(value) for name, value in config.items() if value is not None},
-    )
-
-
-def write_merge_card(folder: Path, record: Mapping[str, Any]) -> None:
-    """Write the card of a model that an adapter was merged into.
-
-    Args:
-        folder: Folder of the model.
-        record: What ``merge.json`` holds.
-    """
-    base, adapter = Path(record["base"]).name, Path(record["adapter"]).name
-    figures = {name: value for name, value in record.items() if isinstance(value, float)}
-    facts = {name: value for name, value in record.items() if name not in {*figures, "versions"}}
-    text = _render(
-        name=folder.name,
-        about=f"{base} with the adapter {adapter} merged into its weights by recipes-lib.",
-        stage="merged",
-        base=record["base"],
-        figures=[(name, f"{value:.3g}") for name, value in figures.items()],
-        facts=[*make_portable(facts).items(), ("versions", _tell_versions(record))],
-    )
-    (folder / "README.md").write_text(text, encoding="utf-8")
-
-
-def _render(*, base: str | None, dataset: str | None = None, **values: Any) -> str:
-    # Markdown, not HTML: what comes from the user passes through ``plain`` instead.
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    environment.filters |= {"json": json.dumps, "plain": _escape}
-    # The Hub refuses a path in the metadata.
-    on_hub = {key: name for key, name in (("base", base), ("dataset", dataset)) if name and not Path(name).exists()}
-    template = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
-    return environment.from_string(template).render(values | on_hub)
 
 
 def _read_adapter(folder: Path) -> dict[str, Any] | None:

@@ -22,6 +22,10 @@ from recipes_lib.models.attention.kernels import choose_kernel
 from recipes_lib.models.loading import load_causal_lm, load_model_config
 from recipes_lib.models.quantization import build_quantization_config
 
+_PACKAGES: Final = ("torch", "transformers", "peft", "bitsandbytes", "recipes-lib")
+Texts = Sequence[Sequence[int]]
+"""Token ids of the texts that models are compared on."""
+
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
@@ -68,12 +72,6 @@ def _compare_each(first: Sequence[Tensor], second: Sequence[Tensor]) -> Iterator
     for ours, theirs in zip(first, second, strict=True):
         divergence = (ours.exp() * (ours - theirs)).sum(dim=-1)
         yield divergence.sum(dtype=torch.float64).item(), int((ours.argmax(-1) == theirs.argmax(-1)).sum())
-
-
-_PACKAGES: Final = ("torch", "transformers", "peft", "bitsandbytes", "recipes-lib")
-
-Texts = Sequence[Sequence[int]]
-"""Token ids of the texts that models are compared on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,6 +67,8 @@ STYLE = {
     "lines.solid_joinstyle": "round",
 }
 
+_UNITS = ((1e12, "trillions"), (1e9, "billions"), (1e6, "millions"), (1e3, "thousands"))
+
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -279,9 +281,6 @@ def _describe(line: Line) -> str:
     if len(line.curve) == 1:
         return f"{label}{first:.4g} at step {first_step}"
     return f"{label}from {first:.4g} at step {first_step} to {last:.4g} at step {last_step}"
-
-
-_UNITS = ((1e12, "trillions"), (1e9, "billions"), (1e6, "millions"), (1e3, "thousands"))
 
 
 def draw_schedule(path: Path, tokens: Sequence[float], rates: Sequence[float], batches: Sequence[float]) -> None:

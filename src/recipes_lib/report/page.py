@@ -40,6 +40,13 @@ _HELD_OUT = {
 }
 """Evaluated figure -> its label and format; without a label it is not shown."""
 
+OVERFIT_RISE = 0.02
+"""Relative rise of the held-out loss over its best that is worth a word."""
+MAX_DROP = 0.5
+"""Nats a token that the chosen answers may lose before it is worth a word."""
+SPIKE_FACTOR = 10.0
+"""A gradient norm of this many times the median is a spike."""
+
 
 @dataclass(frozen=True, slots=True)
 class KeyFigure:
@@ -228,14 +235,6 @@ def _format_duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
-OVERFIT_RISE = 0.02
-"""Relative rise of the held-out loss over its best that is worth a word."""
-MAX_DROP = 0.5
-"""Nats a token that the chosen answers may lose before it is worth a word."""
-SPIKE_FACTOR = 10.0
-"""A gradient norm of this many times the median is a spike."""
 
 
 def find_problems(run: RunFiles) -> list[str]:

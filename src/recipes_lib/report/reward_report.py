@@ -36,6 +36,8 @@ MAX_SWAPPED_ACCURACY: Final = 0.6
 MAX_ECE: Final = 0.05
 MIN_EOS_SHARE: Final = 0.8
 
+_NAME = "reliability"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutScores:
@@ -317,9 +319,6 @@ def _compare_probe(chosen: Floats, altered: Floats) -> dict[str, Any] | None:
     if not len(change):
         return None
     return {"num_answers": len(change), "share_lower": float((change < 0).mean()), "mean_change": float(change.mean())}
-
-
-_NAME = "reliability"
 
 
 def draw_reliability(report: Mapping[str, Any], folder: Path) -> Chart:

@@ -26,6 +26,8 @@ TaskType = Literal["CAUSAL_LM", "SEQ_CLS"]
 TAKEN_OUT_OF_WEIGHTS: Final = ("pissa", "olora")
 """Beginnings of the inits that leave the base without what they put into the adapter."""
 
+_BASE = ".base_layer."
+
 
 def find_adapter(name: str, revision: str | None = None) -> Path | None:
     """Return the folder of a saved adapter, fetched if it is on the Hub; ``None`` where ``name`` is something else.
@@ -164,9 +166,6 @@ def read_such_an_init(folder: Path) -> str | None:
 def read_commit(config: PreTrainedConfig) -> str | None:
     """The commit of the Hub repository that a model's configuration came from; ``None`` for a folder."""
     return getattr(config, "_commit_hash", None)
-
-
-_BASE = ".base_layer."
 
 
 def describe_weights(model: Any) -> list[tuple[str, str, list[int]]]:

@@ -20,47 +20,6 @@ from recipes_lib.models.structure import find_outside_text, is_outside
 ALL_LINEAR: Final = "all-linear"
 """PEFT's name of every linear layer but the head."""
 
-
-def takes_experts(model: PreTrainedModel, targets: list[str] | str) -> bool:
-    """Return whether PEFT, told to adapt ``targets``, would adapt stacks of experts or their routers.
-
-    Source: ``peft.utils.transformers_weight_conversion``; ``tests/models/adapters/test_adapter_experts.py``.
-    """
-    settings = LoraConfig(target_modules=targets)
-    try:
-        convert_peft_config_for_transformers(settings, model, None)
-    except ValueError:  # One of two matrices that are one stack.
-        return True
-    return bool(settings.target_parameters)
-
-
-def find_experts(model: PreTrainedModel, paths: Iterable[str]) -> set[str]:
-    """Return those of the paths that PEFT would take for experts.
-
-    It goes by the last name, which a shared expert or a dense layer may have as well, so that an adapter of theirs
-    could not be loaded again.
-    """
-    last_names = {path: path.rpartition(".")[2] for path in paths}
-    taken = {name for name in set(last_names.values()) if takes_experts(model, [name])}
-    return {path for path, name in last_names.items() if name in taken}
-
-
-def verify_layers(model: PeftModel, key: str) -> None:
-    """Fail where an adapter has come to lie on something else than layers.
-
-    Args:
-        model: Under its adapters.
-        key: Of the configuration that brought the adapter.
-
-    Raises:
-        ConfigError: One lies on stacks of experts or other bare tensors.
-    """
-    stacks = {name for settings in model.peft_config.values() for name in settings.target_parameters or ()}
-    if stacks:
-        found = f"the adapter lies on {', '.join(sorted(stacks))}, which are tensors and no linear layers"
-        raise ConfigError(Problem(key, found, "name linear layers alone, or an adapter of such layers"))
-
-
 _MADE_OF_WEIGHTS: Final = ("pissa", "olora", "orthogonal")
 """Inits that read, or have the precision of, the weights of the layer."""
 
@@ -95,11 +54,6 @@ def check_layers(model: PreTrainedModel, config: AdapterConfig) -> Iterator[Prob
     yield from _check_init(model, config)
 
 
-def find_modules(model: PreTrainedModel, name: str) -> dict[str, nn.Module]:
-    """Return the modules that text passes through and whose path is ``name`` or ends with it after a dot, by path."""
-    return {path: module for path, module in _list_modules(model).items() if f".{path}".endswith(f".{name}")}
-
-
 def find_targets(model: PreTrainedModel, config: AdapterConfig) -> dict[str, Any]:
     """Return the linear layers that get an adapter, by their paths."""
     if config.lora_target_modules is not None:
@@ -121,11 +75,6 @@ def name_targets(model: PreTrainedModel, config: AdapterConfig) -> list[str] | s
     return targets if is_exact else [*find_targets(model, config)]
 
 
-def stores_transposed(model: PreTrainedModel, config: AdapterConfig) -> bool:
-    """Return whether the layers keep their weights as ``(in, out)``, which only GPT-2 and its kin do."""
-    return any(isinstance(module, Conv1D) for module in find_targets(model, config).values())
-
-
 def name_whole_modules(model: PreTrainedModel, config: AdapterConfig) -> tuple[list[str], bool]:
     """Return the names of the modules that are trained whole, and whether a tie is to be kept between two of them.
 
@@ -138,6 +87,56 @@ def name_whole_modules(model: PreTrainedModel, config: AdapterConfig) -> tuple[l
     if not model.config.get_text_config().tie_word_embeddings or len(others) == len(named):
         return [*named], False
     return [*others, *paths], True
+
+
+def stores_transposed(model: PreTrainedModel, config: AdapterConfig) -> bool:
+    """Return whether the layers keep their weights as ``(in, out)``, which only GPT-2 and its kin do."""
+    return any(isinstance(module, Conv1D) for module in find_targets(model, config).values())
+
+
+def verify_layers(model: PeftModel, key: str) -> None:
+    """Fail where an adapter has come to lie on something else than layers.
+
+    Args:
+        model: Under its adapters.
+        key: Of the configuration that brought the adapter.
+
+    Raises:
+        ConfigError: One lies on stacks of experts or other bare tensors.
+    """
+    stacks = {name for settings in model.peft_config.values() for name in settings.target_parameters or ()}
+    if stacks:
+        found = f"the adapter lies on {', '.join(sorted(stacks))}, which are tensors and no linear layers"
+        raise ConfigError(Problem(key, found, "name linear layers alone, or an adapter of such layers"))
+
+
+def takes_experts(model: PreTrainedModel, targets: list[str] | str) -> bool:
+    """Return whether PEFT, told to adapt ``targets``, would adapt stacks of experts or their routers.
+
+    Source: ``peft.utils.transformers_weight_conversion``; ``tests/models/adapters/test_adapter_experts.py``.
+    """
+    settings = LoraConfig(target_modules=targets)
+    try:
+        convert_peft_config_for_transformers(settings, model, None)
+    except ValueError:  # One of two matrices that are one stack.
+        return True
+    return bool(settings.target_parameters)
+
+
+def find_experts(model: PreTrainedModel, paths: Iterable[str]) -> set[str]:
+    """Return those of the paths that PEFT would take for experts.
+
+    It goes by the last name, which a shared expert or a dense layer may have as well, so that an adapter of theirs
+    could not be loaded again.
+    """
+    last_names = {path: path.rpartition(".")[2] for path in paths}
+    taken = {name for name in set(last_names.values()) if takes_experts(model, [name])}
+    return {path for path, name in last_names.items() if name in taken}
+
+
+def find_modules(model: PreTrainedModel, name: str) -> dict[str, nn.Module]:
+    """Return the modules that text passes through and whose path is ``name`` or ends with it after a dot, by path."""
+    return {path: module for path, module in _list_modules(model).items() if f".{path}".endswith(f".{name}")}
 
 
 def _list_modules(model: PreTrainedModel) -> dict[str, nn.Module]:

@@ -27,6 +27,8 @@ Example = tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]
 
 _TEXT_PROMPT_TOKENS = 32
 
+SAMPLES_FILE = "samples.jsonl"
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -127,9 +129,6 @@ def _cut_example(input_ids: npt.NDArray[np.uint32], answer: slice, tokenizer: Pr
         text=str(tokenizer.decode(prompt)),
         reference=str(tokenizer.decode(input_ids[answer], skip_special_tokens=True)),
     )
-
-
-SAMPLES_FILE = "samples.jsonl"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ _KEY = "metrics"
 _MOVED = {"recipes_lib.training.hooks.answer_match": __name__}
 """Old module -> new one, for the paths in configurations of the versions before."""
 
+_WORD = re.compile(r"\w+")
+
 
 def load_metrics(paths: Sequence[str]) -> list[Metric]:
     """Load every metric of a recipe's ``metrics`` key.
@@ -90,9 +92,6 @@ def compute_metrics(metrics: Sequence[Metric], scored: Sequence[tuple[str, str]]
             raise ConfigError(Problem(_KEY, f"{name} returned {result!r}", "return a dict of names to numbers"))
         figures |= {key: float(value) for key, value in result.items()}
     return figures
-
-
-_WORD = re.compile(r"\w+")
 
 
 class AnswerMatch(evaluate.Metric):  # type: ignore[misc]

@@ -27,6 +27,9 @@ STATE_KEY = "recipes_lib_metrics"
 EVALUATION_KEY = "recipes_lib_evaluation"
 """Under which it tells which step was evaluated last, and whether the run stopped where an evaluation was due."""
 
+MAX_COPIED: Final = 32 * 2**20
+"""Parameters of this process whose values before a step are kept to compare: 128 MiB in float32."""
+
 
 class EvaluationHook(Protocol):
     """Something measured beside training; it must leave model, mode and random states as it found them."""
@@ -174,10 +177,6 @@ class TermMetrics(TrainerCallback):
         if num_terms:
             logs.update({name: value / num_terms for name, value in zip(names, sums, strict=True) if name != "loss"})
         self._num_terms, self._sums = 0, {}
-
-
-MAX_COPIED: Final = 32 * 2**20
-"""Parameters of this process whose values before a step are kept to compare: 128 MiB in float32."""
 
 
 class WeightMonitor(TrainerCallback):
