@@ -13,7 +13,6 @@ from typing import Any, Final, Literal
 
 import yaml
 
-from recipes_lib.config.document import Entry, compose, read_entries, read_text
 from recipes_lib.config.migration.renames import read_known
 from recipes_lib.config.paths import PATH_KEYS, expand_home
 from recipes_lib.config.recipes import read_defaults
@@ -23,7 +22,7 @@ from recipes_lib.config.secrets import has_secret_shape, refuse_secret_value
 from recipes_lib.config.settings import ABSENT, DECISIONS, Settings
 from recipes_lib.config.suggest import explain_unknown
 from recipes_lib.config.table import STAGES, Key, KeyTable, describe, load_table
-from recipes_lib.config.values import INVALID, Reader
+from recipes_lib.config.values import INVALID, Entry, Reader, compose, read_entries, read_text
 from recipes_lib.errors import ConfigError, Problem
 
 _HELP_WIDTH: Final = 100

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from recipes_lib.config.document import Entry
 from recipes_lib.config.table import KeyTable
+from recipes_lib.config.values import Entry
 
 ABSENT: Final = object()
 

@@ -8,10 +8,10 @@ from typing import Final
 
 import yaml
 
-from recipes_lib.config.document import Entry
 from recipes_lib.config.migration.renames import read_known
 from recipes_lib.config.secrets import is_secret_key, refuse_secret_key
 from recipes_lib.config.table import KeyTable
+from recipes_lib.config.values import Entry
 from recipes_lib.errors import Problem
 
 _NAMES: Final[Mapping[str, str]] = {

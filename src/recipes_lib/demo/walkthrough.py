@@ -31,7 +31,7 @@ from recipes_lib.demo.corpus import (
     standard_library,
 )
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
-from recipes_lib.models.tokenizer_training import CHATML_TEMPLATE, CHATML_TOKENS, train_tokenizer
+from recipes_lib.models.vocabulary import CHATML_TEMPLATE, CHATML_TOKENS, train_tokenizer
 
 VOCAB_SIZE = 2048
 MAX_POSITIONS = 512

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from recipes_lib.config.document import Entry, read_entries, read_text
 from recipes_lib.config.loader import check_text
 from recipes_lib.config.migration.legacy_files import (
     COMPANIONS,
@@ -27,7 +26,7 @@ from recipes_lib.config.secrets import is_secret_key
 from recipes_lib.config.settings import DECISIONS
 from recipes_lib.config.suggest import explain_unknown
 from recipes_lib.config.table import KeyTable, load_table
-from recipes_lib.config.values import plain_value
+from recipes_lib.config.values import Entry, plain_value, read_entries, read_text
 from recipes_lib.errors import ConfigError, Problem
 
 _WEIGHT_KEY = re.compile(r"\bweight(?=['\"]?\s*:)")
