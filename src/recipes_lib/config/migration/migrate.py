@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from recipes_lib.config.loader import check_text
+from recipes_lib.config.loader import check_text, explain_unknown
 from recipes_lib.config.migration.legacy_files import (
     COMPANIONS,
     LEGACY_KEYS,
@@ -24,7 +24,6 @@ from recipes_lib.config.migration.renames import MEANINGS, RETIRED_VALUES, read_
 from recipes_lib.config.rules import COMMIT, are_shares
 from recipes_lib.config.secrets import is_secret_key
 from recipes_lib.config.settings import DECISIONS
-from recipes_lib.config.suggest import explain_unknown
 from recipes_lib.config.table import KeyTable, load_table
 from recipes_lib.config.values import Entry, plain_value, read_entries, read_text
 from recipes_lib.errors import ConfigError, Problem
