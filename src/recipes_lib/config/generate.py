@@ -194,7 +194,7 @@ def _describe_entry(entry: type) -> dict[str, Any]:
 def _describe_type(hint: Any) -> dict[str, Any]:
     """Return the JSON schema of a type; a mapping that upstream also takes as JSON text is a mapping."""
     schema: dict[str, Any] = {"type": []}
-    for kind in typing.get_args(hint) if _is_union(hint) else (hint,):
+    for kind in typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,):
         origin = typing.get_origin(kind)
         if origin is list:
             schema["type"].append("array")
@@ -216,10 +216,6 @@ def _describe_type(hint: Any) -> dict[str, Any]:
     schema["type"] = [name for name in ("boolean", "integer", "number", "string", "array", "object") if name in names]
     schema["type"] += ["null"] if "null" in names else []
     return schema
-
-
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) in (typing.Union, types.UnionType)
 
 
 def _build_schema(stage: str) -> str:
@@ -304,13 +300,13 @@ def describe_fate(key: str, retired: Retired) -> str:
         return f"you decide; see `{retired.new}`" if retired.new else "you decide"
     fates = {_show_plain(value): new for value, new in retired.values.items()}
     deleted = [value for value, new in fates.items() if not new]
-    told = [f"`{value}` is `{_show_keys(new)}`" for value, new in fates.items() if new]
+    told = [
+        f"`{value}` is `{', '.join(f'{key}: {_show_plain(given)}' for key, given in new.items())}`"
+        for value, new in fates.items()
+        if new
+    ]
     told += [f"{', '.join(f'`{value}`' for value in deleted)} is deleted"] if deleted else []
     return f"{'; '.join(told)}; at another value you decide"
-
-
-def _show_keys(keys: Mapping[str, object]) -> str:
-    return ", ".join(f"{key}: {_show_plain(value)}" for key, value in keys.items())
 
 
 def _show_plain(value: object) -> str:

@@ -321,17 +321,14 @@ def show_answers(output_dir: Path, console: Console) -> None:
             prompt = before["prompt"] if stage == "pretrain" else strip_chat(before["prompt"])
             console.print(f"\n{prompt}", style="bold")
             for label, sample in (("before", before), ("after", after)):
-                console.print(f"  {label + ':':8}{_shorten(sample['completion'])}{_format_reward(sample)}")
+                reward = f"  (reward {sample['reward']:.2f})" if "reward" in sample else ""
+                console.print(f"  {label + ':':8}{_shorten(sample['completion'])}{reward}")
             if after["reference"] is not None:
                 console.print(f"  {'truth:':8}{_shorten(after['reference'])}")
 
 
 def _shorten(text: str) -> str:
     return " ".join(text.split())[:SHOWN_CHARACTERS] or "(nothing)"
-
-
-def _format_reward(sample: dict[str, Any]) -> str:
-    return f"  (reward {sample['reward']:.2f})" if "reward" in sample else ""
 
 
 def show_places(output_dir: Path, console: Console) -> None:

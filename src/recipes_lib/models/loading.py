@@ -246,7 +246,8 @@ def check_agreement(
         )
     starts = _ids(generation_config.bos_token_id) | _ids(text.bos_token_id)
     if starts and tokenizer.bos_token_id is not None and tokenizer.bos_token_id not in starts:
-        found = f"the model starts with {_name_tokens(tokenizer, starts)}, the tokenizer with {tokenizer.bos_token!r}"
+        names = " or ".join(repr(tokenizer.convert_ids_to_tokens(token_id)) for token_id in sorted(starts))
+        found = f"the model starts with {names}, the tokenizer with {tokenizer.bos_token!r}"
         problems.append(Problem("tokenizer_name_or_path", found, "use the model's own tokenizer"))
     positions = getattr(text, "max_position_embeddings", None)
     if max_length is not None and positions is not None and max_length > positions:
@@ -357,10 +358,6 @@ def _first_line(error: Exception) -> str:
 
 def _ids(token_id: int | list[int] | None) -> set[int]:
     return set() if token_id is None else set(token_id) if isinstance(token_id, list) else {token_id}
-
-
-def _name_tokens(tokenizer: PreTrainedTokenizerBase, ids: set[int]) -> str:
-    return " or ".join(repr(tokenizer.convert_ids_to_tokens(token_id)) for token_id in sorted(ids))
 
 
 def _shorten(names: Any) -> str:

@@ -153,7 +153,8 @@ def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor, 
     verify_weights(folder, shapes, ADAPTER_WEIGHTS)
     try:
         with zero3_init_disabled():
-            reopened = load_adapter(load_fresh_base(model), str(folder), task_type=_read_task(model))
+            task: Any = model.peft_config[model.active_adapter].task_type
+            reopened = load_adapter(load_fresh_base(model), str(folder), task_type=task)
     except ConfigError as error:
         raise BrokenSaveError(f"{folder} cannot be opened again: {error}") from error
     shift = find_logit_shift(logits, compute_probe_logits(reopened), torch.bfloat16 if is_half else reopened.dtype)
@@ -181,7 +182,3 @@ def _complete_adapter(model: PeftModel, folder: Path) -> None:
         (folder / SCALE_FILE).write_text(json.dumps(scale._asdict()), encoding="utf-8")
     if hasattr(model, "initial_factors"):
         restate_for_original_base(folder, model.initial_factors)
-
-
-def _read_task(model: PeftModel) -> Any:
-    return model.peft_config[model.active_adapter].task_type

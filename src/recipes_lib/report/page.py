@@ -70,14 +70,15 @@ def build_report(run_dir: Path) -> Path:
     charts, verdict = draw_charts(run, run_dir / "report"), read_verdict(run_dir)
     if verdict is not None:
         charts.append(draw_reliability(verdict, run_dir / "report"))
+    failed_gates = verdict["failed_gates"] if verdict else ()
     steps = sorted({sample["step"] for sample in run.samples})
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page = environment.from_string(Path(__file__).with_name("page.html.jinja").read_text(encoding="utf-8")).render(
         run=run,
         style=Path(__file__).with_name("page.css").read_text(encoding="utf-8"),
-        kicker=_describe_stage(run),
+        kicker=" · ".join(filter(None, (str(run.facts.get("stage", "training")), str(run.facts.get("status", ""))))),
         lead=_describe_extent(run),
-        problems=[*find_problems(run), *_list_failed_gates(verdict)],
+        problems=[*find_problems(run), *(f"Before it may serve PPO: {gate}." for gate in failed_gates)],
         figures=[*_choose_figures(run), *_choose_reward_figures(verdict)],
         charts=charts,
         samples=_pair_samples(run.samples, steps),
@@ -88,11 +89,6 @@ def build_report(run_dir: Path) -> Path:
     path = run_dir / "report.html"
     path.write_text(page, encoding="utf-8", errors="replace")
     return path
-
-
-def _describe_stage(run: RunFiles) -> str:
-    stage = str(run.facts.get("stage", "training"))
-    return " · ".join(part for part in (stage, str(run.facts.get("status", ""))) if part)
 
 
 def _describe_extent(run: RunFiles) -> str:
@@ -134,10 +130,6 @@ def _choose_reward_figures(verdict: Mapping[str, Any] | None) -> Iterator[KeyFig
         yield KeyFigure("The longer answer wins", f"{longer:.1%}", "what length alone gets right")
         may = "yes" if verdict["may_serve_ppo"] else "no"
         yield KeyFigure("May serve PPO", may, f"{len(verdict['failed_gates'])} gates failed")
-
-
-def _list_failed_gates(verdict: Mapping[str, Any] | None) -> list[str]:
-    return [] if verdict is None else [f"Before it may serve PPO: {gate}." for gate in verdict["failed_gates"]]
 
 
 def _choose_held_out_figures(evaluations: Sequence[Record]) -> Iterator[KeyFigure]:

@@ -150,7 +150,8 @@ def add_loss_head(model: PreTrainedModel) -> None:
             hidden, aux_loss = _run_backbone(self, kwargs)
             return StatesOutput(hidden.flatten(0, 1)[states_at], aux_loss)
         if head is not None:
-            return _call_head(self, head, **kwargs)
+            hidden, aux_loss = _run_backbone(self, kwargs)
+            return HeadOutput(_score(self, head, hidden), aux_loss)
         return original_forward(self, *args, **kwargs)
 
     # Modules keep an instance's forward behind their hooks and carry it along when PEFT copies them.
@@ -275,11 +276,6 @@ def _compute_logps(
     options = {"with_statistics": with_statistics, "temperature": temperature}
     scored: TokenLogps = _score(model, compute_token_logps, chosen, targets, **options)
     return TokenLogpsOutput(*scored, aux_loss)
-
-
-def _call_head(model: Any, head: Callable[..., Any], **inputs: Any) -> HeadOutput:
-    hidden, aux_loss = _run_backbone(model, inputs)
-    return HeadOutput(_score(model, head, hidden), aux_loss)
 
 
 def _spell_mask(model: Any, visible: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 from recipes_lib.config.schema import EvaluationConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.generation import build_plain_generation, pad_left
+from recipes_lib.models.generation import build_plain_generation, pad_left, read_stop_ids
 from recipes_lib.models.inference import find_device, inputs_moved_to_device, preserve_training_state
 from recipes_lib.training.evaluation.user_metrics import compute_metrics
 from recipes_lib.training.guards.preemption import GENERATION_STEPS, stop_if_agreed
@@ -167,7 +167,7 @@ def generate_samples(
     Source: transformers ``GenerationMixin.generate``; ``tests/training/evaluation/test_samples.py``.
     """
     unwrapped: Any = extract_model_from_parallel(model, keep_torch_compile=False)
-    stop_ids = _collect_stop_ids(unwrapped.generation_config.eos_token_id, tokenizer.eos_token_id)
+    stop_ids = sorted({*read_stop_ids(unwrapped), tokenizer.eos_token_id} - {None})
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     input_ids, attention_mask = pad_left([prompt.input_ids for prompt in prompts], pad_id)
     device = find_device(unwrapped)
@@ -247,11 +247,6 @@ class _StopTogether(StoppingCriteria):
         """Look as often as is left."""
         for _ in range(self._num_left):
             stop_if_agreed()
-
-
-def _collect_stop_ids(configured: int | Sequence[int] | None, eos_token_id: int | None) -> list[int]:
-    ids = {eos_token_id, *(configured if isinstance(configured, Sequence) else [configured])}
-    return sorted(index for index in ids if index is not None)
 
 
 def _read_answer(
