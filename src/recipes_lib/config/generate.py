@@ -117,17 +117,8 @@ def _read_upstream(stage: str) -> dict[str, dict[str, Any]]:
     from transformers import TrainingArguments
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-    config = {
-        "pretrain": TrainingArguments,
-        "sft": trl.SFTConfig,
-        "lora": trl.SFTConfig,
-        "reward": trl.RewardConfig,
-        "dpo": trl.DPOConfig,
-        "ppo": TrainingArguments,
-        "distill": trl.SFTConfig,
-        "rloo": trl.RLOOConfig,
-        "grpo": trl.GRPOConfig,
-    }[stage]
+    own = {"reward": trl.RewardConfig, "dpo": trl.DPOConfig, "rloo": trl.RLOOConfig, "grpo": trl.GRPOConfig}
+    config = TrainingArguments if stage in ("pretrain", "ppo") else own.get(stage, trl.SFTConfig)
     refused = read_refused(stage)
     hints = typing.get_type_hints(config)
     inherited = {field.name for field in dataclasses.fields(TrainingArguments)}

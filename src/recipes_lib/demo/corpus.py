@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import decode_source
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from recipes_lib.errors import DataError, Problem
+
+T = TypeVar("T")
 
 MIN_CHARACTERS = 1_000_000
 """A model learns nothing that a person can see from less."""
@@ -79,12 +81,11 @@ class Module:
         return hashlib.sha256(self.name.encode()).digest()[0] < HELD_OUT_SHARE * 256
 
 
-@dataclass(frozen=True, slots=True)
-class Texts:
-    """Documents to train on and held-out ones; none is in both, whatever the module it was copied to."""
+class Split(NamedTuple, Generic[T]):
+    """What is trained on, and what is held out; nothing is in both."""
 
-    train: list[str]
-    held_out: list[str]
+    train: list[T]
+    held_out: list[T]
 
 
 def standard_library() -> tuple[Path, ...]:
@@ -120,12 +121,12 @@ def load_modules(roots: Iterable[Path]) -> list[Module]:
     return [modules[name] for name in sorted(modules)]
 
 
-def split_texts(modules: Sequence[Module], seed: int) -> Texts:
-    """Return every document once, and some of those of the held-out modules apart."""
+def split_texts(modules: Sequence[Module], seed: int) -> Split[str]:
+    """Return every document once, whatever the module it was copied to, and some of the held-out modules apart."""
     train = {body: text for module in modules if not module.held_out for body, text in _iter_texts(module)}
     held_out = {body: text for module in modules if module.held_out for body, text in _iter_texts(module)}
     unseen = [text for body, text in held_out.items() if body not in train]
-    return Texts(list(train.values()), random.Random(seed).sample(unseen, min(len(unseen), MAX_HELD_OUT_TEXTS)))
+    return Split(list(train.values()), random.Random(seed).sample(unseen, min(len(unseen), MAX_HELD_OUT_TEXTS)))
 
 
 def _iter_texts(module: Module) -> Iterator[tuple[str, str]]:
@@ -239,18 +240,11 @@ class Chat:
         return {"messages": [{"role": "user", "content": self.prompt}, {"role": "assistant", "content": self.answer}]}
 
 
-@dataclass(frozen=True, slots=True)
-class Chats:
-    """Chats apart; no definition's name and no documentation's first sentence is asked about in both lists."""
-
-    train: list[Chat]
-    held_out: list[Chat]
-
-
-def build_chats(modules: Iterable[Module], seed: int) -> Chats:
+def build_chats(modules: Iterable[Module], seed: int) -> Split[Chat]:
     """Ask about every definition whatever has an answer, and about some of those of the held-out modules apart.
 
-    The held-out chats ask each question in turn, so that the first few of them show every kind.
+    No definition's name and no documentation's first sentence is asked about in both lists. The held-out chats ask each
+    question in turn, so that the first few of them show every kind.
     """
     train: list[Definition] = []
     held_out: list[Definition] = []
@@ -266,7 +260,7 @@ def build_chats(modules: Iterable[Module], seed: int) -> Chats:
     for asked in by_question:
         rng.shuffle(asked)
     in_turn = [chat for turn in zip(*by_question, strict=False) for chat in turn]
-    return Chats(chats, in_turn[:MAX_HELD_OUT_CHATS])
+    return Split(chats, in_turn[:MAX_HELD_OUT_CHATS])
 
 
 def _ask(question: QuestionTemplate, definitions: Iterable[Definition]) -> Iterator[Chat]:

@@ -117,11 +117,7 @@ class PlainProgress(TrainingProgress):
         words = [f"step {step}/{self._num_steps}", describe_event(event)]
         if event["kind"] == "train" and first_step < step < self._num_steps:
             words.append(f"eta {format_duration((now - began) / (step - first_step) * (self._num_steps - step))}")
-        self._write("  ".join(words))
-
-    def say(self, line: str) -> None:
-        """Write the line."""
-        self._write(line)
+        self.say("  ".join(words))
 
     def track(self, items: Iterable[T], what: str, num_items: int) -> Iterator[T]:
         """Yield ``items``, with a line every ten seconds."""
@@ -129,10 +125,11 @@ class PlainProgress(TrainingProgress):
         for done, item in enumerate(items):
             if self._clock() - last_line >= SECONDS_BETWEEN_LINES:
                 last_line = self._clock()
-                self._write(f"{what}  {done}/{num_items}")
+                self.say(f"{what}  {done}/{num_items}")
             yield item
 
-    def _write(self, line: str) -> None:
+    def say(self, line: str) -> None:
+        """Write the line."""
         self._stream.write(line + "\n")
         self._stream.flush()
 
