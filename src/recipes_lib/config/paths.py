@@ -58,10 +58,10 @@ def check_paths(settings: Settings) -> Iterator[Problem]:
             yield from _check_exists(settings.where(key), key, settings[key])
     for key in _OUTPUTS:
         if settings.gives(key) and is_local(settings[key]) and not Path(settings[key]).is_dir():
-            yield Problem(settings.where(key), f"`{key}` is an existing file", "name a folder")
+            yield settings.problem(key, f"`{key}` is an existing file", "name a folder")
         if settings.gives(key) and settings[key].startswith("~"):
             found = f"`{key}` begins with `{settings[key].partition('/')[0]}`, and only `~/` is your home folder"
-            yield Problem(settings.where(key), found, f"write `~/...`, or `./{settings[key]}` if that is its name")
+            yield settings.problem(key, found, f"write `~/...`, or `./{settings[key]}` if that is its name")
 
 
 def _locate_entry(settings: Settings, index: int) -> str:

@@ -18,6 +18,7 @@ from recipes_lib.errors import Problem
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
+_IN_BITS: Final = ("load_in_8bit", "load_in_4bit")
 _EXCLUSIVE: Final = (
     ("dataset_name", "dataset_mixture", "keep one; a mixture names its datasets itself"),
     ("dataset_test_split", "test_split_size", "keep one: name the held-out split, or have one made"),
@@ -29,6 +30,7 @@ _EXCLUSIVE: Final = (
     ("dataset_streaming", "max_rollbacks", "keep one: rows of a stream have no numbers by which some could be skipped"),
     ("load_in_8bit", "load_in_4bit", "keep one"),
     ("use_transformers_continuous_batching", "use_vllm", "keep one: one engine samples"),
+    *((key, "use_vllm", "keep one: vLLM takes merged weights, and not weights of few bits") for key in _IN_BITS),
     ("use_peft", "save_critic", "keep one: the critic is an adapter on the policy's own weights"),
     ("dataset_streaming", "teacher_top_k", "keep one: the stored top-k are looked up by row, and a stream has none"),
     ("lmbda", "teacher_top_k", "keep one: sampled answers are new, and nothing is stored of them"),
@@ -100,7 +102,7 @@ class Dependency:
             if self.values == (None,)
             else f"write `{decider}: {value}`, or delete this line"
         )
-        return Problem(settings.where(key), found, remedy)
+        return settings.problem(key, found, remedy)
 
     def _allows(self, value: Any) -> bool:
         if not self.values:
@@ -140,6 +142,8 @@ _DEPENDENCIES: Final = (
     Dependency("vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg", "loss_type", ("vespo",)),
     Dependency("entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target", "use_adaptive_entropy"),
     # distillation
+    # Every kernel but this one never has the attention in memory.
+    Dependency("attention_weight", "attn_implementation", ("eager",)),
     Dependency("feature_loss feature_layers projection_learning_rate", "feature_weight"),
     Dependency("relation_layers", " ".join(RELATION_WEIGHTS)),
 )
@@ -150,7 +154,7 @@ def check_exclusive(settings: Settings) -> Iterator[Problem]:
     for first, second, remedy in _EXCLUSIVE:
         if settings.changes(first) and settings.changes(second) and settings[first] and settings[second]:
             found = f"`{second}` and `{first}` ({settings.where(first)}) are both set"
-            yield Problem(settings.where(second), found, remedy)
+            yield settings.problem(second, found, remedy)
 
 
 def check_dependencies(settings: Settings) -> Iterator[Problem]:
@@ -164,7 +168,7 @@ def check_dependencies(settings: Settings) -> Iterator[Problem]:
 
 
 def check_rewards(settings: Settings) -> Iterator[Problem]:
-    """There is a reward, each has one weight, and answers fit the row; nothing that is compared is random."""
+    """There is a reward, each has one weight, and answers fit the row."""
     functions, has_model = settings["reward_funcs"] or [], settings.gives("reward_model_name_or_path")
     num_rewards = len(functions) + has_model
     is_told = any(settings.broken(key) for key in ("reward_funcs", "reward_model_name_or_path"))
@@ -174,71 +178,58 @@ def check_rewards(settings: Settings) -> Iterator[Problem]:
     for function in functions:
         if not _FUNCTION.fullmatch(function):
             found = f"a reward function is not an import path: {function[:60]!r}"
-            yield Problem(settings.where("reward_funcs"), found, "write package.module:function")
+            yield settings.problem("reward_funcs", found, "write package.module:function")
     weights = settings["reward_weights"]
     if weights is not None and num_rewards and len(weights) != num_rewards:
         found = f"`reward_weights` has {len(weights)} numbers for {num_rewards} rewards"
         remedy = f"write {num_rewards}: the functions in their order, then the reward model"
-        yield Problem(settings.where("reward_weights"), found, remedy)
+        yield settings.problem("reward_weights", found, remedy)
     length, room = settings["response_length"], settings["max_length"]
     if room is not None and room <= length:
         found = f"`max_length` ({room}) leaves no room for a prompt before `response_length` ({length})"
-        yield Problem(settings.where("max_length"), found, "raise it: it counts the prompt and its answer")
-    if settings["overlong"] in ("truncate", "split"):
-        found = f"`overlong: {settings['overlong']}` would ask half a question"
-        yield Problem(settings.where("overlong"), found, "write `overlong: drop`, or a larger `max_length`")
+        yield settings.problem("max_length", found, "raise it: it counts the prompt and its answer")
 
 
 def check_ppo(settings: Settings) -> Iterator[Problem]:
-    """Checkpoints of PPO are no models, and vLLM cannot read quantized weights."""
+    """Checkpoints of PPO are no models, and continuous batching has kernels of its own."""
     if settings["push_to_hub"] and settings["hub_strategy"] not in (None, "end"):
         found = f"`hub_strategy: {settings['hub_strategy']}` publishes checkpoints, and those of PPO are no models"
-        yield Problem(settings.where("hub_strategy"), found, "write `hub_strategy: end`")
+        yield settings.problem("hub_strategy", found, "write `hub_strategy: end`")
     if settings["use_transformers_continuous_batching"] and settings["attn_implementation"] == "varlen":
         found = "`attn_implementation: varlen` is not known to transformers' continuous batching"
-        yield Problem(settings.where("attn_implementation"), found, "write sdpa, or flash_attention_2")
-    if settings["use_vllm"] and (settings["load_in_4bit"] or settings["load_in_8bit"]):
-        found = "`use_vllm` would merge the adapter into weights of few bits"
-        remedy = "train the adapter on full weights, or write `use_transformers_continuous_batching: true` instead"
-        yield Problem(settings.where("use_vllm"), found, remedy)
+        yield settings.problem("attn_implementation", found, "write sdpa, or flash_attention_2")
 
 
 def check_own_reference(settings: Settings) -> Iterator[Problem]:
     """Without its adapter a policy is its own reference."""
     if not settings["use_peft"]:
         return
-    if settings["lora_dropout"]:
-        found = "`lora_dropout` makes log-probabilities random, and they are compared"
-        yield Problem(settings.where("lora_dropout"), found, "write `lora_dropout: 0`")
     if settings["init_lora_weights"] in ("pissa", "olora"):
         found = f"`init_lora_weights: {settings['init_lora_weights']}` leaves no base that could be the reference"
-        yield Problem(settings.where("init_lora_weights"), found, "write `init_lora_weights: default`")
+        yield settings.problem("init_lora_weights", found, "write `init_lora_weights: default`")
     for key in ("adapter_name_or_path", "lora_modules_to_save", "loraplus_lr_ratio"):
         if settings.gives(key):
             found = f"`{key}` is not done in this stage"
-            yield Problem(settings.where(key), found, "delete the line; `recipes merge` merges an adapter first")
+            yield settings.problem(key, found, "delete the line; `recipes merge` merges an adapter first")
 
 
 def check_layers(settings: Settings) -> Iterator[Problem]:
-    """Attention is compared where it exists, and each layer once."""
-    if settings["attention_weight"] and settings["attn_implementation"] != "eager":
-        found = "`attention_weight` compares attention, which every kernel but `eager` never has in memory"
-        yield Problem(settings.where("attention_weight"), found, "write `attn_implementation: eager`, or delete it")
+    """Each layer is compared once."""
     for key in ("feature_layers", "relation_layers"):
         layers = settings[key]
         if layers is not None and (not layers or min(layers) < 1 or len(set(layers)) < len(layers)):
             found = f"`{key}` is {layers}: layers are counted from 1, and each is compared once"
-            yield Problem(settings.where(key), found, "write such as [4, 8], or delete the line for the default")
+            yield settings.problem(key, found, "write such as [4, 8], or delete the line for the default")
 
 
 def check_schedule(settings: Settings) -> Iterator[Problem]:
     """The length of the run, and the warm-up inside it."""
     max_steps, warmup = settings["max_steps"], settings["warmup_steps"]
     if max_steps == 0:
-        yield Problem(settings.where("max_steps"), "`max_steps` is 0", "write -1 to train for `num_train_epochs`")
+        yield settings.problem("max_steps", "`max_steps` is 0", "write -1 to train for `num_train_epochs`")
     if 0 < max_steps <= warmup:
         found = f"the warm-up ({warmup} steps) is as long as the run (`max_steps` {max_steps})"
-        yield Problem(settings.where("warmup_steps"), found, "write a share, such as `warmup_steps: 0.03`")
+        yield settings.problem("warmup_steps", found, "write a share, such as `warmup_steps: 0.03`")
 
 
 def check_schedule_options(settings: Settings) -> Iterator[Problem]:
@@ -250,29 +241,29 @@ def check_schedule_options(settings: Settings) -> Iterator[Problem]:
     if needed and len(needed & set(options)) != 1:
         names = " or ".join(f"`{name}`" for name in sorted(needed))
         found = f"`lr_scheduler_type: {kind}` needs {names} in `lr_scheduler_kwargs`"
-        yield Problem(settings.where("lr_scheduler_type"), found, f"write lr_scheduler_kwargs: {{{min(needed)}: ...}}")
+        yield settings.problem("lr_scheduler_type", found, f"write lr_scheduler_kwargs: {{{min(needed)}: ...}}")
     taken = _OPTIONS.get(kind, ())
     for name in options:
         if name not in taken and not settings.broken("lr_scheduler_type"):
             found = f"`lr_scheduler_kwargs` has {str(name)[:60]!r}, which `lr_scheduler_type: {kind}` does not take"
             remedy = f"write {' or '.join(taken)}" if taken else "delete it, or choose another schedule"
-            yield Problem(settings.where("lr_scheduler_kwargs"), found, remedy)
+            yield settings.problem("lr_scheduler_kwargs", found, remedy)
 
 
 def check_shape(settings: Settings) -> Iterator[Problem]:
     """The shape of a schedule of ours: a decay that ends above 0, a warm-up and a batch ramp that fit the run."""
     if settings["decay_type"] == "exponential" and settings["min_lr_ratio"] == 0:
         found = "an exponential decay to `min_lr_ratio: 0` is at 0 with its first step"
-        yield Problem(settings.where("min_lr_ratio"), found, "write `min_lr_ratio: 0.01`, or another `decay_type`")
+        yield settings.problem("min_lr_ratio", found, "write `min_lr_ratio: 0.01`, or another `decay_type`")
     if settings.gives("warmup_tokens") and settings.gives("max_tokens"):
         warmup, length = settings["warmup_tokens"], settings["max_tokens"]
         if warmup >= length:
             found = f"the warm-up ({warmup:,} tokens) is as long as the run (`max_tokens` {length:,})"
-            yield Problem(settings.where("warmup_tokens"), found, "lower it, or train longer")
+            yield settings.problem("warmup_tokens", found, "lower it, or train longer")
     if settings.gives("batch_ramp_tokens") and settings["gradient_accumulation_steps"] == 1:
         found = "`batch_ramp_tokens` has no effect: the batch grows by micro-batches, and a step has one"
         remedy = "write `gradient_accumulation_steps: 2` or more, or delete the line"
-        yield Problem(settings.where("batch_ramp_tokens"), found, remedy)
+        yield settings.problem("batch_ramp_tokens", found, remedy)
 
 
 def check_required(settings: Settings) -> Iterator[Problem]:
@@ -298,7 +289,7 @@ def check_shares(settings: Settings) -> Iterator[Problem]:
         value = settings[key]
         if isinstance(value, float) and value >= 1:
             remedy = f"write {int(value)} for a count, or a number below 1 for a share"
-            yield Problem(settings.where(key), f"`{key}` is {value}, which is neither a share nor a count", remedy)
+            yield settings.problem(key, f"`{key}` is {value}, which is neither a share nor a count", remedy)
 
 
 def check_data(settings: Settings) -> Iterator[Problem]:
@@ -306,9 +297,9 @@ def check_data(settings: Settings) -> Iterator[Problem]:
     has_length = settings["max_steps"] > 0 or settings.broken("max_steps") or settings.gives("max_tokens")
     if settings["dataset_streaming"] and not has_length:
         found = "`dataset_streaming` needs `max_steps`: a stream has no end to count epochs by"
-        yield Problem(settings.where("dataset_streaming"), found, "write `max_steps: ...`")
+        yield settings.problem("dataset_streaming", found, "write `max_steps: ...`")
     if settings["dataset_mixture"] == []:
-        yield Problem(settings.where("dataset_mixture"), "`dataset_mixture` is empty", "write at least one entry")
+        yield settings.problem("dataset_mixture", "`dataset_mixture` is empty", "write at least one entry")
 
 
 def check_mixture(settings: Settings) -> Iterator[Problem]:
@@ -337,7 +328,7 @@ def check_rows(settings: Settings) -> Iterator[Problem]:
     size = settings["test_split_size"]
     if settings["dataset_streaming"] and size is not None and size < 1:
         found = "`test_split_size` is a share, and a stream has no length to take it of"
-        yield Problem(settings.where("test_split_size"), found, "write a number of rows")
+        yield settings.problem("test_split_size", found, "write a number of rows")
 
 
 def check_start(settings: Settings) -> Iterator[Problem]:
@@ -348,12 +339,10 @@ def check_start(settings: Settings) -> Iterator[Problem]:
         yield Problem(settings.name, found, "write `model_config: {model_type: llama, ...}`, or name a model")
     if gives_config:
         if "model_type" not in settings["model_config"]:
-            yield Problem(
-                settings.where("model_config"), "`model_config` has no `model_type`", "write model_type: llama"
-            )
+            yield settings.problem("model_config", "`model_config` has no `model_type`", "write model_type: llama")
         if not settings.gives("tokenizer_name_or_path") and not settings.broken("tokenizer_name_or_path"):
             found = "`model_config` starts from random weights, and no tokenizer comes with those"
-            yield Problem(settings.where("model_config"), found, "write `tokenizer_name_or_path: ...`")
+            yield settings.problem("model_config", found, "write `tokenizer_name_or_path: ...`")
 
 
 def check_precision(settings: Settings) -> Iterator[Problem]:
@@ -364,15 +353,13 @@ def check_precision(settings: Settings) -> Iterator[Problem]:
     if dtype in ("bfloat16", "float16") and not (rounds and dtype == "bfloat16"):
         found = f"`dtype: {dtype}` would hold the weights: an update below 1/256 of a weight is rounded away"
         remedy = "delete the line (products are in bf16 all the same), or write `optim: adamw_bf16_stochastic`"
-        yield Problem(settings.where("dtype"), found, remedy)
+        yield settings.problem("dtype", found, remedy)
     if is_asked and optim not in _ROUNDING:
         found = f"`optim_args: bf16_stochastic_round` has no effect: it belongs to `optim: {' or '.join(_ROUNDING)}`"
-        yield Problem(
-            settings.where("optim_args"), found, "choose one of those, or write `optim: adamw_bf16_stochastic`"
-        )
+        yield settings.problem("optim_args", found, "choose one of those, or write `optim: adamw_bf16_stochastic`")
     if optim == "adamw_bf16_stochastic" and dtype != "bfloat16":
         found = f"`optim: {optim}` rounds bfloat16 weights, and `dtype` is {dtype}"
-        yield Problem(settings.where("optim"), found, "write `dtype: bfloat16`, or `optim: adamw_torch_fused`")
+        yield settings.problem("optim", found, "write `dtype: bfloat16`, or `optim: adamw_torch_fused`")
 
 
 def check_curriculum(settings: Settings) -> Iterator[Problem]:
@@ -409,23 +396,21 @@ def check_model(settings: Settings) -> Iterator[Problem]:
         is_needed = settings["trust_remote_code"] and repository is not None and not is_local(repository)
         if is_needed and not COMMIT.fullmatch(settings[revision] or ""):
             found = f"`trust_remote_code` runs whatever the repository {repository} holds that day"
-            yield Problem(
-                settings.where("trust_remote_code"), found, f"write `{revision}:` as a commit of 40 hex digits"
-            )
+            yield settings.problem("trust_remote_code", found, f"write `{revision}:` as a commit of 40 hex digits")
     if settings["fp16"] and settings["dtype"] in ("float16", "bfloat16"):
         found = f"`fp16` scales gradients of float32 weights, and `dtype` is {settings['dtype']}"
-        yield Problem(settings.where("fp16"), found, "write `dtype: float32`, or use bf16")
+        yield settings.problem("fp16", found, "write `dtype: float32`, or use bf16")
 
 
 def check_evaluation(settings: Settings) -> Iterator[Problem]:
     """What reads the held-out loss needs it; metrics are import paths and read samples."""
     if settings["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy") and settings["eval_strategy"] == "no":
         found = f"`lr_scheduler_type: {settings['lr_scheduler_type']}` follows the held-out loss"
-        yield Problem(settings.where("lr_scheduler_type"), found, "write `eval_strategy: steps`")
+        yield settings.problem("lr_scheduler_type", found, "write `eval_strategy: steps`")
     for metric in settings["metrics"] or []:
         if not _METRIC.fullmatch(metric):
             found = f"a metric is not an import path: {metric[:60]!r}"
-            yield Problem(settings.where("metrics"), found, "write package.module:Class")
+            yield settings.problem("metrics", found, "write package.module:Class")
 
 
 def check_best_model(settings: Settings) -> Iterator[Problem]:
@@ -452,24 +437,24 @@ def check_kept(settings: Settings) -> Iterator[Problem]:
     if settings["save_strategy"] == "steps" and (every < 1 or keep % every):
         found = f"`save_keep_steps` ({keep}) is not a multiple of `save_steps` ({every})"
         remedy = "write both as counts, one a multiple of the other: only what is saved can stay"
-        yield Problem(settings.where("save_keep_steps"), found, remedy)
+        yield settings.problem("save_keep_steps", found, remedy)
 
 
 def check_adapter_stage(settings: Settings) -> Iterator[Problem]:
     """The stage of adapters trains one."""
     if not settings["use_peft"]:
         remedy = "use the `sft` recipe, which trains all weights"
-        yield Problem(settings.where("use_peft"), "`use_peft` is false", remedy)
+        yield settings.problem("use_peft", "`use_peft` is false", remedy)
 
 
-def check_pairs(settings: Settings) -> Iterator[Problem]:
-    """Answers are compared whole, and by the same network that the reference was."""
+def check_compared(settings: Settings) -> Iterator[Problem]:
+    """Prompts and answers are whole, and what is compared is not random."""
     if settings["overlong"] in ("truncate", "split"):
-        found = f"`overlong: {settings['overlong']}` would compare parts of answers"
-        yield Problem(settings.where("overlong"), found, "write `overlong: drop`, or a larger `max_length`")
+        found = f"`overlong: {settings['overlong']}` would compare parts of answers, or ask half a question"
+        yield settings.problem("overlong", found, "write `overlong: drop`, or a larger `max_length`")
     if settings["lora_dropout"]:
-        found = "`lora_dropout` makes the adapter's scores random, and they are compared"
-        yield Problem(settings.where("lora_dropout"), found, "write `lora_dropout: 0`")
+        found = "`lora_dropout` makes log-probabilities and scores random, and they are compared"
+        yield settings.problem("lora_dropout", found, "write `lora_dropout: 0`")
 
 
 def check_preference(settings: Settings) -> Iterator[Problem]:
@@ -479,13 +464,13 @@ def check_preference(settings: Settings) -> Iterator[Problem]:
         return
     if weights is not None and len(weights) != len(losses):
         found = f"`loss_weights` has {len(weights)} numbers for {len(losses)} losses"
-        yield Problem(settings.where("loss_weights"), found, f"write {len(losses)}, in the order of `loss_type`")
+        yield settings.problem("loss_weights", found, f"write {len(losses)}, in the order of `loss_type`")
     if settings["beta"] == 0:
         found = "`beta: 0` makes every pair equal: it is the scale of what they are held against"
-        yield Problem(settings.where("beta"), found, "write a number above 0, such as 0.1")
+        yield settings.problem("beta", found, "write a number above 0, such as 0.1")
     if "exo_pair" in losses and not settings["label_smoothing"]:
         found = "`loss_type: exo_pair` needs `label_smoothing` above 0: it takes its logarithm"
-        yield Problem(settings.where("loss_type"), found, "write `label_smoothing: 0.001`")
+        yield settings.problem("loss_type", found, "write `label_smoothing: 0.001`")
 
 
 _RULES: Final[tuple[Rule, ...]] = (
@@ -504,15 +489,16 @@ _RULES: Final[tuple[Rule, ...]] = (
     check_paths,
 )
 _FINE_TUNING: Final = (*_RULES, check_rows, check_schedule_options)
+_COMPARING: Final = (*_FINE_TUNING, check_compared)
 RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
     "pretrain": (*_RULES, check_start, check_shape, check_precision, check_curriculum),
     "sft": _FINE_TUNING,
     "lora": (*_FINE_TUNING, check_adapter_stage),
-    "reward": (*_FINE_TUNING, check_pairs),
-    "dpo": (*_FINE_TUNING, check_pairs, check_preference),
-    "ppo": (*_FINE_TUNING, check_rewards, check_own_reference, check_ppo),
-    "rloo": (*_FINE_TUNING, check_rewards, check_own_reference),
-    "grpo": (*_FINE_TUNING, check_rewards, check_own_reference),
+    "reward": _COMPARING,
+    "dpo": (*_COMPARING, check_preference),
+    "ppo": (*_COMPARING, check_rewards, check_own_reference, check_ppo),
+    "rloo": (*_COMPARING, check_rewards, check_own_reference),
+    "grpo": (*_COMPARING, check_rewards, check_own_reference),
     "distill": (*_FINE_TUNING, check_layers),
 }
 """The rules of each stage."""

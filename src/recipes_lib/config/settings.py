@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from recipes_lib.config.table import KeyTable
 from recipes_lib.config.values import Entry
+from recipes_lib.errors import Problem
 
 ABSENT: Final = object()
 
@@ -50,6 +51,10 @@ class Settings:
     def where(self, key: str) -> str:
         """Return where the user wrote ``key``; the file when it stands nowhere."""
         return self.given[key].where if key in self.given else self.name
+
+    def problem(self, key: str, found: str, remedy: str) -> Problem:
+        """Return a problem at the place where the user wrote ``key``."""
+        return Problem(self.where(key), found, remedy)
 
 
 @dataclass(frozen=True, slots=True)
