@@ -400,7 +400,7 @@ _LEFT_OUT: Final[Mapping[str, Mapping[str, Retired]]] = {
         **_NO_ADAPTERS,
         **_NO_PAIRS,
         **{name: retired for name, retired in _NO_PPO.items() if name != "response_length"},
-        "beta": _spelt("distillation_beta", "it says which divergence, and no price"),
+        "beta": _spelt("distillation_beta", "it says which divergence, and is no coefficient"),
         "temperature": undecided(
             "is two keys here: `distillation_temperature` of the loss, `sampling_temperature` of answers",
             "write one of them, or both",

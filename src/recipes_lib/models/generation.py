@@ -91,8 +91,8 @@ class Generator(Protocol):
 class GenerateBackend:
     """transformers' ``generate``: any model, any device.
 
-    Whenever half of a batch's answers have ended, the others go on without them, on the keys and values that they have;
-    so that a batch does not cost as much as if all of its answers were as long as the longest.
+    Whenever half of a batch's answers have ended, the others continue without them, with the keys and values that they
+    have; so that a batch does not cost as much as if all of its answers were as long as the longest.
 
     Source: ``GenerationMixin.generate``; answers as those of one plain call, and log-probabilities as those of the
     training graph, in ``tests/models/test_generation.py``.
@@ -128,7 +128,7 @@ class GenerateBackend:
         while len(rows) and done < length:
             half = HalfEnded(self._sampling.stop_ids, rows)
             sampler = SampleByUniforms(uniforms[rows, done:], self._sampling)
-            sequences = self._go_on(policy, ids, mask, length - done, sampler, cache, half)
+            sequences = self._continue(policy, ids, mask, length - done, sampler, cache, half)
             new = sequences[:, ids.shape[1] :]
             now = slice(done, done + new.shape[1])
             response_ids[rows, now], engine_logps[rows, now] = new, sampler.read_logps()
@@ -141,7 +141,7 @@ class GenerateBackend:
             cache.batch_select_indices(rest)
         return Generated(response_ids[:, :done].cpu(), engine_logps[:, :done].cpu())
 
-    def _go_on(
+    def _continue(
         self, policy: Any, ids: Tensor, mask: Tensor, length: int, sampler: Any, cache: Any, half: HalfEnded
     ) -> Tensor:
         """Up to ``length`` tokens more of each row, all of them with a cache until half of the rows have ended."""
@@ -376,7 +376,7 @@ def join_answers(answers: Sequence[tuple[Sequence[int], Sequence[float]]], sampl
 
 
 def read_continuation(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], answer: Sequence[int]) -> str:
-    """The text of an answer as it goes on behind its prompt, with the white space in between that decoders strip.
+    """The text of an answer as it continues its prompt, with the white space in between that decoders strip.
 
     Args:
         tokenizer: Of the policy.

@@ -61,7 +61,7 @@ _MADE_OF_WEIGHTS: Final = ("pissa", "olora", "orthogonal")
 def add_adapter(
     model: PreTrainedModel, config: AdapterConfig, *, seed: int, task_type: TaskType = "CAUSAL_LM"
 ) -> PeftModel:
-    """The model under an adapter that alone is trained: a fresh one, or a saved one that goes on.
+    """The model under an adapter that alone is trained: a fresh one, or a saved one that is trained further.
 
     The adapter's weights are ``float32``, whatever the model's are. ``model`` itself is changed, never copied. Tied
     embeddings stay tied where one of them is trained whole. A fresh adapter changes no logit, however it begins; one of
@@ -140,8 +140,8 @@ def load_adapter(
         model: The base, which is changed, never copied.
         name: Folder or Hub id of the adapter.
         task_type: What the model is for.
-        is_trainable: Whether it goes on training; otherwise it is frozen.
-        dropout: Of the training that goes on, whatever it was before.
+        is_trainable: Whether it is trained further; otherwise it is frozen.
+        dropout: Of the further training, whatever it was before.
         on_any_base: Accept a base of another name or commit than the adapter was trained on.
 
     Raises:
@@ -353,7 +353,7 @@ def _verify_tie(model: PeftModel) -> None:
 def _train_whole_modules_in_float32(model: PeftModel) -> None:
     """Keep modules that are trained whole in ``float32``, as PEFT keeps the low-rank matrices, beside a half model.
 
-    Adam's updates are below what sixteen bits resolve, so that a copy in the base's precision would stand still.
+    Adam's updates are below what sixteen bits resolve, so that a copy in the precision of the base would never change.
     """
     for wrapper in [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]:
         dtype = next(wrapper.original_module.parameters()).dtype

@@ -117,7 +117,7 @@ def _find_answer(loss_mask: npt.NDArray[np.bool_]) -> slice:
     start = int(targets[0]) if len(targets) else len(is_target)
     if start == 1:
         start = min(_TEXT_PROMPT_TOKENS, max(1, len(is_target) // 2))
-    # The first answer alone: a chat with several turns goes on with words that the model was not asked for.
+    # The first answer alone: a chat with several turns continues with words that the model was not asked for.
     gaps = np.flatnonzero(~is_target[start:])
     return slice(start, start + int(gaps[0]) if len(gaps) else len(is_target))
 

@@ -93,7 +93,7 @@ class MetricsCallback(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Let the clock run."""
-        self.meter.go_on()
+        self.meter.resume()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Before a log, an evaluation or a checkpoint: stop the clock and sum the counts over all processes."""
@@ -115,15 +115,15 @@ class MetricsCallback(TrainerCallback):
             event = {"kind": "train" if is_training else "eval", "step": state.global_step, **logs, **figures}
             self.writer.write(event)
             self.progress.show(event)
-        self._go_on_unless_interrupted(control)
+        self._resume_unless_interrupted(control)
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Let the clock run again unless a checkpoint is due."""
-        self._go_on_unless_interrupted(control)
+        self._resume_unless_interrupted(control)
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Let the clock run again."""
-        self._go_on_unless_interrupted(control)
+        self._resume_unless_interrupted(control)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Give the terminal back."""
@@ -136,10 +136,10 @@ class MetricsCallback(TrainerCallback):
             stored: Any = state.stateful_callbacks
             stored[STATE_KEY] = {**self.counter.totals(), "seconds": self.meter.seconds}
 
-    def _go_on_unless_interrupted(self, control: TrainerControl) -> None:
+    def _resume_unless_interrupted(self, control: TrainerControl) -> None:
         # Upstream logs, evaluates and saves in a row and clears each flag as it gets there; then it fetches data.
         if not _is_interrupted(control):
-            self.meter.go_on()
+            self.meter.resume()
 
 
 def _is_interrupted(control: TrainerControl) -> bool:
