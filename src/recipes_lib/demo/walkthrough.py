@@ -282,8 +282,7 @@ def show_figures(output_dir: Path, console: Console) -> None:
     """Print what was measured on held-out modules, before and after each stage."""
     table = Table("on held-out modules", "before", "after")
     for stage, label, key, form in FIGURES:
-        values = [line[key] for line in read_lines(output_dir / stage / "metrics.jsonl") if key in line]
-        table.add_row(f"{stage}: {label}", *(format(values[end], form) for end in (0, -1)))
+        table.add_row(f"{stage}: {label}", *(format(value, form) for value in read_ends(output_dir / stage, key)))
     console.print()
     console.print(table)
 
@@ -293,15 +292,20 @@ def show_students(output_dir: Path, console: Console) -> None:
     table = Table("bits for each byte of held-out modules", "before", "after")
     bits = {}
     for stage, label in STUDENTS.items():
-        values = [line[BITS] for line in read_lines(output_dir / stage / "metrics.jsonl") if BITS in line]
-        table.add_row(label, f"{values[0]:.3f}", f"{values[-1]:.3f}")
-        bits[stage] = values[-1]
+        before, bits[stage] = read_ends(output_dir / stage, BITS)
+        table.add_row(label, f"{before:.3f}", f"{bits[stage]:.3f}")
     console.print()
     console.print(table)
     gain, distance = bits["labels"] - bits["distill"], bits["labels"] - bits["pretrain"]
     console.print(
         f"At equal tokens the teacher saves its student {gain:.3f} bits, {gain / distance:.0%} of the way to it."
     )
+
+
+def read_ends(run_dir: Path, key: str) -> tuple[float, float]:
+    """Return the first and the last value of a figure of a run."""
+    values = [line[key] for line in read_lines(run_dir / "metrics.jsonl") if key in line]
+    return values[0], values[-1]
 
 
 def show_verdict(output_dir: Path, console: Console) -> None:

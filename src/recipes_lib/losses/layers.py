@@ -37,9 +37,8 @@ def compute_feature_sum(student: Tensor, teacher: Tensor, projection: Tensor, ki
     Source: Sun et al. 2019 (arXiv 1908.09355, eq. 7) for states of unit length, Jiao et al. 2020 (arXiv 1909.10351,
         eq. 8) for the projection; ``tests/losses/test_features.py``.
     """
-    projected = functional.linear(_divide_by_rms(student), projection)
+    projected = _widen(functional.linear(_divide_by_rms(student), projection))
     aim = _divide_by_rms(teacher.detach())
-    projected = projected.to(torch.promote_types(projected.dtype, torch.float32))
     if kind == "mse":
         return (projected - aim).square().mean(dim=-1).sum()
     # Both of mean square 1: half the mean square of their difference is one minus their cosine.
@@ -157,5 +156,5 @@ def _widen(tensor: Tensor) -> Tensor:
 
 
 def _divide_by_rms(states: Tensor) -> Tensor:
-    wide = states.to(torch.promote_types(states.dtype, torch.float32))
+    wide = _widen(states)
     return wide / wide.square().mean(dim=-1, keepdim=True).clamp_min(_MIN_SQUARE).sqrt()
