@@ -130,17 +130,6 @@ class RewardModel:
         saved = ModelConfig(model_name_or_path=str(folder), dtype="auto")
         return cls(scorer, load_tokenizer(saved, TokensConfig()))
 
-    def encode(
-        self, answers: Sequence[Answer], *, finished: Sequence[bool] | None = None, where: Sequence[str] = ()
-    ) -> list[list[int]]:
-        """Token ids of each answer behind its prompt; the last one ends the answer, where it is ``finished``.
-
-        Raises:
-            ConfigError: As ``encode_answers``.
-            DataError: As ``encode_answers``.
-        """
-        return encode_answers(self.tokenizer, answers, finished=finished, where=where)
-
     def score(
         self,
         answers: Sequence[Answer],
@@ -161,7 +150,7 @@ class RewardModel:
             ConfigError: As ``encode_answers``.
             DataError: As ``encode_answers`` and ``compute_raw_scores``.
         """
-        rows = self.encode(answers, finished=finished, where=where)
+        rows = encode_answers(self.tokenizer, answers, finished=finished, where=where)
         raw = self.compute_raw_scores(rows, where=where, overlong=overlong)
         mean, std = read_reward_statistics(self.model) or (0.0, 1.0)
         return [(score - mean) / std for score in raw]
@@ -172,7 +161,7 @@ class RewardModel:
         """What the head says at the last token of each row, not normalised, in the order of ``rows``.
 
         Args:
-            rows: Token ids, at least one each, as ``encode`` gives them or as pairs are prepared.
+            rows: Token ids, at least one each, as ``encode_answers`` gives them or as pairs are prepared.
             where: As for ``score``.
             overlong: What becomes of a row that is longer than the model's positions.
 
