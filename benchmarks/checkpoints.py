@@ -29,7 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from recipes_lib.training.checkpoints.checkpointing import CheckpointingTrainer
 from recipes_lib.training.checkpoints.saver import HostCopy
-from recipes_lib.training.monitoring.observer import Observer
+from recipes_lib.training.monitoring.callbacks import Observer
 from recipes_lib.training.monitoring.progress import TrainingProgress
 
 SIZES = {"10 M": {"hidden_size": 320, "num_hidden_layers": 6}, "100 M": {"hidden_size": 768, "num_hidden_layers": 12}}

@@ -100,7 +100,7 @@ def measure_ours(shape: str, rows: Any, tokenizer: Any, output_dir: str, meter: 
 
     from recipes_lib.config.schema import DistillationConfig
     from recipes_lib.data.packed.collators import PackedCollator
-    from recipes_lib.distillation.distill_trainer import DistillationTrainer, Teaching
+    from recipes_lib.distillation.distill_trainer import DistillationTrainer, TeacherSource
     from recipes_lib.distillation.teacher import ask_teacher
     from recipes_lib.distillation.teacher_store import (
         RecordFormat,
@@ -111,13 +111,13 @@ def measure_ours(shape: str, rows: Any, tokenizer: Any, output_dir: str, meter: 
         write_store,
     )
     from recipes_lib.models.heads.loss_head import add_loss_head
+    from recipes_lib.training.monitoring.callbacks import Observer
     from recipes_lib.training.monitoring.metrics import StepCounter
-    from recipes_lib.training.monitoring.observer import Observer
     from recipes_lib.training.monitoring.progress import build_progress
 
     teacher, collate = build_model(shape, "teacher"), PackedCollator(pad_token_id=0)
     add_loss_head(teacher)
-    teaching = Teaching(teacher, rows, collate)
+    teaching = TeacherSource(teacher, rows, collate)
     if is_stored:
         record = RecordFormat(TOP_K, SHAPES[shape]["vocab_size"])
         identity = StoreIdentity(Path(output_dir), "0" * 64, {}, record, len(rows))
@@ -130,7 +130,7 @@ def measure_ours(shape: str, rows: Any, tokenizer: Any, output_dir: str, meter: 
             return top, read_targets(batch["labels"])
 
         write_store(identity, rows, compute, batch_size=ROWS, tell=lambda _: None)
-        teaching = Teaching(None, read_store(identity, rows), TeacherCollator(collate, record))
+        teaching = TeacherSource(None, read_store(identity, rows), TeacherCollator(collate, record))
         del teacher
         gc.collect()
     return DistillationTrainer(

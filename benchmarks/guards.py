@@ -84,8 +84,8 @@ def measure(name: str, folder: Path, num_steps: int) -> dict[str, float]:
     from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
     from recipes_lib.training.evaluation.build import build_observer
     from recipes_lib.training.layouts.launch_environment import read_launch
+    from recipes_lib.training.monitoring.callbacks import Observer
     from recipes_lib.training.monitoring.metrics import StepCounter
-    from recipes_lib.training.monitoring.observer import Observer
     from recipes_lib.training.monitoring.progress import build_progress
     from recipes_lib.training.trainers.arguments import build_training_arguments
 

@@ -33,8 +33,8 @@ def measure_ours(folder: Path, output_dir: str, meter: Any, **changes: Any) -> N
     from recipes_lib.models.loading import load_model_config, load_tokenizer
     from recipes_lib.training.guards.start_checks import AdapterChecks
     from recipes_lib.training.layouts.launch_environment import read_launch
+    from recipes_lib.training.monitoring.callbacks import Observer
     from recipes_lib.training.monitoring.metrics import StepCounter
-    from recipes_lib.training.monitoring.observer import Observer
     from recipes_lib.training.monitoring.progress import build_progress
     from recipes_lib.training.trainers.arguments import build_training_arguments
     from recipes_lib.training.trainers.next_token_trainer import SFTTrainer

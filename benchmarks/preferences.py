@@ -86,8 +86,8 @@ def measure_dpo(folder: Path, pairs: Any, output_dir: str, steps: int, meter: An
     from recipes_lib.config.schema import PreferenceConfig
     from recipes_lib.data.pairs.collator import PairCollator
     from recipes_lib.models.heads.loss_head import add_loss_head
+    from recipes_lib.training.monitoring.callbacks import Observer
     from recipes_lib.training.monitoring.metrics import StepCounter
-    from recipes_lib.training.monitoring.observer import Observer
     from recipes_lib.training.monitoring.progress import build_progress
     from recipes_lib.training.trainers.dpo_trainer import DPOTrainer, build_objective
     from recipes_lib.training.trainers.reference import ReferenceLogps
@@ -164,8 +164,8 @@ def measure_reward(folder: Path, pairs: Any, output_dir: str, steps: int, meter:
     from recipes_lib.config.schema import ModelConfig
     from recipes_lib.data.pairs.collator import PairCollator
     from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
+    from recipes_lib.training.monitoring.callbacks import Observer
     from recipes_lib.training.monitoring.metrics import StepCounter
-    from recipes_lib.training.monitoring.observer import Observer
     from recipes_lib.training.monitoring.progress import build_progress
     from recipes_lib.training.trainers.pair_trainer import RewardObjective, RewardTrainer
 

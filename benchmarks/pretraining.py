@@ -75,8 +75,8 @@ def measure_ours(
     from recipes_lib.data.tokens.token_data import prepare_tokens
     from recipes_lib.models.loading import load_tokenizer
     from recipes_lib.training.layouts.launch_environment import read_launch
+    from recipes_lib.training.monitoring.callbacks import Observer
     from recipes_lib.training.monitoring.metrics import StepCounter
-    from recipes_lib.training.monitoring.observer import Observer
     from recipes_lib.training.monitoring.progress import build_progress
     from recipes_lib.training.trainers.arguments import build_training_arguments
     from recipes_lib.training.trainers.next_token_trainer import PretrainTrainer

@@ -18,8 +18,7 @@ if __name__ == "__main__":
 from recipes_lib.data.pairs.pair_data import load_pair_data
 from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.loading import load_tokenizer
-from recipes_lib.publish.final_model import export_model
-from recipes_lib.publish.finish import recipe
+from recipes_lib.publish.final_model import export_model, recipe
 from recipes_lib.training.evaluation.build import build_observer
 from recipes_lib.training.run import Run
 from recipes_lib.training.trainers.arguments import build_training_arguments

@@ -18,8 +18,7 @@ if __name__ == "__main__":
 from recipes_lib.data.pairs.pair_data import UnfinishedAnswers, load_pair_data
 from recipes_lib.models.heads.scoring import RewardModel
 from recipes_lib.models.loading import load_tokenizer
-from recipes_lib.publish.final_model import export_model
-from recipes_lib.publish.finish import recipe
+from recipes_lib.publish.final_model import export_model, recipe
 from recipes_lib.report.reward_verdict import settle_scale, write_verdict
 from recipes_lib.training.evaluation.build import build_observer
 from recipes_lib.training.run import Run

@@ -21,8 +21,7 @@ from recipes_lib.models.attention.kernels import choose_attention, prove_isolati
 from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.heads.loss_head import verify_loss_head
 from recipes_lib.models.loading import load_tokenizer
-from recipes_lib.publish.final_model import export_model
-from recipes_lib.publish.finish import recipe
+from recipes_lib.publish.final_model import export_model, recipe
 from recipes_lib.training.evaluation.build import build_observer
 from recipes_lib.training.layouts.context_rows import join_context
 from recipes_lib.training.run import Run

@@ -12,7 +12,7 @@ from recipes_lib.cli import main
 from recipes_lib.commands.tokenizer import MAX_TAIL_BYTES, MAX_TAIL_SHARE, HeldOutTail, read_texts
 from recipes_lib.data.sources.canonical import load_source
 from recipes_lib.data.sources.mixtures import Mixture, Part
-from recipes_lib.models.tokenizer_training import CHATML_TEMPLATE, EOS_TOKEN, measure_usage
+from recipes_lib.models.vocabulary import CHATML_TEMPLATE, EOS_TOKEN, measure_usage
 
 TEXTS = [f"the {n:03}th function returns the sum of its {n:03} arguments\n  and nothing else\n" for n in range(400)]
 CHAT = [{"role": "user", "content": "How many days?"}, {"role": "assistant", "content": "Seven days."}]
@@ -215,7 +215,7 @@ def test_long_texts_come_in_sections_that_are_the_text_and_cut_no_piece(text, re
     import re
 
     from recipes_lib.data.sources.rows import Row
-    from recipes_lib.models.tokenizer_training import train_tokenizer
+    from recipes_lib.models.vocabulary import train_tokenizer
 
     whole = text * repeats
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes_lib.config.document import compose, read_entries, read_text
+from recipes_lib.config.values import compose, read_entries, read_text
 from recipes_lib.errors import Problem
 
 

@@ -134,7 +134,7 @@ def test_a_method_of_the_handbook_trains(name: str, migrated, tiny_model_dir, tm
     spec = importlib.util.spec_from_file_location(f"{stage}_recipe", ROOT / "recipes" / f"{stage}.py")
     recipe = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(recipe)
-    monkeypatch.setattr("recipes_lib.publish.finish.finish_run", lambda run: None)
+    monkeypatch.setattr("recipes_lib.publish.final_model.finish_run", lambda run: None)
     config = load_config(stage, ["--config", str(path)])
     assert (config.adapter.use_peft, stage == "dpo" and config.read("loss_type")) == (
         "qlora" in name,

@@ -11,9 +11,9 @@ from recipes_lib.config.schema import WEIGHTS, LayersConfig
     ("lines", "line", "words"),
     [
         *((f"teacher_top_k: 64\nattn_implementation: eager\n{key}: 0.1", 7, "the teacher's layers") for key in WEIGHTS),
-        ("attention_weight: 1.0", 5, "every kernel but `eager`"),
-        ("attention_weight: 1.0\nattn_implementation: sdpa", 5, "every kernel but `eager`"),
-        ("feature_loss: cosine", 5, "`feature_loss` has no effect: `feature_weight` is 0"),
+        ("attention_weight: 1.0", 5, "write `attn_implementation: eager`"),
+        ("attention_weight: 1.0\nattn_implementation: sdpa", 5, "write `attn_implementation: eager`"),
+        ("feature_loss: cosine", 5, "`feature_loss` has no effect: `feature_weight` is 0.0"),
         ("angle_weight: 1.0\nfeature_layers: [1]", 6, "`feature_layers` has no effect"),
         ("feature_weight: 1.0\nrelation_layers: [1]", 6, "`relation_layers` has no effect"),
         ("projection_learning_rate: 0.1", 5, "has no effect"),

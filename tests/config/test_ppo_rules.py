@@ -7,16 +7,20 @@ import pytest
     ("lines", "line", "words"),
     [
         ("reward_weights: [1, 2]", 5, "2 numbers for 1 rewards"),
-        ("reward_model_revision: main", 5, "without `reward_model_name_or_path`"),
+        ("reward_model_revision: main", 5, "no effect: `reward_model_name_or_path` is null"),
         ("response_length: 64\nmax_length: 64", 6, "no room for a prompt"),
         ("max_length: 1024\noverlong: truncate", 6, "half a question"),
-        ("kl_horizon: 100", 5, "`kl_coef` is fixed"),
+        ("kl_horizon: 100", 5, "no effect: `kl_target_per_sequence` is null"),
         ("use_peft: true\nlora_dropout: 0.1", 6, "are compared"),
         ("use_peft: true\ninit_lora_weights: pissa", 6, "the reference"),
         ("use_peft: true\nlora_modules_to_save: [lm_head]", 6, "not done in this stage"),
-        ("use_vllm: true\nuse_transformers_continuous_batching: true", 5, "both ask for an engine"),
-        ("vllm_group_port: 5000", 5, "no effect without `use_vllm: true`"),
-        ("transformers_continuous_batching_config: {page_size: 16}", 5, "no effect without"),
+        ("use_vllm: true\nuse_transformers_continuous_batching: true", 5, "one engine samples"),
+        ("vllm_group_port: 5000", 5, "no effect: `use_vllm` is false"),
+        (
+            "transformers_continuous_batching_config: {page_size: 16}",
+            5,
+            "no effect: `use_transformers_continuous_batching`",
+        ),
         ("use_transformers_continuous_batching: true\nattn_implementation: varlen", 6, "not known to transformers"),
         ("use_vllm: true\nuse_peft: true\nload_in_4bit: true", 5, "weights of few bits"),
         ("use_vllm: true\nvllm_mode: colocate", 6, "is `server` here"),
@@ -29,7 +33,7 @@ import pytest
 def test_what_contradicts_in_ppo_is_refused_at_its_line(problems_of, lines: str, line: int, words: str) -> None:
     (problem,) = problems_of(lines + "\n", stage="ppo")
     assert problem.where == f"recipe.yaml:{line}"
-    assert words in problem.found
+    assert words in problem.found + problem.remedy
     assert problem.remedy
 
 
@@ -46,9 +50,9 @@ def test_ppo_needs_a_reward(problems_of) -> None:
 @pytest.mark.parametrize(
     ("stage", "lines", "line", "words"),
     [
-        ("grpo", "delta: 4\nloss_type: cispo", 5, "belongs to `loss_type: grpo or dr_grpo"),
-        ("grpo", "vespo_k_pos: 2", 5, "belongs to `loss_type: vespo`"),
-        ("grpo", "entropy_target: 0.3", 5, "without `use_adaptive_entropy: true`"),
+        ("grpo", "delta: 4\nloss_type: cispo", 5, "write `loss_type: grpo or dr_grpo"),
+        ("grpo", "vespo_k_pos: 3", 5, "write `loss_type: vespo`"),
+        ("grpo", "entropy_target: 0.3", 5, "no effect: `use_adaptive_entropy` is false"),
         ("grpo", "num_generations: 1", 5, "num_generations"),
         ("grpo", "top_p: 0.9", 5, "another distribution"),
         ("rloo", "use_vllm: true", 5, "not wired in this stage"),
@@ -66,7 +70,7 @@ def test_what_does_not_belong_to_a_stage_is_refused_at_its_line(
 ) -> None:
     (problem,) = problems_of(lines + "\n", stage=stage)
     assert problem.where == f"recipe.yaml:{line}"
-    assert words in problem.found
+    assert words in problem.found + problem.remedy
     assert problem.remedy
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recipes_lib.config.document import Entry, read_entries
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.table import STAGES, load_table
+from recipes_lib.config.values import Entry, read_entries
 from recipes_lib.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import pytest
 
+from recipes_lib.config.loader import read_synonyms
 from recipes_lib.config.migration.renames import read_known
-from recipes_lib.config.suggest import SYNONYMS
 from recipes_lib.config.table import STAGES, load_table
 
+SYNONYMS = read_synonyms()
 KEYS = {key for stage in STAGES for key in load_table(stage).keys}
 
 

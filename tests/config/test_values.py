@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from recipes_lib.config.document import read_entries
 from recipes_lib.config.table import load_table
-from recipes_lib.config.values import INVALID, Reader, plain_value
+from recipes_lib.config.values import INVALID, Reader, plain_value, read_entries
 from recipes_lib.errors import Problem
 
 

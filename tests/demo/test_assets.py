@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes_lib.demo.walkthrough import VOCAB_SIZE, build_tokenizer, save_student, save_tokenizer
-from recipes_lib.models.tokenizer_training import CHATML_TOKENS, EOS_TOKEN, PAD_TOKEN
+from recipes_lib.models.vocabulary import CHATML_TOKENS, EOS_TOKEN, PAD_TOKEN
 
 TEXTS = [f"def function_{number}(argument):\n    return argument + {number}\n" * 3 for number in range(300)]
 TOKENIZER = build_tokenizer(TEXTS)

@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from recipes_lib.data.packed.collators import PackedCollator
-from recipes_lib.distillation.layer_features import PROJECTIONS, PROJECTIONS_FILE, find_places
+from recipes_lib.distillation.layer_features import PROJECTIONS, PROJECTIONS_FILE, find_target_positions
 from recipes_lib.errors import ConfigError
 
 FEATURES: dict[str, Any] = {"feature_weight": 0.5}
@@ -72,7 +72,7 @@ def make_rows(*rows: dict[str, Any]) -> Dataset:
 def test_places_are_what_predicts_a_target_counted_by_document() -> None:
     labels = torch.tensor([[-100, 5, -100, -100, 7, 8], [-100, -100, 3, -100, -100, -100]])
     position_ids = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 0, 1, 2]])
-    places = find_places(labels, position_ids)
+    places = find_target_positions(labels, position_ids)
     assert places.lengths == [1, 2, 1]
     assert places.take(torch.arange(12).view(2, 6)).tolist() == [0, 3, 4, 7]
 

@@ -18,9 +18,9 @@ from torch.nn import functional
 from transformers import TrainerCallback
 
 from recipes_lib.data.packed.collators import PackedCollator
-from recipes_lib.distillation.on_policy import ANSWERED, OwnAnswers, is_sampled_step, read_questions
+from recipes_lib.distillation.on_policy import ANSWERED, OnPolicyAnswers, is_sampled_step, read_questions
 from recipes_lib.errors import PreemptedError
-from recipes_lib.losses.divergence import compute_divergence
+from recipes_lib.losses.distillation import compute_divergence
 from recipes_lib.models.generation import GenerateBackend
 from recipes_lib.stopping import STOP
 
@@ -44,12 +44,12 @@ def keys_teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return keys_task.write_policy(tmp_path_factory.mktemp("teacher"), seed=0)
 
 
-def build_answers(**options: Any) -> OwnAnswers:
+def build_answers(**options: Any) -> OnPolicyAnswers:
     given: dict[str, Any] = {
         "lmbda": 1.0, "seed": 5, "response_length": 6, "temperature": 1.0, "num_tokens": 512, "max_length": 512,
         "batch_size": 3, "precision": contextlib.nullcontext, "collate": PackedCollator(pad_token_id=1),
     }  # fmt: skip
-    return OwnAnswers(**given | options)
+    return OnPolicyAnswers(**given | options)
 
 
 def read_documents(batch: dict[str, Any]) -> list[tuple[list[int], list[int]]]:

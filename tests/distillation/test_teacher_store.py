@@ -28,7 +28,7 @@ from recipes_lib.distillation.teacher_store import (
     write_store,
 )
 from recipes_lib.errors import ConfigError, DataError
-from recipes_lib.losses.divergence import TopLogps
+from recipes_lib.losses.distillation import TopLogps
 from recipes_lib.models.attention.kernels import AttentionChoice
 from recipes_lib.models.vocabulary import VocabularyMap
 from recipes_lib.training.layouts.launch_environment import read_launch

@@ -110,7 +110,7 @@ def run_recipe(stage: str, keys: Mapping[str, Any]) -> int:
 
     try:
         # By which one process of several leaves without waiting for the others.
-        with mock.patch("os._exit", leave), mock.patch("recipes_lib.publish.finish.build_report"):
+        with mock.patch("os._exit", leave), mock.patch("recipes_lib.publish.final_model.build_report"):
             runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as end:
         return int(end.code or 0)

@@ -41,7 +41,7 @@ def evaluate(model_dir: Path, batch_size: int) -> tuple[dict[str, float], int]:
 
     model.register_forward_hook(count)
     hook = EvaluateLoss(
-        {"rows": ROWS},
+        held_out={"rows": ROWS},
         batch_size=batch_size,
         collate=PackedCollator(pad_token_id=1),
         progress=TrainingProgress(),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipes_lib.losses.divergence import compute_divergence
+from recipes_lib.losses.distillation import compute_divergence
 
 BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
 

@@ -19,8 +19,16 @@ from tests.losses.test_distillation import (
 from tests.losses.test_token_logps import LargestTensor
 from torch.nn import functional
 
-from recipes_lib.losses.distillation import DistillationTargets, Objective, TeacherHead, compute_distillation
-from recipes_lib.losses.divergence import MIN_LOG_TAIL, TopLogps, compute_top_logps, learn_top
+from recipes_lib.losses.distillation import (
+    MIN_LOG_TAIL,
+    DistillationTargets,
+    Objective,
+    TeacherHead,
+    TopLogps,
+    compute_distillation,
+    compute_top_logps,
+    learn_top,
+)
 
 
 def keep_top(supervision: DistillationTargets, k: int, **changes: Any) -> DistillationTargets:

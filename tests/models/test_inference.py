@@ -1,10 +1,15 @@
 """A look at a model changes no module's mode, whatever happens in between."""
 
+from __future__ import annotations
+
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from recipes_lib.errors import ConfigError
@@ -13,7 +18,7 @@ from recipes_lib.models.attention import varlen
 from recipes_lib.models.attention.kernels import prove_isolation
 from recipes_lib.models.attention.shared_prompt import prove_shared_prompt
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
-from recipes_lib.models.inference import evaluating, find_rounding_error, kernel_precision
+from recipes_lib.models.inference import evaluating, find_device, find_rounding_error, kernel_precision
 
 
 def test_every_module_is_in_the_mode_it_was_in_after_an_error_too():
@@ -98,14 +103,14 @@ def test_what_is_rounded_is_the_coarser_of_products_and_sums():
 @pytest.mark.parametrize("model_class", [AutoModelForCausalLM, AutoModelForSequenceClassification])
 def test_a_kernel_that_takes_halves_alone_proves_a_model_in_float32(tiny_model_dir, monkeypatch, model_class):
     """As ``varlen`` is on GPUs, played on a CPU."""
-    attend, autocast = varlen._attend_by_document, torch.autocast
+    attend, autocast = varlen.attend_documents, torch.autocast
 
-    def attend_in_halves(states, settings):
-        if {state.dtype for state in states} != {torch.bfloat16}:
+    def attend_in_halves(query, key, value, *settings, **options):
+        if {state.dtype for state in (query, key, value)} != {torch.bfloat16}:
             raise RuntimeError("the kernel takes halves")
-        return attend(states, settings)
+        return attend(query, key, value, *settings, **options)
 
-    monkeypatch.setattr(varlen, "_attend_by_document", attend_in_halves)
+    monkeypatch.setattr(varlen, "attend_documents", attend_in_halves)
     monkeypatch.setattr(evaluation, "find_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(torch, "autocast", lambda device_type, *given, **named: autocast("cpu", *given, **named))
     varlen.register_varlen()
@@ -122,3 +127,19 @@ def test_a_kernel_that_takes_halves_alone_proves_a_model_in_float32(tiny_model_d
     assert "one moves by" in prove_shared_prompt(model)
     with pytest.raises(ConfigError, match="beside another: one moves by"):
         prove_isolation(model, "flat")
+
+
+def test_whole_weights_compute_where_they_are() -> None:
+    assert find_device(nn.Linear(2, 2)) == torch.device("cpu")
+    assert find_device(nn.Linear(2, 2, device="meta")) == torch.device("meta")
+
+
+def test_weights_that_wait_on_the_host_compute_on_their_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FSDP2 leaves them with offload: a shard on the CPU of a mesh of GPUs, of which this process has the fourth."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    model = nn.Linear(2, 2)
+    mesh = DeviceMesh("cuda", [0], _init_backend=False, _rank=0)
+    spec = DTensorSpec(mesh, (Replicate(),), tensor_meta=TensorMeta(torch.Size([2, 2]), (2, 1), torch.float32))
+    model.weight = nn.Parameter(DTensor(torch.ones(2, 2), spec, requires_grad=False))
+    assert model.weight.to_local().device.type == "cpu"
+    assert find_device(model) == torch.device("cuda", 3)

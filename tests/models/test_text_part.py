@@ -7,8 +7,7 @@ from tests.models.vision_models import OUTSIDE, build_gemma3
 from transformers import AutoModelForSequenceClassification
 
 from recipes_lib.config.schema import AdapterConfig, ModelConfig
-from recipes_lib.models.adapters.lora import add_adapter, load_adapter
-from recipes_lib.models.adapters.targets import check_layers
+from recipes_lib.models.adapters.lora import add_adapter, check_layers, load_adapter
 from recipes_lib.models.loading import load_causal_lm
 from recipes_lib.models.structure import find_outside_text, freeze_outside_text
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from recipes_lib.data.chat.token_bytes import ByteEnds
-from recipes_lib.models.tokenizer_training import (
+from recipes_lib.models.vocabulary import (
     CHATML_TEMPLATE,
     CHATML_TOKENS,
     EOS_TOKEN,

@@ -3,7 +3,7 @@
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from recipes_lib.models.devices import unwrap_adapter
+from recipes_lib.models.inference import unwrap_adapter
 
 
 def test_the_wrapped_model_is_found_and_any_other_is_itself(tiny_model_dir):

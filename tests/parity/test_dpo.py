@@ -17,8 +17,8 @@ from recipes_lib.config.loader import load_config
 from recipes_lib.data.pairs.pair_data import load_pair_data
 from recipes_lib.models.loading import load_model_config
 from recipes_lib.training.layouts.launch_environment import read_launch
+from recipes_lib.training.monitoring.callbacks import Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
-from recipes_lib.training.monitoring.observer import Observer
 from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.dpo_trainer import DPOTrainer, build_objective, prepare_reference

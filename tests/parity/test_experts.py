@@ -20,8 +20,8 @@ from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.data.pairs.collator import PairCollator
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
+from recipes_lib.training.monitoring.callbacks import Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
-from recipes_lib.training.monitoring.observer import Observer
 from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.pair_trainer import RewardObjective, RewardTrainer
 

@@ -15,8 +15,8 @@ from trl import RewardTrainer as TRLTrainer
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.data.pairs.collator import PairCollator, PairLayout
 from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
+from recipes_lib.training.monitoring.callbacks import Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
-from recipes_lib.training.monitoring.observer import Observer
 from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.pair_trainer import RewardObjective, RewardTrainer
 

@@ -13,8 +13,8 @@ from recipes_lib.config.loader import load_config
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.data.packed.prepared_set import prepare
 from recipes_lib.training.layouts.launch_environment import read_launch
+from recipes_lib.training.monitoring.callbacks import Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
-from recipes_lib.training.monitoring.observer import Observer
 from recipes_lib.training.monitoring.progress import build_progress
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.next_token_trainer import SFTTrainer

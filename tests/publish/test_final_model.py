@@ -1,13 +1,85 @@
 """A broken model is never called done."""
 
+from __future__ import annotations
+
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+from tests.publish.runs import finish, make_run
 from tests.training.trajectories import make_packs, make_trainer
 
+from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.models.saved_weights import BrokenSaveError
-from recipes_lib.publish.final_model import UNVERIFIED, export_model
+from recipes_lib.publish import final_model as finishing
+from recipes_lib.publish.final_model import UNVERIFIED, export_model, finish_run, recipe
+from recipes_lib.training.layouts.launch_environment import Launch
+from recipes_lib.training.run import Run
+
+
+@pytest.fixture
+def build(tmp_path):
+    folder = finish(make_run(tmp_path / "run", status="done"))
+
+    def build(*, finished: bool, rank: int = 0) -> Run:
+        launch = Launch(rank=rank, local_rank=rank, world_size=rank + 1, engine="")
+        return Run(RecipeConfig.__new__(RecipeConfig), folder, launch, None, finished=finished)
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        ("report.html", lambda file: file.unlink()),
+        ("report.html", lambda file: file.write_text(file.read_text()[:-20])),
+        ("README.md", lambda file: file.unlink()),
+        ("README.md", lambda file: file.write_text("")),
+    ],
+)
+def test_what_is_missing_is_made_again_and_one_line_tells_the_paths(build, name, harm, capsys):
+    run = build(finished=True)
+    names = ("README.md", "report.html")
+    finish_run(run)
+    before = {name: (run.output_dir / name).read_text() for name in names}
+    assert "| eval_loss | 1.0 |" in before["README.md"]  # Of the last evaluation.
+    assert "</html>" in before["report.html"]
+    harm(run.output_dir / name)
+    capsys.readouterr()
+    finish_run(run)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert all(str(run.output_dir / name) in line for name in names)
+    # With the curve, which the report has drawn.
+    after = {name: (run.output_dir / name).read_text().replace("![loss](report/loss.png)\n\n", "") for name in names}
+    assert after == before
+
+
+def test_what_is_whole_is_left_alone_and_the_report_of_a_run_that_has_just_ended_is_new(build, monkeypatch):
+    reports = []
+    build_report = finishing.build_report
+    monkeypatch.setattr(finishing, "build_report", lambda folder: reports.append(build_report(folder)))
+    for finished in (True, True, False):
+        finish_run(build(finished=finished))
+    assert len(reports) == 2
+
+
+def test_the_main_process_alone_finishes(build, capsys):
+    run = build(finished=False, rank=1)
+    finish_run(run)
+    assert not (run.output_dir / "report.html").exists()
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_a_recipe_trains_what_is_not_done_and_finishes_in_any_case(build, monkeypatch, is_done) -> None:
+    parts = {"data": DataConfig(), "tokens": TokensConfig(), "model": ModelConfig(), "evaluation": EvaluationConfig()}
+    config = RecipeConfig(stage="sft", path=None, training={}, **parts)
+    run, told = replace(build(finished=is_done), config=config), []
+    monkeypatch.setattr(finishing, "start_run", lambda config, launch: told.append("start") or run)
+    monkeypatch.setattr(finishing, "finish_run", lambda run: told.append("finish"))
+    recipe(lambda run: told.append("train"))(config)
+    assert told == ["start", *([] if is_done else ["train"]), "finish"]
 
 
 @pytest.fixture

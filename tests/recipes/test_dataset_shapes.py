@@ -125,7 +125,7 @@ def test_a_common_shape_trains_on_its_answers(
     tmp_path, tiny_model_dir, tiny_tokenizer, monkeypatch, recipes, stage, shape
 ) -> None:
     row, answers, keys = SHAPES[shape]
-    monkeypatch.setattr("recipes_lib.publish.finish.finish_run", lambda run: None)
+    monkeypatch.setattr("recipes_lib.publish.final_model.finish_run", lambda run: None)
     monkeypatch.setattr("recipes_lib.training.evaluation.build.measure_matmul_flops", lambda dtype: 1e9)
     data = write_rows(tmp_path / "rows.jsonl", [fill(row, number) for number in range(4)])
     config = write_config(tmp_path, tiny_model_dir, data, max_length=512, per_device_train_batch_size=2, **keys)

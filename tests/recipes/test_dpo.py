@@ -48,7 +48,7 @@ def recipe():
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, recipe):
     """Without what takes the time and is proved elsewhere."""
-    monkeypatch.setattr("recipes_lib.publish.finish.finish_run", lambda run: None)
+    monkeypatch.setattr("recipes_lib.publish.final_model.finish_run", lambda run: None)
     monkeypatch.setattr("recipes_lib.training.evaluation.build.measure_matmul_flops", lambda dtype: 1e9)
 
 
@@ -196,7 +196,7 @@ def test_a_first_step_that_is_not_ln_2_ends_with_exit_code_three(
     assert not (output / "model.safetensors").exists()
     # The same command begins anew, and with the fault mended it ends.
     monkeypatch.undo()
-    monkeypatch.setattr("recipes_lib.publish.finish.finish_run", lambda run: None)
+    monkeypatch.setattr("recipes_lib.publish.final_model.finish_run", lambda run: None)
     assert run_here(recipe, write_config(tmp_path, tmp_path / "dropping", data)) == 0
 
 

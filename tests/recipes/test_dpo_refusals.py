@@ -26,7 +26,7 @@ def recipe():
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, recipe):
     """Without what takes the time and is proved elsewhere."""
-    monkeypatch.setattr("recipes_lib.publish.finish.finish_run", lambda run: None)
+    monkeypatch.setattr("recipes_lib.publish.final_model.finish_run", lambda run: None)
     monkeypatch.setattr("recipes_lib.training.evaluation.build.measure_matmul_flops", lambda dtype: 1e9)
 
 

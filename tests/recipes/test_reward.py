@@ -18,7 +18,7 @@ from recipes_lib.errors import ConfigError
 from recipes_lib.models.adapters.lora import add_adapter
 from recipes_lib.models.adapters.saved import find_shareable
 from recipes_lib.models.heads.loss_head import add_loss_head
-from recipes_lib.models.heads.scoring import RewardModel
+from recipes_lib.models.heads.scoring import RewardModel, encode_answers
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "reward.py"
 
@@ -87,7 +87,7 @@ def test_plain_transformers_reads_the_same_scores(folder):
         [{"role": "user", "content": "What is 2 plus 2?"}, {"role": "assistant", "content": answer}]
         for answer in ("It is 4.", "Who knows, perhaps it is 2 or more.")
     ]
-    rows = reward_model.encode(chats)
+    rows = encode_answers(reward_model.tokenizer, chats)
     batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt")
     with torch.no_grad():
         raw = plain(**batch).logits[:, 0]
@@ -110,7 +110,7 @@ def test_an_adapter_is_a_reward_model_too(tiny_model_dir, tmp_path):
     base = AutoModelForSequenceClassification.from_pretrained(tiny_model_dir, num_labels=1)
     plain = PeftModel.from_pretrained(base, out).eval()
     chats = [[{"role": "user", "content": "Add."}, {"role": "assistant", "content": f"It is {n}."}] for n in range(4)]
-    raw = [plain(input_ids=torch.tensor([row])).logits.item() for row in reward_model.encode(chats)]
+    raw = [plain(input_ids=torch.tensor([row])).logits.item() for row in encode_answers(reward_model.tokenizer, chats)]
     scale = json.loads((out / "reward_scale.json").read_text())
     assert scale == json.loads((out / "reward_report.json").read_text())["scale"]
     expected = [(score - scale["mean"]) / scale["std"] for score in raw]

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.adapters.roles import REWARD
-from recipes_lib.models.heads.scoring import RewardModel, RewardStatistics, store_reward_statistics
+from recipes_lib.models.heads.scoring import RewardModel, RewardStatistics, encode_answers, store_reward_statistics
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.rl.models import load_actor_critic
 from recipes_lib.training.layouts.launch_environment import read_launch
@@ -157,7 +157,7 @@ def test_its_own_tokenizer_stays_its_own(load, reward_adapter_dir):
     chat = [{"role": "user", "content": "k1 k2"}, {"role": "assistant", "content": "k2"}]
     models = load(use_peft=True, lora_r=4, reward_model_name_or_path=reward_adapter_dir)
     ids = [20, 3, 4, 1, 20, 4, 1]
-    assert models.reward.encode([chat]) == [ids]
+    assert encode_answers(models.reward.tokenizer, [chat]) == [ids]
     (raw,) = RewardModel.load(reward_adapter_dir).compute_raw_scores([ids])
     assert models.reward.score([chat]) == pytest.approx([(raw - 0.7) / 2.5], abs=1e-5)
 

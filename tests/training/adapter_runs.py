@@ -15,8 +15,8 @@ from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.models.adapters.lora import add_adapter
 from recipes_lib.models.loading import load_causal_lm
 from recipes_lib.training.layouts.launch_environment import read_launch
+from recipes_lib.training.monitoring.callbacks import Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
-from recipes_lib.training.monitoring.observer import Observer
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
 

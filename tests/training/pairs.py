@@ -31,8 +31,8 @@ from recipes_lib.data.pairs.audit import PairAudit
 from recipes_lib.data.pairs.pair_data import PairData
 from recipes_lib.training.evaluation.held_out import EvaluatePairs
 from recipes_lib.training.layouts.launch_environment import read_launch
+from recipes_lib.training.monitoring.callbacks import Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
-from recipes_lib.training.monitoring.observer import Observer
 from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.dpo_trainer import DPOTrainer, build_objective, prepare_reference
@@ -181,7 +181,7 @@ def make_pair_trainer(
     progress = Narrator(recorder.lines)
     hooks = [
         EvaluatePairs(
-            rows,
+            rows=rows,
             batch_size=args.per_device_eval_batch_size,
             collate=collate,
             score=objective.score_held_out,

@@ -98,7 +98,7 @@ def _run_recipe(folder: Path, tokenizer_dir: Path, keys: dict[str, Any]) -> dict
             accumulations.append(self.args.gradient_accumulation_steps)
 
     recipe.choose_trainer = lambda _: Watching
-    with mock.patch("recipes_lib.publish.finish.finish_run"):
+    with mock.patch("recipes_lib.publish.final_model.finish_run"):
         recipe.main(pretraining.build_config(folder.parent.parent, tokenizer_dir, **keys))
     losses = {str(event["step"]): event["loss"] for event in pretraining.read_steps(folder)}
     return {"losses": losses, "batches": batches, "accumulation": accumulations[0]}

@@ -30,8 +30,8 @@ from recipes_lib.distillation.teacher import is_own_teacher, load_teacher, map_t
 from recipes_lib.distillation.teacher_store import StoreIdentity, identify_store, write_store
 from recipes_lib.models.attention.kernels import AttentionChoice
 from recipes_lib.training.layouts.launch_environment import read_launch
+from recipes_lib.training.monitoring.callbacks import Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
-from recipes_lib.training.monitoring.observer import Observer
 from recipes_lib.training.monitoring.progress import build_progress
 from recipes_lib.training.trainers.arguments import build_training_arguments
 

@@ -23,8 +23,8 @@ from recipes_lib.config.schema import (
 )
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.training.layouts.launch_environment import read_launch
+from recipes_lib.training.monitoring.callbacks import EvaluationHook, Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
-from recipes_lib.training.monitoring.observer import EvaluationHook, Observer
 from recipes_lib.training.monitoring.progress import build_progress
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.next_token_trainer import SFTTrainer

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
 
@@ -17,21 +15,6 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import EXIT_DONE, EXIT_USER, Problem
 from recipes_lib.training.layouts.launch_environment import Launch, add_pipeline_flags, name_pipeline
 from recipes_lib.training.layouts.launch_files import find_launch_file, plan_launch
-
-if TYPE_CHECKING:
-    from recipes_lib.inspection.sections import Inspection
-
-INSPECTIONS: Final = {
-    "pretrain": ("recipes_lib.inspection.supervised", "PretrainInspection"),
-    "sft": ("recipes_lib.inspection.supervised", "SFTInspection"),
-    "lora": ("recipes_lib.inspection.supervised", "SFTInspection"),
-    "reward": ("recipes_lib.inspection.supervised", "PairInspection"),
-    "dpo": ("recipes_lib.inspection.supervised", "PairInspection"),
-    "ppo": ("recipes_lib.inspection.policy_optimization", "PPOInspection"),
-    "distill": ("recipes_lib.inspection.supervised", "DistillationInspection"),
-    **dict.fromkeys(("rloo", "grpo"), ("recipes_lib.inspection.policy_optimization", "GroupInspection")),
-}
-"""Stage -> module and class that look at its runs."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -76,8 +59,9 @@ def check(config: RecipeConfig, launch: Launch, console: Console, launch_file: P
         console: Where the findings go.
         launch_file: By which; ``None`` where that is not known.
     """
-    module, name = INSPECTIONS[config.stage]
-    inspection: Inspection = getattr(importlib.import_module(module), name)(config, launch, console, launch_file)
+    from recipes_lib.inspection.stages import INSPECTIONS
+
+    inspection = INSPECTIONS[config.stage](config, launch, console, launch_file)
     inspection.look_at_everything()
     count = len(inspection.problems)
     console.print(f"\n{count} problem{'s' * (count != 1)}" if count else "\nready to train")

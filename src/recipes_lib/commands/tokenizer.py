@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from recipes_lib.data.chat.templates import ChatTemplate
     from recipes_lib.data.sources.mixtures import Mixture
-    from recipes_lib.models.tokenizer_training import TokenUsage
+    from recipes_lib.models.vocabulary import TokenUsage
 
 MAX_TAIL_BYTES: Final = 1 << 20
 """Text that is held out, at most: 1 MiB tells bytes per token to three digits."""
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> None:
     settings = _read_settings(options)
     _open_folder(options.output_dir, options.vocab_size)
     mixture = _open_data(options)
-    from recipes_lib.models.tokenizer_training import measure_usage, train_tokenizer
+    from recipes_lib.models.vocabulary import measure_usage, train_tokenizer
 
     template = _prove_template(settings, options.chat_template)
     tail = HeldOutTail()
@@ -80,7 +80,7 @@ class HeldOutTail:
 
     def split(self, texts: Iterable[str]) -> Iterator[str]:
         """Yield all texts but those kept, in their order; memory does not grow with their number."""
-        from recipes_lib.models.tokenizer_training import count_bytes
+        from recipes_lib.models.vocabulary import count_bytes
 
         total = 0
         for text in texts:
@@ -94,7 +94,7 @@ class HeldOutTail:
             yield self._release()
 
     def _release(self) -> str:
-        from recipes_lib.models.tokenizer_training import count_bytes
+        from recipes_lib.models.vocabulary import count_bytes
 
         text = self.texts.popleft()
         self._num_bytes -= count_bytes(text)
@@ -201,7 +201,7 @@ def _read_settings(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ConfigError: The chat template cannot be read, a special token is too short, or the vocabulary is too small.
     """
-    from recipes_lib.models.tokenizer_training import (
+    from recipes_lib.models.vocabulary import (
         CHATML_TEMPLATE,
         CHATML_TOKENS,
         EOS_TOKEN,
@@ -296,7 +296,7 @@ def _prove_template(settings: dict[str, Any], name: str | None) -> ChatTemplate 
     from recipes_lib.data.chat.encoder import RowEncoder
     from recipes_lib.data.chat.templates import ChatTemplate
     from recipes_lib.data.sources.rows import Row
-    from recipes_lib.models.tokenizer_training import train_tokenizer
+    from recipes_lib.models.vocabulary import train_tokenizer
 
     tokenizer = train_tokenizer([], vocab_size=0, **settings)
     try:

@@ -4,27 +4,135 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
+import functools
 import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import yaml
 
-from recipes_lib.config.document import Entry, compose, read_entries, read_text
 from recipes_lib.config.migration.renames import read_known
-from recipes_lib.config.paths import expand_home
+from recipes_lib.config.paths import PATH_KEYS, expand_home
 from recipes_lib.config.recipes import read_defaults
 from recipes_lib.config.rules import RULES
 from recipes_lib.config.schema import SECTIONS, RecipeConfig, list_sections
-from recipes_lib.config.secrets import has_secret_shape, refuse_secret_value
+from recipes_lib.config.secrets import has_secret_shape, is_secret_key, refuse_secret_key, refuse_secret_value
 from recipes_lib.config.settings import ABSENT, DECISIONS, Settings
-from recipes_lib.config.suggest import explain_unknown
 from recipes_lib.config.table import STAGES, Key, KeyTable, describe, load_table
-from recipes_lib.config.values import INVALID, Reader
+from recipes_lib.config.values import INVALID, Entry, Reader, compose, read_entries, read_text
 from recipes_lib.errors import ConfigError, Problem
+
+_HELP_WIDTH: Final = 100
+
+_SECTION_WORDS = {
+    *("data", "dataset", "model", "training", "train", "tokens"),
+    *("evaluation", "eval", "lora", "peft", "sft", "pretrain"),
+}
+
+
+def load_config(stage: str, argv: Sequence[str]) -> RecipeConfig:
+    """Read and check the configuration of a run.
+
+    Args:
+        stage: Name of the recipe, such as ``sft``.
+        argv: Arguments after the script's name: ``--config F`` and ``--key value`` overrides.
+
+    Raises:
+        ConfigError: The file, a flag or a combination of them is wrong; every problem at once.
+    """
+    table = load_table(stage)
+    problems: list[Problem] = []
+    command = parse_command_line(argv, table, problems)
+    return _load(command, table, problems)
+
+
+def parse_command(stage: str, argv: Sequence[str]) -> RecipeConfig | str:
+    """Read a script's arguments: the configuration to run, or the text that ``--help`` or ``--print-config`` asks for.
+
+    Raises:
+        ConfigError: As ``load_config``; ``--help`` never.
+    """
+    table = load_table(stage)
+    problems: list[Problem] = []
+    command = parse_command_line(argv, table, problems)
+    if command.wants == "help":
+        return format_help(table)
+    config = _load(command, table, problems)
+    return format_config(config, table) if command.wants == "print" else config
+
+
+def format_help(table: KeyTable) -> str:
+    """Return the help of a stage: usage, then every key by group, with its value, default and meaning."""
+    lines = [
+        f"usage: recipes/{table.stage}.py --config FILE [--key value ...]",
+        "",
+        "  --config FILE    a flat YAML file of the keys below; flags override it",
+        "  --print-config   print every effective value and where it comes from, and exit",
+        "  --help           print this, and exit",
+    ]
+    for group, about in table.groups.items():
+        lines += ["", f"{group}: {about}" if about else group]
+        for key in table.keys.values():
+            if key.group == group:
+                lines += _format_help_entry(key, key.name in table.required)
+    return "\n".join(lines)
+
+
+def format_config(config: RecipeConfig, table: KeyTable) -> str:
+    """Return every effective value as YAML that loads again, each with where it comes from as a comment.
+
+    A key that another one leaves without effect is a comment.
+    """
+    values = list_sections(config) | dict(config.training)
+    lines = []
+    for group in table.groups:
+        lines += ["", f"# {group}"]
+        for key in table.keys.values():
+            if key.group == group:
+                lines.append(_format_value(key, values, config.provenance[key.name]))
+    return "\n".join(lines).strip()
+
+
+def add_recipe_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags by which a command names the run that it is about."""
+    parser.add_argument("--stage", help="recipe (default: what the file's name begins with, or sft)")
+    about = "the recipe; further --key value flags override it (`python recipes/STAGE.py --help` lists the keys)"
+    parser.add_argument("--config", metavar="F", help=about)
+
+
+def split_stage(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the stage that a command's arguments are about, and the rest of them.
+
+    It is what ``--stage`` says; without it, what the name of the configuration file begins with, as that of
+    ``pretrain_long.yaml``; else ``sft``.
+
+    Raises:
+        ConfigError: There is no such stage.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--stage")
+    options, rest = parser.parse_known_args(argv)
+    parser.add_argument("--config", type=Path)
+    config = parser.parse_known_args(rest)[0].config
+    named = config.stem.split("_")[0] if config else ""
+    stage = options.stage or (named if named in STAGES else "sft")
+    if stage not in STAGES:
+        raise ConfigError(Problem("--stage", f"there is no stage {stage!r}", f"write one of {', '.join(STAGES)}"))
+    return stage, rest
+
+
+def check_text(stage: str, text: str, path: Path) -> RecipeConfig:
+    """Check a recipe's YAML text as the file ``path`` would be.
+
+    Raises:
+        ConfigError: As ``load_config``.
+    """
+    table, problems = load_table(stage), list[Problem]()
+    return _build(path, read_entries(text, str(path), problems), table, problems)
 
 
 @dataclass(slots=True)
@@ -107,86 +215,6 @@ def _read_node(flag: str, text: str | None, key: Key | None, problems: list[Prob
     return yaml.ScalarNode("tag:yaml.org,2002:str", text)
 
 
-_HELP_WIDTH: Final = 100
-_PATH_KEYS = (
-    "model_name_or_path",
-    "adapter_name_or_path",
-    "ref_model_name_or_path",
-    "reward_model_name_or_path",
-    "critic_model_name_or_path",
-    "teacher_model_name_or_path",
-    "tokenizer_name_or_path",
-    "dataset_name",
-    "dataset_test_split",
-    "chat_template_path",
-    "output_dir",
-    "prepared_dir",
-)
-
-
-def load_config(stage: str, argv: Sequence[str]) -> RecipeConfig:
-    """Read and check the configuration of a run.
-
-    Args:
-        stage: Name of the recipe, such as ``sft``.
-        argv: Arguments after the script's name: ``--config F`` and ``--key value`` overrides.
-
-    Raises:
-        ConfigError: The file, a flag or a combination of them is wrong; every problem at once.
-    """
-    table = load_table(stage)
-    problems: list[Problem] = []
-    command = parse_command_line(argv, table, problems)
-    return _load(command, table, problems)
-
-
-def parse_command(stage: str, argv: Sequence[str]) -> RecipeConfig | str:
-    """Read a script's arguments: the configuration to run, or the text that ``--help`` or ``--print-config`` asks for.
-
-    Raises:
-        ConfigError: As ``load_config``; ``--help`` never.
-    """
-    table = load_table(stage)
-    problems: list[Problem] = []
-    command = parse_command_line(argv, table, problems)
-    if command.wants == "help":
-        return format_help(table)
-    config = _load(command, table, problems)
-    return format_config(config, table) if command.wants == "print" else config
-
-
-def format_help(table: KeyTable) -> str:
-    """Return the help of a stage: usage, then every key by group, with its value, default and meaning."""
-    lines = [
-        f"usage: recipes/{table.stage}.py --config FILE [--key value ...]",
-        "",
-        "  --config FILE    a flat YAML file of the keys below; flags override it",
-        "  --print-config   print every effective value and where it comes from, and exit",
-        "  --help           print this, and exit",
-    ]
-    for group, about in table.groups.items():
-        lines += ["", f"{group}: {about}" if about else group]
-        for key in table.keys.values():
-            if key.group == group:
-                lines += _format_help_entry(key, key.name in table.required)
-    return "\n".join(lines)
-
-
-def format_config(config: RecipeConfig, table: KeyTable) -> str:
-    """Return every effective value as YAML that loads again, each with where it comes from as a comment.
-
-    A key that another one leaves without effect is a comment.
-    """
-    values = list_sections(config) | dict(config.training)
-    lines = []
-    for group in table.groups:
-        lines += ["", f"# {group}"]
-        for key in table.keys.values():
-            if key.group == group:
-                lines.append(_format_value(key, values, config.provenance[key.name]))
-    return "\n".join(lines).strip()
-
-
 def _format_value(key: Key, values: dict[str, object], provenance: str) -> str:
     if provenance.startswith("derived") and key.name not in values:
         return f"# {key.name}: {provenance}"
@@ -200,45 +228,6 @@ def _format_help_entry(key: Key, required: bool) -> list[str]:
     default = "required" if required else f"default {json.dumps(key.default, ensure_ascii=False)}"
     text = f"{key.help} ({describe(key.schema)}; {default})"
     return [f"  --{key.name}", *textwrap.wrap(text, _HELP_WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)]
-
-
-def add_recipe_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags by which a command names the run that it is about."""
-    parser.add_argument("--stage", help="recipe (default: what the file's name begins with, or sft)")
-    about = "the recipe; further --key value flags override it (`python recipes/STAGE.py --help` lists the keys)"
-    parser.add_argument("--config", metavar="F", help=about)
-
-
-def split_stage(argv: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the stage that a command's arguments are about, and the rest of them.
-
-    It is what ``--stage`` says; without it, what the name of the configuration file begins with, as that of
-    ``pretrain_long.yaml``; else ``sft``.
-
-    Raises:
-        ConfigError: There is no such stage.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--stage")
-    parser.add_argument("--config", type=Path)
-    options, _ = parser.parse_known_args(argv)
-    named = options.config.stem.split("_")[0] if options.config else ""
-    stage = options.stage or (named if named in STAGES else "sft")
-    if stage not in STAGES:
-        raise ConfigError(Problem("--stage", f"there is no stage {stage!r}", f"write one of {', '.join(STAGES)}"))
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--stage")
-    return stage, parser.parse_known_args(argv)[1]
-
-
-def check_text(stage: str, text: str, path: Path) -> RecipeConfig:
-    """Check a recipe's YAML text as the file ``path`` would be.
-
-    Raises:
-        ConfigError: As ``load_config``.
-    """
-    table, problems = load_table(stage), list[Problem]()
-    return _build(path, read_entries(text, str(path), problems), table, problems)
 
 
 def _load(command: CommandLine, table: KeyTable, problems: list[Problem]) -> RecipeConfig:
@@ -284,7 +273,7 @@ def _read_value(entry: Entry, table: KeyTable, problems: list[Problem]) -> Any:
     if entry.key == "lora_target_modules" and value == ["all-linear"]:
         # What TRL and PEFT call it; here it is the key left out.
         return None
-    if entry.key in _PATH_KEYS and isinstance(value, str):
+    if entry.key in PATH_KEYS and isinstance(value, str):
         return expand_home(value)
     if entry.key == "dataset_mixture" and isinstance(value, list):
         return [item | {"name": expand_home(item["name"])} for item in value]
@@ -317,3 +306,57 @@ def _in_order(problems: Sequence[Problem], path: Path | None) -> list[Problem]:
         return (0, int(number)) if name == str(path) and number.isdigit() else (1, 0)
 
     return sorted(problems, key=line)
+
+
+@functools.cache
+def read_synonyms() -> Mapping[str, str]:
+    """Return name elsewhere -> our key, of one stage or of several."""
+    names = yaml.safe_load(Path(__file__).with_name("synonyms.yaml").read_text(encoding="utf-8"))
+    return {name: key for key, synonyms in names.items() for name in synonyms.split()}
+
+
+def explain_unknown(entry: Entry, table: KeyTable, taken: set[str]) -> Problem:
+    """Return what is wrong with a key outside the table.
+
+    Args:
+        entry: The key with its value.
+        table: The keys of the stage.
+        taken: Every key that the user wrote, so that a successor is not offered twice.
+    """
+    key = entry.key
+    if is_secret_key(key):
+        return refuse_secret_key(entry.where, key[:60])
+    known = read_known(table.stage)
+    if key in known:
+        retired = known[key]
+        remedy = f"delete the line: `{retired.new}` is set as well" if retired.new in taken else retired.remedy
+        return Problem(entry.where, f"`{key}` {retired.found}", remedy)
+    nested = _nested_keys(entry.node, table)
+    if nested or (isinstance(entry.node, yaml.MappingNode) and key in _SECTION_WORDS):
+        names = ", ".join(nested[:3] + ["..."] * (len(nested) > 3)) or "its keys"
+        return Problem(entry.where, f"`{key}` is not a key; keys are flat", f"move {names} to the left margin")
+    return Problem(entry.where, f"unknown key `{key[:60]}`", _suggest(key, table, entry.flag))
+
+
+def _nested_keys(node: yaml.Node, table: KeyTable) -> list[str]:
+    if not isinstance(node, yaml.MappingNode):
+        return []
+    names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+    return [name for name in names if name in table.keys or name in read_known(table.stage)]
+
+
+def _suggest(key: str, table: KeyTable, flag: bool) -> str:
+    positive = key.removeprefix("no_")
+    if positive in table.keys and table.keys[positive].accepts("boolean"):
+        return f"write `--{positive} false`" if flag else f"write `{positive}: false`"
+    plain = key.lower().replace("-", "_")
+    known = read_known(table.stage)
+    synonym = read_synonyms().get(plain, "")
+    if synonym in known:
+        return f"it is `{synonym}` elsewhere, which {known[synonym].found}; {known[synonym].remedy}"
+    # A retired spelling leads to its successor; one without is no suggestion.
+    names = {name: name for name in table.keys} | {
+        name: retired.new for name, retired in known.items() if retired.new in table.keys
+    }
+    near = [synonym] if synonym in table.keys else difflib.get_close_matches(plain, names, n=1, cutoff=0.7)
+    return f"did you mean `{names[near[0]]}`?" if near else "see `--help` or docs/configs.md for the keys"

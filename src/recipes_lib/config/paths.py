@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 from recipes_lib.config.settings import Settings, is_local
 from recipes_lib.errors import ConfigError, Problem
@@ -20,6 +21,8 @@ _REFERENCES = (
     *("reward_model_name_or_path", "critic_model_name_or_path", "teacher_model_name_or_path", "dataset_name"),
 )
 _OUTPUTS = ("output_dir", "prepared_dir")
+PATH_KEYS: Final = (*_REFERENCES, "dataset_test_split", "chat_template_path", *_OUTPUTS)
+"""Keys whose value may be a path, in which `~/` is the home folder."""
 
 
 def expand_home(text: str) -> str:
@@ -50,20 +53,15 @@ def check_paths(settings: Settings) -> Iterator[Problem]:
     for index, entry in enumerate(settings["dataset_mixture"] or []):
         where = _locate_entry(settings, index)
         yield from _check_reference(where, f"dataset_mixture[{index}].name", entry["name"])
-    if settings.gives("dataset_test_split") and names_path(settings["dataset_test_split"]):
-        yield from _check_exists(
-            settings.where("dataset_test_split"), "dataset_test_split", settings["dataset_test_split"]
-        )
-    if settings.gives("chat_template_path"):
-        yield from _check_exists(
-            settings.where("chat_template_path"), "chat_template_path", settings["chat_template_path"]
-        )
+    for key in ("dataset_test_split", "chat_template_path"):
+        if settings.gives(key) and (key == "chat_template_path" or names_path(settings[key])):
+            yield from _check_exists(settings.where(key), key, settings[key])
     for key in _OUTPUTS:
         if settings.gives(key) and is_local(settings[key]) and not Path(settings[key]).is_dir():
-            yield Problem(settings.where(key), f"`{key}` is an existing file", "name a folder")
+            yield settings.problem(key, f"`{key}` is an existing file", "name a folder")
         if settings.gives(key) and settings[key].startswith("~"):
             found = f"`{key}` begins with `{settings[key].partition('/')[0]}`, and only `~/` is your home folder"
-            yield Problem(settings.where(key), found, f"write `~/...`, or `./{settings[key]}` if that is its name")
+            yield settings.problem(key, found, f"write `~/...`, or `./{settings[key]}` if that is its name")
 
 
 def _locate_entry(settings: Settings, index: int) -> str:

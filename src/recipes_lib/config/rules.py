@@ -2,165 +2,46 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
-from recipes_lib.config.defaults import SHARE_OR_COUNT
 from recipes_lib.config.paths import check_paths
-from recipes_lib.config.schema import RELATION_WEIGHTS, WEIGHTS, AdapterConfig, EngineConfig, QuantizationConfig
+from recipes_lib.config.recipes import PREFERENCE_LOSSES, SHARE_OR_COUNT
+from recipes_lib.config.schema import RELATION_WEIGHTS, WEIGHTS, AdapterConfig, QuantizationConfig
 from recipes_lib.config.settings import DECISIONS, Settings, is_local
 from recipes_lib.errors import Problem
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
-_CLIPPED: Final = ("grpo", "dr_grpo", "dapo", "bnpo", "luspo")
-_LOSSES_OF_GROUPS: Final = {
-    "delta": _CLIPPED,
-    **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), ("sapo",)),
-    **dict.fromkeys(("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"), ("vespo",)),
-}
-"""Options of GRPO's losses, and the losses that read them."""
-_ENTROPY_OPTIONS: Final = ("entropy_coef_delta", "entropy_coef_max", "entropy_coef_min", "entropy_target")
+_IN_BITS: Final = ("load_in_8bit", "load_in_4bit")
+_EXCLUSIVE: Final = (
+    ("dataset_name", "dataset_mixture", "keep one; a mixture names its datasets itself"),
+    ("dataset_test_split", "test_split_size", "keep one: name the held-out split, or have one made"),
+    ("fp16", "bf16", "keep one"),
+    ("dataset_config", "dataset_mixture", "write `config` in the mixture's entries"),
+    ("dataset_revision", "dataset_mixture", "write `revision` in the mixture's entries"),
+    ("dataset_train_split", "dataset_mixture", "write `split` in the mixture's entries"),
+    ("model_name_or_path", "model_config", "keep one: random weights, or those of a model"),
+    ("dataset_streaming", "max_rollbacks", "keep one: rows of a stream have no numbers by which some could be skipped"),
+    ("load_in_8bit", "load_in_4bit", "keep one"),
+    ("use_transformers_continuous_batching", "use_vllm", "keep one: one engine samples"),
+    *((key, "use_vllm", "keep one: vLLM takes merged weights, and not weights of few bits") for key in _IN_BITS),
+    ("use_peft", "save_critic", "keep one: the critic is an adapter on the policy's own weights"),
+    ("dataset_streaming", "teacher_top_k", "keep one: the stored top-k are looked up by row, and a stream has none"),
+    ("lmbda", "teacher_top_k", "keep one: sampled answers are new, and nothing is stored of them"),
+    *(("teacher_top_k", key, "keep one: nothing is stored of the teacher's layers") for key in WEIGHTS),
+    *((key, "torch_compile", f"keep one: it drops the forward hooks of `{key}`") for key in WEIGHTS),
+)
+"""Keys that cannot be set together, and the remedy; the problem is where the second one stands."""
 
-
-def check_rewards(settings: Settings) -> Iterator[Problem]:
-    """There is a reward, each has one weight, and answers fit the row; nothing that is compared is random."""
-    functions, has_model = settings["reward_funcs"] or [], settings.gives("reward_model_name_or_path")
-    num_rewards = len(functions) + has_model
-    is_told = any(settings.broken(key) for key in ("reward_funcs", "reward_model_name_or_path"))
-    if not num_rewards and not is_told:
-        found = "nothing scores the answers: neither `reward_funcs` nor `reward_model_name_or_path` is set"
-        yield Problem(settings.name, found, "write `reward_funcs: [package.module:function]`, or name a reward model")
-    for function in functions:
-        if not _FUNCTION.fullmatch(function):
-            found = f"a reward function is not an import path: {function[:60]!r}"
-            yield Problem(settings.where("reward_funcs"), found, "write package.module:function")
-    weights = settings["reward_weights"]
-    if weights is not None and num_rewards and len(weights) != num_rewards:
-        found = f"`reward_weights` has {len(weights)} numbers for {num_rewards} rewards"
-        remedy = f"write {num_rewards}: the functions in their order, then the reward model"
-        yield Problem(settings.where("reward_weights"), found, remedy)
-    if settings.gives("reward_model_revision") and not has_model:
-        found = "`reward_model_revision` has no effect without `reward_model_name_or_path`"
-        yield Problem(settings.where("reward_model_revision"), found, "delete the line, or name the model")
-    length, room = settings["response_length"], settings["max_length"]
-    if room is not None and room <= length:
-        found = f"`max_length` ({room}) leaves no room for a prompt before `response_length` ({length})"
-        yield Problem(settings.where("max_length"), found, "raise it: it counts the prompt and its answer")
-    if settings["overlong"] in ("truncate", "split"):
-        found = f"`overlong: {settings['overlong']}` would ask half a question"
-        yield Problem(settings.where("overlong"), found, "write `overlong: drop`, or a larger `max_length`")
-
-
-def check_ppo(settings: Settings) -> Iterator[Problem]:
-    """Options of an adaptive KL coefficient need its target; a policy with an adapter has the critic as another one."""
-    if settings.gives("kl_horizon") and not settings.gives("kl_target_per_sequence"):
-        found = "`kl_horizon` has no effect: `kl_coef` is fixed"
-        yield Problem(settings.where("kl_horizon"), found, "write `kl_target_per_sequence: ...`, or delete the line")
-    if settings["push_to_hub"] and settings["hub_strategy"] not in (None, "end"):
-        found = f"`hub_strategy: {settings['hub_strategy']}` publishes checkpoints, and those of PPO are no models"
-        yield Problem(settings.where("hub_strategy"), found, "write `hub_strategy: end`")
-    if settings["use_peft"] and settings["save_critic"]:
-        found = "`save_critic` has no effect: the critic is an adapter on the policy's own weights"
-        yield Problem(settings.where("save_critic"), found, "delete the line, or train without adapters")
-
-
-def check_own_reference(settings: Settings) -> Iterator[Problem]:
-    """Without its adapter a policy is its own reference."""
-    if not settings["use_peft"]:
-        return
-    if settings["lora_dropout"]:
-        found = "`lora_dropout` makes log-probabilities random, and they are compared"
-        yield Problem(settings.where("lora_dropout"), found, "write `lora_dropout: 0`")
-    if settings["init_lora_weights"] in ("pissa", "olora"):
-        found = f"`init_lora_weights: {settings['init_lora_weights']}` leaves no base that could be the reference"
-        yield Problem(settings.where("init_lora_weights"), found, "write `init_lora_weights: default`")
-    for key in ("adapter_name_or_path", "lora_modules_to_save", "loraplus_lr_ratio"):
-        if settings.gives(key):
-            found = f"`{key}` is not done in this stage"
-            yield Problem(settings.where(key), found, "delete the line; `recipes merge` merges an adapter first")
-
-
-def check_engine(settings: Settings) -> Iterator[Problem]:
-    """One engine samples, its settings are of use, and it can read the policy."""
-    engines = {"use_vllm": "vllm_", "use_transformers_continuous_batching": "transformers_continuous_batching_"}
-    if all(settings[name] for name in engines):
-        found = "`use_vllm` and `use_transformers_continuous_batching` both ask for an engine"
-        yield Problem(settings.where("use_vllm"), found, "delete one of the lines")
-    for name, prefix in engines.items():
-        for key in (field.name for field in dataclasses.fields(EngineConfig) if field.name.startswith(prefix)):
-            if settings.gives(key) and not settings[name]:
-                found = f"`{key}` has no effect without `{name}: true`"
-                yield Problem(settings.where(key), found, "write that line too, or delete this one")
-    if settings["use_transformers_continuous_batching"] and settings["attn_implementation"] == "varlen":
-        found = "`attn_implementation: varlen` is not known to transformers' continuous batching"
-        yield Problem(settings.where("attn_implementation"), found, "write sdpa, or flash_attention_2")
-    if settings["use_vllm"] and (settings["load_in_4bit"] or settings["load_in_8bit"]):
-        found = "`use_vllm` would merge the adapter into weights of few bits"
-        remedy = "train the adapter on full weights, or write `use_transformers_continuous_batching: true` instead"
-        yield Problem(settings.where("use_vllm"), found, remedy)
-
-
-def check_group_loss(settings: Settings) -> Iterator[Problem]:
-    """Options of one loss need that loss, and those of an adaptive entropy bonus need it."""
-    loss = settings["loss_type"]
-    for key, users in _LOSSES_OF_GROUPS.items():
-        if settings.gives(key) and loss not in users and not settings.broken("loss_type"):
-            found = f"`{key}` has no effect: it belongs to `loss_type: {' or '.join(users)}`"
-            yield Problem(settings.where(key), found, "delete the line, or choose that loss")
-    for key in _ENTROPY_OPTIONS:
-        if settings.gives(key) and not settings["use_adaptive_entropy"]:
-            found = f"`{key}` has no effect without `use_adaptive_entropy: true`"
-            yield Problem(settings.where(key), found, "write that line too, or delete this one")
-
-
-def check_distillation(settings: Settings) -> Iterator[Problem]:
-    """Stored teacher answers are looked up by row: streams have no numbered rows, and sampled answers no row at all."""
-    if settings.gives("teacher_top_k") and settings["dataset_streaming"]:
-        found = f"`teacher_top_k` needs prepared rows, and a stream ({settings.where('dataset_streaming')}) has none"
-        yield Problem(settings.where("teacher_top_k"), found, "delete one of the two lines")
-    if settings.gives("teacher_top_k") and settings["lmbda"]:
-        found = f"`teacher_top_k` is of the texts, and the answers of `lmbda` ({settings.where('lmbda')}) are new ones"
-        yield Problem(settings.where("teacher_top_k"), found, "delete one of the two lines")
-
-
-_LAYER_OPTIONS: Final = {
-    "feature_loss": ("feature_weight",),
-    "feature_layers": ("feature_weight",),
-    "projection_learning_rate": ("feature_weight",),
-    "relation_layers": RELATION_WEIGHTS,
-}
-"""Keys that say how a part is computed, and the weights of which one must be above 0."""
-
-
-def check_layers(settings: Settings) -> Iterator[Problem]:
-    """Layers are compared with those of a live teacher; attention with attention that exists."""
-    weighed = [key for key in WEIGHTS if settings[key]]
-    if weighed and settings.gives("teacher_top_k"):
-        found = f"`{weighed[0]}` needs the teacher's layers, and `teacher_top_k` has only what it said of the tokens"
-        remedy = f"delete one of the two lines ({settings.where('teacher_top_k')})"
-        yield Problem(settings.where(weighed[0]), found, remedy)
-    if weighed and settings["torch_compile"]:
-        found = f"`torch_compile` drops the forward hooks of `{weighed[0]}` ({settings.where(weighed[0])})"
-        yield Problem(settings.where("torch_compile"), found, "delete one of the two lines")
-    if settings["attention_weight"] and settings["attn_implementation"] != "eager":
-        found = "`attention_weight` compares attention, which every kernel but `eager` never has in memory"
-        yield Problem(settings.where("attention_weight"), found, "write `attn_implementation: eager`, or delete it")
-    for key, deciders in _LAYER_OPTIONS.items():
-        if settings.gives(key) and not any(settings[decider] for decider in deciders):
-            found = f"`{key}` has no effect: `{'`, `'.join(deciders)}` {'are' if len(deciders) > 1 else 'is'} 0"
-            yield Problem(settings.where(key), found, "give a weight, or delete the line")
-    for key in ("feature_layers", "relation_layers"):
-        layers = settings[key]
-        if layers is not None and (not layers or min(layers) < 1 or len(set(layers)) < len(layers)):
-            found = f"`{key}` is {layers}: layers are counted from 1, and each is compared once"
-            yield Problem(settings.where(key), found, "write such as [4, 8], or delete the line for the default")
-
-
+_SAVED: Final = ("steps", "epoch", "best")
+_HAVE_REFERENCE: Final = tuple(loss for loss in PREFERENCE_LOSSES if loss not in ("simpo", "orpo", "sft"))
+_OF_ADAPTER: Final = [field.name for section in (AdapterConfig, QuantizationConfig) for field in fields(section)]
 _PLATEAU: Final = ("mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "min_lr", "eps")
 _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "cosine": ("num_cycles",),
@@ -184,16 +65,171 @@ _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
 
 Source: transformers ``TYPE_TO_SCHEDULER_FUNCTION``; ``tests/config/test_schedule_rules.py`` holds it to the signatures.
 """
+_ROUNDING: Final = ("adamw_torch_4bit", "adamw_torch_8bit")
+"""Of torchao: those of upstream's optimizers that read ``bf16_stochastic_round``; the others ignore it."""
+_METRIC = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+Rule = Callable[[Settings], Iterator[Problem]]
+
+
+@dataclass(frozen=True, slots=True)
+class Dependency:
+    """Keys that have an effect only with one of some values of another key.
+
+    Attributes:
+        keys: Separated by blanks.
+        decider: The other key, or several of which one is enough; where a stage has none of them, nothing is required.
+        values: The values that give the keys their effect; none: every value but null, false and 0.
+    """
+
+    keys: str
+    decider: str
+    values: tuple[Any, ...] = ()
+
+    def is_met(self, settings: Settings) -> bool:
+        """Return whether the keys have an effect under ``settings``, or may have one but for a value refused."""
+        deciders = [key for key in self.decider.split() if key in settings.table.keys]
+        return not deciders or any(settings.broken(key) or self._allows(settings[key]) for key in deciders)
+
+    def explain(self, key: str, settings: Settings) -> Problem:
+        """Return the problem of a key without effect."""
+        decider, *others = self.decider.split()
+        shown = json.dumps(settings[decider], ensure_ascii=False)[:80]
+        found = f"`{key}` has no effect: `{'`, `'.join([decider, *others])}` {'are' if others else 'is'} {shown}"
+        value = " or ".join(map(str, self.values)) or ("true" if settings[decider] is False else "...")
+        remedy = (
+            "keep one of the two lines"
+            if self.values == (None,)
+            else f"write `{decider}: {value}`, or delete this line"
+        )
+        return settings.problem(key, found, remedy)
+
+    def _allows(self, value: Any) -> bool:
+        if not self.values:
+            return bool(value)
+        return any(item in self.values for item in (value if isinstance(value, list) else [value]))
+
+
+_DEPENDENCIES: Final = (
+    # every stage
+    Dependency("max_broken_fraction", "broken_rows", ("drop",)),
+    Dependency("overlong", "max_length"),
+    Dependency("sample_prompts metrics", "num_sample_prompts"),
+    Dependency("max_rollbacks save_keep_steps", "save_strategy", _SAVED),
+    Dependency("dataloader_prefetch_factor dataloader_persistent_workers", "dataloader_num_workers"),
+    # pretraining
+    Dependency("decay_steps decay_type", "lr_scheduler_type", ("warmup_stable_decay",)),
+    Dependency("batch_ramp_start batch_ramp_lr", "batch_ramp_tokens"),
+    # adapters
+    Dependency(" ".join(key for key in _OF_ADAPTER if key != "use_peft"), "use_peft"),
+    Dependency("bnb_4bit_quant_type use_bnb_nested_quant", "load_in_4bit"),
+    Dependency(
+        "lora_r lora_target_modules lora_modules_to_save init_lora_weights use_dora", "adapter_name_or_path", (None,)
+    ),
+    # preferences
+    Dependency("simpo_gamma", "loss_type", ("simpo",)),
+    Dependency("discopop_tau", "loss_type", ("discopop",)),
+    Dependency("label_smoothing", "loss_type", ("exo_pair", "robust", "aot", "aot_unpaired")),
+    Dependency("ref_model_name_or_path ref_model_revision precompute_ref_log_probs", "loss_type", _HAVE_REFERENCE),
+    Dependency("f_alpha_divergence_coef", "f_divergence_type", ("alpha_divergence",)),
+    # reinforcement learning
+    Dependency("reward_model_revision", "reward_model_name_or_path"),
+    Dependency("kl_horizon", "kl_target_per_sequence"),
+    Dependency("vllm_server_base_url vllm_server_timeout vllm_group_port", "use_vllm"),
+    Dependency("transformers_continuous_batching_config", "use_transformers_continuous_batching"),
+    Dependency("delta", "loss_type", ("grpo", "dr_grpo", "dapo", "bnpo", "luspo")),
+    Dependency("sapo_temperature_pos sapo_temperature_neg", "loss_type", ("sapo",)),
+    Dependency("vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg", "loss_type", ("vespo",)),
+    Dependency("entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target", "use_adaptive_entropy"),
+    # distillation
+    # Every kernel but this one never has the attention in memory.
+    Dependency("attention_weight", "attn_implementation", ("eager",)),
+    Dependency("feature_loss feature_layers projection_learning_rate", "feature_weight"),
+    Dependency("relation_layers", " ".join(RELATION_WEIGHTS)),
+)
+
+
+def check_exclusive(settings: Settings) -> Iterator[Problem]:
+    """Keys that cannot be set together."""
+    for first, second, remedy in _EXCLUSIVE:
+        if settings.changes(first) and settings.changes(second) and settings[first] and settings[second]:
+            found = f"`{second}` and `{first}` ({settings.where(first)}) are both set"
+            yield settings.problem(second, found, remedy)
+
+
+def check_dependencies(settings: Settings) -> Iterator[Problem]:
+    """Keys without effect, each at the first dependency that is not met; a key at its default asks for nothing."""
+    told: set[str] = set()
+    for dependency in _DEPENDENCIES:
+        for key in dependency.keys.split():
+            if settings.changes(key) and key not in told and not dependency.is_met(settings):
+                told.add(key)
+                yield dependency.explain(key, settings)
+
+
+def check_rewards(settings: Settings) -> Iterator[Problem]:
+    """There is a reward, each has one weight, and answers fit the row."""
+    functions, has_model = settings["reward_funcs"] or [], settings.gives("reward_model_name_or_path")
+    num_rewards = len(functions) + has_model
+    is_told = any(settings.broken(key) for key in ("reward_funcs", "reward_model_name_or_path"))
+    if not num_rewards and not is_told:
+        found = "nothing scores the answers: neither `reward_funcs` nor `reward_model_name_or_path` is set"
+        yield Problem(settings.name, found, "write `reward_funcs: [package.module:function]`, or name a reward model")
+    for function in functions:
+        if not _FUNCTION.fullmatch(function):
+            found = f"a reward function is not an import path: {function[:60]!r}"
+            yield settings.problem("reward_funcs", found, "write package.module:function")
+    weights = settings["reward_weights"]
+    if weights is not None and num_rewards and len(weights) != num_rewards:
+        found = f"`reward_weights` has {len(weights)} numbers for {num_rewards} rewards"
+        remedy = f"write {num_rewards}: the functions in their order, then the reward model"
+        yield settings.problem("reward_weights", found, remedy)
+    length, room = settings["response_length"], settings["max_length"]
+    if room is not None and room <= length:
+        found = f"`max_length` ({room}) leaves no room for a prompt before `response_length` ({length})"
+        yield settings.problem("max_length", found, "raise it: it counts the prompt and its answer")
+
+
+def check_ppo(settings: Settings) -> Iterator[Problem]:
+    """Checkpoints of PPO are no models, and continuous batching has kernels of its own."""
+    if settings["push_to_hub"] and settings["hub_strategy"] not in (None, "end"):
+        found = f"`hub_strategy: {settings['hub_strategy']}` publishes checkpoints, and those of PPO are no models"
+        yield settings.problem("hub_strategy", found, "write `hub_strategy: end`")
+    if settings["use_transformers_continuous_batching"] and settings["attn_implementation"] == "varlen":
+        found = "`attn_implementation: varlen` is not known to transformers' continuous batching"
+        yield settings.problem("attn_implementation", found, "write sdpa, or flash_attention_2")
+
+
+def check_own_reference(settings: Settings) -> Iterator[Problem]:
+    """Without its adapter a policy is its own reference."""
+    if not settings["use_peft"]:
+        return
+    if settings["init_lora_weights"] in ("pissa", "olora"):
+        found = f"`init_lora_weights: {settings['init_lora_weights']}` leaves no base that could be the reference"
+        yield settings.problem("init_lora_weights", found, "write `init_lora_weights: default`")
+    for key in ("adapter_name_or_path", "lora_modules_to_save", "loraplus_lr_ratio"):
+        if settings.gives(key):
+            found = f"`{key}` is not done in this stage"
+            yield settings.problem(key, found, "delete the line; `recipes merge` merges an adapter first")
+
+
+def check_layers(settings: Settings) -> Iterator[Problem]:
+    """Each layer is compared once."""
+    for key in ("feature_layers", "relation_layers"):
+        layers = settings[key]
+        if layers is not None and (not layers or min(layers) < 1 or len(set(layers)) < len(layers)):
+            found = f"`{key}` is {layers}: layers are counted from 1, and each is compared once"
+            yield settings.problem(key, found, "write such as [4, 8], or delete the line for the default")
 
 
 def check_schedule(settings: Settings) -> Iterator[Problem]:
     """The length of the run, and the warm-up inside it."""
     max_steps, warmup = settings["max_steps"], settings["warmup_steps"]
     if max_steps == 0:
-        yield Problem(settings.where("max_steps"), "`max_steps` is 0", "write -1 to train for `num_train_epochs`")
+        yield settings.problem("max_steps", "`max_steps` is 0", "write -1 to train for `num_train_epochs`")
     if 0 < max_steps <= warmup:
         found = f"the warm-up ({warmup} steps) is as long as the run (`max_steps` {max_steps})"
-        yield Problem(settings.where("warmup_steps"), found, "write a share, such as `warmup_steps: 0.03`")
+        yield settings.problem("warmup_steps", found, "write a share, such as `warmup_steps: 0.03`")
 
 
 def check_schedule_options(settings: Settings) -> Iterator[Problem]:
@@ -205,51 +241,29 @@ def check_schedule_options(settings: Settings) -> Iterator[Problem]:
     if needed and len(needed & set(options)) != 1:
         names = " or ".join(f"`{name}`" for name in sorted(needed))
         found = f"`lr_scheduler_type: {kind}` needs {names} in `lr_scheduler_kwargs`"
-        yield Problem(settings.where("lr_scheduler_type"), found, f"write lr_scheduler_kwargs: {{{min(needed)}: ...}}")
+        yield settings.problem("lr_scheduler_type", found, f"write lr_scheduler_kwargs: {{{min(needed)}: ...}}")
     taken = _OPTIONS.get(kind, ())
     for name in options:
         if name not in taken and not settings.broken("lr_scheduler_type"):
             found = f"`lr_scheduler_kwargs` has {str(name)[:60]!r}, which `lr_scheduler_type: {kind}` does not take"
             remedy = f"write {' or '.join(taken)}" if taken else "delete it, or choose another schedule"
-            yield Problem(settings.where("lr_scheduler_kwargs"), found, remedy)
+            yield settings.problem("lr_scheduler_kwargs", found, remedy)
 
 
 def check_shape(settings: Settings) -> Iterator[Problem]:
-    """Options of one schedule, or of the batch ramp, need that schedule or the ramp."""
-    for key in ("decay_steps", "decay_type"):
-        if settings.gives(key) and settings["lr_scheduler_type"] != "warmup_stable_decay":
-            found = f"`{key}` has no effect: `lr_scheduler_type` is {settings['lr_scheduler_type']}"
-            yield Problem(settings.where(key), found, "write `lr_scheduler_type: warmup_stable_decay`, or delete it")
+    """The shape of a schedule of ours: a decay that ends above 0, a warm-up and a batch ramp that fit the run."""
     if settings["decay_type"] == "exponential" and settings["min_lr_ratio"] == 0:
         found = "an exponential decay to `min_lr_ratio: 0` is at 0 with its first step"
-        yield Problem(settings.where("min_lr_ratio"), found, "write `min_lr_ratio: 0.01`, or another `decay_type`")
+        yield settings.problem("min_lr_ratio", found, "write `min_lr_ratio: 0.01`, or another `decay_type`")
     if settings.gives("warmup_tokens") and settings.gives("max_tokens"):
         warmup, length = settings["warmup_tokens"], settings["max_tokens"]
         if warmup >= length:
             found = f"the warm-up ({warmup:,} tokens) is as long as the run (`max_tokens` {length:,})"
-            yield Problem(settings.where("warmup_tokens"), found, "lower it, or train longer")
-    for key in ("batch_ramp_start", "batch_ramp_lr"):
-        if settings.gives(key) and not settings.gives("batch_ramp_tokens"):
-            found = f"`{key}` has no effect without `batch_ramp_tokens`"
-            yield Problem(settings.where(key), found, "write `batch_ramp_tokens: ...`, or delete the line")
+            yield settings.problem("warmup_tokens", found, "lower it, or train longer")
     if settings.gives("batch_ramp_tokens") and settings["gradient_accumulation_steps"] == 1:
         found = "`batch_ramp_tokens` has no effect: the batch grows by micro-batches, and a step has one"
         remedy = "write `gradient_accumulation_steps: 2` or more, or delete the line"
-        yield Problem(settings.where("batch_ramp_tokens"), found, remedy)
-
-
-_EXCLUSIVE = (
-    ("dataset_name", "dataset_mixture", "keep one; a mixture names its datasets itself"),
-    ("dataset_test_split", "test_split_size", "keep one: name the held-out split, or have one made"),
-    ("fp16", "bf16", "keep one"),
-    ("dataset_config", "dataset_mixture", "write `config` in the mixture's entries"),
-    ("dataset_revision", "dataset_mixture", "write `revision` in the mixture's entries"),
-    ("dataset_train_split", "dataset_mixture", "write `split` in the mixture's entries"),
-)
-_ROUNDING: Final = ("adamw_torch_4bit", "adamw_torch_8bit")
-"""Of torchao: those of upstream's optimizers that read ``bf16_stochastic_round``; the others ignore it."""
-_METRIC = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-COMMIT = re.compile(r"[0-9a-f]{40}")
+        yield settings.problem("batch_ramp_tokens", found, remedy)
 
 
 def check_required(settings: Settings) -> Iterator[Problem]:
@@ -259,14 +273,6 @@ def check_required(settings: Settings) -> Iterator[Problem]:
             yield Problem(settings.name, f"`{key}` is missing", f"write `{key}: ...`")
     if "dataset_name" not in settings.given and "dataset_mixture" not in settings.given:
         yield Problem(settings.name, "`dataset_name` is missing", "write `dataset_name: ...`, or `dataset_mixture`")
-
-
-def check_exclusive(settings: Settings) -> Iterator[Problem]:
-    """Keys that say the same thing twice."""
-    for first, second, remedy in _EXCLUSIVE:
-        if settings.gives(first) and settings.gives(second) and settings[first] and settings[second]:
-            found = f"`{second}` and `{first}` ({settings.where(first)}) are both set"
-            yield Problem(settings.where(second), found, remedy)
 
 
 def check_decisions(settings: Settings) -> Iterator[Problem]:
@@ -283,21 +289,17 @@ def check_shares(settings: Settings) -> Iterator[Problem]:
         value = settings[key]
         if isinstance(value, float) and value >= 1:
             remedy = f"write {int(value)} for a count, or a number below 1 for a share"
-            yield Problem(settings.where(key), f"`{key}` is {value}, which is neither a share nor a count", remedy)
+            yield settings.problem(key, f"`{key}` is {value}, which is neither a share nor a count", remedy)
 
 
 def check_data(settings: Settings) -> Iterator[Problem]:
-    """Streams have no length; a mixture is not empty; a largest share of broken rows needs some to be dropped."""
-    is_share_set = settings["max_broken_fraction"] != settings.table.keys["max_broken_fraction"].default
-    if is_share_set and settings["broken_rows"] == "error":
-        found = "`max_broken_fraction` has no effect: any broken row is an error"
-        yield Problem(settings.where("max_broken_fraction"), found, "write `broken_rows: drop` too")
+    """Streams have no length, and a mixture is not empty."""
     has_length = settings["max_steps"] > 0 or settings.broken("max_steps") or settings.gives("max_tokens")
     if settings["dataset_streaming"] and not has_length:
         found = "`dataset_streaming` needs `max_steps`: a stream has no end to count epochs by"
-        yield Problem(settings.where("dataset_streaming"), found, "write `max_steps: ...`")
+        yield settings.problem("dataset_streaming", found, "write `max_steps: ...`")
     if settings["dataset_mixture"] == []:
-        yield Problem(settings.where("dataset_mixture"), "`dataset_mixture` is empty", "write at least one entry")
+        yield settings.problem("dataset_mixture", "`dataset_mixture` is empty", "write at least one entry")
 
 
 def check_mixture(settings: Settings) -> Iterator[Problem]:
@@ -321,45 +323,26 @@ def are_shares(entries: Sequence[Mapping[str, Any]]) -> bool:
     return any(math.isclose(total, whole, rel_tol=0.02) for whole in (1, 100))
 
 
-def check_rollbacks(settings: Settings) -> Iterator[Problem]:
-    """Going back needs something to go back to, and rows with numbers."""
-    for key, value, why in (
-        ("save_strategy", "no", "nothing is saved that the run could go back to"),
-        ("dataset_streaming", True, "the rows of a stream have no numbers by which some could be left out"),
-    ):
-        if settings["max_rollbacks"] and settings[key] == value:
-            found = f"`max_rollbacks` has no effect: {why} ({settings.where(key)})"
-            yield Problem(settings.where("max_rollbacks"), found, "delete one of the two lines")
-
-
 def check_rows(settings: Settings) -> Iterator[Problem]:
-    """A stream has no length to take a share of; a length limit says what happens beyond it."""
+    """A stream has no length to take a share of."""
     size = settings["test_split_size"]
     if settings["dataset_streaming"] and size is not None and size < 1:
         found = "`test_split_size` is a share, and a stream has no length to take it of"
-        yield Problem(settings.where("test_split_size"), found, "write a number of rows")
-    if settings["overlong"] != "error" and settings["max_length"] is None and not settings.broken("max_length"):
-        found = f"`overlong: {settings['overlong']}` has no effect without `max_length`"
-        yield Problem(settings.where("overlong"), found, "write `max_length: ...`, or delete the line")
+        yield settings.problem("test_split_size", found, "write a number of rows")
 
 
 def check_start(settings: Settings) -> Iterator[Problem]:
-    """Pretraining starts from random weights or from a model, never from both or neither."""
+    """Pretraining starts from random weights or from a model."""
     gives_config, gives_model = settings.gives("model_config"), settings.gives("model_name_or_path")
-    if gives_config and gives_model:
-        found = f"`model_config` and `model_name_or_path` ({settings.where('model_name_or_path')}) are both set"
-        yield Problem(settings.where("model_config"), found, "keep one: random weights, or those of a model")
-    elif not gives_config and not gives_model and not settings.broken("model_config"):
+    if not gives_config and not gives_model and not settings.broken("model_config"):
         found = "neither `model_config` nor `model_name_or_path` is set"
         yield Problem(settings.name, found, "write `model_config: {model_type: llama, ...}`, or name a model")
     if gives_config:
         if "model_type" not in settings["model_config"]:
-            yield Problem(
-                settings.where("model_config"), "`model_config` has no `model_type`", "write model_type: llama"
-            )
+            yield settings.problem("model_config", "`model_config` has no `model_type`", "write model_type: llama")
         if not settings.gives("tokenizer_name_or_path") and not settings.broken("tokenizer_name_or_path"):
             found = "`model_config` starts from random weights, and no tokenizer comes with those"
-            yield Problem(settings.where("model_config"), found, "write `tokenizer_name_or_path: ...`")
+            yield settings.problem("model_config", found, "write `tokenizer_name_or_path: ...`")
 
 
 def check_precision(settings: Settings) -> Iterator[Problem]:
@@ -370,15 +353,13 @@ def check_precision(settings: Settings) -> Iterator[Problem]:
     if dtype in ("bfloat16", "float16") and not (rounds and dtype == "bfloat16"):
         found = f"`dtype: {dtype}` would hold the weights: an update below 1/256 of a weight is rounded away"
         remedy = "delete the line (products are in bf16 all the same), or write `optim: adamw_bf16_stochastic`"
-        yield Problem(settings.where("dtype"), found, remedy)
+        yield settings.problem("dtype", found, remedy)
     if is_asked and optim not in _ROUNDING:
         found = f"`optim_args: bf16_stochastic_round` has no effect: it belongs to `optim: {' or '.join(_ROUNDING)}`"
-        yield Problem(
-            settings.where("optim_args"), found, "choose one of those, or write `optim: adamw_bf16_stochastic`"
-        )
+        yield settings.problem("optim_args", found, "choose one of those, or write `optim: adamw_bf16_stochastic`")
     if optim == "adamw_bf16_stochastic" and dtype != "bfloat16":
         found = f"`optim: {optim}` rounds bfloat16 weights, and `dtype` is {dtype}"
-        yield Problem(settings.where("optim"), found, "write `dtype: bfloat16`, or `optim: adamw_torch_fused`")
+        yield settings.problem("optim", found, "write `dtype: bfloat16`, or `optim: adamw_torch_fused`")
 
 
 def check_curriculum(settings: Settings) -> Iterator[Problem]:
@@ -415,28 +396,21 @@ def check_model(settings: Settings) -> Iterator[Problem]:
         is_needed = settings["trust_remote_code"] and repository is not None and not is_local(repository)
         if is_needed and not COMMIT.fullmatch(settings[revision] or ""):
             found = f"`trust_remote_code` runs whatever the repository {repository} holds that day"
-            yield Problem(
-                settings.where("trust_remote_code"), found, f"write `{revision}:` as a commit of 40 hex digits"
-            )
+            yield settings.problem("trust_remote_code", found, f"write `{revision}:` as a commit of 40 hex digits")
     if settings["fp16"] and settings["dtype"] in ("float16", "bfloat16"):
         found = f"`fp16` scales gradients of float32 weights, and `dtype` is {settings['dtype']}"
-        yield Problem(settings.where("fp16"), found, "write `dtype: float32`, or use bf16")
+        yield settings.problem("fp16", found, "write `dtype: float32`, or use bf16")
 
 
 def check_evaluation(settings: Settings) -> Iterator[Problem]:
     """What reads the held-out loss needs it; metrics are import paths and read samples."""
     if settings["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy") and settings["eval_strategy"] == "no":
         found = f"`lr_scheduler_type: {settings['lr_scheduler_type']}` follows the held-out loss"
-        yield Problem(settings.where("lr_scheduler_type"), found, "write `eval_strategy: steps`")
+        yield settings.problem("lr_scheduler_type", found, "write `eval_strategy: steps`")
     for metric in settings["metrics"] or []:
         if not _METRIC.fullmatch(metric):
             found = f"a metric is not an import path: {metric[:60]!r}"
-            yield Problem(settings.where("metrics"), found, "write package.module:Class")
-    if settings["num_sample_prompts"] == 0:
-        for key in ("sample_prompts", "metrics"):
-            if settings.gives(key):
-                found = f"`{key}` has no effect: `num_sample_prompts` is 0"
-                yield Problem(settings.where(key), found, "keep one of the two")
+            yield settings.problem("metrics", found, "write package.module:Class")
 
 
 def check_best_model(settings: Settings) -> Iterator[Problem]:
@@ -460,103 +434,49 @@ def check_kept(settings: Settings) -> Iterator[Problem]:
     keep, every = settings["save_keep_steps"], settings["save_steps"]
     if keep is None:
         return
-    where = settings.where("save_keep_steps")
-    if settings["save_strategy"] == "no":
-        yield Problem(where, "`save_keep_steps` has no effect: nothing is saved", "keep one of the two")
-    elif settings["save_strategy"] == "steps" and (every < 1 or keep % every):
+    if settings["save_strategy"] == "steps" and (every < 1 or keep % every):
         found = f"`save_keep_steps` ({keep}) is not a multiple of `save_steps` ({every})"
-        yield Problem(where, found, "write both as counts, one a multiple of the other: only what is saved can stay")
+        remedy = "write both as counts, one a multiple of the other: only what is saved can stay"
+        yield settings.problem("save_keep_steps", found, remedy)
 
 
-def check_workers(settings: Settings) -> Iterator[Problem]:
-    """Options of data workers need workers."""
-    if settings["dataloader_num_workers"] == 0:
-        for key in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
-            if settings[key]:
-                found = f"`{key}` has no effect without workers"
-                yield Problem(settings.where(key), found, "write `dataloader_num_workers: 1` or more")
+def check_adapter_stage(settings: Settings) -> Iterator[Problem]:
+    """The stage of adapters trains one."""
+    if not settings["use_peft"]:
+        remedy = "use the `sft` recipe, which trains all weights"
+        yield settings.problem("use_peft", "`use_peft` is false", remedy)
 
 
-def check_adapter(settings: Settings) -> Iterator[Problem]:
-    """Options of an adapter need one, and weights of few bits cannot be trained themselves."""
-    if settings["use_peft"]:
-        for key in ("bnb_4bit_quant_type", "use_bnb_nested_quant"):
-            if settings[key] != settings.table.keys[key].default and not settings["load_in_4bit"]:
-                found = f"`{key}` has no effect without `load_in_4bit: true`"
-                yield Problem(settings.where(key), found, "write that line too, or delete this one")
-        if settings["load_in_8bit"] and settings["load_in_4bit"]:
-            found = f"`load_in_4bit` and `load_in_8bit` ({settings.where('load_in_8bit')}) are both set"
-            yield Problem(settings.where("load_in_4bit"), found, "keep one")
-        for key in ("lora_r", "lora_target_modules", "lora_modules_to_save", "init_lora_weights", "use_dora"):
-            if settings.gives("adapter_name_or_path") and settings.gives(key):
-                found = f"`{key}` has no effect: `adapter_name_or_path` brings its own"
-                yield Problem(settings.where(key), found, "keep one of the two")
-        return
-    if settings.table.stage == "lora":
-        yield Problem(
-            settings.where("use_peft"), "`use_peft` is false", "use the `sft` recipe, which trains all weights"
-        )
-        return
-    for field in (*dataclasses.fields(AdapterConfig), *dataclasses.fields(QuantizationConfig)):
-        if field.name != "use_peft" and settings[field.name] != field.default:
-            found = f"`{field.name}` has no effect without an adapter"
-            yield Problem(settings.where(field.name), found, "write `use_peft: true`, or delete the line")
-
-
-def check_pairs(settings: Settings) -> Iterator[Problem]:
-    """Answers are compared whole, and by the same network that the reference was."""
+def check_compared(settings: Settings) -> Iterator[Problem]:
+    """Prompts and answers are whole, and what is compared is not random."""
     if settings["overlong"] in ("truncate", "split"):
-        found = f"`overlong: {settings['overlong']}` would compare parts of answers"
-        yield Problem(settings.where("overlong"), found, "write `overlong: drop`, or a larger `max_length`")
+        found = f"`overlong: {settings['overlong']}` would compare parts of answers, or ask half a question"
+        yield settings.problem("overlong", found, "write `overlong: drop`, or a larger `max_length`")
     if settings["lora_dropout"]:
-        found = "`lora_dropout` makes the adapter's scores random, and they are compared"
-        yield Problem(settings.where("lora_dropout"), found, "write `lora_dropout: 0`")
+        found = "`lora_dropout` makes log-probabilities and scores random, and they are compared"
+        yield settings.problem("lora_dropout", found, "write `lora_dropout: 0`")
 
 
 def check_preference(settings: Settings) -> Iterator[Problem]:
-    """Options of one loss need that loss; several losses have as many weights."""
+    """Several losses have as many weights, and those that need a scale or label noise have it."""
     losses, weights = settings["loss_type"], settings["loss_weights"]
     if settings.broken("loss_type"):
         return
     if weights is not None and len(weights) != len(losses):
         found = f"`loss_weights` has {len(weights)} numbers for {len(losses)} losses"
-        yield Problem(settings.where("loss_weights"), found, f"write {len(losses)}, in the order of `loss_type`")
+        yield settings.problem("loss_weights", found, f"write {len(losses)}, in the order of `loss_type`")
     if settings["beta"] == 0:
         found = "`beta: 0` makes every pair equal: it is the scale of what they are held against"
-        yield Problem(settings.where("beta"), found, "write a number above 0, such as 0.1")
-    for key, users in _LOSS_OPTIONS.items():
-        if settings.gives(key) and not set(users) & set(losses):
-            found = f"`{key}` has no effect: it belongs to `loss_type: {' or '.join(users)}`"
-            yield Problem(settings.where(key), found, "delete the line, or choose that loss")
+        yield settings.problem("beta", found, "write a number above 0, such as 0.1")
     if "exo_pair" in losses and not settings["label_smoothing"]:
         found = "`loss_type: exo_pair` needs `label_smoothing` above 0: it takes its logarithm"
-        yield Problem(settings.where("loss_type"), found, "write `label_smoothing: 0.001`")
-    if set(losses) <= {"simpo", "orpo", "sft"}:
-        for key in ("ref_model_name_or_path", "ref_model_revision", "precompute_ref_log_probs"):
-            if settings.gives(key):
-                found = f"`{key}` has no effect: `loss_type: {', '.join(losses)}` holds nothing against a reference"
-                yield Problem(settings.where(key), found, "delete the line")
+        yield settings.problem("loss_type", found, "write `label_smoothing: 0.001`")
 
-
-def check_divergence(settings: Settings) -> Iterator[Problem]:
-    """The coefficient of one divergence needs that divergence."""
-    if settings.gives("f_alpha_divergence_coef") and settings["f_divergence_type"] != "alpha_divergence":
-        found = "`f_alpha_divergence_coef` has no effect: it belongs to `f_divergence_type: alpha_divergence`"
-        yield Problem(settings.where("f_alpha_divergence_coef"), found, "delete the line, or choose that divergence")
-
-
-Rule = Callable[[Settings], Iterator[Problem]]
-
-_LOSS_OPTIONS: Final = {
-    "simpo_gamma": ("simpo",),
-    "discopop_tau": ("discopop",),
-    "label_smoothing": ("exo_pair", "robust", "aot", "aot_unpaired"),
-}
-"""Options of DPO's losses, and the losses that read them."""
 
 _RULES: Final[tuple[Rule, ...]] = (
     check_required,
     check_exclusive,
+    check_dependencies,
     check_decisions,
     check_shares,
     check_data,
@@ -566,20 +486,19 @@ _RULES: Final[tuple[Rule, ...]] = (
     check_evaluation,
     check_best_model,
     check_kept,
-    check_workers,
-    check_rollbacks,
     check_paths,
 )
 _FINE_TUNING: Final = (*_RULES, check_rows, check_schedule_options)
+_COMPARING: Final = (*_FINE_TUNING, check_compared)
 RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
     "pretrain": (*_RULES, check_start, check_shape, check_precision, check_curriculum),
     "sft": _FINE_TUNING,
-    "lora": (*_FINE_TUNING, check_adapter),
-    "reward": (*_FINE_TUNING, check_adapter, check_pairs),
-    "dpo": (*_FINE_TUNING, check_adapter, check_pairs, check_preference, check_divergence),
-    "ppo": (*_FINE_TUNING, check_adapter, check_rewards, check_engine, check_own_reference, check_ppo),
-    "rloo": (*_FINE_TUNING, check_adapter, check_rewards, check_own_reference),
-    "grpo": (*_FINE_TUNING, check_adapter, check_rewards, check_own_reference, check_group_loss),
-    "distill": (*_FINE_TUNING, check_distillation, check_layers),
+    "lora": (*_FINE_TUNING, check_adapter_stage),
+    "reward": _COMPARING,
+    "dpo": (*_COMPARING, check_preference),
+    "ppo": (*_COMPARING, check_rewards, check_own_reference, check_ppo),
+    "rloo": (*_COMPARING, check_rewards, check_own_reference),
+    "grpo": (*_COMPARING, check_rewards, check_own_reference),
+    "distill": (*_FINE_TUNING, check_layers),
 }
 """The rules of each stage."""

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, Required, TypedDict, overload
+from typing import Any, Final, Literal, Required, TypedDict, get_type_hints, overload
 
 from recipes_lib.config.table import load_table
 
@@ -471,23 +471,10 @@ class RecipeConfig:
         return self.training[key] if key in self.training else load_table(self.stage).keys[key].default
 
 
-SECTIONS: Final[dict[str, type]] = {
-    "data": DataConfig,
-    "tokens": TokensConfig,
-    "model": ModelConfig,
-    "evaluation": EvaluationConfig,
-    "checkpoints": CheckpointConfig,
-    "pretraining": PretrainingConfig,
-    "schedule": ScheduleConfig,
-    "adapter": AdapterConfig,
-    "quantization": QuantizationConfig,
-    "preference": PreferenceConfig,
-    "guards": GuardsConfig,
-    "rewards": RewardsConfig,
-    "engine": EngineConfig,
-    "ppo": PPOConfig,
-    "distillation": DistillationConfig,
-    "layers": LayersConfig,
+SECTIONS: Final[Mapping[str, type]] = {
+    name: section
+    for name, section in get_type_hints(RecipeConfig).items()
+    if isinstance(section, type) and dataclasses.is_dataclass(section)
 }
 """Our sections by the name of their field in ``RecipeConfig``; ``recipes.py`` says which keys a stage leaves out."""
 

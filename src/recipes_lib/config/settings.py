@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from recipes_lib.config.document import Entry
 from recipes_lib.config.table import KeyTable
+from recipes_lib.config.values import Entry
+from recipes_lib.errors import Problem
 
 ABSENT: Final = object()
 
@@ -39,6 +40,10 @@ class Settings:
         """Return whether the user set ``key`` to something other than null."""
         return self.values.get(key) is not None
 
+    def changes(self, key: str) -> bool:
+        """Return whether the user set ``key`` to something other than null and its default."""
+        return self.gives(key) and self.values[key] != self.table.keys[key].default
+
     def broken(self, key: str) -> bool:
         """Return whether the user wrote a value for ``key`` that was refused."""
         return key in self.given and key not in self.values
@@ -46,6 +51,10 @@ class Settings:
     def where(self, key: str) -> str:
         """Return where the user wrote ``key``; the file when it stands nowhere."""
         return self.given[key].where if key in self.given else self.name
+
+    def problem(self, key: str, found: str, remedy: str) -> Problem:
+        """Return a problem at the place where the user wrote ``key``."""
+        return Problem(self.where(key), found, remedy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,57 @@ from rich.table import Table
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from recipes_lib.demo.chats import QUESTIONS, Chat, Question, build_chats
-from recipes_lib.demo.corpus import load_modules, split_texts, standard_library
+from recipes_lib.demo.corpus import (
+    QUESTIONS,
+    Chat,
+    QuestionTemplate,
+    build_chats,
+    load_modules,
+    split_texts,
+    standard_library,
+)
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
-from recipes_lib.models.tokenizer_training import CHATML_TEMPLATE, CHATML_TOKENS, train_tokenizer
+from recipes_lib.models.vocabulary import CHATML_TEMPLATE, CHATML_TOKENS, train_tokenizer
 
 VOCAB_SIZE = 2048
 MAX_POSITIONS = 512
+
+MAX_CHATS = 3000
+"""About as many as these stages come to see in their few steps."""
+SEED = 0
+DISK_BYTES = 100_000_000
+SHOWN = {"pretrain": 2, "sft": len(QUESTIONS), "lora": 2, "ppo": len(QUESTIONS)}
+"""How many of a stage's samples are printed."""
+SHOWN_CHARACTERS = 100
+MAX_ANSWERED = 250
+"""Held-out chats that the models answer; pairs are made of all of them, which takes no sampling."""
+FIGURES = (
+    ("pretrain", "loss, nats a token", "eval_loss", ".2f"),
+    ("sft", "loss, nats a token", "eval_loss", ".2f"),
+    ("sft", "answers that are right, word for word", "eval_exact_match", ".0%"),
+    ("lora", "brief answers that are right, word for word", "eval_exact_match", ".0%"),
+    ("reward", "pairs whose right answer has the higher score", "eval_rewards/accuracies", ".0%"),
+    ("dpo", "pairs whose right answer gained on the wrong one", "eval_rewards/accuracies", ".0%"),
+    ("dpo", "loss of the pairs", "eval_loss", ".2f"),
+    ("dpo", "answers that are right, word for word", "eval_exact_match", ".0%"),
+    ("ppo", "answers sampled at temperature 1.5 that are right", "eval_reward/exact_match", ".0%"),
+    ("ppo", "reward of these: right or wrong, and the reward model's word", "eval_reward", ".2f"),
+    ("ppo", "what the reward model says of them alone", "eval_reward/reward_model", ".2f"),
+    ("ppo", "KL to the fine-tuned model, nats an answer", "objective/kl_seq", ".2f"),
+)
+"""Stage, what is measured, its name in ``metrics.jsonl``, how it is written."""
+BITS = "eval_bits_per_byte"
+STUDENTS = {
+    "pretrain": "the teacher, which is the pretrained model",
+    "labels": "a student of a quarter of its weights, on the texts alone",
+    "distill": "the same student, distilled",
+}
+"""Output folder of a stage -> what is held against the others."""
+# So small a model gains nothing from a second thread, and loses much where the cores are shared.
+ENVIRONMENT = ("HF_HUB_OFFLINE=1", "OMP_NUM_THREADS=1")
+TRY_IT = """from transformers import pipeline
+ask = pipeline("text-generation", {model!r}, do_sample=False)
+print(ask([{{"role": "user", "content": {question!r}}}])[0]["generated_text"][-1]["content"])"""
 
 
 def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
@@ -70,10 +114,6 @@ def save_student(folder: Path, tokenizer_dir: Path, seed: int) -> int:
     return int(model.num_parameters())
 
 
-MAX_CHATS = 3000
-"""About as many as these stages come to see in their few steps."""
-
-
 def shorten(chats: Iterable[Chat]) -> Iterator[Chat]:
     """Yield the chats that a word or two can answer, asked to be brief."""
     for chat in chats:
@@ -92,7 +132,7 @@ def build_pairs(chats: Sequence[Chat]) -> Iterator[dict[str, Any]]:
     Two chats that ask alike and have different answers lend each other theirs. So each answer is rejected as often as
     it is chosen, and nothing but the prompt tells which is right. What finds no partner is left out.
     """
-    waiting: defaultdict[Question, deque[int]] = defaultdict(deque)
+    waiting: defaultdict[QuestionTemplate, deque[int]] = defaultdict(deque)
     lenders: dict[int, int] = {}
     for number, chat in enumerate(chats):
         alone = waiting[chat.question]  # All of them have the same answer: they would have met otherwise.
@@ -108,15 +148,6 @@ def build_pairs(chats: Sequence[Chat]) -> Iterator[dict[str, Any]]:
             "chosen": [{"role": "assistant", "content": chosen.answer}],
             "rejected": [{"role": "assistant", "content": rejected.answer}],
         }
-
-
-SEED = 0
-DISK_BYTES = 100_000_000
-SHOWN = {"pretrain": 2, "sft": len(QUESTIONS), "lora": 2, "ppo": len(QUESTIONS)}
-"""How many of a stage's samples are printed."""
-SHOWN_CHARACTERS = 100
-MAX_ANSWERED = 250
-"""Held-out chats that the models answer; pairs are made of all of them, which takes no sampling."""
 
 
 class Stage(NamedTuple):
@@ -144,33 +175,6 @@ STAGES = {
     ),
 }
 """Output folder of a stage -> what runs in it."""
-FIGURES = (
-    ("pretrain", "loss, nats a token", "eval_loss", ".2f"),
-    ("sft", "loss, nats a token", "eval_loss", ".2f"),
-    ("sft", "answers that are right, word for word", "eval_exact_match", ".0%"),
-    ("lora", "brief answers that are right, word for word", "eval_exact_match", ".0%"),
-    ("reward", "pairs whose right answer has the higher score", "eval_rewards/accuracies", ".0%"),
-    ("dpo", "pairs whose right answer gained on the wrong one", "eval_rewards/accuracies", ".0%"),
-    ("dpo", "loss of the pairs", "eval_loss", ".2f"),
-    ("dpo", "answers that are right, word for word", "eval_exact_match", ".0%"),
-    ("ppo", "answers sampled at temperature 1.5 that are right", "eval_reward/exact_match", ".0%"),
-    ("ppo", "reward of these: right or wrong, and the reward model's word", "eval_reward", ".2f"),
-    ("ppo", "what the reward model says of them alone", "eval_reward/reward_model", ".2f"),
-    ("ppo", "KL to the fine-tuned model, nats an answer", "objective/kl_seq", ".2f"),
-)
-"""Stage, what is measured, its name in ``metrics.jsonl``, how it is written."""
-BITS = "eval_bits_per_byte"
-STUDENTS = {
-    "pretrain": "the teacher, which is the pretrained model",
-    "labels": "a student of a quarter of its weights, on the texts alone",
-    "distill": "the same student, distilled",
-}
-"""Output folder of a stage -> what is held against the others."""
-# So small a model gains nothing from a second thread, and loses much where the cores are shared.
-ENVIRONMENT = ("HF_HUB_OFFLINE=1", "OMP_NUM_THREADS=1")
-TRY_IT = """from transformers import pipeline
-ask = pipeline("text-generation", {model!r}, do_sample=False)
-print(ask([{{"role": "user", "content": {question!r}}}])[0]["generated_text"][-1]["content"])"""
 
 
 def run_demo(recipes: Path, output_dir: Path) -> int:
@@ -278,8 +282,7 @@ def show_figures(output_dir: Path, console: Console) -> None:
     """Print what was measured on held-out modules, before and after each stage."""
     table = Table("on held-out modules", "before", "after")
     for stage, label, key, form in FIGURES:
-        values = [line[key] for line in read_lines(output_dir / stage / "metrics.jsonl") if key in line]
-        table.add_row(f"{stage}: {label}", *(format(values[end], form) for end in (0, -1)))
+        table.add_row(f"{stage}: {label}", *(format(value, form) for value in read_ends(output_dir / stage, key)))
     console.print()
     console.print(table)
 
@@ -289,15 +292,20 @@ def show_students(output_dir: Path, console: Console) -> None:
     table = Table("bits for each byte of held-out modules", "before", "after")
     bits = {}
     for stage, label in STUDENTS.items():
-        values = [line[BITS] for line in read_lines(output_dir / stage / "metrics.jsonl") if BITS in line]
-        table.add_row(label, f"{values[0]:.3f}", f"{values[-1]:.3f}")
-        bits[stage] = values[-1]
+        before, bits[stage] = read_ends(output_dir / stage, BITS)
+        table.add_row(label, f"{before:.3f}", f"{bits[stage]:.3f}")
     console.print()
     console.print(table)
     gain, distance = bits["labels"] - bits["distill"], bits["labels"] - bits["pretrain"]
     console.print(
         f"At equal tokens the teacher saves its student {gain:.3f} bits, {gain / distance:.0%} of the way to it."
     )
+
+
+def read_ends(run_dir: Path, key: str) -> tuple[float, float]:
+    """Return the first and the last value of a figure of a run."""
+    values = [line[key] for line in read_lines(run_dir / "metrics.jsonl") if key in line]
+    return values[0], values[-1]
 
 
 def show_verdict(output_dir: Path, console: Console) -> None:
@@ -317,17 +325,14 @@ def show_answers(output_dir: Path, console: Console) -> None:
             prompt = before["prompt"] if stage == "pretrain" else strip_chat(before["prompt"])
             console.print(f"\n{prompt}", style="bold")
             for label, sample in (("before", before), ("after", after)):
-                console.print(f"  {label + ':':8}{_shorten(sample['completion'])}{_format_reward(sample)}")
+                reward = f"  (reward {sample['reward']:.2f})" if "reward" in sample else ""
+                console.print(f"  {label + ':':8}{_shorten(sample['completion'])}{reward}")
             if after["reference"] is not None:
                 console.print(f"  {'truth:':8}{_shorten(after['reference'])}")
 
 
 def _shorten(text: str) -> str:
     return " ".join(text.split())[:SHOWN_CHARACTERS] or "(nothing)"
-
-
-def _format_reward(sample: dict[str, Any]) -> str:
-    return f"  (reward {sample['reward']:.2f})" if "reward" in sample else ""
 
 
 def show_places(output_dir: Path, console: Console) -> None:

@@ -14,13 +14,12 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from recipes_lib.config.schema import DistillationConfig, LayersConfig, RecipeConfig
 from recipes_lib.data.packed.training_data import TrainingData
-from recipes_lib.distillation.layer_features import LayerKnowledge
-from recipes_lib.distillation.on_policy import ANSWERED, AnswerFigures, OwnAnswers, prepare_answers
+from recipes_lib.distillation.layer_features import LayerDistillation
+from recipes_lib.distillation.on_policy import ANSWERED, AnswerFigures, OnPolicyAnswers, prepare_answers
 from recipes_lib.distillation.teacher import load_teacher, score_beside_record, score_beside_teacher
 from recipes_lib.distillation.teacher_store import TEACHER_FIELD, TeacherCollator, identify_store, read_store
 from recipes_lib.errors import ConfigError, DivergedError, Problem
-from recipes_lib.losses.distillation import DistillationSums, Objective
-from recipes_lib.losses.divergence import TopLogps
+from recipes_lib.losses.distillation import DistillationSums, Objective, TopLogps
 from recipes_lib.models.attention.kernels import AttentionChoice
 from recipes_lib.models.vocabulary import VocabularyMap
 from recipes_lib.training.checkpoints.saver import Staged
@@ -36,7 +35,7 @@ Collate = Callable[[Sequence[Mapping[str, Any]]], Batch]
 
 
 @dataclass(frozen=True, slots=True)
-class Teaching:
+class TeacherSource:
     """Where a student hears its teacher.
 
     Attributes:
@@ -51,7 +50,7 @@ class Teaching:
     rows: Any
     collate: Collate
     layers: LayersConfig = field(default_factory=LayersConfig)
-    answers: OwnAnswers | None = None
+    answers: OnPolicyAnswers | None = None
 
 
 class DistillationTrainer(SFTTrainer):
@@ -61,7 +60,7 @@ class DistillationTrainer(SFTTrainer):
     """
 
     def __init__(
-        self, *, teaching: Teaching, distillation: DistillationConfig, is_own_teacher: bool, **kwargs: Any
+        self, *, teaching: TeacherSource, distillation: DistillationConfig, is_own_teacher: bool, **kwargs: Any
     ) -> None:
         """Set the trainer up.
 
@@ -81,7 +80,7 @@ class DistillationTrainer(SFTTrainer):
         self.teacher: nn.Module | None = None
         self._teacher_dtype = torch.float16 if teacher is None else teacher.dtype
         # A teacher's layers can be run for themselves until it is sharded, in place.
-        self.layers = LayerKnowledge(teaching.layers, self.model, teacher, seed=self.args.seed)
+        self.layers = LayerDistillation(teaching.layers, self.model, teacher, seed=self.args.seed)
         if teacher is not None:
             # Its products in the student's precision, its weights sharded as the student's.
             self.teacher = prepare_frozen(self.accelerator, teacher)
@@ -195,7 +194,7 @@ def prepare_teaching(
     args: TrainingArguments,
     vocabulary: VocabularyMap,
     collate: Collate,
-) -> Teaching:
+) -> TeacherSource:
     """Load the teacher, or read what is stored of it.
 
     Args:
@@ -216,9 +215,9 @@ def prepare_teaching(
     if config.distillation.teacher_top_k is None:
         teacher = load_teacher(config, attention, args, vocabulary)
         answers = prepare_answers(config, args, teacher.config, vocabulary, collate)
-        return Teaching(teacher, data.train, collate, config.layers, answers)
+        return TeacherSource(teacher, data.train, collate, config.layers, answers)
     identity = identify_store(config, vocabulary, data.record)
-    return Teaching(None, read_store(identity, data.train), TeacherCollator(collate, identity.format))
+    return TeacherSource(None, read_store(identity, data.train), TeacherCollator(collate, identity.format))
 
 
 def build_objective(distillation: DistillationConfig) -> Objective:

@@ -37,7 +37,7 @@ _RELATIONS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class TargetPositions:
     """Where a batch has something to learn: the positions whose hidden states predict a target.
 
     Attributes:
@@ -67,12 +67,12 @@ class Comparison:
         teacher: At the places.
     """
 
-    places: Places
+    places: TargetPositions
     student: LayerFeatures
     teacher: LayerFeatures
 
 
-def find_places(labels: Tensor, position_ids: Tensor) -> Places:
+def find_target_positions(labels: Tensor, position_ids: Tensor) -> TargetPositions:
     """Return the places of the targets of a batch.
 
     Args:
@@ -82,10 +82,10 @@ def find_places(labels: Tensor, position_ids: Tensor) -> Places:
     is_target = labels[:, 1:] >= 0
     documents = position_ids.flatten().eq(0).cumsum(0).view_as(position_ids)[:, :-1][is_target]
     _, counts = documents.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
-    return Places(is_target, counts.tolist())
+    return TargetPositions(is_target, counts.tolist())
 
 
-class LayerKnowledge:
+class LayerDistillation:
     """The parts of the loss that compare layers, and the projections that they need.
 
     A part is a sum over the targets, the mean of the layers that it compares; it is divided, as the rest of the loss,
@@ -133,13 +133,13 @@ class LayerKnowledge:
         """Keep what leaves the layers that are compared, the student's and the teacher's, while both run once.
 
         Args:
-            labels: As for ``find_places``.
-            position_ids: As for ``find_places``.
+            labels: As for ``find_target_positions``.
+            position_ids: As for ``find_target_positions``.
         """
         if not self.is_used:
             yield None
             return
-        places = find_places(labels, position_ids)
+        places = find_target_positions(labels, position_ids)
         has_states = any((self.config.similarity_weight, self.config.distance_weight, self.config.angle_weight))
         states = sorted({*self._features, *(self._relations if has_states else ())})
         attentions = self._relations if self.config.attention_weight else ()
@@ -228,7 +228,7 @@ class LayerKnowledge:
 
         Args:
             staged: A checkpoint of the student, without them.
-            saver: What copies that which training goes on to change.
+            saver: What copies what training continues to change.
         """
         if not self._projections:
             return staged

@@ -87,7 +87,7 @@ def read_questions(batch: Mapping[str, Any]) -> Iterator[Question]:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnAnswers:
+class OnPolicyAnswers:
     """Makes batches of the student's own answers out of batches of texts.
 
     Attributes:
@@ -224,7 +224,7 @@ def prepare_answers(
     teacher_config: PreTrainedConfig,
     vocabulary: VocabularyMap,
     collate: Collate,
-) -> OwnAnswers | None:
+) -> OnPolicyAnswers | None:
     """Return what makes the batches of the steps of ``lmbda``; ``None`` where that is 0.
 
     Args:
@@ -239,7 +239,7 @@ def prepare_answers(
         return None
     configs = load_model_config(config.model)[0], teacher_config
     limits = [getattr(each.get_text_config(), "max_position_embeddings", None) for each in configs]
-    return OwnAnswers(
+    return OnPolicyAnswers(
         lmbda=keys.lmbda,
         seed=args.seed,
         response_length=config.rewards.response_length,

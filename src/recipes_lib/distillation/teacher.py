@@ -17,9 +17,10 @@ from recipes_lib.losses.distillation import (
     DistillationTargets,
     Objective,
     TeacherHead,
+    TopLogps,
     compute_distillation,
+    compute_top_logps,
 )
-from recipes_lib.losses.divergence import TopLogps, compute_top_logps
 from recipes_lib.models.attention.kernels import AttentionChoice, choose_attention, prove_isolation
 from recipes_lib.models.heads.loss_head import HeadOutput, add_loss_head, verify_loss_head
 from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer

@@ -26,7 +26,7 @@ from recipes_lib.data.packed.store import (
 )
 from recipes_lib.data.sources.file_digests import compute_digest
 from recipes_lib.errors import ConfigError, DataError, Problem
-from recipes_lib.losses.divergence import TopLogps
+from recipes_lib.losses.distillation import TopLogps
 from recipes_lib.models.loading import find_commit, load_model_config
 from recipes_lib.models.vocabulary import VocabularyMap
 from recipes_lib.training.evaluation.held_out import Rows
@@ -237,7 +237,7 @@ def identify_teacher(config: RecipeConfig) -> dict[str, str]:
 def write_store(
     identity: StoreIdentity, rows: Rows, compute: ComputeTop, *, batch_size: int, tell: Callable[[int], None]
 ) -> PreparedSet:
-    """Ask the teacher about every row; who was interrupted goes on behind the last whole shard. Hold the lock.
+    """Ask the teacher about every row; an interrupted run resumes after the last whole shard. Hold the lock.
 
     Args:
         identity: From ``identify_store``.

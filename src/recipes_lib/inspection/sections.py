@@ -44,20 +44,21 @@ class Inspection(ABC):
 
     def look_at_everything(self) -> None:
         """Print every section."""
-        for name, look in (
-            ("configuration", self.look_at_keys),
-            ("launch", self.look_at_launch),
-            ("tokenizer and model", self.look_at_model),
-            ("data", self.look_at_data),
-            ("model and data together", self.look_at_agreement),
-            ("precision and attention", self.look_at_kernels),
-            ("optimizer and trackers", self.look_at_packages),
-            ("steps and learning rate", self.look_at_steps),
-            ("disk", self.look_at_disk),
-            ("Hub", self.look_at_hub),
+        for name, look, needed in (
+            ("configuration", self.look_at_keys, ()),
+            ("launch", self.look_at_launch, ()),
+            ("tokenizer and model", self.look_at_model, ()),
+            ("data", self.look_at_data, ()),
+            ("model and data together", self.look_at_agreement, ("tokenizer", "model_config")),
+            ("precision and attention", self.look_at_kernels, ("model_config",)),
+            ("optimizer and trackers", self.look_at_packages, ()),
+            ("steps and learning rate", self.look_at_steps, ("_data",)),
+            ("disk", self.look_at_disk, ("model_config",)),
+            ("Hub", self.look_at_hub, ()),
         ):
-            with self.section(name) as say:
-                look(say)
+            if all(getattr(self, attribute) is not None for attribute in needed):
+                with self.section(name) as say:
+                    look(say)
 
     @contextmanager
     def section(self, name: str) -> Iterator[Say]:
@@ -144,8 +145,6 @@ class Inspection(ABC):
         from recipes_lib.models.attention.kernels import choose_kernel
         from recipes_lib.training.trainers.arguments import resolve_precision
 
-        if self.model_config is None:
-            return
         precision = resolve_precision(self.config, self.launched_precision)
         compute_dtype = torch.bfloat16 if precision["bf16"] else torch.float16 if precision["fp16"] else torch.float32
         device = torch.device("cpu") if precision["use_cpu"] else torch.accelerator.current_accelerator()
@@ -229,7 +228,7 @@ class Inspection(ABC):
         """Whether the checkpoints fit."""
         from recipes_lib.planning.disk import compute_disk, verify_disk
 
-        if self.model_config is None or not self.num_steps:
+        if not self.num_steps:
             return
         num_trained, weight_bytes = self.count_trained()
         keep_every = self.config.checkpoints.save_keep_steps

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
-from recipes_lib.losses.projection import Projection, ProjectionGradients, VocabularyShard, build_projection
+from recipes_lib.losses.projection import (
+    LogitTransform,
+    Projection,
+    ProjectionGradients,
+    VocabularyShard,
+    build_projection,
+)
 
 
 class TokenSums(NamedTuple):
@@ -31,11 +37,8 @@ def compute_cross_entropy(
     weight: Tensor,
     targets: Tensor,
     *,
-    bias: Tensor | None = None,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    chunk_size: int | None = None,
     share: VocabularyShard | None = None,
+    **transform: Unpack[LogitTransform],
 ) -> TokenSums:
     """Sum of the cross-entropies of ``softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)``, in nats.
 
@@ -48,19 +51,16 @@ def compute_cross_entropy(
         hidden: Last hidden states, ``(..., D)``, each beside the token that it predicts.
         weight: Output embedding, ``(V, D)``; may be tied to the input embedding.
         targets: Token ids, ``int64 (...)``; a negative one is not scored.
-        bias: ``(V,)``.
-        logit_scale: Factor on the logits, before the cap.
-        softcap: Bound of the logits.
-        chunk_size: Default: as many tokens as have ``CHUNK_BYTES`` of logits.
         share: Which rows of the embedding ``weight`` and ``bias`` are, where processes share them: all of these have
             the same ``hidden`` and ``targets``, and get the same sums and the whole gradient of ``hidden``.
+        **transform: From hidden states to logits.
 
     Source: ``torch.nn.functional.cross_entropy``; ``tests/losses/test_next_token.py``.
     """
     is_target = targets >= 0
-    projection = build_projection(hidden, weight, logit_scale=logit_scale, softcap=softcap, chunk_size=chunk_size)
+    projection = build_projection(hidden, weight, **transform)
     nll_sum, num_correct = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden[is_target], weight, bias, targets[is_target], projection, share, torch.is_grad_enabled()
+        hidden[is_target], weight, transform.get("bias"), targets[is_target], projection, share, torch.is_grad_enabled()
     )
     return TokenSums(nll_sum, is_target.sum(), num_correct)
 
@@ -147,11 +147,8 @@ def compute_token_logps(
     weight: Tensor,
     targets: Tensor,
     *,
-    bias: Tensor | None = None,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    chunk_size: int | None = None,
     with_statistics: bool = False,
+    **transform: Unpack[LogitTransform],
 ) -> TokenLogps:
     """Log-probabilities under ``softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)``, in nats.
 
@@ -166,21 +163,18 @@ def compute_token_logps(
         hidden: Last hidden states, ``(N, D)``, each beside the token that it predicts; ``N`` may be 0.
         weight: Output embedding, ``(V, D)``; may be tied to the input embedding.
         targets: Token ids, ``int64 (N,)``; every one is scored, so none is negative.
-        bias: ``(V,)``.
-        logit_scale: Factor on the logits, before the cap.
-        softcap: Bound of the logits.
-        chunk_size: Default: as many tokens as have ``CHUNK_BYTES`` of logits.
         with_statistics: Compute ``log_sum_sq_probs`` and ``entropy`` too, which takes another chunk of memory.
+        **transform: From hidden states to logits.
 
     Raises:
         RuntimeError: A target is not in the vocabulary; in backward: it runs with ``create_graph``.
 
     Source: ``log_softmax`` and ``gather`` of torch; ``tests/losses/test_token_logps.py``.
     """
-    projection = build_projection(hidden, weight, logit_scale=logit_scale, softcap=softcap, chunk_size=chunk_size)
+    projection = build_projection(hidden, weight, **transform)
     return TokenLogps(
         *_ChunkedLogps.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, targets, projection, torch.is_grad_enabled(), with_statistics
+            hidden, weight, transform.get("bias"), targets, projection, torch.is_grad_enabled(), with_statistics
         )
     )
 

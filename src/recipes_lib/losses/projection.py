@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor, distributed
@@ -88,9 +88,20 @@ class Projection:
         return slope
 
 
-def build_projection(
-    hidden: Tensor, weight: Tensor, *, logit_scale: float, softcap: float | None, chunk_size: int | None
-) -> Projection:
+class LogitTransform(TypedDict, total=False):
+    """How hidden states become logits, ``softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)``."""
+
+    bias: Tensor | None
+    """``(V,)``."""
+    logit_scale: float
+    """Factor on the logits, before the cap; 1 unless given."""
+    softcap: float | None
+    """Bound of the logits."""
+    chunk_size: int | None
+    """Tokens whose logits exist at any one time; unless given as many as have ``CHUNK_BYTES`` of logits."""
+
+
+def build_projection(hidden: Tensor, weight: Tensor, **transform: Unpack[LogitTransform]) -> Projection:
     """Settle dtype and chunk size: autocast's dtype or the narrower of the operands'; ``CHUNK_BYTES`` of logits."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
@@ -98,7 +109,8 @@ def build_projection(
     else:
         dtype = min(hidden.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
     default_size = max(MIN_CHUNK_TOKENS, CHUNK_BYTES // (4 * len(weight)))
-    return Projection(dtype, logit_scale, softcap, chunk_size or default_size)
+    scale, softcap = transform.get("logit_scale", 1.0), transform.get("softcap")
+    return Projection(dtype, scale, softcap, transform.get("chunk_size") or default_size)
 
 
 class ProjectionGradients:

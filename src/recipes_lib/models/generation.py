@@ -22,7 +22,142 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.devices import find_device
+from recipes_lib.models.inference import find_device
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How answers are sampled, whatever samples them.
+
+    Attributes:
+        stop_ids: Tokens that end an answer.
+        pad_id: Fills prompts on the left and answers on the right; never told from a token by its id.
+        response_length: Longest answer.
+        temperature: Divides the logits.
+        beat: Called whenever there is progress: with ``generate`` at each token, with an engine at each step or part.
+        num_tokens: Tokens that may be sampled, the first of the vocabulary; ``None``: all. Of ``generate`` alone.
+    """
+
+    stop_ids: Sequence[int]
+    pad_id: int
+    response_length: int
+    temperature: float
+    beat: Callable[[], None] = lambda: None
+    num_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """Answers to a batch of prompts, as the engine left them.
+
+    Attributes:
+        response_ids: ``int64 (B, T)`` on the CPU; behind an answer's stop token anything may stand.
+        engine_logps: Log-probability of each token by the engine, in nats and at the temperature; ``float32 (B, T)``.
+    """
+
+    response_ids: Tensor
+    engine_logps: Tensor
+
+
+class Generator(Protocol):
+    """Samples answers.
+
+    Attributes:
+        name: For the log.
+        follows_seed: Which answer a prompt gets depends on its own uniforms alone: not on the others beside it, not on
+            the number of processes, not on whether the run was stopped. Where it is False, uniforms are at most a seed.
+        batch_size: Prompts that it is given at once; ``None`` gives it all, for it fills batches of its own.
+    """
+
+    name: str
+    follows_seed: bool
+    batch_size: int | None
+
+    def load(self, policy: Any) -> None:
+        """Take over the policy's weights as they are now; every process calls that answers next."""
+        ...
+
+    def generate(self, policy: Any, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> Generated:
+        """Answer every prompt once.
+
+        Args:
+            policy: A causal language model in evaluation mode, with the weights that were loaded.
+            prompts: Token ids.
+            uniforms: Numbers of ``[0, 1)``, ``float64 (B, response_length)``: one for each token of an answer.
+        """
+        ...
+
+
+class GenerateBackend:
+    """transformers' ``generate``: any model, any device.
+
+    Whenever half of a batch's answers have ended, the others continue without them, with the keys and values that they
+    have; so that a batch does not cost as much as if all of its answers were as long as the longest.
+
+    Source: ``GenerationMixin.generate``; answers as those of one plain call, and log-probabilities as those of the
+    training graph, in ``tests/models/test_generation.py``.
+    """
+
+    name = "generate"
+    follows_seed = True
+
+    def __init__(self, sampling: Sampling, *, batch_size: int, precision: Any) -> None:
+        """Prepare to answer.
+
+        Args:
+            sampling: How.
+            batch_size: Prompts of a batch.
+            precision: Gives the context in which products are computed.
+        """
+        self.batch_size: int | None = batch_size
+        self._sampling = sampling
+        self._precision: Any = precision
+
+    def load(self, policy: Any) -> None:
+        """Do nothing: it is the policy itself that answers."""
+
+    def generate(self, policy: Any, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> Generated:
+        """Answer every prompt once, as one left-padded batch that loses the answers that ended."""
+        device = find_device(policy)
+        ids, mask = (part.to(device) for part in pad_left(prompts, self._sampling.pad_id))
+        uniforms, rows = uniforms.to(device), torch.arange(len(prompts), device=device)
+        length, done = self._sampling.response_length, 0
+        response_ids = torch.full((len(prompts), length), self._sampling.pad_id, device=device)
+        engine_logps = torch.zeros(len(prompts), length, device=device)
+        cache = build_cache(policy, ids.shape[1] + length)
+        while len(rows) and done < length:
+            half = HalfEnded(self._sampling.stop_ids, rows)
+            sampler = SampleByUniforms(uniforms[rows, done:], self._sampling)
+            sequences = self._continue(policy, ids, mask, length - done, sampler, cache, half)
+            new = sequences[:, ids.shape[1] :]
+            now = slice(done, done + new.shape[1])
+            response_ids[rows, now], engine_logps[rows, now] = new, sampler.read_logps()
+            done = now.stop
+            if cache is None:
+                break
+            rest = (~half.has_ended).nonzero().squeeze(1)
+            ids, rows = sequences[rest], rows[rest]
+            mask = torch.cat([mask[rest], torch.ones_like(new[rest])], dim=1)
+            cache.batch_select_indices(rest)
+        return Generated(response_ids[:, :done].cpu(), engine_logps[:, :done].cpu())
+
+    def _continue(
+        self, policy: Any, ids: Tensor, mask: Tensor, length: int, sampler: Any, cache: Any, half: HalfEnded
+    ) -> Tensor:
+        """Up to ``length`` tokens more of each row, all of them with a cache until half of the rows have ended."""
+        reuse = {} if cache is None else {"past_key_values": cache, "stopping_criteria": StoppingCriteriaList([half])}
+        context: AbstractContextManager[Any] = self._precision()
+        with torch.no_grad(), context:
+            sequences: Tensor = policy.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                generation_config=build_plain_generation(self._sampling.stop_ids, self._sampling.pad_id, length),
+                logits_processor=LogitsProcessorList([sampler]),
+                # A sharded policy is held whole meanwhile: whoever has all answers waits for nobody.
+                synced_gpus=False,
+                **reuse,
+            )
+        return sequences
 
 
 def set_stop_tokens(
@@ -158,141 +293,6 @@ class RoomyLayer(DynamicLayer):
         self._rooms = []
 
 
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """Answers to a batch of prompts, as the engine left them.
-
-    Attributes:
-        response_ids: ``int64 (B, T)`` on the CPU; behind an answer's stop token anything may stand.
-        engine_logps: Log-probability of each token by the engine, in nats and at the temperature; ``float32 (B, T)``.
-    """
-
-    response_ids: Tensor
-    engine_logps: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How answers are sampled, whatever samples them.
-
-    Attributes:
-        stop_ids: Tokens that end an answer.
-        pad_id: Fills prompts on the left and answers on the right; never told from a token by its id.
-        response_length: Longest answer.
-        temperature: Divides the logits.
-        beat: Called whenever there is progress: with ``generate`` at each token, with an engine at each step or part.
-        num_tokens: Tokens that may be sampled, the first of the vocabulary; ``None``: all. Of ``generate`` alone.
-    """
-
-    stop_ids: Sequence[int]
-    pad_id: int
-    response_length: int
-    temperature: float
-    beat: Callable[[], None] = lambda: None
-    num_tokens: int | None = None
-
-
-class Generator(Protocol):
-    """Samples answers.
-
-    Attributes:
-        name: For the log.
-        follows_seed: Which answer a prompt gets depends on its own uniforms alone: not on the others beside it, not on
-            the number of processes, not on whether the run was stopped. Where it is False, uniforms are at most a seed.
-        batch_size: Prompts that it is given at once; ``None`` gives it all, for it fills batches of its own.
-    """
-
-    name: str
-    follows_seed: bool
-    batch_size: int | None
-
-    def load(self, policy: Any) -> None:
-        """Take over the policy's weights as they are now; every process calls that answers next."""
-        ...
-
-    def generate(self, policy: Any, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> Generated:
-        """Answer every prompt once.
-
-        Args:
-            policy: A causal language model in evaluation mode, with the weights that were loaded.
-            prompts: Token ids.
-            uniforms: Numbers of ``[0, 1)``, ``float64 (B, response_length)``: one for each token of an answer.
-        """
-        ...
-
-
-class GenerateBackend:
-    """transformers' ``generate``: any model, any device.
-
-    Whenever half of a batch's answers have ended, the others go on without them, on the keys and values that they have;
-    so that a batch does not cost as much as if all of its answers were as long as the longest.
-
-    Source: ``GenerationMixin.generate``; answers as those of one plain call, and log-probabilities as those of the
-    training graph, in ``tests/models/test_generation.py``.
-    """
-
-    name = "generate"
-    follows_seed = True
-
-    def __init__(self, sampling: Sampling, *, batch_size: int, precision: Any) -> None:
-        """Prepare to answer.
-
-        Args:
-            sampling: How.
-            batch_size: Prompts of a batch.
-            precision: Gives the context in which products are computed.
-        """
-        self.batch_size: int | None = batch_size
-        self._sampling = sampling
-        self._precision: Any = precision
-
-    def load(self, policy: Any) -> None:
-        """Do nothing: it is the policy itself that answers."""
-
-    def generate(self, policy: Any, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> Generated:
-        """Answer every prompt once, as one left-padded batch that loses the answers that ended."""
-        device = find_device(policy)
-        ids, mask = (part.to(device) for part in pad_left(prompts, self._sampling.pad_id))
-        uniforms, rows = uniforms.to(device), torch.arange(len(prompts), device=device)
-        length, done = self._sampling.response_length, 0
-        response_ids = torch.full((len(prompts), length), self._sampling.pad_id, device=device)
-        engine_logps = torch.zeros(len(prompts), length, device=device)
-        cache = build_cache(policy, ids.shape[1] + length)
-        while len(rows) and done < length:
-            half = HalfEnded(self._sampling.stop_ids, rows)
-            sampler = SampleByUniforms(uniforms[rows, done:], self._sampling)
-            sequences = self._go_on(policy, ids, mask, length - done, sampler, cache, half)
-            new = sequences[:, ids.shape[1] :]
-            now = slice(done, done + new.shape[1])
-            response_ids[rows, now], engine_logps[rows, now] = new, sampler.read_logps()
-            done = now.stop
-            if cache is None:
-                break
-            rest = (~half.has_ended).nonzero().squeeze(1)
-            ids, rows = sequences[rest], rows[rest]
-            mask = torch.cat([mask[rest], torch.ones_like(new[rest])], dim=1)
-            cache.batch_select_indices(rest)
-        return Generated(response_ids[:, :done].cpu(), engine_logps[:, :done].cpu())
-
-    def _go_on(
-        self, policy: Any, ids: Tensor, mask: Tensor, length: int, sampler: Any, cache: Any, half: HalfEnded
-    ) -> Tensor:
-        """Up to ``length`` tokens more of each row, all of them with a cache until half of the rows have ended."""
-        reuse = {} if cache is None else {"past_key_values": cache, "stopping_criteria": StoppingCriteriaList([half])}
-        context: AbstractContextManager[Any] = self._precision()
-        with torch.no_grad(), context:
-            sequences: Tensor = policy.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                generation_config=build_plain_generation(self._sampling.stop_ids, self._sampling.pad_id, length),
-                logits_processor=LogitsProcessorList([sampler]),
-                # A sharded policy is held whole meanwhile: whoever has all answers waits for nobody.
-                synced_gpus=False,
-                **reuse,
-            )
-        return sequences
-
-
 class HalfEnded(StoppingCriteria):
     """Ends a generation when half of its rows have ended; ``has_ended`` says which, ``bool (B,)``."""
 
@@ -376,7 +376,7 @@ def join_answers(answers: Sequence[tuple[Sequence[int], Sequence[float]]], sampl
 
 
 def read_continuation(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], answer: Sequence[int]) -> str:
-    """The text of an answer as it goes on behind its prompt, with the white space in between that decoders strip.
+    """The text of an answer as it continues its prompt, with the white space in between that decoders strip.
 
     Args:
         tokenizer: Of the policy.

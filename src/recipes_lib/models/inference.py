@@ -1,16 +1,20 @@
-"""Forward passes outside of training: evaluation mode, restored afterwards, and dropout switched off."""
+"""Forward passes outside of training: the device, evaluation mode, precision of kernels, dropout, random states."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from recipes_lib.models.attention.varlen import register_varlen
-from recipes_lib.models.devices import find_device, unwrap_adapter
 
 
 @contextmanager
@@ -91,3 +95,92 @@ def disable_dropout(model: nn.Module) -> int:
                 setattr(module, name, 0.0)
                 count += 1
     return count
+
+
+def unwrap_adapter(model: Any) -> Any:
+    """Return the model inside a PEFT wrapper, its layers still under their adapters; any other model as it is."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def find_device(model: nn.Module) -> torch.device:
+    """Return the device that a model computes on: what it is given and what it returns lie there.
+
+    Weights that FSDP2 offloads wait on the host; the mesh that shares them out says where they are gathered.
+
+    Source: torch ``CPUOffloadPolicy``; ``tests/models/test_inference.py``.
+    """
+    weight = next(model.parameters())
+    if not isinstance(weight, DTensor) or weight.device_mesh.device_type == weight.device.type:
+        return weight.device
+    kind = weight.device_mesh.device_type
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+@contextmanager
+def inputs_moved_to_device(model: Any) -> Iterator[None]:
+    """Have a model whose weights wait elsewhere bring what it is given to where it computes.
+
+    ``generate`` brings it to where the weights are. FSDP2 brings it back before the outermost call alone, and that is
+    ``generate`` itself.
+
+    Args:
+        model: Of transformers or PEFT; where it computes where its weights are there is nothing to do.
+
+    Source: ``tests/distributed/test_simulated_device.py``.
+    """
+    device = find_device(model)
+    if model.device == device:
+        yield
+        return
+
+    def bring(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return send_to_device(args, device), send_to_device(kwargs, device)
+
+    inner = unwrap_adapter(model)
+    handle = inner.register_forward_pre_hook(bring, prepend=True, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@dataclass(frozen=True, slots=True)
+class RandomStates:
+    """The random states of Python, numpy, torch and every CUDA device at one moment."""
+
+    _python: Any
+    _numpy: Any
+    _torch: torch.Tensor
+    _cuda: Sequence[torch.Tensor]
+
+    @classmethod
+    def read(cls) -> RandomStates:
+        """Return what they are now."""
+        # The global numpy generator, because data collators and libraries draw from it.
+        numpy_state = np.random.get_state()  # noqa: NPY002
+        is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        cuda_states = torch.cuda.get_rng_state_all() if is_used else []
+        return cls(random.getstate(), numpy_state, torch.get_rng_state(), cuda_states)
+
+    def restore(self) -> None:
+        """Make them what they were."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)  # noqa: NPY002
+        torch.set_rng_state(self._torch)
+        torch.cuda.set_rng_state_all(self._cuda)
+
+
+@contextmanager
+def preserve_training_state(model: nn.Module) -> Iterator[None]:
+    """Put ``model`` into evaluation without gradients; afterwards every mode and random state is what it was.
+
+    The random states are Python's, numpy's, torch's and that of every CUDA device.
+
+    Source: ``tests/models/test_training_state.py``.
+    """
+    states = RandomStates.read()
+    try:
+        with evaluating(model):
+            yield
+    finally:
+        states.restore()

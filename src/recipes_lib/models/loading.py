@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from huggingface_hub import try_to_load_from_cache
@@ -28,16 +29,21 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.dynamic_module_utils import get_relative_imports
+from transformers.utils.hub import cached_file
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
-from recipes_lib.errors import ConfigError, Problem, UserError
+from recipes_lib.errors import ConfigError, DataError, Problem, UserError
+from recipes_lib.files import read_record
 from recipes_lib.hub import go_offline_unless_reachable
 from recipes_lib.models.model_files import find_damage
 from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
 from recipes_lib.models.parallel.zero3 import register_gather_hooks
 from recipes_lib.models.quantization import keep_differentiable
-from recipes_lib.models.remote_code import verify_remote_code
 from recipes_lib.models.structure import freeze_outside_text
+
+_NAMES_CODE: Final = ("config.json", "tokenizer_config.json")
+"""Files with an ``auto_map``, which says what class of what module is loaded."""
 
 
 def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedTokenizerBase:
@@ -240,7 +246,8 @@ def check_agreement(
         )
     starts = _ids(generation_config.bos_token_id) | _ids(text.bos_token_id)
     if starts and tokenizer.bos_token_id is not None and tokenizer.bos_token_id not in starts:
-        found = f"the model starts with {_name_tokens(tokenizer, starts)}, the tokenizer with {tokenizer.bos_token!r}"
+        names = " or ".join(repr(tokenizer.convert_ids_to_tokens(token_id)) for token_id in sorted(starts))
+        found = f"the model starts with {names}, the tokenizer with {tokenizer.bos_token!r}"
         problems.append(Problem("tokenizer_name_or_path", found, "use the model's own tokenizer"))
     positions = getattr(text, "max_position_embeddings", None)
     if max_length is not None and positions is not None and max_length > positions:
@@ -353,11 +360,75 @@ def _ids(token_id: int | list[int] | None) -> set[int]:
     return set() if token_id is None else set(token_id) if isinstance(token_id, list) else {token_id}
 
 
-def _name_tokens(tokenizer: PreTrainedTokenizerBase, ids: set[int]) -> str:
-    return " or ".join(repr(tokenizer.convert_ids_to_tokens(token_id)) for token_id in sorted(ids))
-
-
 def _shorten(names: Any) -> str:
     """The first three, and how many more."""
     names = sorted(names)
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def verify_remote_code(config: ModelConfig) -> None:
+    """Hold code of the Hub to a commit that was named, and so could be read.
+
+    Raises:
+        ConfigError: With ``trust_remote_code`` a repository is named without its commit; or a repository or folder
+            names code of another repository, of which transformers would run whatever the Hub has that day.
+    """
+    if not config.trust_remote_code:
+        return
+    repositories = [(str(config.model_name_or_path), "model_revision", config.model_revision)]
+    if config.tokenizer_name_or_path is not None or config.tokenizer_revision is not None:
+        name = config.tokenizer_name_or_path or str(config.model_name_or_path)
+        repositories.append((name, "tokenizer_revision", config.tokenizer_revision))
+    for name, key, revision in repositories:
+        is_commit = re.fullmatch(r"[0-9a-f]{40}", revision or "") is not None
+        if not is_commit and not Path(name).is_dir():
+            found = f"the code of {name} would run, in whatever version the Hub has"
+            remedy = f"set {key} to the 40-digit commit that you have read"
+            raise ConfigError(Problem("trust_remote_code", found, remedy))
+        for other in sorted(set(_list_owners(name, revision)) - {name}):
+            found = f"{name} has code of another repository run, {other}, in whatever version the Hub has"
+            remedy = f"put the code that you have read into a copy of {name}, and drop `{other}--` from its `auto_map`"
+            raise ConfigError(Problem("trust_remote_code", found, remedy))
+
+
+def list_code(folder: Path) -> set[str]:
+    """Return the files at the top of a folder with the code that its configurations name, and what that imports."""
+    references = [one for file in _NAMES_CODE for one in _list_references(folder / file) if "--" not in one]
+    waiting = {f"{reference.split('.')[0]}.py" for reference in references}
+    found: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name not in found and (folder / name).is_file():
+            found.add(name)
+            waiting |= {f"{module}.py" for module in get_relative_imports(folder / name)}
+    return found
+
+
+def _list_owners(name: str, revision: str | None) -> Iterator[str]:
+    """The repositories whose code a repository or folder names."""
+    for file in _NAMES_CODE:
+        try:
+            path = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
+        except (OSError, ValueError):
+            continue  # Whoever loads it next fails as well, and says of what.
+        for reference in _list_references(Path(path)) if path else ():
+            if "--" in reference:
+                yield reference.split("--")[0]
+
+
+def _list_references(path: Path) -> Iterator[str]:
+    """The classes that a configuration names; none where it cannot be read."""
+    try:
+        content = read_record(path)
+    except DataError:
+        return  # Whoever loads it next fails as well, and says of what.
+    yield from _iterate_leaves(content.get("auto_map"))
+
+
+def _iterate_leaves(value: Any) -> Iterator[str]:
+    """The strings in a mapping or list; the classes of a tokenizer are two, the slow one and the fast one."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _iterate_leaves(one)

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.devices import find_device
-from recipes_lib.models.inference import kernel_precision
+from recipes_lib.models.inference import evaluating, find_device, kernel_precision
 
 Read = Callable[[Tensor], Tensor]
 
@@ -103,7 +102,6 @@ def collect_features(
             handle.remove()
 
 
-@torch.no_grad()
 def verify_layers(model: Any, *, attentions: bool) -> None:
     """Compare the collected features of every layer with what the model itself returns, on eight tokens.
 
@@ -117,16 +115,11 @@ def verify_layers(model: Any, *, attentions: bool) -> None:
     config = model.config.get_text_config()
     input_ids = torch.arange(1, 9, device=find_device(model))[None] % config.vocab_size
     numbers = range(1, config.num_hidden_layers + 1)
-    was_training = model.training
-    model.eval()
-    try:
-        collecting = collect_features(model, states=numbers, attentions=numbers if attentions else ())
-        with kernel_precision(model), collecting as features:
-            own: Any = model.base_model(
-                input_ids=input_ids, use_cache=False, output_hidden_states=True, output_attentions=attentions
-            )
-    finally:
-        model.train(was_training)
+    collecting = collect_features(model, states=numbers, attentions=numbers if attentions else ())
+    with evaluating(model), kernel_precision(model), collecting as features:
+        own: Any = model.base_model(
+            input_ids=input_ids, use_cache=False, output_hidden_states=True, output_attentions=attentions
+        )
     pairs = [(features.states, own.hidden_states[1:]), (features.attentions, own.attentions if attentions else ())]
     for kept, expected in pairs:
         if len(kept) != len(expected) or not all(map(torch.equal, [kept[number] for number in sorted(kept)], expected)):
@@ -176,15 +169,12 @@ def prune_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
         setattr(config, name, [value[number - 1] for number in layers])
 
 
-@torch.no_grad()
 def compute_sample_logits(model: Any) -> Tensor:
     """Return what a model says of sixteen tokens, ``(16, V)``."""
     vocab_size = model.config.get_text_config().vocab_size
     input_ids = torch.arange(1, 17, device=model.device)[None] % vocab_size
-    was_training = model.training
-    model.eval()
-    logits: Tensor = model(input_ids=input_ids, use_cache=False).logits[0]
-    model.train(was_training)
+    with evaluating(model):
+        logits: Tensor = model(input_ids=input_ids, use_cache=False).logits[0]
     return logits
 
 

@@ -140,7 +140,7 @@ class Schedule:
         constant             1
         linear               1 - (1 - r) p
         cosine               r + (1 - r) (1 + cos(pi p)) / 2
-        inverse_sqrt         max(r, sqrt(W / t)) with W at least one step; goes on past the end
+        inverse_sqrt         max(r, sqrt(W / t)) with W at least one step; continues past the end
         warmup_stable_decay  1 while q < 0, and then by decay_type
             linear           1 - (1 - r) q
             cosine           r + (1 - r) (1 + cos(pi q)) / 2
@@ -188,7 +188,7 @@ class Schedule:
     def first_decay_step(self) -> int | None:
         """``warmup_stable_decay``: the step that the decay begins at, the last to have the peak; otherwise ``None``.
 
-        A checkpoint of this many steps, or of fewer, goes on in a longer run as if it had always been the longer one.
+        A checkpoint of this many steps, or of fewer, resumes in a longer run as if it had always been the longer one.
         """
         if self.kind != "warmup_stable_decay":
             return None
@@ -266,7 +266,7 @@ def build_schedule(
 def agree_until(first: Schedule, second: Schedule, step: int) -> bool:
     """Return whether two schedules give the same factor, to the bit, at every step below ``step``.
 
-    A run may go on from a checkpoint of ``n`` steps with another schedule if both agree below ``n + 1``: the state of
+    A run may resume from a checkpoint of ``n`` steps with another schedule if both agree below ``n + 1``: the state of
     the optimizer already holds the rate of the next step.
     """
     steps = np.arange(step)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+
+from jinja2 import Environment
 
 from recipes_lib.errors import DataError, escape_controls
 from recipes_lib.files import read_lines, read_record
@@ -15,6 +17,7 @@ from recipes_lib.files import read_lines, read_record
 Record = Mapping[str, Any]
 Row = tuple[str, ...]
 
+CHART: Final = "report/loss.png"
 MAX_CURVE_ROWS: Final = 10
 _MAX_GENERATIONS: Final = 8
 _COUNTS: Final = {"num_rows": "rows", "num_tokens": "tokens", "num_target_tokens": "of them trained on"}
@@ -23,6 +26,82 @@ _BOARD_WATTS: Final = (
     *(("A100-SXM4", 400), ("L40S", 350), ("L4", 72), ("T4", 70), ("RTX 4090", 450), ("RTX 3090", 350)),
 )
 """Rated power of a board, from the makers' data sheets; a name stands before every name that it contains."""
+
+
+def write_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, float]) -> None:
+    """Write ``README.md``, the model card; arguments as of ``build_card``."""
+    (folder / "README.md").write_text(build_card(folder, record, figures), encoding="utf-8")
+
+
+def build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, float]) -> str:
+    """Return the model card, from the record of the run and its last evaluation.
+
+    Args:
+        folder: Folder of the model; its ``metrics.jsonl`` and ``report/`` are told of where they are there.
+        record: What ``run.json`` holds.
+        figures: The last evaluation's figures by name.
+    """
+    config, events = record["config"], read_events(folder)
+    base, adapter = config.get("model_name_or_path"), _read_adapter(folder)
+    kind = (config.get("model_config") or {}).get("model_type", "language")
+    start = f"a {kind} model from random weights" if base is None else Path(base).name
+    mixture = config.get("dataset_mixture") or ()
+    dataset = config.get("dataset_name") or ", ".join(str(part.get("name")) for part in mixture)
+    facts = [("git commit", record.get("git_commit")), ("versions", _tell_versions(record))]
+    what = start[0].upper() + start[1:]
+    if adapter is not None:
+        facts = [("base", start), ("commit of the base", adapter.get("revision")), *facts]
+        what = f"An adapter for {start},"
+        if Path(adapter["base_model_name_or_path"]).exists():
+            adapter["base_model_name_or_path"] = start
+    return _render(
+        name=Path(config.get("output_dir", folder)).name,
+        about=f"{what} after {record['stage']} on {Path(dataset).name}, trained with recipes-lib.",
+        stage=record["stage"],
+        base=base,
+        dataset=config.get("dataset_name"),
+        adapter=adapter,
+        figures=[(name, _number(value)) for name, value in figures.items()],
+        curve=list_curve(events),
+        chart=CHART,
+        has_chart=(folder / CHART).is_file(),
+        limits=list_limits(record, figures),
+        lineage=trace_lineage(record),
+        data=list(describe_data(record)),
+        facts=[*describe_effort(record, events), *facts],
+        config={name: make_portable(value) for name, value in config.items() if value is not None},
+    )
+
+
+def write_merge_card(folder: Path, record: Mapping[str, Any]) -> None:
+    """Write the card of a model that an adapter was merged into.
+
+    Args:
+        folder: Folder of the model.
+        record: What ``merge.json`` holds.
+    """
+    base, adapter = Path(record["base"]).name, Path(record["adapter"]).name
+    figures = {name: value for name, value in record.items() if isinstance(value, float)}
+    facts = {name: value for name, value in record.items() if name not in {*figures, "versions"}}
+    text = _render(
+        name=folder.name,
+        about=f"{base} with the adapter {adapter} merged into its weights by recipes-lib.",
+        stage="merged",
+        base=record["base"],
+        figures=[(name, f"{value:.3g}") for name, value in figures.items()],
+        facts=[*make_portable(facts).items(), ("versions", _tell_versions(record))],
+    )
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def _render(*, base: str | None, dataset: str | None = None, **values: Any) -> str:
+    # Markdown, not HTML: what comes from the user passes through ``plain`` instead.
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    environment.filters |= {"json": json.dumps, "plain": _escape}
+    # The Hub refuses a path in the metadata.
+    on_hub = {key: name for key, name in (("base", base), ("dataset", dataset)) if name and not Path(name).exists()}
+    template = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
+    return environment.from_string(template).render(values | on_hub)
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
@@ -148,150 +227,10 @@ def _show(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else "" if value is None else str(value)
 
 
-CHART: Final = "report/loss.png"
-_CHAT = (
-    'chat = pipeline("text-generation", model="path/to/this/folder")',
-    'print(chat([{"role": "user", "content": "..."}])[0]["generated_text"][-1]["content"])',
-)
-_CONTINUE = (
-    'write = pipeline("text-generation", model="path/to/this/folder")',
-    'print(write("Once upon a time")[0]["generated_text"])',
-)
-_IMPORTS = ("from transformers import pipeline",)
-_ADAPTER_IMPORTS = (
-    "from peft import PeftModel",
-    "from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline",
-)
-
-
-def write_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, float]) -> None:
-    """Write ``README.md``, the model card; arguments as of ``build_card``."""
-    (folder / "README.md").write_text(build_card(folder, record, figures), encoding="utf-8")
-
-
-def build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, float]) -> str:
-    """Return the model card, from the record of the run and its last evaluation.
-
-    Args:
-        folder: Folder of the model; its ``metrics.jsonl`` and ``report/`` are told of where they are there.
-        record: What ``run.json`` holds.
-        figures: The last evaluation's figures by name.
-    """
-    config, events = record["config"], read_events(folder)
-    base, adapter = config.get("model_name_or_path"), _read_adapter(folder)
-    kind = (config.get("model_config") or {}).get("model_type", "language")
-    start = f"a {kind} model from random weights" if base is None else Path(base).name
-    mixture = config.get("dataset_mixture") or ()
-    dataset = config.get("dataset_name") or ", ".join(str(part.get("name")) for part in mixture)
-    front = _front("transformers" if adapter is None else "peft", record["stage"], base, is_adapter=adapter is not None)
-    front += (
-        [f"datasets:\n- {json.dumps(dataset)}"] if config.get("dataset_name") and not Path(dataset).exists() else []
-    )
-    facts = [("git commit", record.get("git_commit")), ("versions", _tell_versions(record))]
-    if adapter is not None:
-        facts = [("base", start), ("commit of the base", adapter.get("revision")), *facts]
-    what = f"{start[0].upper() + start[1:]}" if adapter is None else f"An adapter for {start},"
-    lines = [
-        *front,
-        "---",
-        "",
-        f"# {_escape(Path(config.get('output_dir', folder)).name)}",
-        "",
-        _escape(f"{what} after {record['stage']} on {Path(dataset).name}, trained with recipes-lib."),
-        "",
-        "```python",
-        *_tell_usage(record["stage"], start, adapter),
-        "```",
-        "",
-        "## Evaluation",
-        "",
-        *_table(("figure", "value"), ((name, _number(value)) for name, value in figures.items())),
-        "",
-        *_draw(folder, events),
-        "## Known limits",
-        "",
-        *(f"- {_escape(limit)}" for limit in list_limits(record, figures)),
-        "",
-        "## How it was made",
-        "",
-        *_table(("stage", "began with", "data"), trace_lineage(record)),
-        "",
-        *_table(("split", "size", "fingerprint"), describe_data(record)),
-        "",
-        *_table(("fact", "value"), [*describe_effort(record, events), *facts]),
-        "",
-        "`recipes reproduce` with the name of this repository restores the configuration and the versions.",
-        "",
-        "```yaml",
-        *(f"{name}: {json.dumps(make_portable(value))}" for name, value in config.items() if value is not None),
-        "```",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def write_merge_card(folder: Path, record: Mapping[str, Any]) -> None:
-    """Write the card of a model that an adapter was merged into.
-
-    Args:
-        folder: Folder of the model.
-        record: What ``merge.json`` holds.
-    """
-    base, adapter = Path(record["base"]).name, Path(record["adapter"]).name
-    figures = {name: value for name, value in record.items() if isinstance(value, float)}
-    facts = {name: value for name, value in record.items() if name not in {*figures, "versions"}}
-    lines = [
-        *_front("transformers", "merged", record["base"], is_adapter=False),
-        "---",
-        "",
-        f"# {_escape(folder.name)}",
-        "",
-        _escape(f"{base} with the adapter {adapter} merged into its weights by recipes-lib."),
-        "",
-        "```python",
-        *_IMPORTS,
-        "",
-        *_CHAT,
-        "```",
-        "",
-        "## How near it is to its adapter",
-        "",
-        *_table(("figure", "value"), ((name, f"{value:.3g}") for name, value in figures.items())),
-        "",
-        "## How it was made",
-        "",
-        *_table(("fact", "value"), [*make_portable(facts).items(), ("versions", _tell_versions(record))]),
-        "",
-    ]
-    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
-
-
-def _front(library: str, stage: str, base: str | None, *, is_adapter: bool) -> list[str]:
-    """Metadata of the Hub, which refuses a path in it."""
-    lines = ["---", f"library_name: {library}", "tags:", "- recipes-lib", f"- {stage}"]
-    if base and not Path(base).exists():
-        lines += [f"base_model: {json.dumps(base)}", *(["base_model_relation: adapter"] if is_adapter else [])]
-    return lines
-
-
 def _read_adapter(folder: Path) -> dict[str, Any] | None:
     """PEFT's settings, where the folder holds an adapter."""
     path = folder / "adapter_config.json"
     return read_record(path, {"base_model_name_or_path": str | None}) if path.exists() else None
-
-
-def _tell_usage(stage: str, base: str, adapter: Mapping[str, Any] | None) -> Iterator[str]:
-    if adapter is None:
-        yield from (*_IMPORTS, "", *(_CONTINUE if stage == "pretrain" else _CHAT))
-        return
-    name = base if Path(str(adapter["base_model_name_or_path"])).exists() else adapter["base_model_name_or_path"]
-    revision = f", revision={json.dumps(adapter['revision'])}" if adapter.get("revision") else ""
-    yield from (*_ADAPTER_IMPORTS, "", 'folder = "path/to/this/folder"')
-    load = f"AutoModelForCausalLM.from_pretrained({json.dumps(name)}{revision})"
-    yield f"model = PeftModel.from_pretrained({load}, folder)"
-    yield "model.generation_config = GenerationConfig.from_pretrained(folder)"
-    yield 'chat = pipeline("text-generation", model=model, tokenizer=AutoTokenizer.from_pretrained(folder))'
-    yield _CHAT[1]
 
 
 def _tell_versions(record: Mapping[str, Any]) -> str:
@@ -308,22 +247,6 @@ def make_portable(value: Any) -> Any:
         return value
     flag, equals, path = value.rpartition("=")  # ``--output_dir=/a/b``
     return f"{flag}{equals}{Path(path).name}" if Path(path).is_absolute() else value
-
-
-def _draw(folder: Path, events: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The curve of the loss: as drawn for the report where that is there, and in numbers."""
-    rows = list_curve(events)
-    if not rows:
-        return
-    yield from ("## Training", "")
-    if (folder / CHART).is_file():
-        yield from (f"![loss]({CHART})", "")
-    yield from (*_table(("step", "loss", "held-out loss"), rows), "")
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
-    lines = [f"| {' | '.join(_escape(cell) for cell in row)} |" for row in rows]
-    return [f"| {' | '.join(header)} |", "|---" * len(header) + "|", *lines] if lines else []
 
 
 def _escape(text: object) -> str:

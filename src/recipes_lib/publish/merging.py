@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +21,10 @@ from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS
 from recipes_lib.models.attention.kernels import choose_kernel
 from recipes_lib.models.loading import load_causal_lm, load_model_config
 from recipes_lib.models.quantization import build_quantization_config
+
+_PACKAGES: Final = ("torch", "transformers", "peft", "bitsandbytes", "recipes-lib")
+Texts = Sequence[Sequence[int]]
+"""Token ids of the texts that models are compared on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,8 @@ def compute_next_token_logps(model: Any, texts: Sequence[Sequence[int]]) -> list
         texts: Token ids.
     """
     with torch.no_grad():
-        return [_compute_logps(model, text) for text in texts]
+        rows = (torch.tensor([list(text)], device=model.device) for text in texts)
+        return [model(input_ids=row, use_cache=False).logits[0].float().log_softmax(dim=-1).cpu() for row in rows]
 
 
 def compare(first: Sequence[Tensor], second: Sequence[Tensor]) -> Agreement:
@@ -54,26 +59,11 @@ def compare(first: Sequence[Tensor], second: Sequence[Tensor]) -> Agreement:
 
     Source: ``torch.nn.functional.kl_div``; ``tests/publish/test_agreement.py``.
     """
-    kls, choices = zip(*_compare_each(first, second), strict=True)
+    pairs = list(zip(first, second, strict=True))
     num_tokens = sum(len(logps) for logps in first)
-    return Agreement(float(sum(kls)) / num_tokens, int(sum(choices)) / num_tokens, num_tokens)
-
-
-def _compute_logps(model: Any, text: Sequence[int]) -> Tensor:
-    logits: Tensor = model(input_ids=torch.tensor([list(text)], device=model.device), use_cache=False).logits[0]
-    return logits.float().log_softmax(dim=-1).cpu()
-
-
-def _compare_each(first: Sequence[Tensor], second: Sequence[Tensor]) -> Iterator[tuple[float, int]]:
-    for ours, theirs in zip(first, second, strict=True):
-        divergence = (ours.exp() * (ours - theirs)).sum(dim=-1)
-        yield divergence.sum(dtype=torch.float64).item(), int((ours.argmax(-1) == theirs.argmax(-1)).sum())
-
-
-_PACKAGES: Final = ("torch", "transformers", "peft", "bitsandbytes", "recipes-lib")
-
-Texts = Sequence[Sequence[int]]
-"""Token ids of the texts that models are compared on."""
+    kls = ((ours.exp() * (ours - theirs)).sum(dim=-1).sum(dtype=torch.float64).item() for ours, theirs in pairs)
+    same = sum(int((ours.argmax(-1) == theirs.argmax(-1)).sum()) for ours, theirs in pairs)
+    return Agreement(sum(kls) / num_tokens, same / num_tokens, num_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

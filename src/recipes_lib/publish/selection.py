@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from huggingface_hub import constants
+
 from recipes_lib.config.secrets import has_secret_shape
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import read_record
@@ -131,27 +133,22 @@ def list_published(folder: Path) -> list[str]:
     chosen = {name for pattern in (*MODEL_FILES, *RECORDS) for name in fnmatch.filter(top, pattern)}
     if fnmatch.filter(top, "*.py"):
         # Here, because most models need neither their code nor the second that transformers takes.
-        from recipes_lib.models.remote_code import list_code
+        from recipes_lib.models.loading import list_code
 
         chosen |= top.intersection(list_code(folder))
     chosen |= {f"{_TEMPLATES}/{path.name}" for path in (folder / _TEMPLATES).glob("*.jinja") if not path.is_dir()}
     chosen |= {CHART} if (folder / CHART).is_file() else set()
     chosen = {path for path in chosen if not Path(path).name.startswith(".")}
+    # The Hub's cache holds nothing but files of the Hub, and links into it.
+    homes = (folder.resolve(), Path(constants.HF_HUB_CACHE).resolve())
     for path in sorted(chosen):
         if (folder / path).is_symlink() and not (folder / path).exists():
             remedy = "put the file there, or delete the link if the model does without"
             raise DataError(Problem(str(folder / path), "it is a link to a file that is not there", remedy))
-        if not any((folder / path).resolve().is_relative_to(home) for home in (folder.resolve(), find_hub_cache())):
+        if not any((folder / path).resolve().is_relative_to(home) for home in homes):
             found = f"it is a link out of the folder, to {(folder / path).resolve()}"
             raise DataError(Problem(str(folder / path), found, "copy the file here if it may be published"))
     return sorted(chosen)
-
-
-def find_hub_cache() -> Path:
-    """Return the cache of the Hub, whose folders hold nothing but links into it."""
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HUB_CACHE).resolve()
 
 
 def find_secret(files: Files) -> str | None:

@@ -15,9 +15,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.report.run_files import Record, RunFiles, find_non_finite_steps, read_curve
+from recipes_lib.report.run_files import RunFiles, find_non_finite_steps, read_curve
 
 Curve = Sequence[tuple[int, float]]
+Kind = Literal["noisy", "exact", "points"]
 
 COLOURS: Mapping[str, str] = {
     "ink": "#1c2024",
@@ -66,6 +67,8 @@ STYLE = {
     "lines.solid_joinstyle": "round",
 }
 
+_UNITS = ((1e12, "trillions"), (1e9, "billions"), (1e6, "millions"), (1e3, "thousands"))
+
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -82,7 +85,7 @@ class Line:
     label: str
     curve: Curve
     colour: str
-    kind: Literal["noisy", "exact", "points"] = "noisy"
+    kind: Kind = "noisy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +107,13 @@ class Chart:
     is_wide: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Plan:
     name: str
     title: str
     lines: Sequence[Line]
-    alarms: Sequence[int] = ()
     unit: str = ""
+    alarms: Sequence[int] = ()
     is_wide: bool = False
     from_zero: bool = False
 
@@ -123,119 +126,60 @@ def draw_charts(run: RunFiles, folder: Path) -> list[Chart]:
 
 
 def _plan_charts(run: RunFiles) -> list[_Plan]:
-    def curve(records: Sequence[Record], name: str) -> Curve:
-        return read_curve(records, name)
+    """Plan the charts of every stage, in the order of the page; those that a run has no points for are left out."""
 
-    loss, held_out = curve(run.train, "loss"), curve(run.evaluations, "eval_loss")
-    train = Line("training", loss, "first")
-    has_bytes = bool(curve(run.evaluations, "eval_bits_per_byte"))
-    per_byte = curve(run.evaluations, "eval_bits_per_byte")
-    targets = curve(run.train, "target_tokens_per_second")
-    has_targets = any(rate for _, rate in targets)
-    is_pairs = bool(curve(run.train, "rewards/margins"))
-    is_ppo = bool(curve(run.train, "objective/score"))
-    loss_unit = "a pair" if is_pairs else "clipped surrogate, 0 on average" if is_ppo else "nats per target token"
-    return [
+    def train(name: str, label: str = "", colour: str = "first", kind: Kind = "noisy") -> Line:
+        return Line(label, read_curve(run.train, name), colour, kind)
+
+    def held_out(name: str, label: str = "held-out") -> Line:
+        return Line(label, read_curve(run.evaluations, f"eval_{name}"), "second", "points")
+
+    def both(name: str) -> list[Line]:
+        return [train(name.format(*pair), *pair) for pair in (("chosen", "first"), ("rejected", "second"))]
+
+    is_pairs, is_ppo = bool(train("rewards/margins").curve), bool(train("objective/score").curve)
+    in_bytes = bool(held_out("bits_per_byte").curve)
+    rate = train("target_tokens_per_second")
+    has_targets = any(value for _, value in rate.curve)
+    unit = "a pair" if is_pairs else "clipped surrogate, 0 on average" if is_ppo else "nats per target token"
+    loss_alarms, norm_alarms = (find_non_finite_steps(run.train, name) for name in ("loss", "grad_norm"))
+    held_out_alarms = find_non_finite_steps(run.evaluations, "eval_loss")
+    pairs = [
+        _Plan("rewards", "Rewards", both("rewards/{}"), "mean of the answers"),
         _Plan(
-            name="loss",
-            title="Loss",
-            lines=[train, Line("held-out", held_out, "second", kind="points")],
-            alarms=find_non_finite_steps(run.train, "loss"),
-            unit=loss_unit,
-            is_wide=True,
-        ),
-        _Plan(
-            name="heldout_loss",
-            title="Held-out loss",
-            lines=[Line("", per_byte if has_bytes else held_out, "second", kind="points")],
-            alarms=find_non_finite_steps(run.evaluations, "eval_loss"),
-            unit="bits per byte" if has_bytes else loss_unit,
-        ),
-        *(_plan_pair_charts(run) if is_pairs else ()),
-        *(_plan_ppo_charts(run) if is_ppo else ()),
-        *_plan_distillation_charts(run),
-        _Plan(
-            name="learning_rate",
-            title="Learning rate",
-            lines=[Line("", curve(run.train, "learning_rate"), "first", kind="exact")],
+            "accuracy",
+            "The chosen answer wins",
+            [train("rewards/accuracies", "training"), held_out("rewards/accuracies")],
+            "share of pairs",
             from_zero=True,
         ),
-        _Plan(
-            name="grad_norm",
-            title="Gradient norm",
-            lines=[Line("", curve(run.train, "grad_norm"), "first")],
-            alarms=find_non_finite_steps(run.train, "grad_norm"),
-            unit="before clipping",
-        ),
-        _Plan(
-            name="throughput",
-            title="Throughput",
-            lines=[Line("", targets if has_targets else curve(run.train, "tokens_per_second"), "first")],
-            unit=f"{'target ' * has_targets}tokens per second",
-            from_zero=True,
-        ),
+        _Plan("logps", "Log-probability of the answers", both("logps/{}_per_token"), "nats per token"),
     ]
-
-
-def _plan_pair_charts(run: RunFiles) -> list[_Plan]:
-    def both(figure: str, suffix: str = "") -> list[Line]:
-        answers = (("chosen", "first"), ("rejected", "second"))
-        return [Line(name, read_curve(run.train, f"{figure}/{name}{suffix}"), colour) for name, colour in answers]
-
-    return [
-        _Plan(name="rewards", title="Rewards", lines=both("rewards"), unit="mean of the answers"),
-        _Plan(
-            name="accuracy",
-            title="The chosen answer wins",
-            lines=[
-                Line("training", read_curve(run.train, "rewards/accuracies"), "first"),
-                Line("held-out", read_curve(run.evaluations, "eval_rewards/accuracies"), "second", kind="points"),
-            ],
-            unit="share of pairs",
-            from_zero=True,
-        ),
-        _Plan(
-            name="logps",
-            title="Log-probability of the answers",
-            lines=both("logps", "_per_token"),
-            unit="nats per token",
-        ),
+    ppo = [
+        _Plan("score", "Reward", [train("objective/score", "answers"), held_out("reward", "samples")], "of an answer"),
+        _Plan("kl", "KL to the reference model", [train("objective/kl_seq")], "nats per answer"),
+        _Plan("length", "Length", [train("objective/length")], "tokens per answer", from_zero=True),
+        _Plan("explained_variance", "Explained variance", [train("value/explained_var")], "of returns, by the critic"),
     ]
-
-
-def _plan_ppo_charts(run: RunFiles) -> list[_Plan]:
-    def line(name: str, label: str = "") -> Line:
-        return Line(label, read_curve(run.train, name), "first")
-
-    samples = Line("samples", read_curve(run.evaluations, "eval_reward"), "second", kind="points")
-    return [
-        _Plan(name="score", title="Reward", lines=[line("objective/score", "answers"), samples], unit="of an answer"),
-        _Plan(name="kl", title="Distance from the start", lines=[line("objective/kl_seq")], unit="nats per answer"),
-        _Plan(
-            name="length", title="Length", lines=[line("objective/length")], unit="tokens per answer", from_zero=True
-        ),
-        _Plan(
-            name="explained_variance",
-            title="What the critic foresees",
-            lines=[line("value/explained_var")],
-            unit="share of the variance of returns",
-        ),
+    nll = [train("distillation/nll", "student"), train("distillation/teacher_nll", "teacher", "second")]
+    parts = [
+        _Plan(f"distillation_{name}", title, [train(f"distillation/{name}")], part_unit)
+        for name, title, part_unit in _DISTILLATION_PARTS
     ]
-
-
-def _plan_distillation_charts(run: RunFiles) -> list[_Plan]:
-    """What is learnt of a teacher, each part of the loss by itself; those that a run has not are left out."""
-
-    def line(name: str, label: str = "", colour: str = "first") -> Line:
-        return Line(label, read_curve(run.train, f"distillation/{name}"), colour)
-
-    labels = [line("nll", "student"), line("teacher_nll", "teacher", "second")]
+    loss = [train("loss", "training"), held_out("loss")]
+    by_text = held_out("bits_per_byte" if in_bytes else "loss", "")
+    rate = rate if has_targets else train("tokens_per_second")
+    rate_unit = f"{'target ' * has_targets}tokens per second"
     return [
-        _Plan(name="nll", title="Cost of the text", lines=labels, unit="nats per target token"),
-        *(
-            _Plan(name=f"distillation_{name}", title=title, lines=[line(name)], unit=unit)
-            for name, title, unit in _DISTILLATION_PARTS
-        ),
+        _Plan("loss", "Loss", loss, unit, loss_alarms, is_wide=True),
+        _Plan("heldout_loss", "Held-out loss", [by_text], "bits per byte" if in_bytes else unit, held_out_alarms),
+        *(pairs if is_pairs else ()),
+        *(ppo if is_ppo else ()),
+        _Plan("nll", "Cost of the text", nll, "nats per target token"),
+        *parts,
+        _Plan("learning_rate", "Learning rate", [train("learning_rate", kind="exact")], from_zero=True),
+        _Plan("grad_norm", "Gradient norm", [train("grad_norm")], "before clipping", norm_alarms),
+        _Plan("throughput", "Throughput", [rate], rate_unit, from_zero=True),
     ]
 
 
@@ -246,11 +190,24 @@ def _draw(plan: _Plan, folder: Path) -> Chart:
         for line in plan.lines:
             _draw_line(axes, line)
         _finish(axes, plan)
-        figure.savefig(folder / f"{plan.name}.png", dpi=160, facecolor=PNG_BACKGROUND)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        svg = save_figure(figure, folder / f"{plan.name}.png")
     alt = f"{plan.title}: " + "; ".join(_describe(line) for line in plan.lines if line.curve)
-    return Chart(plan.name, plan.title, alt, _adopt_svg(buffer.getvalue()), plan.is_wide)
+    return Chart(plan.name, plan.title, alt, svg, plan.is_wide)
+
+
+def save_figure(figure: Figure, path: Path) -> str:
+    """Write a figure to ``path`` as a PNG, and return it as an ``<svg>`` element in the page's colours.
+
+    The element is hidden from readers that have the text beside it.
+    """
+    figure.savefig(path, dpi=160, facecolor=PNG_BACKGROUND)
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    document = buffer.getvalue()
+    element = document[document.index("<svg") :].replace("<svg ", '<svg aria-hidden="true" focusable="false" ', 1)
+    for name, colour in COLOURS.items():
+        element = element.replace(colour, f"var(--{name})")
+    return element
 
 
 def _draw_line(axes: Axes, line: Line) -> None:
@@ -326,18 +283,6 @@ def _describe(line: Line) -> str:
     return f"{label}from {first:.4g} at step {first_step} to {last:.4g} at step {last_step}"
 
 
-def _adopt_svg(document: str) -> str:
-    """Return the ``<svg>`` element alone, hidden from readers that have the text beside it, in the page's colours."""
-    element = document[document.index("<svg") :].replace("<svg ", '<svg aria-hidden="true" focusable="false" ', 1)
-    for name, colour in COLOURS.items():
-        element = element.replace(colour, f"var(--{name})")
-    return element
-
-
-_PLAN_TICK_STEPS = [1, 2, 5, 10]
-_UNITS = ((1e12, "trillions"), (1e9, "billions"), (1e6, "millions"), (1e3, "thousands"))
-
-
 def draw_schedule(path: Path, tokens: Sequence[float], rates: Sequence[float], batches: Sequence[float]) -> None:
     """Draw what a run will do, and write it to ``path`` as a PNG, whatever its suffix.
 
@@ -359,7 +304,7 @@ def draw_schedule(path: Path, tokens: Sequence[float], rates: Sequence[float], b
         steps = [batch / batch_scale for batch in batches]
         _draw_panel(bottom, [token / scale for token in tokens], steps, "second", f"tokens in a step, {batch_unit}")
         bottom.set_xlabel(f"tokens trained on, {unit}")
-        bottom.xaxis.set_major_locator(MaxNLocator(10, steps=_PLAN_TICK_STEPS))
+        bottom.xaxis.set_major_locator(MaxNLocator(10, steps=_TICK_STEPS))
         bottom.xaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -375,7 +320,7 @@ def _draw_panel(axes: Axes, tokens: Sequence[float], values: Sequence[float], co
     axes.set_title(title, loc="left", fontsize=9.5, color=COLOURS["muted"])
     axes.set_ylim(bottom=0, top=1.08 * max(values))
     axes.set_xlim(tokens[0], tokens[-1])
-    axes.yaxis.set_major_locator(MaxNLocator(4, steps=_PLAN_TICK_STEPS))
+    axes.yaxis.set_major_locator(MaxNLocator(4, steps=_TICK_STEPS))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
 
 

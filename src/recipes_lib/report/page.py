@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,9 @@ from typing import Any
 from jinja2 import Environment
 
 from recipes_lib.report.charts import draw_charts, smooth
-from recipes_lib.report.problems import find_problems
 from recipes_lib.report.reward_report import draw_reliability
 from recipes_lib.report.reward_verdict import read_verdict
-from recipes_lib.report.run_files import Record, RunFiles, read_curve, read_number, read_run
+from recipes_lib.report.run_files import Record, RunFiles, find_non_finite_steps, read_curve, read_number, read_run
 
 MAX_TEXT = 2000
 """Characters of a prompt or an answer that are shown; the whole stands in ``samples.jsonl``."""
@@ -40,6 +40,13 @@ _HELD_OUT = {
 }
 """Evaluated figure -> its label and format; without a label it is not shown."""
 
+OVERFIT_RISE = 0.02
+"""Relative rise of the held-out loss over its best that is worth a word."""
+MAX_DROP = 0.5
+"""Nats a token that the chosen answers may lose before it is worth a word."""
+SPIKE_FACTOR = 10.0
+"""A gradient norm of this many times the median is a spike."""
+
 
 @dataclass(frozen=True, slots=True)
 class KeyFigure:
@@ -63,14 +70,15 @@ def build_report(run_dir: Path) -> Path:
     charts, verdict = draw_charts(run, run_dir / "report"), read_verdict(run_dir)
     if verdict is not None:
         charts.append(draw_reliability(verdict, run_dir / "report"))
+    failed_gates = verdict["failed_gates"] if verdict else ()
     steps = sorted({sample["step"] for sample in run.samples})
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page = environment.from_string(Path(__file__).with_name("page.html.jinja").read_text(encoding="utf-8")).render(
         run=run,
         style=Path(__file__).with_name("page.css").read_text(encoding="utf-8"),
-        kicker=_describe_stage(run),
+        kicker=" · ".join(filter(None, (str(run.facts.get("stage", "training")), str(run.facts.get("status", ""))))),
         lead=_describe_extent(run),
-        problems=[*find_problems(run), *_list_failed_gates(verdict)],
+        problems=[*find_problems(run), *(f"Before it may serve PPO: {gate}." for gate in failed_gates)],
         figures=[*_choose_figures(run), *_choose_reward_figures(verdict)],
         charts=charts,
         samples=_pair_samples(run.samples, steps),
@@ -81,11 +89,6 @@ def build_report(run_dir: Path) -> Path:
     path = run_dir / "report.html"
     path.write_text(page, encoding="utf-8", errors="replace")
     return path
-
-
-def _describe_stage(run: RunFiles) -> str:
-    stage = str(run.facts.get("stage", "training"))
-    return " · ".join(part for part in (stage, str(run.facts.get("status", ""))) if part)
 
 
 def _describe_extent(run: RunFiles) -> str:
@@ -127,10 +130,6 @@ def _choose_reward_figures(verdict: Mapping[str, Any] | None) -> Iterator[KeyFig
         yield KeyFigure("The longer answer wins", f"{longer:.1%}", "what length alone gets right")
         may = "yes" if verdict["may_serve_ppo"] else "no"
         yield KeyFigure("May serve PPO", may, f"{len(verdict['failed_gates'])} gates failed")
-
-
-def _list_failed_gates(verdict: Mapping[str, Any] | None) -> list[str]:
-    return [] if verdict is None else [f"Before it may serve PPO: {gate}." for gate in verdict["failed_gates"]]
 
 
 def _choose_held_out_figures(evaluations: Sequence[Record]) -> Iterator[KeyFigure]:
@@ -228,3 +227,97 @@ def _format_duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def find_problems(run: RunFiles) -> list[str]:
+    """Return what is wrong or doubtful about a run, one sentence each, the gravest first; empty when nothing is."""
+    return [
+        *_judge_end(run),
+        *_judge_rollbacks(run),
+        *_judge_non_finite(run),
+        *_judge_held_out_loss(run),
+        *_judge_displacement(run),
+        *_judge_stopping(run),
+        *_judge_gradients(run),
+        *_judge_files(run),
+    ]
+
+
+def _judge_end(run: RunFiles) -> list[str]:
+    status = run.facts.get("status", "done")
+    problems = [] if status == "done" else [f"The run did not finish: its status is “{status}”."]
+    return problems if run.train else [*problems, "No training step was logged."]
+
+
+def _judge_rollbacks(run: RunFiles) -> list[str]:
+    return [
+        f"Step {rollback['step']} was a spike ({rollback['cause']}): the run went back to step {rollback['back_to']} "
+        f"and on without the rows of steps {rollback['steps'][0]} to {rollback['steps'][1]}."
+        for rollback in run.facts.get("rollbacks", [])
+    ]
+
+
+def _judge_non_finite(run: RunFiles) -> list[str]:
+    found = [
+        (label, find_non_finite_steps(records, name))
+        for label, records, name in (
+            ("loss", run.train, "loss"),
+            ("gradient norm", run.train, "grad_norm"),
+            ("held-out loss", run.evaluations, "eval_loss"),
+        )
+    ]
+    return [f"The {label} was not finite at {_list_steps(steps)}." for label, steps in found if steps]
+
+
+def _judge_held_out_loss(run: RunFiles) -> list[str]:
+    curve = read_curve(run.evaluations, "eval_loss")
+    if len(curve) < 2:
+        return []
+    best_step, best = min(curve, key=lambda point: point[1])
+    last_step, last = curve[-1]
+    if last <= best + OVERFIT_RISE * abs(best):
+        return []
+    if best_step == curve[0][0]:
+        return [f"Training made the held-out loss worse: {best:.4g} at step {best_step}, {last:.4g} at the end."]
+    return [
+        f"The held-out loss was lowest at step {best_step} ({best:.4g}) and rose to {last:.4g} by step {last_step}: "
+        "train for fewer epochs, or keep the earlier checkpoint."
+    ]
+
+
+def _judge_displacement(run: RunFiles) -> list[str]:
+    curve = read_curve(run.evaluations, "eval_logps/chosen_shift") or read_curve(run.train, "logps/chosen_shift")
+    if not curve or curve[-1][1] >= -MAX_DROP:
+        return []
+    return [
+        f"Chosen answers lost {-curve[-1][1]:.2f} nats a token since the start: likelihood moved to answers that "
+        "nobody wrote. Add `sft` to loss_type, use apo_zero, lower the learning rate, or drop nearly equal pairs."
+    ]
+
+
+def _judge_stopping(run: RunFiles) -> list[str]:
+    rates = read_curve(run.evaluations, "eval_stop_rate")
+    if len(rates) < 2 or rates[-1][1] > 0:
+        return []
+    return ["No sample ended by itself: raise sample_max_new_tokens, or see that terminators are trained on."]
+
+
+def _judge_gradients(run: RunFiles) -> list[str]:
+    curve = read_curve(run.train, "grad_norm")
+    if len(curve) < 10:
+        return []
+    bound = SPIKE_FACTOR * statistics.median(value for _, value in curve)
+    # The first tenth is warm-up, where large gradients are in order.
+    spikes = [step for step, value in curve[len(curve) // 10 :] if value > bound]
+    return [f"The gradient norm exceeded ten times its median at {_list_steps(spikes)}."] if spikes else []
+
+
+def _judge_files(run: RunFiles) -> list[str]:
+    number = run.num_torn_lines
+    return [f"{number} line{'s were' if number > 1 else ' was'} cut short and left out."] if number else []
+
+
+def _list_steps(steps: Sequence[int]) -> str:
+    listed = ", ".join(str(step) for step in steps[:5])
+    rest = len(steps) - 5
+    return f"step{'s' if len(steps) > 1 else ''} {listed}" + (f" and {rest} more" if rest > 0 else "")

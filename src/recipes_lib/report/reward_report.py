@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from recipes_lib.report.charts import COLOURS, PNG_BACKGROUND, STYLE, Chart, _adopt_svg
+from recipes_lib.report.charts import COLOURS, STYLE, Chart, save_figure
 
 Floats = npt.NDArray[np.floating[Any]]
 Ints = npt.NDArray[np.integer[Any]]
@@ -36,6 +35,8 @@ MIN_ACCURACY: Final = 0.5
 MAX_SWAPPED_ACCURACY: Final = 0.6
 MAX_ECE: Final = 0.05
 MIN_EOS_SHARE: Final = 0.8
+
+_NAME = "reliability"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,9 +321,6 @@ def _compare_probe(chosen: Floats, altered: Floats) -> dict[str, Any] | None:
     return {"num_answers": len(change), "share_lower": float((change < 0).mean()), "mean_change": float(change.mean())}
 
 
-_NAME = "reliability"
-
-
 def draw_reliability(report: Mapping[str, Any], folder: Path) -> Chart:
     """Draw the reliability of a reward model beside the histogram of its scores, and write the PNG to ``folder``.
 
@@ -338,14 +336,12 @@ def draw_reliability(report: Mapping[str, Any], folder: Path) -> Chart:
         left, right = figure.subplots(1, 2)
         _draw_reliability(left, report)
         _draw_histogram(right, report["histogram"])
-        figure.savefig(folder / f"{_NAME}.png", dpi=160, facecolor=PNG_BACKGROUND)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        svg = save_figure(figure, folder / f"{_NAME}.png")
     alt = (
         f"Calibration error {report['ece']:.3f}, of which chance explains {report['ece_by_chance']:.3f}; "
         f"scores from {report['scores']['min']:.3g} to {report['scores']['max']:.3g}"
     )
-    return Chart(_NAME, "Calibration and scores", alt, _adopt_svg(buffer.getvalue()), is_wide=True)
+    return Chart(_NAME, "Calibration and scores", alt, svg, is_wide=True)
 
 
 def _draw_reliability(axes: Axes, report: Mapping[str, Any]) -> None:

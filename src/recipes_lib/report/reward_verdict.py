@@ -30,6 +30,11 @@ _SWAPPED: Final = ("swapped_chosen", "swapped_rejected")
 _SENTENCE_GAP: Final = re.compile(r"(?<=[.!?])\s+")
 _WHITE_SPACE: Final = "\n\n  "
 
+REWARD_FILE: Final = "reward_report.json"
+MAX_REFERENCE_ANSWERS: Final = 1024
+MAX_PAIRS: Final = 1000
+"""Held-out pairs that the report looks at; each is scored in eight forms."""
+
 
 def score_held_out(
     reward_model: RewardModel, pairs: Sequence[Pair], *, sources: Sequence[str] | None = None
@@ -117,12 +122,6 @@ def _score_altered(reward_model: RewardModel, rows: Sequence[TokenIds | None]) -
     given = [at for at, row in enumerate(rows) if row is not None]
     scores[given] = reward_model.compute_raw_scores([row for row in rows if row is not None], overlong="nan")
     return scores
-
-
-REWARD_FILE: Final = "reward_report.json"
-MAX_REFERENCE_ANSWERS: Final = 1024
-MAX_PAIRS: Final = 1000
-"""Held-out pairs that the report looks at; each is scored in eight forms."""
 
 
 class PairRows(Protocol):

@@ -26,6 +26,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import PromptData, PromptRow
 from recipes_lib.models.attention.kernels import choose_attention
 from recipes_lib.models.generation import set_stop_tokens
+from recipes_lib.models.inference import preserve_training_state
 from recipes_lib.models.loading import load_model_config
 from recipes_lib.models.quantization import keeping_precision
 from recipes_lib.rl.collect import Collector, read_answers
@@ -34,14 +35,12 @@ from recipes_lib.rl.monitor import ScoredSamples, choose_samples
 from recipes_lib.rl.ppo_math import penalise_missing_end
 from recipes_lib.rl.rewards import RewardGuard, Rewards
 from recipes_lib.training.evaluation.samples import SAMPLES_FILE, Sample
-from recipes_lib.training.evaluation.training_state import preserve_training_state
 from recipes_lib.training.guards.preemption import stop_if_agreed
 from recipes_lib.training.guards.step_facts import StepInputs
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.launch_environment import Launch
-from recipes_lib.training.monitoring.callbacks import MetricsCallback
+from recipes_lib.training.monitoring.callbacks import MetricsCallback, Observer
 from recipes_lib.training.monitoring.metrics import METRICS_FILE, MetricsWriter, StepCounter, ThroughputMeter
-from recipes_lib.training.monitoring.observer import Observer
 from recipes_lib.training.monitoring.progress import TrainingProgress, build_progress
 from recipes_lib.training.trainers.recipe_trainer import RecipeTrainer
 from recipes_lib.training.trainers.trained_model import load_policy

@@ -23,8 +23,8 @@ from recipes_lib.losses.projection import CHUNK_BYTES
 from recipes_lib.models.adapters.lora import add_adapter
 from recipes_lib.models.adapters.roles import CRITIC, REWARD, add_critic, add_reward
 from recipes_lib.models.adapters.saved import find_adapter, find_shareable, read_base
-from recipes_lib.models.devices import unwrap_adapter
 from recipes_lib.models.heads.loss_head import add_loss_head
+from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.loading import load_model_config
 from recipes_lib.models.quantization import count_quantized_bytes
 from recipes_lib.planning.disk import count_state_bytes

@@ -21,12 +21,11 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.adapters.roles import CRITIC, AdapterScorer, add_critic, drop_scorers, role
 from recipes_lib.models.adapters.saved import find_adapter, find_shareable
 from recipes_lib.models.attention.kernels import choose_attention
-from recipes_lib.models.devices import unwrap_adapter
 from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
 from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
 from recipes_lib.models.heads.scoring import RewardModel, RewardStatistics, read_reward_statistics, read_scale
-from recipes_lib.models.inference import disable_dropout
+from recipes_lib.models.inference import disable_dropout, unwrap_adapter
 from recipes_lib.models.loading import load_model_config
 from recipes_lib.training.guards.preemption import leave_if_asked, stop_if_agreed
 from recipes_lib.training.layouts.fsdp import gathered, is_sharded, reshard, settle_precision, shard

@@ -36,7 +36,7 @@ def describe_rollout(rollout: Rollout, reward_names: Collection[str], total: Ten
     Args:
         rollout: All answers.
         reward_names: Of the rewards, in their order.
-        total: Sum of each answer's rewards, the price of KL and penalties taken off, ``(B,)``.
+        total: Sum of each answer's rewards, KL penalty and length penalty subtracted, ``(B,)``.
     """
     mask, lengths = rollout.mask, rollout.lengths.float()
     kl = torch.where(mask, estimate_kl(rollout.logps, rollout.ref_logps), 0.0)
@@ -84,7 +84,7 @@ def _describe_scores(rollout: Rollout, total: Tensor) -> Figures:
 
 
 def describe_values(rollout: Rollout) -> Figures:
-    """Return how well the critic foresaw the returns of an iteration; nothing where no answer is scored."""
+    """Return the explained variance of the critic's values in an iteration; nothing where no answer is scored."""
     assert rollout.returns is not None
     mask = rollout.loss_mask
     if not mask.any():

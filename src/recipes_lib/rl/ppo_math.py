@@ -45,7 +45,7 @@ def compute_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) ->
         scores: One for each answer, ``(B,)``.
         kl: In nats a token, ``(B, T)``.
         mask: Every answer has a token.
-        kl_coef: Price of a nat.
+        kl_coef: KL coefficient: reward subtracted for each nat of KL.
 
     Source: Ziegler et al. 2019, section 2.2. The score stands at the end-of-text token itself, as in OpenRLHF; TRL
     and the summarisation paper put it one position later, which costs a factor ``lam``.
@@ -214,7 +214,7 @@ def compute_value_loss(
 
 
 def compute_explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """Share of the variance of returns that the critic foresaw: 1 is all, 0 what a constant would, below 0 worse."""
+    """Share of the variance of returns that the critic explains: 1 is all, 0 what a constant would, below 0 worse."""
     kept_values, kept_returns = values[mask], returns[mask]
     variance = kept_returns.var(unbiased=False)
     if variance == 0:
@@ -223,26 +223,26 @@ def compute_explained_variance(values: Tensor, returns: Tensor, mask: Tensor) ->
 
 
 class KLController:
-    """The price of a nat of KL: fixed, or adapted so that the KL of an answer comes to a target.
+    """The KL coefficient: fixed, or adapted so that the KL of an answer comes to a target.
 
     Attributes:
-        kl_coef: The price as it stands.
+        kl_coef: The current coefficient.
     """
 
     def __init__(self, kl_coef: float, *, target_per_sequence: float | None, horizon: float) -> None:
         """Begin at ``kl_coef``.
 
         Args:
-            kl_coef: The price at the beginning.
-            target_per_sequence: KL of a whole answer, in nats, that is aimed at; ``None`` keeps the price.
-            horizon: Answers over which the price follows.
+            kl_coef: The initial coefficient.
+            target_per_sequence: KL of a whole answer, in nats, that is aimed at; ``None`` keeps the coefficient.
+            horizon: Answers over which the coefficient follows.
         """
         self.kl_coef = kl_coef
         self._target = target_per_sequence
         self._horizon = horizon
 
     def update(self, kl_per_sequence: float, num_answers: int) -> None:
-        """Raise or lower the price after ``num_answers`` answers with this mean KL, in nats an answer.
+        """Raise or lower the coefficient after ``num_answers`` answers with this mean KL, in nats an answer.
 
         Source: Ziegler et al. 2019, section 2.2: the relative error is cut off at 0.2.
         """
@@ -275,7 +275,7 @@ def compute_targets(rollout: Rollout, config: PPOConfig, penalty: float, kl_coef
         rollout: All answers, of all processes.
         config: Discounts, and whether rewards are whitened.
         penalty: Taken off the score of an answer that ran into the limit.
-        kl_coef: Price of a nat of KL.
+        kl_coef: KL coefficient: reward subtracted for each nat of KL.
     """
     learnt = rollout.loss_mask
     scores = penalise_missing_end(rollout.scores, rollout.finished, penalty)

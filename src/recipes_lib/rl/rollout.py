@@ -31,7 +31,7 @@ class Rollout:
         logps: Of the policy that answered, by the training graph.
         ref_logps: Of the reference.
         values: Of the critic, before each token.
-        advantages: What each token did better than the critic foresaw, whitened; ``None`` until it is worked out.
+        advantages: Advantages by generalised advantage estimation, whitened; ``None`` until it is worked out.
         returns: What the critic should have said; as ``advantages``.
     """
 

@@ -42,7 +42,7 @@ class RunLog:
         self._num_prompts = num_prompts
 
     def begin(self, state: PPOState, num_steps: int, *, is_evaluated: bool) -> None:
-        """Go on from a state of a run of ``num_steps``; what was written after it is dropped.
+        """Resume from a state of a run of ``num_steps``; what was written after it is dropped.
 
         Args:
             state: Of a checkpoint, or the first one.

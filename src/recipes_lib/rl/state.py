@@ -53,8 +53,8 @@ class PPOState:
     Attributes:
         iteration: Iterations that are done.
         step: Optimizer steps that they took.
-        num_answers: Answers that were sampled: the prompts go on from there.
-        kl_coef: Price of a nat of KL.
+        num_answers: Answers that were sampled: prompts resume from there.
+        kl_coef: KL coefficient: reward subtracted for each nat of KL.
         num_tokens: Tokens of prompts and answers so far.
         num_target_tokens: Tokens of answers so far.
         seconds: Training time so far.

@@ -50,7 +50,7 @@ class PPOTrainer:
     """Trains a policy and its critic.
 
     Which prompts an iteration takes, which answers they get and which of them form a minibatch follow from ``seed`` and
-    the iteration, never from the number of processes or what was drawn before; so that a run that was stopped goes on
+    the iteration, never from the number of processes or what was drawn before; so that a stopped run resumes
     as if it had not been.
 
     Attributes:
@@ -198,8 +198,8 @@ class PPOTrainer:
             self._log.progress.say(verify_first_rollout(rollout, self._dtype))
         if iteration == self._first_iteration:
             self._log.progress.say(verify_engine(rollout, self._collector.generator, self._dtype))
-        price = state.kl_coef
-        targets = compute_targets(rollout, self._config.ppo, self._config.rewards.missing_eos_penalty or 0.0, price)
+        kl_coef = state.kl_coef
+        targets = compute_targets(rollout, self._config.ppo, self._config.rewards.missing_eos_penalty or 0.0, kl_coef)
         # One group: a critic stands in for the other answers to a prompt.
         self._reward_guard.judge(targets.scores[None], step=state.step + 1)
         rollout = dataclasses.replace(rollout, advantages=targets.advantages, returns=targets.returns)
@@ -213,14 +213,14 @@ class PPOTrainer:
         ended = time.perf_counter()
 
         # While the policy is not updated, its KL divergence says nothing about the coefficient.
-        next_price = self._control_kl(figures["objective/kl_seq"], len(rollout)) if is_warm else price
+        next_kl_coef = self._control_kl(figures["objective/kl_seq"], len(rollout)) if is_warm else kl_coef
         num_tokens = rollout.num_tokens + sum(len(prompt.input_ids) for prompt in rollout.prompts)
         self.state = dataclasses.replace(
             state,
             iteration=iteration + 1,
             step=(iteration + 1) * schedule.steps_per_iteration,
             num_answers=state.num_answers + len(rollout),
-            kl_coef=next_price,
+            kl_coef=next_kl_coef,
             num_tokens=state.num_tokens + num_tokens,
             num_target_tokens=state.num_target_tokens + rollout.num_targets,
             seconds=state.seconds + ended - began,
@@ -232,7 +232,7 @@ class PPOTrainer:
             "learning_rate": policy.get("policy/lr"),
             "grad_norm": policy.get("policy/grad_norm"),
             **figures,
-            "objective/kl_coef": price,
+            "objective/kl_coef": kl_coef,
             **policy,
             **average_steps("value", critic_steps),
             "rollout/tokens_per_s": rollout.num_tokens / max(seconds["time/generate"], 1e-9),

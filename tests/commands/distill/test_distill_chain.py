@@ -12,7 +12,7 @@ from tests.training.students import save_student
 from transformers import AutoModelForCausalLM
 
 from recipes_lib.commands.distill import distill_chain
-from recipes_lib.commands.distill.distill_chain import Run, go_through, measure, write_run
+from recipes_lib.commands.distill.distill_chain import ChainRun, go_through, measure, write_run
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError
@@ -52,11 +52,11 @@ class Runs:
     """Stands in for training: every run leaves the figures of one that took a token a step."""
 
     def __init__(self, config: RecipeConfig) -> None:
-        self.made: list[Run] = []
+        self.made: list[ChainRun] = []
         self.codes: dict[str, int] = {}
         self._config = config
 
-    def __call__(self, run: Run) -> int:
+    def __call__(self, run: ChainRun) -> int:
         self.made.append(run)
         if code := self.codes.get(run.name):
             return code
@@ -81,8 +81,8 @@ def test_each_hop_learns_from_the_one_before(config, flags, tmp_path, capsys, ti
     assert go_through(config, runs, is_compared=False) == 0
     out = tmp_path / "a chain"
     assert runs.made == [
-        Run("hop_1", "distill", str(tmp_path / "assistant"), str(tiny_model_dir)),
-        Run("hop_2", "distill", str(tmp_path / "student"), str(out / "hop_1")),
+        ChainRun("hop_1", "distill", str(tmp_path / "assistant"), str(tiny_model_dir)),
+        ChainRun("hop_2", "distill", str(tmp_path / "student"), str(out / "hop_1")),
     ]
     last = load_config("distill", ["--config", str(out / "hop_2.yaml")])
     assert last.distillation.assistant_model_names_or_paths is None
@@ -125,7 +125,7 @@ def test_a_run_that_fails_ends_the_chain_with_its_exit_code(config) -> None:
 
 def test_the_length_in_epochs_is_stretched_too(flags, tmp_path) -> None:
     config = load_config("distill", [flag for flag in flags if "max_steps" not in flag] + ["--num_train_epochs=2"])
-    path = write_run(config, Run("labels", "sft", str(tmp_path / "student"), factor=1.75))
+    path = write_run(config, ChainRun("labels", "sft", str(tmp_path / "student"), factor=1.75))
     assert load_config("sft", ["--config", str(path)]).training["num_train_epochs"] == 3.5
 
 

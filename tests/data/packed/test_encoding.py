@@ -80,7 +80,7 @@ def test_places_are_those_of_the_rows(build_config, tiny_tokenizer):
     encoded, _, _ = encode(config, tiny_tokenizer)
     taken = encoded.take(np.array([30, 4, 9]))
     name = config.data.dataset_name
-    assert taken.find_places([0, 2]) == {0: f"{name}:31", 2: f"{name}:10"}
+    assert taken.find_target_positions([0, 2]) == {0: f"{name}:31", 2: f"{name}:10"}
     assert taken.digests == [encoded.digests[at] for at in (30, 4, 9)]
     assert taken.mixture.name == name
 

@@ -19,9 +19,8 @@ from transformers import (
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.adapters.lora import add_adapter, load_adapter, load_fresh_base
+from recipes_lib.models.adapters.lora import add_adapter, check_layers, load_adapter, load_fresh_base
 from recipes_lib.models.adapters.saved import describe_weights, iterate_weights
-from recipes_lib.models.adapters.targets import check_layers
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 EXPERTS = {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2}

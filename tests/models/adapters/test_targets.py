@@ -5,7 +5,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from recipes_lib.config.schema import AdapterConfig
-from recipes_lib.models.adapters.targets import check_layers, find_modules, find_targets, stores_transposed
+from recipes_lib.models.adapters.lora import check_layers, find_modules, find_targets, stores_transposed
 
 SHAPE = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 

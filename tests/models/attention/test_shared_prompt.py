@@ -331,7 +331,11 @@ def test_a_mask_that_leaks_is_found(monkeypatch: pytest.MonkeyPatch, change: Any
     "change",
     [
         lambda bounds: bounds | {"cu_seq_lens_k": bounds["cu_seq_lens_q"], "shared_prompt_index": None},
-        lambda bounds: bounds | dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), bounds["cu_seq_lens_q"][::2]),
+        lambda bounds: (
+            bounds
+            | dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), bounds["cu_seq_lens_q"][::2])
+            | {"shared_prompt_index": None}
+        ),
     ],
     ids=["an answer without its prompt", "one document of a pair"],
 )

@@ -22,7 +22,12 @@ from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.models.heads import scoring
 from recipes_lib.models.heads.score_head import add_score_head, load_reward_model, set_pad_token
-from recipes_lib.models.heads.scoring import RewardModel, compute_reward_statistics, store_reward_statistics
+from recipes_lib.models.heads.scoring import (
+    RewardModel,
+    compute_reward_statistics,
+    encode_answers,
+    store_reward_statistics,
+)
 
 WORDS = ["the", "baker", "opens", "a", "shop", "near", "rivers", "and", "weighs", "flour", "while", "snow"]
 
@@ -91,7 +96,7 @@ def test_batches_are_full_and_hardly_padded(reward_model: RewardModel, monkeypat
         lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
     reward_model.score(CHATS)
-    num_tokens = sum(map(len, reward_model.encode(CHATS)))
+    num_tokens = sum(map(len, encode_answers(reward_model.tokenizer, CHATS)))
     assert all(rows * width <= 400 for rows, width in shapes)
     assert sum(rows for rows, _ in shapes) == len(CHATS)
     assert sum(rows * width for rows, width in shapes) < 1.2 * num_tokens
@@ -166,7 +171,7 @@ def test_with_statistics_the_reference_answers_have_mean_0_and_deviation_1(rewar
     assert sum(scores) / len(scores) == pytest.approx(0, abs=1e-9)
     assert sum(score**2 for score in scores) / len(scores) == pytest.approx(1)
     # Raw scores are those of the head, also when the model has statistics.
-    assert reward_model.compute_raw_scores(reward_model.encode(CHATS)) == raw
+    assert reward_model.compute_raw_scores(encode_answers(reward_model.tokenizer, CHATS)) == raw
 
 
 def test_answers_of_one_score_make_no_statistics() -> None:
@@ -204,7 +209,7 @@ def test_a_saved_model_has_the_same_raw_scores_by_transformers_alone(
     texts = [tokenizer.apply_chat_template(chat, tokenize=False).rstrip() for chat in CHATS]
     with torch.no_grad():
         logits = model(**tokenizer(texts, return_tensors="pt", padding=True)).logits.flatten()
-    raw = reward_model.compute_raw_scores(reward_model.encode(CHATS))
+    raw = reward_model.compute_raw_scores(encode_answers(reward_model.tokenizer, CHATS))
     assert raw == pytest.approx(logits.tolist(), abs=1e-5)
     expected = (logits - model.config.reward_mean) / model.config.reward_std
     assert reward_model.score(CHATS) == pytest.approx(expected.tolist(), abs=1e-5)

@@ -14,7 +14,7 @@ from recipes_lib.data.packed.training_data import load_training_data
 from recipes_lib.errors import ConfigError
 from recipes_lib.training.evaluation.build import build_observer
 from recipes_lib.training.layouts.launch_environment import read_launch
-from recipes_lib.training.monitoring.observer import Observer
+from recipes_lib.training.monitoring.callbacks import Observer
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
 

@@ -45,7 +45,7 @@ def model(tiny_model_dir: Path) -> nn.Module:
 
 def evaluate(model: nn.Module, rows: list[dict[str, Any]], batch_size: int, **options: Any) -> dict[str, float]:
     given = {"batch_size": batch_size, "collate": COLLATE, "progress": TrainingProgress()} | options
-    return EvaluateLoss({"rows": rows}, **given)(model, 0)
+    return EvaluateLoss(held_out={"rows": rows}, **given)(model, 0)
 
 
 def test_the_figures_are_those_of_plain_logits_row_by_row(
@@ -165,7 +165,7 @@ def test_memory_does_not_grow_with_the_held_out_set(model: nn.Module) -> None:
         peaks = []
         for num_rows in (16, 160):
             rows = WatchedRows(num_rows)
-            hook = EvaluateLoss({"rows": rows}, batch_size=2, collate=COLLATE, progress=TrainingProgress())
+            hook = EvaluateLoss(held_out={"rows": rows}, batch_size=2, collate=COLLATE, progress=TrainingProgress())
             hook(model, 0)
             peaks.append(rows.peak)
     finally:
@@ -213,7 +213,7 @@ def test_several_sets_are_scored_each_and_together(model: nn.Module, tiny_tokeni
         "byte_lengths": byte_lengths,
     }
     parts = {"code": rows[:1], "prose": rows[1:]}
-    figures = EvaluateLoss(parts, **options)(model, 0)
+    figures = EvaluateLoss(held_out=parts, **options)(model, 0)
     alone = {name: evaluate(model, part, 2, byte_lengths=byte_lengths) for name, part in parts.items()}
     together = evaluate(model, rows, 2, byte_lengths=byte_lengths)
     for name in ("loss", "perplexity", "bits_per_byte", "token_accuracy", "num_target_tokens"):

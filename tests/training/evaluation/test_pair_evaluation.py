@@ -25,7 +25,7 @@ def score(model, batch):
 
 
 def evaluate(batch_size, values=VALUES):
-    hook = EvaluatePairs(values, batch_size=batch_size, collate=list, score=score, progress=TrainingProgress())
+    hook = EvaluatePairs(rows=values, batch_size=batch_size, collate=list, score=score, progress=TrainingProgress())
     figures = hook(nn.Linear(1, 1), 3)
     assert figures.pop("seconds") >= 0
     return figures
@@ -47,7 +47,7 @@ def test_figures_are_means_over_pairs(batch_size):
 def test_modes_and_random_states_are_left_alone():
     model = nn.Sequential(nn.Linear(1, 1), nn.Dropout())
     model[1].eval()
-    hook = EvaluatePairs(VALUES, batch_size=2, collate=list, score=score, progress=TrainingProgress())
+    hook = EvaluatePairs(rows=VALUES, batch_size=2, collate=list, score=score, progress=TrainingProgress())
     before = torch.get_rng_state()
     hook(model, 0)
     assert torch.equal(torch.get_rng_state(), before)
@@ -56,7 +56,7 @@ def test_modes_and_random_states_are_left_alone():
 
 def test_an_empty_set_is_refused():
     with pytest.raises(DataError, match="holds no pair"):
-        EvaluatePairs([], batch_size=2, collate=list, score=score, progress=TrainingProgress())
+        EvaluatePairs(rows=[], batch_size=2, collate=list, score=score, progress=TrainingProgress())
 
 
 @pytest.mark.parametrize("is_stored", [True, False])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.training.evaluation.user_metrics import AnswerMatch, compute_metrics, load_metric, load_metrics
+from recipes_lib.training.evaluation.user_metrics import AnswerMatch, compute_metrics, load_metrics
 
 SHIPPED = "recipes_lib.training.evaluation.user_metrics:AnswerMatch"
 MODULE = """
@@ -73,7 +73,7 @@ def test_a_class_of_the_users_own_is_computed_on_the_samples(own_module: str) ->
 
 
 def test_without_references_nothing_is_computed(own_module: str) -> None:
-    assert compute_metrics([load_metric(f"{own_module}:Failing")], []) == {}
+    assert compute_metrics(load_metrics([f"{own_module}:Failing"]), []) == {}
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_without_references_nothing_is_computed(own_module: str) -> None:
 )
 def test_a_bad_path_is_an_error_with_the_fix(own_module: str, path: str, found: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_metric(path)
+        load_metrics([path])
 
     (problem,) = caught.value.problems
     assert problem.where == "metrics"
@@ -110,7 +110,7 @@ def test_all_bad_paths_are_reported_at_once(own_module: str) -> None:
 )
 def test_a_metric_that_gives_no_numbers_is_an_error(own_module: str, name: str, found: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        compute_metrics([load_metric(f"{own_module}:{name}")], [("a", "b")])
+        compute_metrics(load_metrics([f"{own_module}:{name}"]), [("a", "b")])
 
     assert found in str(caught.value)
     assert name in str(caught.value)

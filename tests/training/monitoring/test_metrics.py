@@ -55,8 +55,8 @@ def test_a_pause_is_no_training_time() -> None:
     meter = ThroughputMeter(counter, clock=clock)
     for seconds, trains in ((7, False), (2, True), (60, False), (3, True)):
         if trains:
-            meter.go_on()
-            meter.go_on()
+            meter.resume()
+            meter.resume()
             counter.add(100, 30)
         clock.now += seconds
         meter.stop()
@@ -77,7 +77,7 @@ def test_rates_are_those_of_the_window_and_counts_those_of_the_run() -> None:
     meter.begin(50.0)
     figures = []
     for seconds in (1, 4):
-        meter.go_on()
+        meter.resume()
         counter.add(200, 40, 10)
         counter.synchronise()
         clock.now += seconds

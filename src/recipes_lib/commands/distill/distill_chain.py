@@ -26,7 +26,7 @@ _COLUMNS: Final = ("run", "teacher", "tokens", "FLOP", "loss", "bits/byte")
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ChainRun:
     """One training of the chain, or beside it.
 
     Attributes:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_DONE
     verify_chain(config, is_compared=options.compare)
 
-    def start(run: Run) -> int:
+    def start(run: ChainRun) -> int:
         path = write_run(config, run)
         command = [*shlex.split(options.launcher), str(Path("recipes") / f"{run.stage}.py"), "--config", str(path)]
         sys.stdout.write(f"\n{run.name}: {shlex.join(command)}\n")
@@ -91,7 +91,7 @@ def verify_chain(config: RecipeConfig, *, is_compared: bool) -> None:
         raise ConfigError(*problems)
 
 
-def go_through(config: RecipeConfig, start: Callable[[Run], int], *, is_compared: bool) -> int:
+def go_through(config: RecipeConfig, start: Callable[[ChainRun], int], *, is_compared: bool) -> int:
     """Make the runs one after the other; a finished one returns at once.
 
     Args:
@@ -107,7 +107,7 @@ def go_through(config: RecipeConfig, start: Callable[[Run], int], *, is_compared
     runs = list(hops)
     if is_compared:
         own, teacher = hops[-1].model, str(hops[0].teacher)
-        direct, labels = Run("direct", "distill", own, teacher), Run("labels", "sft", own)
+        direct, labels = ChainRun("direct", "distill", own, teacher), ChainRun("labels", "sft", own)
         for run in (direct, labels):
             if code := start(run):
                 return code
@@ -124,17 +124,17 @@ def go_through(config: RecipeConfig, start: Callable[[Run], int], *, is_compared
     return EXIT_DONE
 
 
-def list_hops(config: RecipeConfig, output_dir: Path) -> list[Run]:
+def list_hops(config: RecipeConfig, output_dir: Path) -> list[ChainRun]:
     """Return the runs of the chain: each model learns from the one before, as that has come out."""
     students = [*(config.distillation.assistant_model_names_or_paths or []), str(config.model.model_name_or_path)]
     teacher, hops = str(config.distillation.teacher_model_name_or_path), []
     for number, student in enumerate(students, start=1):
-        hops.append(Run(f"hop_{number}", "distill", student, teacher))
+        hops.append(ChainRun(f"hop_{number}", "distill", student, teacher))
         teacher = str(output_dir / hops[-1].name)
     return hops
 
 
-def write_run(config: RecipeConfig, run: Run) -> Path:
+def write_run(config: RecipeConfig, run: ChainRun) -> Path:
     """Write the configuration of a run beside its folder, and return the path."""
     output_dir = Path(str(config.training["output_dir"]))
     values: dict[str, Any] = {
@@ -173,7 +173,7 @@ def _lengthen(training: Mapping[str, Any], factor: float) -> dict[str, Any]:
     return {"num_train_epochs": read_training(training, "num_train_epochs") * factor}
 
 
-def measure(run: Run, output_dir: Path) -> dict[str, Any]:
+def measure(run: ChainRun, output_dir: Path) -> dict[str, Any]:
     """Return what a finished run took and gave: tokens, operations of student and teacher, held-out figures."""
     folder = output_dir / run.name
     events = [event for event in read_lines(folder / "metrics.jsonl") if event]

@@ -57,6 +57,13 @@ _NOT_HERE: Final = {
 }
 """Methods of TRL that no recipe trains."""
 
+LEGACY_KEYS: Final = ("dataset_mixture", "datasets", "dataset_mixer", "dataset_mixer_list")
+COMPANIONS: Final = ("dataset_splits", "dataset_configs")
+"""Keys that only say more about ``dataset_mixer``."""
+_READ = {"id", "path", "name", "config", "split", "columns", "weight", "fraction"}
+_COMMAND: Final = re.compile(r"\s*(#.*\n|\$ |\w+=\S*\s)*\s*(python3?|accelerate launch|torchrun|trl|uv run)\s")
+_TEXT: Final = "tag:yaml.org,2002:str"
+
 
 class Method(NamedTuple):
     """What a file trains.
@@ -132,13 +139,6 @@ def _doubt(stage: str, keys: Sequence[str], possible: Sequence[str], adapters: S
     return ""
 
 
-LEGACY_KEYS: Final = ("dataset_mixture", "datasets", "dataset_mixer", "dataset_mixer_list")
-COMPANIONS: Final = ("dataset_splits", "dataset_configs")
-"""Keys that only say more about ``dataset_mixer``."""
-
-_READ = {"id", "path", "name", "config", "split", "columns", "weight", "fraction"}
-
-
 def convert_datasets(values: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
     """Return the keys that say what the legacy ones said, and what to look at afterwards.
 
@@ -204,11 +204,6 @@ def _join(entries: list[dict[str, Any]], extra: dict[str, Any]) -> tuple[dict[st
             entry.pop("repeat", None)
     remark = "" if extra else "name a held-out split with `dataset_test_split` or `test_split_size`"
     return {"dataset_mixture": entries} | extra, remark
-
-
-_COMMAND: Final = re.compile(r"\s*(#.*\n|\$ |\w+=\S*\s)*\s*(python3?|accelerate launch|torchrun|trl|uv run)\s")
-
-_TEXT: Final = "tag:yaml.org,2002:str"
 
 
 class ShellCommand(NamedTuple):

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from recipes_lib.config.document import Entry, read_entries, read_text
-from recipes_lib.config.loader import check_text
+from recipes_lib.config.loader import check_text, explain_unknown
 from recipes_lib.config.migration.legacy_files import (
     COMPANIONS,
     LEGACY_KEYS,
@@ -25,9 +24,8 @@ from recipes_lib.config.migration.renames import MEANINGS, RETIRED_VALUES, read_
 from recipes_lib.config.rules import COMMIT, are_shares
 from recipes_lib.config.secrets import is_secret_key
 from recipes_lib.config.settings import DECISIONS
-from recipes_lib.config.suggest import explain_unknown
 from recipes_lib.config.table import KeyTable, load_table
-from recipes_lib.config.values import plain_value
+from recipes_lib.config.values import Entry, plain_value, read_entries, read_text
 from recipes_lib.errors import ConfigError, Problem
 
 _WEIGHT_KEY = re.compile(r"\bweight(?=['\"]?\s*:)")
@@ -107,7 +105,8 @@ def migrate(path: Path, stage: str | None = None) -> Migration:
         rewriter.rewrite(entry)
     rewriter.complete(method)
     rewriter.remark_on_meaning()
-    changes = [_tell_method(method, is_given=stage is not None), *rewriter.changes]
+    why = "as --stage says" if stage else method.why or "nothing in the file says another"
+    changes = [Change(0, f"it is of the stage {method.stage}: {why}"), *rewriter.changes]
     if launcher.count(" ") > 1:
         changes.append(Change(0, f"`{launcher}` is the launcher: see `recipes launch --hardware`", by_hand=True))
     if is_shell:
@@ -121,11 +120,6 @@ def migrate(path: Path, stage: str | None = None) -> Migration:
         left += error.problems
     changes += [Change(0, f"{problem.found}: {problem.remedy}", by_hand=True) for problem in left]
     return Migration(new_text, changes, method.stage, is_ready=not left)
-
-
-def _tell_method(method: Method, *, is_given: bool) -> Change:
-    why = "as --stage says" if is_given else method.why or "nothing in the file says another"
-    return Change(0, f"it is of the stage {method.stage}: {why}")
 
 
 @dataclass(slots=True)
@@ -186,7 +180,12 @@ class _Rewriter:
             self._replace(entry, {}, f"`{key}` went into the datasets")
         elif key in self.table.keys:
             self._rewrite_value(entry, value)
-        elif key == "chat_template" and isinstance(value, str) and "{" in value and self._takes("chat_template_path"):
+        elif (
+            key == "chat_template"
+            and isinstance(value, str)
+            and "{" in value
+            and "chat_template_path" not in self.taken
+        ):
             self._move_template(entry, value)
         elif key in read_known(self.table.stage):
             self._rewrite_retired(entry, value)
@@ -225,9 +224,6 @@ class _Rewriter:
             lines[first : last + 1] = replacement
         lines += yaml.safe_dump(self.added, sort_keys=False).splitlines() if self.added else []
         return "\n".join(lines) + "\n"
-
-    def _takes(self, key: str) -> bool:
-        return key in self.table.keys and key not in self.taken
 
     def _give_way(self, entry: Entry, stronger: str) -> None:
         self._replace(entry, {}, f"deleted `{entry.key}`: upstream went by `{stronger}`")

@@ -13,9 +13,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Final
 
-from recipes_lib.config.migration.retired import Retired, dropped, dropped_at, each, renamed, undecided
 from recipes_lib.config.recipes import read_refused
-from recipes_lib.config.table import load_table
+from recipes_lib.config.table import Retired, dropped, dropped_at, each, load_table, renamed, undecided
 
 _GONE_5 = "was removed in transformers 5.0"
 _LAUNCH = undecided("is hardware, which is not in a recipe", "put it into the accelerate YAML (accelerate_configs/)")

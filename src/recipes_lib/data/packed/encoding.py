@@ -60,13 +60,13 @@ class EncodedMixture:
         """The rows at these positions, in that order."""
         return EncodedMixture(self.mixture, self.examples.take(positions), [self.digests[at] for at in positions])
 
-    def find_places(self, positions: Collection[int]) -> dict[int, str]:
+    def find_target_positions(self, positions: Collection[int]) -> dict[int, str]:
         """The places of these rows as errors name them; reads the mixture again."""
         row_ids = {int(self.examples.row_ids[at]): at for at in positions}
-        return {row_ids[row_id]: place for row_id, place in find_places(self.mixture, row_ids).items()}
+        return {row_ids[row_id]: place for row_id, place in find_target_positions(self.mixture, row_ids).items()}
 
 
-def find_places(mixture: Mixture, row_ids: Collection[int]) -> dict[int, str]:
+def find_target_positions(mixture: Mixture, row_ids: Collection[int]) -> dict[int, str]:
     """The places of rows as errors name them, by their position in the mixture, which is read again."""
     places: dict[int, str] = {}
     for row_id, entry in enumerate(mixture.entries()):

@@ -220,8 +220,8 @@ def _encode(
         return sides, broken
     if not config.data.allow_eval_overlap:
         overlap = find_overlap(encoded.digests, held_out.digests)
-        train_places = encoded.find_places([position for position, _ in overlap.pairs])
-        eval_places = held_out.find_places([position for _, position in overlap.pairs])
+        train_places = encoded.find_target_positions([position for position, _ in overlap.pairs])
+        eval_places = held_out.find_target_positions([position for _, position in overlap.pairs])
         refuse_overlap(overlap, train_places.__getitem__, eval_places.__getitem__)
     return sides, broken
 
@@ -259,7 +259,7 @@ def _refuse_overlong(sides: Iterable[EncodedMixture], capacity: int) -> None:
     for side in sides:
         lengths = side.examples.lengths
         too_long = np.flatnonzero(lengths > capacity).tolist()
-        places = side.find_places(too_long) if too_long else {}
+        places = side.find_target_positions(too_long) if too_long else {}
         overlong = [describe_overlong(places[at], int(lengths[at]), capacity) for at in too_long]
         problems += merge_alike(overlong, len(lengths))
     raise_problems(problems, "max_length")

@@ -16,7 +16,7 @@ from recipes_lib.data.packed.audit import Finding, judge_remarks, refuse_errors,
 from recipes_lib.data.packed.encoding import (
     TokenizerLoader,
     build_encoder,
-    find_places,
+    find_target_positions,
     map_chunks,
     read_seed,
 )
@@ -66,10 +66,10 @@ class EncodedPairs:
         remarked = take_remarked(self.remarked, np.asarray(table["row_id"]))
         return EncodedPairs(self.mixture, table, digests, prompt_digests, remarked)
 
-    def find_places(self, positions: Collection[int]) -> dict[int, str]:
+    def find_target_positions(self, positions: Collection[int]) -> dict[int, str]:
         """The places of these pairs as errors name them; reads the mixture again."""
         row_ids = {at: self.table["row_id"][at].as_py() for at in positions}
-        places = find_places(self.mixture, set(row_ids.values()))
+        places = find_target_positions(self.mixture, set(row_ids.values()))
         return {at: places[row_id] for at, row_id in row_ids.items()}
 
 
@@ -327,8 +327,8 @@ def _refuse_overlap(train: EncodedPairs, held_out: EncodedPairs) -> None:
         (train.prompt_digests, held_out.prompt_digests, "have the prompt of a held-out row"),
     ):
         overlap = find_overlap(ours, theirs)
-        train_places = train.find_places([position for position, _ in overlap.pairs])
-        eval_places = held_out.find_places([position for _, position in overlap.pairs])
+        train_places = train.find_target_positions([position for position, _ in overlap.pairs])
+        eval_places = held_out.find_target_positions([position for _, position in overlap.pairs])
         try:
             refuse_overlap(overlap, train_places.__getitem__, eval_places.__getitem__, relation=relation)
         except DataError as error:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.utils.hub import has_file
 
-from recipes_lib.models.devices import unwrap_adapter
+from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.loading import explained
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
@@ -25,6 +25,8 @@ TaskType = Literal["CAUSAL_LM", "SEQ_CLS"]
 
 TAKEN_OUT_OF_WEIGHTS: Final = ("pissa", "olora")
 """Beginnings of the inits that leave the base without what they put into the adapter."""
+
+_BASE = ".base_layer."
 
 
 def find_adapter(name: str, revision: str | None = None) -> Path | None:
@@ -164,9 +166,6 @@ def read_such_an_init(folder: Path) -> str | None:
 def read_commit(config: PreTrainedConfig) -> str | None:
     """The commit of the Hub repository that a model's configuration came from; ``None`` for a folder."""
     return getattr(config, "_commit_hash", None)
-
-
-_BASE = ".base_layer."
 
 
 def describe_weights(model: Any) -> list[tuple[str, str, list[int]]]:

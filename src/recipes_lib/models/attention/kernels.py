@@ -15,9 +15,8 @@ from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.attention.varlen import register_varlen
-from recipes_lib.models.devices import find_device
 from recipes_lib.models.heads.score_head import HEAD
-from recipes_lib.models.inference import find_rounding_error, kernel_precision
+from recipes_lib.models.inference import evaluating, find_device, find_rounding_error, kernel_precision
 from recipes_lib.models.parallel.context_parallel import (
     ContextParallelGroup,
     register_context_parallel,
@@ -180,7 +179,6 @@ def _is_supported(name: str, config: PreTrainedConfig) -> bool:
     return answers.get(name, bool(model_class._supports_flash_attn))
 
 
-@torch.no_grad()
 def prove_isolation(model: Any, layout: Layout) -> None:
     """Run two packed documents through the model itself and show that neither sees the other.
 
@@ -201,10 +199,8 @@ def prove_isolation(model: Any, layout: Layout) -> None:
     lengths = (7, 9)
     documents = [torch.arange(2, 2 + length, device=device) for length in lengths]
     changed = [document + 9 for document in documents]
-    was_training = model.training
-    model.eval()
     try:
-        with kernel_precision(model, is_packed=True):
+        with evaluating(model), kernel_precision(model, is_packed=True):
             together = _run_packed(model, documents, layout)
             alone = [_run_packed(model, [document], layout)[0] for document in documents]
             beside_another = [
@@ -215,8 +211,6 @@ def prove_isolation(model: Any, layout: Layout) -> None:
     except (RuntimeError, TypeError, ValueError) as error:
         remedy = "set packing: false, or another attn_implementation"
         raise ConfigError(Problem("packing", f"this model fails on a packed batch: {error}", remedy)) from error
-    finally:
-        model.train(was_training)
     scale = max(states.abs().max().item() for states in alone)
     # Alone, other kernels and shapes may run; beside another document, nothing differs but that document, and only
     # mixtures of experts move by a rounding, when it is routed elsewhere.

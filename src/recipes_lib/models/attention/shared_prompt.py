@@ -12,8 +12,7 @@ from transformers import PreTrainedConfig
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.attention.kernels import choose_kernel
-from recipes_lib.models.devices import find_device
-from recipes_lib.models.inference import find_rounding_error, kernel_precision
+from recipes_lib.models.inference import evaluating, find_device, find_rounding_error, kernel_precision
 
 TAKES_A_MASK: Final = ("sdpa", "eager")
 """Every ``attn_implementation`` that goes by whatever mask it is given."""
@@ -124,7 +123,6 @@ def supports_shared_prompt(config: PreTrainedConfig, implementation: str, *, max
     return None
 
 
-@torch.no_grad()
 def prove_shared_prompt(model: Any) -> str | None:
     """Why a model cannot take shared prompts, found by running it; ``None`` when it is proved that it can.
 
@@ -142,10 +140,8 @@ def prove_shared_prompt(model: Any) -> str | None:
         [torch.arange(2, 8), torch.arange(20, 25), torch.arange(30, 37)],
         [torch.arange(40, 44), torch.arange(50, 53), torch.arange(11, 16)],
     ]
-    was_training = model.training
-    model.eval()
     try:
-        with kernel_precision(model, is_packed=True):
+        with evaluating(model), kernel_precision(model, is_packed=True):
             together = _run_shared(model, pairs)
             alone = {
                 (pair, branch): _run(model, torch.cat([parts[0], parts[branch]]))
@@ -156,8 +152,6 @@ def prove_shared_prompt(model: Any) -> str | None:
             eps = find_rounding_error(alone[0, 1])
     except (RuntimeError, TypeError, ValueError) as error:
         return f"this model fails on a row with shared prompts: {error}"
-    finally:
-        model.train(was_training)
     scale = max(states.abs().max().item() for states in alone.values())
     # As in prove_isolation: alone, other kernels and shapes may run; beside another, nothing differs but what changed.
     for others, tolerance in ((alone, max(1e-4, 4 * eps)), *((others, 4 * eps) for others in beside_another)):

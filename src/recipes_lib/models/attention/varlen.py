@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -58,58 +59,43 @@ def _varlen_attention(
         raise ValueError("attn_implementation: varlen has no dropout, softcap, sinks or position bias")
     # Norms leave queries and keys in float32 under autocast; values come straight from a projection.
     states = (query.to(value.dtype), key.to(value.dtype), value)
-    attend = _attend_on_cuda if value.is_cuda else _attend_by_document
-    return attend(states, settings), None
-
-
-_States = tuple[Tensor, Tensor, Tensor]
-
-
-def _attend_on_cuda(states: _States, settings: dict[str, Any]) -> Tensor:
     query, key, value = (state[0].transpose(0, 1) for state in states)
     if (index := settings.get("shared_prompt_index")) is not None:
         key, value = key[index], value[index]
-    window = settings.get("sliding_window")
-    # Where there are more keys than queries, the last of both are the same token.
-    output = varlen_attn(
-        query,
-        key,
-        value,
-        settings["cu_seq_lens_q"],
-        settings["cu_seq_lens_k"],
-        settings["max_length_q"],
-        settings["max_length_k"],
-        scale=settings.get("scaling"),
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    assert isinstance(output, Tensor)
-    return output[None]
+    return attend_documents(query, key, value, settings, window=settings.get("sliding_window"))[None], None
 
 
-def _attend_by_document(states: _States, settings: dict[str, Any]) -> Tensor:
-    lengths, window = settings["cu_seq_lens_q"].diff().tolist(), settings.get("sliding_window")
-    key_lengths = settings["cu_seq_lens_k"].diff().tolist()
-    documents = list(zip(*(torch.split(state, lengths, dim=2) for state in states), strict=True))
+def attend_documents(
+    query: Tensor, key: Tensor, value: Tensor, settings: Mapping[str, Any], *, window: int | None = None
+) -> Tensor:
+    """Causal attention of packed documents, each for itself; ``(T, heads, D)``, as ``query`` is.
+
+    Where a document has more keys than queries, the last of both are the same token.
+
+    Args:
+        query: ``(T, heads, D)``, document behind document.
+        key: ``(S, key-value heads, D)``.
+        value: As ``key``.
+        settings: ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k``; perhaps ``scaling``.
+        window: Keys that a query sees, its own among them; ``None``: all before it.
+
+    Source: ``torch.nn.attention.varlen.varlen_attn``; on a CPU, where torch has none, one sdpa call a document.
+    """
+    options: dict[str, Any] = {"scale": settings.get("scaling"), "enable_gqa": query.shape[1] != key.shape[1]}
+    if query.is_cuda:
+        bounds = (settings[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))
+        reach = (-1 if window is None else window - 1, 0)
+        output = varlen_attn(query, key, value, *bounds, window_size=reach, **options)
+        assert isinstance(output, Tensor)
+        return output
+    num_queries, num_keys = (settings[f"cu_seq_lens_{which}"].diff().tolist() for which in "qk")
     outputs = []
-    for number, ((query, *own), length, num_keys) in enumerate(zip(documents, lengths, key_lengths, strict=True)):
-        (key, value), before, mask = own, num_keys - length, None
-        if before:
-            # An answer behind another: its prompt begins the document before it.
-            _, *others = documents[number - 1]
-            key, value = (torch.cat([a[:, :, :before], b], dim=2) for a, b in zip(others, own, strict=True))
+    for parts in zip(*map(torch.split, (query, key, value), (num_queries, num_keys, num_keys)), strict=True):
+        own, keys, values = (part.transpose(0, 1)[None] for part in parts)
+        length, before, mask = own.shape[2], keys.shape[2] - own.shape[2], None
         if before or (window is not None and window < length):
-            mask = torch.ones(length, num_keys, dtype=torch.bool).tril(before)
+            mask = torch.ones(length, before + length, dtype=torch.bool, device=own.device).tril(before)
             mask = mask if window is None else mask.triu(1 + before - window)
-        outputs.append(
-            functional.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                mask,
-                is_causal=mask is None,
-                scale=settings.get("scaling"),
-                enable_gqa=query.shape[1] != key.shape[1],
-            )
-        )
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+        output = functional.scaled_dot_product_attention(own, keys, values, mask, is_causal=mask is None, **options)
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs)

@@ -17,8 +17,7 @@ from transformers.utils.generic import ModelOutput
 
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.losses.next_token import TokenLogps, TokenSums, compute_cross_entropy, compute_token_logps
-from recipes_lib.models.devices import find_device, unwrap_adapter
-from recipes_lib.models.inference import kernel_precision
+from recipes_lib.models.inference import evaluating, find_device, kernel_precision, unwrap_adapter
 from recipes_lib.models.parallel.tensor_parallel import find_vocabulary_shard, project_vocabulary_parallel
 
 
@@ -151,7 +150,8 @@ def add_loss_head(model: PreTrainedModel) -> None:
             hidden, aux_loss = _run_backbone(self, kwargs)
             return StatesOutput(hidden.flatten(0, 1)[states_at], aux_loss)
         if head is not None:
-            return _call_head(self, head, **kwargs)
+            hidden, aux_loss = _run_backbone(self, kwargs)
+            return HeadOutput(_score(self, head, hidden), aux_loss)
         return original_forward(self, *args, **kwargs)
 
     # Modules keep an instance's forward behind their hooks and carry it along when PEFT copies them.
@@ -171,12 +171,9 @@ def verify_loss_head(model: Any) -> None:
     """
     config = unwrap_adapter(model).config.get_text_config()
     input_ids = torch.arange(1, 9, device=find_device(model))[None] % config.vocab_size
-    was_training = model.training
-    model.eval()
-    with torch.no_grad(), kernel_precision(model):
+    with evaluating(model), kernel_precision(model):
         own = model(input_ids=input_ids, labels=input_ids, use_cache=False)
         sums = model(input_ids=input_ids, labels=input_ids, loss_head=True)
-    model.train(was_training)
     ours = sums.nll_sum / sums.num_targets
     if sums.aux_loss is not None:
         ours = ours + config.router_aux_loss_coef * sums.aux_loss
@@ -279,11 +276,6 @@ def _compute_logps(
     options = {"with_statistics": with_statistics, "temperature": temperature}
     scored: TokenLogps = _score(model, compute_token_logps, chosen, targets, **options)
     return TokenLogpsOutput(*scored, aux_loss)
-
-
-def _call_head(model: Any, head: Callable[..., Any], **inputs: Any) -> HeadOutput:
-    hidden, aux_loss = _run_backbone(model, inputs)
-    return HeadOutput(_score(model, head, hidden), aux_loss)
 
 
 def _spell_mask(model: Any, visible: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ from transformers.utils.generic import ModelOutput
 
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.devices import unwrap_adapter
 from recipes_lib.models.heads.loss_head import _run_backbone, _spell_mask
+from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.loading import load_pretrained
 from recipes_lib.models.parallel.zero3 import gathered_for_writing
 

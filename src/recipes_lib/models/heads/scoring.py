@@ -26,9 +26,8 @@ from recipes_lib.models.adapters.lora import load_adapter
 from recipes_lib.models.adapters.roles import add_reward
 from recipes_lib.models.adapters.saved import find_adapter, read_base
 from recipes_lib.models.attention.kernels import choose_kernel
-from recipes_lib.models.devices import find_device
 from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
-from recipes_lib.models.inference import evaluating
+from recipes_lib.models.inference import evaluating, find_device
 from recipes_lib.models.loading import load_model_config, load_tokenizer
 
 Message = Mapping[str, Any]
@@ -42,127 +41,13 @@ _TEMPLATE_DATE: Final = datetime.datetime(2025, 1, 1)
 
 _REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
 
-
-def encode_answers(
-    tokenizer: PreTrainedTokenizerBase,
-    answers: Sequence[Answer],
-    *,
-    finished: Sequence[bool] | None = None,
-    where: Sequence[str] = (),
-) -> list[list[int]]:
-    """Token ids of each answer behind its prompt; the last one ends the answer, and none follows it.
-
-    Chats are rendered by the tokenizer's template, and end where training ends them: with the last ``{% generation %}``
-    block where there are such marks, otherwise with the special token that closes the last turn. A turn left open is
-    ended by ``eos_token``, as plain answers are. An end token that the text already had is not doubled.
-
-    Args:
-        tokenizer: Of the reward model.
-        answers: What is scored.
-        finished: False where an answer was broken off: its last token is then the last one of its text, as in the pairs
-            of ``UnfinishedAnswers``. Unset, all have ended.
-        where: The place of each, for errors; without, its number.
-
-    Raises:
-        ConfigError: There are chats, and the tokenizer has no chat template.
-        DataError: Answers that the template refuses, or chats that do not end with the assistant's turn; all of them.
-
-    Source: equality with what training reads in ``tests/models/heads/test_reward_tokens.py``.
-    """
-    if tokenizer.chat_template is None and not all(_is_plain(answer) for answer in answers):
-        remedy = "score (prompt, answer) texts, or save the tokenizer with the template that it was trained with"
-        raise ConfigError(Problem("chat_template_path", "the reward model's tokenizer has no chat template", remedy))
-    problems: list[Problem] = []
-    texts: list[str] = []
-    ended = [True] * len(answers) if finished is None else finished
-    for index, (answer, has_ended) in enumerate(zip(answers, ended, strict=True)):
-        try:
-            texts.append("".join(answer) if _is_plain(answer) else _render(tokenizer, answer, finished=has_ended))
-        except Exception as error:  # Foreign code met the user's data: whatever it raises is about this answer.
-            problems.append(Problem(name_answer(index, where), f"cannot be rendered: {error}"))
-    if problems:
-        raise DataError(*problems)
-    encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-    begin = _find_begin(tokenizer)
-    for answer, ids, has_ended in zip(answers, encoded, ended, strict=True):
-        if _is_plain(answer) and ids[:1] != begin:
-            ids[:0] = begin
-        if not has_ended:
-            continue
-        if _is_plain(answer):
-            ids.append(tokenizer.eos_token_id)
-        while ids[-2:-1] == ids[-1:]:
-            ids.pop()
-    return encoded
-
-
-def name_answer(index: int, where: Sequence[str] = ()) -> str:
-    """An answer as an error names it: by its place among ``where``, or by its number."""
-    return where[index] if where else f"answer {index}"
-
-
-def _is_plain(answer: Answer) -> TypeGuard[tuple[str, str]]:
-    return isinstance(answer[0], str)
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, answer: Answer, *, finished: bool) -> str:
-    """The chat as text, up to its end token, or up to where it was broken off.
-
-    Raises:
-        ValueError: The last message is not the assistant's.
-    """
-    chat = [_canonical(message) for message in answer if not isinstance(message, str)]
-    if chat[-1]["role"] != "assistant":
-        raise ValueError(f"the last message is of the role {chat[-1]['role']!r}, and what is scored is the assistant's")
-    template = _compile(tokenizer.get_chat_template())
-    render: Callable[..., tuple[str, list[tuple[int, int]]]] = _render_with_assistant_indices
-    text, marked = render(template, chat, None, None, False, **tokenizer.special_tokens_map)
-    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    if marked:  # The template itself says where the answer ends.
-        text = text[: marked[-1][1]]
-    elif text.rstrip().endswith(tuple(special)):
-        text = text.rstrip()
-    else:
-        text += str(tokenizer.eos_token)
-    if finished:
-        return text
-    # An end of the turn, and perhaps one of the text, with line breaks between and behind them: none was written.
-    end = f"(?:{'|'.join(map(re.escape, special))})"
-    return re.sub(rf"{end}(?:\s*{end})*\s*\Z", "", text)
-
-
-@functools.cache
-def _compile(source: str) -> Template:
-    """The template as ``apply_chat_template`` has it, with its clock stopped."""
-    environment: Environment = _compile_jinja_template(source).environment
-    return environment.from_string(source, globals={"strftime_now": _TEMPLATE_DATE.strftime})
-
-
-def _canonical(message: Message) -> dict[str, Any]:
-    """A message as the template reads it in training: no keys without a value, reasoning under each of its names."""
-    present = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((present[key] for key in _REASONING_KEYS if key in present), None)
-    return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}
-
-
-def _find_begin(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer puts before every plain text: its start token, or nothing."""
-    begin: list[int] = tokenizer("a")["input_ids"][:1]
-    return begin if begin == [tokenizer.bos_token_id] else []
-
-
 SCALE_FILE: Final = "reward_scale.json"
 """Statistics of a reward model that was saved as an adapter, whose folder has no configuration of the model."""
-
 Overlong = Literal["error", "nan"]
 """What becomes of an input that is longer than the model's positions: a ``DataError``, or the score NaN."""
-
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
-
 MAX_BATCH_TOKENS = 8192
 """Tokens in a batch, padding counted; a longer input is a batch of its own."""
-
-
 TOO_LONG: Final = (
     "shorten prompt or answer (in a run: `response_length`, or `max_length` with `overlong: drop`), or take a reward "
     "model with more positions"
@@ -245,17 +130,6 @@ class RewardModel:
         saved = ModelConfig(model_name_or_path=str(folder), dtype="auto")
         return cls(scorer, load_tokenizer(saved, TokensConfig()))
 
-    def encode(
-        self, answers: Sequence[Answer], *, finished: Sequence[bool] | None = None, where: Sequence[str] = ()
-    ) -> list[list[int]]:
-        """Token ids of each answer behind its prompt; the last one ends the answer, where it is ``finished``.
-
-        Raises:
-            ConfigError: As ``encode_answers``.
-            DataError: As ``encode_answers``.
-        """
-        return encode_answers(self.tokenizer, answers, finished=finished, where=where)
-
     def score(
         self,
         answers: Sequence[Answer],
@@ -276,7 +150,7 @@ class RewardModel:
             ConfigError: As ``encode_answers``.
             DataError: As ``encode_answers`` and ``compute_raw_scores``.
         """
-        rows = self.encode(answers, finished=finished, where=where)
+        rows = encode_answers(self.tokenizer, answers, finished=finished, where=where)
         raw = self.compute_raw_scores(rows, where=where, overlong=overlong)
         mean, std = read_reward_statistics(self.model) or (0.0, 1.0)
         return [(score - mean) / std for score in raw]
@@ -287,7 +161,7 @@ class RewardModel:
         """What the head says at the last token of each row, not normalised, in the order of ``rows``.
 
         Args:
-            rows: Token ids, at least one each, as ``encode`` gives them or as pairs are prepared.
+            rows: Token ids, at least one each, as ``encode_answers`` gives them or as pairs are prepared.
             where: As for ``score``.
             overlong: What becomes of a row that is longer than the model's positions.
 
@@ -408,6 +282,114 @@ def read_scale(adapter: Path) -> RewardStatistics:
         found = f"{adapter} holds no sound {SCALE_FILE}, without which its scores mean nothing beside others"
         remedy = "name the output directory of a finished run of recipes/reward.py"
         raise ConfigError(Problem("model_name_or_path", found, remedy)) from error
+
+
+def encode_answers(
+    tokenizer: PreTrainedTokenizerBase,
+    answers: Sequence[Answer],
+    *,
+    finished: Sequence[bool] | None = None,
+    where: Sequence[str] = (),
+) -> list[list[int]]:
+    """Token ids of each answer behind its prompt; the last one ends the answer, and none follows it.
+
+    Chats are rendered by the tokenizer's template, and end where training ends them: with the last ``{% generation %}``
+    block where there are such marks, otherwise with the special token that closes the last turn. A turn left open is
+    ended by ``eos_token``, as plain answers are. An end token that the text already had is not doubled.
+
+    Args:
+        tokenizer: Of the reward model.
+        answers: What is scored.
+        finished: False where an answer was broken off: its last token is then the last one of its text, as in the pairs
+            of ``UnfinishedAnswers``. Unset, all have ended.
+        where: The place of each, for errors; without, its number.
+
+    Raises:
+        ConfigError: There are chats, and the tokenizer has no chat template.
+        DataError: Answers that the template refuses, or chats that do not end with the assistant's turn; all of them.
+
+    Source: equality with what training reads in ``tests/models/heads/test_reward_tokens.py``.
+    """
+    if tokenizer.chat_template is None and not all(_is_plain(answer) for answer in answers):
+        remedy = "score (prompt, answer) texts, or save the tokenizer with the template that it was trained with"
+        raise ConfigError(Problem("chat_template_path", "the reward model's tokenizer has no chat template", remedy))
+    problems: list[Problem] = []
+    texts: list[str] = []
+    ended = [True] * len(answers) if finished is None else finished
+    for index, (answer, has_ended) in enumerate(zip(answers, ended, strict=True)):
+        try:
+            texts.append("".join(answer) if _is_plain(answer) else _render(tokenizer, answer, finished=has_ended))
+        except Exception as error:  # Foreign code met the user's data: whatever it raises is about this answer.
+            problems.append(Problem(name_answer(index, where), f"cannot be rendered: {error}"))
+    if problems:
+        raise DataError(*problems)
+    encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+    begin = _find_begin(tokenizer)
+    for answer, ids, has_ended in zip(answers, encoded, ended, strict=True):
+        if _is_plain(answer) and ids[:1] != begin:
+            ids[:0] = begin
+        if not has_ended:
+            continue
+        if _is_plain(answer):
+            ids.append(tokenizer.eos_token_id)
+        while ids[-2:-1] == ids[-1:]:
+            ids.pop()
+    return encoded
+
+
+def name_answer(index: int, where: Sequence[str] = ()) -> str:
+    """An answer as an error names it: by its place among ``where``, or by its number."""
+    return where[index] if where else f"answer {index}"
+
+
+def _is_plain(answer: Answer) -> TypeGuard[tuple[str, str]]:
+    return isinstance(answer[0], str)
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, answer: Answer, *, finished: bool) -> str:
+    """The chat as text, up to its end token, or up to where it was broken off.
+
+    Raises:
+        ValueError: The last message is not the assistant's.
+    """
+    chat = [_canonical(message) for message in answer if not isinstance(message, str)]
+    if chat[-1]["role"] != "assistant":
+        raise ValueError(f"the last message is of the role {chat[-1]['role']!r}, and what is scored is the assistant's")
+    template = _compile(tokenizer.get_chat_template())
+    render: Callable[..., tuple[str, list[tuple[int, int]]]] = _render_with_assistant_indices
+    text, marked = render(template, chat, None, None, False, **tokenizer.special_tokens_map)
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    if marked:  # The template itself says where the answer ends.
+        text = text[: marked[-1][1]]
+    elif text.rstrip().endswith(tuple(special)):
+        text = text.rstrip()
+    else:
+        text += str(tokenizer.eos_token)
+    if finished:
+        return text
+    # An end of the turn, and perhaps one of the text, with line breaks between and behind them: none was written.
+    end = f"(?:{'|'.join(map(re.escape, special))})"
+    return re.sub(rf"{end}(?:\s*{end})*\s*\Z", "", text)
+
+
+@functools.cache
+def _compile(source: str) -> Template:
+    """The template as ``apply_chat_template`` has it, with its clock stopped."""
+    environment: Environment = _compile_jinja_template(source).environment
+    return environment.from_string(source, globals={"strftime_now": _TEMPLATE_DATE.strftime})
+
+
+def _canonical(message: Message) -> dict[str, Any]:
+    """A message as the template reads it in training: no keys without a value, reasoning under each of its names."""
+    present = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((present[key] for key in _REASONING_KEYS if key in present), None)
+    return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}
+
+
+def _find_begin(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer puts before every plain text: its start token, or nothing."""
+    begin: list[int] = tokenizer("a")["input_ids"][:1]
+    return begin if begin == [tokenizer.bos_token_id] else []
 
 
 def _cut(by_length: Sequence[int], rows: Sequence[TokenIds]) -> Iterator[list[int]]:

@@ -7,20 +7,18 @@ of the local tokens only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor, distributed
-from torch.nn import functional
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.attention.varlen import attend_documents
 
 _HEADS: Final = {"": "attention", "key-value ": "key_value"}
 
@@ -149,13 +147,12 @@ def _attend(
     num_rows, num_tokens = query.shape[0], query.shape[2]
     # Norms leave queries and keys in float32 under autocast; values come straight from a projection.
     own, *others = [state.to(value.dtype).transpose(1, 2).flatten(0, 1) for state in (query, key, value)]
-    attend = _attend_on_cuda if value.is_cuda else _attend_by_run
     if share.by_heads:
         queries, keys, values = (_take_heads(state, share)[index] for state in (own, *others))
-        output = _take_tokens(attend(queries, keys, values, settings), index, share)
+        output = _take_tokens(attend_documents(queries, keys, values, settings), index, share)
     else:
         keys, values = (_Gather.apply(state, share)[index] for state in others)  # type: ignore[no-untyped-call]
-        output = attend(own, keys, values, settings)
+        output = attend_documents(own, keys, values, settings)
     return output.view(num_rows, num_tokens, *output.shape[1:]), None
 
 
@@ -175,38 +172,3 @@ def _take_tokens(output: Tensor, index: Tensor, share: ContextParallelGroup) -> 
     parts = ordered.view(share.size, -1, *output.shape[1:])
     received: Tensor = _Exchange.apply(parts, share)  # type: ignore[no-untyped-call]
     return received.transpose(0, 1).flatten(1, 2)
-
-
-def _attend_on_cuda(query: Tensor, key: Tensor, value: Tensor, settings: Mapping[str, Any]) -> Tensor:
-    # Where there are more keys than queries, the last of both are the same token.
-    output = varlen_attn(
-        query,
-        key,
-        value,
-        settings["cu_seq_lens_q"],
-        settings["cu_seq_lens_k"],
-        settings["max_length_q"],
-        settings["max_length_k"],
-        scale=settings.get("scaling"),
-        window_size=(-1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    assert isinstance(output, Tensor)
-    return output
-
-
-def _attend_by_run(query: Tensor, key: Tensor, value: Tensor, settings: Mapping[str, Any]) -> Tensor:
-    num_queries, num_keys = (settings[f"cu_seq_lens_{which}"].diff().tolist() for which in "qk")
-    parts = zip(*map(torch.split, (query, key, value), (num_queries, num_keys, num_keys)), strict=True)
-    outputs = []
-    for own, keys, values in parts:
-        before = len(keys) - len(own)
-        whole = torch.ones(len(own), len(keys), dtype=torch.bool, device=own.device)
-        mask = whole.tril(before) if before else None
-        queries, keys, values = (state.transpose(0, 1)[None] for state in (own, keys, values))
-        gqa = queries.shape[1] != keys.shape[1]
-        output = functional.scaled_dot_product_attention(
-            queries, keys, values, mask, is_causal=mask is None, scale=settings.get("scaling"), enable_gqa=gqa
-        )
-        outputs.append(output[0].transpose(0, 1))
-    return torch.cat(outputs)

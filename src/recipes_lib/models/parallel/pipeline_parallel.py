@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.devices import find_device
+from recipes_lib.models.inference import find_device
 
 
 @dataclass(frozen=True, slots=True)

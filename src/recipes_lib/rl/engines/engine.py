@@ -199,7 +199,7 @@ def verify_engine(rollout: Rollout, generator: Generator, dtype: torch.dtype) ->
             f"{MAX_IMPORTANCE_WEIGHT:g}"
         )
     if not generator.follows_seed:
-        line += "; its answers do not follow from the seed alone, so a run that goes on takes another path"
+        line += "; its answers do not follow from the seed alone, so a resumed run takes another path"
     return line
 
 

@@ -18,7 +18,7 @@ from recipes_lib.training.checkpoints.manifest import STAGING
 from recipes_lib.training.checkpoints.model_layout import choose_layout
 from recipes_lib.training.checkpoints.resume import seed_process
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, Task, count_bytes, write_state
-from recipes_lib.training.monitoring.observer import Observer
+from recipes_lib.training.monitoring.callbacks import Observer
 
 
 class CheckpointingTrainer(Trainer):
@@ -165,9 +165,9 @@ class CheckpointingTrainer(Trainer):
             return
         super().save_model(output_dir, _internal_call)
 
-    # transformers 5.23 writes a tensor under each of its names, and looks into the folder on every process, from which
-    # the main one may have taken the model by then.
+    # transformers 5.23 looks into the folder on every process, from which the main one may have moved the model.
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Have the main process save weights, those that are tied once."""
         if self.args.should_save:
             state = None if state_dict is None else self.layout.drop_copies(self.model, state_dict)
             super()._save(output_dir, state)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME
 
-from recipes_lib.models.devices import unwrap_adapter
+from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.parallel.pipeline_parallel import build_whole_on_meta
 from recipes_lib.training.checkpoints.saver import (
     CheckpointSaver,

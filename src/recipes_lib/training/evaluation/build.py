@@ -25,9 +25,8 @@ from recipes_lib.training.evaluation.samples import SAMPLES_FILE, Example, Gener
 from recipes_lib.training.evaluation.user_metrics import load_metrics
 from recipes_lib.training.layouts.context_rows import shard_batch
 from recipes_lib.training.layouts.pipeline import build_stage_mesh
-from recipes_lib.training.monitoring.callbacks import MetricsCallback
+from recipes_lib.training.monitoring.callbacks import EvaluationHook, MetricsCallback, Observer
 from recipes_lib.training.monitoring.metrics import METRICS_FILE, MetricsWriter, StepCounter, ThroughputMeter
-from recipes_lib.training.monitoring.observer import EvaluationHook, Observer
 from recipes_lib.training.monitoring.progress import build_progress
 from recipes_lib.training.trainers.arguments import get_compute_dtype
 from recipes_lib.training.trainers.pair_batches import PairScores
@@ -92,28 +91,20 @@ def build_observer(
     for warning in data.warnings if is_main else ():
         logger.warning(warning)
     hooks: list[EvaluationHook] = []
+    given: dict[str, Any] = {"batch_size": args.per_device_eval_batch_size, "progress": progress}
     if score_pairs is not None:
-        hooks += [
-            EvaluatePairs(
-                rows,
-                batch_size=args.per_device_eval_batch_size,
-                collate=collate,
-                score=score_pairs,
-                progress=progress,
-            )
-            for rows in data.held_out.values()
-        ]
+        given |= {"collate": collate, "score": score_pairs}
+        hooks += [EvaluatePairs(rows=rows, **given) for rows in data.held_out.values()]
     elif data.held_out:
         hooks.append(
             EvaluateLoss(
-                data.held_out,
-                batch_size=args.per_device_eval_batch_size,
+                held_out=data.held_out,
                 collate=collate if context is None else _cut_after(collate, context),
-                progress=progress,
                 byte_lengths=count_text_bytes(tokenizer),
                 # Of a row that is shared each process has a part of the sums; of one that all compute, all of them.
                 group=row_group if context is None else context.data_group,
                 sums_group=row_group,
+                **given,
             )
         )
     # A reward model answers nothing, and of a model in stages no process has enough.
@@ -126,11 +117,7 @@ def build_observer(
         raise ConfigError(Problem("metrics", "no sample prompt has a reference to score an answer against", remedy))
     if prompts:
         samples = MetricsWriter(output_dir / SAMPLES_FILE, is_main=is_main)
-        hooks.append(
-            GenerateSamples(
-                prompts, tokenizer, samples, max_new_tokens=config.evaluation.sample_max_new_tokens, metrics=metrics
-            )
-        )
+        hooks.append(GenerateSamples(prompts, tokenizer, samples, config.evaluation.sample_max_new_tokens, metrics))
     counter = StepCounter()
     meter = ThroughputMeter(counter, flops=_count_flops(model, data.typical_length), peak_flops=_sum_peak_flops(args))
     writer = MetricsWriter(output_dir / METRICS_FILE, is_main=is_main)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,8 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 from recipes_lib.config.schema import EvaluationConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.devices import find_device, inputs_moved_to_device
-from recipes_lib.models.generation import build_plain_generation, pad_left
-from recipes_lib.training.evaluation.training_state import preserve_training_state
+from recipes_lib.models.generation import build_plain_generation, pad_left, read_stop_ids
+from recipes_lib.models.inference import find_device, inputs_moved_to_device, preserve_training_state
 from recipes_lib.training.evaluation.user_metrics import compute_metrics
 from recipes_lib.training.guards.preemption import GENERATION_STEPS, stop_if_agreed
 from recipes_lib.training.monitoring.metrics import MetricsWriter
@@ -27,6 +26,8 @@ Example = tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]
 """Ids of a document, and which of them are targets, both ``(T,)``."""
 
 _TEXT_PROMPT_TOKENS = 32
+
+SAMPLES_FILE = "samples.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ def _find_answer(loss_mask: npt.NDArray[np.bool_]) -> slice:
     start = int(targets[0]) if len(targets) else len(is_target)
     if start == 1:
         start = min(_TEXT_PROMPT_TOKENS, max(1, len(is_target) // 2))
-    # The first answer alone: a chat with several turns goes on with words that the model was not asked for.
+    # The first answer alone: a chat with several turns continues with words that the model was not asked for.
     gaps = np.flatnonzero(~is_target[start:])
     return slice(start, start + int(gaps[0]) if len(gaps) else len(is_target))
 
@@ -128,9 +129,6 @@ def _cut_example(input_ids: npt.NDArray[np.uint32], answer: slice, tokenizer: Pr
         text=str(tokenizer.decode(prompt)),
         reference=str(tokenizer.decode(input_ids[answer], skip_special_tokens=True)),
     )
-
-
-SAMPLES_FILE = "samples.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +167,7 @@ def generate_samples(
     Source: transformers ``GenerationMixin.generate``; ``tests/training/evaluation/test_samples.py``.
     """
     unwrapped: Any = extract_model_from_parallel(model, keep_torch_compile=False)
-    stop_ids = _collect_stop_ids(unwrapped.generation_config.eos_token_id, tokenizer.eos_token_id)
+    stop_ids = sorted({*read_stop_ids(unwrapped), tokenizer.eos_token_id} - {None})
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     input_ids, attention_mask = pad_left([prompt.input_ids for prompt in prompts], pad_id)
     device = find_device(unwrapped)
@@ -186,36 +184,26 @@ def generate_samples(
     return [_read_answer(prompt, answer, stop_ids, tokenizer) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
+@dataclass
 class GenerateSamples:
     """Answers fixed prompts, appends the answers to ``samples.jsonl``, and scores them.
 
     Weights, modes and random states are untouched, and the answers are the same however often they are asked for.
+
+    Attributes:
+        prompts: At least one; the same on every process.
+        tokenizer: The model's.
+        writer: Of ``samples.jsonl``.
+        max_new_tokens: Limit of an answer.
+        metrics: Scored on the prompts that have a reference.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        tokenizer: PreTrainedTokenizerBase,
-        writer: MetricsWriter,
-        *,
-        max_new_tokens: int,
-        metrics: Sequence[Metric] = (),
-    ) -> None:
-        """Prepare to answer ``prompts``.
-
-        Args:
-            prompts: At least one; the same on every process.
-            tokenizer: The model's.
-            writer: Of ``samples.jsonl``.
-            max_new_tokens: Limit of an answer.
-            metrics: Scored on the prompts that have a reference.
-        """
-        self._prompts = prompts
-        self._tokenizer = tokenizer
-        self._writer = writer
-        self._max_new_tokens = max_new_tokens
-        self._metrics = metrics
-        self._is_first = True
+    prompts: Sequence[Prompt]
+    tokenizer: PreTrainedTokenizerBase
+    writer: MetricsWriter
+    max_new_tokens: int
+    metrics: Sequence[Metric] = ()
+    _is_first: bool = field(default=True, init=False)
 
     def __call__(self, model: nn.Module, step: int) -> dict[str, float]:
         """Return ``stop_rate`` (share of answers that ended by themselves), ``mean_sample_tokens``, and the metrics.
@@ -225,17 +213,17 @@ class GenerateSamples:
         """
         if self._is_first:
             # Steps that a killed process had reached before its last checkpoint are made again.
-            self._writer.rewind(step - 1)
+            self.writer.rewind(step - 1)
             self._is_first = False
         with preserve_training_state(model):
-            samples = generate_samples(model, self._tokenizer, self._prompts, max_new_tokens=self._max_new_tokens)
+            samples = generate_samples(model, self.tokenizer, self.prompts, max_new_tokens=self.max_new_tokens)
         for sample in samples:
-            self._writer.write({"step": step, **asdict(sample)})
+            self.writer.write({"step": step, **asdict(sample)})
         scored = [(sample.completion, sample.reference) for sample in samples if sample.reference is not None]
         return {
             "stop_rate": sum(sample.stopped for sample in samples) / len(samples),
             "mean_sample_tokens": sum(sample.num_tokens for sample in samples) / len(samples),
-            **compute_metrics(self._metrics, scored),
+            **compute_metrics(self.metrics, scored),
         }
 
 
@@ -259,11 +247,6 @@ class _StopTogether(StoppingCriteria):
         """Look as often as is left."""
         for _ in range(self._num_left):
             stop_if_agreed()
-
-
-def _collect_stop_ids(configured: int | Sequence[int] | None, eos_token_id: int | None) -> list[int]:
-    ids = {eos_token_id, *(configured if isinstance(configured, Sequence) else [configured])}
-    return sorted(index for index in ids if index is not None)
 
 
 def _read_answer(

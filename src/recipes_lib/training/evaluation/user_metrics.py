@@ -20,6 +20,8 @@ _KEY = "metrics"
 _MOVED = {"recipes_lib.training.hooks.answer_match": __name__}
 """Old module -> new one, for the paths in configurations of the versions before."""
 
+_WORD = re.compile(r"\w+")
+
 
 def load_metrics(paths: Sequence[str]) -> list[Metric]:
     """Load every metric of a recipe's ``metrics`` key.
@@ -27,46 +29,33 @@ def load_metrics(paths: Sequence[str]) -> list[Metric]:
     Raises:
         ConfigError: All paths that cannot be loaded, with the reason of each.
     """
-    metrics: list[Metric] = []
-    problems: list[Problem] = []
-    for path in paths:
-        try:
-            metrics.append(load_metric(path))
-        except ConfigError as error:
-            problems.extend(error.problems)
-    if problems:
+    loaded = [_load(path) for path in paths]
+    if problems := [problem for problem in loaded if isinstance(problem, Problem)]:
         raise ConfigError(*problems)
-    return metrics
+    return [metric for metric in loaded if isinstance(metric, Metric)]
 
 
-def load_metric(path: str) -> Metric:
-    """Build the metric at an import path such as ``my_package.scores:WordOverlap``.
-
-    Raises:
-        ConfigError: The path is not ``module:Class``, cannot be imported, names no ``evaluate.Metric`` class, or the
-            class cannot be built without arguments.
-    """
+def _load(path: str) -> Metric | Problem:
+    """Build the metric at an import path such as ``my_package.scores:WordOverlap``, or say why it cannot be built."""
     module_name, _, class_name = path.partition(":")
     module_name = _MOVED.get(module_name, module_name)
     if not module_name or not class_name:
-        raise ConfigError(Problem(_KEY, f"{path!r} is no import path", "write it as package.module:Class"))
+        return Problem(_KEY, f"{path!r} is no import path", "write it as package.module:Class")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
         found = f"importing {module_name!r} failed: {type(error).__name__}: {error}"
-        raise ConfigError(Problem(_KEY, found, "install it, or put its folder on PYTHONPATH")) from error
+        return Problem(_KEY, found, "install it, or put its folder on PYTHONPATH")
     found_class = getattr(module, class_name, None)
     if not (isinstance(found_class, type) and issubclass(found_class, Metric)):
         found = f"{class_name!r} in {module_name!r} is {'missing' if found_class is None else 'no evaluate.Metric'}"
-        raise ConfigError(Problem(_KEY, found, "name a subclass of evaluate.Metric"))
+        return Problem(_KEY, found, "name a subclass of evaluate.Metric")
     try:
         # In memory: processes on one machine would share, and lock, one file.
         return found_class(keep_in_memory=True)
     except Exception as error:
         found = f"{path} cannot be built: {type(error).__name__}: {error}"
-        raise ConfigError(
-            Problem(_KEY, found, "let it be built with keyword arguments of evaluate.Metric only")
-        ) from error
+        return Problem(_KEY, found, "let it be built with keyword arguments of evaluate.Metric only")
 
 
 def compute_metrics(metrics: Sequence[Metric], scored: Sequence[tuple[str, str]]) -> dict[str, float]:
@@ -90,9 +79,6 @@ def compute_metrics(metrics: Sequence[Metric], scored: Sequence[tuple[str, str]]
             raise ConfigError(Problem(_KEY, f"{name} returned {result!r}", "return a dict of names to numbers"))
         figures |= {key: float(value) for key, value in result.items()}
     return figures
-
-
-_WORD = re.compile(r"\w+")
 
 
 class AnswerMatch(evaluate.Metric):  # type: ignore[misc]

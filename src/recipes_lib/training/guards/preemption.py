@@ -9,9 +9,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.errors import PreemptedError
+from recipes_lib.models.inference import RandomStates
 from recipes_lib.stopping import STOP
 from recipes_lib.training.collectives import gather_objects, sum_over_processes
-from recipes_lib.training.evaluation.training_state import RandomStates
 from recipes_lib.training.guards.trainer_view import TrainerView
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY

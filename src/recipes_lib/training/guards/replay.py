@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from recipes_lib.errors import DivergedError
+from recipes_lib.models.inference import RandomStates
 from recipes_lib.training.collectives import gather_objects
-from recipes_lib.training.evaluation.training_state import RandomStates
 from recipes_lib.training.guards.step_facts import StepInputs
 from recipes_lib.training.guards.trainer_view import TrainerView
 

@@ -1,9 +1,10 @@
-"""Callbacks of transformers' Trainer: metrics and throughput, objective terms, weight norms, experiment trackers."""
+"""What watches a run: metrics and throughput, objective terms, weight norms, experiment trackers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, distributed, nn
@@ -14,7 +15,7 @@ from transformers.integrations.integration_utils import (
 )
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
-from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.config.schema import GuardsConfig, RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.training.collectives import sum_over_processes
 from recipes_lib.training.layouts.fsdp import compute_total_norm
@@ -26,48 +27,77 @@ STATE_KEY = "recipes_lib_metrics"
 EVALUATION_KEY = "recipes_lib_evaluation"
 """Under which it tells which step was evaluated last, and whether the run stopped where an evaluation was due."""
 
+MAX_COPIED: Final = 32 * 2**20
+"""Parameters of this process whose values before a step are kept to compare: 128 MiB in float32."""
 
+
+class EvaluationHook(Protocol):
+    """Something measured beside training; it must leave model, mode and random states as it found them."""
+
+    def __call__(self, model: nn.Module, step: int) -> Mapping[str, float]:
+        """Return named figures of the model after ``step`` optimizer steps."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Observer:
+    """What a trainer is watched by.
+
+    Attributes:
+        counter: Tokens trained on; the trainer adds to it.
+        hooks: What an evaluation runs, in order.
+        callbacks: Upstream's callbacks.
+        progress: What the terminal shows.
+        guards: What is done about spikes, and how often the machine is checked.
+    """
+
+    counter: StepCounter
+    hooks: Sequence[EvaluationHook]
+    callbacks: Sequence[TrainerCallback]
+    progress: TrainingProgress
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
+
+
+@dataclass
 class MetricsCallback(TrainerCallback):
     """Writes ``metrics.jsonl``, keeps the throughput clock, and shows progress.
 
     The figures are added to upstream's ``logs``, so that trackers behind this callback report them too. It belongs on
     every process: counts are summed over all of them.
 
+    Attributes:
+        counter: The one that the trainer adds to and ``meter`` reads.
+        meter: The clock.
+        writer: Of ``metrics.jsonl``.
+        progress: The display.
+        group: Processes that count different rows; ``None``: all.
+
     Source: transformers ``TrainerCallback``; ``tests/training/monitoring/test_callbacks.py``.
     """
 
-    def __init__(
-        self,
-        counter: StepCounter,
-        meter: ThroughputMeter,
-        writer: MetricsWriter,
-        progress: TrainingProgress,
-        group: distributed.ProcessGroup | None = None,
-    ) -> None:
-        """Connect the four; ``counter`` is the one the trainer adds to and ``meter`` reads, ``group`` who counts."""
-        self._counter = counter
-        self._meter = meter
-        self._writer = writer
-        self._progress = progress
-        self._group = group
+    counter: StepCounter
+    meter: ThroughputMeter
+    writer: MetricsWriter
+    progress: TrainingProgress
+    group: distributed.ProcessGroup | None = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Resume from the counts of the checkpoint, if there is one, and drop what was logged after it."""
         stored: Any = state.stateful_callbacks
         counts = stored.get(STATE_KEY, {"seconds": 0.0})
-        self._counter.restore(counts)
-        self._meter.begin(counts["seconds"])
+        self.counter.restore(counts)
+        self.meter.begin(counts["seconds"])
         is_owed = stored.get(EVALUATION_KEY, {}).get("is_owed", False)
-        self._writer.rewind(state.global_step, is_evaluated=not is_owed)
-        self._progress.start(state.max_steps, state.global_step)
+        self.writer.rewind(state.global_step, is_evaluated=not is_owed)
+        self.progress.start(state.max_steps, state.global_step)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Let the clock run."""
-        self._meter.go_on()
+        self.meter.resume()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Before a log, an evaluation or a checkpoint: stop the clock and sum the counts over all processes."""
-        self._progress.advance(state.global_step)
+        self.progress.advance(state.global_step)
         self._interrupt(state, control)
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -78,38 +108,38 @@ class MetricsCallback(TrainerCallback):
         """Write and show the figures of a training step or an evaluation; upstream's closing summary is neither."""
         logs = {} if logs is None else logs
         is_training = "loss" in logs
-        figures = self._meter.measure() if is_training else {}
+        figures = self.meter.measure() if is_training else {}
         # Trackers, which come after, complain of every figure that is not known.
         logs.update({name: value for name, value in figures.items() if value is not None})
         if is_training or any(name.startswith("eval_") for name in logs):
             event = {"kind": "train" if is_training else "eval", "step": state.global_step, **logs, **figures}
-            self._writer.write(event)
-            self._progress.show(event)
-        self._go_on_unless_interrupted(control)
+            self.writer.write(event)
+            self.progress.show(event)
+        self._resume_unless_interrupted(control)
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Let the clock run again unless a checkpoint is due."""
-        self._go_on_unless_interrupted(control)
+        self._resume_unless_interrupted(control)
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Let the clock run again."""
-        self._go_on_unless_interrupted(control)
+        self._resume_unless_interrupted(control)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Give the terminal back."""
-        self._progress.stop()
+        self.progress.stop()
 
     def _interrupt(self, state: TrainerState, control: TrainerControl) -> None:
         if _is_interrupted(control):
-            self._meter.stop()
-            self._counter.synchronise(self._group)
+            self.meter.stop()
+            self.counter.synchronise(self.group)
             stored: Any = state.stateful_callbacks
-            stored[STATE_KEY] = {**self._counter.totals(), "seconds": self._meter.seconds}
+            stored[STATE_KEY] = {**self.counter.totals(), "seconds": self.meter.seconds}
 
-    def _go_on_unless_interrupted(self, control: TrainerControl) -> None:
+    def _resume_unless_interrupted(self, control: TrainerControl) -> None:
         # Upstream logs, evaluates and saves in a row and clears each flag as it gets there; then it fetches data.
         if not _is_interrupted(control):
-            self._meter.go_on()
+            self.meter.resume()
 
 
 def _is_interrupted(control: TrainerControl) -> bool:
@@ -147,10 +177,6 @@ class TermMetrics(TrainerCallback):
         if num_terms:
             logs.update({name: value / num_terms for name, value in zip(names, sums, strict=True) if name != "loss"})
         self._num_terms, self._sums = 0, {}
-
-
-MAX_COPIED: Final = 32 * 2**20
-"""Parameters of this process whose values before a step are kept to compare: 128 MiB in float32."""
 
 
 class WeightMonitor(TrainerCallback):

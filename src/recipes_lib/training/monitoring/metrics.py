@@ -63,7 +63,7 @@ class StepCounter:
 class ThroughputMeter:
     """Tokens per second and model FLOPs utilisation between two ``measure`` calls, on a clock that stops for the rest.
 
-    ``stop`` and ``go_on`` keep evaluation, sampling and saving out of it; waiting for data stays in.
+    ``stop`` and ``resume`` keep evaluation, sampling and saving out of it; waiting for data stays in.
 
     Attributes:
         seconds: Training time as of the last ``stop``, earlier processes of the same run included.
@@ -93,32 +93,32 @@ class ThroughputMeter:
         self._peak_flops = peak_flops
         self._counts_correct = counts_correct
         self._clock = clock
-        self._went_on_at: float | None = None
+        self._resumed_at: float | None = None
         self.begin()
 
     def begin(self, seconds: float = 0.0) -> None:
         """Open a window with the clock stopped at ``seconds``: 0, or the training time before a checkpoint."""
         counter = self._counter
-        self.seconds, self._went_on_at = seconds, None
+        self.seconds, self._resumed_at = seconds, None
         self._window = (seconds, counter.num_tokens, counter.num_targets, counter.num_correct)
 
     def stop(self) -> None:
         """Stop the clock: what follows is no training."""
-        if self._went_on_at is not None:
-            self.seconds += self._clock() - self._went_on_at
-            self._went_on_at = None
+        if self._resumed_at is not None:
+            self.seconds += self._clock() - self._resumed_at
+            self._resumed_at = None
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Let the clock run."""
-        if self._went_on_at is None:
-            self._went_on_at = self._clock()
+        if self._resumed_at is None:
+            self._resumed_at = self._clock()
 
     def measure(self) -> dict[str, float | int | None]:
         """Return the figures since the last call, as ``metrics.jsonl`` names them.
 
         The clock must be stopped and the counter synchronised. A rate is ``None`` when no time has passed.
         """
-        assert self._went_on_at is None
+        assert self._resumed_at is None
         counter = self._counter
         began, tokens_before, targets_before, correct_before = self._window
         seconds = self.seconds - began

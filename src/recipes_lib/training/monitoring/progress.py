@@ -12,6 +12,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 T = TypeVar("T")
 SECONDS_BETWEEN_LINES = 10.0
+_FIGURES = (
+    *(("loss", "loss {:.4g}"), ("objective/score", "score {:.4g}"), ("objective/kl_seq", "kl {:.4g}")),
+    *(
+        ("eval_loss", "held-out loss {:.4g}"),
+        ("eval_bits_per_byte", "bits/byte {:.4g}"),
+        ("eval_reward", "reward {:.4g}"),
+    ),
+    *(("learning_rate", "lr {:.2e}"), ("grad_norm", "grad {:.3g}")),
+)
+_SHARES = (
+    *(("mfu", "mfu"), ("rewards/accuracies", "chosen wins"), ("eval_rewards/accuracies", "chosen wins")),
+    *(("eval_token_accuracy", "accuracy"), ("eval_stop_rate", "stopped")),
+)
 
 
 class TrainingProgress:
@@ -50,36 +63,15 @@ def build_progress(*, is_main: bool, stream: TextIO | None = None) -> TrainingPr
 
 def describe_event(event: Mapping[str, Any]) -> str:
     """Return an event in a few words: ``loss 2.314  lr 3.0e-04  grad 0.82  12.3k target tok/s  mfu 41 %``."""
-    words = []
-    for name, label in (
-        ("loss", "loss"),
-        ("objective/score", "score"),
-        ("objective/kl_seq", "kl"),
-        ("eval_loss", "held-out loss"),
-        ("eval_bits_per_byte", "bits/byte"),
-        ("eval_reward", "reward"),
-    ):
-        if _is_number(event.get(name)):
-            words.append(f"{label} {event[name]:.4g}")
-    if _is_number(event.get("learning_rate")):
-        words.append(f"lr {event['learning_rate']:.2e}")
-    if _is_number(event.get("grad_norm")):
-        words.append(f"grad {event['grad_norm']:.3g}")
+    shown = [template.format(event[name]) for name, template in _FIGURES if _is_number(event.get(name))]
     # A reward model has no target tokens.
-    for name, label in (("target_tokens_per_second", "target tok/s"), ("tokens_per_second", "tok/s")):
-        if _is_number(event.get(name)) and event[name] > 0:
-            words.append(f"{format_count(event[name])} {label}")
-            break
-    for name, label in (
-        ("mfu", "mfu"),
-        ("rewards/accuracies", "chosen wins"),
-        ("eval_rewards/accuracies", "chosen wins"),
-        ("eval_token_accuracy", "accuracy"),
-        ("eval_stop_rate", "stopped"),
-    ):
-        if _is_number(event.get(name)):
-            words.append(f"{label} {100 * event[name]:.0f} %")
-    return "  ".join(words)
+    rates = [
+        f"{format_count(event[name])} {label}"
+        for name, label in (("target_tokens_per_second", "target tok/s"), ("tokens_per_second", "tok/s"))
+        if _is_number(event.get(name)) and event[name] > 0
+    ]
+    shares = [f"{label} {100 * event[name]:.0f} %" for name, label in _SHARES if _is_number(event.get(name))]
+    return "  ".join([*shown, *rates[:1], *shares])
 
 
 def format_count(number: float) -> str:
@@ -125,11 +117,7 @@ class PlainProgress(TrainingProgress):
         words = [f"step {step}/{self._num_steps}", describe_event(event)]
         if event["kind"] == "train" and first_step < step < self._num_steps:
             words.append(f"eta {format_duration((now - began) / (step - first_step) * (self._num_steps - step))}")
-        self._write("  ".join(words))
-
-    def say(self, line: str) -> None:
-        """Write the line."""
-        self._write(line)
+        self.say("  ".join(words))
 
     def track(self, items: Iterable[T], what: str, num_items: int) -> Iterator[T]:
         """Yield ``items``, with a line every ten seconds."""
@@ -137,10 +125,11 @@ class PlainProgress(TrainingProgress):
         for done, item in enumerate(items):
             if self._clock() - last_line >= SECONDS_BETWEEN_LINES:
                 last_line = self._clock()
-                self._write(f"{what}  {done}/{num_items}")
+                self.say(f"{what}  {done}/{num_items}")
             yield item
 
-    def _write(self, line: str) -> None:
+    def say(self, line: str) -> None:
+        """Write the line."""
         self._stream.write(line + "\n")
         self._stream.flush()
 

@@ -32,8 +32,8 @@ from recipes_lib.losses.preference import (
     verify_preference_options,
 )
 from recipes_lib.models.adapters.lora import adapters_off, is_taken_out_of_weights
-from recipes_lib.models.devices import find_device
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
+from recipes_lib.models.inference import find_device
 from recipes_lib.models.loading import load_causal_lm
 from recipes_lib.training.layouts.fsdp import prepare_frozen
 from recipes_lib.training.trainers.arguments import get_compute_dtype, get_rounding_dtype

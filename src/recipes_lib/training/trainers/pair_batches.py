@@ -21,7 +21,7 @@ from recipes_lib.models.attention.shared_prompt import (
     prove_shared_prompt,
     supports_shared_prompt,
 )
-from recipes_lib.models.devices import find_device
+from recipes_lib.models.inference import find_device
 
 _ROUNDING: Final = {
     torch.float32: (3e-5, 3e-6),

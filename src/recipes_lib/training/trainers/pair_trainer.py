@@ -12,7 +12,7 @@ from trl import RewardConfig
 
 from recipes_lib.config.schema import PreferenceConfig
 from recipes_lib.losses.preference import compute_bradley_terry
-from recipes_lib.models.devices import find_device
+from recipes_lib.models.inference import find_device
 from recipes_lib.training.monitoring.callbacks import TermMetrics
 from recipes_lib.training.trainers.pair_batches import Batch, PairScores, count_pairs, read_inputs
 from recipes_lib.training.trainers.recipe_trainer import RecipeTrainer

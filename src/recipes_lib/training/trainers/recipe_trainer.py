@@ -39,9 +39,8 @@ from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.context_rows import shard_batch
 from recipes_lib.training.layouts.fsdp import compute_total_norm, has_shards, reshard, settle_precision
 from recipes_lib.training.layouts.launch_environment import read_launch, verify_engine
-from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY
+from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY, Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
-from recipes_lib.training.monitoring.observer import Observer
 from recipes_lib.training.optim.activation_checkpointing import read_selective
 from recipes_lib.training.optim.optimizers import (
     describe_groups,

@@ -27,10 +27,9 @@ from recipes_lib.data.packed.store import (
 )
 from recipes_lib.data.pairs.pair_data import PairData, PairRows
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.devices import find_device
+from recipes_lib.models.inference import find_device, preserve_training_state
 from recipes_lib.training.collectives import broadcast_object, get_rank, sum_tensor
 from recipes_lib.training.evaluation.held_out import count_rounds, share_rows
-from recipes_lib.training.evaluation.training_state import preserve_training_state
 from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.pair_batches import compute_rounding
 

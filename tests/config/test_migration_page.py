@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from recipes_lib.config.generate import describe_fate, format_migration
 from recipes_lib.config.loader import check_text
 from recipes_lib.config.migration.migrate import migrate
-from recipes_lib.config.migration.migration_page import describe_fate, format_migration
 from recipes_lib.config.migration.renames import ELSEWHERE, RETIRED
 from recipes_lib.config.table import load_table
 

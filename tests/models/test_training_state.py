@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from recipes_lib.training.evaluation.training_state import RandomStates, preserve_training_state
+from recipes_lib.models.inference import RandomStates, preserve_training_state
 
 
 def draw_all() -> tuple[float, float, float]:
