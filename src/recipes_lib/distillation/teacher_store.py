@@ -15,16 +15,16 @@ import torch
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.packed.collators import find_targets
-from recipes_lib.data.packed.prepared_set import find_root
-from recipes_lib.data.packed.store import (
+from recipes_lib.data.sources.file_digests import compute_digest
+from recipes_lib.data.store import (
     PreparedSet,
     choose_staging,
     compute_key,
     explain_disk_errors,
+    find_root,
     find_set,
     publish_set,
 )
-from recipes_lib.data.sources.file_digests import compute_digest
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.losses.divergence import TopLogps
 from recipes_lib.models.loading import find_commit, load_model_config

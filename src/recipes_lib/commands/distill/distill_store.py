@@ -47,8 +47,8 @@ def store(config: RecipeConfig) -> None:
         DataError: As ``main``.
     """
     from recipes_lib.data.packed.collators import PackedCollator
-    from recipes_lib.data.packed.store import find_set, hold_lock
     from recipes_lib.data.packed.training_data import load_training_data
+    from recipes_lib.data.store import find_set, hold_lock
     from recipes_lib.distillation.teacher import load_teacher, map_teacher_vocabulary
     from recipes_lib.distillation.teacher_store import compare_with_teacher, identify_store, read_store, write_store
     from recipes_lib.models.attention.kernels import choose_attention

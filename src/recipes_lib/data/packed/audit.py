@@ -149,26 +149,31 @@ def compute_split_audit(
         end_token_ids: Ids that end an answer.
         num_duplicates: Rows that say what an earlier one says.
     """
-    num_targets = examples.num_targets
-    last_targets = _last_targets(examples, num_targets)
-    is_end = np.isin(last_targets, list(end_token_ids))
-    # Of each row the one behind which there is no other.
-    ends = np.take_along_axis(last_targets, is_end.argmax(axis=0)[None], axis=0)[0][is_end.any(axis=0)]
+    num_with_target = num_stopped = 0
+    terminators: set[int] = set()
+    for block in examples.iterate_blocks():
+        last_targets = _last_targets(*examples.read(block), examples.num_targets[block])
+        is_end = np.isin(last_targets, list(end_token_ids))
+        stops = np.logical_or.reduce(is_end, axis=0)
+        # Of each row the one behind which there is no other.
+        ends = np.take_along_axis(last_targets, is_end.argmax(axis=0)[None], axis=0)[0][stops]
+        num_with_target, num_stopped = num_with_target + len(stops), num_stopped + int(stops.sum())
+        terminators.update(ends.tolist())
     p5, p50, p95, longest = np.percentile(examples.lengths, [5, 50, 95, 100], method="nearest").tolist()
     return SplitAudit(
         num_rows=len(examples),
-        num_rows_without_target=int((num_targets == 0).sum()),
+        num_rows_without_target=len(examples) - num_with_target,
         num_duplicates=num_duplicates,
-        num_tokens=len(examples.input_ids),
-        stop_fraction=float(is_end.any(axis=0).mean()) if is_end.size else 0.0,
-        terminators=np.unique(ends).tolist(),
+        num_tokens=int(examples.lengths.sum()),
+        stop_fraction=num_stopped / max(1, num_with_target),
+        terminators=sorted(terminators),
         length_p5=p5,
         length_p50=p50,
         length_p95=p95,
         length_max=longest,
         num_packs=len(bins),
-        num_packed_tokens=len(fitted.input_ids),
-        num_target_tokens=int(fitted.loss_mask.sum()),
+        num_packed_tokens=int(fitted.lengths.sum()),
+        num_target_tokens=int(fitted.num_targets.sum()),
     )
 
 
@@ -274,11 +279,13 @@ def _judge_duplicates(split: str, audit: SplitAudit) -> Finding:
     return Finding("warning" if audit.num_duplicates else "ok", found)
 
 
-def _last_targets(examples: Examples, num_targets: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
+def _last_targets(
+    input_ids: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.bool_], num_targets: npt.NDArray[np.int64]
+) -> npt.NDArray[np.uint32]:
     """Ids of the last targets of every row that has one, ``(NUM_OF_END, rows)``; a short row repeats its first."""
     num_targets = num_targets[num_targets > 0]
     # With targets in order, the last stands right before the first one of the next row that has any.
     ends = np.cumsum(num_targets)
     at = np.maximum(ends[None] - 1 - np.arange(NUM_OF_END)[:, None], (ends - num_targets)[None])
-    last: npt.NDArray[np.uint32] = examples.input_ids[np.flatnonzero(examples.loss_mask)[at]]
+    last: npt.NDArray[np.uint32] = input_ids[loss_mask][at]
     return last
