@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes_lib.data.chat.encoder import RowEncoder
-from recipes_lib.data.chat.remarks import Remark
+from recipes_lib.data.chat.remarks import Remark, find_remarked
 from recipes_lib.data.packed import encoding
 from recipes_lib.data.packed.encoding import (
     TokenFile,
@@ -74,9 +74,10 @@ def test_what_an_audit_should_tell_of_rows_stays_with_them(
     path = write_rows(rows=rows)
     encoded, problems, _ = encode(build_config(dataset_name=str(path)), tiny_tokenizer)
     assert not problems
-    lost = [(3, f"{path}:4", [Remark.LOST_REASONING]), (16, f"{path}:17", [Remark.LOST_REASONING])]
-    assert encoded.examples.remarked == lost
-    assert encoded.take(np.array([16, 5])).examples.remarked == lost[1:]
+    assert find_remarked(encoded.examples.remarks)[Remark.LOST_REASONING].tolist() == [3, 16]
+    taken = encoded.take(np.array([5, 16]))
+    assert find_remarked(taken.examples.remarks)[Remark.LOST_REASONING].tolist() == [1]
+    assert taken.find_places([1]) == {1: f"{path}:17"}
 
 
 def test_problems_of_reading_and_of_masking_are_told_together(
@@ -163,7 +164,14 @@ def test_a_row_takes_at_most_64_bytes_of_memory_however_long_it_is(build_config,
     rows = [{"text": f"{number} " + "the baker opens " * 50} for number in range(40)]
     encoded, _, _ = encode(build_config(dataset_name=str(write_rows(rows=rows))), tiny_tokenizer)
     examples = encoded.examples
-    held = [encoded.digests, examples.starts, examples.lengths, examples.row_ids, examples.num_targets]
+    held = [
+        encoded.digests,
+        examples.starts,
+        examples.lengths,
+        examples.row_ids,
+        examples.num_targets,
+        examples.remarks,
+    ]
     assert isinstance(examples.tokens, TokenFile)
     assert sum(array.nbytes for array in held) <= 64 * len(rows)
     assert examples.lengths.min() > 64

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from recipes_lib.config.schema import TokensConfig
 from recipes_lib.config.token_ids import NUM_OF_END
-from recipes_lib.data.chat.remarks import Remark, Remarked
+from recipes_lib.data.chat.remarks import RemarkBits, find_remarked
 from recipes_lib.data.packed.packing import Bins, Examples, LengthCounts, choose_bins, fit_to_length
 from recipes_lib.errors import DataError, Problem
 
@@ -19,6 +19,7 @@ MAX_FRACTION_WITHOUT_TARGET = 0.01
 """Largest share of rows that may hold nothing to learn before it is an error."""
 
 Severity = Literal["ok", "warning", "error"]
+FindPlaces = Callable[[Collection[int]], Mapping[int, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +100,7 @@ def pack_split(
     tokens: TokensConfig,
     capacity: int,
     end_token_ids: Collection[int],
+    find_places: FindPlaces,
     num_duplicates: int = 0,
 ) -> PackedSplit:
     """Cuts, packs, counts and judges one split; refuses nothing.
@@ -109,6 +111,7 @@ def pack_split(
         tokens: Options.
         capacity: ``max_length``, given or derived.
         end_token_ids: Ids that end an answer.
+        find_places: As for ``judge_remarks``.
         num_duplicates: Rows that say what an earlier one says.
     """
     fitted, cut = fit_to_length(examples, capacity, tokens.overlong)
@@ -122,7 +125,7 @@ def pack_split(
     )
     findings = [
         *judge(split, audit, cut, tokens.max_truncated_fraction),
-        *judge_remarks(split, examples.remarked, len(examples)),
+        *judge_remarks(split, examples.remarks, find_places),
     ]
     return PackedSplit(fitted, bins, audit, cut, sort_findings(findings))
 
@@ -196,19 +199,23 @@ def judge(split: str, audit: SplitAudit, lengths: LengthCounts, max_lost_fractio
     )
 
 
-def judge_remarks(split: str, remarked: Sequence[Remarked], num_rows: int) -> list[Finding]:
-    """A warning for each remark that was made on rows of a split, with their count and the first of them."""
-    places: dict[Remark, list[str]] = {}
-    for row in remarked:
-        for remark in row.remarks:
-            places.setdefault(remark, []).append(row.where)
+def judge_remarks(split: str, remarks: RemarkBits, find_places: FindPlaces) -> list[Finding]:
+    """A warning for each remark that was made on rows of a split, with their count and the first of them.
+
+    Args:
+        split: ``train`` or ``eval``, as the messages name it.
+        remarks: On each row of the split.
+        find_places: The places of rows as errors name them, by their position in the split.
+    """
+    remarked = find_remarked(remarks)
+    places = find_places({int(rows[0]) for rows in remarked.values()}) if remarked else {}
     return [
         Finding(
             "warning",
-            f"{split}: {len(rows):,} of {num_rows:,} rows {remark.found}; the first is {rows[0]}",
+            f"{split}: {len(rows):,} of {len(remarks):,} rows {remark.found}; the first is {places[int(rows[0])]}",
             remark.remedy,
         )
-        for remark, rows in places.items()
+        for remark, rows in remarked.items()
     ]
 
 

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.data.chat.remarks import Remarked
 from recipes_lib.data.packed.keys import read_chat_template
 from recipes_lib.data.packed.packing import Examples, build_examples, concatenate_examples
 from recipes_lib.data.sources.broken_rows import BrokenRows, encode_sound
@@ -207,13 +206,7 @@ def encode_chunk(encoder: RowEncoder, rows: Sequence[Row], row_ids: Sequence[int
     empty = [row for row, tokens in zip(rows, encoded, strict=True) if not len(tokens.input_ids)]
     if empty:
         raise DataError(*(Problem(row.where, "the row gives no token", "remove it") for row in empty))
-    examples = build_examples(encoded, row_ids)
-    remarked = [
-        Remarked(number, row.where, tokens.remarks)
-        for number, row, tokens in zip(row_ids, rows, encoded, strict=True)
-        if tokens.remarks
-    ]
-    return replace(examples, remarked=remarked)
+    return build_examples(encoded, row_ids)
 
 
 def encode_mixture(

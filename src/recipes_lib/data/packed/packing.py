@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recipes_lib.config.schema import Overlong
-from recipes_lib.data.chat.remarks import Remarked, take_remarked
+from recipes_lib.data.chat.remarks import RemarkBits, build_bits
 from recipes_lib.data.sources.rows import EncodedRow
 
 IntArray = npt.NDArray[np.int64]
@@ -40,7 +40,7 @@ class Examples:
         lengths: ``int64 (R,)``; tokens of each example, at least 1.
         row_ids: ``int64 (R,)``; position of each example's row in its source. Pieces of a split row share it.
         num_targets: ``int64 (R,)``; target tokens of each example.
-        remarked: The rows of which an audit should tell something; those that were cut are not looked at again.
+        remarks: ``uint8 (R,)``; what an audit should tell of each example's row.
     """
 
     tokens: Tokens
@@ -48,7 +48,7 @@ class Examples:
     lengths: IntArray
     row_ids: IntArray
     num_targets: IntArray
-    remarked: Sequence[Remarked] = ()
+    remarks: RemarkBits
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -89,10 +89,8 @@ class Examples:
 
     def take(self, indices: npt.NDArray[np.integer]) -> Examples:
         """The examples at ``indices``, ``(K,)``, in that order."""
-        row_ids = self.row_ids[indices]
-        remarked = take_remarked(self.remarked, row_ids)
-        columns = self.starts[indices], self.lengths[indices], row_ids, self.num_targets[indices]
-        return Examples(self.tokens, *columns, remarked)
+        columns = self.starts, self.lengths, self.row_ids, self.num_targets, self.remarks
+        return Examples(self.tokens, *(column[indices] for column in columns))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,8 +147,8 @@ def build_examples(rows: Sequence[EncodedRow], row_ids: npt.ArrayLike) -> Exampl
     tokens = np.concatenate(
         [np.zeros(0, np.uint32), *(row.input_ids | np.where(row.loss_mask, TARGET, np.uint32(0)) for row in rows)]
     )
-    no_targets = np.zeros_like(lengths)
-    examples = Examples(tokens, _exclusive_sum(lengths), lengths, np.asarray(row_ids, np.int64), no_targets)
+    remarks, no_targets = build_bits(row.remarks for row in rows), np.zeros_like(lengths)
+    examples = Examples(tokens, _exclusive_sum(lengths), lengths, np.asarray(row_ids, np.int64), no_targets, remarks)
     return replace(examples, num_targets=count_targets(examples))
 
 
@@ -163,7 +161,7 @@ def concatenate_examples(parts: Sequence[Examples]) -> Examples:
         np.concatenate([part.lengths for part in parts]),
         np.concatenate([part.row_ids for part in parts]),
         np.concatenate([part.num_targets for part in parts]),
-        [row for part in parts for row in part.remarked],
+        np.concatenate([part.remarks for part in parts]),
     )
 
 

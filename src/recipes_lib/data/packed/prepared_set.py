@@ -128,7 +128,9 @@ def _build(
         _refuse_overlong(sides.values(), capacity)
     end_tokens = find_end_tokens(tokenizer)
     packed = {
-        name: pack_split(name, side.examples, config.tokens, capacity, end_tokens, side.num_duplicates)
+        name: pack_split(
+            name, side.examples, config.tokens, capacity, end_tokens, side.find_places, side.num_duplicates
+        )
         for name, side in sides.items()
     }
     findings = [finding for split in packed.values() for finding in split.findings]

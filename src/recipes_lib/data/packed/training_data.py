@@ -17,6 +17,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.token_ids import find_end_tokens
 from recipes_lib.data.packed.audit import (
     Finding,
+    FindPlaces,
     PackedSplit,
     SplitAudit,
     describe_overlong,
@@ -154,7 +155,7 @@ class _Windows:
                 overlong = [describe_overlong(rows[at].where, lengths[at], capacity) for at in too_long]
                 raise_problems(merge_alike(overlong, len(rows)), name)
             if len(examples):
-                packed = pack_split(self.split, examples, tokens, capacity, end_tokens)
+                packed = pack_split(self.split, examples, tokens, capacity, end_tokens, _name_places(rows))
                 told = [Finding("warning", line) for line in (broken.tell(self.split) if problems else ())]
                 yield replace(packed, findings=sort_findings([*packed.findings, *told]))
         raise_problems(broken.judge(name), name)
@@ -174,6 +175,10 @@ class _Windows:
 def _refuse_held_out(rows: Sequence[Row], digests: Digests, held_out: Sequence[tuple[bytes, str]]) -> None:
     overlap = find_overlap(digests, [digest for digest, _ in held_out])
     refuse_overlap(overlap, lambda at: rows[at].where, lambda at: held_out[at][1])
+
+
+def _name_places(rows: Sequence[Row]) -> FindPlaces:
+    return lambda positions: {at: rows[at].where for at in positions}
 
 
 def _build_pack(packed: PackedSplit, at: int) -> Pack:

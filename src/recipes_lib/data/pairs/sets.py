@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recipes_lib.config.schema import RecipeConfig, TokensConfig
-from recipes_lib.data.chat.remarks import Remarked, take_remarked
+from recipes_lib.data.chat.remarks import RemarkBits, build_bits
 from recipes_lib.data.packed.audit import Finding, judge_remarks, refuse_errors, sort_findings
 from recipes_lib.data.packed.encoding import (
     TokenizerLoader,
@@ -50,21 +50,21 @@ class EncodedPairs:
             the mixture; ``margin``, ``float32``, null where there is none.
         digests: From ``compute_digests``, one for each pair.
         prompt_digests: The same of the prompts alone.
-        remarked: The pairs of which an audit should tell something.
+        remarks: ``uint8 (P,)``; what an audit should tell of each pair.
     """
 
     mixture: Mixture
     table: pa.Table
     digests: npt.NDArray[np.bytes_]
     prompt_digests: npt.NDArray[np.bytes_]
-    remarked: Sequence[Remarked] = ()
+    remarks: RemarkBits
 
     def take(self, positions: npt.NDArray[np.int64]) -> EncodedPairs:
         """The pairs at these positions, which ascend."""
         chosen = np.isin(np.arange(len(self.table)), positions)
         table = self.table.filter(chosen)
-        remarked = take_remarked(self.remarked, np.asarray(table["row_id"]))
-        return EncodedPairs(self.mixture, table, self.digests[positions], self.prompt_digests[positions], remarked)
+        columns = self.digests[positions], self.prompt_digests[positions], self.remarks[positions]
+        return EncodedPairs(self.mixture, table, *columns)
 
     def find_places(self, positions: Collection[int]) -> dict[int, str]:
         """The places of these pairs as errors name them; reads the mixture again."""
@@ -77,7 +77,7 @@ class _Chunk(NamedTuple):
     table: pa.Table
     digests: npt.NDArray[np.bytes_]
     prompt_digests: npt.NDArray[np.bytes_]
-    remarked: list[Remarked]
+    remarks: RemarkBits
     dropped: DropCounts
     overlong: list[Problem]
 
@@ -154,21 +154,21 @@ def encode_pairs(
     assert tokens.overlong in ("error", "drop"), "half an answer cannot be preferred to another"
     tables, dropped = [_build_table([], [], [])], DropCounts()
     digests, prompt_digests = [compute_digests([])], [compute_digests([])]
-    remarked: list[Remarked] = []
+    remarks = [build_bits([])]
     overlong: list[Problem] = []
     entries = mixture.entries()
     for chunk in map_chunks(entries, lambda rows, numbers: _encode_chunk(encoder, rows, numbers, tokens), broken):
         tables.append(chunk.table)
         digests.append(chunk.digests)
         prompt_digests.append(chunk.prompt_digests)
-        remarked += chunk.remarked
+        remarks.append(chunk.remarks)
         dropped += chunk.dropped
         overlong += chunk.overlong
         on_rows(chunk.dropped.num_rows)
     if tokens.overlong == "error":
         broken.refused += merge_alike(overlong, broken.num_rows)
-    columns = np.concatenate(digests), np.concatenate(prompt_digests)
-    return EncodedPairs(mixture, pa.concat_tables(tables), *columns, remarked), dropped
+    columns = np.concatenate(digests), np.concatenate(prompt_digests), np.concatenate(remarks)
+    return EncodedPairs(mixture, pa.concat_tables(tables), *columns), dropped
 
 
 def _encode_chunk(encoder: PairEncoder, rows: Sequence[Row], numbers: Sequence[int], tokens: TokensConfig) -> _Chunk:
@@ -198,7 +198,7 @@ def _encode_chunk(encoder: PairEncoder, rows: Sequence[Row], numbers: Sequence[i
         _build_table([pairs[at] for at in kept], [numbers[at] for at in kept], [rows[at].margin for at in kept]),
         compute_digests(rows[at] for at in kept),
         compute_digests(_take_prompt(rows[at]) for at in kept),
-        [Remarked(numbers[at], rows[at].where, pairs[at].remarks) for at in kept if pairs[at].remarks],
+        build_bits(pairs[at].remarks for at in kept),
         DropCounts(
             num_rows=len(rows),
             num_identical=num_identical,
@@ -237,7 +237,7 @@ def _build(
         for finding in sort_findings(
             [
                 *judge_pairs(name, audit, dropped.get(name, DropCounts()), config.tokens.max_truncated_fraction),
-                *judge_remarks(name, sides[name].remarked, audit.num_pairs),
+                *judge_remarks(name, sides[name].remarks, sides[name].find_places),
             ]
         )
     ]
