@@ -177,6 +177,16 @@ def test_a_changed_byte_is_found_when_bytes_are_checked(tmp_path):
     assert store.find_set(tmp_path, KEY, check_bytes=True) is None
 
 
+@pytest.mark.parametrize("check_bytes", [False, True])
+def test_a_set_of_other_bytes_is_built_again_where_bytes_are_checked(tmp_path, check_bytes):
+    first = store.make_set(tmp_path, KEY, {}, build)
+    before = contents(first.path)
+    (first.path / "train/data.arrow").write_bytes(bytes(len(before["train/data.arrow"])))
+    again = store.make_set(tmp_path, KEY, {}, build, check_bytes=check_bytes)
+    assert again.is_new == check_bytes
+    assert (contents(again.path) == before) == check_bytes
+
+
 def test_an_absent_set_is_no_matter_for_a_warning(tmp_path, caplog):
     assert store.find_set(tmp_path / "nowhere", KEY) is None
     assert not caplog.text

@@ -113,6 +113,7 @@ def make_set(
     *,
     local_rank: int = 0,
     resumes: bool = False,
+    check_bytes: bool = False,
 ) -> PreparedSet:
     """Find the set of a key, or build and publish it: atomically, and once for all processes that ask.
 
@@ -125,24 +126,27 @@ def make_set(
         build: Writes the files of the set into a folder, which it makes, and returns the rest of the manifest.
         local_rank: Rank on this node; all but the first wait for its set.
         resumes: Whether ``build`` goes on where a killed process stopped: its folder is kept while the key is locked.
+        check_bytes: As for ``find_set``.
 
     Raises:
         DataError: As ``build``; the disk is full or ``root`` cannot be written; or, on the other ranks, that the first
             one gave up.
     """
-    if found := find_set(root, key):
+    if found := find_set(root, key, check_bytes=check_bytes):
         return found
     if local_rank:
         return wait_for_set(root, key)
     with hold_lock(root, key) as is_locked:
-        if found := find_set(root, key):  # made by the process that held the lock before
+        if found := find_set(root, key, check_bytes=check_bytes):  # made by the process that held the lock before
             return found
         is_kept = resumes and is_locked
         staging = choose_staging(root, key, is_kept=is_kept)
         try:
             manifest = {"key": key, "inputs": inputs, **build(staging)}
             with explain_disk_errors(root):
-                return publish_set(staging, root, key, manifest)
+                published = publish_set(staging, root, key, manifest, check_bytes=check_bytes)
+            is_kept = False  # Only another machine's set, published meanwhile, leaves it behind.
+            return published
         finally:
             if not is_kept:
                 shutil.rmtree(staging, ignore_errors=True)
@@ -186,7 +190,9 @@ def choose_staging(root: Path, key: str, *, is_kept: bool) -> Path:
     return root / f".{_set_path(root, key).name}.{'partial' if is_kept else f'{uuid.uuid4().hex}.tmp'}"
 
 
-def publish_set(staging: Path, root: Path, key: str, manifest: Mapping[str, Any]) -> PreparedSet:
+def publish_set(
+    staging: Path, root: Path, key: str, manifest: Mapping[str, Any], *, check_bytes: bool = False
+) -> PreparedSet:
     """Seals a folder of files and moves it to the place of its key in one step.
 
     Should another process have published the same key meanwhile, its set is kept.
@@ -196,6 +202,7 @@ def publish_set(staging: Path, root: Path, key: str, manifest: Mapping[str, Any]
         root: Folder of prepared sets.
         key: From ``compute_key``.
         manifest: JSON values.
+        check_bytes: Replace a set of that key whose bytes are not those that were written.
 
     Raises:
         OSError: The disk is full or ``root`` cannot be written.
@@ -207,7 +214,7 @@ def publish_set(staging: Path, root: Path, key: str, manifest: Mapping[str, Any]
     write_json(staging / COMPLETE_FILE, {"key": key, "files": entries})
     for folder in sorted({path.parent for path in files}):
         fsync(folder)
-    _publish(staging, target, key)
+    _publish(staging, target, key, check_bytes=check_bytes)
     fsync(root)
     return PreparedSet(target, key, manifest, is_new=True)
 
@@ -304,9 +311,9 @@ def _describe(path: Path) -> dict[str, Any]:
     return {"size": path.stat().st_size, "sha256": hash_file(path)}
 
 
-def _publish(staging: Path, target: Path, key: str) -> None:
+def _publish(staging: Path, target: Path, key: str, *, check_bytes: bool) -> None:
     """Moves ``staging`` to ``target`` unless a complete set is there already; a damaged one makes room."""
-    if find_set(target.parent, key) is not None:
+    if find_set(target.parent, key, check_bytes=check_bytes) is not None:
         return
     shutil.rmtree(target, ignore_errors=True)
     try:

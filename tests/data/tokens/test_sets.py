@@ -198,7 +198,7 @@ def test_what_is_in_full_shards_is_not_tokenised_again(make, tmp_path, tokenized
 def interrupt(make, root: Path, monkeypatch) -> Path:
     """Leaves a partly written set behind, and returns its folder."""
 
-    def stop(*_):
+    def stop(*_, **__):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
