@@ -144,9 +144,9 @@ def build_examples(rows: Sequence[EncodedRow], row_ids: npt.ArrayLike) -> Exampl
     """
     lengths = np.fromiter((len(row.input_ids) for row in rows), np.int64, len(rows))
     assert lengths.all(), "a row without tokens"
-    tokens = np.concatenate(
-        [np.zeros(0, np.uint32), *(row.input_ids | np.where(row.loss_mask, TARGET, np.uint32(0)) for row in rows)]
-    )
+    ids = np.concatenate([np.zeros(0, np.uint32), *(row.input_ids for row in rows)])
+    is_target = np.concatenate([np.zeros(0, np.bool_), *(row.loss_mask for row in rows)])
+    tokens = np.where(is_target, ids | TARGET, ids)
     remarks, no_targets = build_bits(row.remarks for row in rows), np.zeros_like(lengths)
     examples = Examples(tokens, _exclusive_sum(lengths), lengths, np.asarray(row_ids, np.int64), no_targets, remarks)
     return replace(examples, num_targets=count_targets(examples))
