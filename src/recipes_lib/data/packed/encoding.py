@@ -152,11 +152,14 @@ def build_encoder(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> R
     return RowEncoder(tokenizer, loss_on=tokens.loss_on, chat_template=template, eos_token=tokens.eos_token)
 
 
-def split_chunks(entries: Iterable[Row | Problem], max_characters: float = math.inf) -> Iterator[list[Row | Problem]]:
-    """Entries by ``ROWS_PER_CHUNK``, the last chunk shorter; an error of reading comes after those that were read.
+def split_chunks(
+    entries: Iterable[Row | Problem], broken: BrokenRows, max_characters: float = math.inf
+) -> Iterator[list[Row | Problem]]:
+    """Entries by ``ROWS_PER_CHUNK``, the last chunk shorter.
 
     Args:
         entries: The rows.
+        broken: Told what is wrong with what they are read from; those that were read before are yielded all the same.
         max_characters: A chunk is closed, too, when its rows have so many.
     """
     chunk: list[Row | Problem] = []
@@ -168,20 +171,10 @@ def split_chunks(entries: Iterable[Row | Problem], max_characters: float = math.
             if len(chunk) == ROWS_PER_CHUNK or num_characters >= max_characters:
                 yield chunk
                 chunk, num_characters = [], 0
-    except DataError:
-        if chunk:
-            yield chunk
-        raise
-    if chunk:
-        yield chunk
-
-
-def collect_error(chunks: Iterator[list[Row | Problem]], broken: BrokenRows) -> Iterator[list[Row | Problem]]:
-    """Yields the chunks; what is wrong with what they are read from is refused once all are judged."""
-    try:
-        yield from chunks
     except DataError as error:
         broken.refused += error.problems
+    if chunk:
+        yield chunk
 
 
 def _count_characters(row: Row) -> int:
@@ -252,7 +245,7 @@ def map_chunks(
     pending: deque[tuple[int, Future[tuple[Chunk | None, list[Problem]]]]] = deque()
     num_read = 0
     with ThreadPoolExecutor(_THREADS) as pool:
-        chunks = collect_error(split_chunks(broken.skim(entries), CHARACTERS_PER_CHUNK), broken)
+        chunks = split_chunks(broken.skim(entries), broken, CHARACTERS_PER_CHUNK)
         while not broken.are_hopeless:
             for chunk in islice(chunks, _THREADS + 1 - len(pending)):
                 pending.append(

@@ -29,7 +29,6 @@ from recipes_lib.data.packed.encoding import (
     ROWS_PER_CHUNK,
     TokenizerLoader,
     build_encoder,
-    collect_error,
     encode_chunk,
     read_seed,
     split_chunks,
@@ -141,7 +140,7 @@ class _Windows:
         def encode(rows: Sequence[Row], row_ids: Sequence[int]) -> tuple[Examples, Sequence[Row], Digests]:
             return encode_chunk(encoder, rows, row_ids), rows, compute_digests(rows)
 
-        for window, entries in enumerate(collect_error(split_chunks(self.mixture.entries()), broken)):
+        for window, entries in enumerate(split_chunks(self.mixture.entries(), broken)):
             encoded, problems = encode_sound(encode, entries, window * ROWS_PER_CHUNK, drop=broken.are_dropped)
             broken.add(len(entries), problems)
             if encoded is None or broken.are_hopeless:
