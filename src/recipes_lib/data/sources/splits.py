@@ -87,14 +87,15 @@ def split_rows(
     """
     num_test = _count_test_rows(len(digests), test_split_size)
     groups, group_of, sizes = np.unique(_as_array(digests), return_inverse=True, return_counts=True)
-    key, content = seed.to_bytes(16, signed=True), groups.tobytes()
-    draws = [
-        hashlib.blake2b(content[at : at + _DIGEST.itemsize], key=key, digest_size=16).digest()
-        for at in range(0, len(content), _DIGEST.itemsize)
-    ]
+    key, content = seed.to_bytes(16, signed=True), memoryview(groups.tobytes())
+    size = _DIGEST.itemsize
+    draws = (
+        hashlib.blake2b(content[at : at + size], key=key, digest_size=size).digest()
+        for at in range(0, len(content), size)
+    )
     is_drawn = np.zeros(len(groups), np.bool_)
     num_drawn = 0
-    for group in np.argsort(np.array(draws, _DIGEST)).tolist():
+    for group in np.argsort(np.fromiter(draws, _DIGEST, len(groups))):
         if num_drawn + sizes[group] <= num_test:
             is_drawn[group] = True
             num_drawn += sizes[group]
