@@ -1,11 +1,16 @@
 """Preparation (read, render, tokenise, mask, pack) against TRL's and against the bare tokenizer on the same text.
 
 python benchmarks/preparation.py [--data FILE] [--rounds 5] [--output build/preparation.json]
+
+With ``--rows 20000 80000`` ours alone, on so many chats: seconds and peak memory, each number of rows in turn; with
+``--against PYTHON``, the interpreter of another checkout, that one's too.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import resource
 import sys
 import tempfile
 import time
@@ -29,7 +34,7 @@ def measure_bare(folder: Path) -> float:
     return time.perf_counter() - start
 
 
-def measure_ours(folder: Path) -> float:
+def measure_ours(folder: Path, chats: str = "chats.jsonl") -> float:
     """Seconds of ``prepare`` into an empty store."""
     import datasets  # noqa: F401 (as for the others, imports are not measured)
     import pyarrow  # noqa: F401
@@ -41,7 +46,7 @@ def measure_ours(folder: Path) -> float:
     with tempfile.TemporaryDirectory() as prepared_dir:
         keys = {
             "model_name_or_path": folder / "model",
-            "dataset_name": folder / "chats.jsonl",
+            "dataset_name": folder / chats,
             "output_dir": prepared_dir,
             "max_length": MAX_LENGTH,
             "overlong": "truncate",
@@ -79,6 +84,34 @@ def measure_trl(folder: Path, num_proc: int | None) -> float:
         return time.perf_counter() - start
 
 
+def write_chats(folder: Path, num_rows: int) -> str:
+    """Write the chats of the workload over and over, numbered so that no two are the same; return the name."""
+    path = folder / f"chats-{num_rows}.jsonl"
+    if not path.exists():
+        chats = [json.loads(line)["messages"] for line in (folder / "chats.jsonl").open(encoding="utf-8")]
+        with path.open("w", encoding="utf-8") as file:
+            for number in range(num_rows):
+                question, answer = chats[number % len(chats)]
+                numbered = {**question, "content": f"{number}. {question['content']}"}
+                file.write(json.dumps({"messages": [numbered, answer]}) + "\n")
+    return path.name
+
+
+def measure_rows(options: argparse.Namespace) -> None:
+    """Compare peak memory and seconds over numbers of rows, with another checkout's if one is named."""
+    sides = {"ours": sys.executable} | ({"the other checkout": options.against} if options.against else {})
+    variants = {}
+    for num_rows in options.rows:
+        chats = write_chats(options.workload, num_rows)
+        for side, python in sides.items():
+            command = [python, __file__, "--workload", str(options.workload), "--measure", "ours", "--chats", chats]
+            variants[f"{side}, {num_rows:,} rows"] = command
+    results = run_interleaved(variants, options.rounds)
+    table = [["variant", "seconds (min / median / max)", "peak memory, GB (min / median / max)"]]
+    table += [[name, spread(results[name], "seconds"), spread(results[name], "peak_gb")] for name in variants]
+    write_results(options.output, "Preparation by number of rows", table, results)
+
+
 VARIANTS = {
     "ours": measure_ours,
     "bare encode_batch": measure_bare,
@@ -91,12 +124,24 @@ def main() -> None:
     """Measure each variant in a process of its own, imports excluded."""
     parser = build_parser(__doc__, rounds=5)
     add_workload(parser)
+    parser.add_argument("--rows", type=int, nargs="+", help="measure ours on so many chats")
+    parser.add_argument("--against", help="interpreter of another checkout, to measure its preparation in turn")
     parser.add_argument("--measure", choices=VARIANTS)
+    parser.add_argument("--chats", help="file in the workload, for --measure ours")
     options = parser.parse_args()
     if options.measure:
-        print(json.dumps({"seconds": VARIANTS[options.measure](options.workload)}))
+        seconds = (
+            measure_ours(options.workload, options.chats)
+            if options.chats
+            else VARIANTS[options.measure](options.workload)
+        )
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+        print(json.dumps({"seconds": seconds, "peak_gb": peak}))
         return
     build_workload(options.data, options.workload)
+    if options.rows:
+        measure_rows(options)
+        return
     command = [sys.executable, __file__, "--workload", str(options.workload), "--measure"]
     results = run_interleaved({name: [*command, name] for name in VARIANTS}, options.rounds)
     table = [["variant", "seconds (min / median / max)", "this / ours"]]

@@ -14,7 +14,6 @@ from recipes_lib.boundary import parse_or_exit, run_command
 if __name__ == "__main__":
     CONFIG = parse_or_exit("lora", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
 
-from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.data.packed.training_data import load_training_data
 from recipes_lib.models.adapters.lora import describe_adapter
@@ -37,7 +36,7 @@ def main(run: Run) -> None:
     # Rows of any layout become packed tokens with a loss mask, once, before the processes meet.
     tokenizer = load_tokenizer(config.model, config.tokens)
     data = load_training_data(config, lambda _: tokenizer, local_rank=run.launch.local_rank)
-    run.record(data=data.record, num_tokenized_rows=RowEncoder.num_tokenized_rows)
+    run.record(data=data.record)
     args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
 
     # The model's own weights are loaded, in few bits if asked for, and frozen; the adapter begins as nothing.

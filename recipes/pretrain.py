@@ -14,7 +14,6 @@ from recipes_lib.boundary import parse_or_exit, run_command
 if __name__ == "__main__":
     CONFIG = parse_or_exit("pretrain", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
 
-from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.data.tokens.token_data import prepare_tokens
 from recipes_lib.models.attention.kernels import choose_attention, prove_isolation
@@ -40,7 +39,7 @@ def main(run: Run) -> None:
     num_tokens = count_run_tokens(config, run.launch.data_size)
     tokens = prepare_tokens(config, lambda _: tokenizer, local_rank=run.launch.local_rank, num_tokens=num_tokens)
     rows = build_rows(config, tokens, run.launch.data_size)
-    run.record(data=rows.record, num_tokenized_rows=RowEncoder.num_tokenized_rows)
+    run.record(data=rows.record)
     args = build_training_arguments(config, run.launch, has_eval=bool(rows.held_out), num_steps=rows.plan.num_steps)
 
     # The kernel must keep documents apart unless told otherwise, and the loss head must give the model's own loss.

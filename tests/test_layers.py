@@ -49,7 +49,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
 
 FENCES: Mapping[str, tuple[str, ...]] = {
     "peft": ("models/adapters/", "publish/"),
-    "datasets": ("data/sources/", "data/packed/", "training/", "rl/grpo.py"),
+    "datasets": ("data/sources/", "data/packed/", "data/store.py", "training/", "rl/grpo.py"),
     "trl": ("config/generate.py", "training/", "distillation/", "rl/"),
     "evaluate": ("training/evaluation/",),
     "matplotlib": ("report/",),

@@ -97,7 +97,7 @@ TEXT_LAWS: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         # A folder becomes a prepared set; a shard of a teacher's answers is an array of numpy's.
         (
             "src/recipes_lib/files.py",
-            "src/recipes_lib/data/packed/store.py",
+            "src/recipes_lib/data/store.py",
             "src/recipes_lib/distillation/teacher_store.py",
         ),
     ),

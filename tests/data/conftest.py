@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from recipes_lib.config.schema import SECTIONS, RecipeConfig
+from recipes_lib.data.chat.encoder import RowEncoder
 
 WriteRows = Callable[..., Path]
 BuildConfig = Callable[..., RecipeConfig]
@@ -34,6 +35,20 @@ def _make_chats(num_rows: int, start: int = 0) -> list[dict[str, Any]]:
 def make_chats() -> Callable[..., list[dict[str, Any]]]:
     """Makes chats of different lengths, no two the same: ``make_chats(num_rows, start=0)``."""
     return _make_chats
+
+
+@pytest.fixture
+def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each call of an encoder has tokenised, in this process."""
+    counts: list[int] = []
+    tokenize = RowEncoder._tokenize
+
+    def count(self: RowEncoder, drafts: Sequence[Any]) -> Any:
+        counts.append(len(drafts))
+        return tokenize(self, drafts)
+
+    monkeypatch.setattr(RowEncoder, "_tokenize", count)
+    return counts
 
 
 @pytest.fixture

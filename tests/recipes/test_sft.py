@@ -141,13 +141,16 @@ def test_two_processes_train_on_a_prepared_set_and_tokenise_nothing(tmp_path, ti
     config = write_config(tmp_path, tiny_model_dir, chats, test_split_size=2, max_steps=2)
     from transformers import AutoTokenizer
 
-    prepare(load_config("sft", ["--config", str(config)]), lambda _: AutoTokenizer.from_pretrained(tiny_model_dir))
+    parsed = load_config("sft", ["--config", str(config)])
+    prepared = prepare(parsed, lambda _: AutoTokenizer.from_pretrained(tiny_model_dir))
+    made = {path: path.stat().st_mtime_ns for path in prepared.path.rglob("*")}
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = run_recipe("--config", config, launcher=launcher)
     assert done.returncode == 0, done.stderr[-3000:]
     record = read_record(tmp_path)
     assert record["num_processes"] == 2
-    assert record["num_tokenized_rows"] == 0
+    assert record["data"]["key"] == prepared.key
+    assert {path: path.stat().st_mtime_ns for path in prepared.path.rglob("*")} == made
     assert record["status"] == "done"
 
 

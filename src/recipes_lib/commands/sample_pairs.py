@@ -160,9 +160,9 @@ def write_pairs(config: RecipeConfig, output: Path, num_answers: int) -> str:
     from transformers.utils.logging import disable_progress_bar
 
     from recipes_lib.commands.sample_pairs import PairCounts, sample_pairs
-    from recipes_lib.data.packed.store import compute_key
     from recipes_lib.data.prompts import load_prompt_data
     from recipes_lib.data.row_file import RowFile
+    from recipes_lib.data.store import compute_key
     from recipes_lib.models.attention.kernels import choose_attention
     from recipes_lib.models.generation import set_stop_tokens
     from recipes_lib.models.loading import load_model_config, load_tokenizer

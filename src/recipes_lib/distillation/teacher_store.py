@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +14,15 @@ import torch
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.packed.collators import find_targets
-from recipes_lib.data.packed.prepared_set import find_root
-from recipes_lib.data.packed.store import (
+from recipes_lib.data.sources.file_digests import compute_digest
+from recipes_lib.data.store import (
     PreparedSet,
-    choose_staging,
     compute_key,
     explain_disk_errors,
+    find_root,
     find_set,
-    publish_set,
+    make_set,
 )
-from recipes_lib.data.sources.file_digests import compute_digest
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.losses.distillation import TopLogps
 from recipes_lib.models.loading import find_commit, load_model_config
@@ -117,11 +115,6 @@ class StoreIdentity:
     inputs: Mapping[str, Any]
     format: RecordFormat
     rows_per_shard: int
-
-    @property
-    def manifest(self) -> dict[str, Any]:
-        """What is written beside the numbers."""
-        return {"key": self.key, "inputs": dict(self.inputs), "bytes_per_target": self.format.dtype.itemsize}
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +230,7 @@ def identify_teacher(config: RecipeConfig) -> dict[str, str]:
 def write_store(
     identity: StoreIdentity, rows: Rows, compute: ComputeTop, *, batch_size: int, tell: Callable[[int], None]
 ) -> PreparedSet:
-    """Ask the teacher about every row; an interrupted run resumes after the last whole shard. Hold the lock.
+    """Find the store, or ask the teacher about every row; an interrupted run resumes after the last whole shard.
 
     Args:
         identity: From ``identify_store``.
@@ -249,28 +242,25 @@ def write_store(
     Raises:
         DataError: The disk is full.
     """
-    staging = choose_staging(identity.root, identity.key, is_kept=True)
-    with explain_disk_errors(identity.root):
-        staging.mkdir(exist_ok=True)
-        for start in range(0, len(rows), identity.rows_per_shard):
-            numbers = range(start, min(start + identity.rows_per_shard, len(rows)))
-            path = staging / _name_shard(start // identity.rows_per_shard)
-            if not path.exists():
-                parts = [
-                    identity.format.encode(*compute([rows[number] for number in numbers[first : first + batch_size]]))
-                    for first in range(0, len(numbers), batch_size)
-                ]
-                partial = path.with_name(".partial.npy")
-                np.save(partial, np.concatenate(parts))
-                partial.replace(path)
-            tell(numbers.stop)
-        counts = [int(find_targets(rows[number]).sum()) for number in range(len(rows))]
-        np.save(staging / COUNTS_FILE, np.array(counts, np.int64))
-        if (previous := find_set(identity.root, identity.key)) is not None:
-            shutil.rmtree(previous.path)  # Other bytes than were sealed.
-        published = publish_set(staging, identity.root, identity.key, identity.manifest)
-        shutil.rmtree(staging, ignore_errors=True)
-        return published
+
+    def build(staging: Path) -> dict[str, Any]:
+        with explain_disk_errors(identity.root):
+            staging.mkdir(exist_ok=True)
+            for start in range(0, len(rows), identity.rows_per_shard):
+                numbers = range(start, min(start + identity.rows_per_shard, len(rows)))
+                path = staging / _name_shard(start // identity.rows_per_shard)
+                if not path.exists():
+                    asked = [numbers[first : first + batch_size] for first in range(0, len(numbers), batch_size)]
+                    parts = [identity.format.encode(*compute([rows[number] for number in some])) for some in asked]
+                    partial = path.with_name(".partial.npy")
+                    np.save(partial, np.concatenate(parts))
+                    partial.replace(path)
+                tell(numbers.stop)
+            counts = [int(find_targets(rows[number]).sum()) for number in range(len(rows))]
+            np.save(staging / COUNTS_FILE, np.array(counts, np.int64))
+        return {"bytes_per_target": identity.format.dtype.itemsize}
+
+    return make_set(identity.root, identity.key, identity.inputs, build, resumes=True, check_bytes=True)
 
 
 def read_store(identity: StoreIdentity, rows: Rows) -> TeacherRows:

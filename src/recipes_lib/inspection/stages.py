@@ -118,7 +118,7 @@ class DistillationInspection(SFTInspection):
         )
         self._look_at_layers(teacher, say)
         if self.config.distillation.teacher_top_k is not None and self._data is not None:
-            from recipes_lib.data.packed.store import find_set
+            from recipes_lib.data.store import find_set
             from recipes_lib.distillation.teacher_store import identify_store
 
             identity = identify_store(self.config, vocabulary, self._data.record)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -328,14 +327,6 @@ def test_truncation_and_padding_left_on_the_tokenizer_change_nothing() -> None:
 
 def test_no_rows_give_no_rows() -> None:
     assert RowEncoder(build_byte_level("")).encode([]) == []
-
-
-def test_the_counter_counts_every_row_tokenised_in_any_thread() -> None:
-    encoder = RowEncoder(build_byte_level(source("chatml")))
-    before = RowEncoder.num_tokenized_rows
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(encoder.encode, [[chat(user("a"), answer("b"))] * 3] * 8))
-    assert RowEncoder.num_tokenized_rows - before == 24
 
 
 def test_types_are_those_of_the_contract() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from recipes_lib.data.chat.remarks import Remark, Remarked, take_remarked
+from recipes_lib.data.chat.remarks import Remark, build_bits, find_remarked
 
 
 @pytest.mark.parametrize("remark", Remark)
@@ -14,8 +14,20 @@ def test_a_remark_goes_on_from_a_count_of_rows_and_has_a_remedy(remark: Remark) 
     assert remark.remedy
 
 
-def test_the_remarked_rows_are_taken_by_their_position() -> None:
-    rows = [Remarked(number, f"a:{number}", [Remark.LOST_TOOLS]) for number in (2, 5, 9)]
-    assert take_remarked(rows, np.array([9, 1, 2])) == [rows[0], rows[2]]
-    assert take_remarked(rows, np.array([], np.int64)) == []
-    assert take_remarked([], np.array([1])) == []
+def test_remarked_rows_are_found_by_remark_in_the_order_of_the_first_row() -> None:
+    first, second, third = Remark.LOST_TOOLS, Remark.LOST_REASONING, Remark.SPECIAL_TEXT
+    bits = build_bits([[], [first], [second, first], [], (second, third), [first]])
+    assert {remark: rows.tolist() for remark, rows in find_remarked(bits).items()} == {
+        first: [1, 2, 5],
+        second: [2, 4],
+        third: [4],
+    }
+    assert list(find_remarked(bits)) == [first, second, third]
+    assert list(find_remarked(bits[2:])) == [second, first, third]
+    assert find_remarked(build_bits([[], []])) == {}
+
+
+def test_a_row_may_have_every_remark() -> None:
+    bits = build_bits([list(Remark)])
+    assert bits.dtype == np.uint8
+    assert list(find_remarked(bits)) == list(Remark)

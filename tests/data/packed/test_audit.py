@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes_lib.config.schema import TokensConfig
-from recipes_lib.data.chat.remarks import Remark, Remarked
+from recipes_lib.data.chat.remarks import Remark, build_bits
 from recipes_lib.data.packed.audit import (
     Finding,
     SplitAudit,
@@ -128,20 +128,24 @@ def test_more_lost_targets_than_allowed_is_an_error(counts, severity):
     assert [finding.severity for finding in findings] == [severity]
 
 
+def find_places(positions):
+    return {at: f"a:{at + 1}" for at in positions}
+
+
 def test_remarks_are_warnings_with_their_count_and_the_first_row():
     lost, forged = Remark.LOST_REASONING, Remark.SPECIAL_TEXT
-    rows = [Remarked(1, "a:2", [lost]), Remarked(4, "a:5", [forged, lost]), Remarked(5, "a:6", [lost])]
-    findings = judge_remarks("train", rows, 1000)
+    on_rows = {1: [lost], 4: [forged, lost], 5: [lost]}
+    findings = judge_remarks("train", build_bits(on_rows.get(at, []) for at in range(1000)), find_places)
     assert [finding.severity for finding in findings] == ["warning", "warning"]
     assert findings[0].found == f"train: 3 of 1,000 rows {lost.found}; the first is a:2"
     assert findings[1].found == f"train: 1 of 1,000 rows {forged.found}; the first is a:5"
     assert [finding.remedy for finding in findings] == [lost.remedy, forged.remedy]
-    assert judge_remarks("train", [], 1000) == []
+    assert judge_remarks("train", build_bits([[]] * 1000), lambda _: pytest.fail("read again")) == []
 
 
 def test_a_packed_split_tells_the_remarks_of_its_rows():
-    examples = replace(examples_of([GOOD, GOOD]), remarked=[Remarked(1, "a:2", [Remark.LOST_TOOLS])])
-    packed = pack_split("eval", examples, TokensConfig(), 12, [END])
+    examples = replace(examples_of([GOOD, GOOD]), remarks=build_bits([[], [Remark.LOST_TOOLS]]))
+    packed = pack_split("eval", examples, TokensConfig(), 12, [END], find_places)
     assert [finding.found for finding in packed.findings if "tool schemas" in finding.found] == [
         f"eval: 1 of 2 rows {Remark.LOST_TOOLS.found}; the first is a:2"
     ]

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from recipes_lib.data.chat.encoder import RowEncoder
-from recipes_lib.data.chat.remarks import Remark
+from recipes_lib.data.chat.remarks import Remark, find_remarked
 from recipes_lib.data.packed import encoding
 from recipes_lib.data.packed.encoding import (
+    TokenFile,
     build_encoder,
     encode_chunk,
     encode_mixture,
     split_chunks,
 )
+from recipes_lib.data.packed.packing import build_examples, concatenate_examples
 from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.mixtures import load_train_data
 from recipes_lib.data.sources.rows import EncodedRow, Row
@@ -21,15 +27,22 @@ from recipes_lib.data.sources.splits import compute_row_digest
 from recipes_lib.errors import DataError, Problem
 
 
-def encode(config, tokenizer):
-    broken, counts = BrokenRows(config.tokens), []
-    mixture = load_train_data(config.data)
-    encoded = encode_mixture(build_encoder(config, tokenizer), mixture, broken, counts.append)
-    return encoded, broken.judge(mixture.name), counts
+@pytest.fixture
+def encode(tmp_path):
+    """Encodes the rows of a run: gives them, what is wrong, and the number of rows of each chunk."""
+    with TokenFile(tmp_path) as file:
+
+        def encode(config, tokenizer):
+            broken, counts = BrokenRows(config.tokens), []
+            mixture = load_train_data(config.data)
+            encoded = encode_mixture(build_encoder(config, tokenizer), mixture, broken, counts.append, file)
+            return encoded, broken.judge(mixture.name), counts
+
+        yield encode
 
 
 @pytest.mark.parametrize("rows_per_chunk", [1, 7, 40, 1000])
-def test_the_chunks_do_not_show(build_config, tiny_tokenizer, monkeypatch, rows_per_chunk):
+def test_the_chunks_do_not_show(build_config, encode, tiny_tokenizer, monkeypatch, rows_per_chunk):
     monkeypatch.setattr(encoding, "ROWS_PER_CHUNK", rows_per_chunk)
     config = build_config()
     encoded, problems, counts = encode(config, tiny_tokenizer)
@@ -40,19 +53,19 @@ def test_the_chunks_do_not_show(build_config, tiny_tokenizer, monkeypatch, rows_
     assert encoded.examples.input_ids.tolist() == [token for row in expected for token in row.input_ids.tolist()]
     assert encoded.examples.loss_mask.tolist() == [flag for row in expected for flag in row.loss_mask.tolist()]
     assert encoded.examples.row_ids.tolist() == list(range(len(rows)))
-    assert encoded.digests == [compute_row_digest(row) for row in rows]
+    assert encoded.digests.tobytes() == b"".join(compute_row_digest(row) for row in rows)
 
 
-def test_each_row_is_tokenised_once(build_config, tiny_tokenizer):
+def test_each_row_is_tokenised_once(build_config, encode, tiny_tokenizer, tokenized):
     config = build_config()
-    before = RowEncoder.num_tokenized_rows
+    before = sum(tokenized)
     encode(config, tiny_tokenizer)
-    assert RowEncoder.num_tokenized_rows - before == 40
+    assert sum(tokenized) - before == 40
 
 
 @pytest.mark.parametrize("rows_per_chunk", [7, 1000])
 def test_what_an_audit_should_tell_of_rows_stays_with_them(
-    build_config, write_rows, make_chats, tiny_tokenizer, monkeypatch, rows_per_chunk
+    build_config, write_rows, make_chats, encode, tiny_tokenizer, monkeypatch, rows_per_chunk
 ):
     monkeypatch.setattr(encoding, "ROWS_PER_CHUNK", rows_per_chunk)
     rows = make_chats(20)
@@ -61,12 +74,15 @@ def test_what_an_audit_should_tell_of_rows_stays_with_them(
     path = write_rows(rows=rows)
     encoded, problems, _ = encode(build_config(dataset_name=str(path)), tiny_tokenizer)
     assert not problems
-    lost = [(3, f"{path}:4", [Remark.LOST_REASONING]), (16, f"{path}:17", [Remark.LOST_REASONING])]
-    assert encoded.examples.remarked == lost
-    assert encoded.take(np.array([16, 5])).examples.remarked == lost[1:]
+    assert find_remarked(encoded.examples.remarks)[Remark.LOST_REASONING].tolist() == [3, 16]
+    taken = encoded.take(np.array([5, 16]))
+    assert find_remarked(taken.examples.remarks)[Remark.LOST_REASONING].tolist() == [1]
+    assert taken.find_places([1]) == {1: f"{path}:17"}
 
 
-def test_problems_of_reading_and_of_masking_are_told_together(build_config, write_rows, make_chats, tiny_tokenizer):
+def test_problems_of_reading_and_of_masking_are_told_together(
+    build_config, write_rows, make_chats, encode, tiny_tokenizer
+):
     rows = make_chats(10)
     rows[2]["messages"][1]["content"] = "half a \ud800 pair"
     rows[6]["messages"] = []
@@ -75,17 +91,17 @@ def test_problems_of_reading_and_of_masking_are_told_together(build_config, writ
     assert [problem.where for problem in problems] == [f"{path}:3", f"{path}:7"] or len(problems) == 2
 
 
-def test_places_are_those_of_the_rows(build_config, tiny_tokenizer):
+def test_places_are_those_of_the_rows(build_config, encode, tiny_tokenizer):
     config = build_config()
     encoded, _, _ = encode(config, tiny_tokenizer)
     taken = encoded.take(np.array([30, 4, 9]))
     name = config.data.dataset_name
-    assert taken.find_target_positions([0, 2]) == {0: f"{name}:31", 2: f"{name}:10"}
-    assert taken.digests == [encoded.digests[at] for at in (30, 4, 9)]
+    assert taken.find_places([0, 2]) == {0: f"{name}:31", 2: f"{name}:10"}
+    assert taken.digests.tolist() == [encoded.digests[at] for at in (30, 4, 9)]
     assert taken.mixture.name == name
 
 
-def test_duplicates_are_rows_that_say_the_same(build_config, write_rows, make_chats, tiny_tokenizer):
+def test_duplicates_are_rows_that_say_the_same(build_config, write_rows, make_chats, encode, tiny_tokenizer):
     path = write_rows(rows=make_chats(5) + make_chats(3))
     encoded, _, _ = encode(build_config(dataset_name=str(path)), tiny_tokenizer)
     assert encoded.num_duplicates == 3
@@ -107,7 +123,60 @@ def test_rows_before_a_broken_one_are_not_lost_with_it():
         yield from rows
         raise DataError(Problem("data row 3", "broken"))
 
-    chunks = split_chunks(read())
-    assert next(chunks) == rows
-    with pytest.raises(DataError, match="data row 3"):
-        next(chunks)
+    broken = BrokenRows()
+    assert list(split_chunks(read(), broken)) == [rows]
+    assert [problem.where for problem in broken.refused] == ["data row 3"]
+
+
+rows_of_tokens = st.lists(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), min_size=1, max_size=9))
+
+
+@given(st.lists(rows_of_tokens, max_size=4), st.randoms())
+def test_examples_in_a_file_read_as_those_in_memory_in_any_order(tmp_path_factory, chunks, random):
+    def build(rows):
+        encoded = [
+            EncodedRow(np.array([id_ for id_, _ in row], np.uint32), np.array([is_target for _, is_target in row]))
+            for row in rows
+        ]
+        return build_examples(encoded, range(len(rows)))
+
+    in_memory = build([row for rows in chunks for row in rows])
+    order = np.array(random.sample(range(len(in_memory)), len(in_memory)), np.int64)
+    with TokenFile(tmp_path_factory.mktemp("root")) as file:
+        kept = concatenate_examples([file.keep(build([])), *(file.keep(build(rows)) for rows in chunks)])
+        for chosen in (slice(None), order, order[: len(order) // 2]):
+            for ours, expected in zip(kept.read(chosen), in_memory.read(chosen), strict=True):
+                assert np.array_equal(ours, expected)
+        assert kept.num_targets.tolist() == in_memory.num_targets.tolist()
+
+
+def test_a_full_disk_is_one_clear_error_while_tokens_are_kept(tmp_path):
+    examples = build_examples([EncodedRow(np.ones(100_000, np.uint32), np.ones(100_000, np.bool_))], [0])
+    with TokenFile(tmp_path) as file:
+        file._file.close()
+        file._file = Path("/dev/full").open("r+b", buffering=0)  # noqa: SIM115 - closed with the file of tokens
+        with pytest.raises(DataError, match="free some space, or set prepared_dir"):
+            file.keep(examples)
+
+
+def test_a_row_takes_at_most_64_bytes_of_memory_however_long_it_is(build_config, encode, tiny_tokenizer, write_rows):
+    rows = [{"text": f"{number} " + "the baker opens " * 50} for number in range(40)]
+    encoded, _, _ = encode(build_config(dataset_name=str(write_rows(rows=rows))), tiny_tokenizer)
+    examples = encoded.examples
+    held = [
+        encoded.digests,
+        examples.starts,
+        examples.lengths,
+        examples.row_ids,
+        examples.num_targets,
+        examples.remarks,
+    ]
+    assert isinstance(examples.tokens, TokenFile)
+    assert sum(array.nbytes for array in held) <= 64 * len(rows)
+    assert examples.lengths.min() > 64
+
+
+def test_nothing_of_the_tokens_has_a_name(tmp_path):
+    with TokenFile(tmp_path) as file:
+        file.keep(build_examples([EncodedRow(np.ones(9, np.uint32), np.ones(9, np.bool_))], [0]))
+        assert list(tmp_path.iterdir()) == []

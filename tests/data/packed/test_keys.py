@@ -12,7 +12,7 @@ import pytest
 from recipes_lib.config.schema import DataConfig, ModelConfig, TokensConfig
 from recipes_lib.data.packed import keys
 from recipes_lib.data.packed.keys import collect_inputs, find_tokenizer_folder, read_chat_template
-from recipes_lib.data.packed.store import compute_key
+from recipes_lib.data.store import compute_key
 from recipes_lib.errors import ConfigError
 
 SOURCES = {"train": "0" * 64}

@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl.data_utils import pack_dataset
 
+from recipes_lib.data.packed import packing
 from recipes_lib.data.packed.packing import (
     Examples,
     build_examples,
     choose_bins,
     concatenate_examples,
+    count_targets,
     fit_to_length,
     pack_best_fit,
 )
@@ -129,6 +131,17 @@ def test_taking_examples_equals_concatenating_them(case):
     taken = examples.take(picked)
     for name in ("input_ids", "loss_mask", "lengths", "row_ids"):
         assert np.array_equal(getattr(taken, name), getattr(one_by_one, name))
+
+
+@given(rows_and_capacity, st.integers(1, 30))
+def test_blocks_cover_the_examples_in_order_and_are_bounded(case, tokens_at_once):
+    examples = examples_of(case[0])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(packing, "_TOKENS_AT_ONCE", tokens_at_once)
+        blocks = [np.arange(len(examples))[block] for block in examples.iterate_blocks()]
+        assert count_targets(examples).tolist() == [sum(mask[1:]) for mask in case[0]]
+    assert np.concatenate(blocks).tolist() == list(range(len(examples)))
+    assert all(examples.lengths[block].sum() < tokens_at_once + examples.lengths.max() for block in blocks)
 
 
 @given(rows_and_capacity)

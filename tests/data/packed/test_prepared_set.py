@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from recipes_lib.data import store
 from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.packed import prepared_set as module
-from recipes_lib.data.packed import store
-from recipes_lib.data.packed.prepared_set import find_root, main, prepare, prepare_once, render_summary
-from recipes_lib.data.packed.store import find_set
+from recipes_lib.data.packed.prepared_set import main, prepare, render_summary
 from recipes_lib.data.sources.mixtures import load_train_data
+from recipes_lib.data.store import find_root, find_set
 from recipes_lib.errors import ConfigError, DataError
 
 THINGS_A_NO_OP_DOES_NOT_IMPORT = {"torch", "transformers", "datasets", "tokenizers", "pyarrow"}
@@ -55,7 +55,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_the_set_holds_every_row_as_the_encoder_gives_it(build_config, load_tokenizer, tiny_tokenizer, packing):
+@pytest.mark.parametrize("packs_per_record_batch", [1, 3, 1000])
+def test_the_set_holds_every_row_as_the_encoder_gives_it(
+    build_config, load_tokenizer, tiny_tokenizer, monkeypatch, packing, packs_per_record_batch
+):
+    monkeypatch.setattr(module, "_PACKS_PER_RECORD_BATCH", packs_per_record_batch)
     config = build_config(packing=packing)
     prepared = prepare(config, load_tokenizer)
     expected = RowEncoder(tiny_tokenizer).encode(list(load_train_data(config.data).rows()))
@@ -68,12 +72,12 @@ def test_the_set_holds_every_row_as_the_encoder_gives_it(build_config, load_toke
     assert len(prepared.train) < 40 if packing else len(prepared.train) == 40
 
 
-def test_a_second_call_tokenises_nothing_and_loads_no_tokenizer(build_config, load_tokenizer):
+def test_a_second_call_tokenises_nothing_and_loads_no_tokenizer(build_config, load_tokenizer, tokenized):
     first = prepare(build_config(), load_tokenizer)
-    before = RowEncoder.num_tokenized_rows
+    before = sum(tokenized)
     second = prepare(build_config(), load_tokenizer)
     assert load_tokenizer.calls == 1
-    assert RowEncoder.num_tokenized_rows == before
+    assert sum(tokenized) == before
     assert (first.is_new, second.is_new) == (True, False)
     assert (second.path, second.key, second.manifest) == (first.path, first.key, first.manifest)
 
@@ -140,20 +144,20 @@ def test_who_comes_second_waits_and_tokenises_nothing(build_config, load_tokeniz
 
 
 def test_other_ranks_wait_for_the_first_and_load_nothing(build_config, load_tokenizer, monkeypatch):
-    monkeypatch.setattr(module, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(store, "_POLL_SECONDS", 0.001)
     config, results = build_config(), []
-    other = threading.Thread(target=lambda: results.append(prepare_once(config, None, local_rank=1)))
+    other = threading.Thread(target=lambda: results.append(prepare(config, None, local_rank=1)))
     other.start()
-    first = prepare_once(config, load_tokenizer, local_rank=0)
+    first = prepare(config, load_tokenizer, local_rank=0)
     other.join()
     assert [(result.path, result.is_new) for result in results] == [(first.path, False)]
 
 
 def test_other_ranks_give_up_when_the_first_one_did(build_config, monkeypatch):
-    monkeypatch.setattr(module, "_POLL_SECONDS", 0.001)
-    monkeypatch.setattr(module, "_SECONDS_TO_START", 0.01)
+    monkeypatch.setattr(store, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(store, "_SECONDS_TO_START", 0.01)
     with pytest.raises(DataError, match="first process of this node"):
-        prepare_once(build_config(), None, local_rank=3)
+        prepare(build_config(), None, local_rank=3)
 
 
 @pytest.fixture
@@ -174,8 +178,8 @@ def clock(monkeypatch):
 
     monkeypatch.setattr("fcntl.flock", refuse)
     monkeypatch.setattr(store, "_BEAT_SECONDS", 0.001)
-    monkeypatch.setattr(module, "time", Clock())
-    return module.time
+    monkeypatch.setattr(store, "time", Clock())
+    return store.time
 
 
 def test_without_locks_other_ranks_wait_for_as_long_as_the_first_one_is_at_work(
@@ -200,7 +204,7 @@ def test_without_locks_other_ranks_wait_for_as_long_as_the_first_one_is_at_work(
         return load_tokenizer(config)
 
     def prepare_first():
-        prepare_once(config, tokenise_for_long, local_rank=0)
+        prepare(config, tokenise_for_long, local_rank=0)
         made.set()
 
     monkeypatch.setattr(clock, "sleep", sleep)
@@ -208,7 +212,7 @@ def test_without_locks_other_ranks_wait_for_as_long_as_the_first_one_is_at_work(
     thread.start()
     try:
         begun.wait(60)
-        assert prepare_once(config, None, local_rank=1).key == key
+        assert prepare(config, None, local_rank=1).key == key
     finally:
         enough.set()
         thread.join()
@@ -220,7 +224,7 @@ def test_without_locks_a_first_process_that_died_is_noticed_and_the_words_say_so
     with store.hold_lock(root, key):
         pass
     with pytest.raises(DataError, match=r"first process .* nor shown for 120 s .*files cannot be locked there"):
-        prepare_once(build_config(), None, local_rank=3)
+        prepare(build_config(), None, local_rank=3)
 
 
 def test_a_damaged_set_is_made_again(build_config, load_tokenizer):
@@ -237,7 +241,7 @@ def test_a_failed_preparation_leaves_no_set(build_config, load_tokenizer, monkey
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(module, "write_set", fail)
+        patched.setattr(module, "write_splits", fail)
         with pytest.raises(KeyboardInterrupt):
             prepare(build_config(), load_tokenizer)
     prepared = prepare(build_config(), load_tokenizer)

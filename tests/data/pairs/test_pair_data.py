@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from recipes_lib.config.schema import EvaluationConfig
-from recipes_lib.data.packed import prepared_set as prepare_module
+from recipes_lib.data import store
 from recipes_lib.data.pairs.collator import PairCollator
 from recipes_lib.data.pairs.pair_data import load_pair_data
 from recipes_lib.errors import DataError
@@ -74,7 +74,7 @@ def test_nothing_held_out_is_nothing_to_show(build_config, write_rows, tiny_toke
 
 
 def test_other_ranks_wait_for_the_first_and_load_nothing(config, tiny_tokenizer, monkeypatch):
-    monkeypatch.setattr(prepare_module, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(store, "_POLL_SECONDS", 0.001)
     results = []
     other = threading.Thread(target=lambda: results.append(load_pair_data(config, None, local_rank=1)))
     other.start()
@@ -84,7 +84,7 @@ def test_other_ranks_wait_for_the_first_and_load_nothing(config, tiny_tokenizer,
 
 
 def test_other_ranks_give_up_when_the_first_one_did(config, monkeypatch):
-    monkeypatch.setattr(prepare_module, "_POLL_SECONDS", 0.001)
-    monkeypatch.setattr(prepare_module, "_SECONDS_TO_START", 0.01)
+    monkeypatch.setattr(store, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(store, "_SECONDS_TO_START", 0.01)
     with pytest.raises(DataError, match="first process of this node"):
         load_pair_data(config, None, local_rank=3)

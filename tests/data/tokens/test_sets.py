@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from recipes_lib.data import store
 from recipes_lib.data.chat.encoder import RowEncoder
-from recipes_lib.data.packed import store
-from recipes_lib.data.packed.store import find_set
+from recipes_lib.data.packed import encoding
 from recipes_lib.data.sources.rows import RawRow
-from recipes_lib.data.tokens import sets as token_documents
+from recipes_lib.data.store import find_set
 from recipes_lib.data.tokens import sets as token_sets
 from recipes_lib.data.tokens import shards as token_shards
 from recipes_lib.data.tokens.sets import make_token_set, open_side
@@ -32,7 +32,7 @@ NUM_ROWS = 60
 def small_shards(monkeypatch):
     """Shards of 64 tokens and chunks of four documents."""
     monkeypatch.setattr(token_shards, "SHARD_BYTES", 128)
-    monkeypatch.setattr(token_documents, "ROWS_PER_CHUNK", 4)
+    monkeypatch.setattr(encoding, "ROWS_PER_CHUNK", 4)
 
 
 @pytest.fixture
@@ -84,12 +84,12 @@ def test_every_document_is_on_one_side_as_the_encoder_gives_it(make, tmp_path, t
     assert len(held_out) > 0 or size is None
 
 
-def test_a_second_call_tokenises_nothing_and_loads_no_encoder(make, tmp_path):
+def test_a_second_call_tokenises_nothing_and_loads_no_encoder(make, tmp_path, tokenized):
     first = make(tmp_path)
-    before = RowEncoder.num_tokenized_rows
+    before = sum(tokenized)
     second = make(tmp_path)
     assert (first.is_new, second.is_new, make.loads) == (True, False, 1)
-    assert RowEncoder.num_tokenized_rows == before
+    assert sum(tokenized) == before
     assert second.manifest == first.manifest
 
 
@@ -183,26 +183,26 @@ def test_rows_that_are_dropped_are_dropped_and_counted_alike_by_whoever_goes_on(
 
 
 @pytest.mark.multiprocess
-def test_what_is_in_full_shards_is_not_tokenised_again(make, tmp_path):
+def test_what_is_in_full_shards_is_not_tokenised_again(make, tmp_path, tokenized):
     process = multiprocessing.get_context("fork").Process(
         target=kill_at, args=(lambda: make(tmp_path / "root"), token_sets._Sides, "append", 13)
     )
     process.start()
     process.join()
-    before, told = RowEncoder.num_tokenized_rows, []
+    before, told = sum(tokenized), []
     make(tmp_path / "root", on_documents=lambda *counts: told.append(counts))
     assert told[0][0] == 48, "each chunk fills a shard, so that all of them are kept"
-    assert RowEncoder.num_tokenized_rows - before == NUM_ROWS - 48
+    assert sum(tokenized) - before == NUM_ROWS - 48
 
 
 def interrupt(make, root: Path, monkeypatch) -> Path:
     """Leaves a partly written set behind, and returns its folder."""
 
-    def stop(*_):
+    def stop(*_, **__):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(token_sets, "publish_set", stop)
+        patched.setattr(store, "publish_set", stop)
         with pytest.raises(KeyboardInterrupt):
             make(root, test_split_size=0.3)
     (partial,) = root.glob(".*.partial")
@@ -228,12 +228,12 @@ def break_the_progress(partial: Path) -> None:
 @pytest.mark.parametrize(
     "damage", [lose_a_shard, lose_the_end_of_a_file, lose_the_progress, break_the_progress, lambda partial: None]
 )
-def test_a_damaged_partial_set_is_begun_again(make, tmp_path, monkeypatch, damage):
+def test_a_damaged_partial_set_is_begun_again(make, tmp_path, monkeypatch, damage, tokenized):
     whole = make(tmp_path / "whole", test_split_size=0.3)
     damage(interrupt(make, tmp_path / "root", monkeypatch))
-    before = RowEncoder.num_tokenized_rows
+    before = sum(tokenized)
     assert contents(make(tmp_path / "root", test_split_size=0.3).path) == contents(whole.path)
-    num_tokenized = RowEncoder.num_tokenized_rows - before
+    num_tokenized = sum(tokenized) - before
     assert num_tokenized == (NUM_ROWS if damage.__name__ != "<lambda>" else 0)
 
 
@@ -286,7 +286,7 @@ class Stream:
             yield RawRow(self.name, index, "row", {"text": f"text {index} of the baker"})
 
 
-def test_a_stream_that_breaks_off_costs_what_was_not_in_a_full_shard(tmp_path, tiny_tokenizer):
+def test_a_stream_that_breaks_off_costs_what_was_not_in_a_full_shard(tmp_path, tiny_tokenizer, tokenized):
     def run(root, *breaks):
         corpus = Corpus(name="a/stream", source=Stream(list(breaks)), format="auto", num_tokens=400)
         encoder = RowEncoder(tiny_tokenizer, loss_on="all"), 512
@@ -295,9 +295,9 @@ def test_a_stream_that_breaks_off_costs_what_was_not_in_a_full_shard(tmp_path, t
     whole, broken = run(tmp_path / "whole")(), run(tmp_path / "root", 30)
     with pytest.raises(DataError, match="broke off"):
         broken()
-    before = RowEncoder.num_tokenized_rows
+    before = sum(tokenized)
     assert contents(broken().path) == contents(whole.path)
-    assert RowEncoder.num_tokenized_rows - before <= NUM_ROWS - 28
+    assert sum(tokenized) - before <= NUM_ROWS - 28
 
 
 def test_a_set_that_two_processes_wrote_is_refused(make, tmp_path):
@@ -316,7 +316,7 @@ def test_a_set_that_two_processes_wrote_is_refused(make, tmp_path):
 @pytest.mark.parametrize("rows_per_chunk", [1, 3, 100])
 @pytest.mark.parametrize("num_tokens", [1, 500, 10**6])
 def test_a_stream_is_read_to_the_document_that_makes_it_enough(make, tmp_path, monkeypatch, rows_per_chunk, num_tokens):
-    monkeypatch.setattr(token_documents, "ROWS_PER_CHUNK", rows_per_chunk)
+    monkeypatch.setattr(encoding, "ROWS_PER_CHUNK", rows_per_chunk)
     prepared = make(tmp_path / "root", num_tokens=num_tokens, test_split_size=0.3)
     whole = make(tmp_path / "whole", test_split_size=0.3)
     train = read_documents(prepared, "train")

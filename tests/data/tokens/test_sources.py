@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from recipes_lib.config.schema import DataConfig, PretrainingConfig, TokensConfig
-from recipes_lib.data.packed.store import compute_key
+from recipes_lib.data.store import compute_key
 from recipes_lib.data.tokens import sources as token_sources
 from recipes_lib.data.tokens.sources import WITHOUT_EFFECT, load_corpora, load_held_out, select_options
 from recipes_lib.errors import ConfigError, DataError

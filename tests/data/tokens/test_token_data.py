@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from recipes_lib.data.chat.encoder import RowEncoder
-from recipes_lib.data.packed import prepared_set as prepare
+from recipes_lib.data import store
 from recipes_lib.data.tokens import token_data
 from recipes_lib.data.tokens.dataset import RowOrder, TokenDataset
 from recipes_lib.data.tokens.token_data import prepare_tokens
@@ -93,24 +92,24 @@ def test_weights_are_those_asked_for_or_by_size(build, load_tokenizer):
     assert prepare_tokens(build(3.0), load_tokenizer).weights == [0.75, 0.25]
 
 
-def test_what_does_not_change_the_tokens_tokenises_nothing(build, load_tokenizer):
+def test_what_does_not_change_the_tokens_tokenises_nothing(build, load_tokenizer, tokenized):
     first = prepare_tokens(build(), load_tokenizer)
-    before = RowEncoder.num_tokenized_rows
+    before = sum(tokenized)
     for config in (build(), build(1.0, 9.0), build(max_length=32), build(seed=3)):
         again = prepare_tokens(config, load_tokenizer)
         assert again.train == first.train
         assert not again.is_new
-    assert (first.is_new, load_tokenizer.calls, RowEncoder.num_tokenized_rows) == (True, 1, before)
+    assert (first.is_new, load_tokenizer.calls, sum(tokenized)) == (True, 1, before)
 
 
-def test_a_new_source_alone_is_tokenised(build, load_tokenizer, tmp_path, write_rows):
+def test_a_new_source_alone_is_tokenised(build, load_tokenizer, tmp_path, write_rows, tokenized):
     prepare_tokens(build(), load_tokenizer)
-    before = RowEncoder.num_tokenized_rows
+    before = sum(tokenized)
     path = write_rows("more.jsonl", [{"text": "one more text about rivers and sand and snow"}])
     names = [str(tmp_path / "chats.jsonl"), str(path), str(tmp_path / "texts.jsonl")]
     data = prepare_tokens(build(dataset_mixture=[{"name": name} for name in names]), load_tokenizer)
     assert [source.name for source in data.train] == names
-    assert RowEncoder.num_tokenized_rows == before + 1
+    assert sum(tokenized) == before + 1
     assert data.is_new
 
 
@@ -154,17 +153,19 @@ def test_documents_trained_on_and_held_out_are_refused_unless_allowed(build, loa
     assert allowed.eval[str(path)].num_documents == 3
 
 
-def test_what_is_wrong_in_any_source_is_told_at_once_and_the_others_are_kept(build, load_tokenizer, write_rows):
+def test_what_is_wrong_in_any_source_is_told_at_once_and_the_others_are_kept(
+    build, load_tokenizer, write_rows, tokenized
+):
     write_rows("texts.jsonl", [{"text": "a"}, {"text": ""}, {"text": 3}])
     held_out = write_rows("held_out.jsonl", [{"text": "b"}, {"text": []}])
     with pytest.raises(DataError) as raised:
         prepare_tokens(build(dataset_test_split=str(held_out)), load_tokenizer)
     places = [problem.where.rpartition("/")[2] for problem in raised.value.problems]
     assert places == ["texts.jsonl:2", "texts.jsonl:3", "held_out.jsonl:2"]
-    before = RowEncoder.num_tokenized_rows
+    before = sum(tokenized)
     write_rows("texts.jsonl", [{"text": "a text that is long enough by far for a row of sixteen tokens"}])
     prepare_tokens(build(), load_tokenizer)
-    assert RowEncoder.num_tokenized_rows == before + 1
+    assert sum(tokenized) == before + 1
 
 
 def test_a_source_smaller_than_a_row_is_named_with_the_remedy(build, load_tokenizer, write_rows):
@@ -203,12 +204,12 @@ def test_a_full_disk_is_told_once(build, load_tokenizer, monkeypatch):
     assert len(raised.value.problems) == 1
 
 
-def test_a_stream_is_read_no_further_than_the_run(build, load_tokenizer, monkeypatch):
-    monkeypatch.setattr("recipes_lib.data.tokens.sets.ROWS_PER_CHUNK", 2)
+def test_a_stream_is_read_no_further_than_the_run(build, load_tokenizer, monkeypatch, tokenized):
+    monkeypatch.setattr("recipes_lib.data.packed.encoding.ROWS_PER_CHUNK", 2)
     whole = prepare_tokens(build(), load_tokenizer)
-    before = RowEncoder.num_tokenized_rows
+    before = sum(tokenized)
     data = prepare_tokens(build(1.0, 3.0, dataset_streaming=True), load_tokenizer, num_tokens=160)
-    assert RowEncoder.num_tokenized_rows - before < 40
+    assert sum(tokenized) - before < 40
     for source, everything, share in zip(data.train, whole.train, (40, 120), strict=True):
         assert share + 16 <= source.num_tokens < everything.num_tokens
         assert source.read(0, source.num_tokens).tolist() == everything.read(0, source.num_tokens).tolist()
@@ -217,7 +218,7 @@ def test_a_stream_is_read_no_further_than_the_run(build, load_tokenizer, monkeyp
 
 
 def test_other_ranks_wait_for_every_source_and_load_nothing(build, load_tokenizer, monkeypatch, write_rows):
-    monkeypatch.setattr(prepare, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(store, "_POLL_SECONDS", 0.001)
     path = write_rows("held_out.jsonl", [{"text": "nothing of the kind"}])
     config, results = build(dataset_test_split=str(path)), []
     other = threading.Thread(target=lambda: results.append(prepare_tokens(config, None, local_rank=1)))
@@ -230,8 +231,8 @@ def test_other_ranks_wait_for_every_source_and_load_nothing(build, load_tokenize
 
 
 def test_other_ranks_give_up_when_the_first_one_did(build, monkeypatch):
-    monkeypatch.setattr(prepare, "_POLL_SECONDS", 0.001)
-    monkeypatch.setattr(prepare, "_SECONDS_TO_START", 0.01)
+    monkeypatch.setattr(store, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(store, "_SECONDS_TO_START", 0.01)
     with pytest.raises(DataError, match="first process of this node"):
         prepare_tokens(build(), None, local_rank=1)
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from recipes_lib.data.chat.encoder import RowEncoder
+from recipes_lib.data.packed import encoding
 from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.rows import Row
 from recipes_lib.data.sources.splits import compute_row_digest
-from recipes_lib.data.tokens import sets as token_documents
 from recipes_lib.data.tokens.sets import HoldOut, build_hold_out, encode_documents
 from recipes_lib.errors import ConfigError, DataError, Problem
 
@@ -33,8 +33,8 @@ def encode(rows, tokenizer, hold_out=None):
 def test_every_row_is_a_document_however_they_are_chunked(
     tiny_tokenizer, monkeypatch, rows_per_chunk, characters_per_chunk
 ):
-    monkeypatch.setattr(token_documents, "ROWS_PER_CHUNK", rows_per_chunk)
-    monkeypatch.setattr(token_documents, "CHARACTERS_PER_CHUNK", characters_per_chunk)
+    monkeypatch.setattr(encoding, "ROWS_PER_CHUNK", rows_per_chunk)
+    monkeypatch.setattr(encoding, "CHARACTERS_PER_CHUNK", characters_per_chunk)
     chunks, problems = encode(make_rows(), tiny_tokenizer)
     expected = RowEncoder(tiny_tokenizer).encode(make_rows())
     assert not problems
@@ -55,7 +55,7 @@ def test_a_document_is_its_text_and_the_token_that_ends_it(tiny_tokenizer):
 
 
 def test_a_chunk_is_closed_by_characters_of_any_layout(tiny_tokenizer, monkeypatch):
-    monkeypatch.setattr(token_documents, "CHARACTERS_PER_CHUNK", 20)
+    monkeypatch.setattr(encoding, "CHARACTERS_PER_CHUNK", 20)
     turns = [{"role": "user", "content": "Ten chars."}, {"role": "assistant", "content": "Ten more.."}]
     rows = [
         Row(source="d", index=0, text="twenty characters...and more"),
@@ -69,18 +69,18 @@ def test_a_chunk_is_closed_by_characters_of_any_layout(tiny_tokenizer, monkeypat
 
 
 def test_no_more_is_read_than_is_in_work(tiny_tokenizer, monkeypatch):
-    monkeypatch.setattr(token_documents, "ROWS_PER_CHUNK", 2)
+    monkeypatch.setattr(encoding, "ROWS_PER_CHUNK", 2)
     num_read = itertools.count(1)
     rows = (Row(source="endless", index=next(num_read), text="text") for _ in itertools.repeat(None))
     chunks = encode_documents(RowEncoder(tiny_tokenizer, loss_on="all"), rows, HoldOut(), BrokenRows())
     for _ in range(5):
         next(chunks)
     chunks.close()
-    assert next(num_read) <= 2 * (5 + token_documents._THREADS + 1)
+    assert next(num_read) <= 2 * (5 + encoding._THREADS + 1)
 
 
 def test_documents_that_cannot_be_read_and_that_cannot_be_tokenised_are_told_together(tiny_tokenizer, monkeypatch):
-    monkeypatch.setattr(token_documents, "ROWS_PER_CHUNK", 3)
+    monkeypatch.setattr(encoding, "ROWS_PER_CHUNK", 3)
     texts = [*TEXTS[:4], "half a \ud800 pair", *TEXTS[5:10], "half a \ud800 pair"]
 
     def rows():

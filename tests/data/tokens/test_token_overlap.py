@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recipes_lib.data.sources import splits
 from recipes_lib.data.sources.splits import compute_row_digest, find_overlap
-from recipes_lib.data.tokens import token_data as token_overlap
 from recipes_lib.data.tokens.sets import halve_digests
 from recipes_lib.data.tokens.shards import TokenSource, TokenWriter
 from recipes_lib.data.tokens.sources import load_corpora
-from recipes_lib.data.tokens.token_data import find_repeats, refuse_repeats
+from recipes_lib.data.tokens.token_data import refuse_repeats
 from recipes_lib.errors import DataError
 
 digest_lists = st.lists(st.integers(0, 12) | st.integers(2**64 - 3, 2**64 - 1), min_size=1, max_size=30)
@@ -26,13 +26,14 @@ def write(folder, digests) -> TokenSource:
 
 
 @given(digest_lists, digest_lists, st.integers(1, 7))
-def test_the_same_pairs_are_found_as_among_lists_in_memory(tmp_path_factory, train, held_out, at_once):
+def test_the_same_pairs_are_found_however_many_documents_are_read_at_once(tmp_path_factory, train, held_out, at_once):
     folder = tmp_path_factory.mktemp("overlap")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(token_overlap, "_DOCUMENTS_AT_ONCE", at_once)
-        found = find_repeats(write(folder / "train", train), write(folder / "held_out", held_out))
-    expected = find_overlap([bytes([n % 256]) for n in train], [bytes([n % 256]) for n in held_out])
-    assert (found.num_rows, list(found.pairs)) == (expected.num_rows, list(expected.pairs))
+        patched.setattr(splits, "_ROWS_AT_ONCE", at_once)
+        sides = write(folder / "train", train), write(folder / "held_out", held_out)
+        found = find_overlap(*(side.digests for side in sides))
+    expected = [(at, held_out.index(digest)) for at, digest in enumerate(train) if digest in held_out]
+    assert (found.num_rows, found.pairs) == (len(expected), expected[:5])
 
 
 def test_the_first_few_are_named_by_their_places(build_config, tmp_path):

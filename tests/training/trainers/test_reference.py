@@ -24,7 +24,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from recipes_lib.config.schema import AdapterConfig
-from recipes_lib.data.packed import store
+from recipes_lib.data import store
 from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.pair_batches import compute_rounding

@@ -47,7 +47,6 @@ def store(config: RecipeConfig) -> None:
         DataError: As ``main``.
     """
     from recipes_lib.data.packed.collators import PackedCollator
-    from recipes_lib.data.packed.store import find_set, hold_lock
     from recipes_lib.data.packed.training_data import load_training_data
     from recipes_lib.distillation.teacher import load_teacher, map_teacher_vocabulary
     from recipes_lib.distillation.teacher_store import compare_with_teacher, identify_store, read_store, write_store
@@ -68,11 +67,8 @@ def store(config: RecipeConfig) -> None:
     teacher.to(args.device)
     collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
     compute = build_compute(config, identity.format, teacher, collate, args)
-    with hold_lock(identity.root, identity.key):
-        found = find_set(identity.root, identity.key, check_bytes=True)
-        if found is None:
-            batch_size = args.per_device_eval_batch_size
-            found = write_store(identity, data.train, compute, batch_size=batch_size, tell=_Tell(len(data.train)))
+    batch_size = args.per_device_eval_batch_size
+    found = write_store(identity, data.train, compute, batch_size=batch_size, tell=_Tell(len(data.train)))
     taught = read_store(identity, data.train)
     dtype = str(get_compute_dtype(args)).removeprefix("torch.")
     off = compare_with_teacher(identity, taught, compute, num_rows=NUM_CHECKED, allowed=ALLOWED[dtype])

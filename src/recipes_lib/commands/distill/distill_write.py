@@ -82,9 +82,9 @@ def write_answers(config: RecipeConfig, output: Path, *, reasoning: str) -> str:
         ConfigError: The teacher cannot be loaded; there is a mixture; as ``RowFile``.
         DataError: As ``load_prompt_data``.
     """
-    from recipes_lib.data.packed.store import compute_key
     from recipes_lib.data.prompts import load_prompt_data
     from recipes_lib.data.row_file import RowFile
+    from recipes_lib.data.store import compute_key
     from recipes_lib.distillation.teacher_store import identify_teacher
     from recipes_lib.models.attention.kernels import choose_attention
     from recipes_lib.models.generation import set_stop_tokens

@@ -7,9 +7,8 @@ that are trained on and comparing them with the characters they stand for.
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Collection, Sequence
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -116,9 +115,6 @@ def _difference(said: str, text: str) -> str:
     return f"they say {said[start : at + _EXCERPT]!r}, the text says {text[start : at + _EXCERPT]!r}"
 
 
-_COUNTING = threading.Lock()
-
-
 class _Draft(NamedTuple):
     """A row before tokenisation: its text, the characters trained on (``None``: all), and what is to be told of it."""
 
@@ -144,14 +140,9 @@ class RowEncoder:
         eos_token: Ends texts, completions, and chat turns that the template leaves open. Unset: the tokenizer's ends
             texts and completions, and an open turn is an error.
 
-    Attributes:
-        num_tokenized_rows: Rows tokenised by this process, over all encoders.
-
     Raises:
         ConfigError: The tokenizer has no character offsets, or no such ``eos_token``.
     """
-
-    num_tokenized_rows: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -304,8 +295,6 @@ class RowEncoder:
         if self._backend.truncation or self._backend.padding:  # Left behind by a call of the tokenizer.
             self._backend.no_truncation()
             self._backend.no_padding()
-        with _COUNTING:
-            RowEncoder.num_tokenized_rows += len(drafts)
         texts = [draft.text for draft in drafts]
         if self._byte_ends is not None:
             encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)

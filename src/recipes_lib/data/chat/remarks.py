@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +15,6 @@ _OTHER_TEMPLATE: Final = "use a template that writes it (chat_template_path), or
 class Remark(Enum):
     """Something worth knowing of a row: what such rows do, and what may be done about it."""
 
-    LOST_REASONING = "give reasoning in their last turn that the chat template does not write", _OTHER_TEMPLATE
-    LOST_TOOLS = "give tool schemas that the chat template does not write", _OTHER_TEMPLATE
     LOST_BESIDE_CALL = "say something beside a tool call that the chat template does not write", _OTHER_TEMPLATE
     PYTHON_ARGUMENTS = (
         "call tools with arguments that the chat template writes as Python does, not as JSON",
@@ -26,23 +24,25 @@ class Remark(Enum):
         "spell a special token inside a message: to the model it is that token",
         "take it out, if nobody is meant to write turns or images by hand",
     )
+    LOST_REASONING = "give reasoning in their last turn that the chat template does not write", _OTHER_TEMPLATE
+    LOST_TOOLS = "give tool schemas that the chat template does not write", _OTHER_TEMPLATE
 
     def __init__(self, found: str, remedy: str) -> None:
         self.found = found
         self.remedy = remedy
 
 
-class Remarked(NamedTuple):
-    """A row of which there is something to tell: its position in its source, its place as errors name it, and what."""
-
-    row_id: int
-    where: str
-    remarks: Collection[Remark]
+RemarkBits = npt.NDArray[np.uint8]
+"""What there is to tell of each row, one byte a row: bit ``i`` stands for the ``i``-th ``Remark``."""
 
 
-def take_remarked(remarked: Sequence[Remarked], row_ids: npt.NDArray[np.integer]) -> Sequence[Remarked]:
-    """Those of the remarked rows that are among ``row_ids``."""
-    if not remarked:
-        return remarked
-    taken = set(row_ids.tolist())
-    return [row for row in remarked if row.row_id in taken]
+def build_bits(remarks: Iterable[Collection[Remark]]) -> RemarkBits:
+    """The remarks on each row, ``uint8 (R,)``."""
+    bit_of = {remark: 1 << number for number, remark in enumerate(Remark)}
+    return np.array([sum(bit_of[remark] for remark in set(some)) for some in remarks], np.uint8)
+
+
+def find_remarked(bits: RemarkBits) -> dict[Remark, npt.NDArray[np.int64]]:
+    """Positions of the rows on which each remark was made, by the first of them; a remark on no row is left out."""
+    rows = {remark: np.flatnonzero(bits >> number & 1) for number, remark in enumerate(Remark)}
+    return {remark: at for remark, at in sorted(rows.items(), key=lambda item: item[1][:1].tolist()) if len(at)}

@@ -311,7 +311,7 @@ class SpanFinder:
         Raises:
             DataError: The template refused the messages, or does not write one of them.
         """
-        prompt = replace(row, messages=_messages(row)[:num_messages])
+        prompt = replace(row, messages=_list_messages(row)[:num_messages])
         try:
             rendered = self._render(prompt, add_generation_prompt=True)
             header = "" if self._template.has_generation_prompt else self._header(row, num_messages)
@@ -322,7 +322,7 @@ class SpanFinder:
 
     def _render(self, row: Row, add_generation_prompt: bool = False) -> Rendered:
         return self._template.render(
-            _messages(row),
+            _list_messages(row),
             tools=row.tools,
             variables=row.template_kwargs,
             add_generation_prompt=add_generation_prompt,
@@ -413,7 +413,7 @@ class SpanFinder:
             return len(header)
         # The template prompts for something else than it writes here, as for reasoning that it drops from old turns.
         body_end = max((found.start() for found in self._special.finditer(turn)), default=len(turn))
-        content = [turn.rfind(text, 0, body_end) for text in find_texts(_messages(row)[message])]
+        content = [turn.rfind(text, 0, body_end) for text in find_texts(_list_messages(row)[message])]
         shared = next((at for at, (a, b) in enumerate(zip(header, turn, strict=False)) if a != b), len(turn))
         common = min([shared, *(at for at in content if at >= 0)])
         for token in self._special.finditer(turn):
@@ -428,9 +428,9 @@ class SpanFinder:
         """The text that a server puts before the answer to the first ``num_messages`` messages."""
         if self._template.has_generation_prompt and (header := self._asked(row, num_messages)) is not None:
             return header
-        parts = any(isinstance(message.get("content"), list) for message in _messages(row))
+        parts = any(isinstance(message.get("content"), list) for message in _list_messages(row))
         answer = {"role": "assistant", "content": [{"type": "text", "text": PLACEHOLDER}] if parts else PLACEHOLDER}
-        probe = replace(row, messages=[*_messages(row)[:num_messages], answer])
+        probe = replace(row, messages=[*_list_messages(row)[:num_messages], answer])
         rendered = self._render(probe)
         turn = next((turn for turn in rendered.turns if turn.message == num_messages), None)
         header, written, _ = rendered.text[turn.start : turn.end].partition(PLACEHOLDER) if turn else ("", "", "")
@@ -444,7 +444,7 @@ class SpanFinder:
 
         Many templates refuse a chat without user turn, or prompt for nothing after it; the full chat they took.
         """
-        prompt = _messages(row)[:num_messages]
+        prompt = _list_messages(row)[:num_messages]
         try:
             header = self._template.generation_prompt(prompt, tools=row.tools, variables=row.template_kwargs)
             if header or any(message["role"] == "user" for message in prompt):
@@ -460,12 +460,14 @@ class SpanFinder:
         answers = "\n".join(written)
         suspects = {
             index
-            for index, message in enumerate(_messages(row))
+            for index, message in enumerate(_list_messages(row))
             if message["role"] != "assistant" and [text for text in find_texts(message) if text in answers]
         }
         if not suspects:
             return
-        messages = [reword(message) if index in suspects else message for index, message in enumerate(_messages(row))]
+        messages = [
+            reword(message) if index in suspects else message for index, message in enumerate(_list_messages(row))
+        ]
         reworded = replace(row, messages=messages)
         text, spans, _ = self._targets(reworded, self._render(reworded), trained)
         if [text[span.start : span.end] for span in spans] != written:
@@ -475,7 +477,7 @@ class SpanFinder:
     def _check_answers(self, row: Row, targets: Targets, trained: Collection[int]) -> None:
         """Every trained turn says what its message says: its answer, or the tools that it calls."""
         for index in sorted(trained):
-            message = _messages(row)[index]
+            message = _list_messages(row)[index]
             turn = "".join([targets.text[span.start : span.end] for span in targets.spans if span.message == index])
             texts = find_texts(message)
             if [end for end in self._ends if end in turn[:-1]]:  # Elsewhere than at its very end.
@@ -506,11 +508,6 @@ def _fault(row: Row, found: str, remedy: str) -> DataError:
 
 def _refusal(row: Row, error: TemplateError) -> DataError:
     return _fault(row, f"the chat template refuses this chat: {error}", "change the chat, or the template")
-
-
-def _messages(row: Row) -> Sequence[Message]:
-    assert row.messages is not None
-    return row.messages
 
 
 def _rstripped(text: str, start: int, end: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from recipes_lib.config.schema import TokensConfig
 from recipes_lib.config.token_ids import NUM_OF_END
-from recipes_lib.data.chat.remarks import Remark, Remarked
+from recipes_lib.data.chat.remarks import RemarkBits, find_remarked
 from recipes_lib.data.packed.packing import Bins, Examples, LengthCounts, choose_bins, fit_to_length
 from recipes_lib.errors import DataError, Problem
 
@@ -19,6 +19,7 @@ MAX_FRACTION_WITHOUT_TARGET = 0.01
 """Largest share of rows that may hold nothing to learn before it is an error."""
 
 Severity = Literal["ok", "warning", "error"]
+FindPlaces = Callable[[Collection[int]], Mapping[int, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +100,7 @@ def pack_split(
     tokens: TokensConfig,
     capacity: int,
     end_token_ids: Collection[int],
+    find_places: FindPlaces,
     num_duplicates: int = 0,
 ) -> PackedSplit:
     """Cuts, packs, counts and judges one split; refuses nothing.
@@ -109,6 +111,7 @@ def pack_split(
         tokens: Options.
         capacity: ``max_length``, given or derived.
         end_token_ids: Ids that end an answer.
+        find_places: As for ``judge_remarks``.
         num_duplicates: Rows that say what an earlier one says.
     """
     fitted, cut = fit_to_length(examples, capacity, tokens.overlong)
@@ -122,7 +125,7 @@ def pack_split(
     )
     findings = [
         *judge(split, audit, cut, tokens.max_truncated_fraction),
-        *judge_remarks(split, examples.remarked, len(examples)),
+        *judge_remarks(split, examples.remarks, find_places),
     ]
     return PackedSplit(fitted, bins, audit, cut, sort_findings(findings))
 
@@ -149,26 +152,31 @@ def compute_split_audit(
         end_token_ids: Ids that end an answer.
         num_duplicates: Rows that say what an earlier one says.
     """
-    num_targets = examples.num_targets
-    last_targets = _last_targets(examples, num_targets)
-    is_end = np.isin(last_targets, list(end_token_ids))
-    # Of each row the one behind which there is no other.
-    ends = np.take_along_axis(last_targets, is_end.argmax(axis=0)[None], axis=0)[0][is_end.any(axis=0)]
+    num_with_target = num_stopped = 0
+    terminators: set[int] = set()
+    for block in examples.iterate_blocks():
+        last_targets = _last_targets(*examples.read(block), examples.num_targets[block])
+        is_end = np.isin(last_targets, list(end_token_ids))
+        stops = np.logical_or.reduce(is_end, axis=0)
+        # Of each row the one behind which there is no other.
+        ends = np.take_along_axis(last_targets, is_end.argmax(axis=0)[None], axis=0)[0][stops]
+        num_with_target, num_stopped = num_with_target + len(stops), num_stopped + int(stops.sum())
+        terminators.update(ends.tolist())
     p5, p50, p95, longest = np.percentile(examples.lengths, [5, 50, 95, 100], method="nearest").tolist()
     return SplitAudit(
         num_rows=len(examples),
-        num_rows_without_target=int((num_targets == 0).sum()),
+        num_rows_without_target=len(examples) - num_with_target,
         num_duplicates=num_duplicates,
-        num_tokens=len(examples.input_ids),
-        stop_fraction=float(is_end.any(axis=0).mean()) if is_end.size else 0.0,
-        terminators=np.unique(ends).tolist(),
+        num_tokens=int(examples.lengths.sum()),
+        stop_fraction=num_stopped / max(1, num_with_target),
+        terminators=sorted(terminators),
         length_p5=p5,
         length_p50=p50,
         length_p95=p95,
         length_max=longest,
         num_packs=len(bins),
-        num_packed_tokens=len(fitted.input_ids),
-        num_target_tokens=int(fitted.loss_mask.sum()),
+        num_packed_tokens=int(fitted.lengths.sum()),
+        num_target_tokens=int(fitted.num_targets.sum()),
     )
 
 
@@ -191,19 +199,23 @@ def judge(split: str, audit: SplitAudit, lengths: LengthCounts, max_lost_fractio
     )
 
 
-def judge_remarks(split: str, remarked: Sequence[Remarked], num_rows: int) -> list[Finding]:
-    """A warning for each remark that was made on rows of a split, with their count and the first of them."""
-    places: dict[Remark, list[str]] = {}
-    for row in remarked:
-        for remark in row.remarks:
-            places.setdefault(remark, []).append(row.where)
+def judge_remarks(split: str, remarks: RemarkBits, find_places: FindPlaces) -> list[Finding]:
+    """A warning for each remark that was made on rows of a split, with their count and the first of them.
+
+    Args:
+        split: ``train`` or ``eval``, as the messages name it.
+        remarks: On each row of the split.
+        find_places: The places of rows as errors name them, by their position in the split.
+    """
+    remarked = find_remarked(remarks)
+    places = find_places({int(rows[0]) for rows in remarked.values()}) if remarked else {}
     return [
         Finding(
             "warning",
-            f"{split}: {len(rows):,} of {num_rows:,} rows {remark.found}; the first is {rows[0]}",
+            f"{split}: {len(rows):,} of {len(remarks):,} rows {remark.found}; the first is {places[int(rows[0])]}",
             remark.remedy,
         )
-        for remark, rows in places.items()
+        for remark, rows in remarked.items()
     ]
 
 
@@ -274,11 +286,13 @@ def _judge_duplicates(split: str, audit: SplitAudit) -> Finding:
     return Finding("warning" if audit.num_duplicates else "ok", found)
 
 
-def _last_targets(examples: Examples, num_targets: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
+def _last_targets(
+    input_ids: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.bool_], num_targets: npt.NDArray[np.int64]
+) -> npt.NDArray[np.uint32]:
     """Ids of the last targets of every row that has one, ``(NUM_OF_END, rows)``; a short row repeats its first."""
     num_targets = num_targets[num_targets > 0]
     # With targets in order, the last stands right before the first one of the next row that has any.
     ends = np.cumsum(num_targets)
     at = np.maximum(ends[None] - 1 - np.arange(NUM_OF_END)[:, None], (ends - num_targets)[None])
-    last: npt.NDArray[np.uint32] = examples.input_ids[np.flatnonzero(examples.loss_mask)[at]]
+    last: npt.NDArray[np.uint32] = input_ids[loss_mask][at]
     return last

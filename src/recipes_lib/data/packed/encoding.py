@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import math
+import os
+import tempfile
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.data.chat.remarks import Remarked
 from recipes_lib.data.packed.keys import read_chat_template
 from recipes_lib.data.packed.packing import Examples, build_examples, concatenate_examples
 from recipes_lib.data.sources.broken_rows import BrokenRows, encode_sound
 from recipes_lib.data.sources.mixtures import Mixture
 from recipes_lib.data.sources.rows import Row
-from recipes_lib.data.sources.splits import compute_row_digest
+from recipes_lib.data.sources.splits import compute_digests
+from recipes_lib.data.store import explain_disk_errors
 from recipes_lib.errors import DataError, Problem
 
 if TYPE_CHECKING:
@@ -32,9 +38,60 @@ TokenizerLoader = Callable[[RecipeConfig], "PreTrainedTokenizerBase"]
 ROWS_PER_CHUNK: Final = 500
 """Rows tokenised together; also the window in which a stream is shuffled and packed."""
 
+CHARACTERS_PER_CHUNK: Final = 1 << 21
+"""A chunk is closed when it has so many characters, so that memory does not grow with the length of rows."""
+
 _THREADS: Final = 2
 
 Chunk = TypeVar("Chunk")
+
+
+class TokenFile:
+    """Tokens of examples on disk; ``Tokens`` in memory that does not grow with their number.
+
+    A temporary file without a name, of which a killed process leaves nothing. It is read, not memory-mapped: pages of
+    a map count as memory of the process, and packs read from everywhere. Used as a context manager.
+
+    Raises:
+        DataError: ``root`` cannot be made or written.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._num_tokens = 0
+        with explain_disk_errors(root):
+            self._file = tempfile.TemporaryFile(dir=root)  # noqa: SIM115 - closed by __exit__
+
+    def __enter__(self) -> TokenFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # What a full disk refused is still in the buffer, and closing would try once more.
+        with suppress(OSError):
+            self._file.close()
+
+    def __getitem__(self, span: slice, /) -> npt.NDArray[np.uint32]:
+        tokens = np.empty(span.stop - span.start, np.uint32)
+        self._file.seek(tokens.itemsize * span.start)
+        self._file.readinto(tokens.data)
+        return tokens
+
+    def keep(self, examples: Examples) -> Examples:
+        """Appends the tokens of examples, and returns the examples with their tokens here.
+
+        Args:
+            examples: Laid end to end in an array.
+
+        Raises:
+            DataError: The disk is full.
+        """
+        tokens = examples.tokens[0 : int(examples.lengths.sum())]
+        with explain_disk_errors(self._root):
+            self._file.seek(0, os.SEEK_END)
+            self._file.write(tokens.data)
+        starts = examples.starts + self._num_tokens
+        self._num_tokens += len(tokens)
+        return replace(examples, tokens=self, starts=starts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,29 +101,29 @@ class EncodedMixture:
     Attributes:
         mixture: What they were read from; ``examples.row_ids`` are positions in it.
         examples: The tokens.
-        digests: From ``compute_row_digest``, one for each example.
+        digests: From ``compute_digests``, one for each example.
     """
 
     mixture: Mixture
     examples: Examples
-    digests: Sequence[bytes]
+    digests: npt.NDArray[np.bytes_]
 
     @property
     def num_duplicates(self) -> int:
         """Rows that say what an earlier one says."""
-        return len(self.digests) - len(set(self.digests))
+        return len(self.digests) - len(np.unique(self.digests))
 
     def take(self, positions: npt.NDArray[np.int64]) -> EncodedMixture:
         """The rows at these positions, in that order."""
-        return EncodedMixture(self.mixture, self.examples.take(positions), [self.digests[at] for at in positions])
+        return EncodedMixture(self.mixture, self.examples.take(positions), self.digests[positions])
 
-    def find_target_positions(self, positions: Collection[int]) -> dict[int, str]:
+    def find_places(self, positions: Collection[int]) -> dict[int, str]:
         """The places of these rows as errors name them; reads the mixture again."""
         row_ids = {int(self.examples.row_ids[at]): at for at in positions}
-        return {row_ids[row_id]: place for row_id, place in find_target_positions(self.mixture, row_ids).items()}
+        return {row_ids[row_id]: place for row_id, place in find_places(self.mixture, row_ids).items()}
 
 
-def find_target_positions(mixture: Mixture, row_ids: Collection[int]) -> dict[int, str]:
+def find_places(mixture: Mixture, row_ids: Collection[int]) -> dict[int, str]:
     """The places of rows as errors name them, by their position in the mixture, which is read again."""
     places: dict[int, str] = {}
     for row_id, entry in enumerate(mixture.entries()):
@@ -95,21 +152,36 @@ def build_encoder(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> R
     return RowEncoder(tokenizer, loss_on=tokens.loss_on, chat_template=template, eos_token=tokens.eos_token)
 
 
-def split_chunks(entries: Iterable[Row | Problem]) -> Iterator[list[Row | Problem]]:
-    """Entries by ``ROWS_PER_CHUNK``, the last chunk shorter; an error of reading comes after those that were read."""
+def split_chunks(
+    entries: Iterable[Row | Problem], broken: BrokenRows, max_characters: float = math.inf
+) -> Iterator[list[Row | Problem]]:
+    """Entries by ``ROWS_PER_CHUNK``, the last chunk shorter.
+
+    Args:
+        entries: The rows.
+        broken: Told what is wrong with what they are read from; those that were read before are yielded all the same.
+        max_characters: A chunk is closed, too, when its rows have so many.
+    """
     chunk: list[Row | Problem] = []
+    num_characters = 0
     try:
         for entry in entries:
             chunk.append(entry)
-            if len(chunk) == ROWS_PER_CHUNK:
+            num_characters += _count_characters(entry) if isinstance(entry, Row) else 0
+            if len(chunk) == ROWS_PER_CHUNK or num_characters >= max_characters:
                 yield chunk
-                chunk = []
-    except DataError:
-        if chunk:
-            yield chunk
-        raise
+                chunk, num_characters = [], 0
+    except DataError as error:
+        broken.refused += error.problems
     if chunk:
         yield chunk
+
+
+def _count_characters(row: Row) -> int:
+    """Characters of what a row says, markup aside."""
+    if row.messages is not None:
+        return sum(len(str(message.get("content", ""))) for message in row.messages)
+    return len(row.text or "") + len(row.prompt or "") + len(row.completion or "")
 
 
 def encode_chunk(encoder: RowEncoder, rows: Sequence[Row], row_ids: Sequence[int]) -> Examples:
@@ -127,17 +199,11 @@ def encode_chunk(encoder: RowEncoder, rows: Sequence[Row], row_ids: Sequence[int
     empty = [row for row, tokens in zip(rows, encoded, strict=True) if not len(tokens.input_ids)]
     if empty:
         raise DataError(*(Problem(row.where, "the row gives no token", "remove it") for row in empty))
-    examples = build_examples(encoded, row_ids)
-    remarked = [
-        Remarked(number, row.where, tokens.remarks)
-        for number, row, tokens in zip(row_ids, rows, encoded, strict=True)
-        if tokens.remarks
-    ]
-    return replace(examples, remarked=remarked)
+    return build_examples(encoded, row_ids)
 
 
 def encode_mixture(
-    encoder: RowEncoder, mixture: Mixture, broken: BrokenRows, on_rows: Callable[[int], None]
+    encoder: RowEncoder, mixture: Mixture, broken: BrokenRows, on_rows: Callable[[int], None], file: TokenFile
 ) -> EncodedMixture:
     """Tokens of all rows that are sound.
 
@@ -146,50 +212,50 @@ def encode_mixture(
         mixture: The rows.
         broken: Counts the others; whoever calls judges them.
         on_rows: Told the number of rows of each chunk that is done.
+        file: Takes the tokens, of any number of mixtures; in memory are some numbers for each row.
+
+    Raises:
+        DataError: The disk is full.
     """
-    parts: list[Examples] = [build_examples([], [])]
-    digests: list[bytes] = []
+    parts = [file.keep(build_examples([], []))]
+    digests = [compute_digests([])]
 
-    def encode(rows: Sequence[Row], row_ids: Sequence[int]) -> tuple[Examples, list[bytes]]:
-        return encode_chunk(encoder, rows, row_ids), [compute_row_digest(row) for row in rows]
+    def encode(rows: Sequence[Row], row_ids: Sequence[int]) -> tuple[Examples, npt.NDArray[np.bytes_]]:
+        return encode_chunk(encoder, rows, row_ids), compute_digests(rows)
 
-    for examples, chunk_digests in map_chunks(mixture, encode, broken):
-        parts.append(examples)
-        digests.extend(chunk_digests)
+    for examples, chunk_digests in map_chunks(mixture.entries(), encode, broken):
+        parts.append(file.keep(examples))
+        digests.append(chunk_digests)
         on_rows(len(chunk_digests))
-    return EncodedMixture(mixture, concatenate_examples(parts), digests)
+    return EncodedMixture(mixture, concatenate_examples(parts), np.concatenate(digests))
 
 
 def map_chunks(
-    mixture: Mixture, encode: Callable[[Sequence[Row], Sequence[int]], Chunk], broken: BrokenRows
+    entries: Iterable[Row | Problem], encode: Callable[[Sequence[Row], Sequence[int]], Chunk], broken: BrokenRows
 ) -> Iterator[Chunk]:
     """Yields what becomes of each chunk of rows, in order, without the broken ones.
 
     While chunks are in the tokenizer, which frees the interpreter, others are read and masked.
 
     Args:
-        mixture: The rows.
+        entries: The rows.
         encode: Takes the rows of a chunk and their numbers; called by several threads.
-        broken: Told of every row, and of what is wrong.
+        broken: Told of every row of the chunks up to the one that is yielded, and of what is wrong.
     """
     pending: deque[tuple[int, Future[tuple[Chunk | None, list[Problem]]]]] = deque()
-
-    def collect() -> Iterator[Chunk]:
-        num_rows, future = pending.popleft()
-        chunk, problems = future.result()
-        broken.add(num_rows, problems)
-        if chunk is not None:
-            yield chunk
-
+    num_read = 0
     with ThreadPoolExecutor(_THREADS) as pool:
-        try:
-            for number, entries in enumerate(split_chunks(broken.skim(mixture.entries()))):
-                first = number * ROWS_PER_CHUNK
-                task = pool.submit(encode_sound, encode, entries, first, drop=broken.are_dropped)
-                pending.append((len(entries), task))
-                if len(pending) > _THREADS:
-                    yield from collect()
-        except DataError as error:
-            broken.refused += error.problems
-        while pending:
-            yield from collect()
+        chunks = split_chunks(broken.skim(entries), broken, CHARACTERS_PER_CHUNK)
+        while not broken.are_hopeless:
+            for chunk in islice(chunks, _THREADS + 1 - len(pending)):
+                pending.append(
+                    (len(chunk), pool.submit(encode_sound, encode, chunk, num_read, drop=broken.are_dropped))
+                )
+                num_read += len(chunk)
+            if not pending:
+                return
+            num_rows, future = pending.popleft()
+            encoded, problems = future.result()
+            broken.add(num_rows, problems)
+            if encoded is not None:
+                yield encoded

@@ -3,58 +3,94 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from recipes_lib.config.schema import Overlong
-from recipes_lib.data.chat.remarks import Remarked, take_remarked
+from recipes_lib.data.chat.remarks import RemarkBits, build_bits
 from recipes_lib.data.sources.rows import EncodedRow
 
 IntArray = npt.NDArray[np.int64]
 
 
+TARGET: Final = np.uint32(1 << 31)
+"""Flag of a stored token that is a target. Ids stay below it, so that a token and its mask are 4 bytes."""
+
+_TOKENS_AT_ONCE: Final = 1 << 22
+
+
+class Tokens(Protocol):
+    """Tokens of many examples, ``uint32``, with ``TARGET`` set where one is a target: an array, or a file."""
+
+    def __getitem__(self, span: slice, /) -> npt.NDArray[np.uint32]:
+        """Tokens ``span.start:span.stop``."""
+
+
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Tokenised examples laid end to end, R examples of N tokens in all.
+    """R tokenised examples, each a stretch of ``tokens``; choosing, ordering and cutting them copies no token.
 
     Attributes:
-        input_ids: ``uint32 (N,)``.
-        loss_mask: ``bool (N,)``; True where the token is a target. False at the first token of every example, which
-            nothing predicts: its sum is the number of target tokens.
+        tokens: Where their tokens are.
+        starts: ``int64 (R,)``; first token of each example.
         lengths: ``int64 (R,)``; tokens of each example, at least 1.
         row_ids: ``int64 (R,)``; position of each example's row in its source. Pieces of a split row share it.
-        remarked: The rows of which an audit should tell something; those that were cut are not looked at again.
+        num_targets: ``int64 (R,)``; target tokens of each example.
+        remarks: ``uint8 (R,)``; what an audit should tell of each example's row.
     """
 
-    input_ids: npt.NDArray[np.uint32]
-    loss_mask: npt.NDArray[np.bool_]
+    tokens: Tokens
+    starts: IntArray
     lengths: IntArray
     row_ids: IntArray
-    remarked: Sequence[Remarked] = ()
+    num_targets: IntArray
+    remarks: RemarkBits
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @property
-    def starts(self) -> IntArray:
-        """Where each example begins, ``int64 (R,)``."""
-        return _exclusive_sum(self.lengths)
+    def input_ids(self) -> npt.NDArray[np.uint32]:
+        """Token ids of all examples end to end, ``uint32 (N,)``."""
+        return self.read()[0]
 
     @property
-    def num_targets(self) -> IntArray:
-        """Target tokens of each example, ``int64 (R,)``."""
-        return np.add.reduceat(self.loss_mask, self.starts, dtype=np.int64) if len(self) else self.lengths
+    def loss_mask(self) -> npt.NDArray[np.bool_]:
+        """``bool (N,)``; True where the token is a target."""
+        return self.read()[1]
+
+    def read(self, chosen: IntArray | slice = slice(None)) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
+        """Ids, ``uint32 (N,)``, and loss mask, ``bool (N,)``, of the chosen examples end to end, in that order.
+
+        The mask is True where the token is a target, and False at the first token of every example, which nothing
+        predicts.
+        """
+        starts, lengths = self.starts[chosen], self.lengths[chosen]
+        # Examples that stand one behind the other are read at once.
+        is_first = np.ones(len(starts) + 1, np.bool_)
+        is_first[1:-1] = starts[1:] != starts[:-1] + lengths[:-1]
+        borders = np.flatnonzero(is_first)
+        stops = (starts + lengths)[borders[1:] - 1]
+        spans = zip(starts[borders[:-1]].tolist(), stops.tolist(), strict=True)
+        tokens = np.concatenate([np.zeros(0, np.uint32), *(self.tokens[start:stop] for start, stop in spans)])
+        loss_mask = tokens >= TARGET
+        loss_mask[_exclusive_sum(lengths)] = False
+        return tokens & ~TARGET, loss_mask
+
+    def iterate_blocks(self) -> Iterator[slice]:
+        """Spans of examples that together have about 4 million tokens, so that reading them takes bounded memory."""
+        blocks = np.cumsum(self.lengths) // _TOKENS_AT_ONCE
+        borders = [0, *(np.flatnonzero(np.diff(blocks)) + 1).tolist(), len(self)]
+        return map(slice, borders[:-1], borders[1:])
 
     def take(self, indices: npt.NDArray[np.integer]) -> Examples:
         """The examples at ``indices``, ``(K,)``, in that order."""
-        lengths = self.lengths[indices]
-        tokens = np.repeat(self.starts[indices] - _exclusive_sum(lengths), lengths) + np.arange(lengths.sum())
-        row_ids = self.row_ids[indices]
-        remarked = take_remarked(self.remarked, row_ids)
-        return Examples(self.input_ids[tokens], self.loss_mask[tokens], lengths, row_ids, remarked)
+        columns = self.starts, self.lengths, self.row_ids, self.num_targets, self.remarks
+        return Examples(self.tokens, *(column[indices] for column in columns))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,22 +144,35 @@ def build_examples(rows: Sequence[EncodedRow], row_ids: npt.ArrayLike) -> Exampl
     """
     lengths = np.fromiter((len(row.input_ids) for row in rows), np.int64, len(rows))
     assert lengths.all(), "a row without tokens"
-    ids = [row.input_ids for row in rows] or [np.zeros(0, np.uint32)]
-    masks = [row.loss_mask for row in rows] or [np.zeros(0, np.bool_)]
-    examples = Examples(np.concatenate(ids), np.concatenate(masks), lengths, np.asarray(row_ids, np.int64))
-    examples.loss_mask[examples.starts] = False
-    return examples
+    ids = np.concatenate([np.zeros(0, np.uint32), *(row.input_ids for row in rows)])
+    is_target = np.concatenate([np.zeros(0, np.bool_), *(row.loss_mask for row in rows)])
+    tokens = np.where(is_target, ids | TARGET, ids)
+    remarks, no_targets = build_bits(row.remarks for row in rows), np.zeros_like(lengths)
+    examples = Examples(tokens, _exclusive_sum(lengths), lengths, np.asarray(row_ids, np.int64), no_targets, remarks)
+    return replace(examples, num_targets=count_targets(examples))
 
 
 def concatenate_examples(parts: Sequence[Examples]) -> Examples:
-    """One ``Examples`` of several, in order; at least one."""
+    """One ``Examples`` of several with the same ``tokens``, in order; at least one."""
+    assert all(part.tokens is parts[0].tokens for part in parts)
     return Examples(
-        np.concatenate([part.input_ids for part in parts]),
-        np.concatenate([part.loss_mask for part in parts]),
+        parts[0].tokens,
+        np.concatenate([part.starts for part in parts]),
         np.concatenate([part.lengths for part in parts]),
         np.concatenate([part.row_ids for part in parts]),
-        [row for part in parts for row in part.remarked],
+        np.concatenate([part.num_targets for part in parts]),
+        np.concatenate([part.remarks for part in parts]),
     )
+
+
+def count_targets(examples: Examples) -> IntArray:
+    """Target tokens of each example, ``int64 (R,)``, counted in its tokens."""
+    counts = [np.zeros(0, np.int64)]
+    for block in examples.iterate_blocks():
+        _, loss_mask = examples.read(block)
+        if len(loss_mask):
+            counts.append(np.add.reduceat(loss_mask, _exclusive_sum(examples.lengths[block]), dtype=np.int64))
+    return np.concatenate(counts)
 
 
 def fit_to_length(examples: Examples, capacity: int, overlong: Overlong) -> tuple[Examples, LengthCounts]:
@@ -142,24 +191,19 @@ def fit_to_length(examples: Examples, capacity: int, overlong: Overlong) -> tupl
     """
     too_long = examples.lengths > capacity
     fitted = examples
-    if overlong == "truncate" and too_long.any():
-        position = np.arange(len(examples.input_ids)) - np.repeat(examples.starts, examples.lengths)
-        keep = position < capacity
-        lengths = np.minimum(examples.lengths, capacity)
-        fitted = Examples(examples.input_ids[keep], examples.loss_mask[keep], lengths, examples.row_ids)
-    elif overlong == "drop" and too_long.any():
+    if too_long.any() and overlong == "drop":
         fitted = examples.take(np.flatnonzero(~too_long))
-    elif overlong == "split" and too_long.any():
-        fitted = _split(examples, capacity)
+    elif too_long.any() and overlong != "error":
+        fitted = _cut(examples, capacity, splits=overlong == "split")
     with_target = fitted.num_targets > 0
     left = fitted if with_target.all() else fitted.take(np.flatnonzero(with_target))
-    num_targets = int(examples.loss_mask.sum())
+    num_targets = int(examples.num_targets.sum())
     return left, LengthCounts(
         num_overlong=int(too_long.sum()),
         num_without_target=int((~with_target).sum()),
-        num_lost_rows=len(np.setdiff1d(examples.row_ids, left.row_ids)),
-        num_lost_tokens=len(examples.input_ids) - len(left.input_ids),
-        num_lost_targets=num_targets - int(left.loss_mask.sum()),
+        num_lost_rows=len(examples) - len(np.unique(left.row_ids)),
+        num_lost_tokens=int(examples.lengths.sum() - left.lengths.sum()),
+        num_lost_targets=num_targets - int(left.num_targets.sum()),
         num_targets=num_targets,
     )
 
@@ -226,14 +270,17 @@ def _group(bin_of: IntArray, num_bins: int) -> Bins:
     return Bins(order, np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]))
 
 
-def _split(examples: Examples, capacity: int) -> Examples:
-    """Examples cut into pieces of ``capacity`` tokens and a shorter last one."""
-    num_pieces = -(-examples.lengths // capacity)
-    lengths = np.full(num_pieces.sum(), capacity, np.int64)
-    lengths[np.cumsum(num_pieces) - 1] = examples.lengths - (num_pieces - 1) * capacity
-    loss_mask = examples.loss_mask.copy()
-    loss_mask[_exclusive_sum(lengths)] = False
-    return Examples(examples.input_ids, loss_mask, lengths, np.repeat(examples.row_ids, num_pieces))
+def _cut(examples: Examples, capacity: int, *, splits: bool) -> Examples:
+    """Examples cut into pieces of ``capacity`` tokens and a shorter last one, or to the first piece of each."""
+    num_pieces = -(-examples.lengths // capacity) if splits else np.ones_like(examples.lengths)
+    whole = np.repeat(np.arange(len(examples)), num_pieces)
+    cut_off = capacity * (np.arange(len(whole)) - np.repeat(_exclusive_sum(num_pieces), num_pieces))
+    pieces = examples.take(whole)
+    is_cut = np.flatnonzero(pieces.lengths > capacity)
+    lengths = np.minimum(pieces.lengths - cut_off, capacity)
+    pieces = replace(pieces, starts=pieces.starts + cut_off, lengths=lengths)
+    pieces.num_targets[is_cut] = count_targets(pieces.take(is_cut))
+    return pieces
 
 
 def _exclusive_sum(lengths: IntArray) -> IntArray:

@@ -16,7 +16,6 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
 from recipes_lib.config.loader import parse_command
-from recipes_lib.config.paths import expand_home
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.token_ids import find_end_tokens
 from recipes_lib.data.packed.audit import (
@@ -29,6 +28,7 @@ from recipes_lib.data.packed.audit import (
 )
 from recipes_lib.data.packed.encoding import (
     EncodedMixture,
+    TokenFile,
     TokenizerLoader,
     build_encoder,
     encode_mixture,
@@ -36,21 +36,20 @@ from recipes_lib.data.packed.encoding import (
 )
 from recipes_lib.data.packed.keys import collect_inputs
 from recipes_lib.data.packed.packing import Bins, Examples
-from recipes_lib.data.packed.store import PreparedSet, compute_key, find_set, hold_lock, is_locked, read_beat, write_set
 from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.mixtures import Mixture, load_test_data, load_train_data
 from recipes_lib.data.sources.splits import find_overlap, refuse_overlap, split_rows
-from recipes_lib.errors import ConfigError, DataError, Problem, merge_alike, raise_problems
+from recipes_lib.data.store import PreparedSet, compute_key, find_root, make_set, write_splits
+from recipes_lib.errors import ConfigError, Problem, merge_alike, raise_problems
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
 
 LENGTH_MULTIPLE: Final = 64
 """A derived ``max_length`` is a multiple of this many tokens."""
 
-_DEFAULT_ROOT: Final = "~/.cache/recipes_lib/prepared"
-_POLL_SECONDS: Final = 0.5
-_SECONDS_TO_START: Final = 120.0
+_PACKS_PER_RECORD_BATCH: Final = 1000
 
 
 class SetIdentity(NamedTuple):
@@ -71,71 +70,28 @@ class SetIdentity(NamedTuple):
     test: Mixture | None
 
 
-def prepare(config: RecipeConfig, load_tokenizer: TokenizerLoader) -> PreparedSet:
+def prepare(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local_rank: int = 0) -> PreparedSet:
     """Finds the prepared set of a run, or makes it; a second call tokenises nothing and loads no tokenizer.
 
     Args:
         config: The run.
         load_tokenizer: Called only when the set has to be made.
+        local_rank: Rank on this node; all but the first wait for its set.
 
     Raises:
         ConfigError: The options do not fit together, or the tokenizer is not there.
         DataError: Rows are broken, too long, held out as well as trained on, or hold nothing to learn, each named up to
-            twenty; or the set cannot be written.
+            twenty; the set cannot be written; or, on the other ranks, that the first one gave up.
     """
     identity = identify_set(config)
-    root, key = identity.root, identity.key
-    if found := find_set(root, key):
-        return found
-    with hold_lock(root, key):
-        if found := find_set(root, key):  # made by the process that held the lock before
-            return found
-        splits, manifest = _build(config, load_tokenizer(config), identity.train, identity.test)
-        return write_set(root, key, splits, {"key": key, "inputs": identity.inputs, **manifest})
 
+    def build(staging: Path) -> dict[str, Any]:
+        with TokenFile(identity.root) as file:
+            splits, manifest = _build(config, load_tokenizer(config), identity.train, identity.test, file)
+            write_splits(staging, {name: _read_packs(examples, bins) for name, (examples, bins) in splits.items()})
+        return manifest
 
-def prepare_once(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local_rank: int) -> PreparedSet:
-    """``prepare`` on the first process of each node while the others wait for its set; needs no process group.
-
-    Args:
-        config: The run, the same on all processes.
-        load_tokenizer: As for ``prepare``.
-        local_rank: Number of this process on its node.
-
-    Raises:
-        ConfigError: As ``prepare``.
-        DataError: As ``prepare``; on the other processes, that the first one gave up.
-    """
-    if local_rank == 0:
-        return prepare(config, load_tokenizer)
-    root, key, *_ = identify_set(config)
-    return wait_for_set(root, key)
-
-
-def wait_for_set(root: Path, key: str) -> PreparedSet:
-    """The set of that key, once the first process of the node has published it.
-
-    Args:
-        root: Folder of prepared sets.
-        key: From ``compute_key``.
-
-    Raises:
-        DataError: That process gave up, or never began.
-    """
-    deadline, beat = time.monotonic() + _SECONDS_TO_START, 0
-    while (found := find_set(root, key)) is None:
-        held, last, beat = is_locked(root, key), beat, read_beat(root, key)
-        if held or beat != last:
-            deadline = time.monotonic() + _SECONDS_TO_START
-        elif time.monotonic() > deadline:
-            found_problem = "the first process of this node has not prepared the data"
-            if held is None:  # Only its sign of life tells that it is at work.
-                found_problem += (
-                    f", nor shown for {_SECONDS_TO_START:.0f} s that it is at work (files cannot be locked there)"
-                )
-            raise DataError(Problem(str(root), found_problem, "read its message, or run `recipes prepare` first"))
-        time.sleep(_POLL_SECONDS)
-    return found
+    return make_set(identity.root, identity.key, identity.inputs, build, local_rank=local_rank)
 
 
 def identify_set(config: RecipeConfig, **decisions: str) -> SetIdentity:
@@ -160,16 +116,11 @@ def identify_set(config: RecipeConfig, **decisions: str) -> SetIdentity:
     return SetIdentity(find_root(config), compute_key(inputs), inputs, train, test)
 
 
-def find_root(config: RecipeConfig) -> Path:
-    """The folder of prepared sets."""
-    return Path(expand_home(config.tokens.prepared_dir or _DEFAULT_ROOT))
-
-
 def _build(
-    config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, train: Mixture, test: Mixture | None
+    config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, train: Mixture, test: Mixture | None, file: TokenFile
 ) -> tuple[dict[str, tuple[Examples, Bins]], dict[str, Any]]:
     """The packs of each split, and the manifest without key and inputs."""
-    sides, broken = _encode(config, tokenizer, train, test)
+    sides, broken = _encode(config, tokenizer, train, test, file)
     capacity = config.tokens.max_length or derive_max_length(
         max(int(side.examples.lengths.max()) for side in sides.values())
     )
@@ -177,7 +128,9 @@ def _build(
         _refuse_overlong(sides.values(), capacity)
     end_tokens = find_end_tokens(tokenizer)
     packed = {
-        name: pack_split(name, side.examples, config.tokens, capacity, end_tokens, side.num_duplicates)
+        name: pack_split(
+            name, side.examples, config.tokens, capacity, end_tokens, side.find_places, side.num_duplicates
+        )
         for name, side in sides.items()
     }
     findings = [finding for split in packed.values() for finding in split.findings]
@@ -197,7 +150,7 @@ def _build(
 
 
 def _encode(
-    config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, train: Mixture, test: Mixture | None
+    config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, train: Mixture, test: Mixture | None, file: TokenFile
 ) -> tuple[dict[str, EncodedMixture], dict[str, BrokenRows]]:
     """``train`` and, if rows are held out, ``eval``; and what of the data that each was read from is broken.
 
@@ -208,7 +161,8 @@ def _encode(
     broken = {name: BrokenRows(config.tokens) for name in mixtures}
     with show_progress() as watch:
         sides = {
-            name: encode_mixture(encoder, mixture, broken[name], watch(mixture)) for name, mixture in mixtures.items()
+            name: encode_mixture(encoder, mixture, broken[name], watch(mixture), file)
+            for name, mixture in mixtures.items()
         }
     problems = [problem for name, mixture in mixtures.items() for problem in broken[name].judge(mixture.name)]
     raise_problems(problems, train.name)
@@ -220,10 +174,43 @@ def _encode(
         return sides, broken
     if not config.data.allow_eval_overlap:
         overlap = find_overlap(encoded.digests, held_out.digests)
-        train_places = encoded.find_target_positions([position for position, _ in overlap.pairs])
-        eval_places = held_out.find_target_positions([position for _, position in overlap.pairs])
+        train_places = encoded.find_places([position for position, _ in overlap.pairs])
+        eval_places = held_out.find_places([position for _, position in overlap.pairs])
         refuse_overlap(overlap, train_places.__getitem__, eval_places.__getitem__)
     return sides, broken
+
+
+def _read_packs(examples: Examples, bins: Bins) -> pa.RecordBatchReader:
+    """The packs with the columns of ``PreparedSet.train``, read from the examples' tokens a batch at a time."""
+    import pyarrow as pa  # only who prepares pays for it
+
+    schema = pa.schema(
+        {
+            "input_ids": pa.list_(pa.uint32()),
+            "loss_mask": pa.list_(pa.bool_()),
+            "seq_lengths": pa.list_(pa.int32()),
+            "row_ids": pa.list_(pa.int64()),
+        }
+    )
+
+    def read(start: int) -> pa.RecordBatch:
+        offsets = bins.offsets[start : start + _PACKS_PER_RECORD_BATCH + 1]
+        members = bins.order[offsets[0] : offsets[-1]]
+        lengths, documents = examples.lengths[members], offsets - offsets[0]
+        tokens = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])[documents]
+        input_ids, loss_mask = examples.read(members)
+        columns = (
+            (tokens, input_ids),
+            (tokens, loss_mask),
+            (documents, lengths.astype(np.int32)),
+            (documents, examples.row_ids[members]),
+        )
+        arrays = [
+            pa.ListArray.from_arrays(pa.array(ends.astype(np.int32)), pa.array(values)) for ends, values in columns
+        ]
+        return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+    return pa.RecordBatchReader.from_batches(schema, map(read, range(0, len(bins), _PACKS_PER_RECORD_BATCH)))
 
 
 @contextmanager
@@ -259,7 +246,7 @@ def _refuse_overlong(sides: Iterable[EncodedMixture], capacity: int) -> None:
     for side in sides:
         lengths = side.examples.lengths
         too_long = np.flatnonzero(lengths > capacity).tolist()
-        places = side.find_target_positions(too_long) if too_long else {}
+        places = side.find_places(too_long) if too_long else {}
         overlong = [describe_overlong(places[at], int(lengths[at]), capacity) for at in too_long]
         problems += merge_alike(overlong, len(lengths))
     raise_problems(problems, "max_length")

@@ -17,6 +17,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.token_ids import find_end_tokens
 from recipes_lib.data.packed.audit import (
     Finding,
+    FindPlaces,
     PackedSplit,
     SplitAudit,
     describe_overlong,
@@ -33,11 +34,11 @@ from recipes_lib.data.packed.encoding import (
     split_chunks,
 )
 from recipes_lib.data.packed.packing import Examples
-from recipes_lib.data.packed.prepared_set import prepare_once
+from recipes_lib.data.packed.prepared_set import prepare
 from recipes_lib.data.sources.broken_rows import BrokenRows, encode_sound
 from recipes_lib.data.sources.mixtures import Mixture, load_test_data, load_train_data
 from recipes_lib.data.sources.rows import Row
-from recipes_lib.data.sources.splits import compute_row_digest, find_overlap, refuse_overlap
+from recipes_lib.data.sources.splits import Digests, compute_digests, compute_row_digest, find_overlap, refuse_overlap
 from recipes_lib.errors import ConfigError, DataError, Problem, merge_alike, raise_problems
 
 if TYPE_CHECKING:
@@ -136,10 +137,10 @@ class _Windows:
         held_out, name = self._read_held_out(), self.mixture.name
         broken = BrokenRows(tokens, is_stream=True)
 
-        def encode(rows: Sequence[Row], row_ids: Sequence[int]) -> tuple[Examples, Sequence[Row], list[bytes]]:
-            return encode_chunk(encoder, rows, row_ids), rows, [compute_row_digest(row) for row in rows]
+        def encode(rows: Sequence[Row], row_ids: Sequence[int]) -> tuple[Examples, Sequence[Row], Digests]:
+            return encode_chunk(encoder, rows, row_ids), rows, compute_digests(rows)
 
-        for window, entries in enumerate(_collect_error(split_chunks(self.mixture.entries()), broken)):
+        for window, entries in enumerate(split_chunks(self.mixture.entries(), broken)):
             encoded, problems = encode_sound(encode, entries, window * ROWS_PER_CHUNK, drop=broken.are_dropped)
             broken.add(len(entries), problems)
             if encoded is None or broken.are_hopeless:
@@ -153,7 +154,7 @@ class _Windows:
                 overlong = [describe_overlong(rows[at].where, lengths[at], capacity) for at in too_long]
                 raise_problems(merge_alike(overlong, len(rows)), name)
             if len(examples):
-                packed = pack_split(self.split, examples, tokens, capacity, end_tokens)
+                packed = pack_split(self.split, examples, tokens, capacity, end_tokens, _name_places(rows))
                 told = [Finding("warning", line) for line in (broken.tell(self.split) if problems else ())]
                 yield replace(packed, findings=sort_findings([*packed.findings, *told]))
         raise_problems(broken.judge(name), name)
@@ -170,26 +171,24 @@ class _Windows:
         return held_out
 
 
-def _collect_error(chunks: Iterator[list[Row | Problem]], broken: BrokenRows) -> Iterator[list[Row | Problem]]:
-    try:
-        yield from chunks
-    except DataError as error:
-        broken.refused += error.problems
-
-
-def _refuse_held_out(rows: Sequence[Row], digests: Sequence[bytes], held_out: Sequence[tuple[bytes, str]]) -> None:
+def _refuse_held_out(rows: Sequence[Row], digests: Digests, held_out: Sequence[tuple[bytes, str]]) -> None:
     overlap = find_overlap(digests, [digest for digest, _ in held_out])
     refuse_overlap(overlap, lambda at: rows[at].where, lambda at: held_out[at][1])
 
 
+def _name_places(rows: Sequence[Row]) -> FindPlaces:
+    return lambda positions: {at: rows[at].where for at in positions}
+
+
 def _build_pack(packed: PackedSplit, at: int) -> Pack:
     bins = packed.bins
-    documents = packed.examples.take(bins.order[bins.offsets[at] : bins.offsets[at + 1]])
+    members = bins.order[bins.offsets[at] : bins.offsets[at + 1]]
+    input_ids, loss_mask = packed.examples.read(members)
     return {
-        "input_ids": documents.input_ids,
-        "loss_mask": documents.loss_mask,
-        "seq_lengths": documents.lengths,
-        "row_ids": documents.row_ids,
+        "input_ids": input_ids,
+        "loss_mask": loss_mask,
+        "seq_lengths": packed.examples.lengths[members],
+        "row_ids": packed.examples.row_ids[members],
     }
 
 
@@ -283,7 +282,7 @@ def load_training_data(config: RecipeConfig, load_tokenizer: TokenizerLoader, *,
     """
     if config.data.dataset_streaming:
         return _open_stream(config, load_tokenizer)
-    prepared = prepare_once(config, load_tokenizer, local_rank=local_rank)
+    prepared = prepare(config, load_tokenizer, local_rank=local_rank)
     figures = {name: value for name, value in prepared.manifest["train"].items() if name != "cut"}
     return TrainingData(
         train=prepared.train,

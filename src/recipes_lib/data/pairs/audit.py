@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -83,7 +82,9 @@ class DropCounts:
         return DropCounts(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
 
 
-def compute_pair_audit(pairs: pa.Table, digests: Sequence[bytes], prompt_digests: Collection[bytes]) -> PairAudit:
+def compute_pair_audit(
+    pairs: pa.Table, digests: npt.NDArray[np.bytes_], prompt_digests: npt.NDArray[np.bytes_]
+) -> PairAudit:
     """Counts one split.
 
     Args:
@@ -97,8 +98,8 @@ def compute_pair_audit(pairs: pa.Table, digests: Sequence[bytes], prompt_digests
     ends = [_last_tokens(chunk) for name in ANSWERS for chunk in pairs[name].chunks]
     return PairAudit(
         num_pairs=len(pairs),
-        num_prompts=len(set(prompt_digests)),
-        num_duplicates=len(digests) - len(set(digests)),
+        num_prompts=len(np.unique(prompt_digests)),
+        num_duplicates=len(digests) - len(np.unique(digests)),
         num_margins=len(pairs) - pairs["margin"].null_count,
         num_prompt_tokens=int(prompt.sum()),
         num_chosen_tokens=int(chosen.sum()),

@@ -18,10 +18,9 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.token_ids import count_before_end, find_end_tokens
 from recipes_lib.data.packed.audit import Finding
 from recipes_lib.data.packed.encoding import TokenizerLoader
-from recipes_lib.data.packed.prepared_set import wait_for_set
-from recipes_lib.data.packed.store import PreparedSet
 from recipes_lib.data.pairs.audit import PairAudit
-from recipes_lib.data.pairs.sets import identify_pairs, prepare_pairs
+from recipes_lib.data.pairs.sets import prepare_pairs
+from recipes_lib.data.store import PreparedSet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -104,11 +103,7 @@ def load_pair_data(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, loc
         DataError: Rows are broken, too long, or held out as well as trained on; no pair is left; or, on the other
             processes, that the first one gave up.
     """
-    if local_rank == 0:
-        prepared = prepare_pairs(config, load_tokenizer)
-    else:
-        identity = identify_pairs(config)
-        prepared = wait_for_set(identity.root, identity.key)
+    prepared = prepare_pairs(config, load_tokenizer, local_rank=local_rank)
     return PairData(
         train=prepared.train,
         eval=prepared.eval,

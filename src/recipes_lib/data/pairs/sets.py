@@ -5,28 +5,29 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from recipes_lib.config.schema import RecipeConfig, TokensConfig
-from recipes_lib.data.chat.remarks import Remarked, take_remarked
+from recipes_lib.data.chat.remarks import RemarkBits, build_bits
 from recipes_lib.data.packed.audit import Finding, judge_remarks, refuse_errors, sort_findings
 from recipes_lib.data.packed.encoding import (
     TokenizerLoader,
     build_encoder,
-    find_target_positions,
+    find_places,
     map_chunks,
     read_seed,
 )
 from recipes_lib.data.packed.prepared_set import SetIdentity, derive_max_length, identify_set, show_progress
-from recipes_lib.data.packed.store import PreparedSet, find_set, hold_lock, write_tables
 from recipes_lib.data.pairs.audit import ANSWERS, DropCounts, PairAudit, compute_pair_audit, judge_pairs
 from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.mixtures import Mixture
 from recipes_lib.data.sources.rows import Row
-from recipes_lib.data.sources.splits import compute_row_digest, find_overlap, refuse_overlap, split_rows
+from recipes_lib.data.sources.splits import compute_digests, find_overlap, refuse_overlap, split_rows
+from recipes_lib.data.store import PreparedSet, make_set, write_splits
 from recipes_lib.errors import ConfigError, DataError, Problem, merge_alike, raise_problems
 
 if TYPE_CHECKING:
@@ -47,42 +48,41 @@ class EncodedPairs:
         mixture: What they were read from.
         table: ``prompt_ids``, ``chosen_ids``, ``rejected_ids``: lists of ``uint32``; ``row_id``, ``int64``: position in
             the mixture; ``margin``, ``float32``, null where there is none.
-        digests: From ``compute_row_digest``, one for each pair.
+        digests: From ``compute_digests``, one for each pair.
         prompt_digests: The same of the prompts alone.
-        remarked: The pairs of which an audit should tell something.
+        remarks: ``uint8 (P,)``; what an audit should tell of each pair.
     """
 
     mixture: Mixture
     table: pa.Table
-    digests: Sequence[bytes]
-    prompt_digests: Sequence[bytes]
-    remarked: Sequence[Remarked] = ()
+    digests: npt.NDArray[np.bytes_]
+    prompt_digests: npt.NDArray[np.bytes_]
+    remarks: RemarkBits
 
     def take(self, positions: npt.NDArray[np.int64]) -> EncodedPairs:
         """The pairs at these positions, which ascend."""
         chosen = np.isin(np.arange(len(self.table)), positions)
-        digests, prompt_digests = ([all_[at] for at in positions] for all_ in (self.digests, self.prompt_digests))
         table = self.table.filter(chosen)
-        remarked = take_remarked(self.remarked, np.asarray(table["row_id"]))
-        return EncodedPairs(self.mixture, table, digests, prompt_digests, remarked)
+        columns = self.digests[positions], self.prompt_digests[positions], self.remarks[positions]
+        return EncodedPairs(self.mixture, table, *columns)
 
-    def find_target_positions(self, positions: Collection[int]) -> dict[int, str]:
+    def find_places(self, positions: Collection[int]) -> dict[int, str]:
         """The places of these pairs as errors name them; reads the mixture again."""
         row_ids = {at: self.table["row_id"][at].as_py() for at in positions}
-        places = find_target_positions(self.mixture, set(row_ids.values()))
+        places = find_places(self.mixture, set(row_ids.values()))
         return {at: places[row_id] for at, row_id in row_ids.items()}
 
 
 class _Chunk(NamedTuple):
     table: pa.Table
-    digests: list[bytes]
-    prompt_digests: list[bytes]
-    remarked: list[Remarked]
+    digests: npt.NDArray[np.bytes_]
+    prompt_digests: npt.NDArray[np.bytes_]
+    remarks: RemarkBits
     dropped: DropCounts
     overlong: list[Problem]
 
 
-def prepare_pairs(config: RecipeConfig, load_tokenizer: TokenizerLoader) -> PreparedSet:
+def prepare_pairs(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local_rank: int = 0) -> PreparedSet:
     """Finds the prepared pairs of a run, or makes them; a second call tokenises nothing and loads no tokenizer.
 
     Rows have ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``; ``row_id``, the position in the data; and, where any
@@ -91,22 +91,22 @@ def prepare_pairs(config: RecipeConfig, load_tokenizer: TokenizerLoader) -> Prep
     Args:
         config: The run.
         load_tokenizer: Called only when the set has to be made.
+        local_rank: Rank on this node; all but the first wait for its set.
 
     Raises:
         ConfigError: The options do not fit together, or the tokenizer is not there.
         DataError: Rows are broken, too long, or held out as well as trained on, by their prompt too, each named up to
-            twenty; no pair is left; or the set cannot be written.
+            twenty; no pair is left; the set cannot be written; or, on the other ranks, that the first one gave up.
     """
     identity = identify_pairs(config)
-    root, key = identity.root, identity.key
-    if found := find_set(root, key):
-        return found
-    with hold_lock(root, key):
-        if found := find_set(root, key):  # made by the process that held the lock before
-            return found
+
+    def build(staging: Path) -> dict[str, Any]:
         tables, manifest = _build(config, load_tokenizer(config), identity)
         batches = {name: table.to_reader(max_chunksize=_PAIRS_PER_RECORD_BATCH) for name, table in tables.items()}
-        return write_tables(root, key, batches, {"key": key, "inputs": identity.inputs, **manifest})
+        write_splits(staging, batches)
+        return manifest
+
+    return make_set(identity.root, identity.key, identity.inputs, build, local_rank=local_rank)
 
 
 def identify_pairs(config: RecipeConfig) -> SetIdentity:
@@ -153,21 +153,22 @@ def encode_pairs(
 
     assert tokens.overlong in ("error", "drop"), "half an answer cannot be preferred to another"
     tables, dropped = [_build_table([], [], [])], DropCounts()
-    digests: list[bytes] = []
-    prompt_digests: list[bytes] = []
-    remarked: list[Remarked] = []
+    digests, prompt_digests = [compute_digests([])], [compute_digests([])]
+    remarks = [build_bits([])]
     overlong: list[Problem] = []
-    for chunk in map_chunks(mixture, lambda rows, numbers: _encode_chunk(encoder, rows, numbers, tokens), broken):
+    entries = mixture.entries()
+    for chunk in map_chunks(entries, lambda rows, numbers: _encode_chunk(encoder, rows, numbers, tokens), broken):
         tables.append(chunk.table)
-        digests += chunk.digests
-        prompt_digests += chunk.prompt_digests
-        remarked += chunk.remarked
+        digests.append(chunk.digests)
+        prompt_digests.append(chunk.prompt_digests)
+        remarks.append(chunk.remarks)
         dropped += chunk.dropped
         overlong += chunk.overlong
         on_rows(chunk.dropped.num_rows)
     if tokens.overlong == "error":
         broken.refused += merge_alike(overlong, broken.num_rows)
-    return EncodedPairs(mixture, pa.concat_tables(tables), digests, prompt_digests, remarked), dropped
+    columns = np.concatenate(digests), np.concatenate(prompt_digests), np.concatenate(remarks)
+    return EncodedPairs(mixture, pa.concat_tables(tables), *columns), dropped
 
 
 def _encode_chunk(encoder: PairEncoder, rows: Sequence[Row], numbers: Sequence[int], tokens: TokensConfig) -> _Chunk:
@@ -195,9 +196,9 @@ def _encode_chunk(encoder: PairEncoder, rows: Sequence[Row], numbers: Sequence[i
         overlong.append(Problem(row.where, found, "raise max_length, or set overlong to drop", size=length))
     return _Chunk(
         _build_table([pairs[at] for at in kept], [numbers[at] for at in kept], [rows[at].margin for at in kept]),
-        [compute_row_digest(rows[at]) for at in kept],
-        [_compute_prompt_digest(rows[at]) for at in kept],
-        [Remarked(numbers[at], rows[at].where, pairs[at].remarks) for at in kept if pairs[at].remarks],
+        compute_digests(rows[at] for at in kept),
+        compute_digests(_take_prompt(rows[at]) for at in kept),
+        build_bits(pairs[at].remarks for at in kept),
         DropCounts(
             num_rows=len(rows),
             num_identical=num_identical,
@@ -219,9 +220,9 @@ def _build_table(pairs: Sequence[EncodedPair], row_ids: Sequence[int], margins: 
     return pa.table({**ids, "row_id": pa.array(row_ids, pa.int64()), "margin": pa.array(margins, pa.float32())})
 
 
-def _compute_prompt_digest(row: Row) -> bytes:
+def _take_prompt(row: Row) -> Row:
     messages = None if row.messages is None else row.messages[: row.num_prompt_messages]
-    return compute_row_digest(replace(row, messages=messages, completion=None, rejected=None))
+    return replace(row, messages=messages, completion=None, rejected=None)
 
 
 def _build(
@@ -236,7 +237,7 @@ def _build(
         for finding in sort_findings(
             [
                 *judge_pairs(name, audit, dropped.get(name, DropCounts()), config.tokens.max_truncated_fraction),
-                *judge_remarks(name, sides[name].remarked, audit.num_pairs),
+                *judge_remarks(name, sides[name].remarks, sides[name].find_places),
             ]
         )
     ]
@@ -327,8 +328,8 @@ def _refuse_overlap(train: EncodedPairs, held_out: EncodedPairs) -> None:
         (train.prompt_digests, held_out.prompt_digests, "have the prompt of a held-out row"),
     ):
         overlap = find_overlap(ours, theirs)
-        train_places = train.find_target_positions([position for position, _ in overlap.pairs])
-        eval_places = held_out.find_target_positions([position for _, position in overlap.pairs])
+        train_places = train.find_places([position for position, _ in overlap.pairs])
+        eval_places = held_out.find_places([position for _, position in overlap.pairs])
         try:
             refuse_overlap(overlap, train_places.__getitem__, eval_places.__getitem__, relation=relation)
         except DataError as error:

@@ -108,8 +108,6 @@ def _join_lines(lines: Iterator[tuple[int, str]], *, ends_at_blank: bool) -> Ite
 WRAPPERS: Final = ("data", "rows", "examples", "instances")
 """Keys under which the single object of a file may hold its rows."""
 
-_CHUNK_BYTES: Final = 1 << 20
-_LONGEST_TOKEN: Final = 16  # no literal or escape is longer: an error further than this from the end is one
 _BLANK: Final = re.compile(r"[ \t\r\n]*")
 
 Line = tuple[int, str]
@@ -169,98 +167,38 @@ def _read_document(lines: Iterable[Line], name: str) -> Iterator[Entry]:
 
 
 def _read_array(file: BufferedReader, name: str) -> Iterator[Entry]:
-    window = _Window(file, name)
-    window.take()
-    index = 0
-    while window.peek() != "]" or index:
-        yield _to_entry(window.take_value(), name, index, "row")
-        index += 1
-        if window.peek() == "]":
-            break
-        if window.peek() != ",":
-            window.fail("the array is not closed" if not window.peek() else "expected `,` or `]`")
-        window.take()
-    window.take()
-    if window.peek():
-        window.fail("text after the array")
+    """Read the text whole and its elements one by one, so that a fault has its line and the rows before it are read."""
+    raw = file.read()
+    try:
+        text = raw.decode().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        where = f"{name}:{raw.count(bytes([10]), 0, error.start) + 1}"
+        raise build_encoding_error(where, error.start, b"") from None
 
+    def skip_blank(at: int) -> int:
+        blank = _BLANK.match(text, at)
+        return blank.end() if blank else at
 
-class _Window:
-    """The stretch of a JSON text being parsed, refilled from the file as it is consumed."""
+    def fail(found: str, at: int) -> NoReturn:
+        line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
+        raise BrokenFileError(Problem(f"{name}:{line}", f"{found} (column {column})", _DOCUMENT_REMEDY))
 
-    def __init__(self, file: BufferedReader, name: str) -> None:
-        self._file, self._name = file, name
-        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
-        self._text, self._at = "", 0
-        self._line, self._column, self._offset = 1, 1, 0  # of the first character of the text; of the next byte read
-
-    def peek(self) -> str:
-        """Return the next character that is not blank, empty at the end of the file."""
-        while True:
-            blank = _BLANK.match(self._text, self._at)
-            self._at = blank.end() if blank else self._at
-            if self._at < len(self._text):
-                return self._text[self._at]
-            if not self._refill(_CHUNK_BYTES):
-                return ""
-
-    def take(self) -> None:
-        """Consume the next character that is not blank."""
-        self.peek()
-        self._at += 1
-
-    def take_value(self) -> object:
-        """Consume and return the next value.
-
-        Raises:
-            BrokenFileError: There is none.
-        """
-        self.peek()
-        size = _CHUNK_BYTES
-        while True:
-            try:
-                value, end = _DECODER.raw_decode(self._text, self._at)
-            except json.JSONDecodeError as error:
-                ahead = error.pos - self._at
-                if self._is_certain(error) or not self._refill(size):
-                    self.fail(f"invalid JSON: {_explain(error)}", ahead)
-            except (ValueError, RecursionError) as error:
-                self.fail(f"invalid JSON: {_explain(error)}")
-            else:
-                if end < len(self._text) or not self._refill(size):
-                    self._at = end
-                    return value
-            size *= 2
-
-    def fail(self, found: str, ahead: int = 0) -> NoReturn:
-        """Raise, naming the line and column of the character so far ahead of the next one."""
-        line, column = self._place(self._at + ahead)
-        raise BrokenFileError(Problem(f"{self._name}:{line}", f"{found} (column {column})", _DOCUMENT_REMEDY))
-
-    def _is_certain(self, error: json.JSONDecodeError) -> bool:
-        """Whether more text cannot mend the error."""
-        return not error.msg.startswith("Unterminated") and error.pos < len(self._text) - _LONGEST_TOKEN
-
-    def _place(self, position: int) -> tuple[int, int]:
-        newlines = self._text.count("\n", 0, position)
-        if newlines:
-            return self._line + newlines, position - self._text.rindex("\n", 0, position)
-        return self._line, self._column + position
-
-    def _refill(self, size: int) -> bool:
-        """Drop what is consumed and append the file's next bytes; false when there are none."""
-        raw = self._file.read(size)
-        pending = len(self._decoder.getstate()[0])
+    at, index = skip_blank(skip_blank(0) + 1), 0
+    while index or text[at : at + 1] != "]":
         try:
-            text = self._decoder.decode(raw, final=not raw)
-        except UnicodeDecodeError as error:
-            line, _ = self._place(len(self._text))
-            where = f"{self._name}:{line + raw.count(bytes([10]), 0, max(error.start - pending, 0))}"
-            raise build_encoding_error(where, self._offset - pending + error.start, b"") from None
-        self._offset += len(raw)
-        self._line, self._column = self._place(self._at)
-        self._text, self._at = self._text[self._at :] + text, 0
-        return bool(raw)
+            value, at = _DECODER.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            fail(f"invalid JSON: {_explain(error)}", error.pos if isinstance(error, json.JSONDecodeError) else at)
+        yield _to_entry(value, name, index, "row")
+        at, index = skip_blank(at), index + 1
+        if text[at : at + 1] == "]":
+            break
+        if text[at : at + 1] != ",":
+            fail("the array is not closed" if at == len(text) else "expected `,` or `]`", at)
+        at = skip_blank(at + 1)
+    at = skip_blank(at + 1)
+    if at < len(text):
+        fail("text after the array", at)
 
 
 def _take_two(lines: Iterator[Line]) -> list[Line]:

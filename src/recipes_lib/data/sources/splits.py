@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -15,7 +14,12 @@ import numpy.typing as npt
 from recipes_lib.data.sources.rows import Row
 from recipes_lib.errors import ConfigError, DataError, Problem
 
+Digests = npt.NDArray[np.bytes_] | npt.NDArray[np.uint64]
+"""Digests of rows, 16 bytes each, ``S16 (R,)``, or their halves; an array takes a third of a list's memory."""
+
 _ENCODER: Final = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
+_DIGEST: Final = np.dtype("S16")
+_ROWS_AT_ONCE: Final = 1 << 20
 
 
 class Split(NamedTuple):
@@ -54,8 +58,17 @@ def compute_row_digest(row: Row) -> bytes:
     return hashlib.blake2b(text, digest_size=16).digest()
 
 
+def compute_digests(rows: Iterable[Row]) -> npt.NDArray[np.bytes_]:
+    """``compute_row_digest`` of each row, ``S16 (R,)``.
+
+    Raises:
+        DataError: As ``compute_row_digest``.
+    """
+    return np.frombuffer(b"".join(map(compute_row_digest, rows)), _DIGEST)
+
+
 def split_rows(
-    digests: Sequence[bytes], test_split_size: float | int, seed: int, *, inseparable: str = "equal rows"
+    digests: Digests | Sequence[bytes], test_split_size: float | int, seed: int, *, inseparable: str = "equal rows"
 ) -> Split:
     """Hold out rows, equal ones together; which ones depends on their content and the seed, not on their order.
 
@@ -73,31 +86,44 @@ def split_rows(
         DataError: It leaves no row on one side.
     """
     num_test = _count_test_rows(len(digests), test_split_size)
-    groups: dict[bytes, list[int]] = defaultdict(list)
-    for position, digest in enumerate(digests):
-        groups[digest].append(position)
-    key = seed.to_bytes(16, signed=True)
-    test: list[int] = []
-    for digest in sorted(groups, key=lambda digest: hashlib.blake2b(digest, key=key, digest_size=16).digest()):
-        if len(test) + len(groups[digest]) <= num_test:
-            test += groups[digest]
-        if len(test) == num_test:
+    groups, group_of, sizes = np.unique(_as_array(digests), return_inverse=True, return_counts=True)
+    key, content = seed.to_bytes(16, signed=True), memoryview(groups.tobytes())
+    size = _DIGEST.itemsize
+    draws = (
+        hashlib.blake2b(content[at : at + size], key=key, digest_size=size).digest()
+        for at in range(0, len(content), size)
+    )
+    is_drawn = np.zeros(len(groups), np.bool_)
+    num_drawn = 0
+    for group in np.argsort(np.fromiter(draws, _DIGEST, len(groups))):
+        if num_drawn + sizes[group] <= num_test:
+            is_drawn[group] = True
+            num_drawn += sizes[group]
+        if num_drawn == num_test:
             break
-    if not test:
+    if not num_drawn:
         found = f"no {num_test:,} of the {len(digests):,} rows can be held out: {inseparable} stay together"
         raise DataError(Problem(f"test_split_size: {test_split_size}", found, "hold out more, or remove duplicates"))
-    is_test = np.zeros(len(digests), dtype=np.bool_)
-    is_test[test] = True
+    is_test = is_drawn[group_of]
     return Split(np.flatnonzero(~is_test), np.flatnonzero(is_test))
 
 
-def find_overlap(train_digests: Sequence[bytes], eval_digests: Sequence[bytes], max_pairs: int = 5) -> Overlap:
-    """Find training rows that are held-out rows too."""
-    places: dict[bytes, int] = {}
-    for position, digest in enumerate(eval_digests):
-        places.setdefault(digest, position)
-    shared = [position for position, digest in enumerate(train_digests) if digest in places]
-    return Overlap(len(shared), [(position, places[train_digests[position]]) for position in shared[:max_pairs]])
+def find_overlap(
+    train_digests: Digests | Sequence[bytes], eval_digests: Digests | Sequence[bytes], max_pairs: int = 5
+) -> Overlap:
+    """Find training rows that are held-out rows too; the training digests may be mapped from a file of any size."""
+    train = _as_array(train_digests)
+    held_out, places = np.unique(_as_array(eval_digests), return_index=True)
+    num_rows = 0
+    pairs: list[tuple[int, int]] = []
+    for start in range(0, len(train) if len(held_out) else 0, _ROWS_AT_ONCE):
+        found = train[start : start + _ROWS_AT_ONCE]
+        nearest = held_out.searchsorted(found)
+        shared = np.flatnonzero(held_out.take(nearest, mode="clip") == found)
+        num_rows += len(shared)
+        first = shared[: max_pairs - len(pairs)]
+        pairs += zip((start + first).tolist(), places[nearest[first]].tolist(), strict=True)
+    return Overlap(num_rows, pairs)
 
 
 def refuse_overlap(
@@ -125,6 +151,10 @@ def refuse_overlap(
     found = f"{overlap.num_rows:,} training rows {relation}: {pairs}{more}"
     remedy = "remove them from one side, or set `allow_eval_overlap: true`"
     raise DataError(Problem(train_where(overlap.pairs[0][0]), found, remedy))
+
+
+def _as_array(digests: Digests | Sequence[bytes]) -> npt.NDArray[Any]:
+    return digests if isinstance(digests, np.ndarray) else np.array(digests, _DIGEST)
 
 
 def _count_test_rows(num_rows: int, test_split_size: float | int) -> int:

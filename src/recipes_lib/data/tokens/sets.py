@@ -6,9 +6,7 @@ import hashlib
 import heapq
 import logging
 import shutil
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -18,18 +16,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from recipes_lib.data.packed.encoding import ROWS_PER_CHUNK, encode_chunk
-from recipes_lib.data.packed.store import (
-    PreparedSet,
-    choose_staging,
-    explain_disk_errors,
-    find_set,
-    hold_lock,
-    publish_set,
-)
-from recipes_lib.data.sources.broken_rows import BrokenRows, encode_sound
+from recipes_lib.data.packed.encoding import encode_chunk, map_chunks
+from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.rows import Row
 from recipes_lib.data.sources.splits import compute_row_digest
+from recipes_lib.data.store import PreparedSet, explain_disk_errors, make_set
 from recipes_lib.data.tokens.shards import TokenSource, TokenWriter, is_whole
 from recipes_lib.data.tokens.sources import Corpus
 from recipes_lib.errors import DataError, Problem, raise_problems
@@ -39,10 +30,6 @@ if TYPE_CHECKING:
     from recipes_lib.data.chat.encoder import RowEncoder
 
 
-CHARACTERS_PER_CHUNK: Final = 1 << 21
-"""A chunk is closed when it has so many characters, so that memory does not grow with the length of documents."""
-
-_THREADS: Final = 2
 _ALL_DRAWS: Final = 1 << 64
 
 
@@ -139,8 +126,6 @@ def encode_documents(
 ) -> Iterator[DocumentChunk]:
     """Tokens of the sound rows, in order.
 
-    While chunks are in the tokenizer, which frees the interpreter, others are read.
-
     Args:
         encoder: Tokenises whole rows.
         entries: The documents.
@@ -150,46 +135,11 @@ def encode_documents(
 
     def encode(chunk: Sequence[Row], row_ids: Sequence[int]) -> DocumentChunk:
         examples = encode_chunk(encoder, chunk, row_ids)
-        digests = [compute_row_digest(row) for row in chunk]
+        digests = list(map(compute_row_digest, chunk))
         is_held_out = np.fromiter(map(hold_out.holds, digests), np.bool_, len(digests))
         return DocumentChunk(examples.input_ids, examples.lengths, halve_digests(digests), is_held_out)
 
-    with ThreadPoolExecutor(_THREADS) as pool:
-        pending: deque[tuple[int, Future[tuple[DocumentChunk | None, list[Problem]]]]] = deque()
-        chunks = _split_chunks(broken.skim(entries), broken)
-        while not broken.are_hopeless:
-            for chunk in islice(chunks, _THREADS + 1 - len(pending)):
-                pending.append((len(chunk), pool.submit(encode_sound, encode, chunk, 0, drop=broken.are_dropped)))
-            if not pending:
-                return
-            num_rows, future = pending.popleft()
-            documents, problems = future.result()
-            broken.add(num_rows, problems)
-            if documents is not None:
-                yield documents
-
-
-def _split_chunks(entries: Iterable[Row | Problem], broken: BrokenRows) -> Iterator[list[Row | Problem]]:
-    chunk: list[Row | Problem] = []
-    num_characters = 0
-    try:
-        for entry in entries:
-            chunk.append(entry)
-            num_characters += _count_characters(entry) if isinstance(entry, Row) else 0
-            if len(chunk) == ROWS_PER_CHUNK or num_characters >= CHARACTERS_PER_CHUNK:
-                yield chunk
-                chunk, num_characters = [], 0
-    except DataError as error:
-        broken.refused += error.problems
-    if chunk:
-        yield chunk
-
-
-def _count_characters(row: Row) -> int:
-    """Characters of what a row says, markup aside."""
-    if row.messages is not None:
-        return sum(len(str(message.get("content", ""))) for message in row.messages)
-    return len(row.text or "") + len(row.prompt or "") + len(row.completion or "")
+    return map_chunks(entries, encode, broken)
 
 
 logger = logging.getLogger(__name__)
@@ -226,22 +176,16 @@ def make_token_set(
         ConfigError: The tokenizer cannot be used.
         DataError: Rows are broken, each named up to twenty; or the set cannot be written.
     """
-    if found := find_set(root, key):
-        return found
-    with hold_lock(root, key) as is_locked:
-        if found := find_set(root, key):  # made by the process that held the lock before
-            return found
+
+    def build(staging: Path) -> dict[str, Any]:
         encoder, num_ids = load_encoder()
-        staging = choose_staging(root, key, is_kept=is_locked)
-        try:
-            with explain_disk_errors(root):
-                manifest = _write(staging, corpus, encoder, num_ids, on_documents)
-                published = publish_set(staging, root, key, {"key": key, "inputs": inputs, **manifest})
-                (published.path / PROGRESS_FILE).unlink(missing_ok=True)
-                return published
-        finally:
-            if not is_locked:
-                shutil.rmtree(staging, ignore_errors=True)
+        with explain_disk_errors(root):
+            return _write(staging, corpus, encoder, num_ids, on_documents)
+
+    prepared = make_set(root, key, inputs, build, resumes=True)
+    if prepared.is_new:
+        (prepared.path / PROGRESS_FILE).unlink(missing_ok=True)
+    return prepared
 
 
 def _write(

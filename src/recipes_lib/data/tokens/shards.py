@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from recipes_lib.data.packed.store import sync_folder
+from recipes_lib.files import fsync
 
 IntArray = npt.NDArray[np.int64]
 TokenArray = npt.NDArray[np.uint32]
@@ -71,11 +71,12 @@ class TokenSource:
         first, last = ends.searchsorted(start, side="right"), ends.searchsorted(stop)
         return np.diff(ends[first:last], prepend=start, append=stop)
 
-    def read_digests(self, start: int, stop: int) -> DigestArray:
-        """Digests of documents ``start:stop``, ``uint64 (stop - start,)``; equal for documents that say the same."""
-        if start == stop:
+    @property
+    def digests(self) -> DigestArray:
+        """Digest of each document, ``uint64 (num_documents,)``, mapped; equal for documents that say the same."""
+        if not self.num_documents:
             return np.zeros(0, np.uint64)
-        return np.array(_map_file(self.folder / _DIGESTS_FILE, "<u8")[start:stop], np.uint64)
+        return _map_file(self.folder / _DIGESTS_FILE, "<u8")[: self.num_documents]
 
 
 def is_whole(folder: Path, description: Mapping[str, Any], *, exactly: bool = False) -> bool:
@@ -179,7 +180,7 @@ class TokenWriter:
             file.flush()
             os.fsync(file.fileno())
         if self._files:
-            sync_folder(self._folder)
+            fsync(self._folder)
 
     def _open_documents(self) -> None:
         self._files["ends"] = _open_at(self._folder / _ENDS_FILE, 8 * self.num_documents)

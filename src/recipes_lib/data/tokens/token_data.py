@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.table import Table
@@ -20,10 +19,9 @@ from recipes_lib.config.loader import parse_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.token_ids import count_ids
 from recipes_lib.data.packed.encoding import TokenizerLoader, build_encoder
-from recipes_lib.data.packed.prepared_set import find_root, wait_for_set
-from recipes_lib.data.packed.store import PreparedSet, compute_key
 from recipes_lib.data.sources.mixtures import compute_weights
-from recipes_lib.data.sources.splits import Overlap, compute_row_digest, refuse_overlap
+from recipes_lib.data.sources.splits import compute_row_digest, find_overlap, refuse_overlap
+from recipes_lib.data.store import PreparedSet, compute_key, find_root, wait_for_set
 from recipes_lib.data.tokens.sets import halve_digests, make_token_set, open_side
 from recipes_lib.data.tokens.shards import TokenSource
 from recipes_lib.data.tokens.sources import Corpus, load_corpora, load_held_out, select_options
@@ -31,25 +29,6 @@ from recipes_lib.errors import ConfigError, DataError, Problem, raise_problems
 
 if TYPE_CHECKING:
     from recipes_lib.data.chat.encoder import RowEncoder
-
-
-_MAX_PAIRS: Final = 5
-_DOCUMENTS_AT_ONCE: Final = 1 << 20
-
-
-def find_repeats(train: TokenSource, held_out: TokenSource) -> Overlap:
-    """Find the training documents that say what a held-out one says; positions are numbers of documents."""
-    digests, places = np.unique(held_out.read_digests(0, held_out.num_documents), return_index=True)
-    num_documents = 0
-    pairs: list[tuple[int, int]] = []
-    for start in range(0, train.num_documents, _DOCUMENTS_AT_ONCE):
-        found = train.read_digests(start, min(start + _DOCUMENTS_AT_ONCE, train.num_documents))
-        nearest = digests.searchsorted(found)
-        shared = np.flatnonzero(digests.take(nearest, mode="clip") == found)
-        num_documents += len(shared)
-        first = shared[: _MAX_PAIRS - len(pairs)]
-        pairs += zip((start + first).tolist(), places[nearest[first]].tolist(), strict=True)
-    return Overlap(num_documents, pairs)
 
 
 def refuse_repeats(corpus: Corpus, train: TokenSource, held_out: Corpus, held_out_source: TokenSource) -> None:
@@ -64,7 +43,7 @@ def refuse_repeats(corpus: Corpus, train: TokenSource, held_out: Corpus, held_ou
     Raises:
         DataError: There are such documents.
     """
-    overlap = find_repeats(train, held_out_source)
+    overlap = find_overlap(train.digests, held_out_source.digests)
     if overlap.num_rows:
         train_places = _find_places(corpus, train, [position for position, _ in overlap.pairs])
         held_out_places = _find_places(held_out, held_out_source, [position for _, position in overlap.pairs])
@@ -73,7 +52,7 @@ def refuse_repeats(corpus: Corpus, train: TokenSource, held_out: Corpus, held_ou
 
 def _find_places(corpus: Corpus, tokens: TokenSource, positions: Collection[int]) -> dict[int, str]:
     """The places of the first rows that say what these documents do; reads the source again."""
-    digests = {position: int(tokens.read_digests(position, position + 1)[0]) for position in positions}
+    digests = {position: int(tokens.digests[position]) for position in positions}
     places: dict[int, str] = {}
     for row in corpus.rows():
         with suppress(DataError):  # A broken row is no document.

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 import recipes_lib.losses
 import recipes_lib.models
-from recipes_lib.data.packed.store import (
+from recipes_lib.data.pairs.pair_data import PairData, PairRows
+from recipes_lib.data.store import (
     choose_staging,
     compute_key,
     explain_disk_errors,
@@ -25,7 +26,6 @@ from recipes_lib.data.packed.store import (
     hold_lock,
     publish_set,
 )
-from recipes_lib.data.pairs.pair_data import PairData, PairRows
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.inference import find_device, preserve_training_state
 from recipes_lib.training.collectives import broadcast_object, get_rank, sum_tensor

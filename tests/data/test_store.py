@@ -13,60 +13,75 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
-from recipes_lib.data.packed import store
-from recipes_lib.data.packed.packing import Bins, Examples, build_examples, choose_bins, pack_best_fit
-from recipes_lib.data.sources.rows import EncodedRow
+from recipes_lib.data import store
 from recipes_lib.errors import DataError
 
 KEY = "0123456789abcdef" * 4
 MANIFEST = {"train": {"num_rows": 40}}
 
 
-def packed(num_rows: int = 40, seed: int = 0) -> tuple[Examples, Bins]:
+def table(num_rows: int = 40, seed: int = 0) -> pa.Table:
     rng = np.random.default_rng(seed)
-    rows = [
-        EncodedRow(rng.integers(0, 70_000, length).astype(np.uint32), rng.random(length) < 0.5)
-        for length in rng.integers(1, 30, num_rows)
-    ]
-    examples = build_examples(rows, np.arange(num_rows))
-    return examples, pack_best_fit(examples.lengths, 32)
+    ids = [rng.integers(0, 70_000, length).astype(np.uint32) for length in rng.integers(1, 30, num_rows)]
+    return pa.table({"input_ids": pa.array(ids, pa.list_(pa.uint32())), "row_id": np.arange(num_rows)})
 
 
-def write(root: Path, **changes) -> store.PreparedSet:
-    return store.write_set(root, KEY, {"train": packed(), "eval": packed(5, 1), **changes}, MANIFEST)
+def write(root: Path, **changes: pa.Table) -> store.PreparedSet:
+    """Writes and publishes a set, whatever others have published; the lock is the caller's."""
+    tables = {"train": table(), "eval": table(5, 1), **changes}
+    staging = store.choose_staging(root, KEY, is_kept=False)
+    store.write_splits(staging, {split: rows.to_reader(max_chunksize=7) for split, rows in tables.items()})
+    return store.publish_set(staging, root, KEY, MANIFEST)
+
+
+def build(staging: Path) -> dict[str, object]:
+    store.write_splits(staging, {"train": table().to_reader()})
+    return {"train": {"num_rows": 40}}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("packs_per_record_batch", [1, 3, 1000])
-def test_what_is_read_is_what_was_packed(tmp_path, monkeypatch, packs_per_record_batch):
-    monkeypatch.setattr(store, "_PACKS_PER_RECORD_BATCH", packs_per_record_batch)
-    examples, bins = packed()
+def test_what_is_read_is_what_was_written(tmp_path):
     written = write(tmp_path)
     found = store.find_set(tmp_path, KEY, check_bytes=True)
     assert (found.path, found.key, found.manifest) == (written.path, KEY, MANIFEST)
     assert written.is_new
     assert not found.is_new
-    assert len(found.train) == len(bins)
-    for pack, start, stop in zip(found.train, bins.offsets, bins.offsets[1:], strict=False):
-        members = bins.order[start:stop]
-        alone = [examples.take(np.array([member])) for member in members]
-        assert pack["input_ids"].tolist() == [token for one in alone for token in one.input_ids.tolist()]
-        assert pack["loss_mask"].tolist() == [flag for one in alone for flag in one.loss_mask.tolist()]
-        assert pack["seq_lengths"].tolist() == examples.lengths[members].tolist()
-        assert pack["row_ids"].tolist() == examples.row_ids[members].tolist()
+    for split, rows in ((found.train, table()), (found.eval, table(5, 1))):
+        assert [row["input_ids"].tolist() for row in split] == rows["input_ids"].to_pylist()
 
 
 def test_nothing_held_out_reads_as_none(tmp_path):
-    examples, _ = packed(3)
-    assert (
-        store.write_set(tmp_path, KEY, {"train": (examples, choose_bins(examples.lengths, 32, packing=False))}, {}).eval
-        is None
-    )
+    assert store.make_set(tmp_path, KEY, {}, build).eval is None
+
+
+def test_a_set_is_built_once_and_its_manifest_says_of_what(tmp_path):
+    first = store.make_set(tmp_path, KEY, {"seed": 1}, build)
+    second = store.make_set(tmp_path, KEY, {"seed": 1}, lambda _: pytest.fail("built again"))
+    assert (first.is_new, second.is_new) == (True, False)
+    assert first.manifest == second.manifest == {"key": KEY, "inputs": {"seed": 1}, "train": {"num_rows": 40}}
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_build_that_is_stopped_keeps_its_files_only_to_go_on_with(tmp_path, resumes):
+    seen = []
+
+    def stop(staging):
+        seen.append(staging.exists())
+        staging.mkdir(exist_ok=True)
+        raise KeyboardInterrupt
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            store.make_set(tmp_path, KEY, {}, stop, resumes=resumes)
+    assert seen == [False, resumes]
+    assert store.find_set(tmp_path, KEY) is None
+    assert [path.is_dir() for path in tmp_path.iterdir()].count(True) == resumes
 
 
 def test_the_same_set_is_the_same_bytes(tmp_path):
@@ -162,6 +177,16 @@ def test_a_changed_byte_is_found_when_bytes_are_checked(tmp_path):
     assert store.find_set(tmp_path, KEY, check_bytes=True) is None
 
 
+@pytest.mark.parametrize("check_bytes", [False, True])
+def test_a_set_of_other_bytes_is_built_again_where_bytes_are_checked(tmp_path, check_bytes):
+    first = store.make_set(tmp_path, KEY, {}, build)
+    before = contents(first.path)
+    (first.path / "train/data.arrow").write_bytes(bytes(len(before["train/data.arrow"])))
+    again = store.make_set(tmp_path, KEY, {}, build, check_bytes=check_bytes)
+    assert again.is_new == check_bytes
+    assert (contents(again.path) == before) == check_bytes
+
+
 def test_an_absent_set_is_no_matter_for_a_warning(tmp_path, caplog):
     assert store.find_set(tmp_path / "nowhere", KEY) is None
     assert not caplog.text
@@ -170,7 +195,7 @@ def test_an_absent_set_is_no_matter_for_a_warning(tmp_path, caplog):
 def test_the_set_published_first_is_kept(tmp_path):
     first = write(tmp_path)
     before = contents(first.path)
-    store.write_set(tmp_path, KEY, {"train": packed(7, 3)}, {})
+    write(tmp_path, train=table(7, 3))
     assert contents(first.path) == before
 
 
@@ -183,9 +208,9 @@ def test_a_set_published_at_the_last_moment_is_kept(tmp_path, monkeypatch):
         replace(source, target)
 
     monkeypatch.setattr(store.os, "replace", publish_another_then_replace)
-    write(tmp_path / "root")
-    assert store.find_set(tmp_path / "root", KEY, check_bytes=True) is not None
-    assert [path.name for path in (tmp_path / "root").iterdir()] == [KEY[:16]]
+    store.make_set(tmp_path / "root", KEY, {}, build)
+    assert store.find_set(tmp_path / "root", KEY, check_bytes=True).manifest == MANIFEST
+    assert {path.name for path in (tmp_path / "root").iterdir()} == {KEY[:16], f".{KEY[:16]}.lock"}
 
 
 def kill_at_call(root: Path, function: str, call: int) -> None:
@@ -229,11 +254,11 @@ def test_a_disk_error_is_one_clear_error_and_leaves_nothing(tmp_path, monkeypatc
 
     monkeypatch.setattr(store.os, failing, fail)
     with pytest.raises(DataError) as raised:
-        write(tmp_path)
+        store.make_set(tmp_path, KEY, {}, build)
     assert os.strerror(code) in str(raised.value)
     assert remedy in str(raised.value)
     assert "prepared_dir" in str(raised.value)
-    assert list(tmp_path.iterdir()) == []
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_a_root_that_is_a_file_is_one_clear_error(tmp_path):

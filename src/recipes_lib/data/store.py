@@ -1,4 +1,4 @@
-"""Content-addressed storage of prepared sets: atomic, memory-mapped."""
+"""Content-addressed store of prepared sets: built once under a lock, published atomically, memory-mapped."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import logging
 import os
 import shutil
 import threading
+import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from recipes_lib.data.packed.packing import Bins, Examples
+from recipes_lib.config.paths import expand_home
+from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import fsync, hash_file, read_record, try_lock
 
@@ -30,8 +30,10 @@ logger = logging.getLogger(__name__)
 
 COMPLETE_FILE = "COMPLETE.json"
 MANIFEST_FILE = "manifest.json"
-_PACKS_PER_RECORD_BATCH = 1000
 _BEAT_SECONDS = 10.0
+_POLL_SECONDS = 0.5
+_SECONDS_TO_START = 120.0
+_DEFAULT_ROOT = "~/.cache/recipes_lib/prepared"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,11 @@ class PreparedSet:
         return datasets.Dataset.from_file(str(_data_file(self.path, split))).with_format("numpy")
 
 
+def find_root(config: RecipeConfig) -> Path:
+    """The folder of prepared sets."""
+    return Path(expand_home(config.tokens.prepared_dir or _DEFAULT_ROOT))
+
+
 def compute_key(inputs: Mapping[str, Any]) -> str:
     """SHA-256 in hexadecimal of JSON values, whatever the order of their keys."""
     return hashlib.sha256(json.dumps(inputs, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
@@ -98,48 +105,77 @@ def find_set(root: Path, key: str, *, check_bytes: bool = False) -> PreparedSet 
     return PreparedSet(path, key, manifest)
 
 
-def write_set(
-    root: Path, key: str, splits: Mapping[str, tuple[Examples, Bins]], manifest: Mapping[str, Any]
+def make_set(
+    root: Path,
+    key: str,
+    inputs: Mapping[str, Any],
+    build: Callable[[Path], Mapping[str, Any]],
+    *,
+    local_rank: int = 0,
+    resumes: bool = False,
+    check_bytes: bool = False,
 ) -> PreparedSet:
-    """Writes a set of packs, as ``write_tables`` does.
+    """Find the set of a key, or build and publish it: atomically, and once for all processes that ask.
+
+    Needs no process group. Should another machine have published the same key meanwhile, its set is kept.
 
     Args:
         root: Folder of prepared sets; made when missing.
-        key: From ``compute_key``.
-        splits: Examples and their packs by split name.
-        manifest: JSON values.
+        key: From ``compute_key`` and ``inputs``.
+        inputs: What decides the content, for the manifest.
+        build: Writes the files of the set into a folder, which it makes, and returns the rest of the manifest.
+        local_rank: Rank on this node; all but the first wait for its set.
+        resumes: Whether ``build`` goes on where a killed process stopped: its folder is kept while the key is locked.
+        check_bytes: As for ``find_set``.
 
     Raises:
-        DataError: The disk is full or ``root`` cannot be written; nothing is left behind.
+        DataError: As ``build``; the disk is full or ``root`` cannot be written; or, on the other ranks, that the first
+            one gave up.
     """
-    tables = {split: _read_packs(examples, bins) for split, (examples, bins) in splits.items()}
-    return write_tables(root, key, tables, manifest)
-
-
-def write_tables(
-    root: Path, key: str, splits: Mapping[str, pa.RecordBatchReader], manifest: Mapping[str, Any]
-) -> PreparedSet:
-    """Writes a set beside its place and moves it there in one step, so that it is there whole or not at all.
-
-    Should another process have published the same key meanwhile, its set is kept.
-
-    Args:
-        root: Folder of prepared sets; made when missing.
-        key: From ``compute_key``.
-        splits: Rows by split name, read once.
-        manifest: JSON values.
-
-    Raises:
-        DataError: The disk is full or ``root`` cannot be written; nothing is left behind.
-    """
-    staging = choose_staging(root, key, is_kept=False)
-    with explain_disk_errors(root):
+    if found := find_set(root, key, check_bytes=check_bytes):
+        return found
+    if local_rank:
+        return wait_for_set(root, key)
+    with hold_lock(root, key) as is_locked:
+        if found := find_set(root, key, check_bytes=check_bytes):  # made by the process that held the lock before
+            return found
+        is_kept = resumes and is_locked
+        staging = choose_staging(root, key, is_kept=is_kept)
         try:
-            for split, batches in splits.items():
-                _write_split(_data_file(staging, split), batches)
-            return publish_set(staging, root, key, manifest)
+            manifest = {"key": key, "inputs": inputs, **build(staging)}
+            with explain_disk_errors(root):
+                published = publish_set(staging, root, key, manifest, check_bytes=check_bytes)
+            is_kept = False  # Only another machine's set, published meanwhile, leaves it behind.
+            return published
         finally:
-            shutil.rmtree(staging, ignore_errors=True)
+            if not is_kept:
+                shutil.rmtree(staging, ignore_errors=True)
+
+
+def wait_for_set(root: Path, key: str) -> PreparedSet:
+    """The set of that key, once the first process of the node has published it.
+
+    Args:
+        root: Folder of prepared sets.
+        key: From ``compute_key``.
+
+    Raises:
+        DataError: That process gave up, or never began.
+    """
+    deadline, beat = time.monotonic() + _SECONDS_TO_START, 0
+    while (found := find_set(root, key)) is None:
+        held, last, beat = is_locked(root, key), beat, read_beat(root, key)
+        if held or beat != last:
+            deadline = time.monotonic() + _SECONDS_TO_START
+        elif time.monotonic() > deadline:
+            found_problem = "the first process of this node has not prepared the data"
+            if held is None:  # Only its sign of life tells that it is at work.
+                found_problem += (
+                    f", nor shown for {_SECONDS_TO_START:.0f} s that it is at work (files cannot be locked there)"
+                )
+            raise DataError(Problem(str(root), found_problem, "read its message, or run `recipes prepare` first"))
+        time.sleep(_POLL_SECONDS)
+    return found
 
 
 def choose_staging(root: Path, key: str, *, is_kept: bool) -> Path:
@@ -154,7 +190,9 @@ def choose_staging(root: Path, key: str, *, is_kept: bool) -> Path:
     return root / f".{_set_path(root, key).name}.{'partial' if is_kept else f'{uuid.uuid4().hex}.tmp'}"
 
 
-def publish_set(staging: Path, root: Path, key: str, manifest: Mapping[str, Any]) -> PreparedSet:
+def publish_set(
+    staging: Path, root: Path, key: str, manifest: Mapping[str, Any], *, check_bytes: bool = False
+) -> PreparedSet:
     """Seals a folder of files and moves it to the place of its key in one step.
 
     Should another process have published the same key meanwhile, its set is kept.
@@ -164,6 +202,7 @@ def publish_set(staging: Path, root: Path, key: str, manifest: Mapping[str, Any]
         root: Folder of prepared sets.
         key: From ``compute_key``.
         manifest: JSON values.
+        check_bytes: Replace a set of that key whose bytes are not those that were written.
 
     Raises:
         OSError: The disk is full or ``root`` cannot be written.
@@ -174,9 +213,9 @@ def publish_set(staging: Path, root: Path, key: str, manifest: Mapping[str, Any]
     entries = {str(path.relative_to(staging)): _describe(path) for path in files if path.name != COMPLETE_FILE}
     write_json(staging / COMPLETE_FILE, {"key": key, "files": entries})
     for folder in sorted({path.parent for path in files}):
-        sync_folder(folder)
-    _publish(staging, target, key)
-    sync_folder(root)
+        fsync(folder)
+    _publish(staging, target, key, check_bytes=check_bytes)
+    fsync(root)
     return PreparedSet(target, key, manifest, is_new=True)
 
 
@@ -272,9 +311,9 @@ def _describe(path: Path) -> dict[str, Any]:
     return {"size": path.stat().st_size, "sha256": hash_file(path)}
 
 
-def _publish(staging: Path, target: Path, key: str) -> None:
+def _publish(staging: Path, target: Path, key: str, *, check_bytes: bool) -> None:
     """Moves ``staging`` to ``target`` unless a complete set is there already; a damaged one makes room."""
-    if find_set(target.parent, key) is not None:
+    if find_set(target.parent, key, check_bytes=check_bytes) is not None:
         return
     shutil.rmtree(target, ignore_errors=True)
     try:
@@ -285,53 +324,27 @@ def _publish(staging: Path, target: Path, key: str) -> None:
             raise
 
 
-def _write_split(path: Path, batches: pa.RecordBatchReader) -> None:
+def write_splits(staging: Path, splits: Mapping[str, pa.RecordBatchReader]) -> None:
+    """Write the rows of each split, as ``PreparedSet`` reads them.
+
+    Args:
+        staging: Folder of the set.
+        splits: Rows by split name, read once.
+
+    Raises:
+        DataError: The disk is full or the folder cannot be written.
+    """
     import pyarrow as pa  # only who prepares pays for it
 
-    path.parent.mkdir(parents=True)
-    with path.open("wb") as file:
-        with pa.ipc.new_stream(file, batches.schema) as stream:
-            for batch in batches:
-                stream.write_batch(batch)
-        os.fsync(file.fileno())
-
-
-def _read_packs(examples: Examples, bins: Bins) -> pa.RecordBatchReader:
-    import pyarrow as pa
-
-    starts = range(0, len(bins), _PACKS_PER_RECORD_BATCH)
-    batches = (_build_record_batch(examples, bins, start, start + _PACKS_PER_RECORD_BATCH) for start in starts)
-    return pa.RecordBatchReader.from_batches(_schema(), batches)
-
-
-def _schema() -> pa.Schema:
-    import pyarrow as pa
-
-    return pa.schema(
-        {
-            "input_ids": pa.list_(pa.uint32()),
-            "loss_mask": pa.list_(pa.bool_()),
-            "seq_lengths": pa.list_(pa.int32()),
-            "row_ids": pa.list_(pa.int64()),
-        }
-    )
-
-
-def _build_record_batch(examples: Examples, bins: Bins, start: int, stop: int) -> pa.RecordBatch:
-    import pyarrow as pa
-
-    offsets = bins.offsets[start : stop + 1]
-    packed = examples.take(bins.order[offsets[0] : offsets[-1]])
-    documents = offsets - offsets[0]
-    tokens = np.concatenate([np.zeros(1, np.int64), np.cumsum(packed.lengths)])[documents]
-    columns = (
-        (tokens, packed.input_ids),
-        (tokens, packed.loss_mask),
-        (documents, packed.lengths.astype(np.int32)),
-        (documents, packed.row_ids),
-    )
-    arrays = [pa.ListArray.from_arrays(pa.array(ends.astype(np.int32)), pa.array(values)) for ends, values in columns]
-    return pa.RecordBatch.from_arrays(arrays, schema=_schema())
+    with explain_disk_errors(staging.parent):
+        for split, batches in splits.items():
+            path = _data_file(staging, split)
+            path.parent.mkdir(parents=True)
+            with path.open("wb") as file:
+                with pa.ipc.new_stream(file, batches.schema) as stream:
+                    for batch in batches:
+                        stream.write_batch(batch)
+                os.fsync(file.fileno())
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -340,11 +353,6 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
         json.dump(value, file, indent=2, sort_keys=True)
         file.flush()
         os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Returns when the names of a folder's files are on the disk."""
-    fsync(path)
 
 
 @contextmanager
