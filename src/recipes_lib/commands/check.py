@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from recipes_lib.config.loader import add_recipe_flags, parse_command, split_stage
+from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_stage
 from recipes_lib.config.migration.migrate import migrate
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import EXIT_DONE, EXIT_USER, Problem
@@ -38,10 +38,7 @@ def main(argv: Sequence[str]) -> int:
     stage, _ = split_stage(argv)
     if options.migrate:
         return _print_migration(options.migrate, stage if options.stage else None)
-    config = parse_command(stage, [*(["--config", options.config] if options.config else []), *overrides])
-    if isinstance(config, str):
-        sys.stdout.write(f"{config}\n")
-        return EXIT_DONE
+    config = load_for_command(stage, options, overrides)
     launch_file = find_launch_file(options.hardware) if options.hardware else None
     launch = plan_launch(
         launch_file, options.num_processes, name_pipeline(options.pipeline_stages, options.pipeline_schedule)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from recipes_lib.commands import plan_ppo, plan_tuning
-from recipes_lib.config.loader import parse_command, split_stage
+from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_stage
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 
@@ -58,8 +58,7 @@ def main(argv: Sequence[str]) -> None:
         (plan_ppo if stage == "ppo" else plan_tuning).main(argv)
         return
     parser = argparse.ArgumentParser(prog="recipes plan", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--stage", help="recipe to plan (default: what the file's name begins with, or sft)")
-    parser.add_argument("--config", metavar="F", help="the recipe; further --key value flags override it")
+    add_recipe_flags(parser)
     parser.add_argument("--num_processes", type=int, help="data-parallel processes (default: one for each GPU, or 1)")
     parser.add_argument("--gpu", help="GPU to tell the hours on, such as H100")
     parser.add_argument("--num_gpus", type=int, help="how many (default: one for each process)")
@@ -68,10 +67,7 @@ def main(argv: Sequence[str]) -> None:
     options, overrides = parser.parse_known_args(argv)
     if options.num_processes is None:
         options.num_processes = 1 if options.num_gpus is None else options.num_gpus
-    config = parse_command(stage, [*(["--config", options.config] if options.config else []), *overrides])
-    if isinstance(config, str):
-        sys.stdout.write(f"{config}\n")
-        return
+    config = load_for_command(stage, options, overrides)
     if problems := list(_find_problems(config, options)):
         raise ConfigError(*problems)
     num_gpus = options.num_processes if options.num_gpus is None else options.num_gpus

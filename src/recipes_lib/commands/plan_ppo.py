@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from recipes_lib.config.loader import parse_command
+from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 
@@ -26,10 +26,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--num_processes", type=int, default=1, help="processes of the run (default: 1)")
     parser.add_argument("--gpu", help="GPU that has to hold it, such as H100")
     options, overrides = parser.parse_known_args(argv)
-    config = parse_command("ppo", [*(["--config", options.config] if options.config else []), *overrides])
-    if isinstance(config, str):
-        sys.stdout.write(f"{config}\n")
-        return
+    config = load_for_command("ppo", options, overrides)
     sys.stdout.write("".join(f"{line}\n" for line in describe_run(config, options.num_processes, options.gpu)))
 
 

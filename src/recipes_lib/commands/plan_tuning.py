@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from recipes_lib.config.loader import parse_command, split_stage
+from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_stage
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.losses.projection import CHUNK_BYTES
@@ -64,8 +64,7 @@ def main(argv: Sequence[str]) -> None:
         ConfigError: The configuration or a flag is wrong, or the model's configuration cannot be had.
     """
     parser = argparse.ArgumentParser(prog="recipes plan", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--stage", help="recipe to plan (default: what the file's name begins with)")
-    parser.add_argument("--config", metavar="F", help="the recipe; further --key value flags override it")
+    add_recipe_flags(parser)
     parser.add_argument("--num_processes", type=int, default=1, help="processes of the run, a GPU each (default: 1)")
     parser.add_argument("--gpu", help="GPU that has to hold it, and to tell the time on, such as H100")
     parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that is of use (default: 0.4)")
@@ -74,10 +73,7 @@ def main(argv: Sequence[str]) -> None:
     if stage not in STAGES:
         found = f"{stage} is a trainer of TRL's whose memory is not counted here"
         raise ConfigError(Problem("--stage", found, f"plan one of pretrain, ppo, {', '.join(STAGES)}"))
-    config = parse_command(stage, [*(["--config", options.config] if options.config else []), *overrides])
-    if isinstance(config, str):
-        sys.stdout.write(f"{config}\n")
-        return
+    config = load_for_command(stage, options, overrides)
     lines = describe_run(config, options.num_processes, options.gpu, options.mfu)
     sys.stdout.write("".join([f"{line}\n" for line in lines]))
 

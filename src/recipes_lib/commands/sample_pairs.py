@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recipes_lib.config.loader import parse_command
+from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import PromptRow
 from recipes_lib.errors import ConfigError, Problem
@@ -138,10 +138,7 @@ def main(argv: Sequence[str]) -> None:
     options, overrides = parser.parse_known_args(argv)
     if options.num_answers < 2:
         raise ConfigError(Problem("--num_answers", f"a pair takes two answers, not {options.num_answers}"))
-    config = parse_command("ppo", [*(["--config", options.config] if options.config else []), *overrides])
-    if isinstance(config, str):
-        sys.stdout.write(f"{config}\n")
-        return
+    config = load_for_command("ppo", options, overrides)
     sys.stdout.write(f"{options.output}: {write_pairs(config, options.output, options.num_answers)}\n")
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from recipes_lib.config.secrets import has_secret_shape, is_secret_key, refuse_s
 from recipes_lib.config.settings import ABSENT, DECISIONS, Settings
 from recipes_lib.config.table import STAGES, Key, KeyTable, describe, load_table
 from recipes_lib.config.values import INVALID, Entry, Reader, compose, read_entries, read_text
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
 
 _HELP_WIDTH: Final = 100
 
@@ -123,6 +124,26 @@ def split_stage(argv: Sequence[str]) -> tuple[str, list[str]]:
     if stage not in STAGES:
         raise ConfigError(Problem("--stage", f"there is no stage {stage!r}", f"write one of {', '.join(STAGES)}"))
     return stage, rest
+
+
+def load_for_command(stage: str, options: argparse.Namespace, overrides: Sequence[str]) -> RecipeConfig:
+    """Return the configuration of the run that a command is about.
+
+    As argparse does with its own ``--help``, ``--help`` and ``--print-config`` are printed, and end the command.
+
+    Args:
+        stage: From ``split_stage``, or that of the command.
+        options: With ``config``, which may be ``None``.
+        overrides: Further ``--key value`` flags.
+
+    Raises:
+        ConfigError: As ``load_config``.
+    """
+    config = parse_command(stage, [*(["--config", options.config] if options.config else []), *overrides])
+    if isinstance(config, str):
+        sys.stdout.write(f"{config}\n")
+        raise SystemExit(EXIT_DONE)
+    return config
 
 
 def check_text(stage: str, text: str, path: Path) -> RecipeConfig:

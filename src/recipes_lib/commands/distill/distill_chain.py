@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from recipes_lib.config.loader import parse_command
+from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import SECTIONS, RecipeConfig, read_training
 from recipes_lib.config.table import load_table
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
@@ -56,10 +56,7 @@ def main(argv: Sequence[str]) -> int:
     told = "what runs a recipe, such as 'accelerate launch --config_file F' (default: this Python)"
     parser.add_argument("--launcher", default=shlex.quote(sys.executable), help=told)
     options, overrides = parser.parse_known_args(argv)
-    config = parse_command("distill", [*(["--config", options.config] if options.config else []), *overrides])
-    if isinstance(config, str):
-        sys.stdout.write(config)
-        return EXIT_DONE
+    config = load_for_command("distill", options, overrides)
     verify_chain(config, is_compared=options.compare)
 
     def start(run: ChainRun) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from recipes_lib.config.loader import parse_command
+from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 
@@ -63,10 +63,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--reasoning", choices=("keep", "drop"), default="keep", help=told)
     parser.add_argument("--config", metavar="F", help="a recipe of distillation; further --key value flags override it")
     options, overrides = parser.parse_known_args(argv)
-    config = parse_command("distill", [*(["--config", options.config] if options.config else []), *overrides])
-    if isinstance(config, str):
-        sys.stdout.write(config)
-        return
+    config = load_for_command("distill", options, overrides)
     sys.stdout.write(f"{options.output}: {write_answers(config, options.output, reasoning=options.reasoning)}\n")
 
 
