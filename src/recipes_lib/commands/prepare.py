@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes_lib.config.loader import add_recipe_flags, split_stage
+from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_stage
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from transformers import PreTrainedTokenizerBase
 
+    from recipes_lib.data.packed.encoding import TokenizerLoader
 
-def prepare(argv: Sequence[str]) -> None:
+
+def _load_tokenizer(config: RecipeConfig) -> PreTrainedTokenizerBase:
+    from recipes_lib.models.loading import load_tokenizer
+
+    return load_tokenizer(config.model, config.tokens)
+
+
+def prepare(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokenizer) -> None:
     """Prepare the data of a run, or find them prepared, in which case no tokenizer is imported.
+
+    Args:
+        argv: Arguments after the command, as the run's script takes them.
+        load_tokenizer: Called only when something has to be tokenised.
 
     Raises:
         ConfigError: The stage has nothing to prepare.
@@ -25,26 +39,77 @@ def prepare(argv: Sequence[str]) -> None:
     about = "Tokenise, mask and pack the data of a run, or find them prepared."
     parser = argparse.ArgumentParser(prog="recipes prepare", description=about, allow_abbrev=False)
     add_recipe_flags(parser)
-    parser.parse_known_args(argv)
-    stage, rest = split_stage(argv)
-    if stage == "pretrain":
-        from recipes_lib.data.tokens.token_data import main
-    elif stage in ("reward", "dpo"):
-        from recipes_lib.data.pairs.pair_data import main
-    elif stage in ("ppo", "rloo", "grpo"):
+    options, overrides = parser.parse_known_args(argv)
+    stage, _ = split_stage(argv)
+    if stage in ("ppo", "rloo", "grpo"):
         found = "there is nothing to prepare: prompts are tokenised when the run starts"
         raise ConfigError(Problem("--stage", found, "look at them with `recipes check` and `recipes preview`"))
+    config = load_for_command(stage, options, overrides)
+    started = time.monotonic()
+    summary, is_new, places = _prepare(stage, config, load_tokenizer)
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    console.print(summary)
+    console.print(f"prepared in {time.monotonic() - started:.1f} s" if is_new else "nothing to do: already prepared")
+    for place in places:
+        console.print(place, soft_wrap=True)
+
+
+def _prepare(stage: str, config: RecipeConfig, load_tokenizer: TokenizerLoader) -> tuple[Table, bool, list[str]]:
+    """Return what the data of a stage are, whether they had to be made, and where they lie."""
+    if stage == "pretrain":
+        from recipes_lib.data.tokens import token_data
+
+        tokens = token_data.prepare_tokens(config, load_tokenizer, num_tokens=config.pretraining.max_tokens)
+        places = [f"{source['name']}: {source['path']}" for source in tokens.record["sources"]]
+        return token_data.render_summary(tokens), tokens.is_new, places
+    if stage in ("reward", "dpo"):
+        from recipes_lib.data.pairs.pair_data import render_summary
+        from recipes_lib.data.pairs.sets import prepare_pairs as prepare_rows
     else:
-        from recipes_lib.data.packed.prepared_set import main
+        from recipes_lib.data.packed.prepared_set import prepare as prepare_rows
+        from recipes_lib.data.packed.prepared_set import render_summary
+    prepared = prepare_rows(config, load_tokenizer)
+    return render_summary(prepared), prepared.is_new, [f"key  {prepared.key}", f"path {prepared.path}"]
 
-    main(stage, rest, _load_tokenizer)
 
+def preview(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokenizer) -> None:
+    """Show what the model will be trained on, token by token; write it as HTML when asked.
 
-def preview(argv: Sequence[str]) -> None:
-    """Show what the model will be trained on, token by token."""
-    from recipes_lib.data.packed.preview import main
+    Args:
+        argv: Arguments after the command: ``--rows``, ``--html``, and what the run's script takes.
+        load_tokenizer: Loads the run's tokenizer.
 
-    main(*split_stage(argv), _load_tokenizer)
+    Raises:
+        ConfigError: There is no row to show, or the page cannot be written; as ``build_preview``.
+        DataError: As ``build_preview``.
+    """
+    about = "Show what the model will be trained on, token by token."
+    parser = argparse.ArgumentParser(prog="recipes preview", description=about, allow_abbrev=False)
+    add_recipe_flags(parser)
+    parser.add_argument("--rows", type=int, default=3, help="rows to show (default: %(default)s)")
+    parser.add_argument("--html", type=Path, metavar="OUT", help="write them as an HTML page, too")
+    options, overrides = parser.parse_known_args(argv)
+    config = load_for_command(split_stage(argv)[0], options, overrides)
+    if options.rows < 1:
+        raise ConfigError(Problem("--rows", f"{options.rows} rows cannot be shown", "write a number from 1 on"))
+    from rich.console import Console
+
+    from recipes_lib.data.packed.preview import build_preview, render_html, render_text
+
+    rows = build_preview(config, load_tokenizer(config), options.rows)
+    if options.html is not None:
+        title = f"{config.data.dataset_name or 'dataset_mixture'}: what is trained on"
+        try:
+            options.html.parent.mkdir(parents=True, exist_ok=True)
+            options.html.write_text(render_html(title, rows), encoding="utf-8")
+        except OSError as error:
+            found = f"cannot be written: {error.strerror}"
+            raise ConfigError(Problem(str(options.html), found, "name another file after --html")) from None
+    console = Console(highlight=False)
+    for row in rows:
+        console.print(render_text(row), end="\n\n", soft_wrap=True)
 
 
 def report(argv: Sequence[str]) -> None:
@@ -55,9 +120,3 @@ def report(argv: Sequence[str]) -> None:
     from recipes_lib.report.page import build_report
 
     sys.stdout.write(f"{build_report(options.output_dir)}\n")
-
-
-def _load_tokenizer(config: RecipeConfig) -> PreTrainedTokenizerBase:
-    from recipes_lib.models.loading import load_tokenizer
-
-    return load_tokenizer(config.model, config.tokens)

@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from recipes_lib.commands import prepare as commands
 from recipes_lib.data import store
 from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.packed import prepared_set as module
-from recipes_lib.data.packed.prepared_set import main, prepare, render_summary
+from recipes_lib.data.packed.prepared_set import prepare, render_summary
 from recipes_lib.data.sources.mixtures import load_train_data
 from recipes_lib.data.store import find_root, find_set
 from recipes_lib.errors import ConfigError, DataError
@@ -394,9 +395,9 @@ def test_the_command_prepares_then_says_that_nothing_is_to_do(build_config, load
         *("--prepared_dir", str(tmp_path / "prepared")),
         *("--output_dir", str(tmp_path / "out")),
     ]
-    main("sft", argv, load_tokenizer)
+    commands.prepare(argv, load_tokenizer)
     first = capsys.readouterr().out
-    main("sft", argv, load_tokenizer)
+    commands.prepare(argv, load_tokenizer)
     second = capsys.readouterr().out
     assert "prepared in" in first
     assert "nothing to do" in second

@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
+from recipes_lib.commands.prepare import preview
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.packed.packing import Examples, build_examples
@@ -18,7 +19,6 @@ from recipes_lib.data.packed.preview import (
     PreviewRow,
     build_preview,
     compute_pieces,
-    main,
     render_html,
     render_text,
 )
@@ -108,7 +108,7 @@ def show(build_config, tiny_tokenizer, tmp_path):
     def run(*flags):
         keys = {"model_name_or_path": config.model.model_name_or_path, "dataset_name": config.data.dataset_name}
         argv = [*flags, *(f"--{key}={value}" for key, value in keys.items()), f"--output_dir={tmp_path / 'out'}"]
-        main("sft", argv, lambda config: tiny_tokenizer)
+        preview(argv, lambda config: tiny_tokenizer)
 
     return run
 

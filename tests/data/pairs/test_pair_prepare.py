@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from recipes_lib.data.pairs.pair_data import main
+from recipes_lib.commands.prepare import prepare
 
 
 @pytest.mark.parametrize("stage", ["reward", "dpo"])
@@ -20,14 +20,15 @@ def test_pairs_are_prepared_once_and_told(tmp_path, tiny_tokenizer_dir, capsys, 
         f"--prepared_dir={tmp_path / 'prepared'}",
         "--test_split_size=2",
     ]
-    main(stage, argv, lambda _: AutoTokenizer.from_pretrained(tiny_tokenizer_dir))
+    prepare(["--stage", stage, *argv], lambda _: AutoTokenizer.from_pretrained(tiny_tokenizer_dir))
     told = capsys.readouterr().out
     assert "prepared in" in told
     assert "4" in told.split("prompts")[0]
-    main(stage, argv, lambda _: pytest.fail("tokenised again"))
+    prepare(["--stage", stage, *argv], lambda _: pytest.fail("tokenised again"))
     assert "nothing to do: already prepared" in capsys.readouterr().out
 
 
 def test_help_is_told(capsys):
-    main("dpo", ["--help"], lambda _: pytest.fail("asked for a tokenizer"))
-    assert "loss_type" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        prepare(["--stage", "dpo", "--help"], lambda _: pytest.fail("asked for a tokenizer"))
+    assert "--config" in capsys.readouterr().out

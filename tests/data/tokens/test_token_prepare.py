@@ -6,7 +6,7 @@ import pytest
 from tests.training.pretraining import write_documents
 from transformers import AutoTokenizer
 
-from recipes_lib.data.tokens.token_data import main
+from recipes_lib.commands.prepare import prepare
 
 
 def test_every_source_and_side_is_told_and_a_second_time_no_tokenizer_is_loaded(tmp_path, tiny_tokenizer_dir, capsys):
@@ -20,11 +20,11 @@ def test_every_source_and_side_is_told_and_a_second_time_no_tokenizer_is_loaded(
         "max_length": 32,
     }
     argv = [f"--{name}={value}" for name, value in keys.items()]
-    main("pretrain", argv, lambda _: AutoTokenizer.from_pretrained(tiny_tokenizer_dir))
+    prepare(["--stage", "pretrain", *argv], lambda _: AutoTokenizer.from_pretrained(tiny_tokenizer_dir))
     first = capsys.readouterr().out
     assert "prepared in" in first
     assert "held out of" in first
-    main("pretrain", argv, lambda _: pytest.fail("tokenised again"))
+    prepare(["--stage", "pretrain", *argv], lambda _: pytest.fail("tokenised again"))
     second = capsys.readouterr().out
     assert "already prepared" in second
     assert first.split("prepared in")[0] == second.split("nothing to do")[0]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +13,6 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
-from recipes_lib.config.loader import parse_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.token_ids import find_end_tokens
 from recipes_lib.data.packed.audit import (
@@ -250,26 +247,6 @@ def _refuse_overlong(sides: Iterable[EncodedMixture], capacity: int) -> None:
         overlong = [describe_overlong(places[at], int(lengths[at]), capacity) for at in too_long]
         problems += merge_alike(overlong, len(lengths))
     raise_problems(problems, "max_length")
-
-
-def main(stage: str, argv: Sequence[str], load_tokenizer: TokenizerLoader) -> None:
-    """``recipes prepare``: prepares the set of a run and says what is in it.
-
-    Args:
-        stage: Name of the recipe.
-        argv: Arguments after the command, as the run's script takes them.
-        load_tokenizer: As for ``prepare``.
-    """
-    parsed = parse_command(stage, argv)
-    if isinstance(parsed, str):
-        sys.stdout.write(parsed)
-        return
-    started = time.monotonic()
-    prepared = prepare(parsed, load_tokenizer)
-    console = Console()
-    console.print(render_summary(prepared))
-    state = f"prepared in {time.monotonic() - started:.1f} s" if prepared.is_new else "nothing to do: already prepared"
-    console.print(f"{state}\nkey  {prepared.key}\npath {prepared.path}", soft_wrap=True, markup=False, highlight=False)
 
 
 def render_summary(prepared: PreparedSet) -> Table:

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import html
-import sys
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from rich.console import Console
 from rich.text import Text
 
-from recipes_lib.config.loader import add_recipe_flags, parse_command
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.data.packed.encoding import TokenizerLoader, build_encoder, encode_chunk, read_seed
+from recipes_lib.data.packed.encoding import build_encoder, encode_chunk, read_seed
 from recipes_lib.data.packed.packing import Examples, build_examples
 from recipes_lib.data.sources.mixtures import load_train_data
 from recipes_lib.data.sources.rows import EncodedRow
 from recipes_lib.data.tokens.sources import load_corpora, select_options
-from recipes_lib.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -184,41 +178,3 @@ def _build_pair_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase
             example = build_examples([EncodedRow(ids, np.arange(len(ids)) >= len(pair.prompt_ids))], [0])
             preview.append(PreviewRow(f"{row.where}, {name}", compute_pieces(tokenizer, example)))
     return preview
-
-
-def main(stage: str, argv: Sequence[str], load_tokenizer: TokenizerLoader) -> None:
-    """``recipes preview``: shows the first rows in the terminal, and writes them as HTML when asked.
-
-    Args:
-        stage: Name of the recipe.
-        argv: Arguments after the command: ``--rows``, ``--html``, and what the run's script takes.
-        load_tokenizer: Loads the run's tokenizer.
-
-    Raises:
-        ConfigError: There is no row to show, or the page cannot be written; as ``build_preview``.
-        DataError: As ``build_preview``.
-    """
-    about = "Show what the model will be trained on, token by token."
-    parser = argparse.ArgumentParser(prog="recipes preview", description=about, allow_abbrev=False)
-    add_recipe_flags(parser)
-    parser.add_argument("--rows", type=int, default=3, help="rows to show (default: %(default)s)")
-    parser.add_argument("--html", type=Path, metavar="OUT", help="write them as an HTML page, too")
-    options, overrides = parser.parse_known_args(argv)
-    parsed = parse_command(stage, [*(["--config", options.config] if options.config else []), *overrides])
-    if isinstance(parsed, str):
-        sys.stdout.write(parsed)
-        return
-    if options.rows < 1:
-        raise ConfigError(Problem("--rows", f"{options.rows} rows cannot be shown", "write a number from 1 on"))
-    rows = build_preview(parsed, load_tokenizer(parsed), options.rows)
-    if options.html is not None:
-        title = f"{parsed.data.dataset_name or 'dataset_mixture'}: what is trained on"
-        try:
-            options.html.parent.mkdir(parents=True, exist_ok=True)
-            options.html.write_text(render_html(title, rows), encoding="utf-8")
-        except OSError as error:
-            found = f"cannot be written: {error.strerror}"
-            raise ConfigError(Problem(str(options.html), found, "name another file after --html")) from None
-    console = Console(highlight=False)
-    for row in rows:
-        console.print(render_text(row), end="\n\n", soft_wrap=True)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
 from rich.table import Table
 
-from recipes_lib.config.loader import parse_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.token_ids import count_before_end, find_end_tokens
 from recipes_lib.data.packed.audit import Finding
@@ -112,26 +108,6 @@ def load_pair_data(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, loc
         findings=[Finding(**finding) for finding in prepared.manifest["findings"]],
         record={"prepared_set": str(prepared.path), **prepared.manifest},
     )
-
-
-def main(stage: str, argv: Sequence[str], load_tokenizer: TokenizerLoader) -> None:
-    """Prepare the pairs of a run and say what is in them.
-
-    Args:
-        stage: Name of the recipe.
-        argv: Arguments after the command, as the run's script takes them.
-        load_tokenizer: Called only when something has to be tokenised.
-    """
-    parsed = parse_command(stage, argv)
-    if isinstance(parsed, str):
-        sys.stdout.write(parsed)
-        return
-    started = time.monotonic()
-    prepared = prepare_pairs(parsed, load_tokenizer)
-    console = Console()
-    console.print(render_summary(prepared))
-    state = f"prepared in {time.monotonic() - started:.1f} s" if prepared.is_new else "nothing to do: already prepared"
-    console.print(f"{state}\nkey  {prepared.key}\npath {prepared.path}", soft_wrap=True, markup=False, highlight=False)
 
 
 def render_summary(prepared: PreparedSet) -> Table:

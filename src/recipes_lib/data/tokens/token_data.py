@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -15,7 +13,6 @@ from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextCol
 from rich.table import Table
 from rich.text import Text
 
-from recipes_lib.config.loader import parse_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.token_ids import count_ids
 from recipes_lib.data.packed.encoding import TokenizerLoader, build_encoder
@@ -233,28 +230,6 @@ def _describe(part: _Part) -> dict[str, Any]:
     prepared = part.prepared
     sides = {side: prepared.manifest[side] for side in ("train", "eval", "broken_rows")}
     return {"name": part.corpus.name, "path": str(prepared.path), "key": prepared.key, **sides}
-
-
-def main(stage: str, argv: Sequence[str], load_tokenizer: TokenizerLoader) -> None:
-    """Prepare the tokens of a run and say what is in them.
-
-    Args:
-        stage: Name of the recipe.
-        argv: Arguments after the command, as the run's script takes them.
-        load_tokenizer: Called only when something has to be tokenised.
-    """
-    parsed = parse_command(stage, argv)
-    if isinstance(parsed, str):
-        sys.stdout.write(parsed)
-        return
-    started = time.monotonic()
-    tokens = prepare_tokens(parsed, load_tokenizer, num_tokens=parsed.pretraining.max_tokens)
-    console = Console()
-    console.print(render_summary(tokens))
-    state = f"prepared in {time.monotonic() - started:.1f} s" if tokens.is_new else "nothing to do: already prepared"
-    console.print(state, highlight=False)
-    for source in tokens.record["sources"]:
-        console.print(f"{source['name']}: {source['path']}", soft_wrap=True, markup=False, highlight=False)
 
 
 def render_summary(tokens: TokenData) -> Table:
