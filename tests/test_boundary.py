@@ -58,9 +58,9 @@ def test_a_stopped_run_says_why_without_a_traceback(error, code, capsys: pytest.
 def test_only_the_main_process_tells_that_the_run_was_stopped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stopped = raising(PreemptedError("SIGTERM: stopped after step 3; run the same command to go on"))
+    stopped = raising(PreemptedError("SIGTERM: stopped after step 3; run the same command to resume"))
     assert run_command(stopped) == 75
-    assert capsys.readouterr().err == "SIGTERM: stopped after step 3; run the same command to go on\n"
+    assert capsys.readouterr().err == "SIGTERM: stopped after step 3; run the same command to resume\n"
     monkeypatch.setenv("RANK", "1")
     assert run_command(stopped) == 75
     assert capsys.readouterr().err == ""

@@ -109,7 +109,7 @@ class StopRequest:
 
     def _stop_here(self) -> PreemptedError:
         self._has_raised = True
-        return PreemptedError(f"{self.reason}: stopped where there was nothing to save; run the same command to go on")
+        return PreemptedError(f"{self.reason}: stopped where there was nothing to save; run the same command to resume")
 
     def _watch(self, descriptor: int) -> None:
         """Leave at once on a second request, and where the main thread cannot, without a process that is gone."""

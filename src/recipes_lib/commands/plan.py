@@ -245,7 +245,7 @@ def _draw(path: Path, config: RecipeConfig, schedule: Schedule) -> None:
     corners = np.linspace(0, min(schedule.num_warmup_steps, schedule.num_steps - 1), 20).astype(int)
     steps = np.unique(np.concatenate([even, corners, [schedule.first_decay_step or 0, schedule.num_steps - 1]]))
     tokens = np.append(starts[steps], starts[-1])
-    steps = np.append(steps, steps[-1])  # The last step goes on to the end of the run.
+    steps = np.append(steps, steps[-1])  # The last step lasts to the end of the run.
     rates = float(config.training["learning_rate"]) * schedule.factors(steps)
     draw_schedule(path, tokens.tolist(), rates.tolist(), np.diff(starts)[steps].tolist())
 

@@ -30,7 +30,7 @@ Counted = TypeVar("Counted", bound=Counts)
 class RowFile(Generic[Counted]):
     """Rows, JSON Lines, and beside them ``NAME.record.json``.
 
-    A process that is killed leaves whole batches, and the next one goes on behind them.
+    A process that is killed leaves whole batches, and the next one resumes after them.
 
     Attributes:
         counts: How far the rows are.

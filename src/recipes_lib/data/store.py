@@ -125,7 +125,7 @@ def make_set(
         inputs: What decides the content, for the manifest.
         build: Writes the files of the set into a folder, which it makes, and returns the rest of the manifest.
         local_rank: Rank on this node; all but the first wait for its set.
-        resumes: Whether ``build`` goes on where a killed process stopped: its folder is kept while the key is locked.
+        resumes: Whether ``build`` resumes where a killed process stopped: its folder is kept while the key is locked.
         check_bytes: As for ``find_set``.
 
     Raises:
@@ -184,7 +184,7 @@ def choose_staging(root: Path, key: str, *, is_kept: bool) -> Path:
     Args:
         root: Folder of prepared sets.
         key: From ``compute_key``.
-        is_kept: Always the same one, so that who holds the lock may go on where another was killed; otherwise one of
+        is_kept: Always the same one, so that who holds the lock may resume where another was killed; otherwise one of
             this call's own, which the next holder of the lock removes.
     """
     return root / f".{_set_path(root, key).name}.{'partial' if is_kept else f'{uuid.uuid4().hex}.tmp'}"

@@ -272,7 +272,7 @@ class RewardGuard:
         if self._limit is not None and self._num_in_a_row >= self._limit and not is_solved:
             raise DivergedError(
                 f"step {step} was stopped before its update: the rewards of {self._num_in_a_row} rollouts in a row "
-                f"taught nothing; in this one {found}. {_REMEDY}. To go on regardless, raise {KEY} or set it to null"
+                f"taught nothing; in this one {found}. {_REMEDY}. To continue regardless, raise {KEY} or set it to null"
             )
         if self._num_in_a_row >= self._next_told:
             self._next_told = 2 * self._num_in_a_row

@@ -272,7 +272,7 @@ class PPOTrainer:
         return controller.kl_coef
 
     def _evaluate(self) -> None:
-        """Answer the samples, unless this process is asked to stop: then they are answered when the run goes on."""
+        """Answer the samples, unless this process is asked to stop: then they are answered when the run resumes."""
         WATCHDOG.enter("an evaluation")
         with suppress(LeftError):
             self._answer_samples()

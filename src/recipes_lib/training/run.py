@@ -113,7 +113,7 @@ class Run:
         config: What to train with: as the user wrote it, but for an accumulation planned anew.
         output_dir: Where everything of the run goes.
         launch: How this process was launched.
-        resume_from: The complete checkpoint to go on from unless it is damaged; ``None`` at the beginning.
+        resume_from: The complete checkpoint to resume from unless it is damaged; ``None`` at the beginning.
         finished: True when the run had already reached its end, and its model is whole.
         facts: What ``run.json`` holds; kept here too, so that it is whole whatever becomes of the file meanwhile.
     """
@@ -126,7 +126,7 @@ class Run:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def choose_checkpoint(self) -> Path | None:
-        """Return the checkpoint to go on from, read through; ``None``: at the beginning. Every process must call.
+        """Return the checkpoint to resume from, read through; ``None``: at the beginning. Every process must call.
 
         Raises:
             ConfigError: As ``agree_on_checkpoint``.
@@ -200,9 +200,9 @@ class Run:
 
 
 def start_run(config: RecipeConfig, launch: Launch) -> Run:
-    """Open the output directory, refuse one of another configuration, and find the checkpoint to go on from.
+    """Open the output directory, refuse one of another configuration, and find the checkpoint to resume from.
 
-    With another number of processes the run goes on with the batch that it had. ``Run.choose_checkpoint`` reads what is
+    With another number of processes the run resumes with the batch that it had. ``Run.choose_checkpoint`` reads what is
     found, when the processes have met and can share that.
 
     Raises:

@@ -198,4 +198,4 @@ def test_who_is_asked_leaves_what_it_computes_by_itself_and_only_while_training(
 @pytest.mark.parametrize(("saved", "words"), [(3, "checkpoint-3 is complete"), (0, "nothing was to be saved yet")])
 def test_the_last_line_says_who_asked_and_what_there_is(saved, words):
     told = str(end_stopped(PreemptedError("SIGTERM on rank 1"), step=3, saved_step=saved))
-    assert told == f"SIGTERM on rank 1: stopped after step 3; {words}; run the same command to go on"
+    assert told == f"SIGTERM on rank 1: stopped after step 3; {words}; run the same command to resume"

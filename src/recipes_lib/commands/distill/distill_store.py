@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def store(config: RecipeConfig) -> None:
-    """Write the store of a run, or go on with it, and hold it against the teacher.
+    """Write the store of a run, or resume it, and hold it against the teacher.
 
     Raises:
         ConfigError: As ``main``.

@@ -162,7 +162,7 @@ def make_token_set(
     load_encoder: Callable[[], tuple[RowEncoder, int]],
     on_documents: Callable[[int, int], None],
 ) -> PreparedSet:
-    """Finds the token set of a corpus, or makes it; whoever is killed goes on behind the last full shard.
+    """Finds the token set of a corpus, or makes it; a killed process resumes after the last full shard.
 
     Args:
         root: Folder of prepared sets.
@@ -287,7 +287,7 @@ class _Sides:
             self.save()
 
     def save(self) -> None:
-        """Makes what was written the place from which a later attempt goes on."""
+        """Makes what was written the place from which a later attempt resumes."""
         self._train.flush()
         self._eval.flush()
         replace_record(self._staging / PROGRESS_FILE, self.describe())

@@ -100,7 +100,7 @@ class TokenWriter:
     Args:
         folder: Where the files go; made with the first document.
         num_ids: Ids that the tokenizer has; decides the type on disk.
-        at: What ``describe`` returned when ``flush`` was called: go on from there, and cut off what was written later.
+        at: What ``describe`` returned when ``flush`` was called: resume from there, and cut off what was written later.
 
     Raises:
         OSError: A file cannot be opened.

@@ -62,7 +62,7 @@ class CheckpointingTrainer(Trainer):
             self._saver.settle()
 
     def stops_at_end(self) -> bool:
-        """Stop where all steps are made: upstream would make one more of a run that goes on at its very end."""
+        """Stop where all steps are made: upstream would make one more of a run that is resumed at its very end."""
         if self.state.global_step < self.state.max_steps:
             return False
         self.control.should_training_stop = True

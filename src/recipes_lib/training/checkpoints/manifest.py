@@ -212,7 +212,7 @@ def rotate(output_dir: Path, keep_last: int | None, keep_steps: Collection[int],
 
 
 def supersede(output_dir: Path, after_step: int) -> None:
-    """Put the checkpoints after a step aside, under a name that is never resumed: the run goes on differently there."""
+    """Put the checkpoints after a step aside, under a name that is never resumed: the run continues without them."""
     for step, path in list_checkpoints(output_dir):
         if step > after_step:
             put_aside(path, "superseded")

@@ -39,7 +39,7 @@ def count_rows_per_step(training: Mapping[str, Any], world_size: int) -> int:
 
 
 def verify_checkpoint_fits(record: Record, name: str, launch: Launch) -> None:
-    """Refuse to go on from a checkpoint that upstream could not load here.
+    """Refuse to resume from a checkpoint that upstream could not load here.
 
     Args:
         record: Of the checkpoint.
@@ -60,7 +60,7 @@ def verify_checkpoint_fits(record: Record, name: str, launch: Launch) -> None:
             "optimizer states back only with the same number"
         )
         raise ConfigError(
-            Problem(name, found, f"start {world_size} processes, or train under DDP or FSDP, which go on with any")
+            Problem(name, found, f"start {world_size} processes, or train under DDP or FSDP, which resume with any")
         )
 
 
@@ -163,7 +163,7 @@ def _find_disagreement(
         found = f"has planned {accumulation} micro-batches a step and the main process {its_accumulation}"
         return Problem(name, found, "run the same command again")
     if checkpoint is not None and not checkpoint.is_dir():
-        found = f"does not see {checkpoint}, from which the main process goes on"
+        found = f"does not see {checkpoint}, from which the main process resumes"
         return Problem(name, found, "put output_dir on storage that all machines share")
     return None
 

@@ -66,7 +66,7 @@ def end_stopped(request: PreemptedError, *, step: int, saved_step: int) -> Preem
     """
     STOP.close()
     kept = f"checkpoint-{saved_step} is complete" if saved_step else "nothing was to be saved yet"
-    return PreemptedError(f"{request}: stopped after step {step}; {kept}; run the same command to go on")
+    return PreemptedError(f"{request}: stopped after step {step}; {kept}; run the same command to resume")
 
 
 class LastStep(TrainerCallback):

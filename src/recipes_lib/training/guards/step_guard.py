@@ -280,7 +280,7 @@ class StepGuard(TrainerCallback):
                 raise _SpikedError(self._plan(step, str(spike), back_to))
         if not self._is_in_spike:
             remedy = "no checkpoint lies far enough before it" if self._keys.max_rollbacks else "max_rollbacks is 0"
-            say(f"step {step}: {spike}; the run goes on ({remedy})")
+            say(f"step {step}: {spike}; the run continues ({remedy})")
             self._writer.write({"kind": "spike", "step": step, "cause": str(spike)})
 
     def _plan(self, step: int, cause: str, back_to: int) -> Rollback:
@@ -290,7 +290,7 @@ class StepGuard(TrainerCallback):
         return Rollback(step, cause, back_to, skipped, steps=(first + 1, last + 1))
 
     def _go_back(self, rollback: Rollback) -> str:
-        """Make the record whole before anything is computed from it; return the checkpoint to go on from."""
+        """Make the record whole before anything is computed from it; return the checkpoint to resume from."""
         trainer = self._trainer
         checkpoint = self._output_dir / f"checkpoint-{rollback.back_to}"
         trainer.observer.progress.say(

@@ -140,7 +140,7 @@ class Watchdog:
             sys.stderr.write(f"{words}; where its threads stand:\n")
             faulthandler.dump_traceback(sys.__stderr__ or 2)
             return
-        sys.stderr.write(f"{words}: ended; what it hung in is shown above, and the same command goes on\n")
+        sys.stderr.write(f"{words}: ended; what it hung in is shown above, and the same command resumes\n")
         sys.stderr.flush()
         # The record goes to a disk that may be what hangs.
         threading.Timer(_SECONDS_TO_RECORD, os._exit, (EXIT_STALLED,)).start()
