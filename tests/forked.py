@@ -6,9 +6,10 @@ import multiprocessing
 import os
 import runpy
 import socket
+import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def run_forked(
         processes = [
             FORKING.Process(
                 target=_become,
-                args=(module, list(map(str, arguments)), common | environment, output.name),
+                args=(module, list(map(str, arguments)), common | environment, [output.name] * 2),
             )
             for environment in environments
         ]
@@ -77,6 +78,32 @@ def run_forked(
     return told
 
 
+def run_script(
+    script: Path, *arguments: object, paths: Sequence[Path] = (), timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """Run a script as ``python SCRIPT`` would, in a process of its own, and return its end and what it told.
+
+    Args:
+        script: Run as the main module.
+        arguments: Of its command line.
+        paths: Where modules are looked for besides.
+        timeout: Seconds after which it is killed; its exit code is then negative.
+    """
+    arguments = tuple(map(str, arguments))
+    with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as error:
+        files = (out.name, error.name)
+        process = FORKING.Process(
+            target=_become, args=(script, arguments, dict(os.environ), files, [str(path) for path in paths])
+        )
+        process.start()
+        process.join(timeout)
+        process.kill()
+        process.join()
+        told = [Path(name).read_text(encoding="utf-8", errors="replace") for name in files]
+    assert process.exitcode is not None
+    return subprocess.CompletedProcess([str(script), *arguments], process.exitcode, *told)
+
+
 def name_processes(num_processes: int) -> list[dict[str, str]]:
     """Return the variables by which processes of one launch on this machine find each other."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port()), "OMP_NUM_THREADS": "1"}
@@ -92,17 +119,26 @@ def find_free_port() -> int:
     return port
 
 
-def _become(module: str, arguments: list[str], environment: Mapping[str, str], output: str) -> None:
-    """Run a module as this process's own."""
+def _become(
+    module: str | Path,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    outputs: Sequence[str],
+    paths: Sequence[str] = (),
+) -> None:
+    """Run a module, or a script, as this process's own; what it tells goes to two files."""
     import torch
 
-    sink = os.open(output, os.O_WRONLY | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(sink, stream)
+    for stream, output in enumerate(outputs, start=1):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), stream)
     os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(environment)
     if "OMP_NUM_THREADS" in environment:
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # It is read when torch is loaded.
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    sys.argv = [str(module), *arguments]
+    if isinstance(module, Path):
+        sys.path[:0] = [str(module.parent), *paths]
+        runpy.run_path(str(module), run_name="__main__")
+    else:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from tests.forked import run_script
 from tests.training.students import save_student
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -66,10 +65,7 @@ def run_here(recipe: ModuleType, config: Path) -> int:
 
 def test_a_run_leaves_a_student_its_figures_and_a_report(tmp_path, keys) -> None:
     config = write_config(tmp_path, keys | {"feature_weight": 0.5, "similarity_weight": 1.0})
-    done = subprocess.run(
-        [sys.executable, str(RECIPE), "--config", str(config)],
-        capture_output=True, text=True, check=False, cwd=ROOT, timeout=300,
-    )  # fmt: skip
+    done = run_script(RECIPE, "--config", config)
     assert done.returncode == 0, done.stderr[-3000:]
     output = tmp_path / "a run"
     assert {"run.json", "metrics.jsonl", "report.html", "model.safetensors", "checkpoint-4"} <= {
@@ -94,8 +90,7 @@ def test_a_run_leaves_a_student_its_figures_and_a_report(tmp_path, keys) -> None
     assert "step 0: labels cost the student" in done.stderr
 
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
-    again = subprocess.run([sys.executable, str(RECIPE), "--config", str(config)], cwd=ROOT, check=False, timeout=300)
-    assert again.returncode == 0
+    assert run_script(RECIPE, "--config", config).returncode == 0
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from tests.distributed import sharding
+from tests.forked import run_script
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -63,9 +62,8 @@ def make_keys(model_dir: Path, folder: Path) -> dict[str, object]:
 
 def run(stage: str, model_dir: Path, folder: Path, name: str, **keys: object) -> subprocess.CompletedProcess[str]:
     given = {**make_keys(model_dir, folder), "output_dir": folder / name, **keys}
-    command = [sys.executable, str(RECIPES / f"{stage}.py"), *(f"--{name}={value}" for name, value in given.items())]
-    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path})
+    flags = [f"--{name}={value}" for name, value in given.items()]
+    return run_script(RECIPES / f"{stage}.py", *flags, paths=[folder])
 
 
 @pytest.mark.multiprocess

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.forked import run_script
 
 ROOT = Path(__file__).parents[2]
 ANSWERS = ["Paris.", "Seven days.", "It is\nfour.", "blue, mostly"]
@@ -62,8 +63,12 @@ def run_lora(tmp_path, tiny_model_dir, chats, *, output="a run", code=0, launche
         "save_strategy": "no",
     } | keys
     flags = [f"--{name}={value}" for name, value in keys.items()]
-    command = [sys.executable, *launcher, str(ROOT / "recipes" / "lora.py"), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
+    recipe = ROOT / "recipes" / "lora.py"
+    if launcher:
+        command = [sys.executable, *launcher, str(recipe), *flags]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
+    else:
+        done = run_script(recipe, *flags)
     assert done.returncode == code, done.stderr[-3000:]
     return done.stderr
 

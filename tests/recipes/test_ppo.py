@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests.forked import run_script
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "ppo.py"
@@ -40,10 +39,7 @@ def run(model_dir: Path, folder: Path, **keys: object) -> subprocess.CompletedPr
         "save_steps": 4,
         **keys,
     }
-    command = [sys.executable, str(RECIPE), *(f"--{name}={value}" for name, value in given.items())]
-    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    return run_script(RECIPE, *(f"--{name}={value}" for name, value in given.items()), paths=[folder])
 
 
 @pytest.fixture(scope="module")

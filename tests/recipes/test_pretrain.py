@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tests.distributed import sharding
+from tests.forked import run_script
 from tests.training.pretraining import read_steps, write_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -43,8 +42,7 @@ def write_config(tmp_path, tiny_tokenizer_dir, **keys):
 
 
 def run_recipe(*argv):
-    command = [sys.executable, str(RECIPE), *map(str, argv)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
+    return run_script(RECIPE, *argv)
 
 
 def test_a_run_leaves_a_base_model_that_any_tool_loads(tmp_path, tiny_tokenizer_dir):

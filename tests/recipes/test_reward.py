@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
+from tests.forked import run_script
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from recipes_lib.config.schema import AdapterConfig
@@ -50,8 +50,7 @@ def run(model_dir: Path, folder: Path, **keys: object) -> subprocess.CompletedPr
         "save_steps": 2,
         **keys,
     }
-    command = [sys.executable, str(RECIPE), *(f"--{name}={value}" for name, value in given.items())]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return run_script(RECIPE, *(f"--{name}={value}" for name, value in given.items()))
 
 
 @pytest.fixture(scope="module")

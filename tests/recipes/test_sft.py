@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.forked import run_script
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.packed.prepared_set import prepare
@@ -71,6 +72,8 @@ def write_config(tmp_path, tiny_model_dir, chats, **keys):
 
 
 def run_recipe(*argv, launcher=(), timeout=300):
+    if not launcher:
+        return run_script(RECIPE, *argv, timeout=timeout)
     command = [sys.executable, *launcher, str(RECIPE), *map(str, argv)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, cwd=ROOT)
 
