@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.forked import run_forked
+from tests.forked import run_forked, run_script
 
 
 @pytest.mark.multiprocess
@@ -24,6 +24,24 @@ def test_one_that_fails_ends_the_others_and_is_told(tmp_path):
     with pytest.raises(AssertionError, match="the last one fails"):
         run_forked("tests.test_forked", tmp_path, "fail")
     assert not Path("/proc", (tmp_path / "waiting").readlink()).exists()
+
+
+def test_a_script_is_told_what_python_tells_it_and_its_end_is_returned(tmp_path):
+    (tmp_path / "beside.py").write_text("word = 'beside'")
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "further.py").write_text("word = 'further'")
+    script = tmp_path / "a script.py"
+    script.write_text(
+        "import sys, beside, further\n"
+        "print(beside.word, further.word, sys.argv[1:], __name__)\n"
+        "sys.stderr.write('wrong')\n"
+        "sys.exit(int(sys.argv[1]))\n"
+    )
+    done = run_script(script, 3, "b c", paths=[tmp_path / "lib"])
+    assert (done.returncode, done.stderr) == (3, "wrong")
+    assert done.stdout == "beside further ['3', 'b c'] __main__\n"
+    script.write_text("import time\ntime.sleep(600)\n")
+    assert run_script(script, timeout=1).returncode < 0
 
 
 def main():

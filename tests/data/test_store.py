@@ -5,16 +5,15 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import multiprocessing
 import os
 import shutil
-import signal
 import threading
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from tests.faults.moments import kill_at_call
 
 from recipes_lib.data import store
 from recipes_lib.errors import DataError
@@ -213,18 +212,7 @@ def test_a_set_published_at_the_last_moment_is_kept(tmp_path, monkeypatch):
     assert {path.name for path in (tmp_path / "root").iterdir()} == {KEY[:16], f".{KEY[:16]}.lock"}
 
 
-def kill_at_call(root: Path, function: str, call: int) -> None:
-    """Writes a set in a process that dies at the given call of an ``os`` function."""
-    original, calls = getattr(os, function), 0
-
-    def die(*args):
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args)
-
-    setattr(store.os, function, die)
+def lock_and_write(root: Path) -> None:
     with store.hold_lock(root, KEY):
         write(root)
 
@@ -234,14 +222,10 @@ def kill_at_call(root: Path, function: str, call: int) -> None:
     ("function", "call"), [("fsync", 1), ("fsync", 2), ("fsync", 3), ("fsync", 4), ("fsync", 5), ("replace", 1)]
 )
 def test_a_killed_writer_leaves_no_set_and_the_next_one_cleans_up(tmp_path, function, call):
-    process = multiprocessing.get_context("fork").Process(target=kill_at_call, args=(tmp_path, function, call))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    kill_at_call(lambda: lock_and_write(tmp_path), store.os, function, call)
     assert store.find_set(tmp_path, KEY) is None
     assert list(tmp_path.glob(".*.tmp"))
-    with store.hold_lock(tmp_path, KEY):
-        write(tmp_path)
+    lock_and_write(tmp_path)
     assert store.find_set(tmp_path, KEY, check_bytes=True) is not None
     assert not list(tmp_path.glob(".*.tmp"))
 

@@ -28,6 +28,15 @@ MUON_TOLERANCE = 2e-4
 """Muon iterates in bf16, which makes more of the order of a sum."""
 HOST_ADAM_TOLERANCE = 5e-5
 """DeepSpeed's Adam for hosts rounds otherwise than torch's, by which a weight is 1e-7 off, and a reward 1e-5."""
+LAYERS: dict[str, Any] = {
+    "feature_weight": 0.5,
+    "attention_weight": 3.0,
+    "similarity_weight": 2.0,
+    "distance_weight": 1.5,
+    "angle_weight": 0.7,
+    "attn_implementation": "eager",
+}
+"""Every part of the loss that compares layers."""
 FULL_PRECISION = ("--mixed_precision", "no")
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None or " " in sys.prefix,
@@ -46,18 +55,7 @@ FURTHER_CELLS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dpo adapter stored": ("dpo adapter", 1, {}),
     "distill": ("distill", 4, {}),
     "distill on policy": ("distill", 1, UNEVEN | {"lmbda": 0.5, "distillation_beta": 1.0, "response_length": 8}),
-    "distill layers": (
-        "distill",
-        4,
-        {
-            "feature_weight": 0.5,
-            "attention_weight": 3.0,
-            "similarity_weight": 2.0,
-            "distance_weight": 1.5,
-            "angle_weight": 0.7,
-            "attn_implementation": "eager",
-        },
-    ),
+    "distill layers": ("distill", 4, LAYERS),
     "sft packed once": ("sft", 1, {}),
     "sft padded": ("sft", 1, {"packing": "false"}),
     "sft padded, accumulated": ("sft", 4, UNEVEN),

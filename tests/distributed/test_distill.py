@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.distillation.test_distillation import load, make_batch
 from tests.distributed import sharding
-from tests.distributed.cells import FULL_PRECISION, FURTHER_CELLS, build_jobs, measure_gaps, read_weights
+from tests.distributed.cells import FULL_PRECISION, FURTHER_CELLS, LAYERS, build_jobs, measure_gaps, read_weights
 from tests.forked import run_forked
 from tests.training import students
 from tests.training.trajectories import make_packs
@@ -23,14 +23,6 @@ from recipes_lib.distillation.teacher import score_beside_teacher
 from recipes_lib.losses.distillation import Objective
 
 KEYS: dict[str, Any] = {"distillation_alpha": 0.3, "distillation_beta": 0.5, "distillation_temperature": 2.0}
-LAYERS: dict[str, Any] = {
-    "feature_weight": 0.5,
-    "attention_weight": 3.0,
-    "similarity_weight": 2.0,
-    "distance_weight": 1.5,
-    "angle_weight": 0.7,
-    "attn_implementation": "eager",
-}
 ONE: dict[str, Any] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 TWO: dict[str, Any] = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
 # Counted in batches, or measured.

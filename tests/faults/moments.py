@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import multiprocessing
 import os
 import resource
 import signal
@@ -52,6 +53,25 @@ class Moments:
 def die() -> None:
     """End as by the out-of-memory killer or a power cut: nothing is unwound, nothing flushed."""
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_at_call(run: Act, module: Any, function: str, call: int) -> None:
+    """Run something in a forked process, which is killed at a call of a function, counted from 1."""
+
+    def count_and_run() -> None:
+        original, moments = getattr(module, function), Moments(call, die)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            moments.meet()
+            return original(*args, **kwargs)
+
+        setattr(module, function, counted)
+        run()
+
+    process = multiprocessing.get_context("fork").Process(target=count_and_run)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
 
 
 def ask_to_stop() -> None:

@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     stage, _ = split_stage(argv)
     if options.migrate:
         return _print_migration(options.migrate, stage if options.stage else None)
-    config = load_for_command(stage, options, overrides)
+    config = load_for_command(stage, overrides, options.config)
     launch_file = find_launch_file(options.hardware) if options.hardware else None
     launch = plan_launch(
         launch_file, options.num_processes, name_pipeline(options.pipeline_stages, options.pipeline_schedule)

@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> None:
     options, overrides = parser.parse_known_args(argv)
     if options.num_processes is None:
         options.num_processes = 1 if options.num_gpus is None else options.num_gpus
-    config = load_for_command(stage, options, overrides)
+    config = load_for_command(stage, overrides, options.config)
     if problems := list(_find_problems(config, options)):
         raise ConfigError(*problems)
     num_gpus = options.num_processes if options.num_gpus is None else options.num_gpus

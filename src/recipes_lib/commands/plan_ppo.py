@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--num_processes", type=int, default=1, help="processes of the run (default: 1)")
     parser.add_argument("--gpu", help="GPU that has to hold it, such as H100")
     options, overrides = parser.parse_known_args(argv)
-    config = load_for_command("ppo", options, overrides)
+    config = load_for_command("ppo", overrides, options.config)
     sys.stdout.write("".join(f"{line}\n" for line in describe_run(config, options.num_processes, options.gpu)))
 
 

@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> None:
     if stage not in STAGES:
         found = f"{stage} is a trainer of TRL's whose memory is not counted here"
         raise ConfigError(Problem("--stage", found, f"plan one of pretrain, ppo, {', '.join(STAGES)}"))
-    config = load_for_command(stage, options, overrides)
+    config = load_for_command(stage, overrides, options.config)
     lines = describe_run(config, options.num_processes, options.gpu, options.mfu)
     sys.stdout.write("".join([f"{line}\n" for line in lines]))
 

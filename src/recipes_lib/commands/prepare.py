@@ -44,7 +44,7 @@ def prepare(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
     if stage in ("ppo", "rloo", "grpo"):
         found = "there is nothing to prepare: prompts are tokenised when the run starts"
         raise ConfigError(Problem("--stage", found, "look at them with `recipes check` and `recipes preview`"))
-    config = load_for_command(stage, options, overrides)
+    config = load_for_command(stage, overrides, options.config)
     started = time.monotonic()
     summary, is_new, places = _prepare(stage, config, load_tokenizer)
     from rich.console import Console
@@ -91,7 +91,7 @@ def preview(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
     parser.add_argument("--rows", type=int, default=3, help="rows to show (default: %(default)s)")
     parser.add_argument("--html", type=Path, metavar="OUT", help="write them as an HTML page, too")
     options, overrides = parser.parse_known_args(argv)
-    config = load_for_command(split_stage(argv)[0], options, overrides)
+    config = load_for_command(split_stage(argv)[0], overrides, options.config)
     if options.rows < 1:
         raise ConfigError(Problem("--rows", f"{options.rows} rows cannot be shown", "write a number from 1 on"))
     from rich.console import Console

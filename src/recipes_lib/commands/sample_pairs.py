@@ -138,7 +138,7 @@ def main(argv: Sequence[str]) -> None:
     options, overrides = parser.parse_known_args(argv)
     if options.num_answers < 2:
         raise ConfigError(Problem("--num_answers", f"a pair takes two answers, not {options.num_answers}"))
-    config = load_for_command("ppo", options, overrides)
+    config = load_for_command("ppo", overrides, options.config)
     sys.stdout.write(f"{options.output}: {write_pairs(config, options.output, options.num_answers)}\n")
 
 

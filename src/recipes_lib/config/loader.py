@@ -126,24 +126,24 @@ def split_stage(argv: Sequence[str]) -> tuple[str, list[str]]:
     return stage, rest
 
 
-def load_for_command(stage: str, options: argparse.Namespace, overrides: Sequence[str]) -> RecipeConfig:
+def load_for_command(stage: str, overrides: Sequence[str], config: str | None = None) -> RecipeConfig:
     """Return the configuration of the run that a command is about.
 
     As argparse does with its own ``--help``, ``--help`` and ``--print-config`` are printed, and end the command.
 
     Args:
         stage: From ``split_stage``, or that of the command.
-        options: With ``config``, which may be ``None``.
-        overrides: Further ``--key value`` flags.
+        overrides: What the command itself did not take: ``--key value`` flags.
+        config: Value of its own ``--config``.
 
     Raises:
         ConfigError: As ``load_config``.
     """
-    config = parse_command(stage, [*(["--config", options.config] if options.config else []), *overrides])
-    if isinstance(config, str):
-        sys.stdout.write(f"{config}\n")
+    parsed = parse_command(stage, [*(["--config", config] if config else []), *overrides])
+    if isinstance(parsed, str):
+        sys.stdout.write(f"{parsed}\n")
         raise SystemExit(EXIT_DONE)
-    return config
+    return parsed
 
 
 def check_text(stage: str, text: str, path: Path) -> RecipeConfig:

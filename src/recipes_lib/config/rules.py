@@ -17,6 +17,7 @@ from recipes_lib.config.settings import DECISIONS, Settings, is_local
 from recipes_lib.errors import Problem
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+"""``module:name`` of what a user wrote: a reward or a metric."""
 
 _IN_BITS: Final = ("load_in_8bit", "load_in_4bit")
 _EXCLUSIVE: Final = (
@@ -67,7 +68,6 @@ Source: transformers ``TYPE_TO_SCHEDULER_FUNCTION``; ``tests/config/test_schedul
 """
 _ROUNDING: Final = ("adamw_torch_4bit", "adamw_torch_8bit")
 """Of torchao: those of upstream's optimizers that read ``bf16_stochastic_round``; the others ignore it."""
-_METRIC = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 Rule = Callable[[Settings], Iterator[Problem]]
 
@@ -408,7 +408,7 @@ def check_evaluation(settings: Settings) -> Iterator[Problem]:
         found = f"`lr_scheduler_type: {settings['lr_scheduler_type']}` follows the held-out loss"
         yield settings.problem("lr_scheduler_type", found, "write `eval_strategy: steps`")
     for metric in settings["metrics"] or []:
-        if not _METRIC.fullmatch(metric):
+        if not _FUNCTION.fullmatch(metric):
             found = f"a metric is not an import path: {metric[:60]!r}"
             yield settings.problem("metrics", found, "write package.module:Class")
 

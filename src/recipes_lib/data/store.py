@@ -56,7 +56,7 @@ class PreparedSet:
     def train(self) -> datasets.Dataset:
         """Rows to train on as numpy arrays, memory-mapped.
 
-        Packs have ``input_ids``, ``loss_mask``, ``seq_lengths`` and ``row_ids``; for pairs see ``pair_sets``.
+        Packs have ``input_ids``, ``loss_mask``, ``seq_lengths`` and ``row_ids``; for pairs see ``prepare_pairs``.
         """
         return self._load("train")
 
@@ -262,7 +262,7 @@ def is_locked(root: Path, key: str) -> bool | None:
 
 
 def read_beat(root: Path, key: str) -> int:
-    """A number that goes on changing while a process prepares the key on a file system without locks.
+    """A number that keeps changing while a process prepares the key on a file system without locks.
 
     To be compared with what it was, never with a clock: the file system's is another one. 0: nobody has begun.
     """

@@ -180,3 +180,12 @@ def test_nothing_of_the_tokens_has_a_name(tmp_path):
     with TokenFile(tmp_path) as file:
         file.keep(build_examples([EncodedRow(np.ones(9, np.uint32), np.ones(9, np.bool_))], [0]))
         assert list(tmp_path.iterdir()) == []
+
+
+def test_tokens_that_are_no_longer_in_the_file_are_an_error_and_never_what_memory_held(tmp_path):
+    with TokenFile(tmp_path) as file:
+        examples = file.keep(build_examples([EncodedRow(np.arange(9, dtype=np.uint32), np.ones(9, np.bool_))], [0]))
+        assert examples.read(np.array([0]))[0].tolist() == list(range(9))
+        file._file.truncate(8)
+        with pytest.raises(DataError, match="shorter than what was written"):
+            examples.read(np.array([0]))

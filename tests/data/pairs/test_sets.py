@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
-import os
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -15,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.faults.moments import kill_at_call
 
 from recipes_lib.data import store
 from recipes_lib.data.chat.encoder import RowEncoder
@@ -167,20 +165,6 @@ def test_the_same_set_is_the_same_bytes(build_pairs, load_tokenizer, tmp_path):
     assert contents(sets[0].path) == contents(sets[1].path)
 
 
-def prepare_and_die(config, tokenizer, function: str, call: int) -> None:
-    original, calls = getattr(os, function), 0
-
-    def die(*args):
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args)
-
-    setattr(store.os, function, die)
-    prepare_pairs(config, lambda _: tokenizer)
-
-
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("function", "call"), [("fsync", 1), ("fsync", 2), ("fsync", 4), ("replace", 1)])
 def test_a_killed_preparation_leaves_no_set_and_the_next_one_makes_it(
@@ -188,12 +172,7 @@ def test_a_killed_preparation_leaves_no_set_and_the_next_one_makes_it(
 ):
     config = build_pairs(test_split_size=8)
     identity = identify_pairs(config)
-    process = multiprocessing.get_context("fork").Process(
-        target=prepare_and_die, args=(config, tiny_tokenizer, function, call)
-    )
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    kill_at_call(lambda: prepare_pairs(config, lambda _: tiny_tokenizer), store.os, function, call)
     assert store.find_set(identity.root, identity.key) is None
     prepared = prepare_pairs(config, load_tokenizer)
     assert prepared.is_new

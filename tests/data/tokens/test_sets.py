@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import multiprocessing
 import os
 import shutil
-import signal
 import threading
 from pathlib import Path
 
 import pytest
+from tests.faults.moments import kill_at_call
 
 from recipes_lib.data import store
 from recipes_lib.data.chat.encoder import RowEncoder
@@ -109,21 +108,6 @@ def test_the_number_of_documents_and_tokens_is_told(make, tmp_path):
     assert told[-1] == tuple(sum(side[name] for side in sides) for name in ("num_documents", "num_tokens"))
 
 
-def kill_at(run, module, function: str, call: int) -> None:
-    """Runs in a process that dies at the given call of a function."""
-    original, calls = getattr(module, function), 0
-
-    def die(*args):
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args)
-
-    setattr(module, function, die)
-    run()
-
-
 PLACES = [
     *((token_sets._Sides, "append", call) for call in (1, 2, 5, 9)),
     *((token_shards.TokenWriter, "_open_shard", call) for call in (2, 5)),
@@ -140,12 +124,7 @@ PLACES = [
 def test_a_killed_preparation_goes_on_to_the_same_bytes(make, tmp_path, module, function, call, num_tokens):
     root, options = tmp_path / "root", {"test_split_size": 0.3, "num_tokens": num_tokens}
     whole = make(tmp_path / "whole", **options)
-    process = multiprocessing.get_context("fork").Process(
-        target=kill_at, args=(lambda: make(root, **options), module, function, call)
-    )
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    kill_at_call(lambda: make(root, **options), module, function, call)
     assert find_set(root, KEY) is None
     assert contents(make(root, **options).path) == contents(whole.path)
     assert [path.name for path in root.iterdir() if not path.name.endswith(".lock")] == [KEY[:16]]
@@ -165,12 +144,7 @@ def test_rows_that_are_dropped_are_dropped_and_counted_alike_by_whoever_goes_on(
     options = {"num_tokens": num_tokens, "broken_rows": "drop", "max_broken_fraction": 0.2}
     path, root = write_rows("broken.jsonl", rows), tmp_path / "root"
     whole = make(tmp_path / "whole", path=path, **options)
-    process = multiprocessing.get_context("fork").Process(
-        target=kill_at, args=(lambda: make(root, path=path, **options), token_sets._Sides, "append", call)
-    )
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    kill_at_call(lambda: make(root, path=path, **options), token_sets._Sides, "append", call)
     assert contents(make(root, path=path, **options).path) == contents(whole.path)
     alone = make(tmp_path / "alone", path=sound, num_tokens=num_tokens)
     assert read_documents(whole, "train") == read_documents(alone, "train")
@@ -184,11 +158,7 @@ def test_rows_that_are_dropped_are_dropped_and_counted_alike_by_whoever_goes_on(
 
 @pytest.mark.multiprocess
 def test_what_is_in_full_shards_is_not_tokenised_again(make, tmp_path, tokenized):
-    process = multiprocessing.get_context("fork").Process(
-        target=kill_at, args=(lambda: make(tmp_path / "root"), token_sets._Sides, "append", 13)
-    )
-    process.start()
-    process.join()
+    kill_at_call(lambda: make(tmp_path / "root"), token_sets._Sides, "append", 13)
     before, told = sum(tokenized), []
     make(tmp_path / "root", on_documents=lambda *counts: told.append(counts))
     assert told[0][0] == 48, "each chunk fills a shard, so that all of them are kept"

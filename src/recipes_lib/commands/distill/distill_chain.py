@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     told = "what runs a recipe, such as 'accelerate launch --config_file F' (default: this Python)"
     parser.add_argument("--launcher", default=shlex.quote(sys.executable), help=told)
     options, overrides = parser.parse_known_args(argv)
-    config = load_for_command("distill", options, overrides)
+    config = load_for_command("distill", overrides, options.config)
     verify_chain(config, is_compared=options.compare)
 
     def start(run: ChainRun) -> int:

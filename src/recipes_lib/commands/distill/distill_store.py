@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -29,7 +28,7 @@ def main(argv: Sequence[str]) -> None:
         ConfigError: The configuration asks for no store, or the teacher cannot be loaded.
         DataError: The disk is full, or the store is not what the teacher says.
     """
-    parsed = load_for_command("distill", argparse.Namespace(config=None), argv)
+    parsed = load_for_command("distill", argv)
     if parsed.distillation.teacher_top_k is None:
         where = str(parsed.path or "command line")
         remedy = "write `teacher_top_k: 64`; with it the run learns from the store"

@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--reasoning", choices=("keep", "drop"), default="keep", help=told)
     parser.add_argument("--config", metavar="F", help="a recipe of distillation; further --key value flags override it")
     options, overrides = parser.parse_known_args(argv)
-    config = load_for_command("distill", options, overrides)
+    config = load_for_command("distill", overrides, options.config)
     sys.stdout.write(f"{options.output}: {write_answers(config, options.output, reasoning=options.reasoning)}\n")
 
 

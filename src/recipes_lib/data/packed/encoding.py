@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import tempfile
@@ -72,8 +73,11 @@ class TokenFile:
 
     def __getitem__(self, span: slice, /) -> npt.NDArray[np.uint32]:
         tokens = np.empty(span.stop - span.start, np.uint32)
-        self._file.seek(tokens.itemsize * span.start)
-        self._file.readinto(tokens.data)
+        with explain_disk_errors(self._root):
+            self._file.seek(tokens.itemsize * span.start)
+            # What is not read would be whatever memory held before.
+            if self._file.readinto(tokens.data) != tokens.nbytes:
+                raise OSError(errno.EIO, "the temporary file of its tokens is shorter than what was written")
         return tokens
 
     def keep(self, examples: Examples) -> Examples:
