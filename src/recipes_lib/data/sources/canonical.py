@@ -201,7 +201,9 @@ def read_entries(source: Source, declared_format: DatasetFormat) -> Iterator[Row
 
 
 def _no_rows(source: Source) -> Problem:
-    return Problem(source.name, "no rows: it is empty, has only blank lines, or is an empty list", "check how it was written")
+    return Problem(
+        source.name, "no rows: it is empty, has only blank lines, or is an empty list", "check how it was written"
+    )
 
 
 def _refuse_missing_path(path: Path, name: str) -> None:
