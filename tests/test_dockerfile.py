@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.forked import ROOT
 
-ROOT = Path(__file__).parents[1]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 COMPOSE = ROOT / "docker" / "compose.yaml"
 INSTRUCTIONS = {

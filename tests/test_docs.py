@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.forked import ROOT
 
 from recipes_lib.cli import COMMANDS
 
-ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "recipes").rglob("*.md"))]
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 TOP_FOLDERS = ("src", "recipes", "docs", "tests", "accelerate_configs", "benchmarks")

@@ -8,11 +8,10 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import pytest
+from tests.forked import ROOT
 
-ROOT = Path(__file__).parents[1]
 LIBRARY = "recipes_lib"
 
 FOUNDATION = {"environment", "errors", "files", "hardware", "hub", "processes", "stopping"}

@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.forked import ROOT
 from tests.recipes.test_real_models import build_jobs
 from tests.test_docs import FENCE
 
 from recipes_lib.errors import EXIT_DONE
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 GPT2: Mapping[str, Any] = {
     "model_config": '{"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 128}',

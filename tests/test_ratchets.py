@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 import trl
+from tests.forked import ROOT
 from transformers import Trainer
 
-ROOT = Path(__file__).parents[1]
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 MAX_FOLDER_MODULES = 15

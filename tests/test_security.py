@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.forked import ROOT
 from tests.training.trajectories import make_packs, make_trainer
 
-ROOT = Path(__file__).parents[1]
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 ALLOWED = {
     # Writes the vocabulary that nanoGPT itself reads; the library never opens it.

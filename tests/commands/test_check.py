@@ -5,6 +5,7 @@ import json
 
 import pytest
 from rich.console import Console
+from tests.rows import write_rows
 
 from recipes_lib.cli import main as recipes
 from recipes_lib.commands.check import check, main
@@ -19,7 +20,7 @@ def chats(tmp_path):
         {"messages": [{"role": "user", "content": f"And {n}?"}, {"role": "assistant", "content": f"{n + 1}."}]}
         for n in range(30)
     ]
-    path.write_text("".join(json.dumps(turn) + "\n" for turn in turns))
+    write_rows(path, turns)
     return path
 
 

@@ -16,10 +16,10 @@ import huggingface_hub
 import pytest
 import torch
 from packaging.requirements import Requirement
+from tests.forked import ROOT
 
 from recipes_lib.commands import doctor
 
-ROOT = Path(__file__).parents[2]
 CANARY = "hf_canary0123456789"
 
 

@@ -6,17 +6,16 @@ import os
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from tests.forked import ROOT
 
 from recipes_lib.cli import main
 from recipes_lib.commands import launch as launching
 from recipes_lib.commands.launch import find_machines
 
-ROOT = Path(__file__).parents[2]
 CONFIG = "recipes/configs/llama3-8b/sft.yaml"
 TWO = ("--hardware", "fsdp2", "--num_nodes", "2", "--gpus_per_node", "8")
 CLOUD = ("--image", "me/recipes:cuda", "--volume", "runs", "--gpu", "H100", "--secret", "HF_TOKEN")

@@ -6,17 +6,16 @@ import os
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
 from tests.faults import stages
+from tests.forked import ROOT
 
 from recipes_lib.commands import launch as launching
 from recipes_lib.errors import ConfigError
 from recipes_lib.training.layouts.launch_environment import expect_launch, read_launch, verify_expected
 
-ROOT = Path(__file__).parents[2]
 CONFIG = "recipes/configs/llama3-8b/sft.yaml"
 PRETRAINING = ["--config", "recipes/configs/llama2-7b/pretrain.yaml", "--hardware", "cpu_ddp"]
 STEP = {

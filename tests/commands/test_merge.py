@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.models.adapter_models import compute_logits, load_model, train
+from tests.rows import write_rows
 from transformers import AutoTokenizer, GenerationConfig
 
 from recipes_lib.cli import main
@@ -67,7 +68,7 @@ def test_a_merged_model_is_whole_and_says_where_it_comes_from(adapter, tmp_path,
 
 def test_the_samples_of_the_run_and_the_users_prompts_are_compared_on(adapter, tmp_path):
     rows = [{"step": n, "prompt": "user\nHi", "completion": f" {n}"} for n in (0, 2)]
-    (adapter / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(adapter / "samples.jsonl", rows)
     run(adapter, tmp_path / "one")
     assert json.loads((tmp_path / "one" / "merge.json").read_text())["num_texts"] == len(PROMPTS) + 1
     (tmp_path / "mine.txt").write_text("What is it?\n\nWhy?\n")

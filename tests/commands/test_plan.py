@@ -12,13 +12,13 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.forked import ROOT
 
 from recipes_lib.cli import main
 from recipes_lib.commands.plan import draw_curve
 from recipes_lib.config.loader import load_config
 from recipes_lib.planning.pretraining import plan_pretraining
 
-ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "recipes" / "configs"
 TINY = {
     "model_type": "llama",

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.rows import write_rows
 
 from recipes_lib.cli import main
 
@@ -17,7 +18,7 @@ def argv(tmp_path, tiny_model_dir):
         {"messages": [{"role": "user", "content": f"<b>{n}</b>?"}, {"role": "assistant", "content": f"{n}."}]}
         for n in range(6)
     )
-    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(chats, rows)
     keys = {"model_name_or_path": tiny_model_dir, "dataset_name": chats, "output_dir": tmp_path / "out"}
     return [f"--{name}={value}" for name, value in (keys | {"prepared_dir": tmp_path / "prepared"}).items()]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
 import torch
 from tests.rl import keys_task
+from tests.rows import read_rows
 from transformers import LlamaForCausalLM
 
 from recipes_lib.commands import sample_pairs
@@ -27,7 +27,7 @@ def run(policy, tmp_path):
         given = {"learning_rate": 1e-3, "per_device_eval_batch_size": 16, "policy": policy, **keys}
         flags = keys_task.build_flags(given.pop("policy"), tmp_path / "out", prompts, **given)
         sample_pairs.main([f"--output={tmp_path / name}", f"--num_answers={num_answers}", *flags])
-        return [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        return read_rows(tmp_path / name)
 
     return call
 

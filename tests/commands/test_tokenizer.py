@@ -1,11 +1,10 @@
 """``recipes tokenizer`` reads what a recipe reads, holds a tail out, and refuses what cannot work before it trains."""
 
-import json
-
 import pytest
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.rows import write_rows
 from transformers import AutoTokenizer
 
 from recipes_lib.cli import main
@@ -19,7 +18,7 @@ CHAT = [{"role": "user", "content": "How many days?"}, {"role": "assistant", "co
 
 
 def write_jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     return path
 
 

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.recipes.preferences import load_recipe
+from tests.rows import read_events, write_rows
 
 from recipes_lib.boundary import run_command
 from recipes_lib.config.loader import check_text, load_config
 from recipes_lib.config.migration.migrate import migrate
 from recipes_lib.config.schema import flatten_config
 
-ROOT = Path(__file__).parents[2]
 RECIPES = json.loads(Path(__file__).with_name("handbook_recipes.json").read_text(encoding="utf-8"))
 TODAY = {
     "torch_dtype": "dtype",
@@ -104,7 +105,7 @@ def test_a_method_of_the_handbook_trains(name: str, migrated, tiny_model_dir, tm
         ]
         rows.append(dict(zip(("chosen", "rejected"), chats, strict=True)) if stage == "dpo" else {"messages": chats[0]})
     data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(data, rows)
     keys = yaml.safe_load(migration.text)
     # What is of this machine and of these rows; the method stays.
     of_data = ("dataset_", "num_train_epochs")
@@ -131,9 +132,7 @@ def test_a_method_of_the_handbook_trains(name: str, migrated, tiny_model_dir, tm
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(keys))
     monkeypatch.setattr("recipes_lib.training.evaluation.build.measure_matmul_flops", lambda dtype: 1e9)
-    spec = importlib.util.spec_from_file_location(f"{stage}_recipe", ROOT / "recipes" / f"{stage}.py")
-    recipe = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(recipe)
+    recipe = load_recipe(stage)
     monkeypatch.setattr("recipes_lib.publish.final_model.finish_run", lambda run: None)
     config = load_config(stage, ["--config", str(path)])
     assert (config.adapter.use_peft, stage == "dpo" and config.read("loss_type")) == (
@@ -141,5 +140,4 @@ def test_a_method_of_the_handbook_trains(name: str, migrated, tiny_model_dir, tm
         stage == "dpo" and [TRAINED[name]],
     )
     assert run_command(lambda: recipe.main(config)) == 0
-    events = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert [event["step"] for event in events if event["kind"] == "train"][-1] == 2
+    assert read_events(tmp_path / "out")[-1]["step"] == 2

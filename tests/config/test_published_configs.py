@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tests.forked import ROOT
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from recipes_lib.config.loader import load_config
@@ -17,7 +17,6 @@ from recipes_lib.models.architecture import build_model_config
 from recipes_lib.planning.pretraining import plan_pretraining
 from recipes_lib.planning.schedule import Schedule
 
-ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "recipes" / "configs"
 BATCH = re.compile(
     r"# Batch: (\d+) data-parallel processes x (\d+) rows x (\d+) accumulated x (\d+) tokens = (\d+) tokens\."

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.forked import ROOT
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.table import STAGES, load_table
 from recipes_lib.config.values import Entry, read_entries
 from recipes_lib.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "recipes" / "configs").rglob("*.yaml"))
 PATHS = (
     *("model_name_or_path", "tokenizer_name_or_path", "teacher_model_name_or_path"),

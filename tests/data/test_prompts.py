@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import trl
+from tests.rows import write_rows
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.prompts import load_prompt_data
@@ -20,7 +21,7 @@ FOUR, FIVE = ({"role": "assistant", "content": text} for text in ("Four.", "Five
 def load(tmp_path, tiny_tokenizer):
     def load_rows(rows, **keys):
         path = tmp_path / "prompts.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(path, rows)
         given = {
             "model_name_or_path": "owner/model",
             "dataset_name": path,

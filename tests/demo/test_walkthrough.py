@@ -1,7 +1,6 @@
 """The demo's driver: what it writes, what it runs, what it shows, and what it refuses."""
 
 import io
-import json
 import shutil
 import subprocess
 from collections import namedtuple
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tests.forked import run_script
+from tests.rows import write_rows
 
 from recipes_lib.config.loader import parse_command
 from recipes_lib.demo import walkthrough as run
@@ -91,10 +91,8 @@ def test_a_failing_stage_ends_the_demo_with_its_exit_code(tmp_path, monkeypatch)
 def write_run(folder, figures, samples=(), keys=("eval_loss", "eval_exact_match", "eval_rewards/accuracies")):
     folder.mkdir()
     lines = [{"kind": "eval", **dict(zip(keys, values, strict=True))} for values in figures]
-    (folder / "metrics.jsonl").write_text(
-        "".join(f"{json.dumps(line)}\n" for line in [*lines[:1], {"kind": "train"}, *lines[1:]])
-    )
-    (folder / "samples.jsonl").write_text("".join(f"{json.dumps(sample)}\n" for sample in samples))
+    write_rows(folder / "metrics.jsonl", [*lines[:1], {"kind": "train"}, *lines[1:]])
+    write_rows(folder / "samples.jsonl", samples)
 
 
 def test_it_shows_what_the_stages_wrote_and_nothing_else(tmp_path, console):

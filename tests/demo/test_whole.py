@@ -8,13 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.rows import read_events
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo.py"
-
-
-def read_evaluations(run_dir: Path) -> list[dict[str, float]]:
-    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [event for event in events if event["kind"] == "eval"]
 
 
 @pytest.mark.slow
@@ -27,7 +23,7 @@ def test_every_stage_learns_from_real_text(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     runs = {
-        name: read_evaluations(tmp_path / "a demo" / name)
+        name: read_events(tmp_path / "a demo" / name, "eval")
         for name in ("pretrain", "sft", "lora", "reward", "dpo", "ppo", "labels", "distill")
     }
     assert runs["pretrain"][-1]["eval_loss"] < runs["pretrain"][0]["eval_loss"] - 2

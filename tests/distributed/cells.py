@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from tests import tiny
 from tests.distributed import sharding
 from tests.faults import stages
+from tests.rows import read_rows
 
 LEFT_OUT = ("seconds", "per_second", "runtime", "time", "mfu", "memory", "epoch", "flos")
 OF_WEIGHTS = {"parameter_norm", "update_ratio"}
@@ -98,10 +99,6 @@ def in_bf16(job: sharding.Job) -> sharding.Job:
     return {**job, "keys": {**job["keys"], "bf16": "true"}}
 
 
-def read_events(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def read_weights(run: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in run.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
@@ -116,7 +113,7 @@ def measure_gaps(one: Path, two: Path) -> dict[str, float]:
         one: A finished run.
         two: Another.
     """
-    events = [read_events(run) for run in (one, two)]
+    events = [read_rows(run / "metrics.jsonl") for run in (one, two)]
     assert len(events[0]) == len(events[1]) >= 3 + 2, (one, two)
     losses = [event["loss"] for event in events[0] if event["kind"] == "train"]
     assert len(set(losses)) >= 2, "a run that stands still proves nothing"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -18,12 +17,13 @@ from tests.distributed.cells import (
     measure_gaps,
     needs_compiler,
 )
+from tests.rows import write_rows
 
 
 def write_run(folder: Path, *, loss: float = 2.0, weight: float = 0.5) -> Path:
     folder.mkdir()
     events = [{"kind": "train", "loss": value} for value in (4.0, 3.0, loss, 1.0, 1.5)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    write_rows(folder / "metrics.jsonl", events)
     save_file({"a": torch.ones(2), "b": torch.tensor([1.0, weight]), "c": torch.ones(2)}, folder / "model.safetensors")
     return folder
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.distributed import sharding
-from tests.distributed.cells import FULL_PRECISION, read_events, read_weights
+from tests.distributed.cells import FULL_PRECISION, read_weights
 from tests.forked import run_forked
 from tests.rl import keys_task
+from tests.rows import read_events, read_rows
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -54,12 +55,12 @@ def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
         keys_task.train(build(name, "one", 8))
         one, two = (tmp_path / place / name for place in ("one", "two"))
         for kind in ("train", "eval"):
-            for expected, got in zip(keys_task.read_metrics(one, kind), keys_task.read_metrics(two, kind), strict=True):
+            for expected, got in zip(read_events(one, kind), read_events(two, kind), strict=True):
                 assert expected.keys() == got.keys()
                 for figure, value in expected.items():
                     if figure != "kind" and not any(part in figure for part in CLOCKS):
                         assert got[figure] == pytest.approx(value, rel=1e-3, abs=1e-4), f"{name}: {figure}"
-        last = max(event["step"] for event in keys_task.read_metrics(one))
+        last = max(event["step"] for event in read_events(one))
         for learner in ("policy", "critic"):
             weights = [load_file(run / f"checkpoint-{last}" / f"{learner}.safetensors") for run in (one, two)]
             for key, value in weights[0].items():
@@ -70,7 +71,7 @@ def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
     for learner in ("policy", "critic"):
         weights = [load_file(run / "checkpoint-12" / f"{learner}.safetensors") for run in (two, stopped)]
         assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
-    updates = [event["policy/num_updates"] for event in keys_task.read_metrics(tmp_path / "one" / "early_stop")]
+    updates = [event["policy/num_updates"] for event in read_events(tmp_path / "one" / "early_stop")]
     assert 0 < min(updates) < 6
 
 
@@ -126,7 +127,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
 
 
 def assert_same_figures(one: Path, two: Path, *, tolerance: float) -> None:
-    for expected, got in zip(read_events(one), read_events(two), strict=True):
+    for expected, got in zip(*(read_rows(run / "metrics.jsonl") for run in (one, two)), strict=True):
         assert expected.keys() == got.keys()
         for figure, value in expected.items():
             if isinstance(value, int | float) and not any(part in figure for part in CLOCKS):
@@ -140,7 +141,7 @@ def test_sharded_models_learn_what_whole_ones_do(sharded: tuple[Path, dict[str, 
     one, two = folder / "one" / "ppo", folder / "two" / "ppo"
     assert_same_figures(one, two, tolerance=1e-5)
     assert (one / "samples.jsonl").read_text() == (two / "samples.jsonl").read_text()
-    train = [event for event in read_events(two) if event["kind"] == "train"]
+    train = read_events(two)
     assert [event["step"] for event in train] == [4, 8]
     assert all(event["rollout/pad_fraction"] > 0 and event["policy/num_updates"] == 4 for event in train)
     for place in (".", "critic"):
@@ -212,7 +213,7 @@ def test_a_stop_in_an_evaluation_half_precision_and_another_number_of_processes(
     for name, tensor in read_weights(folder / "two" / "ppo").items():
         torch.testing.assert_close(read_weights(tmp_path / "one" / "fewer")[name], tensor, rtol=0, atol=1e-5)
     # Products of shards are those of autocast, but for rounding.
-    one, two = (next(e for e in read_events(tmp_path / n / "bf16") if e["kind"] == "train") for n in ("one", "two"))
+    one, two = (read_events(tmp_path / n / "bf16")[0] for n in ("one", "two"))
     for figure in ("objective/score", "value/loss", "policy/entropy"):
         assert two[figure] == pytest.approx(one[figure], rel=0.005), figure
 

@@ -17,9 +17,9 @@ from tests.distributed.cells import (
     build_jobs,
     in_bf16,
     measure_gaps,
-    read_events,
     read_weights,
 )
+from tests.rows import read_events, read_rows
 
 from recipes_lib.commands.export import export_checkpoint
 
@@ -164,7 +164,7 @@ def test_a_loss_that_is_none_on_one_process_stops_both_before_the_update(runs: t
     folder, two = runs
     assert [code for code in two["codes"].values() if code] == [two["codes"]["nan"]] == [3]
     assert two["told"].count("step 2 was stopped before its update: the loss of micro-batch 1 of rank 1 is nan") == 2
-    assert len([event for event in read_events(folder / "two" / "nan") if event["kind"] == "train"]) == 1
+    assert len(read_events(folder / "two" / "nan")) == 1
 
 
 @pytest.mark.multiprocess
@@ -174,7 +174,8 @@ def test_in_bf16_only_products_are_narrow(runs: tuple[Path, dict[str, Any]]) -> 
     names = ("loss", "eval_loss")
     places = ("one/bf16", "two/bf16", "two/bf16 as accelerate has it")
     expected, ours, narrow = (
-        [event[name] for event in read_events(folder / place) for name in names if name in event] for place in places
+        [event[name] for event in read_rows(folder / place / "metrics.jsonl") for name in names if name in event]
+        for place in places
     )
     off, narrow_off = (
         max(abs(value - right) / right for value, right in zip(some, expected, strict=True)) for some in (ours, narrow)

@@ -15,10 +15,10 @@ from tests.distributed.cells import (
     build_jobs,
     in_bf16,
     measure_gaps,
-    read_events,
     read_weights,
 )
 from tests.distributed.matrix import LAYOUTS
+from tests.rows import read_events, read_rows
 
 from recipes_lib.commands.export import export_checkpoint
 
@@ -103,7 +103,7 @@ def test_in_bf16_sums_over_processes_are_rounded_and_no_more(runs: tuple[Path, d
     expected, got = (
         [
             event[name]
-            for event in read_events(folder / place / "bf16")
+            for event in read_rows(folder / place / "bf16" / "metrics.jsonl")
             for name in ("loss", "eval_loss")
             if name in event
         ]
@@ -116,4 +116,4 @@ def test_a_loss_that_is_none_on_one_process_stops_both_before_the_update(runs: t
     folder, two = runs
     assert [code for code in two["codes"].values() if code] == [two["codes"]["nan"]] == [3]
     assert two["told"].count("step 2 was stopped before its update: the loss of micro-batch 1 of rank 1 is nan") == 2
-    assert len([event for event in read_events(folder / "two" / "nan") if event["kind"] == "train"]) == 1
+    assert len(read_events(folder / "two" / "nan")) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from tests.faults import lives, stages
 from tests.faults.lives import Fault, Life
+from tests.rows import read_events
 
 from recipes_lib.training.checkpoints.manifest import find_damage, list_checkpoints
 from recipes_lib.training.run import read_run_record
@@ -159,8 +159,7 @@ def load_weights(run: Path) -> dict[str, torch.Tensor]:
 
 def read_losses(run: Path) -> dict[int, tuple[float, float]]:
     """Return loss and norm of the gradient by step; a later line replaces an earlier one."""
-    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {event["step"]: (event["loss"], event["grad_norm"]) for event in events if event["kind"] == "train"}
+    return {event["step"]: (event["loss"], event["grad_norm"]) for event in read_events(run)}
 
 
 def verify_equal(straight: Path, run: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from tests import tiny
 from tests.recipes.preferences import make_rows
+from tests.rows import write_rows
 from tests.training.pretraining import write_documents
 
 NUM_STEPS = 12
@@ -100,4 +101,4 @@ def _make_chat(number: int) -> dict[str, Any]:
 
 
 def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    write_rows(path, rows)

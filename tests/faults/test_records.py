@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from tests.forked import ROOT
 from tests.recipes.preferences import make_rows
+from tests.rows import write_rows
 from tests.tiny import build_tokenizer, save_model
 
 from recipes_lib.boundary import run_command
@@ -42,7 +44,6 @@ from recipes_lib.training.layouts.launch_files import read_launch_file
 from recipes_lib.training.monitoring.metrics import MetricsWriter
 from recipes_lib.training.run import start_run
 
-ROOT = Path(__file__).parents[2]
 NUM_MUTATIONS = 80
 NUM_QUICK = 8
 NUM_DRAWN = 2
@@ -114,8 +115,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     index = {"metadata": {"total_size": 1}, "weight_map": {key: name for name, keys in names.items() for key in keys}}
     (folder / "sharded" / "model.safetensors.index.json").write_text(json.dumps(index))
     chats = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}."}] for n in range(6)]
-    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows(6)))
+    write_rows(folder / "chats.jsonl", ({"messages": chat} for chat in chats))
+    write_rows(folder / "pairs.jsonl", make_rows(6))
     (folder / "sft.yaml").write_text(
         f"model_name_or_path: {folder / 'model'}\ndataset_name: {folder / 'chats.jsonl'}\n"
         f"output_dir: {folder / 'run'}\nprepared_dir: {folder / 'prepared'}\nlearning_rate: 1e-4\nbf16: false\n"

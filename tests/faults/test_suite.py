@@ -6,15 +6,13 @@ import importlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from tests.faults import suite
 from tests.faults.laboratory import Laboratory, Trial, Violation, verify_equal
 from tests.faults.moments import Moments
+from tests.forked import ROOT
 from tests.recipes import paused
-
-ROOT = Path(__file__).parents[2]
 
 
 def run_suite(output, *flags):

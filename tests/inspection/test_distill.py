@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.rows import write_rows
 from tests.training.students import save_student
 from transformers import AutoTokenizer
 
@@ -19,7 +20,7 @@ from recipes_lib.training.layouts.launch_files import plan_launch
 
 def look(folder: Path, student: Path, teacher: Path, **keys: Any) -> tuple[list[Any], str]:
     rows = folder / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"{n}?", "completion": f" {n}."}) + "\n" for n in range(4)))
+    write_rows(rows, ({"prompt": f"{n}?", "completion": f" {n}."} for n in range(4)))
     keys = {
         "model_name_or_path": student,
         "teacher_model_name_or_path": teacher,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import io
-import json
 
 import pytest
 from rich.console import Console
+from tests.rows import write_rows
 
 from recipes_lib.commands.check import check
 from recipes_lib.config.loader import load_config
@@ -16,7 +16,7 @@ from recipes_lib.training.layouts.launch_files import plan_launch
 @pytest.fixture
 def look(tiny_model_dir, tmp_path):
     rows = [{"question": f"{n} plus {n}?", "answer": f"#### {2 * n}"} for n in range(20)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "prompts.jsonl", rows)
 
     def run(stage, num_processes=1, **keys):
         given = {

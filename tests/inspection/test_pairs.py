@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 
 import pytest
 from rich.console import Console
+from tests.rows import write_rows
 from trl import DPOConfig
 
 from recipes_lib.commands.check import check
@@ -24,7 +24,7 @@ ROWS = [
 def look(tmp_path, tiny_model_dir):
     def look_at(stage, rows=ROWS, **keys):
         data = tmp_path / "pairs.jsonl"
-        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(data, rows)
         given = {
             "model_name_or_path": tiny_model_dir,
             "dataset_name": data,

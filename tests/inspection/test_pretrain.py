@@ -6,7 +6,8 @@ import io
 
 import pytest
 from rich.console import Console
-from tests.training.pretraining import build_config, read_steps, run_recipe, write_documents
+from tests.rows import read_events
+from tests.training.pretraining import build_config, run_recipe, write_documents
 
 from recipes_lib.cli import main
 from recipes_lib.commands.check import check
@@ -34,7 +35,7 @@ def test_a_sound_run_is_ready_and_its_rates_are_those_of_training(tmp_path, tiny
         assert fact in text
     assert not (tmp_path / "out").exists()
     run_recipe(config, monkeypatch)
-    rates = [step["learning_rate"] for step in read_steps(tmp_path / "out")]
+    rates = [step["learning_rate"] for step in read_events(tmp_path / "out")]
     told = text.split("learning rate at 0, 25, 50, 75, 100 %: ")[1].splitlines()[0].split(", ")
     assert told == [f"{rates[step]:.2e}" for step in (0, 2, 4, 6, 8)]
 

@@ -10,6 +10,7 @@ import shutil
 import pytest
 from rich.console import Console
 from tests.rl import keys_task
+from tests.rows import write_rows
 
 from recipes_lib.commands.check import check
 from recipes_lib.config.loader import load_config
@@ -21,7 +22,7 @@ from recipes_lib.training.layouts.launch_files import find_launch_file, plan_lau
 def test_what_is_odd_about_a_template_is_told(tmp_path, tiny_model_dir, template, caution) -> None:
     chats = tmp_path / "chats.jsonl"
     turns = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b."}]
-    chats.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(4)))
+    write_rows(chats, ({"messages": turns} for _ in range(4)))
     jinja = tmp_path / "template.jinja"
     jinja.write_text(template + (tiny_model_dir / "chat_template.jinja").read_text())
     keys = {
@@ -58,7 +59,7 @@ def test_a_disk_that_holds_the_adapters_alone_is_large_enough(tmp_path, tiny_mod
 def inspect(tmp_path, model, hardware: str, stage: str = "sft", **changes) -> tuple[SFTInspection, str]:
     chats = tmp_path / "chats.jsonl"
     turns = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}."}] for n in range(16)]
-    chats.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
+    write_rows(chats, ({"messages": messages} for messages in turns))
     keys = {
         "model_name_or_path": model,
         "dataset_name": chats,
@@ -109,7 +110,7 @@ ROWS = [{"prompt": [{"role": "user", "content": f"What is {n} plus {n}?"}], "ans
 def look(tmp_path, tiny_model_dir):
     def look_at(rows=ROWS, **keys):
         data = tmp_path / "prompts.jsonl"
-        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(data, rows)
         given = {
             "model_name_or_path": tiny_model_dir,
             "dataset_name": data,

@@ -1,11 +1,10 @@
 """Our adapters and trainer against plain PEFT under TRL's trainer on the same chats: one trajectory of twenty steps."""
 
-import json
-
 import datasets
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tests.rows import write_rows
 from tests.training.adapter_runs import make_adapter_trainer
 from tests.training.trajectories import Recorder
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -46,7 +45,7 @@ ADAPTERS = {
 def rows(tmp_path):
     path = tmp_path / "rows.jsonl"
     texts = ({"prompt": f"{n} plus {n} is", "completion": f" {2 * n}, " * (1 + n % 4)} for n in range(24))
-    path.write_text("".join(json.dumps(row) + "\n" for row in texts))
+    write_rows(path, texts)
     return path
 
 

@@ -1,9 +1,8 @@
 """Our preparation and trainer against TRL's on the same chats, where the options coincide: one trajectory."""
 
-import json
-
 import datasets
 import pytest
+from tests.rows import write_rows
 from tests.training.trajectories import Recorder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig
@@ -57,7 +56,7 @@ LAYOUTS = {
 @pytest.fixture(params=LAYOUTS)
 def rows(request, tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(LAYOUTS[request.param](n)) + "\n" for n in range(16)))
+    write_rows(path, (LAYOUTS[request.param](n) for n in range(16)))
     return request.param, path
 
 

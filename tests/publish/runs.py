@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import save_file
 from tests.publish.hub_server import Files
+from tests.rows import write_rows
 
 from recipes_lib.training.checkpoints.manifest import write_complete
 
@@ -29,7 +30,7 @@ def make_run(folder: Path, status: str = "running", **keys: object) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text(json.dumps(record))
     events = [{"kind": "eval", "step": step, "eval_loss": 4 - step / 10} for step in (0, 10, 20, 30)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    write_rows(folder / "metrics.jsonl", events)
     return folder
 
 

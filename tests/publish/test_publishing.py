@@ -8,12 +8,12 @@ import random
 import subprocess
 import sys
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors.numpy import save, save_file
+from tests.forked import ROOT
 from tests.publish.hub_server import Commit, Fault
 from tests.publish.runs import finish, link_files, make_run, read_weight, save_checkpoint
 
@@ -25,8 +25,6 @@ from recipes_lib.publish.access import NO_ANSWER, Target, limit_silence
 from recipes_lib.publish.publishing import Publication
 from recipes_lib.publish.selection import MODEL, find_contents
 from recipes_lib.training.checkpoints.manifest import rotate, write_complete
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

@@ -8,16 +8,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tests.forked import ROOT
+
 from recipes_lib.boundary import run_command
 from recipes_lib.config.loader import load_config
 
-ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "dpo.py"
 
 
 def load_recipe(stage: str = "dpo") -> ModuleType:
-    """The recipe as a module."""
-    spec = importlib.util.spec_from_file_location(f"{stage}_recipe", RECIPE.with_stem(stage))
+    """The recipe of a stage as a module."""
+    spec = importlib.util.spec_from_file_location(f"{stage}_recipe", RECIPE.with_stem(stage.replace("rloo", "grpo")))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -35,13 +36,6 @@ def make_rows(num_rows: int = 12) -> list[dict[str, Any]]:
         }
         for n in range(num_rows)
     ]
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]] | str) -> Path:
-    """Write a row a line, or the text as it is."""
-    text = rows if isinstance(rows, str) else "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    path.write_text(text, encoding="utf-8")
-    return path
 
 
 def write_config(folder: Path, model_dir: Path, data: Path, *, output: str = "a run", **keys: Any) -> Path:
@@ -73,9 +67,3 @@ def read_record(output_dir: Path) -> dict[str, Any]:
     """The run's record."""
     record: dict[str, Any] = json.loads((output_dir / "run.json").read_text())
     return record
-
-
-def read_events(output_dir: Path, kind: str = "train") -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl`` of that kind."""
-    events = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-    return [event for event in events if event["kind"] == kind]

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.recipes.preferences import ROOT, load_recipe, read_events, run_here, write_config, write_rows
+from tests.recipes.preferences import ROOT, load_recipe, run_here, write_config
+from tests.rows import read_events, write_rows
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.packed.prepared_set import prepare

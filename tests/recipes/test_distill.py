@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-from tests.forked import run_script
+from tests.forked import ROOT, run_script
+from tests.recipes.preferences import load_recipe, run_here
+from tests.rows import read_rows, write_rows
 from tests.training.students import save_student
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes_lib.boundary import run_command
-from recipes_lib.config.loader import load_config
-
-ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "distill.py"
-
-
-@pytest.fixture
-def recipe() -> ModuleType:
-    """The recipe as a module."""
-    spec = importlib.util.spec_from_file_location("distill_recipe", RECIPE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
 def keys(tmp_path: Path, tiny_model_dir: Path) -> dict[str, Any]:
     """A run of a few steps in full precision."""
     rows = [{"prompt": f"What is {n} and {n}?", "completion": f" It is {2 * n}."} for n in range(20)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "rows.jsonl", rows)
     return {
         "model_name_or_path": str(save_student(tmp_path / "student", tiny_model_dir)),
         "teacher_model_name_or_path": str(tiny_model_dir),
@@ -59,10 +44,6 @@ def write_config(folder: Path, keys: dict[str, Any]) -> Path:
     return path
 
 
-def run_here(recipe: ModuleType, config: Path) -> int:
-    return run_command(lambda: recipe.main(load_config("distill", ["--config", str(config)])))
-
-
 def test_a_run_leaves_a_student_its_figures_and_a_report(tmp_path, keys) -> None:
     config = write_config(tmp_path, keys | {"feature_weight": 0.5, "similarity_weight": 1.0})
     done = run_script(RECIPE, "--config", config)
@@ -71,7 +52,7 @@ def test_a_run_leaves_a_student_its_figures_and_a_report(tmp_path, keys) -> None
     assert {"run.json", "metrics.jsonl", "report.html", "model.safetensors", "checkpoint-4"} <= {
         path.name for path in output.iterdir()
     }
-    events = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    events = read_rows(output / "metrics.jsonl")
     train = [event for event in events if event["kind"] == "train"]
     assert [event["step"] for event in train] == [1, 2, 3, 4]
     parts = ("nll", "divergence", "teacher_nll", "agreement", "feature", "similarity")
@@ -94,14 +75,14 @@ def test_a_run_leaves_a_student_its_figures_and_a_report(tmp_path, keys) -> None
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
 
 
-def test_another_vocabulary_is_refused_before_any_weight_is_loaded(tmp_path, keys, recipe, capsys) -> None:
+def test_another_vocabulary_is_refused_before_any_weight_is_loaded(tmp_path, keys, capsys) -> None:
     student = Path(keys["model_name_or_path"])
     tokenizer = AutoTokenizer.from_pretrained(student)
     tokenizer.add_tokens(["<new>"])
     tokenizer.save_pretrained(student)
     (student / "model.safetensors").unlink()
     config = write_config(tmp_path, keys)
-    assert run_here(recipe, config) == 2
+    assert run_here(load_recipe("distill"), config, stage="distill") == 2
     told = capsys.readouterr().err
     assert f"{config}:2" in told
     assert "the teacher has no token '<new>'" in told
@@ -109,7 +90,7 @@ def test_another_vocabulary_is_refused_before_any_weight_is_loaded(tmp_path, key
     assert json.loads((tmp_path / "a run" / "run.json").read_text())["status"] == "refused"
 
 
-def test_without_a_teacher_there_is_no_run(tmp_path, keys, recipe, capsys) -> None:
+def test_without_a_teacher_there_is_no_run(tmp_path, keys, capsys) -> None:
     del keys["teacher_model_name_or_path"]
-    assert run_here(recipe, write_config(tmp_path, keys)) == 2
+    assert run_here(load_recipe("distill"), write_config(tmp_path, keys), stage="distill") == 2
     assert "`teacher_model_name_or_path` is missing" in capsys.readouterr().err

@@ -8,16 +8,8 @@ import math
 import pytest
 import torch
 from tests.forked import run_script
-from tests.recipes.preferences import (
-    RECIPE,
-    load_recipe,
-    make_rows,
-    read_events,
-    read_record,
-    run_here,
-    write_config,
-    write_rows,
-)
+from tests.recipes.preferences import RECIPE, load_recipe, make_rows, read_record, run_here, write_config
+from tests.rows import read_events, write_rows
 from tests.training.pairs import load_weights, perturb_model, train_adapter
 from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, BloomForCausalLM
 

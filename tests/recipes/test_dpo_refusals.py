@@ -5,15 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.recipes.preferences import (
-    load_recipe,
-    make_rows,
-    read_events,
-    read_record,
-    run_here,
-    write_config,
-    write_rows,
-)
+from tests.recipes.preferences import load_recipe, make_rows, read_record, run_here, write_config
+from tests.rows import read_events, write_rows
 from tests.training.pairs import perturb_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -58,7 +51,8 @@ def test_bad_data_are_named_with_the_way_out_and_the_next_start_is_a_fresh_one(
     recipe, tmp_path, tiny_model_dir, capsys, name
 ):
     content, line, remedy = BAD_DATA[name]
-    data = write_rows(tmp_path / "pairs of answers.jsonl", content)
+    data = tmp_path / "pairs of answers.jsonl"
+    data.write_text(content) if isinstance(content, str) else write_rows(data, content)
     config = write_config(tmp_path, tiny_model_dir, data, max_length=256)
     assert run_here(recipe, config) == 2
     said = capsys.readouterr().err

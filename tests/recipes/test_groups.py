@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.distributed import sharding
 from tests.forked import run_script
+from tests.rows import read_events, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -37,7 +38,7 @@ def stopping(**given):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("groups")
     rows = [{"question": f"{n} plus {n}?", "answer": str(2 * n)} for n in range(20)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "prompts.jsonl", rows)
     (folder / "my_rewards.py").write_text(REWARDS)
     return folder
 
@@ -79,8 +80,7 @@ def test_two_processes_answer_the_groups_of_a_step_between_them(tiny_model_dir, 
         record = json.loads((tmp_path / name / "run.json").read_text())
         told = [record[key] for key in ("status", "num_processes", "answers_per_generation")]
         assert told == ["done", 2, num_answers]
-        events = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        assert [event["step"] for event in events if event["kind"] == "train"] == [1, 2, 3, 4]
+        assert [event["step"] for event in read_events(tmp_path / name)] == [1, 2, 3, 4]
 
 
 def test_it_leaves_a_model_its_record_and_a_report(tiny_model_dir, folder):
@@ -89,9 +89,8 @@ def test_it_leaves_a_model_its_record_and_a_report(tiny_model_dir, folder):
     out = folder / "out put"
     record = json.loads((out / "run.json").read_text())
     assert (record["status"], record["stage"], record["answers_per_generation"]) == ("done", "rloo", 4)
-    events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [event["step"] for event in events if event["kind"] == "eval"] == [0, 2, 4]
-    (first, *_) = (event for event in events if event["kind"] == "train")
+    assert [event["step"] for event in read_events(out, "eval")] == [0, 2, 4]
+    first = read_events(out)[0]
     assert first["objective/score"] == pytest.approx(first["rewards/reward/mean"])
     assert first["token_accuracy"] is None
     assert "After training, step 4" in (out / "report.html").read_text()

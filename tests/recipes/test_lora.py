@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 from tests.forked import ROOT, run_script
 from tests.recipes.stranger import ask
+from tests.rows import read_rows, write_rows
 
 from recipes_lib import cli
 
@@ -21,7 +22,7 @@ def chats(tmp_path):
         {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
         for question, answer in zip(QUESTIONS, ANSWERS, strict=True)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_rows(path, rows)
     return path
 
 
@@ -124,5 +125,5 @@ def test_a_mistake_ends_with_exit_code_two_and_a_remedy(tmp_path, tiny_model_dir
 def test_an_adapter_learns_on_few_bits(tmp_path, tiny_model_dir, chats):
     told = run_lora(tmp_path, tiny_model_dir, chats, load_in_4bit="true", optim="paged_adamw_8bit", max_steps=6)
     assert "28 trained tensors have a gradient" in told
-    events = [json.loads(line) for line in (tmp_path / "a run" / "metrics.jsonl").read_text().splitlines()]
+    events = read_rows(tmp_path / "a run" / "metrics.jsonl")
     assert events[-1]["loss"] < events[0]["loss"]

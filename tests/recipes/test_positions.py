@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -10,13 +9,14 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.recipes.preferences import load_recipe
+from tests.rows import write_rows
 
 from recipes_lib.commands.check import check
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import UserError
 from recipes_lib.training.layouts.launch_files import plan_launch
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 QUESTION = [{"role": "user", "content": "How many days are in a week, and how many in a year?"}]
 ANSWERS = [[{"role": "assistant", "content": f"There are {n} of them, I believe."}] for n in (7, 8)]
 ROWS: dict[str, dict[str, Any]] = {
@@ -52,7 +52,7 @@ def limit_positions(model: Path) -> None:
 
 def build_run(folder: Path, stage: str, **keys: Any) -> Any:
     rows = folder / "rows.jsonl"
-    rows.write_text("".join(json.dumps(ROWS[stage]) + "\n" for _ in range(8)))
+    write_rows(rows, (ROWS[stage] for _ in range(8)))
     given = {"model_name_or_path": folder / "model", "dataset_name": rows, "output_dir": folder / "run"}
     given |= {"bf16": False} | KEYS.get(stage, {}) | keys
     if "teacher_model_name_or_path" in given:
@@ -64,13 +64,8 @@ def build_run(folder: Path, stage: str, **keys: Any) -> Any:
 
 def train(stage: str, config: Any) -> list[str]:
     """The problems that the stage's recipe refuses to train for."""
-    spec = importlib.util.spec_from_file_location(f"{stage}_recipe", RECIPES / f"{stage.replace('rloo', 'grpo')}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    recipe = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(recipe)
     with pytest.raises(UserError) as caught:
-        recipe.main(config)
+        load_recipe(stage).main(config)
     return [str(problem) for problem in caught.value.problems]
 
 

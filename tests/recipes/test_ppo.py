@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.forked import run_script
+from tests.rows import read_events, write_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "ppo.py"
@@ -46,7 +47,7 @@ def run(model_dir: Path, folder: Path, **keys: object) -> subprocess.CompletedPr
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ppo")
     rows = [{"prompt": [{"role": "user", "content": f"{n} plus {n}?"}], "answer": str(2 * n)} for n in range(20)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "prompts.jsonl", rows)
     (folder / "my_rewards.py").write_text(REWARDS)
     return folder
 
@@ -58,19 +59,14 @@ def finished(tiny_model_dir, folder):
     return folder / "out put"
 
 
-def read(path: Path, kind: str) -> list[dict[str, float]]:
-    events = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    return [event for event in events if event["kind"] == kind]
-
-
 def test_it_leaves_a_model_its_record_and_a_report(finished):
     record = json.loads((finished / "run.json").read_text())
     assert record["status"] == "done"
     assert record["stage"] == "ppo"
     assert record["data"]["num_prompts"] == 16
-    assert [event["step"] for event in read(finished, "train")] == [4, 8, 12]
-    assert [event["step"] for event in read(finished, "eval")] == [0, 4, 8, 12]
-    assert read(finished, "train")[0]["objective/kl_seq"] == pytest.approx(0, abs=1e-6)
+    assert [event["step"] for event in read_events(finished, "train")] == [4, 8, 12]
+    assert [event["step"] for event in read_events(finished, "eval")] == [0, 4, 8, 12]
+    assert read_events(finished, "train")[0]["objective/kl_seq"] == pytest.approx(0, abs=1e-6)
     assert "After training, step 12" in (finished / "report.html").read_text()
     model = AutoModelForCausalLM.from_pretrained(finished)
     tokenizer = AutoTokenizer.from_pretrained(finished)
@@ -129,7 +125,7 @@ def test_a_reward_model_scores_and_begins_the_critic(tiny_model_dir, folder):
     keys = {"reward_model_name_or_path": reward_model, "reward_weights": "[1.0, 0.5]", "max_steps": 4}
     done = run(tiny_model_dir, folder, output_dir=folder / "with model", **keys)
     assert done.returncode == 0, done.stderr
-    (event,) = read(folder / "with model", "train")
+    (event,) = read_events(folder / "with model", "train")
     parts = [event[f"objective/score/{name}"] for name in ("prefer_short", "reward_model")]
     assert event["objective/score"] == pytest.approx(parts[0] + 0.5 * parts[1], abs=1e-5)
     assert event["value/mean"] != 0

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.forked import ROOT, Launch
+from tests.rows import read_rows, write_rows
 
 PAUSED = Path(__file__).with_name("paused.py")
 NUM_STEPS = 6
@@ -29,7 +30,7 @@ def keys(tiny_model_dir, tmp_path_factory):
         if n % 7
     )
     data = folder / "chats.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(data, rows)
     return {
         "model_name_or_path": tiny_model_dir,
         "dataset_name": data,
@@ -94,18 +95,17 @@ def finish(process):
     return process.returncode, told
 
 
-def read_events(output_dir):
-    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 def read_figures(output_dir):
     """Loss and norm of every training event, loss and samples of every evaluation, in the order they were written."""
     names = ("loss", "grad_norm", "learning_rate", "num_target_tokens", "eval_loss", "eval_stop_rate")
-    return [(event["kind"], event["step"], *(event.get(name) for name in names)) for event in read_events(output_dir)]
+    return [
+        (event["kind"], event["step"], *(event.get(name) for name in names))
+        for event in read_rows(output_dir / "metrics.jsonl")
+    ]
 
 
 def read_samples(output_dir):
-    return [json.loads(line) for line in (output_dir / "samples.jsonl").read_text().splitlines()]
+    return read_rows(output_dir / "samples.jsonl")
 
 
 def assert_same_run(one, other):

@@ -6,8 +6,9 @@ import json
 
 import pytest
 import torch
-from tests.recipes.preferences import make_rows, write_rows
+from tests.recipes.preferences import make_rows
 from tests.recipes.test_preempted import finish, start, stop_at
+from tests.rows import write_rows
 from tests.training.pairs import load_weights
 
 PAIRS = {"test_split_size": 2, "per_device_train_batch_size": 2}

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 from tests.distributed import sharding
-from tests.forked import run_script
-from tests.training.pretraining import read_steps, write_documents
+from tests.forked import ROOT, run_script
+from tests.rows import read_events
+from tests.training.pretraining import write_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "pretrain.py"
 
 
@@ -57,11 +56,11 @@ def test_a_run_leaves_a_base_model_that_any_tool_loads(tmp_path, tiny_tokenizer_
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     ids = tokenizer("the quick", return_tensors="pt")
     assert model.generate(**ids, max_new_tokens=3, do_sample=False).shape[1] > ids["input_ids"].shape[1]
-    steps = read_steps(output)
+    steps = read_events(output)
     assert {"parameter_norm", "update_ratio", "mfu", "grad_norm", "num_tokens", "tokens_per_second"} <= steps[-1].keys()
     again = run_recipe("--config", config)
     assert again.returncode == 0
-    assert read_steps(output) == steps
+    assert read_events(output) == steps
     other = run_recipe("--config", config, "--max_length", "64")
     assert other.returncode == 2
     assert "max_length was 32" in other.stderr
@@ -86,7 +85,7 @@ def test_how_the_batch_is_cut_changes_neither_losses_nor_rates(tmp_path, tiny_to
             for name, (size, number) in cuts.items()
         }
         sharding.run_jobs(jobs, tmp_path / "runs", file)
-    runs = {name: read_steps(tmp_path / "runs" / name) for cuts in CUTS.values() for name in cuts}
+    runs = {name: read_events(tmp_path / "runs" / name) for cuts in CUTS.values() for name in cuts}
     num_steps = len(runs["8x1"])
     assert num_steps > 4
     for steps in runs.values():

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
+from tests.forked import ROOT
+from tests.rows import write_rows
 
 # What a stranger does: plain transformers and PEFT, by name and revision.
 READ_BACK = """
@@ -36,7 +35,7 @@ def test_every_checkpoint_of_an_adapter_can_be_loaded_from_the_hub(hub, tiny_mod
     rows = [
         {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": str(n)}]} for n in range(8)
     ]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "chats.jsonl", rows)
     keys = {
         "model_name_or_path": "owner/base",
         "dataset_name": str(tmp_path / "chats.jsonl"),

@@ -13,12 +13,12 @@ import pytest
 import yaml
 from tests import stand_ins
 from tests.distributed import sharding
+from tests.forked import ROOT
 
 from recipes_lib.cli import main
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.table import STAGES
 
-ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "recipes" / "configs"
 STAND_INS = {
     "model_name_or_path": "model",

@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from tests.forked import run_script
+from tests.rows import read_events, write_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from recipes_lib.config.schema import AdapterConfig
@@ -32,7 +33,7 @@ def write_pairs(path: Path) -> None:
         }
         for n in range(24)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
 
 
 def run(model_dir: Path, folder: Path, **keys: object) -> subprocess.CompletedProcess[str]:
@@ -72,9 +73,9 @@ def test_it_leaves_a_model_a_verdict_and_a_report(folder):
     assert verdict["num_pairs"] == 8
     assert "May serve PPO" in (out / "report.html").read_text()
     assert not (out / "training_args.bin").exists()
-    events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [event["step"] for event in events if event["kind"] == "eval"] == [0, 2, 4]
-    assert all("eval_rewards/accuracies" in event for event in events if event["kind"] == "eval")
+    evaluations = read_events(out, "eval")
+    assert [event["step"] for event in evaluations] == [0, 2, 4]
+    assert all("eval_rewards/accuracies" in event for event in evaluations)
 
 
 def test_plain_transformers_reads_the_same_scores(folder):

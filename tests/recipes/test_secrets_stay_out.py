@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from tests.forked import ROOT, run_script
+from tests.rows import write_rows
 
 SECRETS = {
     "HF_TOKEN": "hf_" + "CanaryOfTheHub" * 3,
@@ -19,7 +19,7 @@ SECRETS = {
 
 def run(tmp_path, tiny_model_dir, *flags):
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"{n}?", "completion": f" {n}, yes."}) + "\n" for n in range(12)))
+    write_rows(rows, ({"prompt": f"{n}?", "completion": f" {n}, yes."} for n in range(12)))
     keys = {
         "model_name_or_path": tiny_model_dir,
         "dataset_name": rows,

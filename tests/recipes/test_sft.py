@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tests.forked import ROOT, run_script
 from tests.recipes.stranger import ask
+from tests.rows import read_rows, write_rows
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.packed.prepared_set import prepare
@@ -22,7 +23,7 @@ def chats(tmp_path):
         {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
         for question, answer in zip(QUESTIONS, ANSWERS, strict=True)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_rows(path, rows)
     return path
 
 
@@ -83,7 +84,7 @@ def test_a_run_leaves_what_the_contract_says_and_the_same_command_again_does_not
     assert record["status"] == "done"
     assert record["config"]["learning_rate"] == 5e-3
     assert record["provenance"]["learning_rate"].startswith(str(config))
-    events = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    events = read_rows(output / "metrics.jsonl")
     train = [event for event in events if event["kind"] == "train"]
     assert [event["step"] for event in train] == list(range(1, 9))
     expected = {"loss", "learning_rate", "grad_norm", "num_target_tokens", "tokens_per_second", "mfu", "memory_bytes"}

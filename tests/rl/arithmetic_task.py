@@ -6,7 +6,6 @@ A row has GSM8K's columns, ``question`` and ``answer``, and the answer its form:
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from tests.rl import keys_task
+from tests.rows import write_rows
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -51,7 +51,7 @@ def write_problems(folder: Path, seed: int) -> list[dict[str, str]]:
     facts = [(who, a, b, what, story) for who, a, b, what, story in stories if story[1] == "+" or a >= b]
     rows = [_tell(*facts[at]) for at in np.random.default_rng(seed).permutation(len(facts))[:1400]]
     for name, part in (("train", rows[:1200]), ("held_out", rows[1200:])):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+        write_rows(folder / f"{name}.jsonl", part)
     return rows[:1200]
 
 

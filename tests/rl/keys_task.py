@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.rows import write_rows
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from torch.distributed import barrier, destroy_process_group, is_initialized
@@ -118,7 +119,7 @@ def write_policy(folder: Path, seed: int, num_steps: int = 300) -> Path:
 
 def write_prompts(path: Path, count: int, seed: int) -> Path:
     texts = [" ".join(WORDS[index] for index in prompt) for prompt in draw_prompts(count, seed)]
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    write_rows(path, ({"prompt": text} for text in texts))
     return path
 
 
@@ -181,11 +182,6 @@ def train_groups(stage: str, flags: list[str]) -> None:
     rewards = load_rewards(config.rewards, "cpu")
     trainer = build_group_trainer(config, args, launch, rewards, prompts, tokenizer)
     trainer.train(resume_from_checkpoint=run.resume_from)
-
-
-def read_metrics(output_dir: Path, kind: str = "train") -> list[dict[str, Any]]:
-    events = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-    return [event for event in events if event["kind"] == kind]
 
 
 def train_with_a_stop(flags: list[str], *, asked: bool) -> None:

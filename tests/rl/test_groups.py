@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from tests.data.templates.tokenizers import build_metaspace
 from tests.rl import arithmetic_task, keys_task
+from tests.rows import read_events
 
 from recipes_lib.data.prompts import PromptRow
 from recipes_lib.rl.grpo import build_score
@@ -97,7 +98,7 @@ def test_answers_that_no_reward_scores_teach_what_they_teach_where_trl_is_told_s
         keys = {"max_steps": 4, "missing_eos_penalty": 0, "reward_funcs": "[tests.rl.test_groups:some]"}
         keys_task.train_groups(stage, keys_task.build_group_flags(policy_dir, folder, prompts_file, **keys))
         figures = ("loss", "grad_norm", "reward", "reward_std", "frac_reward_zero_std")
-        found.append([[event.get(figure) for figure in figures] for event in keys_task.read_metrics(folder)])
+        found.append([[event.get(figure) for figure in figures] for event in read_events(folder)])
         monkeypatch.setattr("recipes_lib.rl.grpo.build_score", build_plain)
     assert len(found[0]) == 4
     assert found[0] == found[1]
@@ -110,7 +111,7 @@ def test_what_a_policy_learns_from_is_less_the_penalty_of_the_run(
 ):
     keys = {"max_steps": 1, "num_iterations": 1, "steps_per_generation": 1, "missing_eos_penalty": given, "beta": 0}
     keys_task.train_groups(stage, keys_task.build_group_flags(policy_dir, tmp_path, prompts_file, **keys))
-    (event,) = keys_task.read_metrics(tmp_path)
+    (event,) = read_events(tmp_path)
     missing = 1 - event["objective/finish_rate"]
     assert 0 < missing < 1
     assert event["reward"] == pytest.approx(event["objective/score"] - penalty * missing, abs=1e-5)
@@ -132,7 +133,7 @@ def run(task, tmp_path):
     def train(stage, **keys):
         flags = arithmetic_task.build_group_flags(policy, tmp_path / stage, folder, **{"max_steps": 160, **keys})
         keys_task.train_groups(stage, flags)
-        first, last = keys_task.read_metrics(tmp_path / stage, "eval")
+        first, last = read_events(tmp_path / stage, "eval")
         return first["eval_reward"], last["eval_reward"]
 
     return train

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from tests.forked import run_forked
 from tests.rl import keys_task
+from tests.rows import read_events
 from transformers import LlamaForCausalLM
 
 from recipes_lib.rl import ppo_math as targets
@@ -47,7 +48,7 @@ def run_a(fine_tuned, tmp_path):
         out = tmp_path / "-".join(["a", *keys])
         given = {"max_steps": 240, "seed": seed, **keys}
         keys_task.train(keys_task.build_flags(fine_tuned(seed), out, prompts, **given))
-        last = keys_task.read_metrics(out)[-5:]
+        last = read_events(out)[-5:]
         return [sum(event[name] for event in last) / 5 for name in ("objective/score", "objective/finish_rate")]
 
     return run

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 from tests.rl import keys_task
+from tests.rows import read_events, read_rows
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import DivergedError, PreemptedError
@@ -88,7 +89,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(policy_dir, prompts_file, t
         moments = [state["state"][0]["exp_avg"] for state in states]
         assert torch.equal(*moments)
     for kind in ("train", "eval"):
-        compare(keys_task.read_metrics(straight, kind), keys_task.read_metrics(stopped, kind))
+        compare(read_events(straight, kind), read_events(stopped, kind))
     samples = [(folder / "samples.jsonl").read_text() for folder in (straight, stopped)]
     assert samples[0] == samples[1]
     counts = [json.loads((folder / "checkpoint-12" / "ppo_state.json").read_text()) for folder in (straight, stopped)]
@@ -163,7 +164,7 @@ def test_who_is_asked_to_stop_saves_the_last_iteration_and_goes_on(
         weights = [load_file(folder / "checkpoint-12" / f"{learner}.safetensors") for folder in (straight, tmp_path)]
         assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
     for kind in ("train", "eval"):
-        compare(keys_task.read_metrics(straight, kind), keys_task.read_metrics(tmp_path, kind))
+        compare(read_events(straight, kind), read_events(tmp_path, kind))
     assert (straight / "samples.jsonl").read_text() == (tmp_path / "samples.jsonl").read_text()
 
 
@@ -205,7 +206,7 @@ def test_while_the_critic_warms_up_the_policy_stands_still(policy_dir, prompts_f
     assert any(not torch.equal(policy[1][key], policy[2][key]) for key in given)
     for one, other in itertools.pairwise(critic):
         assert any(not torch.equal(one[key], other[key]) for key in one)
-    events = keys_task.read_metrics(tmp_path)
+    events = read_events(tmp_path)
     # Its distance to itself is 0, which is not for the price to follow; its schedule begins with its first step.
     assert [event["objective/kl_coef"] for event in events] == [0.02] * 3
     assert events[0]["loss"] is None
@@ -226,11 +227,11 @@ def test_from_answers_that_no_reward_scores_nothing_is_learnt(policy_dir, prompt
     trained = dict(models.policy.named_parameters())
     assert all(torch.equal(trained[name], weight) for name, weight in given.items() if name in trained)
     assert not models.critic.score.weight.any()
-    for event in keys_task.read_metrics(tmp_path):
+    for event in read_events(tmp_path):
         assert not any(name.startswith(("objective/score", "policy/", "value/")) for name in event)
         assert (event["loss"], event["num_target_tokens"]) == (None, 0)
-    assert not any("eval_reward" in event for event in keys_task.read_metrics(tmp_path, "eval"))
-    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert not any("eval_reward" in event for event in read_events(tmp_path, "eval"))
+    samples = read_rows(tmp_path / "samples.jsonl")
     assert {sample["reward"] for sample in samples} == {None}
     told = [line for line in capsys.readouterr().err.splitlines() if "such rewards teach nothing" in line]
     # The first time, and when there are twice as many in a row.
@@ -256,7 +257,7 @@ def test_rewards_that_tell_no_answers_apart_are_told_at_once_and_end_the_run(
     with pytest.raises(DivergedError, match=r"step 5 was .*: the rewards of 2 rollouts in a row"):
         keys_task.train(flags)
     keys_task.train(keys_task.build_flags(policy_dir, tmp_path, prompts_file, **keys, max_zero_std_rollouts="null"))
-    assert [event["step"] for event in keys_task.read_metrics(tmp_path)] == [4, 8, 12]
+    assert [event["step"] for event in read_events(tmp_path)] == [4, 8, 12]
 
 
 def test_the_penalty_of_answers_without_an_end_tells_them_apart(policy_dir, prompts_file, tmp_path):
@@ -266,7 +267,7 @@ def test_the_penalty_of_answers_without_an_end_tells_them_apart(policy_dir, prom
 
 def test_it_reports_what_is_promised(policy_dir, prompts_file, tmp_path):
     keys_task.train(keys_task.build_flags(policy_dir, tmp_path, prompts_file, **SHORT))
-    train, evaluations = keys_task.read_metrics(tmp_path), keys_task.read_metrics(tmp_path, "eval")
+    train, evaluations = read_events(tmp_path), read_events(tmp_path, "eval")
     assert [event["step"] for event in train] == [4, 8, 12]
     assert [event["num_answers"] for event in train] == [16, 32, 48]
     assert [event["step"] for event in evaluations] == [0, 8, 12]
@@ -289,7 +290,7 @@ def test_it_reports_what_is_promised(policy_dir, prompts_file, tmp_path):
         assert 0 < event["objective/finish_rate"] < 1
         costs = 1.0 - event["objective/finish_rate"] + event["objective/kl_coef"] * event["objective/kl_seq"]
         assert event["objective/reward_total"] == pytest.approx(event["objective/score"] - costs, abs=1e-5)
-    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    samples = read_rows(tmp_path / "samples.jsonl")
     assert [sample["step"] for sample in samples] == [0, 0, 8, 8, 12, 12]
     assert samples[0]["prompt"] == samples[2]["prompt"]
     assert samples[0].keys() >= {"completion", "reward", "stopped", "num_tokens"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 from tests.rl import arithmetic_task, keys_task
+from tests.rows import read_events
 
 SHUFFLED = {"reward_funcs": "[tests.rl.arithmetic_task:score_shuffled]"}
 
@@ -22,7 +23,7 @@ def run(tmp_path):
         policy = arithmetic_task.write_policy(tmp_path / "policy", rows, seed)
         given = {"max_steps": 200, "seed": seed, **keys}
         keys_task.train(arithmetic_task.build_flags(policy, tmp_path / "out", tmp_path, **given))
-        first, last = keys_task.read_metrics(tmp_path / "out", "eval")
+        first, last = read_events(tmp_path / "out", "eval")
         return first["eval_reward"], last["eval_reward"], last["eval_stop_rate"]
 
     return train

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.recipes.preferences import load_recipe
 from transformers import TrainerCallback
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.training.trainers.next_token_trainer import PretrainTrainer
 
-ROOT = Path(__file__).parents[2]
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "rivers", "carry", "sand", "towards", "sea", "every", "day")
 
 
@@ -61,11 +60,7 @@ def build_config(tmp_path: Path, tokenizer_dir: Path, **keys: Any) -> RecipeConf
 
 def run_recipe(config: RecipeConfig, monkeypatch: pytest.MonkeyPatch, *, stop_after: int | None = None) -> None:
     """Run ``recipes/pretrain.py`` in this process; with ``stop_after``, interrupt it after so many steps."""
-    spec = importlib.util.spec_from_file_location("pretrain_recipe", ROOT / "recipes" / "pretrain.py")
-    assert spec is not None
-    assert spec.loader is not None
-    recipe = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(recipe)
+    recipe = load_recipe("pretrain")
 
     class Stop(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
@@ -83,12 +78,6 @@ def run_recipe(config: RecipeConfig, monkeypatch: pytest.MonkeyPatch, *, stop_af
         return
     with pytest.raises(KeyboardInterrupt):
         recipe.main(config)
-
-
-def read_steps(output_dir: Path) -> list[dict[str, Any]]:
-    """The training events of a run, one a step."""
-    events = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-    return [event for event in events if event["kind"] == "train"]
 
 
 def _spell(value: Any) -> str:

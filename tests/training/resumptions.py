@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import sys
@@ -12,6 +11,8 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from tests.recipes.preferences import load_recipe
+from tests.rows import read_events
 from tests.training import pairs, pretraining, trajectories
 from torch import distributed
 
@@ -83,11 +84,7 @@ def _train(trainer: Any, recorder: Any, started: Any, training: dict[str, Any]) 
 
 
 def _run_recipe(folder: Path, tokenizer_dir: Path, keys: dict[str, Any]) -> dict[str, Any]:
-    spec = importlib.util.spec_from_file_location("recipe", pretraining.ROOT / "recipes" / "pretrain.py")
-    assert spec is not None
-    assert spec.loader is not None
-    recipe = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(recipe)
+    recipe: Any = load_recipe("pretrain")
     batches: list[list[int]] = []
     accumulations = []
 
@@ -100,7 +97,7 @@ def _run_recipe(folder: Path, tokenizer_dir: Path, keys: dict[str, Any]) -> dict
     recipe.choose_trainer = lambda _: Watching
     with mock.patch("recipes_lib.publish.final_model.finish_run"):
         recipe.main(pretraining.build_config(folder.parent.parent, tokenizer_dir, **keys))
-    losses = {str(event["step"]): event["loss"] for event in pretraining.read_steps(folder)}
+    losses = {str(event["step"]): event["loss"] for event in read_events(folder)}
     return {"losses": losses, "batches": batches, "accumulation": accumulations[0]}
 
 

@@ -71,12 +71,6 @@ def train_on_rows(model_dir: Path, output_dir: Path, packs: Dataset, rows: Seque
     return trainer, recorder
 
 
-def read_events(output_dir: Path, kind: str) -> list[dict[str, Any]]:
-    """Events of a kind in ``metrics.jsonl``."""
-    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["kind"] == kind]
-
-
 class SpikeOnce:
     """Stands in for ``SpikeMonitor.judge``: a spike at one step, until the run has gone back from it."""
 

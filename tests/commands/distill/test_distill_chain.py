@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.forked import ROOT, run_script
+from tests.rows import write_rows
 from tests.training.students import save_student
 from transformers import AutoModelForCausalLM
 
@@ -21,7 +22,7 @@ from recipes_lib.errors import ConfigError
 def flags(tmp_path: Path, tiny_model_dir: Path) -> list[str]:
     """A student, an assistant and a teacher; text to learn from."""
     texts = [f"The {word} is {word} and more {word} than {number}." for number, word in enumerate("abcdefghij" * 4)]
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_rows(tmp_path / "texts.jsonl", ({"text": text} for text in texts))
     keys = {
         "model_name_or_path": save_student(tmp_path / "student", tiny_model_dir, seed=1),
         "assistant_model_names_or_paths": json.dumps([str(save_student(tmp_path / "assistant", tiny_model_dir))]),
@@ -68,7 +69,7 @@ class Runs:
             {"kind": "train", "num_tokens": tokens, "num_target_tokens": tokens, "num_flops": flops},
             {"kind": "eval", "eval_loss": 1.0 + len(self.made), "eval_bits_per_byte": 0.5},
         ]
-        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        write_rows(folder / "metrics.jsonl", lines)
         (folder / "run.json").write_text('{"data": {"train": {"length_p50": 9}}}')
         return 0
 

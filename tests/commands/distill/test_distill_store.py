@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.recipes.test_distill import keys, recipe, run_here, write_config
+from tests.recipes.preferences import load_recipe, run_here
+from tests.recipes.test_distill import keys, write_config
+from tests.rows import read_events
 
 from recipes_lib import cli
 
-__all__ = ["keys", "recipe"]
+__all__ = ["keys"]
 
 
 def run_command(config: Path) -> int:
@@ -23,9 +24,9 @@ def find_shards(keys: dict[str, Any]) -> list[Path]:
     return sorted(Path(keys["prepared_dir"]).glob("*/shard-*.npy"))
 
 
-def test_a_run_learns_from_the_store_without_the_teachers_weights(tmp_path, keys, recipe, capsys) -> None:
+def test_a_run_learns_from_the_store_without_the_teachers_weights(tmp_path, keys, capsys) -> None:
     config = write_config(tmp_path, keys | {"teacher_top_k": 16, "eval_strategy": "no", "num_sample_prompts": 0})
-    assert run_here(recipe, config) == 2
+    assert run_here(load_recipe("distill"), config, stage="distill") == 2
     assert "run `recipes distill-store` with this configuration first" in capsys.readouterr().err
 
     assert run_command(config) == 0
@@ -45,13 +46,12 @@ def test_a_run_learns_from_the_store_without_the_teachers_weights(tmp_path, keys
     patch = pytest.MonkeyPatch()
     patch.setattr("recipes_lib.distillation.teacher.load_causal_lm", lambda *args: loaded.append("a teacher"))
     try:
-        assert run_here(recipe, config) == 0
+        assert run_here(load_recipe("distill"), config, stage="distill") == 0
     finally:
         patch.undo()
     assert not loaded
     assert weights.read_bytes() == identity
-    lines = (Path(keys["output_dir"]) / "metrics.jsonl").read_text().splitlines()
-    steps = [event for event in map(json.loads, lines) if event["kind"] == "train"]
+    steps = read_events(Path(keys["output_dir"]))
     assert len(steps) == 4
     assert all(event["distillation/divergence"] > 0 for event in steps)
 

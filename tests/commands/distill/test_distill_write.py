@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.distillation.test_distillation import load
 from tests.rl import keys_task
+from tests.rows import read_rows, write_rows
 from transformers import AutoTokenizer
 
 from recipes_lib.commands.distill import distill_write
@@ -42,7 +43,7 @@ def run(teacher: Path, tmp_path: Path) -> Any:
         distill_write.main(
             [f"--output={tmp_path / name}", *flags, *(f"--{key}={value}" for key, value in given.items())]
         )
-        return [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        return read_rows(tmp_path / name)
 
     return call
 
@@ -121,7 +122,7 @@ def test_chats_become_chats_that_fine_tuning_takes(tiny_model_dir, tmp_path, mon
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     questions = [{"messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": f"{n}?"},
                                {"role": "assistant", "content": "old"}]} for n in range(6)]  # fmt: skip
-    (tmp_path / "chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in questions))
+    write_rows(tmp_path / "chats.jsonl", questions)
     said = tokenizer("<think>\nHm.\n</think>\n\nIt is so.<|im_end|>").input_ids
     prompts: list[str] = []
 
@@ -139,7 +140,7 @@ def test_chats_become_chats_that_fine_tuning_takes(tiny_model_dir, tmp_path, mon
     for reasoning, content in (("keep", "<think>\nHm.\n</think>\n\nIt is so."), ("drop", "It is so.")):
         output = tmp_path / f"{reasoning}.jsonl"
         distill_write.main([f"--output={output}", f"--reasoning={reasoning}", *flags])
-        rows = [json.loads(line) for line in output.read_text().splitlines()]
+        rows = read_rows(output)
         assert [row["messages"][:2] for row in rows] == [row["messages"][:2] for row in questions]
         assert {row["messages"][2]["content"] for row in rows} == {content}
         sft = [flag for flag in flags if "teacher" not in flag and "dataset_name" not in flag]

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import datasets
 import pytest
+from tests.rows import write_rows
 from transformers import AutoTokenizer
 
 from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
@@ -19,7 +20,7 @@ def config(tmp_path, tiny_model_dir):
             {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}, yes."}]}
             for n in numbers
         )
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(tmp_path / f"{name}.jsonl", rows)
     return RecipeConfig(
         stage="sft",
         path=None,

@@ -1,8 +1,7 @@
 """``recipes prepare`` for pairs says what it made, makes it once, and explains itself."""
 
-import json
-
 import pytest
+from tests.rows import write_rows
 from transformers import AutoTokenizer
 
 from recipes_lib.commands.prepare import prepare
@@ -12,7 +11,7 @@ from recipes_lib.commands.prepare import prepare
 def test_pairs_are_prepared_once_and_told(tmp_path, tiny_tokenizer_dir, capsys, stage):
     rows = [{"prompt": f"{n} and {n}?", "chosen": f" {2 * n}", "rejected": f" {n} " * 3} for n in range(6)]
     data = tmp_path / "pairs.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(data, rows)
     argv = [
         f"--model_name_or_path={tiny_tokenizer_dir}",
         f"--dataset_name={data}",

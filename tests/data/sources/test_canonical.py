@@ -11,6 +11,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.rows import write_rows
 
 from recipes_lib.data.sources.canonical import detect_source_format, load_source, read_rows
 from recipes_lib.data.sources.rows import RawRow, Row
@@ -26,7 +27,7 @@ ARROW = ("stream.arrow", "stream.arrow.gz", "file.arrow", "copied")
 
 
 def write_lines(path: Path, rows: list[dict[str, object]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     return path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import datasets
 import pytest
 from datasets.packaged_modules.json.json import Json
+from tests.rows import write_rows
 
 from recipes_lib.data.sources.canonical import load_source
 from recipes_lib.data.sources.hub_datasets import HubSource, load_hub, load_saved
@@ -54,7 +54,7 @@ def test_the_fingerprint_of_a_saved_dataset_is_of_its_rows(tmp_path: Path) -> No
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """A Hub with one dataset, ``name``, at ``COMMIT``; calling the fixture cuts the network and keeps the cache."""
     file = tmp_path / "train.jsonl"
-    file.write_text("".join(json.dumps({"text": row["text"]}) + "\n" for row in ROWS))
+    write_rows(file, ({"text": row["text"]} for row in ROWS))
     cache = tmp_path / "cache"
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
     load = datasets.load_dataset_builder

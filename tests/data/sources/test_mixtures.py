@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.rows import write_rows
 
 from recipes_lib.config.schema import DataConfig, TokensConfig
 from recipes_lib.data.sources.mixtures import Mixture, build_mixture, load_test_data, load_train_data
@@ -23,7 +24,7 @@ def files(tmp_path: Path) -> tuple[str, str]:
     names = []
     for name in "ab":
         path = tmp_path / f"{name}.jsonl"
-        path.write_text("".join(json.dumps({"text": f"{name} {n}"}) + "\n" for n in range(NUM_ROWS)))
+        write_rows(path, ({"text": f"{name} {n}"} for n in range(NUM_ROWS)))
         names.append(str(path))
     return names[0], names[1]
 
@@ -68,7 +69,7 @@ def test_sources_of_any_size_have_their_shares(tmp_path: Path) -> None:
     parts = []
     for name, num_rows, weight in (("a", 807, 80), ("b", 9000, 20)):
         path = tmp_path / f"{name}.jsonl"
-        path.write_text("".join(json.dumps({"text": f"{name} {n}"}) + "\n" for n in range(num_rows)))
+        write_rows(path, ({"text": f"{name} {n}"} for n in range(num_rows)))
         parts.append({"name": str(path), "weight": weight})
     assert Counter(text[0] for text in texts(build_mixture(parts))) == {"a": 807, "b": 202}
     with pytest.raises(ConfigError, match="some parts have a weight"):

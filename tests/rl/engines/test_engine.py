@@ -11,6 +11,7 @@ import torch
 from tests.models.test_generation import build_sampling
 from tests.rl import keys_task
 from tests.rl.test_rollout import CPU, build_rollout
+from tests.rows import read_events
 
 from recipes_lib.config.schema import EngineConfig
 from recipes_lib.errors import ConfigError, DivergedError
@@ -59,7 +60,7 @@ def test_a_run_with_another_engine_learns_from_answers_that_are_the_policys_own(
         "per_device_train_batch_size": 8,
     }
     keys_task.train(keys_task.build_flags(policy_dir, tmp_path, prompts_file, **keys))
-    (event,) = keys_task.read_metrics(tmp_path)
+    (event,) = read_events(tmp_path)
     assert abs(event["rollout/engine_mismatch_kl"]) < 1e-5
     assert event["rollout/is_weight_max"] == pytest.approx(1, abs=1e-4)
     assert event["policy/num_updates"] == 4

@@ -1,11 +1,11 @@
 """The observer that a recipe builds: its figures reach the trackers, and it changes nothing of training."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from tests.rows import read_events, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
@@ -26,7 +26,7 @@ def config(tmp_path, tiny_model_dir):
         {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}, yes."}]}
         for n in range(20)
     )
-    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(chats, rows)
     return RecipeConfig(
         stage="sft",
         path=None,
@@ -83,8 +83,7 @@ def test_a_watched_run_ends_with_the_very_weights_of_an_unwatched_one(config, tm
         trainer.train()
         weights.append({name: tensor.clone() for name, tensor in trainer.model.state_dict().items()})
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    events = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    evaluations = [event for event in events if event["kind"] == "eval"]
+    evaluations = read_events(tmp_path / "out", "eval")
     assert [event["step"] for event in evaluations] == [0, 1, 2, 3]
     assert {"eval_loss", "eval_bits_per_byte", "eval_stop_rate", "eval_exact_match"} <= evaluations[0].keys()
     assert len((tmp_path / "out" / "samples.jsonl").read_text().splitlines()) == 8

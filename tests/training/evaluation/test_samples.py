@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.rows import read_rows
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -117,7 +118,7 @@ def test_the_hook_writes_every_answer_and_returns_rates(
 
     first, second = hook(nn.DataParallel(model), 0), hook(model, 5)
 
-    records = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    records = read_rows(tmp_path / "samples.jsonl")
     assert [record["step"] for record in records] == [0, 0, 0, 5, 5, 5]
     assert records[0].keys() == {"step", "prompt", "completion", "reference", "stopped", "num_tokens"}
     assert [record["completion"] for record in records[:3]] == [record["completion"] for record in records[3:]]

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.rows import read_events
 from tests.training import pretraining
 from tests.training.pairs import make_pair_trainer, make_pairs
-from tests.training.spiking import SpikeOnce, make_guarded, make_spiking_packs, read_events, train_on_rows
+from tests.training.spiking import SpikeOnce, make_guarded, make_spiking_packs, train_on_rows
 from tests.training.trajectories import assert_equal_weights, make_packs, make_trainer, weights_of
 
 from recipes_lib.config.schema import GuardsConfig
@@ -275,7 +276,7 @@ def test_rows_of_pretraining_are_left_out_of_their_order(tiny_tokenizer_dir, tmp
     monkeypatch.setattr(RowOrder, "locate", lambda order, rows: locate(order, left[rows]))
     other = pretraining.build_config(tmp_path, tiny_tokenizer_dir, **keys, output_dir=tmp_path / "other")
     pretraining.run_recipe(other, monkeypatch)
-    steps, expected = (pretraining.read_steps(tmp_path / name) for name in ("out", "other"))
+    steps, expected = (read_events(tmp_path / name) for name in ("out", "other"))
     assert [step["loss"] for step in steps] == [step["loss"] for step in expected]
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "other"))
     assert_equal_weights(one, two)

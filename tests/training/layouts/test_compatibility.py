@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from rich.console import Console
+from tests.forked import ROOT
 from tests.test_accelerate_configs import FILES
 
 from recipes_lib.commands import launch as launching
@@ -20,8 +21,6 @@ from recipes_lib.training.layouts.compatibility import BLOCKED, format_table, ve
 from recipes_lib.training.layouts.launch_environment import Launch, name_pipeline, read_launch
 from recipes_lib.training.layouts.launch_files import name_variables, plan_launch
 from recipes_lib.training.run import start_run
-
-ROOT = Path(__file__).parents[3]
 
 
 def launch(kind: str = "FSDP", *, precision: str = "bf16", **settings: Any) -> dict[str, Any]:

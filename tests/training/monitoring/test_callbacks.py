@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.training.pretraining import build_config, read_steps, run_recipe
+from tests.rows import read_events
+from tests.training.pretraining import build_config, run_recipe
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -75,11 +75,6 @@ class ToyTrainer(Trainer):
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         self.now += 3600
         super()._save_checkpoint(*args, **kwargs)
-
-
-def read_events(folder: Path, kind: str) -> list[Any]:
-    events = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [event for event in events if event["kind"] == kind]
 
 
 def test_every_log_is_one_event_with_the_schema(tmp_path: Path) -> None:
@@ -222,7 +217,7 @@ def test_the_sample_is_spread_over_the_model_and_fits(sizes, budget, chosen) -> 
 
 def test_a_run_reports_them_each_step(tmp_path, tiny_tokenizer_dir, monkeypatch) -> None:
     run_recipe(build_config(tmp_path, tiny_tokenizer_dir, max_steps=3), monkeypatch)
-    for step in read_steps(tmp_path / "out"):
+    for step in read_events(tmp_path / "out"):
         assert 0 < step["update_ratio"] < 1
         assert step["parameter_norm"] > 0
         assert step["mfu"] is None or step["mfu"] > 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.rows import read_rows
 
 from recipes_lib.planning.compute import TokenFlops
 from recipes_lib.training.monitoring.metrics import MetricsWriter, StepCounter, ThroughputMeter
@@ -25,7 +26,7 @@ class Clock:
 
 
 def read_lines(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return read_rows(path)
 
 
 def write_steps(path: Path, *steps: int) -> None:
@@ -186,7 +187,7 @@ def test_an_evaluation_that_is_made_again_is_dropped_and_its_step_is_not(tmp_pat
     for kind, step in (("train", 1), ("eval", 1), ("train", 2), ("eval", 2)):
         writer.write({"kind": kind, "step": step})
     writer.rewind(2, is_evaluated=False)
-    events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    events = read_rows(tmp_path / "metrics.jsonl")
     assert [(event["kind"], event["step"]) for event in events] == [("train", 1), ("eval", 1), ("train", 2)]
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.training.pretraining import build_config, read_steps, run_recipe, write_documents
+from tests.rows import read_events
+from tests.training.pretraining import build_config, run_recipe, write_documents
 from transformers import AutoTokenizer
 
 from recipes_lib.data.tokens.token_data import prepare_tokens
@@ -67,7 +68,7 @@ def test_a_run_follows_a_plain_torch_loop(tmp_path, tiny_tokenizer_dir, monkeypa
     run_recipe(config, monkeypatch)
     tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
     expected = train_plainly(config, tokenizer, [cosine(s, 8, 3, 0.1) for s in range(8)], [4] * 8, isolated)
-    assert [step["loss"] for step in read_steps(tmp_path / "out")] == pytest.approx(expected, rel=2e-5)
+    assert [step["loss"] for step in read_events(tmp_path / "out")] == pytest.approx(expected, rel=2e-5)
 
 
 def test_a_growing_batch_takes_the_rows_and_the_rates_of_the_plan(tmp_path, tiny_tokenizer_dir, monkeypatch):
@@ -79,7 +80,7 @@ def test_a_growing_batch_takes_the_rows_and_the_rates_of_the_plan(tmp_path, tiny
     }
     config = build_config(tmp_path, tiny_tokenizer_dir, gradient_accumulation_steps=4, max_steps=6, **ramp)
     run_recipe(config, monkeypatch)
-    steps = read_steps(tmp_path / "out")
+    steps = read_events(tmp_path / "out")
     # A quarter of four micro-steps, then what ceil(4 * (1/4 + 3/4 * tokens / 384)) gives.
     micro_steps = [1, 2, 3, 4, 4, 4]
     assert np.diff([0, *(step["num_tokens"] for step in steps)]).tolist() == [64 * count for count in micro_steps]
@@ -106,7 +107,7 @@ def test_a_resumed_run_ends_with_the_very_weights_of_one_that_never_stopped(
         run_recipe(config, monkeypatch)
         weights, expected = (load_file(tmp_path / name / "model.safetensors") for name in (f"stopped-{stop}", "out"))
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
-        losses = [[step["loss"] for step in read_steps(tmp_path / name)] for name in (f"stopped-{stop}", "out")]
+        losses = [[step["loss"] for step in read_events(tmp_path / name)] for name in (f"stopped-{stop}", "out")]
         assert losses[0] == losses[1]
 
 
@@ -121,7 +122,7 @@ def test_a_longer_run_goes_on_from_the_stable_phase(tmp_path, tiny_tokenizer_dir
     )
     weights, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "long"))
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
-    rates = [step["learning_rate"] for step in read_steps(tmp_path / "out")]
+    rates = [step["learning_rate"] for step in read_events(tmp_path / "out")]
     assert rates[2:12] == [1e-2] * 10
     assert (tmp_path / "out" / "superseded-checkpoint-10").is_dir()
 
@@ -131,7 +132,7 @@ def test_an_optimizer_by_name_learns_and_resumes_exactly(tmp_path, tiny_tokenize
     keys = {"optim": optim, "save_strategy": "steps", "save_steps": 1, "max_steps": 12}
     keys |= {"optim_args": "momentum=0.9", "learning_rate": 0.05} if optim == "sgd" else {}
     run_recipe(build_config(tmp_path, tiny_tokenizer_dir, **keys), monkeypatch)
-    steps = read_steps(tmp_path / "out")
+    steps = read_events(tmp_path / "out")
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
     stopped = build_config(tmp_path, tiny_tokenizer_dir, output_dir=tmp_path / "stopped", **keys)
     run_recipe(stopped, monkeypatch, stop_after=5)
@@ -167,7 +168,7 @@ def test_on_a_gpu_a_run_learns_and_resumes_by_documents_in_one_flat_row(
     config = build_config(tmp_path, tiny_tokenizer_dir, **keys)
     run_recipe(config, monkeypatch, stop_after=12)
     run_recipe(config, monkeypatch)
-    steps = read_steps(tmp_path / "out")
+    steps = read_events(tmp_path / "out")
     assert [step["step"] for step in steps] == list(range(1, 21))
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
     assert steps[-1]["mfu"] is None or steps[-1]["mfu"] > 0

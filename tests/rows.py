@@ -1,0 +1,24 @@
+"""Files of a JSON object a line: datasets of tests, and what runs leave."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+def write_rows(path: Path, rows: Iterable[Any]) -> Path:
+    """Write a row a line, and return the file."""
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def read_rows(path: Path) -> list[Any]:
+    """Return the rows of a file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def read_events(output_dir: Path, kind: str = "train") -> list[dict[str, Any]]:
+    """Return the lines of that kind in a run's ``metrics.jsonl``."""
+    return [event for event in read_rows(output_dir / "metrics.jsonl") if event["kind"] == kind]
