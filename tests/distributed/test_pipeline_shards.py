@@ -16,6 +16,8 @@ from tests.faults import stages
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 LAUNCH = ("fsdp2", *FULL_PRECISION)
 # In bfloat16 FSDP2 rounds what runs through the layers, which autocast keeps wider.
+# What `parallelism_config` of fsdp2_tp.yaml says of eight ranks in two stages.
+MESH = ("fsdp2_tp", *FULL_PRECISION, "--parallelism_config_dp_shard_size=2", "--parallelism_config_tp_size=2")
 TOLERANCES = {"muon": MUON_TOLERANCE, "bf16": 5e-3}
 
 
@@ -79,3 +81,25 @@ def test_so_do_all_other_runs(inputs: Path, tmp_path: Path) -> None:
     for cell in four:
         gap = max(measure_gaps(tmp_path / "one" / cell, tmp_path / "four" / cell).values())
         assert gap <= TOLERANCES.get(cell, 1e-5), (cell, gap)
+
+
+def test_pipeline_tensor_and_data_parallelism_together_give_the_numbers_of_one_process(
+    inputs: Path, runs: Path, tmp_path: Path
+) -> None:
+    """Two stages, each over two tensor-parallel ranks, sharded by FSDP2 over two replicas; from a checkpoint, too."""
+    one = {"packed": build_job(inputs, "packed")}
+    sharding.run_jobs(one, tmp_path / "one")
+    jobs = {cell: build_job(inputs, cell, 2, 2) for cell in ("tied", "packed")}
+    jobs |= {f"tied, from {count}": resume(jobs["tied"], runs / count / "tied") for count in ("one", "four")}
+    jobs["tied, resumed"] = resume(jobs["tied"], tmp_path / "eight" / "tied")
+    ended = sharding.run_jobs(jobs, tmp_path / "eight", *MESH, num_processes=8)
+    assert not any(ended["codes"].values())
+    for name in jobs:
+        alone = (runs if name.startswith("tied") else tmp_path) / "one" / name.partition(",")[0]
+        gaps = measure_gaps(alone, tmp_path / "eight" / name) if "," not in name else {}
+        assert not {what: gap for what, gap in gaps.items() if not gap <= 1e-5}, name
+        assert measure_weight_gap(alone, tmp_path / "eight" / name) < 1e-5, name
+    sharding.run_jobs({"back": resume(build_job(inputs, "tied"), tmp_path / "eight" / "tied")}, tmp_path)
+    assert measure_weight_gap(runs / "one" / "tied", tmp_path / "back") < 1e-5
+    record = json.loads((tmp_path / "eight" / "tied" / "checkpoint-2" / "COMPLETE.json").read_text())
+    assert (record["engine"], record["world_size"], record["data_size"]) == ("FSDP", 8, 2)

@@ -175,7 +175,10 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
     ),
     ((SFT, stages()), [(PRETRAIN, stages()), (SFT, DDP), (SFT, stages(1))]),
     ((PRETRAIN, stages(3)), [(PRETRAIN, stages(4)), (PRETRAIN, stages(2)), (PRETRAIN, DDP)]),
-    ((PRETRAIN, stages(kind="DEEPSPEED")), [(PRETRAIN, stages(kind="FSDP")), (PRETRAIN, ZERO)]),
+    (
+        (PRETRAIN, stages(kind="DEEPSPEED")),
+        [(PRETRAIN, stages(kind="FSDP")), (PRETRAIN, ZERO), (PRETRAIN, stages(kind="FSDP") | mesh(tp=2))],
+    ),
     ((PRETRAIN, stages(kind="FSDP", fsdp_offload_params=True)), [(PRETRAIN, launch(fsdp_offload_params=True))]),
     ((PRETRAIN, stages(precision="fp16")), [(PRETRAIN, stages(precision="no")), (PRETRAIN, stages(precision="bf16"))]),
     ((PRETRAIN | {"fp16": True}, stages(precision="no")), [(PRETRAIN | {"bf16": True}, stages(precision="no"))]),
@@ -200,7 +203,7 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
 # What else trips the row of those keys.
 OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     *(({"stage": stage}, TENSORS, "does not support adapters") for stage in ("reward", "dpo", "distill")),
-    ({"stage": "pretrain"}, TENSORS | {"pipeline": name_pipeline(2, "gpipe")}, "sharded by FSDP2 only"),
+    ({"stage": "pretrain"}, TENSORS | {"pipeline": name_pipeline(4, "gpipe")}, "do not fill the device mesh"),
     (
         {"stage": "pretrain"},
         stages(2, "gpipe", "FSDP", fsdp_activation_checkpointing=True),

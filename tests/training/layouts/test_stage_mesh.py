@@ -8,15 +8,21 @@ import pytest
 from torch import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from recipes_lib.models.parallel.pipeline_parallel import build_pipeline_mesh
 from recipes_lib.training.layouts.launch_environment import Launch, Layout
 from recipes_lib.training.layouts.pipeline import build_stage_mesh
 
 
+def clear() -> None:
+    build_stage_mesh.cache_clear()
+    build_pipeline_mesh.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def afresh() -> Iterator[None]:
-    build_stage_mesh.cache_clear()
+    clear()
     yield
-    build_stage_mesh.cache_clear()
+    clear()
     distributed.destroy_process_group()
 
 
@@ -33,7 +39,7 @@ def test_pipelines_lie_across_neighbours(rank: int, pipeline: list[int], replica
     distributed.init_process_group("fake", rank=rank, world_size=6, store=FakeStore())
     mesh = build_stage_mesh(3)
     assert distributed.get_process_group_ranks(mesh.pipeline) == pipeline
-    assert distributed.get_process_group_ranks(mesh.replicas) == replicas
+    assert distributed.get_process_group_ranks(mesh.replicas.get_group()) == replicas
     assert distributed.get_process_group_ranks(mesh.ends) == ends
     assert build_stage_mesh(3) is mesh
     # The launch numbers the stages as the groups do.
@@ -42,8 +48,28 @@ def test_pipelines_lie_across_neighbours(rank: int, pipeline: list[int], replica
     assert part.stage == pipeline.index(rank) == distributed.get_rank(mesh.pipeline)
 
 
+@pytest.mark.parametrize(
+    ("rank", "pipeline", "replicas", "tensors"),
+    [(0, [0, 4], [0, 2], [0, 1]), (3, [3, 7], [1, 3], [2, 3]), (6, [2, 6], [4, 6], [6, 7])],
+)
+def test_tensor_parallel_ranks_are_neighbours(
+    rank: int, pipeline: list[int], replicas: list[int], tensors: list[int]
+) -> None:
+    distributed.init_process_group("fake", rank=rank, world_size=8, store=FakeStore())
+    mesh = build_stage_mesh(2, 2)
+    assert (
+        distributed.get_process_group_ranks(mesh.pipeline) == distributed.get_process_group_ranks(mesh.ends) == pipeline
+    )
+    assert distributed.get_process_group_ranks(mesh.replicas.get_group()) == replicas
+    assert distributed.get_process_group_ranks(build_pipeline_mesh(2, 2).get_group("tp")) == tensors
+    launch = Launch(rank, 0, 8, "FSDP", layout=Layout(stages=2, sizes={"tp": 2, "dp_shard": 2}))
+    assert launch.part is not None
+    assert (launch.part.stage, launch.part.tensor_size) == (pipeline.index(rank), 2)
+    assert (launch.data_size, launch.data_rank, launch.tensor_rank) == (2, replicas.index(rank), tensors.index(rank))
+
+
 def test_of_two_stages_the_ends_are_the_pipeline() -> None:
     distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
     mesh = build_stage_mesh(2)
     assert distributed.get_process_group_ranks(mesh.ends) == [0, 1]
-    assert distributed.get_process_group_ranks(mesh.replicas) == [1]
+    assert distributed.get_process_group_ranks(mesh.replicas.get_group()) == [1]

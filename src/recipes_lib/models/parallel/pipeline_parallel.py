@@ -7,14 +7,19 @@ states are what one pipeline stage sends to the next.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from accelerate import PartialState
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.distributed.utils import TransformersDeviceMesh
 
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.inference import find_device
@@ -31,11 +36,13 @@ class PipelinePart:
         stage: Index of this pipeline stage, from 0.
         num_stages: Pipeline stages.
         num_chunks: Chunks of each stage; more than 1 for interleaved schedules.
+        tensor_size: Tensor-parallel ranks over which each matrix of the stage is sharded.
     """
 
     stage: int
     num_stages: int
     num_chunks: int = 1
+    tensor_size: int = 1
 
     @property
     def is_first(self) -> bool:
@@ -82,6 +89,20 @@ _PLAN: Final = [_EMBEDDING, _LAYERS, _NORM]
 """Modules of a model that pipeline parallelism supports, in the words of transformers' ``base_model_pp_plan``."""
 
 
+@functools.cache
+def build_pipeline_mesh(num_stages: int, tensor_size: int) -> DeviceMesh:
+    """Build the mesh of all ranks: ``pp``, ``fsdp`` and, fastest, ``tp``; every rank must call, with the same numbers.
+
+    The dimensions have transformers' names; ``fsdp`` are the ranks with the same weights and other rows.
+
+    Args:
+        num_stages: Pipeline stages; the process group exists, and has a multiple of them.
+        tensor_size: Tensor-parallel ranks.
+    """
+    shape = (num_stages, distributed.get_world_size() // (num_stages * tensor_size), tensor_size)
+    return init_device_mesh(PartialState().device.type, shape, mesh_dim_names=("pp", "fsdp", "tp"))
+
+
 class AbsentModule(nn.Module):
     """Placeholder of a module that another pipeline stage holds: the identity."""
 
@@ -116,13 +137,28 @@ def build_pipeline_stage_class(config: PreTrainedConfig, part: PipelinePart) -> 
     def initialise(self: Any, config: PreTrainedConfig, *args: Any, **options: Any) -> None:
         model_class.__init__(self, config, *args, **options)
         self.part = part
-        self.whole_shapes = _read_whole_shapes(self)
-        self.whole_names = frozenset(self.state_dict())
+        whole = self.state_dict()
+        # Tensors may be tied only later, when they are loaded.
+        self.whole_shapes = {name: whole[name].shape for name in whole if name not in self.all_tied_weights_keys}
+        self.whole_names = frozenset(whole)
         self.is_tied = bool(self.all_tied_weights_keys)
         _leave_out(self, part, layers)
 
-    # Under the name of the model's own class, which goes into its configuration.
-    attributes = {"__init__": initialise, "__module__": model_class.__module__, "__qualname__": model_class.__name__}
+    # transformers 5.23 builds no mesh of pipeline stages and FSDP. In this one it shards tensors alone: modules of
+    # other stages are absent already, and FSDP2 is applied to chunks (``Pipeline.shard``).
+    def prepare(_: Any, config: DistributedConfig, device_map: Any = None) -> tuple[Any, ...]:
+        mesh = build_pipeline_mesh(part.num_stages, part.tensor_size)
+        return replace(config, fsdp_size=1), PartialState().device, TransformersDeviceMesh(mesh, mesh)
+
+    attributes = {
+        "__init__": initialise,
+        "prepare_distribute_model": classmethod(prepare),
+        # Told of it, transformers' trainer has accelerate build a mesh without pipeline stages.
+        "tp_size": None,
+        # Under the name of the model's own class, which goes into its configuration.
+        "__module__": model_class.__module__,
+        "__qualname__": model_class.__name__,
+    }
     return type(model_class.__name__, (model_class,), attributes)
 
 
@@ -174,12 +210,6 @@ def split_into_chunks(model: Any) -> list[PreTrainedModel]:
     ]
 
 
-def _read_whole_shapes(model: nn.Module) -> Mapping[str, torch.Size]:
-    # Backwards, so that of two names of one tensor it is the first that stays.
-    unique = {id(tensor): (name, tensor.shape) for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
-    return dict(reversed(unique.values()))
-
-
 def _leave_out(model: Any, part: PipelinePart, layers: Collection[int]) -> None:
     """Replace the modules of other pipeline stages; tied embeddings are in the first and in the last stage."""
     base, is_tied = model.base_model, model.is_tied
@@ -195,6 +225,8 @@ def _leave_out(model: Any, part: PipelinePart, layers: Collection[int]) -> None:
         base.norm, model.lm_head = AbsentModule(), AbsentModule()
     if is_tied and not part.is_last:
         model.all_tied_weights_keys = {}
+    absent = {name for name, module in model.named_modules() if isinstance(module, AbsentModule)}
+    model.tp_plan = {name: style for name, style in model.tp_plan.items() if name not in absent}
 
 
 def _view(model: Any, layers: Collection[int], *, is_first: bool = False, is_last: bool = False) -> PreTrainedModel:

@@ -84,9 +84,11 @@ def build_observer(
             ``build_prompts``.
     """
     part = getattr(model, "part", None)
-    is_main, group = args.process_index == 0, find_data_group(model)
-    # In a pipeline the last stage counts alone; under tensor parallelism each rank counts the same rows.
-    row_group = group if part is None else build_stage_mesh(part.num_stages).replicas
+    is_main, row_group = args.process_index == 0, find_data_group(model)
+    # Under tensor parallelism each rank counts the same tokens; in a pipeline one of the last stage counts alone.
+    counting_group = row_group if part is None else None
+    if part is not None:
+        row_group = build_stage_mesh(part.num_stages, part.tensor_size).replicas.get_group()
     output_dir, progress = Path(str(args.output_dir)), build_progress(is_main=is_main)
     for warning in data.warnings if is_main else ():
         logger.warning(warning)
@@ -121,7 +123,9 @@ def build_observer(
     counter = StepCounter()
     meter = ThroughputMeter(counter, flops=_count_flops(model, data.typical_length), peak_flops=_sum_peak_flops(args))
     writer = MetricsWriter(output_dir / METRICS_FILE, is_main=is_main)
-    return Observer(counter, hooks, [MetricsCallback(counter, meter, writer, progress, group)], progress, config.guards)
+    return Observer(
+        counter, hooks, [MetricsCallback(counter, meter, writer, progress, counting_group)], progress, config.guards
+    )
 
 
 def _cut_after(

@@ -68,11 +68,12 @@ _ADAMW: Final = ("adamw_torch", "adamw_torch_fused")
 
 OF_MESHES: Final = (
     Blocked(
-        launch="sizes of `parallelism_config` that are not `num_processes` together",
+        launch="sizes of `parallelism_config` and `--pipeline_stages` that are not `num_processes` together",
         why="the processes do not fill the device mesh, which accelerate notices when the model is loaded",
         remedy="write sizes whose product is the number of processes",
         applies=lambda _, launch: (
-            bool(launch.layout.sizes) and math.prod(launch.layout.sizes.values()) != launch.world_size
+            bool(launch.layout.sizes)
+            and launch.layout.stages * math.prod(launch.layout.sizes.values()) != launch.world_size
         ),
     ),
     Blocked(
@@ -239,11 +240,12 @@ OF_STAGES: Final = (
         applies=lambda _, launch: bool(launch.world_size % launch.layout.stages),
     ),
     Blocked(
-        launch="`--pipeline_stages` and DeepSpeed or a mesh",
-        why="a pipeline stage is sharded by FSDP2 only, over all ranks that hold it",
-        remedy="use accelerate_configs/fsdp2.yaml, or ddp.yaml, by which each of them has the whole stage",
+        launch="`--pipeline_stages` and DeepSpeed, context parallelism or `parallelism_config_dp_replicate_size`",
+        why="a pipeline stage is sharded by FSDP2 and tensor parallelism only, over all ranks that hold it",
+        remedy="use accelerate_configs/fsdp2.yaml or fsdp2_tp.yaml, or ddp.yaml, where each rank has the whole stage",
         applies=lambda _, launch: (
-            launch.layout.stages > 1 and (launch.engine == "DEEPSPEED" or bool(launch.layout.sizes))
+            launch.layout.stages > 1
+            and (launch.engine == "DEEPSPEED" or bool({"dp_replicate", "cp", "sp"} & set(launch.layout.sizes)))
         ),
     ),
     Blocked(

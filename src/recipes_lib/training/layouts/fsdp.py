@@ -10,11 +10,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import fsdp2_prepare_model
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
 def settle_precision(accelerator: Accelerator) -> None:
@@ -46,9 +45,7 @@ def shard(accelerator: Accelerator, model: Any) -> Any:
         plugin.transformer_cls_names_to_wrap = named
 
 
-def shard_chunk(
-    chunk: nn.Module, layers: Iterable[nn.Module], group: ProcessGroup, device: torch.device, compute_dtype: torch.dtype
-) -> None:
+def shard_chunk(chunk: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
     """Shard a chunk of a pipeline, layer by layer, over the processes that hold the same; in place.
 
     Its gradients are summed over them. Once a micro-batch has gathered a layer it stays whole to the end of the step:
@@ -57,13 +54,11 @@ def shard_chunk(
     Args:
         chunk: No two have a weight in common.
         layers: Of the chunk.
-        group: The processes.
-        device: Of this one, where its shards go.
+        mesh: The processes, along one dimension; of a larger mesh where tensor parallelism has sharded the chunk.
         compute_dtype: Of products, in which weights are gathered.
 
     Source: ``tests/distributed/test_pipeline_shards.py``.
     """
-    mesh = DeviceMesh.from_group(group, device.type)
     policy = _build_policy(None if compute_dtype == torch.float32 else compute_dtype)
     for module in (*layers, chunk):
         sharded = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
@@ -110,12 +105,29 @@ def compute_total_norm(tensors: Iterable[Tensor]) -> Tensor:
 
     Those that are spread over the same processes are taken together, as torch can.
     """
+    totals: list[Any] = [get_total_norm(some) for some in _group_by_mesh(tensors)]
+    norms = [total.full_tensor() if isinstance(total, DTensor) else total for total in totals]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, total_norm: Tensor) -> None:
+    """Scale gradients in place so that their norm is at most ``max_norm``.
+
+    Args:
+        parameters: Each has a gradient; on whichever meshes.
+        max_norm: The bound.
+        total_norm: Of all gradients; a plain scalar.
+    """
+    for some in _group_by_mesh(parameters):
+        clip_grads_with_norm_(some, max_norm, total_norm)
+
+
+def _group_by_mesh(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Those on one mesh together: torch has no operation on a list of several."""
     together: dict[DeviceMesh | None, list[Tensor]] = {}
     for tensor in tensors:
         together.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
-    totals: list[Any] = [get_total_norm(some) for some in together.values()]
-    norms = [total.full_tensor() if isinstance(total, DTensor) else total for total in totals]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    return together.values()
 
 
 def prepare_frozen(accelerator: Accelerator, model: nn.Module) -> nn.Module:

@@ -94,6 +94,11 @@ class Launch:
         return self.layout.sizes.get("tp", 1)
 
     @property
+    def tensor_rank(self) -> int:
+        """Index of this process among those."""
+        return self.rank % self.tensor_size
+
+    @property
     def context_size(self) -> int:
         """Processes that share the tokens of a row; 1: each has whole rows."""
         return self.layout.sizes.get("cp", 1) * self.layout.sizes.get("sp", 1)
@@ -117,8 +122,10 @@ class Launch:
     @property
     def data_rank(self) -> int:
         """Index of this process, or of its group, among those."""
-        # Pipelines lie across the processes, so that those which add up gradients are neighbours.
-        return self.rank % self.data_size if self.layout.stages > 1 else self.rank * self.data_size // self.world_size
+        if self.layout.stages > 1:
+            # Pipelines lie across the processes, so that those which add up gradients are neighbours.
+            return self.rank // self.tensor_size % self.data_size
+        return self.rank * self.data_size // self.world_size
 
     @property
     def part(self) -> PipelinePart | None:
@@ -126,7 +133,8 @@ class Launch:
         if self.layout.stages == 1:
             return None
         num_chunks = 2 if self.layout.schedule == "interleaved" else 1
-        return PipelinePart(self.rank // self.data_size, self.layout.stages, num_chunks)
+        stage = self.rank * self.layout.stages // self.world_size
+        return PipelinePart(stage, self.layout.stages, num_chunks, self.tensor_size)
 
 
 def read_launch(variables: Mapping[str, str] | None = None) -> Launch:

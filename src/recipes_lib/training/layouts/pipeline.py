@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup, pipelining
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -18,7 +19,12 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from recipes_lib.models.heads.loss_head import LossHeadOutput, add_loss_head
 from recipes_lib.models.inference import find_device
-from recipes_lib.models.parallel.pipeline_parallel import AbsentModule, PipelinePart, split_into_chunks
+from recipes_lib.models.parallel.pipeline_parallel import (
+    AbsentModule,
+    PipelinePart,
+    build_pipeline_mesh,
+    split_into_chunks,
+)
 from recipes_lib.training.collectives import broadcast_object, get_rank, get_world_size
 from recipes_lib.training.layouts.fsdp import compute_total_norm, has_shards, reshard, shard_chunk
 
@@ -29,30 +35,28 @@ class StageMesh:
 
     Attributes:
         pipeline: The stages of its pipeline, in their order.
-        replicas: Those that hold the same part and take other rows.
+        replicas: Those that hold the same weights and take other rows; sliced from the mesh of tensor parallelism.
         ends: First and last stage of its pipeline, which share tied embeddings; the others are not in it.
     """
 
     pipeline: ProcessGroup
-    replicas: ProcessGroup
+    replicas: DeviceMesh
     ends: ProcessGroup
 
 
 @functools.cache
-def build_stage_mesh(num_stages: int) -> StageMesh:
-    """Return the groups of this process; every process must call, with the same number.
+def build_stage_mesh(num_stages: int, tensor_size: int = 1) -> StageMesh:
+    """Return the groups of this process; every process must call, with the same numbers.
 
     Args:
-        num_stages: Processes of a pipeline; the process group exists, and has a multiple of it.
+        num_stages: Pipeline stages; the process group exists, and has a multiple of them.
+        tensor_size: Tensor-parallel ranks of each stage.
     """
-    rank, num_replicas = get_rank(), get_world_size() // num_stages
-    columns = [list(range(first, num_replicas * num_stages, num_replicas)) for first in range(num_replicas)]
-    rows = [list(range(num_replicas * stage, num_replicas * (stage + 1))) for stage in range(num_stages)]
-    ends = [sorted({ranks[0], ranks[-1]}) for ranks in columns]
+    mesh, num_pipelines = build_pipeline_mesh(num_stages, tensor_size), get_world_size() // num_stages
+    last = num_pipelines * (num_stages - 1)
     # Each process takes part in making every group.
-    pipelines, replicas, pairs = ([distributed.new_group(ranks) for ranks in kind] for kind in (columns, rows, ends))
-    stage, replica = divmod(rank, num_replicas)
-    return StageMesh(pipelines[replica], replicas[stage], pairs[replica])
+    ends = [distributed.new_group(sorted({first, last + first})) for first in range(num_pipelines)]
+    return StageMesh(mesh.get_group("pp"), mesh["fsdp"], ends[get_rank() % num_pipelines])
 
 
 Batch = Mapping[str, Any]
@@ -155,16 +159,15 @@ class Pipeline(nn.Module):
         is_copy = self.part.is_last and not self.part.is_first and self.model.is_tied
         return self.model.get_input_embeddings().weight if is_copy else None
 
-    def shard(self, device: torch.device, compute_dtype: torch.dtype) -> None:
+    def shard(self, compute_dtype: torch.dtype) -> None:
         """Share this stage out to its replicas, layer by layer, before an optimizer sees its weights.
 
         Args:
-            device: Where the shards go.
             compute_dtype: Of matrix products.
         """
         for chunk in self.chunks:
             layers = [layer for layer in chunk.model.base_model.layers if not isinstance(layer, AbsentModule)]
-            shard_chunk(chunk, layers, self._mesh.replicas, device, compute_dtype)
+            shard_chunk(chunk, layers, self._mesh.replicas, compute_dtype)
 
     @torch.no_grad()
     def forward(self, **inputs: Any) -> Any:
@@ -204,8 +207,9 @@ class Pipeline(nn.Module):
         """Add up the gradients of all replicas, and of tied embeddings those of both ends; every process must call."""
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         # Of shards FSDP2 has done it.
-        if distributed.get_world_size(self._mesh.replicas) > 1 and not has_shards(self.model):
-            waiting = [distributed.all_reduce(part, group=self._mesh.replicas, async_op=True) for part in gradients]
+        if self._mesh.replicas.size() > 1 and not has_shards(self.model):
+            group = self._mesh.replicas.get_group()
+            waiting = [distributed.all_reduce(part, group=group, async_op=True) for part in gradients]
             for work in waiting:
                 work.wait()
         is_end = self.part.is_first or self.part.is_last

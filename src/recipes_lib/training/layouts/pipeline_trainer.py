@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from recipes_lib.training.layouts.launch_environment import Launch, read_launch
 from recipes_lib.training.layouts.pipeline import Pipeline, build_stage_mesh
@@ -40,11 +40,11 @@ class PipelineTrainer(PretrainTrainer):
         """
         launch, args = read_launch(), kwargs["args"]
         layout = launch.layout
-        self._mesh = build_stage_mesh(layout.stages)
+        self._mesh = build_stage_mesh(layout.stages, launch.tensor_size)
         self.pipeline = Pipeline(model, self._mesh, schedule=layout.schedule, autocast=build_autocast(args))
         if launch.engine == "FSDP":
             # Before upstream looks for what is sharded.
-            self.pipeline.shard(args.device, get_compute_dtype(args))
+            self.pipeline.shard(get_compute_dtype(args))
         super().__init__(model=model, **kwargs)
         self.model_wrapped = self.pipeline
         self._shares: Sequence[torch.Tensor] = ()
@@ -66,7 +66,7 @@ class PipelineTrainer(PretrainTrainer):
         """
         batches, num_terms = super().get_batch_samples(epoch_iterator, num_batches, device)
         if num_terms is not None:
-            num_terms = self.guard.inputs.num_terms = num_terms // self.pipeline.part.num_stages
+            num_terms = self.guard.inputs.num_terms = num_terms // (self.launch.layout.stages * self.launch.tensor_size)
         return batches, num_terms
 
     def training_step(
@@ -90,7 +90,7 @@ class PipelineTrainer(PretrainTrainer):
         del inputs["num_tokens"]
         outputs = model(**inputs, loss_head=True)
         num_targets = outputs.num_targets if num_items_in_batch is None else num_items_in_batch
-        loss = outputs.nll_sum * (distributed.get_world_size(self._mesh.replicas) / num_targets)
+        loss = outputs.nll_sum * (self._mesh.replicas.size() / num_targets)
         return (loss, outputs) if return_outputs else loss
 
     def _run_step(self) -> Sequence[torch.Tensor]:
@@ -102,7 +102,8 @@ class PipelineTrainer(PretrainTrainer):
         assert inputs.num_terms is not None
         sums = self.pipeline.compute_gradients(batches, inputs.num_terms)
         self.pipeline.reduce_gradients()
-        if not sums:
+        # Tensor-parallel ranks have the same loss: one of them counts it.
+        if not sums or self.launch.tensor_rank:
             return [torch.zeros((), device=self.args.device) for _ in batches]
         for tokens, found in zip(num_tokens, sums, strict=True):
             self.observer.counter.add(tokens, found.num_targets, found.num_correct)

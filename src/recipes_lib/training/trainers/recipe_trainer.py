@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch import nn
-from torch.nn.utils import clip_grads_with_norm_
 from torch.utils.data import DataLoader, Sampler
 from transformers import (
     PreTrainedModel,
@@ -37,7 +36,7 @@ from recipes_lib.training.guards.step_facts import StepInputs, separate_row_ids
 from recipes_lib.training.guards.step_guard import StepGuard
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.context_rows import shard_batch
-from recipes_lib.training.layouts.fsdp import compute_total_norm, has_shards, reshard, settle_precision
+from recipes_lib.training.layouts.fsdp import clip_gradients, compute_total_norm, has_shards, reshard, settle_precision
 from recipes_lib.training.layouts.launch_environment import read_launch, verify_engine
 from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY, Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
@@ -318,12 +317,12 @@ class RecipeTrainer(CheckpointingTrainer):
         Raises:
             DivergedError: As ``StepGuard.judge``.
         """
-        if self._is_norm_of_engine(model):
+        if self.layout.has_engine_norm:
             return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         learning = [parameter for parameter in model.parameters() if parameter.grad is not None]
         norm = self._compute_grad_norm(learning)
         self.guard.judge(norm)
-        clip_grads_with_norm_(learning, self.args.max_grad_norm, norm)
+        clip_gradients(learning, self.args.max_grad_norm, norm)
         return norm
 
     # transformers 5.23 computes the norm here where nothing clips: the last moment at which an update can be stopped.
@@ -333,12 +332,9 @@ class RecipeTrainer(CheckpointingTrainer):
         Raises:
             DivergedError: As ``StepGuard.judge``.
         """
-        if self._is_norm_of_engine(model):
+        if self.layout.has_engine_norm:
             return self.guard.judge(super()._get_grad_norm(model, grad_norm=grad_norm))  # type: ignore[no-untyped-call]
         return self.guard.judge(self._compute_grad_norm(model.parameters())) if grad_norm is None else grad_norm
-
-    def _is_norm_of_engine(self, model: nn.Module) -> bool:
-        return self.layout.has_engine_norm or bool(self._has_mixed_mesh_grads(model))
 
     def _compute_grad_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
         self.accelerator.unscale_gradients()
