@@ -135,6 +135,18 @@ def test_nothing_of_it_takes_memory(write, tiny_model_dir) -> None:
     assert torch.get_default_device().type == "cpu"
 
 
+def test_products_without_autocast_have_the_type_of_the_weights(count) -> None:
+    """16-bit weights without autocast keep as much as 32-bit ones under it, and nothing is cast."""
+    by_autocast, by_type = count("sft"), count("sft", dtype="bfloat16", bf16=False)
+    kept = "activations of a micro-batch"
+    assert by_type[kept] == pytest.approx(by_autocast[kept], rel=0.1)
+    assert by_type[kept] < 0.6 * count("sft", bf16=False)[kept]
+    assert "16-bit copies of the weights in a pass" not in by_type
+    gathered = "gathered: two layers, embeddings and output projection"
+    shared = [count("sft", 2, is_sharded=True, **keys)[gathered] for keys in ({}, {"dtype": "bfloat16", "bf16": False})]
+    assert shared[0] == shared[1]
+
+
 def test_each_state_is_divided_by_the_processes_that_share_it(write, tiny_model_dir: Path, num_parameters: int) -> None:
     """The closed forms of ZeRO: states, gradients and weights divided one after the other."""
     config = load_config("sft", ["--config", str(write("sft"))])

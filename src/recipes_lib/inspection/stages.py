@@ -268,8 +268,7 @@ class PPOInspection(Inspection):
         from recipes_lib.training.trainers.arguments import resolve_precision
 
         super().look_at_kernels(say)
-        precision = resolve_precision(self.config, self.launch.precision)
-        is_half = bool(precision["bf16"] or precision["fp16"])
+        is_half = bool(resolve_precision(self.config)["bf16"])  # PPO refuses fp16.
         alone, *sharded = (
             plan_memory(self.config, self.model_config, layout, is_half=is_half)
             for layout in list_layouts(self.config, self.launch.world_size)

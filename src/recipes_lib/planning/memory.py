@@ -212,7 +212,8 @@ def _count_trainer(config: RecipeConfig, model_config: PreTrainedConfig, layout:
         parts = map(_count_parts, (model, *frozen.values()))
         # The next layer is fetched while one computes.
         gathered = max(2 * max(layers) + ends for layers, ends in parts)
-        temporary["gathered: two layers, embeddings and output projection"] = (2 if is_half else 4) * gathered
+        width = _count_width(config, model_config, is_half)
+        temporary["gathered: two layers, embeddings and output projection"] = width * gathered
         layers, ends = _count_parts(model, _find_trained)
         temporary["gradients before they are reduced"] = 4 * max(*layers, ends)
     elif is_half:
@@ -245,7 +246,7 @@ def _count_kept(config: RecipeConfig, model_config: PreTrainedConfig, is_half: b
     num_rows = config.read("per_device_train_batch_size") * (2 if config.stage in PAIR_STAGES else 1)
     with torch.device("meta"):
         # Weights have the precision of the products here, so that no copy of one counts.
-        model = _build(AutoModelForCausalLM, model_config, "bfloat16" if is_half else "float32")
+        model = _build(AutoModelForCausalLM, model_config, "bfloat16" if is_half else config.model.dtype)
         add_loss_head(model)
         if config.adapter.use_peft:
             model = add_adapter(model, config.adapter, seed=0)
@@ -287,7 +288,7 @@ def _count_ppo(config: RecipeConfig, model_config: PreTrainedConfig, layout: Lay
         kept = count_activations(policy, micro, length, answer)
     text, temporary = model_config.get_text_config(), {}
     if layout.shards.weights > 1:
-        width, (layers, ends) = 2 if is_half else 4, _count_parts(unwrap_adapter(policy))
+        width, (layers, ends) = _count_width(config, model_config, is_half), _count_parts(unwrap_adapter(policy))
         gathered = {
             "sampling": width * (sum(layers) + ends),
             "scoring": models["reward model"].weights,
@@ -475,8 +476,16 @@ def _build(auto_class: Any, model_config: PreTrainedConfig, dtype: str) -> Any:
     settings = copy.deepcopy(model_config)
     if auto_class is AutoModelForSequenceClassification:
         settings.num_labels = 1
-    named = (getattr(model_config, "dtype", None) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
-    return auto_class.from_config(settings, dtype=named, attn_implementation="sdpa")
+    return auto_class.from_config(settings, dtype=_find_dtype(model_config, dtype), attn_implementation="sdpa")
+
+
+def _find_dtype(model_config: PreTrainedConfig, dtype: str) -> torch.dtype:
+    return (getattr(model_config, "dtype", None) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+
+
+def _count_width(config: RecipeConfig, model_config: PreTrainedConfig, is_half: bool) -> int:
+    """Bytes of a number in a product; without autocast products have the type of the weights."""
+    return 2 if is_half else _find_dtype(model_config, config.model.dtype).itemsize
 
 
 @contextmanager
