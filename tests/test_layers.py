@@ -31,7 +31,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     # Rooms. Data and models never meet.
     "data": {"config", "errors", "files", "hub"},
     "models": {"config", "errors", "files", "hub", "losses"},
-    "planning": {"config", "errors"},
+    "planning": {"config", "errors", "losses", "models"},
     "training": {"config", "data", "losses", "models", "planning"} | FOUNDATION,
     "distillation": {"config", "data", "losses", "models", "planning", "training"} | FOUNDATION,
     "rl": {"config", "data", "losses", "models", "planning", "training"} | FOUNDATION,

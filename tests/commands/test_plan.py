@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -248,3 +249,107 @@ def test_the_curve_of_a_run_rises_and_falls(plan) -> None:
     assert len(last) == 64
     # The peak stands where the warm-up ends: 4,000 of 9,766 steps.
     assert first.index("█") == pytest.approx(64 * 4000 / 9766, abs=2)
+
+
+OF_A_STAGE: Mapping[str, Mapping[str, Any]] = {
+    "sft": {"max_length": 64, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3},
+    "grpo": {"max_length": 512, "reward_funcs": ["a.b:c"]},
+    "ppo": {
+        "reward_funcs": ["a.b:c"],
+        "per_device_eval_batch_size": 4,
+        "response_length": 32,
+        "bf16": False,
+    },
+}
+
+
+@pytest.fixture
+def plan_stage(plan, tiny_model_dir: Path, tmp_path: Path):
+    """Write a recipe of a stage other than pretraining, with changes, plan it, and return what was told."""
+
+    def plan_stage(stage: str, *flags: object, code: int = 0, **changes: Any) -> str:
+        keys = {"model_name_or_path": str(tiny_model_dir), "dataset_name": "owner/rows", "output_dir": "out"}
+        path = tmp_path / f"{stage}_tiny.yaml"
+        given = {**keys, **OF_A_STAGE[stage], **changes}
+        path.write_text(yaml.safe_dump({key: value for key, value in given.items() if value is not None}))
+        return plan.file(path, *flags, code=code)
+
+    return plan_stage
+
+
+def test_the_command_tells_time_layouts_and_verdict(plan_stage) -> None:
+    told = plan_stage("sft", "--num_processes", 4, "--gpu", "H100", "--mfu", 0.5, max_steps=1000)
+    assert "a step: 24 rows of 64 tokens, 1,536 in all" in told
+    assert re.search(r"4 GPUs x 9\.89e\+14 FLOP/s x 0\.5 MFU", told)
+    assert "hours for 1,000 steps" in told
+    assert "cost" not in told
+    assert "accelerate_configs/ddp.yaml: a copy" in told
+    assert "accelerate_configs/fsdp2.yaml: shared by 4" in told
+    for part in told.split("accelerate_configs/")[1:]:
+        terms = [float(size) for size in re.findall(r"([\d.]+) GB  ", part)]
+        assert float(re.search(r"([\d.]+) GB with all", part)[1]) == pytest.approx(sum(terms), abs=0.1)
+        assert "fits H100" in part
+
+
+def test_a_price_makes_a_cost_of_the_time(plan_stage) -> None:
+    told = plan_stage("sft", "--num_processes", 4, "--gpu", "H100", device_hour_price=2)
+    cost = float(re.search(r"cost: ([\d.]+) for 1,000,000,000 tokens of rows, at 2 for a device hour", told)[1])
+    seconds, tokens = float(re.search(r"operations: ([\d.e+]+) a step", told)[1]) / (9.89e14 * 0.4), 24 * 64
+    assert cost == pytest.approx(seconds / 3600 * 2 / tokens * 1e9, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("stage", "flags", "changes", "words"),
+    [
+        ("sft", ["--num_processes", "0"], {}, "write 1 or more"),
+        ("sft", ["--mfu", "2"], {}, "0.4 is usual"),
+        ("sft", ["--gpu", "Abacus"], {}, "'Abacus' in bfloat16 is not known"),
+        ("sft", ["--num_gpus", "8"], {}, "write --num_processes"),
+        ("sft", ["--num_gpus=8"], {}, "write --num_processes"),
+        ("sft", [], {"max_length": None}, "write `max_length: ...`"),
+        ("sft", ["--schedule", "a.png"], {}, "remove it"),
+        ("grpo", [], {}, "plan one of"),
+        ("ppo", ["--num_processes", "0"], {}, "write 1 or more"),
+        ("ppo", ["--gpu", "Abacus"], {}, "the memory of 'Abacus' is not known"),
+        ("ppo", ["--mfu", "0.5"], {}, "memory alone"),
+        ("ppo", [], {"kl_coeff": 1}, "kl_coeff"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(plan_stage, stage, flags, changes, words) -> None:
+    assert words in plan_stage(stage, *flags, code=2, **changes)
+
+
+def read(told: str, name: str) -> float:
+    return float(re.search(rf"([\d.]+) GB  {name}$", told, re.MULTILINE)[1])
+
+
+def test_terms_add_up_to_phases_and_the_largest_is_told(plan_stage) -> None:
+    told = plan_stage("ppo")
+    assert told.startswith(
+        "accelerate_configs/single_gpu.yaml: a copy of everything on each process\n    models of their own\n"
+    )
+    assert "shared by" not in told
+    # Adapters on one trunk are not shared by processes.
+    assert "shared by" not in plan_stage("ppo", "--num_processes", 4, use_peft=True)
+    phases = [float(size) for size in re.findall(r"([\d.]+) GB  ", told.split("at once")[1])]
+    assert len(phases) == 5
+    assert max(phases) == pytest.approx(float(re.search(r"([\d.]+) GB at most", told)[1]), abs=0.06)
+    assert "fits 24 GB, 48 GB, 80 GB, 141 GB, 192 GB" in told
+    assert "reward model" not in told
+    assert "adapters of policy and critic" in plan_stage("ppo", use_peft=True)
+
+
+def test_a_batch_that_no_device_holds_fits_none(plan_stage) -> None:
+    rows = {"per_device_eval_batch_size": 10_000_000}
+    assert "does not fit 24 GB, 48 GB, 80 GB, 141 GB, 192 GB" in plan_stage("ppo", **rows)
+    assert "does not fit H100" in plan_stage("ppo", "--gpu", "H100", **rows)
+    assert "fits NVIDIA A100-SXM4-80GB" in plan_stage("ppo", "--gpu", "NVIDIA A100-SXM4-80GB")
+
+
+def test_several_processes_are_told_both_ways(plan_stage) -> None:
+    alone, shared = plan_stage("ppo", "--num_processes", 4, per_device_eval_batch_size=1000).split(
+        "shared by 4 processes"
+    )
+    assert read(alone, "logits of a batch") == read(shared, "logits of a batch")
+    assert "gathered for sampling" in shared
+    assert "gathered" not in alone

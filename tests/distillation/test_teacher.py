@@ -15,10 +15,9 @@ from recipes_lib.config.schema import TokensConfig
 from recipes_lib.distillation.teacher import is_own_teacher, load_teacher, map_teacher_vocabulary
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.attention.kernels import AttentionChoice
-from recipes_lib.models.loading import load_tokenizer
+from recipes_lib.models.loading import choose_teacher, load_tokenizer
 from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.trainers.arguments import build_training_arguments
-from recipes_lib.training.trainers.trained_model import choose_teacher
 
 SDPA = AttentionChoice("sdpa", "rows")
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma3TextConfig,
@@ -20,7 +25,7 @@ from transformers import (
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError
-from recipes_lib.planning.compute import compute_flops_per_token, device_memory, find_peak, peak_flops
+from recipes_lib.planning.compute import compute_flops_per_token, count_step, device_memory, find_peak, peak_flops
 
 BATCH, LENGTH = 2, 48
 SMALL = {
@@ -190,3 +195,30 @@ def test_the_peak_of_a_run_is_that_of_its_products(name, training, dtype, expect
 def test_a_device_holds_what_its_name_or_its_maker_says(name, gigabytes):
     assert device_memory(name) == gigabytes * 1e9
     assert device_memory("Abacus") is None
+
+
+def test_a_step_counts_its_rows_and_the_passes_that_it_needs(tiny_model_dir: Path) -> None:
+    model_config = AutoConfig.from_pretrained(tiny_model_dir)
+    flops = compute_flops_per_token(model_config, 64)
+    whole = flops.body + flops.head
+
+    def step(stage: str, **changes: Any):
+        keys = {
+            "model_name_or_path": tiny_model_dir,
+            "dataset_name": "owner/rows",
+            "output_dir": "out",
+            "max_length": 64,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 3,
+            **changes,
+        }
+        return count_step(load_config(stage, [f"--{key}={value}" for key, value in keys.items()]), model_config, 4)
+
+    assert dataclasses.astuple(step("sft")) == (24, 64, pytest.approx(whole * 24 * 64))
+    frozen = compute_flops_per_token(model_config, 64, is_frozen=True)
+    assert step("lora").num_flops == pytest.approx((frozen.body + frozen.head) * 24 * 64)
+    assert dataclasses.astuple(step("dpo")) == (48, 64, pytest.approx(whole * 48 * 64))
+    assert step("dpo", precompute_ref_log_probs=False).num_flops == pytest.approx(whole * 48 * 64 * 4 / 3)
+    assert step("reward").num_flops == pytest.approx(flops.body * 48 * 64)
+    taught = step("distill", teacher_model_name_or_path=str(tiny_model_dir))
+    assert taught.num_flops == pytest.approx(whole * 24 * 64 * 4 / 3)

@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 from recipes_lib.config.loader import load_config
 from recipes_lib.models.generation import SampleByUniforms
 from recipes_lib.models.loading import load_model_config, load_tokenizer
-from recipes_lib.rl.memory import SAMPLING_BYTES, Weights, count_memory
+from recipes_lib.planning.memory import SAMPLING_BYTES, Held, Layout, plan_memory
 from recipes_lib.rl.models import load_actor_critic
 from recipes_lib.rl.rewards import load_rewards
 from recipes_lib.training.layouts.launch_environment import read_launch
@@ -47,8 +47,15 @@ def configure(policy_dir, prompts_file, tmp_path):
     return configure
 
 
+KINDS = (", weights", ", gradients", ", optimizer states")
+
+
+def shared_by(number):
+    return Layout("", number, Held(number, number, number))
+
+
 def plan(config, num_shards=1, is_half=False):
-    return count_memory(config, load_model_config(config.model)[0], is_half=is_half).plan(num_shards)
+    return plan_memory(config, load_model_config(config.model)[0], shared_by(num_shards), is_half=is_half)
 
 
 def load(config):
@@ -74,7 +81,7 @@ def test_weights_gradients_and_states_are_those_of_the_models_that_training_load
     models, rewards = load(config)
     held = (models.policy, models.critic, models.own_reference, rewards.model.model)
     everything = [t for module in held if module is not None for t in (*module.parameters(), *module.buffers())]
-    terms = plan(config).terms
+    terms = plan(config).components
     # A rotary embedding keeps its frequencies twice, as one tensor; and each linear layer one number or none.
     assert total(terms, ", weights") == pytest.approx(count(everything), rel=2e-3)
     trained = {"policy": models.policy_parameters(), "critic": models.critic_parameters()}
@@ -85,7 +92,7 @@ def test_weights_gradients_and_states_are_those_of_the_models_that_training_load
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         moments = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-        assert terms[f"{learner}, states"] == count(moments)
+        assert terms[f"{learner}, optimizer states"] == count(moments)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -112,24 +119,22 @@ def test_activations_and_cache_are_those_of_real_passes(configure, name, is_half
     with models.as_policy() as policy, precision, saved_tensors_hooks(keep, lambda tensor: tensor):
         output = policy(**inputs, with_statistics=True, token_logps=True)
     assert output.logps.requires_grad
-    terms = plan(config, is_half=is_half).terms
-    assert terms["activations"] == pytest.approx(
+    terms = plan(config, is_half=is_half).components
+    assert terms["activations of a micro-batch"] == pytest.approx(
         count([t for t in (held() for held in kept) if t is not None]), rel=0.02
     )
 
     with torch.no_grad(), models.as_policy() as policy, precision:
         cache = policy(input_ids=torch.randint(2, 30, (5, length)), use_cache=True).past_key_values
-    assert terms["keys and values of a batch"] == count(
-        [t for layer in cache.layers for t in (layer.keys, layer.values)]
-    )
+    assert terms["KV cache of a batch"] == count([t for layer in cache.layers for t in (layer.keys, layer.values)])
 
 
 def test_recomputing_keeps_the_inputs_of_layers_and_one_layer(configure):
     config = configure("models")
-    kept = plan(config).terms["activations"]
-    recomputed = plan(configure("models", activation_checkpointing=True)).terms["activations"]
+    kept = plan(config).components["activations of a micro-batch"]
+    recomputed = plan(configure("models", activation_checkpointing=True)).components["activations of a micro-batch"]
     hidden = 3 * 24 * 64 * 4
-    layer = plan(configure("models", per_device_eval_batch_size=3)).terms["a layer of a batch"]
+    layer = plan(configure("models", per_device_eval_batch_size=3)).components["a layer of a batch"]
     # The first layer has the rotary table besides.
     assert kept - recomputed == pytest.approx(2 * layer - (2 * hidden + layer), rel=0.02)
 
@@ -137,31 +142,34 @@ def test_recomputing_keeps_the_inputs_of_layers_and_one_layer(configure):
 def test_a_phase_is_what_is_held_at_once(configure):
     config = configure("models")
     alone, shared = plan(config), plan(config, num_shards=4)
-    weights, states = (total(alone.terms, kind) for kind in (", weights", ", states"))
-    terms = alone.terms
-    assert alone.phases["critic's update"] == weights + states + terms["critic, gradients"] + terms["activations"]
-    batch = terms["keys and values of a batch"] + terms["logits of a batch"] + terms["a layer of a batch"]
-    assert alone.phases["sampling"] == weights + states + batch
-    assert shared.phases["sampling"] == pytest.approx(
+    weights, states = (total(alone.components, kind) for kind in (", weights", ", optimizer states"))
+    terms = alone.components
+    assert (
+        alone.peaks["critic's update"]
+        == weights + states + terms["critic, gradients"] + terms["activations of a micro-batch"]
+    )
+    batch = terms["KV cache of a batch"] + terms["logits of a batch"] + terms["a layer of a batch"]
+    assert alone.peaks["sampling"] == weights + states + batch
+    assert shared.peaks["sampling"] == pytest.approx(
         (weights + states) / 4 + batch + terms["policy, weights"], rel=1e-3
     )
     # Gathered in the type of products: for sampling all of the policy, for reading two layers and the projection.
-    narrow = plan(config, num_shards=4, is_half=True).terms
-    assert narrow["gathered for sampling"] * 2 == shared.terms["gathered for sampling"]
+    narrow = plan(config, num_shards=4, is_half=True).components
+    assert narrow["gathered for sampling"] * 2 == shared.components["gathered for sampling"]
     layer = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
-    assert shared.terms["gathered for a layer"] == 4 * (2 * layer + 32 * 64)
-    assert alone.peak == max(alone.phases.values())
+    assert shared.components["gathered for a layer"] == 4 * (2 * layer + 32 * 64)
+    assert alone.peak == max(alone.peaks.values())
     assert alone.fits(alone.peak / 0.89)
     assert not alone.fits(alone.peak)
 
 
 def test_a_reward_model_that_is_not_there_yet_is_taken_for_one_like_the_policy(configure, tmp_path):
     config = configure("models")
-    there = plan(config).terms
+    there = plan(config).components
     absent = configure("models", reward_model_name_or_path="runs/not-yet")
-    assert plan(absent).terms == there
+    assert plan(absent).components == there
     without = configure("models", reward_model_name_or_path="null", critic_model_name_or_path=tmp_path / "reward")
-    assert plan(without).terms == {name: size for name, size in there.items() if "reward" not in name}
+    assert plan(without).components == {name: size for name, size in there.items() if "reward" not in name}
 
 
 def test_sampling_makes_no_more_of_a_logit_than_is_planned():
@@ -197,34 +205,34 @@ LLAMA_3_8B = LlamaConfig(
 
 @pytest.fixture(scope="module")
 def shipped():
-    """The shipped run, counted: four models, and adapters with a reward model of its own and on the trunk."""
+    """The shipped run, counted: four models, also shared by 8; adapters, also with a shared reward model."""
     config = load_config("ppo", ["--config", "recipes/configs/llama3-8b/ppo.yaml"])
-    adapters = count_memory(config, LLAMA_3_8B, is_half=True)
     whole = dataclasses.replace(
         config,
         adapter=dataclasses.replace(config.adapter, use_peft=False),
         model=dataclasses.replace(config.model, dtype="float32"),
     )
-    models = adapters.models
-    held = {**models.held, "reward model": Weights(models.held["critic"].weights)}
-    shared = dataclasses.replace(models, held=held)
-    return [count_memory(whole, LLAMA_3_8B, is_half=True), adapters, dataclasses.replace(adapters, models=shared)]
+    runs = [(whole, 1), (whole, 8), (config, 1)]
+    plans = [plan_memory(run, LLAMA_3_8B, shared_by(number), is_half=True) for run, number in runs]
+    adapters = plans[-1].components
+    on_base = {**adapters, "reward model, weights": adapters["critic, weights"]}
+    return [*plans, dataclasses.replace(plans[-1], components=on_base)]
 
 
 @pytest.mark.slow
 def test_llama_3_8b_by_hand(shipped):
-    whole, counted = shipped[0].plan(1).terms, shipped[1].plan(1).terms
+    whole, counted = shipped[0].components, shipped[2].components
     size = 8_030_261_248
     assert whole["policy, weights"] == pytest.approx(4 * size, rel=1e-6)
-    assert whole["policy, states"] == pytest.approx(8 * size, rel=1e-6)
+    assert whole["policy, optimizer states"] == pytest.approx(8 * size, rel=1e-6)
     assert whole["critic, gradients"] == pytest.approx(4 * (size - 128256 * 4096), rel=1e-6)
     # Rank 64 in q, k, v, o, gate, up and down of 32 layers.
     adapter = 4 * 64 * 32 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
     assert counted["policy, weights"] == pytest.approx(2 * size + adapter, rel=1e-6)
     assert counted["policy, gradients"] == adapter
-    assert counted["policy, states"] == 2 * adapter
+    assert counted["policy, optimizer states"] == 2 * adapter
     assert counted["critic, weights"] == adapter + 4 * 4097
-    assert counted["keys and values of a batch"] == 32 * 1536 * 32 * 2 * 8 * 128 * 2
+    assert counted["KV cache of a batch"] == 32 * 1536 * 32 * 2 * 8 * 128 * 2
     assert "reference, weights" not in counted
 
 
@@ -232,12 +240,9 @@ def test_llama_3_8b_by_hand(shipped):
 def test_the_documentation_shows_what_is_counted(shipped):
     page = (Path(__file__).parents[2] / "docs" / "ppo.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (?:four models, `|the same, |adapters, ).*?((?: \| [\d.]+){6}) \|$", page, re.MULTILINE)
-    runs = [(shipped[0], 1), (shipped[0], 8), (shipped[1], 1), (shipped[2], 1)]
-    for (counts, num_shards), row in zip(runs, rows, strict=True):
-        parts = counts.models.held.values()
-        phases = counts.plan(num_shards).phases
-        expected = [sum(p.weights for p in parts) / num_shards, sum(p.states + p.gradients for p in parts) / num_shards]
-        expected += [phases[name] for name in ("sampling", "reading", "policy's update", "critic's update")]
+    for planned, row in zip(shipped, rows, strict=True):
+        weights, gradients, states = (total(planned.components, kind) for kind in KINDS)
+        peaks = [planned.peaks[name] for name in ("sampling", "reading", "policy's update", "critic's update")]
         assert [float(number) for number in row.split(" | ")[1:]] == pytest.approx(
-            [e / 1e9 for e in expected], abs=0.051
+            [size / 1e9 for size in (weights, states + gradients, *peaks)], abs=0.051
         )

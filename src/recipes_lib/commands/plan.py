@@ -1,6 +1,6 @@
-"""``recipes plan``: what a pretraining run is, costs and does, from its YAML alone; no data, weights or network.
+"""``recipes plan``: what a run is, takes and holds, from its YAML alone; no data, weights or network.
 
-Of PPO it tells the memory (``plan_ppo``), of the other stages memory and time of a step (``plan_tuning``).
+Of a pretraining run it tells tokens, hours and schedule, of PPO the memory, of other stages memory and time of a step.
 """
 
 from __future__ import annotations
@@ -8,31 +8,42 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
-from recipes_lib.commands import plan_ppo, plan_tuning
 from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_stage
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.architecture import find_model_config
+from recipes_lib.models.loading import load_model_config, load_tokenizer
+from recipes_lib.planning.compute import (
+    TOKENS_PER_PARAMETER,
+    ModelSize,
+    compute_flops_per_token,
+    compute_hours,
+    compute_model_size,
+    compute_training_flops,
+    count_step,
+    find_peak,
+)
+from recipes_lib.planning.memory import list_devices, list_layouts, plan_memory
+from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
+from recipes_lib.planning.schedule import Schedule
 
-if TYPE_CHECKING:
-    from recipes_lib.planning.compute import ModelSize
-    from recipes_lib.planning.pretraining import PretrainingPlan
-    from recipes_lib.planning.schedule import Schedule
-
+_STAGES: Final = ("pretrain", "ppo", "sft", "lora", "reward", "dpo", "distill")
 _SHARES_OF_A_RUN: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _CURVE_WIDTH: Final = 64
 _PNG_POINTS: Final = 1200
 _LABEL_WIDTH: Final = 16
+_MFU: Final = 0.4
 
 
-@dataclass(frozen=True, slots=True)
-class Hardware:
+class Hardware(NamedTuple):
     """What a run is to run on.
 
     Attributes:
@@ -50,50 +61,46 @@ def main(argv: Sequence[str]) -> None:
     """Run the command.
 
     Raises:
-        ConfigError: The configuration or a flag is wrong, the run has no known length, or the PNG cannot be written.
+        ConfigError: The configuration or a flag is wrong, the run has no known length, the model's configuration cannot
+            be had, or the PNG cannot be written.
     """
     stage, _ = split_stage(argv)
-    if stage != "pretrain":
-        _verify_no_gpus(argv)
-        (plan_ppo if stage == "ppo" else plan_tuning).main(argv)
-        return
     parser = argparse.ArgumentParser(prog="recipes plan", description=__doc__, allow_abbrev=False)
     add_recipe_flags(parser)
     parser.add_argument("--num_processes", type=int, help="data-parallel processes (default: one for each GPU, or 1)")
-    parser.add_argument("--gpu", help="GPU to tell the hours on, such as H100")
-    parser.add_argument("--num_gpus", type=int, help="how many (default: one for each process)")
-    parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that is of use (default: 0.4)")
-    parser.add_argument("--schedule", type=Path, metavar="PNG", help="draw learning rate and batch into this file")
+    parser.add_argument("--gpu", help="GPU that has to hold the run, and to tell the time on, such as H100")
+    parser.add_argument("--num_gpus", type=int, help="pretraining: how many (default: one for each process)")
+    parser.add_argument("--mfu", type=float, help=f"share of the peak that is of use (default: {_MFU})")
+    parser.add_argument("--schedule", type=Path, metavar="PNG", help="pretraining: draw learning rate and batch")
     options, overrides = parser.parse_known_args(argv)
-    if options.num_processes is None:
-        options.num_processes = 1 if options.num_gpus is None else options.num_gpus
     config = load_for_command(stage, overrides, options.config)
     if problems := list(_find_problems(config, options)):
         raise ConfigError(*problems)
-    num_gpus = options.num_processes if options.num_gpus is None else options.num_gpus
-    hardware = Hardware(options.gpu, num_gpus, options.mfu) if options.gpu else None
-    from recipes_lib.planning.pretraining import plan_pretraining
-
-    plan = plan_pretraining(config, options.num_processes)
-    sys.stdout.write("".join([f"{line}\n" for line in describe_run(config, plan, hardware)]))
+    num_processes = options.num_processes or options.num_gpus or 1
+    mfu = options.mfu or _MFU
+    hardware = Hardware(options.gpu, options.num_gpus or num_processes, mfu) if options.gpu else None
+    if config.stage == "pretrain":
+        plan = plan_pretraining(config, num_processes)
+        lines = describe_pretraining(config, plan, hardware)
+    else:
+        lines = describe_step(config, num_processes, hardware)
+    sys.stdout.write("".join([f"{line}\n" for line in lines]))
     if options.schedule:
         _draw(options.schedule, config, plan.schedule)
         sys.stdout.write(f"{options.schedule}\n")
 
 
-def describe_run(config: RecipeConfig, plan: PretrainingPlan, hardware: Hardware | None) -> Iterator[str]:
-    """Yield what a run is, line by line.
+def describe_pretraining(config: RecipeConfig, plan: PretrainingPlan, hardware: Hardware | None) -> Iterator[str]:
+    """Yield what a pretraining run is, line by line.
 
     Args:
         config: The run.
         plan: From ``plan_pretraining``.
-        hardware: What to tell the hours on; ``None`` to tell none.
+        hardware: What to tell hours and memory on; ``None`` to tell none.
 
     Raises:
         ConfigError: The model cannot be built, or the peak of the GPU is not known.
     """
-    from recipes_lib.planning.compute import compute_flops_per_token, compute_model_size, compute_training_flops
-
     model_config = _find_model_config(config)
     size, num_tokens = compute_model_size(model_config), plan.num_tokens
     counted = compute_flops_per_token(model_config, plan.max_length).total(num_tokens, num_tokens)
@@ -104,14 +111,50 @@ def describe_run(config: RecipeConfig, plan: PretrainingPlan, hardware: Hardware
     yield _label("tokens", f"{num_tokens:,}, {_judge_tokens(size, num_tokens)}")
     yield _label("operations", f"{compute_training_flops(size.active, num_tokens):.3g} by 6 x parameters x tokens")
     yield _label("", f"{counted:.3g} counted, every token attending to the {plan.max_length:,} of its row")
-    yield _label("time", _tell_hours(counted, hardware, config))
-    if hardware is not None and (price := config.evaluation.device_hour_price) is not None:
-        device_hours = _count_hours(counted, hardware, config) * hardware.num_gpus
-        yield _label("cost", f"{device_hours * price:,.2f}, at {price:g} for a device hour")
+    yield from _describe_hours(counted, hardware, config)
     yield from _describe_schedule(config, plan.schedule)
     if hardware is not None:
         yield ""
-        yield from plan_tuning.describe_memory(config, model_config, hardware.num_gpus, hardware.gpu)
+        yield from _describe_memory(config, model_config, hardware.num_gpus, hardware.gpu)
+
+
+def describe_step(config: RecipeConfig, num_processes: int, hardware: Hardware | None) -> Iterator[str]:
+    """Yield what a step of another stage is and takes, and what a process holds, line by line.
+
+    Args:
+        config: The run.
+        num_processes: Its processes, a GPU each.
+        hardware: What to tell the time on; ``None`` tells none, and the memory of the usual GPUs.
+
+    Raises:
+        ConfigError: The model's configuration cannot be had, or the GPU is not known.
+    """
+    model_config, _ = load_model_config(config.model)
+    if config.stage != "ppo":
+        step = count_step(config, model_config, num_processes)
+        yield f"a step: {step.num_rows:,} rows of {step.length:,} tokens, {step.num_tokens:,} in all, if all are full"
+        yield f"operations: {step.num_flops:.3g} a step"
+        if hardware is not None:
+            peak, mfu = find_peak(hardware.gpu, config), hardware.mfu
+            seconds = step.num_flops / (num_processes * peak * mfu)
+            told = f"{step.num_flops:.3g} / ({num_processes} GPUs x {peak:.3g} FLOP/s x {mfu:g} MFU)"
+            yield f"time: {seconds:{'.1f' if seconds >= 1 else '.2g'}} s a step: {told}"
+            yield f"      {seconds / step.num_tokens * 1e9 / 3600:.1f} hours for 1,000,000,000 tokens of rows"
+            if (num_steps := config.read("max_steps")) > 0:
+                yield f"      {seconds * num_steps / 3600:.1f} hours for {num_steps:,} steps"
+            if (price := config.evaluation.device_hour_price) is not None:
+                cost = seconds * num_processes / 3600 * price / step.num_tokens
+                yield f"cost: {cost * 1e9:,.2f} for 1,000,000,000 tokens of rows, at {price:g} for a device hour"
+    yield from _describe_memory(config, model_config, num_processes, hardware.gpu if hardware else None)
+
+
+def _describe_memory(
+    config: RecipeConfig, model_config: PreTrainedConfig, num_processes: int, gpu: str | None
+) -> Iterator[str]:
+    """Yield what a process holds, by layout, and which GPUs hold it."""
+    devices = list_devices(gpu)
+    for layout in list_layouts(config, num_processes):
+        yield from plan_memory(config, model_config, layout).describe(devices)
 
 
 def draw_curve(values: Sequence[float], height: int) -> list[str]:
@@ -130,79 +173,72 @@ def draw_curve(values: Sequence[float], height: int) -> list[str]:
     ]
 
 
-def _verify_no_gpus(argv: Sequence[str]) -> None:
-    """Refuse a number of GPUs where each process has one."""
-    if any(argument.partition("=")[0] == "--num_gpus" for argument in argv):
-        found = "is a flag of pretraining, where several GPUs may share a row; here a process has a GPU"
-        raise ConfigError(Problem("--num_gpus", found, "write --num_processes, the number of GPUs"))
-
-
 def _find_problems(config: RecipeConfig, options: argparse.Namespace) -> Iterator[Problem]:
-    if config.pretraining.max_tokens is None and config.read("max_steps") < 1:
+    stage = config.stage
+    if stage not in _STAGES:
+        found = f"{stage} is a trainer of TRL's whose memory is not counted here"
+        yield Problem("--stage", found, f"plan one of {', '.join(_STAGES)}")
+    if stage == "pretrain" and config.pretraining.max_tokens is None and config.read("max_steps") < 1:
         found = "the length of the run is in epochs, and a plan reads no data"
         yield Problem("max_tokens", found, "write `max_tokens: ...` or `max_steps: ...`")
+    if stage not in ("pretrain", "ppo") and config.tokens.max_length is None:
+        found = "the length of the rows follows from the data, and a plan reads none"
+        yield Problem("max_length", found, "write `max_length: ...`")
+    if stage != "pretrain" and options.num_gpus is not None:
+        found = "is a flag of pretraining, where several GPUs may share a row; here a process has a GPU"
+        yield Problem("--num_gpus", found, "write --num_processes, the number of GPUs")
+    if stage != "pretrain" and options.schedule is not None:
+        yield Problem("--schedule", "is a flag of pretraining", "remove it")
+    if stage == "ppo" and options.mfu is not None:
+        yield Problem("--mfu", "of PPO memory alone is told", "remove it")
     for flag in ("num_processes", "num_gpus"):
         value = getattr(options, flag)
         if value is not None and value < 1:
             yield Problem(f"--{flag}", f"is {value}", "write 1 or more")
-    if not 0 < options.mfu <= 1:
-        yield Problem("--mfu", f"is {options.mfu}", "write a share above 0, at most 1; 0.4 is usual")
+    if options.mfu is not None and not 0 < options.mfu <= 1:
+        yield Problem("--mfu", f"is {options.mfu}", f"write a share above 0, at most 1; {_MFU} is usual")
 
 
-def _find_model_config(config: RecipeConfig) -> Any:
+def _find_model_config(config: RecipeConfig) -> PreTrainedConfig:
     """Return the architecture; the tokenizer is asked for nothing but a ``vocab_size`` that the recipe leaves out.
 
     Raises:
         ConfigError: It is wrong, or neither it nor the tokenizer says how many rows the embedding has.
     """
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    from recipes_lib.models.architecture import build_model_config
-    from recipes_lib.models.loading import load_model_config, load_tokenizer
-
     architecture = config.model.model_config
-    if architecture is None:
-        return load_model_config(config.model)[0]
-    if "vocab_size" in architecture:
-        empty: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))  # type: ignore[no-untyped-call]
-        return build_model_config(architecture, empty, config.tokens.max_length)
-    try:
-        tokenizer = load_tokenizer(config.model, config.tokens)
-    except ConfigError as error:
-        remedy = "write `vocab_size` in `model_config`: a plan needs nothing else of the tokenizer"
-        raise ConfigError(*(Problem(problem.where, problem.found, remedy) for problem in error.problems)) from error
-    return build_model_config(architecture, tokenizer, config.tokens.max_length)
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))  # type: ignore[no-untyped-call]
+    if architecture is not None and "vocab_size" not in architecture:
+        try:
+            tokenizer = load_tokenizer(config.model, config.tokens)
+        except ConfigError as error:
+            remedy = "write `vocab_size` in `model_config`: a plan needs nothing else of the tokenizer"
+            raise ConfigError(*(Problem(one.where, one.found, remedy) for one in error.problems)) from error
+    return find_model_config(config.model, tokenizer, config.tokens.max_length)[0]
 
 
 def _judge_tokens(size: ModelSize, num_tokens: int) -> str:
-    from recipes_lib.planning.compute import TOKENS_PER_PARAMETER
-
     ratio = num_tokens / size.active
     factor = ratio / TOKENS_PER_PARAMETER
     told = f"{ratio:,.1f} a parameter; the rule of Chinchilla is {TOKENS_PER_PARAMETER:.0f}: "
     return told + (f"over-trained by {factor:,.2f}" if factor >= 1 else f"under-trained by {1 / factor:,.2f}")
 
 
-def _tell_hours(num_flops: float, hardware: Hardware | None, config: RecipeConfig) -> str:
-    """Return the hours and how they are computed.
+def _describe_hours(num_flops: float, hardware: Hardware | None, config: RecipeConfig) -> Iterator[str]:
+    """Yield the hours, how they are computed, and their cost.
 
     Raises:
         ConfigError: The peak of the GPU is not known.
     """
-    from recipes_lib.planning.compute import find_peak
-
     if hardware is None:
-        return "name a GPU: --gpu H100 --num_processes 8 --mfu 0.4"
-    hours, peak = _count_hours(num_flops, hardware, config), find_peak(hardware.gpu, config)
-    formula = f"{num_flops:.3g} / ({hardware.num_gpus} GPUs x {peak:.3g} FLOP/s x {hardware.mfu:g} MFU x 3600 s)"
-    return f"{hours:,.1f} hours, {hours / 24:,.1f} days, on {hardware.num_gpus:,} {hardware.gpu}: {formula}"
-
-
-def _count_hours(num_flops: float, hardware: Hardware, config: RecipeConfig) -> float:
-    from recipes_lib.planning.compute import compute_hours, find_peak
-
-    return compute_hours(num_flops, hardware.num_gpus, find_peak(hardware.gpu, config), hardware.mfu)
+        yield _label("time", f"name a GPU: --gpu H100 --num_processes 8 --mfu {_MFU}")
+        return
+    gpu, num_gpus, mfu = hardware
+    peak = find_peak(gpu, config)
+    hours = compute_hours(num_flops, num_gpus, peak, mfu)
+    formula = f"{num_flops:.3g} / ({num_gpus} GPUs x {peak:.3g} FLOP/s x {mfu:g} MFU x 3600 s)"
+    yield _label("time", f"{hours:,.1f} hours, {hours / 24:,.1f} days, on {num_gpus:,} {gpu}: {formula}")
+    if (price := config.evaluation.device_hour_price) is not None:
+        yield _label("cost", f"{hours * num_gpus * price:,.2f}, at {price:g} for a device hour")
 
 
 def _describe_schedule(config: RecipeConfig, schedule: Schedule) -> Iterator[str]:

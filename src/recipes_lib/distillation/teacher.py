@@ -23,10 +23,10 @@ from recipes_lib.losses.distillation import (
 )
 from recipes_lib.models.attention.kernels import AttentionChoice, choose_attention, prove_isolation
 from recipes_lib.models.heads.loss_head import HeadOutput, add_loss_head, verify_loss_head
-from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
+from recipes_lib.models.loading import choose_teacher, load_causal_lm, load_model_config, load_tokenizer
 from recipes_lib.models.parallel.zero3 import zero3_init_disabled
 from recipes_lib.models.vocabulary import VocabularyMap, adopt_vocabulary, map_vocabulary
-from recipes_lib.training.trainers.trained_model import TEACHER, choose_teacher
+from recipes_lib.training.trainers.trained_model import TEACHER
 
 
 def map_teacher_vocabulary(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> VocabularyMap:

@@ -25,10 +25,10 @@ from recipes_lib.data.store import (
 )
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.losses.distillation import TopLogps
-from recipes_lib.models.loading import find_commit, load_model_config
+from recipes_lib.models.loading import choose_teacher, find_commit, load_model_config
 from recipes_lib.models.vocabulary import VocabularyMap
 from recipes_lib.training.evaluation.held_out import Rows
-from recipes_lib.training.trainers.trained_model import TEACHER, choose_teacher
+from recipes_lib.training.trainers.trained_model import TEACHER
 
 FORMAT: Final = 1
 SHARD_TOKENS: Final = 2**18

@@ -104,8 +104,7 @@ class DistillationInspection(SFTInspection):
     def look_at_agreement(self, say: Say) -> None:
         """Vocabulary, special tokens and length of the student; and the teacher beside it."""
         from recipes_lib.distillation.teacher import map_teacher_vocabulary
-        from recipes_lib.models.loading import load_model_config
-        from recipes_lib.training.trainers.trained_model import choose_teacher
+        from recipes_lib.models.loading import choose_teacher, load_model_config
 
         self.vocabulary = vocabulary = map_teacher_vocabulary(self.config, self.tokenizer)
         super().look_at_agreement(say)
@@ -265,18 +264,22 @@ class PPOInspection(Inspection):
     def look_at_kernels(self, say: Say) -> None:
         """As in every stage; and whether the models fit into this machine's accelerator, if it has one."""
         from recipes_lib.hardware import read_device_memory
-        from recipes_lib.rl.memory import count_memory
+        from recipes_lib.planning.memory import list_layouts, plan_memory
         from recipes_lib.training.trainers.arguments import resolve_precision
 
         super().look_at_kernels(say)
-        counted = count_memory(self.config, self.model_config, is_half=bool(resolve_precision(self.config)["bf16"]))
-        alone, size = counted.plan(1), read_device_memory()
-        say(f"{alone.layout}: {alone.peak / 1e9:.1f} GB at most; `recipes plan` tells its terms")
+        is_half = bool(resolve_precision(self.config)["bf16"])  # PPO refuses fp16.
+        alone, *sharded = (
+            plan_memory(self.config, self.model_config, layout, is_half=is_half)
+            for layout in list_layouts(self.config, self.launch.world_size)
+        )
+        size = read_device_memory()
+        say(f"{alone.about}: {alone.peak / 1e9:.1f} GB at most; `recipes plan` tells its terms")
         if size is not None and not alone.fits(size):
             remedy = "adapters (`use_peft: true`), fewer rows at once"
-            if self.launch.world_size > 1 and not self.config.adapter.use_peft:
-                shared = counted.plan(self.launch.world_size).peak / 1e9
-                remedy += f", or accelerate_configs/fsdp2.yaml: {shared:.1f} GB on each of {self.launch.world_size}"
+            for plan in sharded:
+                name, count = plan.layout.launch_file, plan.layout.num_processes
+                remedy += f", or accelerate_configs/{name}.yaml: {plan.peak / 1e9:.1f} GB on each of {count}"
             say(f"warning: this is more than the {size / 1e9:.1f} GB of the device at hand can hold; {remedy}")
 
     def look_at_steps(self, say: Say) -> None:

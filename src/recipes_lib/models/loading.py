@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,7 +33,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.dynamic_module_utils import get_relative_imports
 from transformers.utils.hub import cached_file
 
-from recipes_lib.config.schema import ModelConfig, TokensConfig
+from recipes_lib.config.schema import ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError
 from recipes_lib.files import read_record
 from recipes_lib.hub import go_offline_unless_reachable
@@ -106,6 +107,19 @@ def load_model_config(config: ModelConfig) -> tuple[PreTrainedConfig, Generation
         except OSError:  # Many models have none, and take what their configuration says.
             generation_config = GenerationConfig.from_model_config(model_config)
     return model_config, generation_config
+
+
+def choose_teacher(config: RecipeConfig) -> ModelConfig:
+    """Return the teacher as models are loaded: from its own name and revision, in its own precision."""
+    distillation = config.distillation
+    return replace(
+        config.model,
+        model_name_or_path=distillation.teacher_model_name_or_path,
+        model_revision=distillation.teacher_model_revision,
+        dtype=distillation.teacher_dtype,
+        tokenizer_name_or_path=None,
+        tokenizer_revision=None,
+    )
 
 
 def load_causal_lm(

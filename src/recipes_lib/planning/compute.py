@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.loading import choose_teacher, load_model_config
 
 FORWARD_AND_BACKWARD = 3
 """A backward pass multiplies twice what the forward pass did: once for the inputs, once for the weights."""
@@ -66,6 +67,63 @@ def compute_flops_per_token(config: PretrainedConfig, sequence_length: int, *, i
     return TokenFlops(passes * 2 * num_weights + attention, passes * 2.0 * head.weight.numel())
 
 
+PAIR_STAGES: Final = ("reward", "dpo")
+"""Stages whose rows are pairs of answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An optimizer step.
+
+    Attributes:
+        num_rows: Rows of it, over all processes; of a pair each answer is one.
+        length: Tokens of a row, all of which are counted.
+        num_flops: Operations, forward and backward, without what is computed twice to save memory.
+    """
+
+    num_rows: int
+    length: int
+    num_flops: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows, filled up."""
+        return self.num_rows * self.length
+
+
+def count_step(config: RecipeConfig, model_config: PretrainedConfig, num_processes: int) -> Step:
+    """Count the operations of an optimizer step of a stage that upstream's trainer runs.
+
+    Args:
+        config: The run, with ``max_length``.
+        model_config: Of the model that is trained.
+        num_processes: Its processes.
+
+    Raises:
+        ConfigError: The teacher's configuration cannot be had.
+
+    Source: ``compute_flops_per_token``; ``tests/planning/test_compute.py``.
+    """
+    length = config.tokens.max_length
+    assert length is not None
+    rows_per_process = config.read("per_device_train_batch_size") * config.read("gradient_accumulation_steps")
+    num_rows = rows_per_process * num_processes * (2 if config.stage in PAIR_STAGES else 1)
+    flops = compute_flops_per_token(model_config, length, is_frozen=config.adapter.use_peft)
+    per_token = flops.body + (0 if config.stage == "reward" else flops.head)
+    read = [model_config] if has_live_reference(config) else []
+    if config.stage == "distill":
+        read.append(load_model_config(choose_teacher(config))[0])
+    for other in read:
+        whole = compute_flops_per_token(other, length)
+        per_token += (whole.body + whole.head) / FORWARD_AND_BACKWARD
+    return Step(num_rows, length, per_token * num_rows * length)
+
+
+def has_live_reference(config: RecipeConfig) -> bool:
+    """Return whether each step of DPO asks the reference model."""
+    return config.stage == "dpo" and not config.read("precompute_ref_log_probs")
+
+
 def _count_active_weights(parameter: nn.Parameter, config: Any) -> float:
     """Return how many of the weights multiply one token: none of a bias or a norm, the routed share of experts."""
     if parameter.ndim < 2:
@@ -92,43 +150,52 @@ def _count_attention(config: Any, sequence_length: int) -> float:
     return 2.0 * num_keys * num_features
 
 
-# Dense 16-bit matrix throughput with 32-bit accumulation, in FLOP/s, from the makers' data sheets.
-# A name stands before every name that it contains.
-_PEAK_FLOPS = (
-    ("GB300", 2500e12),
-    ("GB200", 2500e12),
-    ("B300", 2250e12),
-    ("B200", 2250e12),
-    ("GH200", 989e12),
-    ("H200 NVL", 835e12),
-    ("H200", 989e12),
-    ("H100 NVL", 835e12),
-    ("H100 PCIe", 756e12),
-    ("H100", 989e12),
-    ("H800", 989e12),
-    ("H20", 148e12),
-    ("A100", 312e12),
-    ("A800", 312e12),
-    ("A40", 149.7e12),
-    ("A30", 165e12),
-    ("A10", 125e12),
-    ("A10G", 70e12),
-    ("L40S", 362e12),
-    ("L40", 181e12),
-    ("L4", 121e12),
-    ("RTX PRO 6000", 500e12),
-    ("RTX A6000", 154.8e12),
-    ("RTX 5090", 209.5e12),
-    ("RTX 4090", 165.2e12),
-    ("RTX 3090", 71e12),
-    ("V100", 125e12),
-    ("T4", 65e12),
-    ("MI355X", 2500e12),
-    ("MI325X", 1307e12),
-    ("MI300X", 1307e12),
-    ("MI250X", 191.5e12),
+# Pattern of the name; dense 16-bit matrix throughput with 32-bit accumulation in FLOP/s; memory in 10^9 bytes, as the
+# makers' data sheets have them. A name stands before every name that it contains.
+_DEVICES: Final = (
+    ("GB300", 2500e12, 288),
+    ("GB200", 2500e12, 192),
+    ("B300", 2250e12, 288),
+    ("B200", 2250e12, 192),
+    ("GH200 144GB?", 989e12, 144),
+    ("GH200", 989e12, 96),
+    ("H200 NVL", 835e12, 141),
+    ("H200", 989e12, 141),
+    ("H100 NVL", 835e12, 94),
+    ("H100 PCIe", 756e12, 80),
+    ("H100", 989e12, 80),
+    ("H800", 989e12, 80),
+    ("H20", 148e12, 96),
+    ("A100", 312e12, 40),
+    ("A800", 312e12, 80),
+    ("A40", 149.7e12, 48),
+    ("A30", 165e12, 24),
+    ("A10", 125e12, 24),
+    ("A10G", 70e12, 24),
+    ("L40S", 362e12, 48),
+    ("L40", 181e12, 48),
+    ("L4", 121e12, 24),
+    ("RTX PRO 6000", 500e12, 96),
+    ("RTX A6000", 154.8e12, 48),
+    ("RTX 5090", 209.5e12, 32),
+    ("RTX 4090", 165.2e12, 24),
+    ("RTX 3090", 71e12, 24),
+    ("V100", 125e12, 16),
+    ("T4", 65e12, 16),
+    ("MI355X", 2500e12, 288),
+    ("MI325X", 1307e12, 256),
+    ("MI300X", 1307e12, 192),
+    ("MI250X", 191.5e12, 128),
 )
-_WITHOUT_BFLOAT16 = ("V100", "T4")
+_WITHOUT_BFLOAT16: Final = ("V100", "T4")
+
+
+def _find_device(device_name: str) -> tuple[str, float | None, float | None]:
+    """Return the row of ``_DEVICES`` that a device is of."""
+    for row in _DEVICES:
+        if re.search(rf"\b{row[0]}\b", device_name, re.IGNORECASE):
+            return row
+    return "", None, None
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
@@ -138,11 +205,9 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
         device_name: As ``torch.cuda.get_device_name`` gives it, such as ``NVIDIA H100 80GB HBM3``.
         dtype: Of the matrix products: ``bfloat16`` or ``float16``.
     """
-    name = next((name for name, _ in _PEAK_FLOPS if re.search(rf"\b{name}\b", device_name, re.IGNORECASE)), None)
-    unsupported = dtype not in (torch.bfloat16, torch.float16) or (
-        dtype == torch.bfloat16 and name in _WITHOUT_BFLOAT16
-    )
-    return None if name is None or unsupported else dict(_PEAK_FLOPS)[name]
+    name, peak, _ = _find_device(device_name)
+    is_supported = dtype == torch.float16 or (dtype == torch.bfloat16 and name not in _WITHOUT_BFLOAT16)
+    return peak if is_supported else None
 
 
 def find_peak(device_name: str, config: RecipeConfig) -> float:
@@ -174,30 +239,18 @@ def _choose_product_type(config: RecipeConfig) -> torch.dtype:
     return torch.float32 if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
 
 
-# Of these the number in the name is, or may be, the memory of the processor beside it.
-_SUPERCHIPS = (("GH200 144G", 144e9), ("GH200", 96e9))
-# What a device holds, in 10^9 bytes, from the makers' data sheets; what a name says of itself comes before.
-_MEMORY = (
-    *(("GB300", 288), ("GB200", 192), ("B300", 288), ("B200", 192), ("H200", 141), ("H100 NVL", 94)),
-    *(("H100", 80), ("H800", 80), ("H20", 96), ("A100", 40), ("A800", 80), ("A40", 48), ("A30", 24), ("A10", 24)),
-    *(("A10G", 24), ("L40S", 48), ("L40", 48), ("L4", 24), ("RTX PRO 6000", 96), ("RTX A6000", 48), ("RTX 5090", 32)),
-    *(("RTX 4090", 24), ("RTX 3090", 24), ("V100", 16), ("T4", 16), ("MI355X", 288), ("MI325X", 256)),
-    *(("MI300X", 192), ("MI250X", 128)),
-)
-
-
 def device_memory(device_name: str) -> float | None:
     """Return the bytes of one device; ``None`` where they are not known.
 
     Args:
         device_name: As for ``peak_flops``; a number of GB in it decides, as in ``A100-SXM4-80GB``.
     """
-    for name, size in _SUPERCHIPS:
-        if re.search(rf"\b{name}", device_name, re.IGNORECASE):
-            return size
-    if told := re.search(r"(\d+) ?GB\b", device_name, re.IGNORECASE):
-        return float(told[1]) * 1e9
-    return next((size * 1e9 for name, size in _MEMORY if re.search(rf"\b{name}\b", device_name, re.IGNORECASE)), None)
+    name, _, size = _find_device(device_name)
+    told = re.search(r"(\d+) ?GB\b", device_name, re.IGNORECASE)
+    # In the name of a GH200 the number is, or may be, the memory of the processor beside it.
+    if told and not name.startswith("GH200"):
+        size = float(told[1])
+    return None if size is None else size * 1e9
 
 
 TOKENS_PER_PARAMETER: Final = 20.0

@@ -118,7 +118,7 @@ def write_answers(config: RecipeConfig, output: Path, *, reasoning: str) -> str:
 
 def take_teacher(config: RecipeConfig) -> RecipeConfig:
     """Return the run with its teacher for its model, by its own tokenizer and template."""
-    from recipes_lib.training.trainers.trained_model import choose_teacher
+    from recipes_lib.models.loading import choose_teacher
 
     tokens = dataclasses.replace(config.tokens, chat_template_path=None, eos_token=None, pad_token=None)
     return dataclasses.replace(config, model=choose_teacher(config), tokens=tokens)

@@ -8,14 +8,14 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
-from recipes_lib.config.schema import ModelConfig, RecipeConfig
+from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.adapters.lora import add_adapter
 from recipes_lib.models.adapters.saved import TaskType
 from recipes_lib.models.architecture import find_model_config, start_causal_lm
 from recipes_lib.models.heads.score_head import add_score_head, load_reward_model, set_pad_token
 from recipes_lib.models.inference import disable_dropout
-from recipes_lib.models.loading import check_agreement, load_causal_lm, load_model_config
+from recipes_lib.models.loading import check_agreement, choose_teacher, load_causal_lm, load_model_config
 from recipes_lib.models.parallel.tensor_parallel import build_distribution
 from recipes_lib.models.quantization import build_quantization_config
 from recipes_lib.models.vocabulary import VocabularyMap
@@ -24,19 +24,6 @@ from recipes_lib.training.trainers.arguments import get_compute_dtype
 
 TEACHER = "teacher_model_name_or_path"
 """The key that names it."""
-
-
-def choose_teacher(config: RecipeConfig) -> ModelConfig:
-    """Return the teacher as models are loaded: from its own name and revision, in its own precision."""
-    distillation = config.distillation
-    return replace(
-        config.model,
-        model_name_or_path=distillation.teacher_model_name_or_path,
-        model_revision=distillation.teacher_model_revision,
-        dtype=distillation.teacher_dtype,
-        tokenizer_name_or_path=None,
-        tokenizer_revision=None,
-    )
 
 
 def load_verified_config(

@@ -1,0 +1,169 @@
+"""A process holds what closed forms say, by layout; of PPO, see ``tests/rl/test_memory.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from recipes_lib.config.loader import load_config
+from recipes_lib.planning import memory
+from recipes_lib.planning.memory import Held, Layout, MemoryPlan, count_kept, list_layouts, plan_memory
+
+KEYS: dict[str, Any] = {
+    "dataset_name": "owner/rows",
+    "output_dir": "out",
+    "max_length": 64,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 3,
+    "activation_checkpointing": True,
+}
+
+
+@pytest.fixture
+def write(tiny_model_dir: Path, tmp_path: Path):
+    """Write a recipe of a stage with changes, and return its path."""
+
+    def write(stage: str, **changes: Any) -> Path:
+        path = tmp_path / f"{stage}.yaml"
+        keys = KEYS | {"model_name_or_path": str(tiny_model_dir)} | changes
+        path.write_text(yaml.safe_dump({key: value for key, value in keys.items() if value is not None}))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def count(write, tiny_model_dir: Path):
+    """The components of a process, by name."""
+
+    def count(stage: str, num_processes: int = 1, *, is_sharded: bool = False, **changes: Any) -> Mapping[str, int]:
+        config = load_config(stage, ["--config", str(write(stage, **changes))])
+        copied, *sharded = list_layouts(config, num_processes)
+        layout = sharded[0] if is_sharded else copied
+        return plan_memory(config, AutoConfig.from_pretrained(tiny_model_dir), layout).components
+
+    return count
+
+
+@pytest.fixture(scope="module")
+def num_parameters(tiny_model_dir: Path) -> int:
+    return AutoModelForCausalLM.from_pretrained(tiny_model_dir).num_parameters()
+
+
+@pytest.mark.parametrize(("optim", "state_bytes"), [("adamw_torch_fused", 8), ("sgd", 0)])
+def test_full_training_holds_weights_gradients_and_states(count, num_parameters, optim, state_bytes) -> None:
+    terms = count("sft", optim=optim)
+    assert terms["model, weights"] == terms["model, gradients"] == 4 * num_parameters
+    assert terms.get("model, optimizer states", 0) == state_bytes * num_parameters
+    assert terms["16-bit copies of the weights in a pass"] == 2 * num_parameters
+    assert "frozen base, weights" not in terms
+
+
+@pytest.mark.parametrize(("optim", "state_bytes"), [("adamw_torch_fused", 4), ("adamw_8bit", 2.3)])
+def test_states_have_the_type_of_the_weights_but_where_an_optimizer_has_its_own(
+    count, num_parameters, optim, state_bytes
+) -> None:
+    terms = count("sft", optim=optim, dtype="bfloat16")
+    assert terms["model, weights"] == 2 * num_parameters
+    assert terms["model, optimizer states"] == pytest.approx(state_bytes * num_parameters, abs=1)
+
+
+def test_processes_that_share_hold_their_share_and_those_that_do_not_sum_gradients(count, num_parameters) -> None:
+    copied, shared = count("sft", 4), count("sft", 4, is_sharded=True)
+    assert copied["buckets in which gradients are summed"] == copied["model, gradients"] == 4 * num_parameters
+    for name in ("model, weights", "model, gradients", "model, optimizer states"):
+        assert shared[name] == copied[name] // 4
+    # Two layers are the whole of this model, with the ends.
+    assert shared["gathered: two layers, embeddings and output projection"] == 2 * num_parameters
+    assert shared["activations of a micro-batch"] == copied["activations of a micro-batch"]
+    assert "16-bit copies of the weights in a pass" not in shared
+
+
+def test_an_adapter_leaves_its_trunk_frozen(count, num_parameters) -> None:
+    terms = count("lora", lora_r=4, dtype="bfloat16")
+    # With what rotates positions.
+    assert terms["frozen base, weights"] == pytest.approx(2 * num_parameters, rel=1e-3)
+    # Rank 4 on seven linear layers of two decoder layers: in and out features of each.
+    features = 4 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
+    assert terms["model, weights"] == 4 * features
+    assert terms["model, optimizer states"] == 8 * features
+
+
+def test_a_trunk_in_few_bits_takes_as_many(count, tiny_model_dir) -> None:
+    whole, quarter = (count("lora", lora_r=4, dtype="bfloat16", load_in_4bit=bits) for bits in (False, True))
+    linear = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
+    saved = whole["frozen base, weights"] - quarter["frozen base, weights"]
+    assert saved == pytest.approx(2 * linear - (0.5 + (1 + 4 / 256) / 64) * linear, rel=1e-3)
+
+
+def test_who_is_read_beside_the_student_counts(count, tiny_model_dir, num_parameters) -> None:
+    assert count("distill", teacher_model_name_or_path=str(tiny_model_dir))["teacher, weights"] == pytest.approx(
+        4 * num_parameters, rel=1e-3
+    )
+    assert count("dpo", precompute_ref_log_probs=False)["reference, weights"] == pytest.approx(
+        4 * num_parameters, rel=1e-3
+    )
+    assert "reference, weights" not in count("dpo")
+
+
+def test_what_a_long_model_keeps_follows_from_two_short_ones(write, tiny_model_dir) -> None:
+    for stage, checkpointed in (("sft", True), ("lora", True), ("sft", False)):
+        config = load_config(stage, ["--config", str(write(stage, activation_checkpointing=checkpointed))])
+        model_config = AutoConfig.from_pretrained(tiny_model_dir, num_hidden_layers=5)
+        whole = memory._count_kept(config, model_config, is_half=True)
+        assert count_kept(config, model_config, is_half=True) == whole
+
+
+def test_a_pair_is_two_rows(count) -> None:
+    one, two = (count("dpo", per_device_train_batch_size=rows)["activations of a micro-batch"] for rows in (1, 2))
+    as_rows = count("sft", per_device_train_batch_size=2)["activations of a micro-batch"]
+    assert one == as_rows
+    assert two == pytest.approx(2 * one, rel=0.01)
+
+
+def test_nothing_of_it_takes_memory(write, tiny_model_dir) -> None:
+    config = load_config("sft", ["--config", str(write("sft"))])
+    large = AutoConfig.from_pretrained(tiny_model_dir, hidden_size=65536, intermediate_size=262144, head_dim=16384)
+    terms = plan_memory(config, large, Layout("single_gpu")).components
+    assert terms["model, weights"] > 2e11
+    assert torch.get_default_device().type == "cpu"
+
+
+def test_products_without_autocast_have_the_type_of_the_weights(count) -> None:
+    """16-bit weights without autocast keep as much as 32-bit ones under it, and nothing is cast."""
+    by_autocast, by_type = count("sft"), count("sft", dtype="bfloat16", bf16=False)
+    kept = "activations of a micro-batch"
+    assert by_type[kept] == pytest.approx(by_autocast[kept], rel=0.1)
+    assert by_type[kept] < 0.6 * count("sft", bf16=False)[kept]
+    assert "16-bit copies of the weights in a pass" not in by_type
+    gathered = "gathered: two layers, embeddings and output projection"
+    shared = [count("sft", 2, is_sharded=True, **keys)[gathered] for keys in ({}, {"dtype": "bfloat16", "bf16": False})]
+    assert shared[0] == shared[1]
+
+
+def test_each_state_is_divided_by_the_processes_that_share_it(write, tiny_model_dir: Path, num_parameters: int) -> None:
+    """The closed forms of ZeRO: states, gradients and weights divided one after the other."""
+    config = load_config("sft", ["--config", str(write("sft"))])
+    model_config = AutoConfig.from_pretrained(tiny_model_dir)
+    for shards in (Held(1, 1, 4), Held(1, 4, 4), Held(4, 4, 4)):
+        components = plan_memory(config, model_config, Layout("", 4, shards)).components
+        held = [components[f"model, {kind}"] for kind in ("weights", "gradients", "optimizer states")]
+        assert held == [size * num_parameters // number for size, number in zip((4, 4, 8), shards, strict=True)]
+        assert ("buckets in which gradients are summed" in components) == (shards.gradients == 1)
+        assert ("16-bit copies of the weights in a pass" in components) == (shards.weights == 1)
+
+
+def test_what_no_phase_names_is_held_in_each() -> None:
+    components = {"weights": 5, "cache": 3, "gradients": 1, "activations": 1}
+    plan = MemoryPlan(
+        Layout("ddp"), "", components, {"sampling": ["cache", "absent"], "update": ["gradients", "activations"]}
+    )
+    assert plan.peaks == {"sampling": 8, "update": 7}
+    assert plan.peak == 8
+    assert MemoryPlan(Layout("ddp"), "", components, {}).peak == 10
