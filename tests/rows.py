@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 
-def write_rows(path: Path, rows: Iterable[Any]) -> Path:
-    """Write a row a line, and return the file."""
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+def write_rows(path: Path, rows: Iterable[Any], *, ensure_ascii: bool = False) -> Path:
+    """Write a row a line, and return the file; half of a surrogate pair is written with ``ensure_ascii`` alone."""
+    path.write_text("".join(json.dumps(row, ensure_ascii=ensure_ascii) + "\n" for row in rows), encoding="utf-8")
     return path
 
 

@@ -17,14 +17,9 @@ TEXTS = [f"the {n:03}th function returns the sum of its {n:03} arguments\n  and 
 CHAT = [{"role": "user", "content": "How many days?"}, {"role": "assistant", "content": "Seven days."}]
 
 
-def write_jsonl(path, rows):
-    write_rows(path, rows)
-    return path
-
-
 @pytest.fixture
 def data(tmp_path):
-    return write_jsonl(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
+    return write_rows(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
 
 
 @pytest.fixture
@@ -61,7 +56,7 @@ def test_a_tokenizer_is_trained_saved_and_judged(run, data, tmp_path):
 
 def test_it_does_not_learn_from_the_tail(run, tmp_path):
     texts = [*TEXTS[:380], *["zqzq zqzq zqzq"] * 5]
-    data = write_jsonl(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
+    data = write_rows(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
     run(data, "--vocab_size", 400, "--output_dir", tmp_path / "out")
     assert not any("zq" in token for token in AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab())
 
@@ -171,14 +166,14 @@ def test_data_that_cannot_be_read_are_told_together(run, tmp_path):
     [([], "no rows"), ([{"text": "good"}, {"text": 7}, {"text": "\ud800"}], "`text` is a number")],
 )
 def test_data_without_rows_or_with_broken_ones_are_refused(run, tmp_path, rows, found):
-    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    data = write_rows(tmp_path / "rows.jsonl", rows, ensure_ascii=True)
     assert found in run(data, "--vocab_size", 300, "--output_dir", tmp_path / "out", code=2)
     assert not list((tmp_path / "out").iterdir())
 
 
 def test_any_layout_and_any_source_is_read(run, tmp_path):
-    write_jsonl(tmp_path / "chats.jsonl", [{"messages": CHAT}] * 60)
-    write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "Capital? ", "completion": "Paris."}] * 60)
+    write_rows(tmp_path / "chats.jsonl", [{"messages": CHAT}] * 60)
+    write_rows(tmp_path / "pairs.jsonl", [{"prompt": "Capital? ", "completion": "Paris."}] * 60)
     Dataset.from_list([{"text": "saved to disk"}] * 60).save_to_disk(tmp_path / "saved")
     (tmp_path / "notes.txt").write_text("first line\n\nsecond line\n")
     sources = [tmp_path / name for name in ("chats.jsonl", "pairs.jsonl", "saved", "notes.txt")]
@@ -190,7 +185,7 @@ def test_any_layout_and_any_source_is_read(run, tmp_path):
 def test_chats_are_read_as_the_template_writes_them(tmp_path):
     from recipes_lib.data.chat.templates import ChatTemplate
 
-    path = write_jsonl(tmp_path / "chats.jsonl", [{"messages": CHAT}])
+    path = write_rows(tmp_path / "chats.jsonl", [{"messages": CHAT}])
     mixture = Mixture(parts=[Part(source=load_source(str(path)))])
     assert list(read_texts(mixture, None)) == ["How many days?\nSeven days."]
     assert list(read_texts(mixture, ChatTemplate(CHATML_TEMPLATE, {}))) == [
@@ -200,7 +195,7 @@ def test_chats_are_read_as_the_template_writes_them(tmp_path):
 
 def test_a_chat_that_the_template_refuses_is_named(run, tmp_path):
     system = {"role": "system", "content": "Be brief."}
-    data = write_jsonl(tmp_path / "chats.jsonl", [{"messages": CHAT}, {"messages": [system, *CHAT]}])
+    data = write_rows(tmp_path / "chats.jsonl", [{"messages": CHAT}, {"messages": [system, *CHAT]}])
     (tmp_path / "mine.jinja").write_text(
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
         "{{ m.content }}<|endoftext|>{% endfor %}"
