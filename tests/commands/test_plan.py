@@ -197,6 +197,11 @@ def test_what_a_plan_cannot_know_is_told_at_once(plan) -> None:
     assert "steps           50" in plan(max_tokens=None, max_steps=50, warmup_steps=5)
 
 
+def test_a_run_of_too_many_steps_is_refused_before_it_fills_the_memory(plan) -> None:
+    assert "the run would have 14,648,437,500 optimizer steps" in plan(max_tokens=15_000_000_000_000, code=2)
+    assert "steps           57,221" in plan("--num_processes", 256_000, max_tokens=15_000_000_000_000)
+
+
 def test_a_wrong_key_and_a_schedule_that_does_not_fit_are_problems(plan) -> None:
     assert "learning_rate" in plan(learning_rat=1e-3, code=2)
     assert "longer than the run" in plan(warmup_steps=1_000_000, code=2)
@@ -414,3 +419,12 @@ def test_groups_have_no_critic_and_make_the_logits_of_whole_answers(plan_stage) 
     # 8 micro-batches are sampled at once.
     assert read(told, "logits of a batch") == pytest.approx(44 * 8 * 64 * 512 / 1e9, abs=0.005)
     assert "reference" not in plan_stage("rloo", beta=0)
+
+
+@pytest.mark.parametrize("stage", ["sft", "ppo", "grpo"])
+def test_every_component_says_how_it_is_counted(plan_stage, stage) -> None:
+    brief, explained = (plan_stage(stage, "--num_processes", 4, *flags).splitlines() for flags in ([], ["--explain"]))
+    for line, full in zip(brief, explained, strict=True):
+        assert full == line or (full.startswith(f"{line} = ") and " GB  " in line)
+    layouts = len([line for line in brief if "accelerate_configs" in line])
+    assert len([full for line, full in zip(brief, explained, strict=True) if full != line]) >= 6 * layouts

@@ -80,7 +80,7 @@ def test_processes_that_share_hold_their_share_and_those_that_do_not_sum_gradien
     for name in ("model, weights", "model, gradients", "model, optimizer states"):
         assert shared[name] == copied[name] // 4
     # Two layers are the whole of this model, with the ends.
-    assert shared["gathered: two layers, embeddings and output projection"] == 2 * num_parameters
+    assert shared["gathered: layers, embeddings and output projection"] == 2 * num_parameters
     assert shared["activations of a micro-batch"] == copied["activations of a micro-batch"]
     assert "16-bit copies of the weights in a pass" not in shared
 
@@ -143,7 +143,7 @@ def test_products_without_autocast_have_the_type_of_the_weights(count) -> None:
     assert by_type[kept] == pytest.approx(by_autocast[kept], rel=0.1)
     assert by_type[kept] < 0.6 * count("sft", bf16=False)[kept]
     assert "16-bit copies of the weights in a pass" not in by_type
-    gathered = "gathered: two layers, embeddings and output projection"
+    gathered = "gathered: layers, embeddings and output projection"
     shared = [count("sft", 2, is_sharded=True, **keys)[gathered] for keys in ({}, {"dtype": "bfloat16", "bf16": False})]
     assert shared[0] == shared[1]
 
@@ -214,7 +214,7 @@ def test_pipeline_stages_hold_their_layers_and_one_end(plan_pretraining, num_par
     kept = [components["activations of a micro-batch"] for components in (whole, stage)]
     assert kept[0] <= kept[1] < 2 * kept[0]
     sharded = plan_pretraining(Layout("", 4, Held(4, 4, 4), stages=2, in_flight=2))
-    assert sharded["gathered: all layers, embeddings and output projection"] == 2 * stage["model, weights"] // 4
+    assert sharded["gathered: layers, embeddings and output projection"] == 2 * stage["model, weights"] // 4
 
 
 def test_context_parallel_ranks_keep_their_tokens_and_gather_keys_and_values(plan_pretraining) -> None:

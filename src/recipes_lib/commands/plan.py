@@ -78,21 +78,13 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--hardware", help="launch file to plan for: of accelerate_configs/, or path (default: several)"
     )
+    parser.add_argument("--explain", action="store_true", help="say how each component of the memory is counted")
     add_pipeline_flags(parser)
     options, overrides = parser.parse_known_args(argv)
     config = load_for_command(stage, overrides, options.config)
     if problems := list(_find_problems(config, options)):
         raise ConfigError(*problems)
-    num_processes = options.num_processes or options.num_gpus or 1
-    num_gpus = options.num_gpus or num_processes
-    layouts = list(list_layouts(config, num_gpus))
-    if options.hardware or options.pipeline_stages > 1:
-        file = find_launch_file(options.hardware or "ddp")
-        pipeline = name_pipeline(options.pipeline_stages, options.pipeline_schedule)
-        launch = plan_launch(file, options.num_processes or options.num_gpus, pipeline)
-        verify_combination(config, launch, str(file))
-        num_processes, num_gpus = launch.data_size, launch.world_size
-        layouts = [build_layout(launch, file.stem, config.read("gradient_accumulation_steps"))]
+    num_processes, num_gpus, layouts = _choose_layouts(config, options)
     hardware = Hardware(options.gpu, num_gpus, options.mfu or _MFU) if options.gpu else None
     model_config, lines = _find_model_config(config), list[str]()
     if stage == "pretrain":
@@ -104,11 +96,28 @@ def main(argv: Sequence[str]) -> None:
         devices = list_devices(options.gpu)
         lines += [""] if stage == "pretrain" else []
         for layout in layouts:
-            lines += plan_memory(config, model_config, layout).describe(devices)
+            lines += plan_memory(config, model_config, layout).describe(devices, explains=options.explain)
     sys.stdout.write("".join([f"{line}\n" for line in lines]))
     if options.schedule:
         _draw(options.schedule, config, plan.schedule)
         sys.stdout.write(f"{options.schedule}\n")
+
+
+def _choose_layouts(config: RecipeConfig, options: argparse.Namespace) -> tuple[int, int, list[Layout]]:
+    """Return how many processes take rows of their own, the GPUs, and the layouts to plan: one if it is named.
+
+    Raises:
+        ConfigError: There is no such launch file, or the recipe and it do not fit together.
+    """
+    num_gpus: int | None = options.num_gpus or options.num_processes
+    if not options.hardware and options.pipeline_stages == 1:
+        layouts = list(list_layouts(config, num_gpus or 1))
+        return options.num_processes or num_gpus or 1, num_gpus or 1, layouts
+    file = find_launch_file(options.hardware or "ddp")
+    launch = plan_launch(file, num_gpus, name_pipeline(options.pipeline_stages, options.pipeline_schedule))
+    verify_combination(config, launch, str(file))
+    layout = build_layout(launch, file.stem, config.read("gradient_accumulation_steps"))
+    return launch.data_size, launch.world_size, [layout]
 
 
 def describe_pretraining(

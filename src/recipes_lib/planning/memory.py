@@ -40,12 +40,18 @@ SHARE_OF_DEVICE: Final = 0.9
 _USUAL_GB: Final = (24, 48, 80, 141, 192)
 _CHUNK: Final = 4 * CHUNK_BYTES
 """Bytes of a chunk of logits: the logits, their copy in 16 bits, exponentials, products."""
-_ZERO_BUCKET: Final = 500_000_000
+_BUCKET_SIZE: Final = 500_000_000
 """Numbers of a bucket: ``reduce_bucket_size`` of DeepSpeed unless told otherwise."""
 _LOSS_BYTES: Final = 14
 """Of each logit where a loss is made of all at once: in 16 and 32 bits, log-softmax, and the gradients of these."""
 _KINDS: Final = ("weights", "gradients", "optimizer states")
 
+_BUCKETS: Final = "buckets in which gradients are summed"
+_ZERO_BUCKET: Final = "bucket in which gradients are reduced"
+_GATHERED_LAYERS: Final = "gathered: layers, embeddings and output projection"
+_UNREDUCED: Final = "gradients before they are reduced"
+_COPIES: Final = "16-bit copies of the weights in a pass"
+_OTHER_KEYS: Final = "keys and values of the other ranks' tokens"
 _ACTIVATIONS: Final = "activations of a micro-batch"
 _LOGITS: Final = "logits of the loss"
 _CACHE: Final = "KV cache of a batch"
@@ -60,6 +66,26 @@ _PHASES: Final[Mapping[str, Sequence[str]]] = {
     "critic's update": (_GATHERED.format("a layer"), _ACTIVATIONS, "critic, gradients"),
 }
 """Phases of an iteration of PPO, and what each holds besides all that none of them names."""
+FORMULAS: Final[Mapping[str, str]] = {
+    "weights": "parameters x bytes of their type / processes that share them",
+    "gradients": "as weights, of what is trained",
+    "optimizer states": "parameters trained x bytes of a state / processes that share them; by ZeRO 4 more, of a copy",
+    _BUCKETS: "gradients once more (DDP)",
+    _ZERO_BUCKET: "bytes of a product x min(500,000,000, parameters trained) (reduce_bucket_size)",
+    _GATHERED_LAYERS: "bytes of a product x (2 layers, of a pipeline stage all, + embeddings + output projection)",
+    _UNREDUCED: "4 x parameters of the largest layer; of a pipeline stage all layers",
+    _COPIES: "2 x parameters in 32 bits (autocast)",
+    _ACTIVATIONS: "tensors saved for the backward pass; recomputed: the inputs of all layers + one layer",
+    _OTHER_KEYS: "2 x bytes of a product x tokens of other ranks x key-value features x layers kept",
+    _LOGITS: "4 buffers of a chunk; RLOO and GRPO: 14 x answer tokens x vocabulary",
+    _CACHE: "rows x what the model caches of the longest row",
+    _SAMPLED: f"{SAMPLING_BYTES} x rows x vocabulary",
+    _LAYER: "tensors of the largest layer, of all rows",
+    _GATHERED.format("sampling"): "bytes of a product x parameters of the policy",
+    _GATHERED.format("scoring"): "weights of the reward model",
+    _GATHERED.format("a layer"): "bytes of a product x (2 layers + output projection)",
+}
+"""How each component is counted, by its name or, of a model, by what follows the model's."""
 
 
 class Held(NamedTuple):
@@ -187,12 +213,19 @@ class MemoryPlan:
         """Return whether a device of this size holds the run, with some room for the allocator."""
         return self.peak <= SHARE_OF_DEVICE * device_bytes
 
-    def describe(self, devices: Mapping[str, float]) -> Iterator[str]:
-        """Yield layout, components, phases and which of ``devices`` fit, line by line, in units of 10^9 bytes."""
+    def describe(self, devices: Mapping[str, float], *, explains: bool = False) -> Iterator[str]:
+        """Yield layout, components, phases and which of ``devices`` fit, line by line, in units of 10^9 bytes.
+
+        Args:
+            devices: Bytes of each by name.
+            explains: Whether to say how each component is counted.
+        """
         yield str(self.layout)
         if self.about:
             yield f"    {self.about}"
-        yield from (f"{size / 1e9:13.2f} GB  {name}" for name, size in self.components.items())
+        for name, size in self.components.items():
+            formula = FORMULAS.get(name) or FORMULAS[name.rpartition(", ")[2]]
+            yield f"{size / 1e9:13.2f} GB  {name}" + (f" = {formula}" if explains else "")
         if self.phases:
             yield "    at once, with weights and optimizer states:"
             yield from (f"{size / 1e9:13.2f} GB  {name}" for name, size in self.peaks.items())
@@ -252,21 +285,20 @@ def _count_trainer(config: RecipeConfig, model_config: PreTrainedConfig, layout:
     models = {"model": trained, **{name: Held(_count_stored(config, other)) for name, other in frozen.items()}}
     temporary, width = {}, _count_width(config, model_config, is_half)
     if layout.is_deepspeed:
-        temporary["bucket in which gradients are reduced"] = min(trained.gradients, _ZERO_BUCKET * width)
+        temporary[_ZERO_BUCKET] = min(trained.gradients, _BUCKET_SIZE * width)
     elif layout.shards.gradients == 1 < layout.num_processes:
-        temporary["buckets in which gradients are summed"] = trained.gradients
+        temporary[_BUCKETS] = trained.gradients
     if layout.shards.weights != 1:
         parts = map(_count_parts, (model, *frozen.values()))
         # The next layer is fetched while one computes; the layers of a pipeline stage stay until the last micro-batch.
         several, one = (sum, sum) if layout.stages > 1 else (lambda layers: 2 * max(layers), max)
-        name = "all layers" if layout.stages > 1 else "two layers"
         gathered = max(several(layers) + ends for layers, ends in parts)
-        temporary[f"gathered: {name}, embeddings and output projection"] = width * gathered
+        temporary[_GATHERED_LAYERS] = width * gathered
         layers, ends = _count_parts(model, _find_trained)
-        temporary["gradients before they are reduced"] = 4 * max(one(layers), ends)
+        temporary[_UNREDUCED] = 4 * max(one(layers), ends)
     elif is_half and not keeps_master:
         copied = sum(parameter.numel() for parameter in model.parameters() if parameter.dtype == torch.float32)
-        temporary["16-bit copies of the weights in a pass"] = 2 * copied
+        temporary[_COPIES] = 2 * copied
     temporary[_ACTIVATIONS] = count_kept(config, model_config, layout, is_half=is_half)
     if layout.gathers_keys:
         text: Any = model_config.get_text_config()
@@ -274,8 +306,7 @@ def _count_trainer(config: RecipeConfig, model_config: PreTrainedConfig, layout:
         num_layers = 1 if config.read("activation_checkpointing") else text.num_hidden_layers
         num_tokens = config.read("per_device_train_batch_size") * (config.tokens.max_length or 0)
         others = num_tokens * (layout.context - 1) // layout.context
-        gathered = 2 * width * others * text.num_key_value_heads * head_dim * num_layers
-        temporary["keys and values of the other ranks' tokens"] = gathered
+        temporary[_OTHER_KEYS] = 2 * width * others * text.num_key_value_heads * head_dim * num_layers
     temporary[_LOGITS] = 0 if is_reward else _CHUNK
     return "", models, temporary
 
