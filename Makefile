@@ -51,12 +51,12 @@ check: $(STAMP) ## lint, formatting, types, and the laws of the house
 	@$(PYTHON) -m pytest -q tests/test_layers.py tests/test_ratchets.py
 
 test: $(STAMP) ## the tests, offline, on a CPU
-	@$(PYTHON) -m pytest -q -m "not slow" -n 2 --dist loadfile
+	@$(PYTHON) -m pytest -q -m "not slow" -n 2 --dist worksteal
 
 # The laws of the build files are those of the other lock.
 test-min: ## the tests of one process with the lowest versions that are declared, in .venv-min
 	@$(MAKE) --no-print-directory install VENV=.venv-min LOCK=constraints-min.txt
-	@.venv-min/bin/python -m pytest -q -m "not slow and not multiprocess" -n 2 --dist loadfile --ignore tests/test_house.py
+	@.venv-min/bin/python -m pytest -q -m "not slow and not multiprocess" -n 2 --dist worksteal --ignore tests/test_house.py
 
 test-slow: $(STAMP) ## the long proofs
 	@$(PYTHON) -m pytest -q -m slow

@@ -9,6 +9,7 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import gc
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,14 +17,22 @@ from types import SimpleNamespace
 import hypothesis
 import pytest
 import torch
+from tests.forked import spare_flushes
 from tests.tiny import build_tokenizer, leave_ids_out, save_model
 from transformers import PreTrainedTokenizerFast
 
 torch.set_num_threads(1)
+spare_flushes()
 
 # How long an example takes says what else the machine does.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported by now out of collections: upstream's trainer makes a full one at the end of every run."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import multiprocessing
 import os
 import runpy
@@ -18,6 +20,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = (
     "datasets",
     "evaluate",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.backends.backend_svg",
+    "matplotlib.figure",
     "peft",
     "scipy.stats",
     "torch.distributed.fsdp",
@@ -33,75 +38,96 @@ FORKING = multiprocessing.get_context("forkserver")
 FORKING.set_forkserver_preload(list(PACKAGES))
 
 
-def run_forked(
-    module: str,
-    *arguments: object,
-    variables: Mapping[str, str] | None = None,
-    num_processes: int | None = 2,
-    timeout: float = 600,
-) -> str:
-    """Run a module as the processes of a launch, to its good end, and return what they told.
+class Launch:
+    """The processes of a launch, as ``subprocess.Popen`` has the one that it starts.
 
     Args:
-        module: Run as ``python -m`` would.
+        main: A module, run as ``python -m`` would, or a script.
         arguments: Of its command line.
         variables: Of the environment, besides those of torch's launcher.
         num_processes: Of the launch; ``None`` is one, by itself.
-        timeout: Seconds after which they are killed.
-    """
-    common = os.environ | dict(variables or {})
-    environments = [{}] if num_processes is None else name_processes(num_processes)
-    with tempfile.NamedTemporaryFile("r", errors="replace") as output:
-        processes = [
-            FORKING.Process(
-                target=_become,
-                args=(module, list(map(str, arguments)), common | environment, [output.name] * 2),
-            )
-            for environment in environments
-        ]
-        try:
-            for process in processes:
-                process.start()
-            alive: list[Any] = processes
-            while alive and not any(process.exitcode for process in processes):
-                if not connection.wait([process.sentinel for process in alive], timeout):
-                    break
-                alive = [process for process in alive if process.exitcode is None]
-        finally:
-            for process in processes:
-                if process.pid is not None:
-                    process.kill()
-                    process.join()
-        told = output.read()
-    codes = [process.exitcode for process in processes]
-    assert not any(codes), f"the processes ended with {codes}:\n{told[-8000:]}"
-    return told
-
-
-def run_script(
-    script: Path, *arguments: object, paths: Sequence[Path] = (), timeout: float = 300
-) -> subprocess.CompletedProcess[str]:
-    """Run a script as ``python SCRIPT`` would, in a process of its own, and return its end and what it told.
-
-    Args:
-        script: Run as the main module.
-        arguments: Of its command line.
         paths: Where modules are looked for besides.
-        timeout: Seconds after which it is killed; its exit code is then negative.
     """
-    arguments = tuple(map(str, arguments))
-    with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as error:
-        files = (out.name, error.name)
-        process = FORKING.Process(
-            target=_become, args=(script, arguments, dict(os.environ), files, [str(path) for path in paths])
-        )
-        process.start()
-        process.join(timeout)
+
+    def __init__(
+        self,
+        main: str | Path,
+        *arguments: object,
+        variables: Mapping[str, str] | None = None,
+        num_processes: int | None = None,
+        paths: Sequence[Path] = (),
+    ) -> None:
+        self._args = [str(main), *map(str, arguments)]
+        self._folder = tempfile.TemporaryDirectory()
+        self._files = [Path(self._folder.name, name) for name in ("out", "error")]
+        for file in self._files:
+            file.touch()
+        common = os.environ | dict(variables or {})
+        environments = [{}] if num_processes is None else name_processes(num_processes)
+        self.processes = [
+            FORKING.Process(target=_become, args=(main, self._args, common | own, self._files, list(map(str, paths))))
+            for own in environments
+        ]
+        for process in self.processes:
+            process.start()
+
+    @property
+    def pid(self) -> int:
+        """The number of the first process."""
+        return int(self.processes[0].pid or 0)
+
+    def poll(self) -> int | None:
+        """Return the exit code of the first process; ``None`` while it runs."""
+        return self.processes[0].exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Send the first process a signal."""
+        os.kill(self.pid, number)
+
+    def finish(self, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+        """Wait until all have ended, or one has failed or the time is up, which kills the others.
+
+        Args:
+            timeout: Seconds without the end of a process.
+        """
+        alive, codes = self.processes, []
+        while alive and not any(codes) and connection.wait([process.sentinel for process in alive], timeout):
+            alive = [process for process in alive if process.exitcode is None]
+            codes = [process.exitcode for process in self.processes]
+        for process in self.processes:
+            process.kill()
+            process.join()
+        codes += [process.exitcode for process in self.processes]  # A failure of its own comes before a kill.
+        told = [file.read_text(encoding="utf-8", errors="replace") for file in self._files]
+        self._folder.cleanup()
+        return subprocess.CompletedProcess(self._args, next(filter(None, codes), 0), *told)
+
+
+@atexit.register
+def _end_those_left() -> None:
+    """Kill what a failed test has left running, for which Python would wait."""
+    for process in multiprocessing.active_children():
         process.kill()
-        process.join()
-        told = [Path(name).read_text(encoding="utf-8", errors="replace") for name in files]
-    assert process.exitcode is not None
-    return subprocess.CompletedProcess([str(script), *arguments], process.exitcode, *told)
+
+
+def run_script(script: Path, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a script as ``python SCRIPT`` would, with the options of ``Launch``, and return its end and what it told."""
+    return Launch(script, *arguments, **options).finish()
+
+
+def run_forked(module: str, *arguments: object, num_processes: int | None = 2, **options: Any) -> str:
+    """Run a module as the processes of a launch, to its good end, and return what they told."""
+    done = Launch(module, *arguments, num_processes=num_processes, **options).finish(600)
+    assert not done.returncode, f"it ended with {done.returncode}:\n{(done.stdout + done.stderr)[-8000:]}"
+    return done.stdout + done.stderr
+
+
+def spare_flushes() -> None:
+    """Have files not wait for the disk: what survives a power cut no test can see, and flushing takes half of a run.
+
+    That files are flushed, and in which order, is seen by who replaces ``os.fsync``.
+    """
+    os.fsync = lambda fd: None
 
 
 def name_processes(num_processes: int) -> list[dict[str, str]]:
@@ -120,15 +146,17 @@ def find_free_port() -> int:
 
 
 def _become(
-    module: str | Path,
-    arguments: Sequence[str],
+    main: str | Path,
+    args: Sequence[str],
     environment: Mapping[str, str],
-    outputs: Sequence[str],
-    paths: Sequence[str] = (),
+    outputs: Sequence[Path],
+    paths: Sequence[str],
 ) -> None:
     """Run a module, or a script, as this process's own; what it tells goes to two files."""
     import torch
 
+    spare_flushes()
+    gc.freeze()  # What is imported is left out of collections: upstream's trainer makes a full one at its end.
     for stream, output in enumerate(outputs, start=1):
         os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), stream)
     os.chdir(ROOT)
@@ -136,9 +164,9 @@ def _become(
     os.environ.update(environment)
     if "OMP_NUM_THREADS" in environment:
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # It is read when torch is loaded.
-    sys.argv = [str(module), *arguments]
-    if isinstance(module, Path):
-        sys.path[:0] = [str(module.parent), *paths]
-        runpy.run_path(str(module), run_name="__main__")
+    sys.argv = list(args)
+    if isinstance(main, Path):
+        sys.path[:0] = [str(main.parent), *paths]
+        runpy.run_path(str(main), run_name="__main__")
     else:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        runpy.run_module(main, run_name="__main__", alter_sys=True)

@@ -8,8 +8,12 @@ A process that has called ``install`` keeps it; ``SIMULATED`` chooses it for acc
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -27,6 +31,68 @@ JOINING: Final = {ATEN.cat, ATEN.stack}
 # Upstream makes these by resizing what was empty, which a tensor that stands for another one cannot be.
 FACTORIES: Final = ("arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace", "randperm")
 _REGISTERED: list[torch.library.Library] = []
+WAITING: Final = {
+    ATEN._local_scalar_dense,
+    ATEN.nonzero,
+    ATEN.masked_select,
+    ATEN.unique_dim,
+    ATEN._unique2,
+    ATEN.equal,
+}
+"""What the host learns something from, and so waits for on a GPU, besides copies to it."""
+FREE: Final = {
+    *(ATEN.empty, ATEN.empty_like, ATEN.empty_strided, ATEN.new_empty, ATEN.new_empty_strided),
+    *(ATEN._unsafe_view, ATEN.lift_fresh, ATEN.set_, ATEN.is_same_size),
+}
+"""What starts no kernel, besides views."""
+
+
+@dataclasses.dataclass
+class Work:
+    """What the device was asked to do.
+
+    Attributes:
+        kernels: Operations that would be at least one kernel on a GPU, by name.
+        waits: Of the host for the device, by the line that waits.
+        copies: To the device from memory that is not pinned, by the line.
+        is_counting: Whether what is asked counts.
+    """
+
+    kernels: Counter[str] = dataclasses.field(default_factory=Counter)
+    waits: Counter[str] = dataclasses.field(default_factory=Counter)
+    copies: Counter[str] = dataclasses.field(default_factory=Counter)
+    is_counting: bool = True
+
+    def add(self, func: Any, args: Sequence[Any]) -> None:
+        """Count an operation but a copy."""
+        if not self.is_counting:
+            return
+        packet = func.overloadpacket
+        is_view = any(
+            result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns
+        )
+        if not (is_view or packet in FREE):
+            self.kernels[packet.__name__] += 1
+        picks = [value for value in pytree.tree_leaves(args[1:2]) if isinstance(value, Tensor)]
+        if packet in WAITING or (packet in INDEXED and any(pick.dtype == torch.bool for pick in picks)):
+            self.waits[_find_line()] += 1
+
+    def add_copy(self, *, to_host: bool, is_awaited: bool) -> None:
+        """Count a copy between host and device."""
+        if self.is_counting and is_awaited:
+            (self.waits if to_host else self.copies)[_find_line()] += 1
+
+
+WORK: Final = Work()
+"""Of this process."""
+
+
+def _find_line() -> str:
+    """The innermost line that is neither torch's nor this module's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and ("/torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 class SimulatedTensor(Tensor):
@@ -64,6 +130,7 @@ class SimulatedTensor(Tensor):
     __array__ = numpy
 
     def tolist(self) -> Any:
+        WORK.add_copy(to_host=True, is_awaited=True)
         return self.held.detach().tolist()
 
     # What is compared or written is the memory behind it.
@@ -95,6 +162,11 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if func is ATEN._to_copy.default:
         return _copy(args[0], **kwargs)
     if func is ATEN.copy_.default:
+        if not isinstance(args[0], SimulatedTensor) or not isinstance(args[1], SimulatedTensor):
+            is_awaited = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+            WORK.add_copy(to_host=not isinstance(args[0], SimulatedTensor), is_awaited=is_awaited)
+        else:
+            WORK.add(func, args)
         _hold(args[0]).copy_(_hold(args[1]))
         return args[0]
     if func is ATEN.record_stream.default:
@@ -108,6 +180,7 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if foreign:
         shapes = [tuple(value.shape) for value in foreign]
         raise RuntimeError(f"{func}: expected all tensors to be on {NAME}:0, and those of {shapes} are on the CPU")
+    WORK.add(func, args)
     is_ours = True
     if kwargs.get("device") is not None:
         is_ours = torch.device(kwargs["device"]).type == NAME
@@ -132,7 +205,12 @@ def _hold(value: Any) -> Any:
 
 def _copy(value: Tensor, device: Any = None, non_blocking: bool = False, **options: Any) -> Tensor:
     copied: Tensor = ATEN._to_copy.default(_hold(value), **options)
-    return copied if torch.device(device or value.device).type == "cpu" else SimulatedTensor(copied)
+    to_host = torch.device(device or value.device).type == "cpu"
+    if to_host:
+        WORK.add_copy(to_host=True, is_awaited=not non_blocking)
+    else:
+        WORK.add(ATEN._to_copy.default, (value,))
+    return copied if to_host else SimulatedTensor(copied)
 
 
 class Stream(torch.cpu.Stream):
@@ -193,6 +271,9 @@ def install() -> None:
         return SimulatedTensor(torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
 
     def copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+        to_host = not isinstance(target, SimulatedTensor)
+        if to_host or not isinstance(source, SimulatedTensor):
+            WORK.add_copy(to_host=to_host, is_awaited=not non_blocking)
         _hold(target).copy_(_hold(source))
         return target
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.forked import run_forked, run_script
+from tests.forked import Launch, run_forked, run_script
 
 
 @pytest.mark.multiprocess
@@ -41,7 +41,7 @@ def test_a_script_is_told_what_python_tells_it_and_its_end_is_returned(tmp_path)
     assert (done.returncode, done.stderr) == (3, "wrong")
     assert done.stdout == "beside further ['3', 'b c'] __main__\n"
     script.write_text("import time\ntime.sleep(600)\n")
-    assert run_script(script, timeout=1).returncode < 0
+    assert Launch(script).finish(timeout=1).returncode < 0
 
 
 def main():

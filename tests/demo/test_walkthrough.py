@@ -4,12 +4,12 @@ import io
 import json
 import shutil
 import subprocess
-import sys
 from collections import namedtuple
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests.forked import run_script
 
 from recipes_lib.config.loader import parse_command
 from recipes_lib.demo import walkthrough as run
@@ -178,8 +178,9 @@ def test_the_snippet_at_the_end_runs(tiny_model_dir, tmp_path, console):
     shutil.copytree(tiny_model_dir, tmp_path / "sft", dirs_exist_ok=True)
     run.show_places(tmp_path, console)
     snippet = console.file.getvalue().partition("Ask it yourself")[2].partition("\n")[2]
-    lines = "\n".join(line.strip() for line in snippet.splitlines())
-    assert subprocess.run([sys.executable, "-c", lines], capture_output=True, check=False).returncode == 0
+    script = tmp_path / "snippet.py"
+    script.write_text("\n".join(line.strip() for line in snippet.splitlines()))
+    assert run_script(script).returncode == 0
 
 
 def test_a_file_in_the_way_is_one_clear_error(tmp_path):

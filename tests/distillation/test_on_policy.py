@@ -281,7 +281,8 @@ def write_rows(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("seed", "is_control"), [(0, False), pytest.param(1, False, marks=pytest.mark.slow), (0, True)]
+    ("seed", "is_control"),
+    [(0, False), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((1, False), (0, True)))],
 )
 def test_a_student_comes_to_write_what_its_teacher_would(
     keys_teacher: Path, tmp_path: Path, seed: int, is_control: bool

@@ -102,7 +102,7 @@ def cut(source: Path, target: Path, step: int) -> None:
 
 
 def run_recipe(stage: str, keys: Mapping[str, Any]) -> int:
-    """Run a recipe to its end in this process, but for the charts of its report, and return its exit code."""
+    """Run a recipe to its end in this process, without charts and a measured peak, and return its exit code."""
     sys.argv = [str(ROOT / "recipes" / f"{stage}.py"), *(f"--{name}={value}" for name, value in keys.items())]
 
     def leave(code: int) -> None:
@@ -110,7 +110,11 @@ def run_recipe(stage: str, keys: Mapping[str, Any]) -> int:
 
     try:
         # By which one process of several leaves without waiting for the others.
-        with mock.patch("os._exit", leave), mock.patch("recipes_lib.publish.final_model.build_report"):
+        with (
+            mock.patch("os._exit", leave),
+            mock.patch("recipes_lib.publish.final_model.build_report"),
+            mock.patch("recipes_lib.training.evaluation.build.measure_matmul_flops", return_value=1e9),
+        ):
             runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as end:
         return int(end.code or 0)

@@ -1,11 +1,9 @@
-"""The recipe of preference training on a file of pairs, in this process and without the report, or in its own."""
+"""The recipe of preference training on a file of pairs, in this process and without the report."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -69,19 +67,6 @@ def write_config(folder: Path, model_dir: Path, data: Path, *, output: str = "a 
 def run_here(recipe: ModuleType, config: Path, *flags: str, stage: str = "dpo") -> int:
     """Run the recipe in this process and return its exit code."""
     return run_command(lambda: recipe.main(load_config(stage, ["--config", str(config), *flags])))
-
-
-def start(*argv: str | Path) -> subprocess.Popen[str]:
-    """Start the recipe in a process of its own."""
-    command = [sys.executable, str(RECIPE), *map(str, argv)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-
-
-def finish(process: subprocess.Popen[str], *, code: int = 0) -> str:
-    """Wait for it and return what it said."""
-    _, said = process.communicate(timeout=300)
-    assert process.returncode == code, said[-3000:]
-    return said
 
 
 def read_record(output_dir: Path) -> dict[str, Any]:

@@ -7,14 +7,14 @@ import math
 
 import pytest
 import torch
+from tests.forked import run_script
 from tests.recipes.preferences import (
-    finish,
+    RECIPE,
     load_recipe,
     make_rows,
     read_events,
     read_record,
     run_here,
-    start,
     write_config,
     write_rows,
 )
@@ -64,8 +64,9 @@ def test_a_run_leaves_a_model_that_a_stranger_finds_to_prefer_the_chosen_answers
     held_out = write_rows(tmp_path / "held out.jsonl", make_rows()[9:])
     keys = {"max_steps": 30, "beta": 0.5, "dataset_test_split": str(held_out), "sample_max_new_tokens": 4}
     config = write_config(tmp_path, tiny_model_dir, data, save_strategy="steps", num_sample_prompts=1, **keys)
-    said = finish(start("--config", config))
-    assert "step 0: loss 0.693147" in said
+    done = run_script(RECIPE, "--config", config)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "step 0: loss 0.693147" in done.stderr
     output = tmp_path / "a run"
     names = {path.name for path in output.iterdir()}
     assert {"run.json", "metrics.jsonl", "samples.jsonl", "model.safetensors", "config.json", "README.md"} <= names

@@ -1,40 +1,17 @@
 """The recipe as a user runs it: an adapter that a stranger loads with plain PEFT, and that merges into a model."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.forked import run_script
+from tests.forked import ROOT, run_script
+from tests.recipes.stranger import ask
 
-ROOT = Path(__file__).parents[2]
+from recipes_lib import cli
+
 ANSWERS = ["Paris.", "Seven days.", "It is\nfour.", "blue, mostly"]
 QUESTIONS = ["capital of France", "days in a week", "two plus two", "the sky"]
-
-# What a stranger does with the adapter or the merged model: plain PEFT and transformers, nothing of ours.
-READ_BACK = """
-import json, sys
-import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-torch.set_num_threads(1)
-base, folder, questions = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-tokenizer = AutoTokenizer.from_pretrained(folder)
-model = AutoModelForCausalLM.from_pretrained(base)
-if base != folder:
-    model = PeftModel.from_pretrained(model, folder)
-    model.generation_config = GenerationConfig.from_pretrained(folder)
-answers = []
-for question in questions:
-    chat = [{"role": "user", "content": question}]
-    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    output = model.generate(**prompt, max_new_tokens=40, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-    answers.append([tokenizer.decode(output, skip_special_tokens=True), len(output) < 40])
-print(json.dumps(answers))
-"""
 
 
 @pytest.fixture
@@ -48,7 +25,7 @@ def chats(tmp_path):
     return path
 
 
-def run_lora(tmp_path, tiny_model_dir, chats, *, output="a run", code=0, launcher=(), **keys):
+def run_lora(tmp_path, tiny_model_dir, chats, *, output="a run", code=0, num_processes=None, **keys):
     keys = {
         "model_name_or_path": tiny_model_dir,
         "dataset_name": chats,
@@ -63,19 +40,9 @@ def run_lora(tmp_path, tiny_model_dir, chats, *, output="a run", code=0, launche
         "save_strategy": "no",
     } | keys
     flags = [f"--{name}={value}" for name, value in keys.items()]
-    recipe = ROOT / "recipes" / "lora.py"
-    if launcher:
-        command = [sys.executable, *launcher, str(recipe), *flags]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
-    else:
-        done = run_script(recipe, *flags)
+    done = run_script(ROOT / "recipes" / "lora.py", *flags, num_processes=num_processes)
     assert done.returncode == code, done.stderr[-3000:]
     return done.stderr
-
-
-def ask(base, folder):
-    command = [sys.executable, "-c", READ_BACK, str(base), str(folder), json.dumps(QUESTIONS)]
-    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout)
 
 
 def test_an_adapter_learns_chats_and_a_stranger_gets_the_answers_from_it_and_from_the_merged_model(
@@ -86,7 +53,8 @@ def test_an_adapter_learns_chats_and_a_stranger_gets_the_answers_from_it_and_fro
     output = tmp_path / "a run"
     for line in ("changes no logit", "33 trained tensors have a gradient", "frozen tensors stand still"):
         assert line in told
-    assert ask(tiny_model_dir, output) == [[answer, True] for answer in ANSWERS]
+    answers = ask(tiny_model_dir, output, QUESTIONS)
+    assert [(answer["text"], answer["stopped"]) for answer in answers] == [(answer, True) for answer in ANSWERS]
     names = {path.name for path in output.iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "generation_config.json", "README.md"} <= names
     assert {"tokenizer.json", "chat_template.jinja", "run.json", "metrics.jsonl", "report.html"} <= names
@@ -95,20 +63,8 @@ def test_an_adapter_learns_chats_and_a_stranger_gets_the_answers_from_it_and_fro
     assert record["status"] == "done"
     assert record["adapter"]["base_model"] == str(tiny_model_dir)
 
-    command = [
-        sys.executable,
-        "-m",
-        "recipes_lib",
-        "merge",
-        "--adapter",
-        str(output),
-        "--output",
-        str(tmp_path / "m m"),
-    ]
-    command[1:3] = ["-c", "import sys; from recipes_lib.cli import main; sys.exit(main())"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert ask(tmp_path / "m m", tmp_path / "m m") == [[answer, True] for answer in ANSWERS]
+    assert cli.main(["merge", "--adapter", str(output), "--output", str(tmp_path / "m m")]) == 0
+    assert ask(tmp_path / "m m", tmp_path / "m m", QUESTIONS) == answers
 
 
 def test_a_run_that_stopped_goes_on_to_the_very_same_adapter(tmp_path, tiny_model_dir, chats):
@@ -132,10 +88,9 @@ def test_a_run_that_stopped_goes_on_to_the_very_same_adapter(tmp_path, tiny_mode
 
 @pytest.mark.multiprocess
 def test_two_processes_leave_the_adapter_that_one_leaves(tmp_path, tiny_model_dir, chats):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     keys = {"packing": "false", "num_sample_prompts": 2, "optim": "sgd", "learning_rate": 1}
     run_lora(tmp_path, tiny_model_dir, chats, output="one", **keys)
-    run_lora(tmp_path, tiny_model_dir, chats, output="two", launcher=launcher, per_device_train_batch_size=2, **keys)
+    run_lora(tmp_path, tiny_model_dir, chats, output="two", num_processes=2, per_device_train_batch_size=2, **keys)
     one, two = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "two"))
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
     assert json.loads((tmp_path / "two" / "run.json").read_text())["num_processes"] == 2

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.forked import ROOT, Launch
 
-ROOT = Path(__file__).parents[2]
 PAUSED = Path(__file__).with_name("paused.py")
 NUM_STEPS = 6
 
@@ -50,21 +50,30 @@ def keys(tiny_model_dir, tmp_path_factory):
     }
 
 
-def start(keys, output_dir, *, stage="sft", pause=None, num_processes=1, env=None, **more):
-    """Start the recipe; ``pause`` is (phase, call, rank)."""
-    arguments = [f"--{name}={value}" for name, value in (keys | {"output_dir": output_dir} | more).items()]
-    command = [str(ROOT / "recipes" / f"{stage}.py"), *arguments]
-    if pause is not None:
-        command = [str(PAUSED), str(output_dir.parent), *map(str, pause), *command]
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
-    command = [sys.executable, *(launcher if num_processes > 1 else []), *command]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=env)
+def start(keys, output_dir, *, stage="sft", pause=None, num_processes=None, **more):
+    """Start the recipe in forked processes; ``pause`` is (phase, call, rank)."""
+    main, *arguments = write_command(keys, output_dir, stage, pause, more)
+    return Launch(main, *arguments, num_processes=num_processes)
+
+
+def launch(keys, output_dir, *, pause=None, env=None, **more):
+    """Start the recipe by torch's launcher on two processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += map(str, write_command(keys, output_dir, "sft", pause, more))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=env, **pipes)
+
+
+def write_command(keys, output_dir, stage, pause, more):
+    recipe = ROOT / "recipes" / f"{stage}.py"
+    flags = [f"--{name}={value}" for name, value in (keys | {"output_dir": output_dir} | more).items()]
+    return [recipe, *flags] if pause is None else [PAUSED, output_dir.parent, *pause, recipe, *flags]
 
 
 def wait_for(process, file):
     """Wait until a run has made a file."""
     while not file.exists():
-        assert process.poll() is None, process.communicate()[0][-3000:]
+        assert process.poll() is None, finish(process)[1][-3000:]
         time.sleep(0.05)
 
 
@@ -77,6 +86,10 @@ def find_rank(launcher_pid, rank):
 
 
 def finish(process):
+    """Return the exit code, and what was told."""
+    if isinstance(process, Launch):
+        done = process.finish()
+        return done.returncode, done.stdout + done.stderr
     told, _ = process.communicate(timeout=400)
     return process.returncode, told
 
@@ -111,7 +124,8 @@ def straight(keys, tmp_path_factory):
     def get(num_processes):
         if num_processes not in runs:
             runs[num_processes] = tmp_path_factory.mktemp("straight") / "run"
-            code, told = finish(start(keys, runs[num_processes], num_processes=num_processes))
+            number = None if num_processes == 1 else num_processes
+            code, told = finish(start(keys, runs[num_processes], num_processes=number))
             assert code == 0, told[-3000:]
         return runs[num_processes]
 
@@ -237,7 +251,7 @@ def test_the_workers_that_read_data_outlive_a_signal_to_the_whole_group(keys, st
 def test_a_launcher_that_dies_stops_its_run(keys, tmp_path):
     run = tmp_path / "run"
     # So many steps that it is looked for in time.
-    process = start(keys | {"max_steps": 2000, "eval_steps": 5000}, run, pause=("step", 3, 0), num_processes=2)
+    process = launch(keys | {"max_steps": 2000, "eval_steps": 5000}, run, pause=("step", 3, 0))
     wait_for(process, tmp_path / "reached")
     process.send_signal(signal.SIGUSR1)  # By default the end of torchrun, and of nothing else.
     assert process.wait(timeout=60) == -signal.SIGUSR1
@@ -252,7 +266,7 @@ def test_a_launcher_that_dies_stops_its_run(keys, tmp_path):
 @pytest.mark.parametrize(("phase", "call", "rank", "step"), [("step", 4, 1, 4), ("evaluation", 4, 1, 3)])
 def test_a_signal_to_one_of_two_ranks_stops_both(keys, straight, tmp_path, phase, call, rank, step):
     run = tmp_path / "run"
-    process = start(keys, run, pause=(phase, call, rank), num_processes=2)
+    process = launch(keys, run, pause=(phase, call, rank))
     wait_for(process, tmp_path / "reached")
     os.kill(find_rank(process.pid, rank), signal.SIGUSR1)
     (tmp_path / "go").touch()
@@ -269,7 +283,7 @@ def test_a_signal_to_one_of_two_ranks_stops_both(keys, straight, tmp_path, phase
 @pytest.mark.multiprocess
 def test_a_killed_rank_ends_the_run_and_no_traceback_of_another_hides_it(keys, tmp_path):
     run = tmp_path / "run"
-    process = start(keys, run, pause=("step", 2, 1), num_processes=2)
+    process = launch(keys, run, pause=("step", 2, 1))
     wait_for(process, tmp_path / "reached")
     os.kill(find_rank(process.pid, 1), signal.SIGKILL)
     code, told = finish(process)
@@ -288,7 +302,7 @@ def test_an_exception_on_one_rank_is_told_first_and_by_all(keys, tmp_path, rank)
     (tmp_path / "scores.py").write_text(METRIC.format(rank=rank))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     run = tmp_path / "run"
-    code, told = finish(start(keys | {"metrics": "[scores:Failing]"}, run, num_processes=2, env=environment))
+    code, told = finish(launch(keys | {"metrics": "[scores:Failing]"}, run, env=environment))
     assert code == 1
     reason = "Failing failed on 1 samples: ValueError: not on this rank"
     assert told.index(reason) < told.index(f"rank {1 - rank} ends too: process {rank} of this machine ended: Config")

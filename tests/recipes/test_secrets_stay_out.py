@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.forked import ROOT, run_script
 
-ROOT = Path(__file__).parents[2]
 SECRETS = {
     "HF_TOKEN": "hf_" + "CanaryOfTheHub" * 3,
     "WANDB_API_KEY": "ca9a12" * 6 + "beef",
@@ -35,9 +32,9 @@ def run(tmp_path, tiny_model_dir, *flags):
         "sample_max_new_tokens": 2,
         "report_to": "tensorboard",
     }
-    command = [sys.executable, str(ROOT / "recipes" / "sft.py"), *(f"--{name}={value}" for name, value in keys.items())]
-    environment = os.environ | SECRETS | {"TENSORBOARD_LOGGING_DIR": str(tmp_path / "tracker")}
-    return subprocess.run([*command, *flags], capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    flags = (*(f"--{name}={value}" for name, value in keys.items()), *flags)
+    variables = SECRETS | {"TENSORBOARD_LOGGING_DIR": str(tmp_path / "tracker")}
+    return run_script(ROOT / "recipes" / "sft.py", *flags, variables=variables)
 
 
 def find_leaks(folder: Path, *told: str) -> list[str]:

@@ -1,45 +1,18 @@
 """The recipe as a user runs it: in a process of its own, from a file and flags to a model that answers."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.forked import run_script
+from tests.forked import ROOT, run_script
+from tests.recipes.stranger import ask
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.packed.prepared_set import prepare
 
-ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "sft.py"
 ANSWERS = ["Paris.", "Seven days.", "It is\nfour.", "blue, mostly", "Zürich – ja!", "42", "no, never", "🙂 fine"]
 QUESTIONS = ["capital of France", "days in a week", "two plus two", "the sky", "wo?", "the answer", "ever?", "hello"]
-
-# What a stranger does with the exported folder: plain transformers, nothing of ours.
-READ_BACK = """
-import json, sys
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-torch.set_num_threads(1)
-folder, questions = sys.argv[1], json.loads(sys.argv[2])
-tokenizer = AutoTokenizer.from_pretrained(folder)
-model = AutoModelForCausalLM.from_pretrained(folder)
-answers = []
-for question in questions:
-    chat = [{"role": "user", "content": question}]
-    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    output = model.generate(**prompt, max_new_tokens=40, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-    answers.append(
-        {
-            "prompt_ids": prompt["input_ids"][0].tolist(),
-            "text": tokenizer.decode(output, skip_special_tokens=True),
-            "stopped": len(output) < 40,
-        }
-    )
-print(json.dumps(answers))
-"""
 
 
 @pytest.fixture
@@ -71,13 +44,6 @@ def write_config(tmp_path, tiny_model_dir, chats, **keys):
     return path
 
 
-def run_recipe(*argv, launcher=(), timeout=300):
-    if not launcher:
-        return run_script(RECIPE, *argv, timeout=timeout)
-    command = [sys.executable, *launcher, str(RECIPE), *map(str, argv)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, cwd=ROOT)
-
-
 def read_record(tmp_path):
     return json.loads((tmp_path / "a run" / "run.json").read_text())
 
@@ -85,11 +51,10 @@ def read_record(tmp_path):
 def test_eight_chats_are_learned_and_a_stranger_gets_the_exact_answers(tmp_path, tiny_model_dir, chats):
     keys = {"max_steps": 150, "lr_scheduler_type": "linear", "max_length": 64, "save_strategy": "no"}
     config = write_config(tmp_path, tiny_model_dir, chats, **keys)
-    done = run_recipe("--config", config)
+    done = run_script(RECIPE, "--config", config)
     assert done.returncode == 0, done.stderr[-3000:]
 
-    command = [sys.executable, "-c", READ_BACK, str(tmp_path / "a run"), json.dumps(QUESTIONS)]
-    answers = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout)
+    answers = ask(tmp_path / "a run", tmp_path / "a run", QUESTIONS)
     assert [answer["text"] for answer in answers] == ANSWERS
     assert all(answer["stopped"] for answer in answers)
 
@@ -105,7 +70,7 @@ def test_eight_chats_are_learned_and_a_stranger_gets_the_exact_answers(tmp_path,
 
 def test_a_run_leaves_what_the_contract_says_and_the_same_command_again_does_nothing(tmp_path, tiny_model_dir, chats):
     config = write_config(tmp_path, tiny_model_dir, chats, test_split_size=2)
-    first = run_recipe("--config", config)
+    first = run_script(RECIPE, "--config", config)
     assert first.returncode == 0, first.stderr[-3000:]
     output = tmp_path / "a run"
     names = {path.name for path in output.iterdir()}
@@ -129,11 +94,11 @@ def test_a_run_leaves_what_the_contract_says_and_the_same_command_again_does_not
     assert {"eval_loss", "eval_perplexity", "eval_bits_per_byte", "eval_token_accuracy"} <= evaluations[0].keys()
 
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
-    again = run_recipe("--config", config)
+    again = run_script(RECIPE, "--config", config)
     assert again.returncode == 0, again.stderr[-3000:]
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
 
-    other = run_recipe("--config", config, "--learning_rate", "1e-3")
+    other = run_script(RECIPE, "--config", config, "--learning_rate", "1e-3")
     assert other.returncode == 2
     assert "learning_rate was 0.005" in other.stderr
     assert "Traceback" not in other.stderr
@@ -147,8 +112,7 @@ def test_two_processes_train_on_a_prepared_set_and_tokenise_nothing(tmp_path, ti
     parsed = load_config("sft", ["--config", str(config)])
     prepared = prepare(parsed, lambda _: AutoTokenizer.from_pretrained(tiny_model_dir))
     made = {path: path.stat().st_mtime_ns for path in prepared.path.rglob("*")}
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = run_recipe("--config", config, launcher=launcher)
+    done = run_script(RECIPE, "--config", config, num_processes=2)
     assert done.returncode == 0, done.stderr[-3000:]
     record = read_record(tmp_path)
     assert record["num_processes"] == 2
@@ -159,7 +123,7 @@ def test_two_processes_train_on_a_prepared_set_and_tokenise_nothing(tmp_path, ti
 
 def test_a_wrong_key_is_answered_before_anything_is_imported_or_written(tmp_path, tiny_model_dir, chats):
     config = write_config(tmp_path, tiny_model_dir, chats, learning_rat=1e-5)
-    done = run_recipe("--config", config)
+    done = run_script(RECIPE, "--config", config)
     assert done.returncode == 2
     line = next(number for number, text in enumerate(config.read_text().splitlines(), 1) if "learning_rat:" in text)
     assert f"{config}:{line}" in done.stderr
@@ -172,7 +136,7 @@ def test_broken_data_end_with_exit_code_two_and_the_place(tmp_path, tiny_model_d
         chats.write_text(chats.read_text() + '{"messages": "oops"}\n')
     else:
         chats.write_text("")
-    done = run_recipe("--config", write_config(tmp_path, tiny_model_dir, chats))
+    done = run_script(RECIPE, "--config", write_config(tmp_path, tiny_model_dir, chats))
     assert done.returncode == 2
     assert str(chats) in done.stderr
     assert "Traceback" not in done.stderr

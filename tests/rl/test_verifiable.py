@@ -28,7 +28,8 @@ def run(tmp_path):
     return train
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 4))])
+@pytest.mark.slow  # Every test run sees PPO learn in check A of test_learning, and this reward rise in test_groups.
+@pytest.mark.parametrize("seed", range(5))
 def test_the_verifiable_reward_rises(run, seed):
     before, after, finished = run(seed)
     assert 0.2 < before < 0.55

@@ -87,6 +87,10 @@ class DistillationTrainer(SFTTrainer):
         self._is_first_step = True
         self._is_own_teacher = is_own_teacher
 
+    def extend_collator(self, collate: Collate) -> Collate:
+        """Leave batches as they are: the objective finds its targets in the labels."""
+        return collate
+
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], torch.Tensor | None]:

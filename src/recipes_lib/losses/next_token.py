@@ -37,6 +37,7 @@ def compute_cross_entropy(
     weight: Tensor,
     targets: Tensor,
     *,
+    positions: Tensor | None = None,
     share: VocabularyShard | None = None,
     **transform: Unpack[LogitTransform],
 ) -> TokenSums:
@@ -51,18 +52,25 @@ def compute_cross_entropy(
         hidden: Last hidden states, ``(..., D)``, each beside the token that it predicts.
         weight: Output embedding, ``(V, D)``; may be tied to the input embedding.
         targets: Token ids, ``int64 (...)``; a negative one is not scored.
+        positions: Where among the flattened ``targets`` those stand that are scored, ``int64 (N,)``; ``None`` has the
+            host wait until the device has found them.
         share: Which rows of the embedding ``weight`` and ``bias`` are, where processes share them: all of these have
             the same ``hidden`` and ``targets``, and get the same sums and the whole gradient of ``hidden``.
         **transform: From hidden states to logits.
 
     Source: ``torch.nn.functional.cross_entropy``; ``tests/losses/test_next_token.py``.
     """
-    is_target = targets >= 0
+    if positions is None:
+        positions = targets.flatten().ge(0).nonzero().squeeze(1)
+    chosen, chosen_targets = hidden.flatten(0, -2), targets.flatten()
+    if len(positions) < len(chosen_targets):
+        # The backward pass adds rows; that of an index in brackets would sort them first.
+        chosen, chosen_targets = (part.index_select(0, positions) for part in (chosen, chosen_targets))
     projection = build_projection(hidden, weight, **transform)
     nll_sum, num_correct = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden[is_target], weight, transform.get("bias"), targets[is_target], projection, share, torch.is_grad_enabled()
+        chosen, weight, transform.get("bias"), chosen_targets, projection, share, torch.is_grad_enabled()
     )
-    return TokenSums(nll_sum, is_target.sum(), num_correct)
+    return TokenSums(nll_sum, torch.full_like(num_correct, len(positions)), num_correct)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -89,16 +97,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 if share is not None:
                     top, best = share.find_top(top, best)
                 num_correct += (best == chunk_targets).sum()
-                places, is_here = _find_places(chunk_targets, logits, share)
-                at_target = logits.gather(1, places) * is_here
+                places, is_here = (chunk_targets, None) if share is None else _find_places(chunk_targets, logits, share)
+                at_target = logits.gather(1, places)
                 total = logits.sub_(top).exp_().sum(dim=-1, keepdim=True)
-                if share is not None:
-                    at_target, total = share.add(at_target, total)
+                if share is not None and is_here is not None:
+                    at_target, total = share.add(at_target * is_here, total)
                 nll_sum += (top - at_target).sum()
                 nll_sum += total.log().sum()
                 if any(needed):
                     # The logits become their own gradient: softmax minus one-hot.
-                    logits.div_(total).scatter_add_(1, places, -is_here)
+                    minus = logits.new_full((), -1.0).expand_as(places) if is_here is None else -is_here
+                    logits.div_(total).scatter_add_(1, places, minus)
                     gradients.add(chunk, matrix)
         of_hidden, *of_weights = gradients.finish()
         if share is not None and of_hidden is not None:
@@ -115,10 +124,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (*scaled, None, None, None, None)
 
 
-def _find_places(targets: Tensor, logits: Tensor, share: VocabularyShard | None) -> tuple[Tensor, Tensor]:
+def _find_places(targets: Tensor, logits: Tensor, share: VocabularyShard) -> tuple[Tensor, Tensor]:
     """Where the logits of ``targets``, ``(n, 1)``, stand, and 1; 0 and 0 where another process has them."""
-    if share is None:
-        return targets, torch.ones_like(targets, dtype=logits.dtype)
     places = targets - share.first
     is_here = (places >= 0) & (places < logits.shape[1])
     return places * is_here, is_here.to(logits.dtype)

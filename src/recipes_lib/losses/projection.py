@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, distributed
 
 CHUNK_BYTES = 128 * 2**20
-"""Default size of the ``float32`` logits that exist at any one time."""
+"""Default size of the ``float32`` logits that exist at any one time, on a CPU."""
+CUDA_CHUNK_BYTES = 2**30
+"""The same on a GPU: fewer kernels, and the gradient of the weight is read and written less often."""
 MIN_CHUNK_TOKENS = 128
 """A smaller chunk would read the whole weight for too little arithmetic."""
 
@@ -71,7 +73,7 @@ class Projection:
             inputs = hidden[rows].to(self.dtype)
             narrow, logits = buffer[: len(inputs)], wide_buffer[: len(inputs)]
             torch.mm(inputs, matrix.t(), out=narrow)
-            slope = self._finish(logits.copy_(narrow), bias)
+            slope = self._finish(logits if narrow.dtype == logits.dtype else logits.copy_(narrow), bias)
             yield Chunk(rows, inputs, logits, narrow, slope)
 
     def _finish(self, logits: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -98,7 +100,8 @@ class LogitTransform(TypedDict, total=False):
     softcap: float | None
     """Bound of the logits."""
     chunk_size: int | None
-    """Tokens whose logits exist at any one time; unless given as many as have ``CHUNK_BYTES`` of logits."""
+    """Tokens whose logits exist at any one time; unless given as many as have ``CHUNK_BYTES`` of logits, on a GPU
+    ``CUDA_CHUNK_BYTES``."""
 
 
 def build_projection(hidden: Tensor, weight: Tensor, **transform: Unpack[LogitTransform]) -> Projection:
@@ -108,7 +111,8 @@ def build_projection(hidden: Tensor, weight: Tensor, **transform: Unpack[LogitTr
         dtype = torch.get_autocast_dtype(device)
     else:
         dtype = min(hidden.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
-    default_size = max(MIN_CHUNK_TOKENS, CHUNK_BYTES // (4 * len(weight)))
+    chunk_bytes = CUDA_CHUNK_BYTES if device == "cuda" else CHUNK_BYTES
+    default_size = max(MIN_CHUNK_TOKENS, chunk_bytes // (4 * len(weight)))
     scale, softcap = transform.get("logit_scale", 1.0), transform.get("softcap")
     return Projection(dtype, scale, softcap, transform.get("chunk_size") or default_size)
 
@@ -131,33 +135,44 @@ class ProjectionGradients:
             bias: ``(V,)``.
             needed: Whether ``hidden``, ``weight`` and ``bias`` need a gradient.
         """
-        dtypes = (hidden.dtype, projection.wide, projection.wide)
         self._projection = projection
+        self._is_first = True
         self._dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-        self._hidden, self._weight, self._bias = (
-            torch.zeros_like(tensor, dtype=dtype) if tensor is not None and is_needed else None
-            for tensor, dtype, is_needed in zip((hidden, weight, bias), dtypes, needed, strict=True)
-        )
+        # Every row of hidden states is in some chunk; the others, sums over chunks, start at 0 where there is none.
+        build = torch.empty_like if len(hidden) else torch.zeros_like
+        self._hidden = torch.empty_like(hidden) if needed[0] else None
+        self._weight = build(weight, dtype=projection.wide) if needed[1] else None
+        self._bias = torch.zeros_like(bias, dtype=projection.wide) if bias is not None and needed[2] else None
 
     def add(self, chunk: Chunk, matrix: Tensor) -> None:
         """Add a chunk whose ``logits`` now hold the gradient of the loss with respect to them, and overwrite them."""
         wide, narrow, scale = chunk.logits, chunk.narrow, self._projection.logit_scale
-        wide.mul_(scale if chunk.slope is None else chunk.slope.mul_(scale))
-        narrow.copy_(wide)
-        if self._hidden is not None:
+        if chunk.slope is not None:
+            wide.mul_(chunk.slope)
+        if scale != 1.0:
+            wide.mul_(scale)
+        if narrow.data_ptr() != wide.data_ptr():
+            narrow.copy_(wide)
+        if self._hidden is not None and self._hidden.dtype == narrow.dtype:
+            torch.mm(narrow, matrix, out=self._hidden[chunk.rows])
+        elif self._hidden is not None:
             self._hidden[chunk.rows] = narrow @ matrix
         if self._weight is not None:
-            self._add_to_weight(self._weight, wide, narrow, chunk.inputs)
+            self._add_to_weight(self._weight, wide, narrow, chunk.inputs, factor=0 if self._is_first else 1)
+        self._is_first = False
         if self._bias is not None:
             self._bias += wide.sum(dim=0)
 
     @staticmethod
-    def _add_to_weight(total: Tensor, wide: Tensor, narrow: Tensor, inputs: Tensor) -> None:
-        """Add a chunk's share, ``wide.t() @ inputs``, without rounding it to the matrix product's dtype first."""
+    def _add_to_weight(total: Tensor, wide: Tensor, narrow: Tensor, inputs: Tensor, factor: int) -> None:
+        """Add a chunk's share, ``wide.t() @ inputs``, without rounding it to the matrix product's dtype first.
+
+        With ``factor`` 0 what was there before counts for nothing, whatever it is.
+        """
         if total.is_cuda and narrow.dtype != total.dtype:
-            torch.addmm(total, narrow.t(), inputs, out_dtype=total.dtype, out=total)
+            torch.addmm(total, narrow.t(), inputs, beta=factor, out_dtype=total.dtype, out=total)
         else:
-            total.addmm_(wide.t(), inputs.to(total.dtype))
+            total.addmm_(wide.t(), inputs.to(total.dtype), beta=factor)
 
     def finish(self) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden states, weight and bias in the dtypes of what they belong to."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.forked import ROOT, run_script
 from tests.training.students import save_student
 from transformers import AutoModelForCausalLM
 
@@ -16,8 +15,6 @@ from recipes_lib.commands.distill.distill_chain import ChainRun, go_through, mea
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -146,9 +143,7 @@ def test_elsewhere_than_in_the_project_there_is_no_recipe_to_run(flags, tmp_path
 
 
 def test_the_recipe_of_one_teacher_refuses_assistants(flags) -> None:
-    done = subprocess.run(
-        [sys.executable, "recipes/distill.py", *flags], capture_output=True, text=True, check=False, cwd=ROOT
-    )
+    done = run_script(ROOT / "recipes" / "distill.py", *flags)
     assert done.returncode == 2
     assert "run `recipes distill-chain`" in done.stderr
 

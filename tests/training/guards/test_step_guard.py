@@ -1,6 +1,7 @@
 """Spikes are undone as if their rows had never been there; what is not finite ends the run before the update."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -72,14 +73,25 @@ class Killed(BaseException):
     """What a test takes for a kill: nothing of ours runs behind it."""
 
 
-@pytest.mark.parametrize("moment", ["the checkpoints are put aside", "the rows are written down", "three steps later"])
-def test_killed_at_any_moment_of_a_rollback_the_same_command_ends_alike(tiny_model_dir, tmp_path, monkeypatch, moment):
-    packs = make_spiking_packs(100, range(52, 54))
-    keys = {"guards": TWO, "save_steps": 1, "save_total_limit": 3}
-    straight, _ = make_guarded(tiny_model_dir, tmp_path / "straight", packs, **keys)
-    straight.train()
+ROLLED_BACK = {"guards": TWO, "save_steps": 1, "save_total_limit": 3}
 
-    killed, _ = make_guarded(tiny_model_dir, tmp_path / "killed", packs, **keys)
+
+@pytest.fixture(scope="module")
+def straight(tiny_model_dir, tmp_path_factory):
+    """A run that went back and that nobody killed."""
+    trainer, _ = make_guarded(
+        tiny_model_dir, tmp_path_factory.mktemp("straight"), make_spiking_packs(100, range(52, 54)), **ROLLED_BACK
+    )
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("moment", ["the checkpoints are put aside", "the rows are written down", "three steps later"])
+def test_killed_at_any_moment_of_a_rollback_the_same_command_ends_alike(
+    tiny_model_dir, tmp_path, monkeypatch, straight, moment
+):
+    packs = make_spiking_packs(100, range(52, 54))
+    killed, _ = make_guarded(tiny_model_dir, tmp_path / "killed", packs, **ROLLED_BACK)
 
     def die(*_):
         raise Killed
@@ -101,9 +113,9 @@ def test_killed_at_any_moment_of_a_rollback_the_same_command_ends_alike(tiny_mod
 
     checkpoint, _ = find_last_complete(tmp_path / "killed")
     assert checkpoint.name == ("checkpoint-28" if moment == "three steps later" else "checkpoint-25")
-    again, _ = make_guarded(tiny_model_dir, tmp_path / "killed", packs, **keys)
+    again, _ = make_guarded(tiny_model_dir, tmp_path / "killed", packs, **ROLLED_BACK)
     again.train(resume_from_checkpoint=str(checkpoint))
-    assert read_rollbacks(tmp_path / "killed") == read_rollbacks(tmp_path / "straight")
+    assert read_rollbacks(tmp_path / "killed") == read_rollbacks(Path(straight.args.output_dir))
     assert len(read_events(tmp_path / "killed", "rollback")) == 1
     assert_equal_weights(weights_of(again), weights_of(straight))
 

@@ -59,7 +59,8 @@ def _varlen_attention(
         raise ValueError("attn_implementation: varlen has no dropout, softcap, sinks or position bias")
     # Norms leave queries and keys in float32 under autocast; values come straight from a projection.
     states = (query.to(value.dtype), key.to(value.dtype), value)
-    query, key, value = (state[0].transpose(0, 1) for state in states)
+    # Squeezed, not picked: the backward pass of an index fills and copies a tensor of its own.
+    query, key, value = (state.squeeze(0).transpose(0, 1) for state in states)
     if (index := settings.get("shared_prompt_index")) is not None:
         key, value = key[index], value[index]
     return attend_documents(query, key, value, settings, window=settings.get("sliding_window"))[None], None

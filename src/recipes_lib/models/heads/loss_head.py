@@ -91,7 +91,9 @@ def add_loss_head(model: PreTrainedModel) -> None:
 
     ``model(input_ids=..., position_ids=..., labels=..., loss_head=True)`` sums the loss over a batch: ``labels`` are
     ``int64 (B, L)``, unshifted, negative where there is no target. With ``targets`` beside them, ``int64 (B, L)``, each
-    hidden state is scored on the one at its own place, as where rows are cut over processes (``shard_batch``).
+    hidden state is scored on the one at its own place, as where rows are cut over processes (``shard_batch``). With
+    ``target_positions``, ``int64 (N,)``, where those that count stand among the flattened ``targets``, or without these
+    among ``labels[:, 1:]``, the host does not wait until the device has found them.
 
     ``model(input_ids=..., position_ids=..., predictors=..., targets=..., token_logps=True)`` gives the log-probability
     of each of ``N`` tokens. ``predictors`` are ``int64 (N,)`` indices into the flattened ``(B * L)`` positions,
@@ -228,7 +230,13 @@ def _project_or_score(
 
 
 def _compute_sums(
-    model: Any, *, labels: Tensor, targets: Tensor | None = None, attention_mask: Tensor | None = None, **inputs: Any
+    model: Any,
+    *,
+    labels: Tensor,
+    targets: Tensor | None = None,
+    target_positions: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    **inputs: Any,
 ) -> LossHeadOutput:
     # A mask or a cache would switch off the isolation of packed documents, which is read from the positions. Padding
     # stands at the end of a row, where causal attention keeps it from the documents.
@@ -236,16 +244,33 @@ def _compute_sums(
         raise ValueError("the loss head takes no attention_mask: position_ids tell documents apart")
     if targets is not None:
         # Rows are cut over processes. A mask of four axes is taken as it is, and here the attention knows without.
-        inputs["attention_mask"] = torch.empty(1, 1, 0, 0, dtype=torch.bool, device=labels.device)
+        inputs["attention_mask"] = _build_empty_mask(labels.device)
         hidden, aux_loss = _run_backbone(model, inputs)
-        sums: TokenSums = _score(model, compute_cross_entropy, hidden, targets)
+        sums: TokenSums = _score(model, compute_cross_entropy, hidden, targets, positions=target_positions)
         return LossHeadOutput(sums.nll_sum, sums.num_targets, sums.num_correct, aux_loss)
     num_predictors = labels.shape[1] - 1
     if _can_cut(model, num_predictors, inputs):
         inputs = {name: part[:, :num_predictors] for name, part in inputs.items() if name != "use_cache"}
     hidden, aux_loss = _run_backbone(model, inputs)
-    sums = _score(model, compute_cross_entropy, hidden[:, :num_predictors], labels[:, 1:])
+    successors = labels[:, 1:]
+    if target_positions is None:
+        hidden = hidden[:, :num_predictors]
+    elif hidden.shape[1] > num_predictors:
+        # Picked from whole rows: the backward pass of a slice would fill and copy another tensor.
+        successors = labels.roll(-1, 1)
+        if len(labels) > 1:
+            target_positions = target_positions + target_positions // num_predictors
+    sums = _score(model, compute_cross_entropy, hidden, successors, positions=target_positions)
     return LossHeadOutput(sums.nll_sum, sums.num_targets, sums.num_correct, aux_loss)
+
+
+def _build_empty_mask(device: torch.device) -> Tensor:
+    """A mask that says: the attention knows by itself. transformers takes one of four axes as it is.
+
+    Given none, it would look at the positions for packed documents, for which the host waits, and under torch.compile
+    it would build a T x T mask.
+    """
+    return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)
 
 
 def _can_cut(model: Any, num_predictors: int, inputs: Mapping[str, Any]) -> bool:
@@ -305,6 +330,9 @@ def _has_router_loss(model: Any) -> bool:
 def _run_backbone(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Last hidden states, ``(B, L, D)``, and the load-balancing loss of a model that asks for it."""
     inputs["use_cache"] = False
+    config = model.config.get_text_config()
+    if config._attn_implementation == "varlen" and "cu_seq_lens_q" in inputs and inputs.get("attention_mask") is None:
+        inputs["attention_mask"] = _build_empty_mask(inputs["cu_seq_lens_q"].device)
     token_mask = inputs.pop("token_mask", None)
     if _has_router_loss(model):
         inputs["output_router_logits"] = True

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from transformers import TrainingArguments
 
-from recipes_lib.data.masking import IGNORE_INDEX
+from recipes_lib.data.masking import IGNORE_INDEX, index_targets
 from recipes_lib.models.parallel.context_parallel import ContextParallelGroup
 from recipes_lib.training.layouts.launch_environment import Launch
 
@@ -51,8 +51,9 @@ def shard_batch(batch: Mapping[str, Any], rank: int, num_processes: int, *, by_h
 
     Returns:
         The tokens of this process, ``(B, 2 * L / 2n)``: ``input_ids``, ``position_ids``, ``labels``, and ``targets``,
-        the label of the token behind each, which may be another process's; ``num_tokens`` of the whole batch on the
-        first process and 0 on the others. Besides, for the attention: ``cu_seq_lens_q``, ``cu_seq_lens_k``,
+        the label of the token behind each, which may be another process's; ``target_positions``, where those are that
+        are not ignored; ``num_tokens`` of the whole batch on the first process and 0 on the others. Besides, for the
+        attention: ``cu_seq_lens_q``, ``cu_seq_lens_k``,
         ``max_length_q`` and ``max_length_k`` of what attends together, and ``context_index``, where among the gathered
         tokens the keys of each stand: by heads those of whole documents, which are the queries too.
     """
@@ -76,6 +77,7 @@ def shard_batch(batch: Mapping[str, Any], rank: int, num_processes: int, *, by_h
     own = {name: tensor[:, columns].contiguous() for name, tensor in whole.items()}
     num_tokens = batch["num_tokens"] if rank == 0 else torch.zeros_like(batch["num_tokens"])
     attending = [(0, positions.shape[1])] if by_heads else [(start, start + piece) for start in starts]
+    own["target_positions"] = index_targets(own["targets"])
     return {**own, "num_tokens": num_tokens, **_find_keys(positions.numpy(), attending, num_processes)}
 
 

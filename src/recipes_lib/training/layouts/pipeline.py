@@ -65,7 +65,7 @@ _SCHEDULES: Final[Mapping[str, Any]] = {
     "gpipe": pipelining.ScheduleGPipe,
     "interleaved": pipelining.ScheduleInterleaved1F1B,
 }
-_OF_LAST: Final = ("labels", "loss_head")
+_OF_LAST: Final = ("labels", "target_positions", "loss_head")
 """What a batch holds for the last chunk alone."""
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-import torch
 from torch import Tensor, distributed, nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import (
@@ -19,7 +18,7 @@ from recipes_lib.config.schema import GuardsConfig, RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.training.collectives import sum_over_processes
 from recipes_lib.training.layouts.fsdp import compute_total_norm
-from recipes_lib.training.monitoring.metrics import MetricsWriter, StepCounter, ThroughputMeter
+from recipes_lib.training.monitoring.metrics import MetricsWriter, StepCounter, ThroughputMeter, read_together
 from recipes_lib.training.monitoring.progress import TrainingProgress
 
 STATE_KEY = "recipes_lib_metrics"
@@ -172,8 +171,7 @@ class TermMetrics(TrainerCallback):
         if logs is None or "loss" not in logs:
             return
         names = sorted(self._sums)
-        own = torch.stack([self._sums[name] for name in names]).tolist() if names else []
-        num_terms, *sums = sum_over_processes([int(self._num_terms), *own])
+        num_terms, *sums = sum_over_processes(read_together([self._num_terms, *(self._sums[name] for name in names)]))
         if num_terms:
             logs.update({name: value / num_terms for name, value in zip(names, sums, strict=True) if name != "loss"})
         self._num_terms, self._sums = 0, {}
@@ -222,14 +220,12 @@ class WeightMonitor(TrainerCallback):
             return
         now = [self._parameters[at].detach() for at in self._sample]
         update = [after - before for after, before in zip(now, self._before, strict=True)]
-        self._figures = {
-            "parameter_norm": self._compute_norm([parameter.detach() for parameter in self._parameters]),
-            "update_ratio": self._compute_norm(update) / max(self._compute_norm(self._before), 1e-30),
-        }
+        weights = [parameter.detach() for parameter in self._parameters]
+        of_weights, of_update, of_sample = read_together(
+            [self._measure(part) for part in (weights, update, self._before)]
+        )
+        self._figures = {"parameter_norm": of_weights, "update_ratio": of_update / max(of_sample, 1e-30)}
         self._before = []
-
-    def _compute_norm(self, tensors: Sequence[Tensor]) -> float:
-        return float(self._measure(tensors))
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         """Add them to the metrics of a training step."""

@@ -8,7 +8,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class StepCounter:
 
     def synchronise(self, group: distributed.ProcessGroup | None = None) -> None:
         """Add what every process of ``group`` has counted to the totals; all of them must call it."""
-        tokens, targets, correct = sum_over_processes([int(count) for count in self._pending], group)
+        tokens, targets, correct = sum_over_processes(read_together(self._pending), group)
         self._pending = [0, 0, 0]
         self.num_tokens += int(tokens)
         self.num_targets += int(targets)
@@ -58,6 +58,13 @@ class StepCounter:
         self.num_tokens = totals.get("num_tokens", 0)
         self.num_targets = totals.get("num_targets", 0)
         self.num_correct = totals.get("num_correct", 0)
+
+
+def read_together(scalars: Sequence[float | Tensor]) -> list[Any]:
+    """Return the values of scalars, of which tensors are on one device, in one transfer from it."""
+    on_device = [scalar.double() for scalar in scalars if isinstance(scalar, Tensor)]
+    values = iter(torch.stack(on_device).tolist() if on_device else [])
+    return [next(values) if isinstance(scalar, Tensor) else scalar for scalar in scalars]
 
 
 class ThroughputMeter:

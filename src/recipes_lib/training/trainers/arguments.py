@@ -96,6 +96,8 @@ _ALWAYS: dict[str, Any] = {
     "push_to_hub": False,
     # Upstream's default replaces a NaN loss in the log by the running mean while the weights are destroyed.
     "logging_nan_inf_filter": False,
+    # From pinned memory, so that the host need not wait for a copy to end.
+    "accelerator_config": {"non_blocking": True},
     # One normaliser over all processes and micro-batches, so that how the batch is cut changes nothing.
     "average_tokens_across_devices": True,
 }
@@ -145,6 +147,9 @@ def build_training_arguments(
         arguments |= _read_sampling(config)
     # Every parameter takes part in every loss; looking for idle ones would walk the graph once more a step.
     arguments.setdefault("ddp_find_unused_parameters", False)
+    if torch.cuda.is_available() and not precision["use_cpu"] and config.stage not in ("rloo", "grpo"):
+        # A micro-batch is collated while the GPU computes.
+        arguments.setdefault("dataloader_num_workers", 2)
     if not has_eval:
         arguments |= {"eval_strategy": "no", "eval_on_start": False, "eval_steps": None}
     if num_steps is not None:

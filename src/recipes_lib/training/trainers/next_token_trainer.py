@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.data.masking import IGNORE_INDEX
+from recipes_lib.data.masking import IGNORE_INDEX, index_targets
 from recipes_lib.data.tokens.dataset import TokenDataset
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.planning.schedule import Schedule
@@ -33,12 +35,17 @@ class NextTokenTrainer(RecipeTrainer):
             **kwargs: As ``RecipeTrainer``; ``model`` is a causal language model, ``data_collator`` makes ``input_ids``,
                 ``labels`` and ``position_ids``, and the first token of each document is never a target.
         """
+        kwargs["data_collator"] = self.extend_collator(kwargs["data_collator"])
         super().__init__(**kwargs)
         self.add_loss_head()
 
     def add_loss_head(self) -> None:
         """Let the model return its loss without logits."""
         add_loss_head(self.model)
+
+    def extend_collator(self, collate: Callable[[Any], Batch]) -> Callable[[Any], Batch]:
+        """Return a collator whose batches say where their targets are, so that nothing waits for the device to tell."""
+        return functools.partial(_collate, collate)
 
     def count_terms(self, batch: Batch) -> torch.Tensor:
         """Return the number of targets."""
@@ -48,6 +55,8 @@ class NextTokenTrainer(RecipeTrainer):
     def mask_batch(self, batch: Batch) -> Batch:
         """Return the batch without targets."""
         none = {"labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
+        if "target_positions" in batch:
+            none["target_positions"] = batch["target_positions"][:0]
         return {**batch, **none, "num_tokens": torch.zeros_like(batch["num_tokens"])}
 
     def compute_loss(
@@ -67,6 +76,14 @@ class NextTokenTrainer(RecipeTrainer):
             loss = loss + self.weigh_aux_loss(outputs.aux_loss, num_tokens)
         self.observer.counter.add(num_tokens, outputs.num_targets, outputs.num_correct)
         return (loss, outputs) if return_outputs else loss
+
+
+def _collate(collate: Callable[[Any], Batch], rows: Any) -> Batch:
+    batch = collate(rows)
+    return {
+        **batch,
+        "target_positions": index_targets(batch["labels"][:, 1:]),
+    }
 
 
 class SFTTrainer(NextTokenTrainer):

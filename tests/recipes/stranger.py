@@ -1,0 +1,43 @@
+"""Asks a folder as a stranger would, with plain transformers and PEFT and nothing of ours: ``BASE FOLDER QUESTIONS``.
+
+Prints for each question the token ids of its prompt, the answer, and whether it came to an end.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+
+def ask(base, folder, questions):
+    """Ask in a process of its own the model in ``folder``, or the adapter there on another base."""
+    from tests.forked import run_script
+
+    done = run_script(Path(__file__), base, folder, json.dumps(questions))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def main():
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    torch.set_num_threads(1)
+    base, folder, questions = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    if base != folder:
+        model = PeftModel.from_pretrained(model, folder)
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    answers = []
+    for question in questions:
+        chat = [{"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        output = model.generate(**prompt, max_new_tokens=40, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+        text = tokenizer.decode(output, skip_special_tokens=True)
+        answers.append({"prompt_ids": prompt["input_ids"][0].tolist(), "text": text, "stopped": len(output) < 40})
+    sys.stdout.write(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()
