@@ -114,6 +114,18 @@ def test_the_processes_are_held_to_what_was_asked_for(monkeypatch):
         verify_expected(read_launch())
 
 
+def test_memory_of_the_gpu_and_what_a_timeout_writes_down_are_set_unless_the_user_did(monkeypatch):
+    for name, value in (("PYTORCH_CUDA_ALLOC_CONF", "mine"), ("TORCH_NCCL_TRACE_BUFFER_SIZE", "")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "")
+    monkeypatch.delenv("TORCH_NCCL_DUMP_ON_TIMEOUT")
+    monkeypatch.setenv("RECIPES_LAUNCHED", "")
+    expect_launch(2, "FSDP")
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "mine"
+    assert os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == ""
+    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+
+
 @pytest.mark.parametrize("by", ["flags", "variables"])
 def test_the_processes_are_told_of_a_pipeline(by, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)

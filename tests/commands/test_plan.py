@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from tests.forked import ROOT
 
 from recipes_lib.cli import main
-from recipes_lib.commands.plan import draw_curve
+from recipes_lib.commands.plan import build_layout, draw_curve
 from recipes_lib.config.loader import load_config
 from recipes_lib.planning.pretraining import plan_pretraining
+from recipes_lib.training.layouts.launch_environment import name_pipeline
+from recipes_lib.training.layouts.launch_files import find_launch_file, plan_launch
 
 CONFIGS = ROOT / "recipes" / "configs"
 TINY = {
@@ -195,6 +197,11 @@ def test_what_a_plan_cannot_know_is_told_at_once(plan) -> None:
     assert "steps           50" in plan(max_tokens=None, max_steps=50, warmup_steps=5)
 
 
+def test_a_run_of_too_many_steps_is_refused_before_it_fills_the_memory(plan) -> None:
+    assert "the run would have 14,648,437,500 optimizer steps" in plan(max_tokens=15_000_000_000_000, code=2)
+    assert "steps           57,221" in plan("--num_processes", 256_000, max_tokens=15_000_000_000_000)
+
+
 def test_a_wrong_key_and_a_schedule_that_does_not_fit_are_problems(plan) -> None:
     assert "learning_rate" in plan(learning_rat=1e-3, code=2)
     assert "longer than the run" in plan(warmup_steps=1_000_000, code=2)
@@ -253,6 +260,7 @@ def test_the_curve_of_a_run_rises_and_falls(plan) -> None:
 
 OF_A_STAGE: Mapping[str, Mapping[str, Any]] = {
     "sft": {"max_length": 64, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3},
+    "rloo": {"max_length": 512, "reward_funcs": ["a.b:c"]},
     "grpo": {"max_length": 512, "reward_funcs": ["a.b:c"]},
     "ppo": {
         "reward_funcs": ["a.b:c"],
@@ -308,7 +316,10 @@ def test_a_price_makes_a_cost_of_the_time(plan_stage) -> None:
         ("sft", ["--num_gpus=8"], {}, "write --num_processes"),
         ("sft", [], {"max_length": None}, "write `max_length: ...`"),
         ("sft", ["--schedule", "a.png"], {}, "remove it"),
-        ("grpo", [], {}, "plan one of"),
+        ("grpo", ["--hardware", "fsdp2"], {}, "these recipes sample from unsharded weights"),
+        ("sft", ["--hardware", "nothing"], {}, "there is no launch file"),
+        ("sft", ["--pipeline_stages", "2", "--num_processes", "4"], {}, "only pretraining supports pipeline"),
+        ("sft", ["--hardware", "fsdp2_tp", "--num_processes", "6"], {}, "not `num_processes` together"),
         ("ppo", ["--num_processes", "0"], {}, "write 1 or more"),
         ("ppo", ["--gpu", "Abacus"], {}, "the memory of 'Abacus' is not known"),
         ("ppo", ["--mfu", "0.5"], {}, "memory alone"),
@@ -353,3 +364,67 @@ def test_several_processes_are_told_both_ways(plan_stage) -> None:
     assert read(alone, "logits of a batch") == read(shared, "logits of a batch")
     assert "gathered for sampling" in shared
     assert "gathered" not in alone
+
+
+def test_a_launch_file_decides_on_layout_rows_and_time(plan, plan_stage) -> None:
+    """Of 16 processes, 8 share the tensors of a row: two groups take rows, all take time."""
+    told = plan_stage("sft", "--hardware", "fsdp2_cp", "--gpu", "H100")
+    assert "a step: 12 rows of 64 tokens" in told
+    assert "/ (8 GPUs x" in told
+    assert told.count("accelerate_configs/") == 1
+    assert "fsdp2_cp.yaml: shared by 8 processes; context parallel over 4\n" in told
+    staged = plan("--num_processes", 4, "--pipeline_stages", 2, "--hardware", "fsdp2", warmup_steps=10)
+    assert "fsdp2.yaml: shared by 2 processes; pipeline parallel over 2\n" in staged
+    assert "batch           2,048 tokens" in staged
+
+
+SHARDS = {
+    "single_gpu": (1, 1, 1),
+    "ddp": (1, 1, 1),
+    "zero1": (1, 1, 8),
+    "zero2": (1, 8, 8),
+    "zero3": (8, 8, 8),
+    "zero3_offload": (8, 0, 0),
+    "zero3_sp": (8, 8, 8),
+    "fsdp2": (8, 8, 8),
+    "fsdp2_cp": (8, 8, 8),
+    "fsdp2_offload": (0, 0, 0),
+    "fsdp2_tp": (2, 2, 2),
+    "hsdp": (8, 8, 8),
+}
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_a_launch_file_says_who_shares_weights_gradients_and_states(name) -> None:
+    layout = build_layout(plan_launch(find_launch_file(name)), name, 4)
+    assert layout.shards == SHARDS[name]
+    assert layout.is_deepspeed == name.startswith("zero")
+    sizes = {"fsdp2_tp": (8, 1, False), "fsdp2_cp": (1, 4, True), "zero3_sp": (1, 4, False)}
+    assert (layout.tensor, layout.context, layout.gathers_keys) == sizes.get(name, (1, 1, False))
+
+
+@pytest.mark.parametrize(("schedule", "in_flight"), [("1f1b", 4), ("gpipe", 16), ("interleaved", 5.5)])
+def test_a_schedule_says_how_many_micro_batches_are_in_flight(schedule, in_flight) -> None:
+    launch = plan_launch(find_launch_file("ddp"), 8, name_pipeline(4, schedule))
+    assert build_layout(launch, "ddp", 16).in_flight == in_flight
+    assert build_layout(launch, "ddp", 16).num_processes == 2
+
+
+def test_groups_have_no_critic_and_make_the_logits_of_whole_answers(plan_stage) -> None:
+    told = plan_stage("grpo", per_device_train_batch_size=64, gradient_accumulation_steps=8, beta=0.01)
+    assert "critic" not in told
+    assert read(told, "reference, weights") == read(told, "policy, weights")
+    # 64 answers of 256 tokens, 512 logits of a token.
+    assert read(told, "logits of the loss") == pytest.approx(14 * 64 * 256 * 512 / 1e9, abs=0.005)
+    # 8 micro-batches are sampled at once.
+    assert read(told, "logits of a batch") == pytest.approx(44 * 8 * 64 * 512 / 1e9, abs=0.005)
+    assert "reference" not in plan_stage("rloo", beta=0)
+
+
+@pytest.mark.parametrize("stage", ["sft", "ppo", "grpo"])
+def test_every_component_says_how_it_is_counted(plan_stage, stage) -> None:
+    brief, explained = (plan_stage(stage, "--num_processes", 4, *flags).splitlines() for flags in ([], ["--explain"]))
+    for line, full in zip(brief, explained, strict=True):
+        assert full == line or (full.startswith(f"{line} = ") and " GB  " in line)
+    layouts = len([line for line in brief if "accelerate_configs" in line])
+    assert len([full for line, full in zip(brief, explained, strict=True) if full != line]) >= 6 * layouts

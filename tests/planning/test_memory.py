@@ -80,7 +80,7 @@ def test_processes_that_share_hold_their_share_and_those_that_do_not_sum_gradien
     for name in ("model, weights", "model, gradients", "model, optimizer states"):
         assert shared[name] == copied[name] // 4
     # Two layers are the whole of this model, with the ends.
-    assert shared["gathered: two layers, embeddings and output projection"] == 2 * num_parameters
+    assert shared["gathered: layers, embeddings and output projection"] == 2 * num_parameters
     assert shared["activations of a micro-batch"] == copied["activations of a micro-batch"]
     assert "16-bit copies of the weights in a pass" not in shared
 
@@ -116,8 +116,9 @@ def test_what_a_long_model_keeps_follows_from_two_short_ones(write, tiny_model_d
     for stage, checkpointed in (("sft", True), ("lora", True), ("sft", False)):
         config = load_config(stage, ["--config", str(write(stage, activation_checkpointing=checkpointed))])
         model_config = AutoConfig.from_pretrained(tiny_model_dir, num_hidden_layers=5)
-        whole = memory._count_kept(config, model_config, is_half=True)
-        assert count_kept(config, model_config, is_half=True) == whole
+        layout = Layout("single_gpu")
+        whole = memory._count_kept(config, model_config, layout, is_half=True)
+        assert count_kept(config, model_config, layout, is_half=True) == whole
 
 
 def test_a_pair_is_two_rows(count) -> None:
@@ -142,7 +143,7 @@ def test_products_without_autocast_have_the_type_of_the_weights(count) -> None:
     assert by_type[kept] == pytest.approx(by_autocast[kept], rel=0.1)
     assert by_type[kept] < 0.6 * count("sft", bf16=False)[kept]
     assert "16-bit copies of the weights in a pass" not in by_type
-    gathered = "gathered: two layers, embeddings and output projection"
+    gathered = "gathered: layers, embeddings and output projection"
     shared = [count("sft", 2, is_sharded=True, **keys)[gathered] for keys in ({}, {"dtype": "bfloat16", "bf16": False})]
     assert shared[0] == shared[1]
 
@@ -167,3 +168,63 @@ def test_what_no_phase_names_is_held_in_each() -> None:
     assert plan.peaks == {"sampling": 8, "update": 7}
     assert plan.peak == 8
     assert MemoryPlan(Layout("ddp"), "", components, {}).peak == 10
+
+
+KINDS = ("weights", "gradients", "optimizer states")
+
+
+@pytest.fixture
+def plan_pretraining(write, tiny_model_dir: Path):
+    """The components of a process of a pretraining run, by name."""
+
+    def plan(layout: Layout, **changes: Any) -> Mapping[str, int]:
+        config = load_config("pretrain", ["--config", str(write("pretrain", max_steps=4, **changes))])
+        return plan_memory(config, AutoConfig.from_pretrained(tiny_model_dir), layout).components
+
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("shards", "expected"),
+    [((1, 1, 1), 16), ((1, 1, 4), 4 + 12 / 4), ((1, 4, 4), 2 + 14 / 4), ((4, 4, 4), 16 / 4), ((4, 0, 0), 2 / 4)],
+)
+def test_zero_holds_what_its_paper_says(plan_pretraining, num_parameters, shards, expected) -> None:
+    """Rajbhandari et al. 2020, figure 1: 2 + 2 + 12 bytes a parameter, shared one kind after the other."""
+    components = plan_pretraining(Layout("", 4, Held(*shards), is_deepspeed=True))
+    assert sum(components.get(f"model, {kind}", 0) for kind in KINDS) == pytest.approx(expected * num_parameters, abs=3)
+    assert "16-bit copies of the weights in a pass" not in components
+    assert components["bucket in which gradients are reduced"] == 2 * num_parameters
+
+
+def test_tensor_parallel_ranks_hold_their_part_of_all_but_norms(plan_pretraining, num_parameters) -> None:
+    components = plan_pretraining(Layout("", tensor=2), activation_checkpointing=False)
+    norms = 5 * 64
+    assert components["model, weights"] == 4 * ((num_parameters - norms) // 2 + norms)
+    # What is neither attention nor MLP is whole on each rank.
+    whole = plan_pretraining(Layout(""), activation_checkpointing=False)["activations of a micro-batch"]
+    assert whole / 2 < components["activations of a micro-batch"] < whole
+
+
+def test_pipeline_stages_hold_their_layers_and_one_end(plan_pretraining, num_parameters) -> None:
+    whole, stage = (plan_pretraining(Layout("", stages=stages, in_flight=stages)) for stages in (1, 2))
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
+    # Of embedding and projection, 512 tokens each, a stage has one.
+    assert stage["model, weights"] == whole["model, weights"] - 4 * (layer + 512 * 64)
+    # As many micro-batches as stages, each of its part of the layers: the inputs of all layers, and one anew.
+    kept = [components["activations of a micro-batch"] for components in (whole, stage)]
+    assert kept[0] <= kept[1] < 2 * kept[0]
+    sharded = plan_pretraining(Layout("", 4, Held(4, 4, 4), stages=2, in_flight=2))
+    assert sharded["gathered: layers, embeddings and output projection"] == 2 * stage["model, weights"] // 4
+
+
+def test_context_parallel_ranks_keep_their_tokens_and_gather_keys_and_values(plan_pretraining) -> None:
+    shards = Held(4, 4, 4)
+    whole, by_heads, gathering = (
+        plan_pretraining(Layout("", 4, shards, context=context, gathers_keys=gathers), activation_checkpointing=False)
+        for context, gathers in ((1, False), (4, False), (4, True))
+    )
+    name = "activations of a micro-batch"
+    assert by_heads[name] == gathering[name] == pytest.approx(whole[name] / 4, rel=0.1)
+    # 2 rows of 48 more tokens, 2 key-value heads of 16, in 16 bits in each of 2 layers.
+    assert gathering["keys and values of the other ranks' tokens"] == 2 * (2 * 48) * (2 * 16) * 2 * 2
+    assert "keys and values of the other ranks' tokens" not in by_heads

@@ -18,6 +18,7 @@ from tests.forked import ROOT
 from recipes_lib.cli import main
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.table import STAGES
+from recipes_lib.errors import ConfigError, Problem
 
 FOLDER = ROOT / "recipes" / "configs"
 STAND_INS = {
@@ -119,8 +120,9 @@ def tell_plan(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     """What ``recipes plan`` says of a recipe on the launch file and the processes of its own command, in one line."""
 
     def build(model: Any) -> tuple[Any, None]:
-        known = model.model_name_or_path
-        return stand_ins.build_config(known), None
+        if (known := model.model_name_or_path) in stand_ins.SHAPES:
+            return stand_ins.build_config(known), None
+        raise ConfigError(Problem("model_name_or_path", f"{known} is not trained yet", "train it"))
 
     for module in ("planning.memory", "planning.compute", "models.loading", "models.architecture", "commands.plan"):
         monkeypatch.setattr(f"recipes_lib.{module}.load_model_config", build, raising=False)

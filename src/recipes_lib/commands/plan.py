@@ -1,6 +1,6 @@
 """``recipes plan``: what a run is, takes and holds, from its YAML alone; no data, weights or network.
 
-Of a pretraining run it tells tokens, hours and schedule, of PPO the memory, of other stages memory and time of a step.
+Of a pretraining run it tells tokens, hours and schedule, of fine-tuning a step and its time; of every stage the memory.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.architecture import find_model_config
-from recipes_lib.models.loading import load_model_config, load_tokenizer
+from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.planning.compute import (
+    RL_STAGES,
     TOKENS_PER_PARAMETER,
     ModelSize,
     compute_flops_per_token,
@@ -30,11 +31,13 @@ from recipes_lib.planning.compute import (
     count_step,
     find_peak,
 )
-from recipes_lib.planning.memory import list_devices, list_layouts, plan_memory
+from recipes_lib.planning.memory import Held, Layout, list_devices, list_layouts, plan_memory
 from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
 from recipes_lib.planning.schedule import Schedule
+from recipes_lib.training.layouts.compatibility import verify_combination
+from recipes_lib.training.layouts.launch_environment import Launch, add_pipeline_flags, name_pipeline
+from recipes_lib.training.layouts.launch_files import find_launch_file, plan_launch
 
-_STAGES: Final = ("pretrain", "ppo", "sft", "lora", "reward", "dpo", "distill")
 _SHARES_OF_A_RUN: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _CURVE_WIDTH: Final = 64
@@ -72,36 +75,65 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--num_gpus", type=int, help="pretraining: how many (default: one for each process)")
     parser.add_argument("--mfu", type=float, help=f"share of the peak that is of use (default: {_MFU})")
     parser.add_argument("--schedule", type=Path, metavar="PNG", help="pretraining: draw learning rate and batch")
+    parser.add_argument(
+        "--hardware", help="launch file to plan for: of accelerate_configs/, or path (default: several)"
+    )
+    parser.add_argument("--explain", action="store_true", help="say how each component of the memory is counted")
+    add_pipeline_flags(parser)
     options, overrides = parser.parse_known_args(argv)
     config = load_for_command(stage, overrides, options.config)
     if problems := list(_find_problems(config, options)):
         raise ConfigError(*problems)
-    num_processes = options.num_processes or options.num_gpus or 1
-    mfu = options.mfu or _MFU
-    hardware = Hardware(options.gpu, options.num_gpus or num_processes, mfu) if options.gpu else None
-    if config.stage == "pretrain":
+    num_processes, num_gpus, layouts = _choose_layouts(config, options)
+    hardware = Hardware(options.gpu, num_gpus, options.mfu or _MFU) if options.gpu else None
+    model_config, lines = _find_model_config(config), list[str]()
+    if stage == "pretrain":
         plan = plan_pretraining(config, num_processes)
-        lines = describe_pretraining(config, plan, hardware)
-    else:
-        lines = describe_step(config, num_processes, hardware)
+        lines += describe_pretraining(config, model_config, plan, hardware)
+    elif stage not in RL_STAGES:
+        lines += describe_step(config, model_config, num_processes, hardware)
+    if stage != "pretrain" or hardware or options.hardware:
+        devices = list_devices(options.gpu)
+        lines += [""] if stage == "pretrain" else []
+        for layout in layouts:
+            lines += plan_memory(config, model_config, layout).describe(devices, explains=options.explain)
     sys.stdout.write("".join([f"{line}\n" for line in lines]))
     if options.schedule:
         _draw(options.schedule, config, plan.schedule)
         sys.stdout.write(f"{options.schedule}\n")
 
 
-def describe_pretraining(config: RecipeConfig, plan: PretrainingPlan, hardware: Hardware | None) -> Iterator[str]:
+def _choose_layouts(config: RecipeConfig, options: argparse.Namespace) -> tuple[int, int, list[Layout]]:
+    """Return how many processes take rows of their own, the GPUs, and the layouts to plan: one if it is named.
+
+    Raises:
+        ConfigError: There is no such launch file, or the recipe and it do not fit together.
+    """
+    num_gpus: int | None = options.num_gpus or options.num_processes
+    if not options.hardware and options.pipeline_stages == 1:
+        layouts = list(list_layouts(config, num_gpus or 1))
+        return options.num_processes or num_gpus or 1, num_gpus or 1, layouts
+    file = find_launch_file(options.hardware or "ddp")
+    launch = plan_launch(file, num_gpus, name_pipeline(options.pipeline_stages, options.pipeline_schedule))
+    verify_combination(config, launch, str(file))
+    layout = build_layout(launch, file.stem, config.read("gradient_accumulation_steps"))
+    return launch.data_size, launch.world_size, [layout]
+
+
+def describe_pretraining(
+    config: RecipeConfig, model_config: PreTrainedConfig, plan: PretrainingPlan, hardware: Hardware | None
+) -> Iterator[str]:
     """Yield what a pretraining run is, line by line.
 
     Args:
         config: The run.
+        model_config: Of the model that is trained.
         plan: From ``plan_pretraining``.
-        hardware: What to tell hours and memory on; ``None`` to tell none.
+        hardware: What to tell the hours on; ``None`` to tell none.
 
     Raises:
         ConfigError: The model cannot be built, or the peak of the GPU is not known.
     """
-    model_config = _find_model_config(config)
     size, num_tokens = compute_model_size(model_config), plan.num_tokens
     counted = compute_flops_per_token(model_config, plan.max_length).total(num_tokens, num_tokens)
     yield _label("model", f"{model_config.model_type}, {size.total:,} parameters")
@@ -113,48 +145,69 @@ def describe_pretraining(config: RecipeConfig, plan: PretrainingPlan, hardware: 
     yield _label("", f"{counted:.3g} counted, every token attending to the {plan.max_length:,} of its row")
     yield from _describe_hours(counted, hardware, config)
     yield from _describe_schedule(config, plan.schedule)
-    if hardware is not None:
-        yield ""
-        yield from _describe_memory(config, model_config, hardware.num_gpus, hardware.gpu)
 
 
-def describe_step(config: RecipeConfig, num_processes: int, hardware: Hardware | None) -> Iterator[str]:
-    """Yield what a step of another stage is and takes, and what a process holds, line by line.
+def describe_step(
+    config: RecipeConfig, model_config: PreTrainedConfig, num_processes: int, hardware: Hardware | None
+) -> Iterator[str]:
+    """Yield what an optimizer step of fine-tuning is and takes, line by line.
 
     Args:
         config: The run.
-        num_processes: Its processes, a GPU each.
-        hardware: What to tell the time on; ``None`` tells none, and the memory of the usual GPUs.
+        model_config: Of the model that is trained.
+        num_processes: Its data-parallel processes.
+        hardware: What to tell the time on; ``None`` to tell none.
 
     Raises:
-        ConfigError: The model's configuration cannot be had, or the GPU is not known.
+        ConfigError: The teacher's configuration cannot be had, or the GPU is not known.
     """
-    model_config, _ = load_model_config(config.model)
-    if config.stage != "ppo":
-        step = count_step(config, model_config, num_processes)
-        yield f"a step: {step.num_rows:,} rows of {step.length:,} tokens, {step.num_tokens:,} in all, if all are full"
-        yield f"operations: {step.num_flops:.3g} a step"
-        if hardware is not None:
-            peak, mfu = find_peak(hardware.gpu, config), hardware.mfu
-            seconds = step.num_flops / (num_processes * peak * mfu)
-            told = f"{step.num_flops:.3g} / ({num_processes} GPUs x {peak:.3g} FLOP/s x {mfu:g} MFU)"
-            yield f"time: {seconds:{'.1f' if seconds >= 1 else '.2g'}} s a step: {told}"
-            yield f"      {seconds / step.num_tokens * 1e9 / 3600:.1f} hours for 1,000,000,000 tokens of rows"
-            if (num_steps := config.read("max_steps")) > 0:
-                yield f"      {seconds * num_steps / 3600:.1f} hours for {num_steps:,} steps"
-            if (price := config.evaluation.device_hour_price) is not None:
-                cost = seconds * num_processes / 3600 * price / step.num_tokens
-                yield f"cost: {cost * 1e9:,.2f} for 1,000,000,000 tokens of rows, at {price:g} for a device hour"
-    yield from _describe_memory(config, model_config, num_processes, hardware.gpu if hardware else None)
+    step = count_step(config, model_config, num_processes)
+    yield f"a step: {step.num_rows:,} rows of {step.length:,} tokens, {step.num_tokens:,} in all, if all are full"
+    yield f"operations: {step.num_flops:.3g} a step"
+    if hardware is None:
+        return
+    gpu, num_gpus, mfu = hardware
+    peak = find_peak(gpu, config)
+    hours = compute_hours(step.num_flops, num_gpus, peak, mfu)
+    seconds, hours_per_token = hours * 3600, hours / step.num_tokens
+    told = f"{step.num_flops:.3g} / ({num_gpus} GPUs x {peak:.3g} FLOP/s x {mfu:g} MFU)"
+    yield f"time: {seconds:{'.1f' if seconds >= 1 else '.2g'}} s a step: {told}"
+    yield f"      {hours_per_token * 1e9:.1f} hours for 1,000,000,000 tokens of rows"
+    if (num_steps := config.read("max_steps")) > 0:
+        yield f"      {hours * num_steps:.1f} hours for {num_steps:,} steps"
+    if (price := config.evaluation.device_hour_price) is not None:
+        cost = hours_per_token * num_gpus * price * 1e9
+        yield f"cost: {cost:,.2f} for 1,000,000,000 tokens of rows, at {price:g} for a device hour"
 
 
-def _describe_memory(
-    config: RecipeConfig, model_config: PreTrainedConfig, num_processes: int, gpu: str | None
-) -> Iterator[str]:
-    """Yield what a process holds, by layout, and which GPUs hold it."""
-    devices = list_devices(gpu)
-    for layout in list_layouts(config, num_processes):
-        yield from plan_memory(config, model_config, layout).describe(devices)
+def build_layout(launch: Launch, name: str, num_batches: int) -> Layout:
+    """Return how the processes of a launch hold a model.
+
+    Args:
+        launch: Of ``plan_launch``.
+        name: Of the launch file.
+        num_batches: Micro-batches of an optimizer step.
+    """
+    layout, stages = launch.layout, launch.layout.stages
+    zero = {"FSDP": 3, "DEEPSPEED": layout.zero_stage}.get(launch.engine, 0)
+    size = launch.world_size // (launch.tensor_size * stages * layout.sizes.get("dp_replicate", 1))
+    weights, gradients, states = (size if zero >= least else 1 for least in (3, 2, 1))
+    if layout.offloads_optimizer or layout.offloads_weights:
+        weights, gradients, states = 0 if layout.offloads_weights else weights, 0, 0
+    # The first stage is ahead of the last by as many micro-batches as there are stages between them; of two chunks in
+    # turns it holds half of those twice (Narayanan et al. 2021, section 2.2).
+    in_flight = {"1f1b": min(stages, num_batches), "gpipe": num_batches, "interleaved": stages + (stages - 1) / 2}
+    return Layout(
+        launch_file=name,
+        num_processes=launch.data_size,
+        shards=Held(weights, gradients, states),
+        tensor=launch.tensor_size,
+        context=launch.context_size,
+        gathers_keys=launch.context_size > 1 and not launch.shares_by_heads,
+        stages=stages,
+        in_flight=in_flight[layout.schedule] if stages > 1 else 1,
+        is_deepspeed=launch.engine == "DEEPSPEED",
+    )
 
 
 def draw_curve(values: Sequence[float], height: int) -> list[str]:
@@ -175,13 +228,10 @@ def draw_curve(values: Sequence[float], height: int) -> list[str]:
 
 def _find_problems(config: RecipeConfig, options: argparse.Namespace) -> Iterator[Problem]:
     stage = config.stage
-    if stage not in _STAGES:
-        found = f"{stage} is a trainer of TRL's whose memory is not counted here"
-        yield Problem("--stage", found, f"plan one of {', '.join(_STAGES)}")
     if stage == "pretrain" and config.pretraining.max_tokens is None and config.read("max_steps") < 1:
         found = "the length of the run is in epochs, and a plan reads no data"
         yield Problem("max_tokens", found, "write `max_tokens: ...` or `max_steps: ...`")
-    if stage not in ("pretrain", "ppo") and config.tokens.max_length is None:
+    if stage not in ("pretrain", *RL_STAGES) and config.tokens.max_length is None:
         found = "the length of the rows follows from the data, and a plan reads none"
         yield Problem("max_length", found, "write `max_length: ...`")
     if stage != "pretrain" and options.num_gpus is not None:
@@ -189,8 +239,8 @@ def _find_problems(config: RecipeConfig, options: argparse.Namespace) -> Iterato
         yield Problem("--num_gpus", found, "write --num_processes, the number of GPUs")
     if stage != "pretrain" and options.schedule is not None:
         yield Problem("--schedule", "is a flag of pretraining", "remove it")
-    if stage == "ppo" and options.mfu is not None:
-        yield Problem("--mfu", "of PPO memory alone is told", "remove it")
+    if stage in RL_STAGES and options.mfu is not None:
+        yield Problem("--mfu", f"of {stage} memory alone is told", "remove it")
     for flag in ("num_processes", "num_gpus"):
         value = getattr(options, flag)
         if value is not None and value < 1:

@@ -41,6 +41,7 @@ DEFAULTS: Final[Mapping[str, tuple[Any, str]]] = {
 NOTES: Final[Mapping[str, str]] = {
     "activation_checkpointing_kwargs": "`save_matmuls: true` recomputes everything but matrix products and attention.",
     "bf16": "Unset: on where the hardware multiplies bfloat16.",
+    "dataloader_num_workers": "Unset: 2 on a GPU.",
     "hub_always_push": "Unset, a checkpoint that a newer one overtakes is not published.",
     "hub_model_id": "Unset: the name of `output_dir`, under the account of the token.",
     "hub_private_repo": "Only `false` asks for a public repository; one that is public is refused otherwise.",
@@ -48,6 +49,8 @@ NOTES: Final[Mapping[str, str]] = {
     "hub_strategy": "While training, each checkpoint is one commit with the tag `step-N`: see `docs/publishing.md`.",
     "output_dir": "The same command resumes from the newest complete checkpoint in it.",
     "push_to_hub": "By a thread beside training, which it neither slows nor fails.",
+    "torch_compile": "Layer by layer. Unset: on for pretraining on a GPU, and under fp8.",
+    "use_liger_kernel": "Unset: on with a GPU where liger-kernel is installed; its cross-entropies stay off.",
     "use_cpu": "Unset: where there is no accelerator.",
 }
 """What an upstream help text does not say about the key here."""
@@ -126,7 +129,6 @@ _EVALUATION = dropped("belongs to upstream's evaluation loop; the hooks here kee
 _RESUME = dropped_at((False, None), "would make a resumed run differ from an uninterrupted one", "delete the line")
 _OTHER_LOSS = dropped_at((0, 0.0, None), "is another loss than the one here", "delete the line")
 _PREPARED = dropped("belongs to upstream's data preparation; rows are prepared once, by `recipes prepare`")
-_LIGER = dropped_at((False, None), "replaces the loss head, which is already computed in chunks", "delete the line")
 
 REFUSED: Final[Mapping[str, Retired]] = {
     # The mask has one author.
@@ -167,7 +169,6 @@ REFUSED: Final[Mapping[str, Retired]] = {
     "label_names": _PREPARED,
     # The loss is ours.
     "label_smoothing_factor": _OTHER_LOSS,
-    **each("use_liger_kernel liger_kernel_config", _LIGER),
     "average_tokens_across_devices": dropped_at((True,), "is always on; off, results depend on the number of GPUs", ""),
     "logging_nan_inf_filter": dropped("is always off; on, it hides a loss that destroys the weights"),
     "use_cache": dropped_at((False,), "lets packed examples see each other", "delete the line"),
@@ -334,6 +335,7 @@ _SAMPLED_IN_GROUPS: Final[Mapping[str, Retired]] = {
     "max_completion_length": Retired(
         "is `response_length` here, as in PPO", "write `response_length`", "response_length"
     ),
+    **each("use_liger_kernel liger_kernel_config", _NOT_HERE),
     "num_generations_eval": dropped("has no effect: samples are one answer to each prompt"),
     "generation_batch_size": undecided("is counted in steps here", "write `steps_per_generation`"),
     "top_p": dropped_at((1, 1.0), _TRUE_SAMPLES, "delete the line"),
@@ -389,6 +391,7 @@ _LEFT_OUT: Final[Mapping[str, Mapping[str, Retired]]] = {
         **each("logging_first_step full_determinism torch_empty_cache_steps debug save_on_each_node", _NOT_HERE),
         **each("log_level log_level_replica log_on_each_node optim_target_modules", _NOT_HERE),
         **each("torch_compile torch_compile_backend torch_compile_mode", _NOT_HERE),
+        **each("use_liger_kernel liger_kernel_config", _NOT_HERE),
         **each("dataloader_drop_last dataloader_num_workers dataloader_pin_memory", _NO_LOADER),
         **each("dataloader_persistent_workers dataloader_prefetch_factor dataloader_in_order", _NO_LOADER),
         "dataloader_multiprocessing_context": _NO_LOADER,

@@ -147,7 +147,8 @@ class GenerateBackend:
         """Up to ``length`` tokens more of each row, all of them with a cache until half of the rows have ended."""
         reuse = {} if cache is None else {"past_key_values": cache, "stopping_criteria": StoppingCriteriaList([half])}
         context: AbstractContextManager[Any] = self._precision()
-        with torch.no_grad(), context:
+        # Answers grow token by token: layers that are compiled for training would be compiled for each length.
+        with torch.no_grad(), context, torch.compiler.set_stance("force_eager"):
             sequences: Tensor = policy.generate(
                 input_ids=ids,
                 attention_mask=mask,

@@ -69,6 +69,8 @@ def compute_flops_per_token(config: PretrainedConfig, sequence_length: int, *, i
 
 PAIR_STAGES: Final = ("reward", "dpo")
 """Stages whose rows are pairs of answers."""
+RL_STAGES: Final = ("ppo", "rloo", "grpo")
+"""Stages that sample what they learn from."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from recipes_lib.config.schema import ModelConfig, RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
@@ -31,8 +26,11 @@ from recipes_lib.models.adapters.saved import find_adapter, find_shareable, read
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.loading import choose_teacher, load_model_config
+from recipes_lib.models.parallel.pipeline_parallel import PipelinePart
+from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
 from recipes_lib.models.quantization import count_quantized_bytes
-from recipes_lib.planning.compute import PAIR_STAGES, device_memory, has_live_reference
+from recipes_lib.planning.activations import count_activations, count_bytes, count_cache, list_layers, on_fakes
+from recipes_lib.planning.compute import PAIR_STAGES, RL_STAGES, device_memory, has_live_reference
 from recipes_lib.planning.disk import count_state_bytes
 
 SAMPLING_BYTES: Final = 44
@@ -42,10 +40,20 @@ SHARE_OF_DEVICE: Final = 0.9
 _USUAL_GB: Final = (24, 48, 80, 141, 192)
 _CHUNK: Final = 4 * CHUNK_BYTES
 """Bytes of a chunk of logits: the logits, their copy in 16 bits, exponentials, products."""
+_BUCKET_SIZE: Final = 500_000_000
+"""Numbers of a bucket: ``reduce_bucket_size`` of DeepSpeed unless told otherwise."""
+_LOSS_BYTES: Final = 14
+"""Of each logit where a loss is made of all at once: in 16 and 32 bits, log-softmax, and the gradients of these."""
 _KINDS: Final = ("weights", "gradients", "optimizer states")
 
+_BUCKETS: Final = "buckets in which gradients are summed"
+_ZERO_BUCKET: Final = "bucket in which gradients are reduced"
+_GATHERED_LAYERS: Final = "gathered: layers, embeddings and output projection"
+_UNREDUCED: Final = "gradients before they are reduced"
+_COPIES: Final = "16-bit copies of the weights in a pass"
+_OTHER_KEYS: Final = "keys and values of the other ranks' tokens"
 _ACTIVATIONS: Final = "activations of a micro-batch"
-_LOGITS: Final = "logits of a chunk"
+_LOGITS: Final = "logits of the loss"
 _CACHE: Final = "KV cache of a batch"
 _SAMPLED: Final = "logits of a batch"
 _LAYER: Final = "a layer of a batch"
@@ -58,6 +66,26 @@ _PHASES: Final[Mapping[str, Sequence[str]]] = {
     "critic's update": (_GATHERED.format("a layer"), _ACTIVATIONS, "critic, gradients"),
 }
 """Phases of an iteration of PPO, and what each holds besides all that none of them names."""
+FORMULAS: Final[Mapping[str, str]] = {
+    "weights": "parameters x bytes of their type / processes that share them",
+    "gradients": "as weights, of what is trained",
+    "optimizer states": "parameters trained x bytes of a state / processes that share them; by ZeRO 4 more, of a copy",
+    _BUCKETS: "gradients once more (DDP)",
+    _ZERO_BUCKET: "bytes of a product x min(500,000,000, parameters trained) (reduce_bucket_size)",
+    _GATHERED_LAYERS: "bytes of a product x (2 layers, of a pipeline stage all, + embeddings + output projection)",
+    _UNREDUCED: "4 x parameters of the largest layer; of a pipeline stage all layers",
+    _COPIES: "2 x parameters in 32 bits (autocast)",
+    _ACTIVATIONS: "tensors saved for the backward pass; recomputed: the inputs of all layers + one layer",
+    _OTHER_KEYS: "2 x bytes of a product x tokens of other ranks x key-value features x layers kept",
+    _LOGITS: "4 buffers of a chunk; RLOO and GRPO: 14 x answer tokens x vocabulary",
+    _CACHE: "rows x what the model caches of the longest row",
+    _SAMPLED: f"{SAMPLING_BYTES} x rows x vocabulary",
+    _LAYER: "tensors of the largest layer, of all rows",
+    _GATHERED.format("sampling"): "bytes of a product x parameters of the policy",
+    _GATHERED.format("scoring"): "weights of the reward model",
+    _GATHERED.format("a layer"): "bytes of a product x (2 layers + output projection)",
+}
+"""How each component is counted, by its name or, of a model, by what follows the model's."""
 
 
 class Held(NamedTuple):
@@ -74,25 +102,65 @@ class Layout:
 
     Attributes:
         launch_file: Of ``accelerate_configs/``.
-        num_processes: Data-parallel processes, a GPU each.
-        shards: Processes that share weights, gradients and optimizer states; 1: each process holds all of them.
+        num_processes: Data-parallel processes, a GPU or a group of GPUs each.
+        shards: Processes that share weights, gradients and optimizer states; 1: each holds all; 0: the host does.
+        tensor: Ranks of a tensor-parallel group.
+        context: Ranks of a context-parallel group.
+        gathers_keys: Whether those gather the keys and values of a row; by Ulysses they exchange heads instead.
+        stages: Pipeline stages.
+        in_flight: Micro-batches whose activations the first pipeline stage holds at once.
+        is_deepspeed: Whether ZeRO casts the weights to 16 bits and keeps a 32-bit copy with the optimizer states.
     """
 
     launch_file: str
     num_processes: int = 1
     shards: Held = Held(1, 1, 1)  # noqa: RUF009 - immutable
+    tensor: int = 1
+    context: int = 1
+    gathers_keys: bool = False
+    stages: int = 1
+    in_flight: float = 1
+    is_deepspeed: bool = False
 
     def __str__(self) -> str:
-        is_sharded = self.shards.weights > 1
-        how = f"shared by {self.num_processes} processes" if is_sharded else "a copy of everything on each process"
+        shared = [kind for kind, shards in zip(_KINDS, self.shards, strict=True) if shards > 1]
+        how = "a copy of everything on each process"
+        if shared:
+            told = "" if len(shared) == len(_KINDS) else f"{' and '.join(shared)} "
+            how = f"{told}shared by {max(self.shards)} processes"
+        if on_host := [kind for kind, shards in zip(_KINDS, self.shards, strict=True) if not shards]:
+            how += f"; on the host {', '.join(on_host)}"
+        for name, size in {"tensor": self.tensor, "context": self.context, "pipeline": self.stages}.items():
+            how += f"; {name} parallel over {size}" if size > 1 else ""
         return f"accelerate_configs/{self.launch_file}.yaml: {how}"
+
+    def narrow(self, model_config: PreTrainedConfig) -> PreTrainedConfig:
+        """Return the model that one process computes: heads, MLP and vocabulary of its tensors, layers of its stage.
+
+        Raises:
+            ConfigError: The model does not divide.
+        """
+        narrowed = copy.deepcopy(model_config)
+        text = narrowed.get_text_config()
+        if self.tensor > 1:
+            verify_tensor_parallel(model_config, self.tensor)
+            text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+            for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+                setattr(text, name, getattr(text, name) // self.tensor)
+        if self.stages > 1:
+            (layers,) = PipelinePart(0, self.stages).share_layers(text.num_hidden_layers)
+            narrowed = _shorten(narrowed, len(layers))
+            # The first stage has the embedding, the last one the projection: none has both.
+            narrowed.tie_word_embeddings = True
+        return narrowed
 
 
 def list_layouts(config: RecipeConfig, num_processes: int) -> Iterator[Layout]:
     """Yield the layouts that a run of so many processes may have."""
     yield Layout("ddp" if num_processes > 1 else "single_gpu", num_processes)
-    # Models of PPO that share a base model are not sharded (``training.layouts.compatibility``).
-    if num_processes > 1 and not (config.stage == "ppo" and config.adapter.use_peft):
+    # TRL's trainers are not sharded, nor models of PPO that share a base model (``training.layouts.compatibility``).
+    is_whole = config.stage in ("rloo", "grpo") or (config.stage == "ppo" and config.adapter.use_peft)
+    if num_processes > 1 and not is_whole:
         yield Layout("fsdp2", num_processes, Held(num_processes, num_processes, num_processes))
 
 
@@ -145,12 +213,19 @@ class MemoryPlan:
         """Return whether a device of this size holds the run, with some room for the allocator."""
         return self.peak <= SHARE_OF_DEVICE * device_bytes
 
-    def describe(self, devices: Mapping[str, float]) -> Iterator[str]:
-        """Yield layout, components, phases and which of ``devices`` fit, line by line, in units of 10^9 bytes."""
+    def describe(self, devices: Mapping[str, float], *, explains: bool = False) -> Iterator[str]:
+        """Yield layout, components, phases and which of ``devices`` fit, line by line, in units of 10^9 bytes.
+
+        Args:
+            devices: Bytes of each by name.
+            explains: Whether to say how each component is counted.
+        """
         yield str(self.layout)
         if self.about:
             yield f"    {self.about}"
-        yield from (f"{size / 1e9:13.2f} GB  {name}" for name, size in self.components.items())
+        for name, size in self.components.items():
+            formula = FORMULAS.get(name) or FORMULAS[name.rpartition(", ")[2]]
+            yield f"{size / 1e9:13.2f} GB  {name}" + (f" = {formula}" if explains else "")
         if self.phases:
             yield "    at once, with weights and optimizer states:"
             yield from (f"{size / 1e9:13.2f} GB  {name}" for name, size in self.peaks.items())
@@ -178,16 +253,18 @@ def plan_memory(
     """
     if is_half is None:
         is_half = config.training.get("bf16") is not False or bool(config.training.get("fp16"))
-    about, models, temporary = (_count_ppo if config.stage == "ppo" else _count_trainer)(
-        config, model_config, layout, is_half
-    )
+    count = _count_rl if config.stage in RL_STAGES else _count_trainer
+    about, models, temporary = count(config, layout.narrow(model_config), layout, is_half)
     held = {
-        f"{name}, {kind}": size // shards
+        f"{name}, {kind}": size // shards if shards else 0
         for name, model in models.items()
         for kind, size, shards in zip(_KINDS, model, layout.shards, strict=True)
     }
     components = {name: size for name, size in (held | temporary).items() if size}
-    return MemoryPlan(layout, about, components, _PHASES if config.stage == "ppo" else {})
+    phases = dict(_PHASES) if config.stage in RL_STAGES else {}
+    if "critic" not in models:
+        phases.pop("critic's update", None)
+    return MemoryPlan(layout, about, components, phases)
 
 
 _Counted = tuple[str, dict[str, Held], dict[str, int]]
@@ -203,33 +280,44 @@ def _count_trainer(config: RecipeConfig, model_config: PreTrainedConfig, layout:
         if config.adapter.use_peft:
             model = add_adapter(model, config.adapter, seed=0, task_type="SEQ_CLS" if is_reward else "CAUSAL_LM")
         frozen = dict(_build_frozen(config, model_config))
-    trained = _count_trained(_find_trained(model), config)
+    keeps_master = layout.is_deepspeed and is_half
+    trained = _count_trained(_find_trained(model), config, keeps_master=keeps_master)
     models = {"model": trained, **{name: Held(_count_stored(config, other)) for name, other in frozen.items()}}
-    temporary = {}
-    if layout.shards.gradients == 1 < layout.num_processes:
-        temporary["buckets in which gradients are summed"] = trained.gradients
-    if layout.shards.weights > 1:
+    temporary, width = {}, _count_width(config, model_config, is_half)
+    if layout.is_deepspeed:
+        temporary[_ZERO_BUCKET] = min(trained.gradients, _BUCKET_SIZE * width)
+    elif layout.shards.gradients == 1 < layout.num_processes:
+        temporary[_BUCKETS] = trained.gradients
+    if layout.shards.weights != 1:
         parts = map(_count_parts, (model, *frozen.values()))
-        # The next layer is fetched while one computes.
-        gathered = max(2 * max(layers) + ends for layers, ends in parts)
-        width = _count_width(config, model_config, is_half)
-        temporary["gathered: two layers, embeddings and output projection"] = width * gathered
+        # The next layer is fetched while one computes; the layers of a pipeline stage stay until the last micro-batch.
+        several, one = (sum, sum) if layout.stages > 1 else (lambda layers: 2 * max(layers), max)
+        gathered = max(several(layers) + ends for layers, ends in parts)
+        temporary[_GATHERED_LAYERS] = width * gathered
         layers, ends = _count_parts(model, _find_trained)
-        temporary["gradients before they are reduced"] = 4 * max(*layers, ends)
-    elif is_half:
+        temporary[_UNREDUCED] = 4 * max(one(layers), ends)
+    elif is_half and not keeps_master:
         copied = sum(parameter.numel() for parameter in model.parameters() if parameter.dtype == torch.float32)
-        temporary["16-bit copies of the weights in a pass"] = 2 * copied
-    temporary[_ACTIVATIONS] = count_kept(config, model_config, is_half=is_half)
+        temporary[_COPIES] = 2 * copied
+    temporary[_ACTIVATIONS] = count_kept(config, model_config, layout, is_half=is_half)
+    if layout.gathers_keys:
+        text: Any = model_config.get_text_config()
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        num_layers = 1 if config.read("activation_checkpointing") else text.num_hidden_layers
+        num_tokens = config.read("per_device_train_batch_size") * (config.tokens.max_length or 0)
+        others = num_tokens * (layout.context - 1) // layout.context
+        temporary[_OTHER_KEYS] = 2 * width * others * text.num_key_value_heads * head_dim * num_layers
     temporary[_LOGITS] = 0 if is_reward else _CHUNK
     return "", models, temporary
 
 
-def count_kept(config: RecipeConfig, model_config: PreTrainedConfig, *, is_half: bool) -> int:
-    """Return the bytes that a micro-batch keeps for its backward pass, whoever holds the weights.
+def count_kept(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, *, is_half: bool) -> int:
+    """Return the bytes that micro-batches keep for their backward passes, whoever holds the weights.
 
     Args:
-        config: A run of a stage other than PPO.
-        model_config: Of the model that is trained.
+        config: A run of a stage that upstream's trainer runs.
+        model_config: What a process computes of the model that is trained.
+        layout: Shares out the tokens of a row, and tells how many micro-batches a pipeline stage holds at once.
         is_half: As for ``plan_memory``.
 
     Raises:
@@ -237,12 +325,12 @@ def count_kept(config: RecipeConfig, model_config: PreTrainedConfig, *, is_half:
     """
     num_layers: int = model_config.get_text_config().num_hidden_layers
     # Below the first adapter nothing needs a gradient, so the first layer keeps less than the others.
-    two, three = (_count_kept(config, _shorten(model_config, number), is_half) for number in (2, 3))
+    two, three = (_count_kept(config, _shorten(model_config, number), layout, is_half) for number in (2, 3))
     return two + (num_layers - 2) * (three - two)
 
 
-def _count_kept(config: RecipeConfig, model_config: PreTrainedConfig, is_half: bool) -> int:
-    length: Any = config.tokens.max_length
+def _count_kept(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, is_half: bool) -> int:
+    length = (config.tokens.max_length or 0) // layout.context
     num_rows = config.read("per_device_train_batch_size") * (2 if config.stage in PAIR_STAGES else 1)
     with torch.device("meta"):
         # Weights have the precision of the products here, so that no copy of one counts.
@@ -250,9 +338,11 @@ def _count_kept(config: RecipeConfig, model_config: PreTrainedConfig, is_half: b
         add_loss_head(model)
         if config.adapter.use_peft:
             model = add_adapter(model, config.adapter, seed=0)
-    with _on_fakes(model, is_half):
+    with on_fakes(model, is_half=is_half):
         kept = count_activations(model, num_rows, length, 1 if config.stage == "reward" else length - 1)
-    return kept.recomputing if config.read("activation_checkpointing") else kept.total
+    if config.read("activation_checkpointing"):  # One layer of one micro-batch is computed again at a time.
+        return round(layout.in_flight * (kept.recomputing - kept.largest_layer)) + kept.largest_layer
+    return round(layout.in_flight * kept.total)
 
 
 def _shorten(model_config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
@@ -276,18 +366,23 @@ def _build_frozen(config: RecipeConfig, model_config: PreTrainedConfig) -> Itera
         yield "teacher", _build(AutoModelForCausalLM, load_model_config(teacher)[0], teacher.dtype)
 
 
-def _count_ppo(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, is_half: bool) -> _Counted:
-    """Count a run of PPO, whose phases do not hold everything at once."""
+def _count_rl(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, is_half: bool) -> _Counted:
+    """Count a run of reinforcement learning, whose phases do not hold everything at once."""
     answer = config.rewards.response_length
     length = config.tokens.max_length or 2 * answer
-    micro, batch = config.read("per_device_train_batch_size"), config.read("per_device_eval_batch_size")
+    text, micro = model_config.get_text_config(), config.read("per_device_train_batch_size")
+    if config.stage == "ppo":
+        batch, logits = config.read("per_device_eval_batch_size"), _CHUNK
+    else:  # Of TRL's trainers, which sample a generation at once and make the logits of all answers of a micro-batch.
+        batch = micro * (config.read("steps_per_generation") or config.read("gradient_accumulation_steps"))
+        logits = _LOSS_BYTES * micro * answer * text.vocab_size
     with torch.device("meta"):
-        about, models, policy = _build_ppo(config, model_config)
-    with _on_fakes(policy, is_half):
+        about, models, policy = _build_rl(config, model_config)
+    with on_fakes(policy, is_half=is_half):
         cache = batch * count_cache(policy, length)
         kept = count_activations(policy, micro, length, answer)
-    text, temporary = model_config.get_text_config(), {}
-    if layout.shards.weights > 1:
+    temporary = {}
+    if layout.shards.weights != 1:
         width, (layers, ends) = _count_width(config, model_config, is_half), _count_parts(unwrap_adapter(policy))
         gathered = {
             "sampling": width * (sum(layers) + ends),
@@ -299,45 +394,48 @@ def _count_ppo(config: RecipeConfig, model_config: PreTrainedConfig, layout: Lay
     temporary |= {
         _CACHE: cache,
         _SAMPLED: batch * text.vocab_size * SAMPLING_BYTES,
-        _LAYER: round(kept.largest_layer * batch / micro),
+        _LAYER: round(kept.largest_layer * (batch if config.stage == "ppo" else micro) / micro),
         _ACTIVATIONS: kept.recomputing if config.read("activation_checkpointing") else kept.total,
-        _LOGITS: _CHUNK,
+        _LOGITS: logits,
     }
     return about, models, temporary
 
 
-def _build_ppo(config: RecipeConfig, model_config: PreTrainedConfig) -> tuple[str, dict[str, Held], Any]:
-    """Build what ``load_actor_critic`` and ``load_rewards`` load, on the device ``meta``.
+def _build_rl(config: RecipeConfig, model_config: PreTrainedConfig) -> tuple[str, dict[str, Held], Any]:
+    """Build what ``load_actor_critic`` and ``load_rewards`` load, on the device ``meta``; RLOO and GRPO have no critic.
 
     Returns:
         Which models share a base model, in words; their bytes; and the policy with a loss head.
     """
     policy = _build(AutoModelForCausalLM, model_config, config.model.dtype)
-    base = _count_stored(config, policy)
+    base, shares = _count_stored(config, policy), config.adapter.use_peft
     add_loss_head(policy)
-    reward = config.rewards.reward_model_name_or_path
-    if not config.adapter.use_peft:
-        critic_config = _look_at(config.rewards.critic_model_name_or_path or reward, None, model_config)
-        critic = _build(AutoModelForSequenceClassification, critic_config, config.model.dtype)
-        models = {
-            "policy": _count_trained(policy.parameters(), config),
-            "critic": _count_trained(critic.parameters(), config),
-            "reference": Held(base),
-            "reward model": Held(_count_own_reward(config, model_config)),
-        }
-        return "models of their own", models, policy
-    folder = _find_shared_reward(config, model_config)
-    adapted = add_adapter(policy, config.adapter, seed=0)
-    trained = _count_trained(_find_trained(adapted), config)
-    critic = _count_trained(_list_role(adapted, add_critic(adapted, folder), CRITIC), config)
+    folder = None
+    if shares:
+        folder = _find_shared_reward(config, model_config) if config.stage == "ppo" else None
+        policy = add_adapter(policy, config.adapter, seed=0)
+    trained = _count_trained(_find_trained(policy), config)
+    models = {"policy": trained._replace(weights=trained.weights + (base if shares else 0))}
+    if config.stage == "ppo":
+        own = _list_role(policy, add_critic(policy, folder), CRITIC) if shares else _build_critic(config, model_config)
+        models["critic"] = _count_trained(own, config)
+    if not shares and (config.stage == "ppo" or config.read("beta")):
+        models["reference"] = Held(base)
+    about = "adapters of policy and critic on one trunk" if shares else "models of their own"
     if folder is not None:
         about = "adapters of policy, critic and reward model on one trunk"
-        own = count_bytes(_list_role(adapted, add_reward(adapted, folder), REWARD))
-    else:
-        own = _count_own_reward(config, model_config)
-        about = "adapters of policy and critic on one trunk" + ("; a reward model of its own" if own else "")
-    policy_bytes = trained._replace(weights=trained.weights + base)
-    return about, {"policy": policy_bytes, "critic": critic, "reward model": Held(own)}, adapted
+        reward = count_bytes(_list_role(policy, add_reward(policy, folder), REWARD))
+    elif (reward := _count_own_reward(config, model_config)) and shares:
+        about += "; a reward model of its own"
+    return about if config.stage == "ppo" else "", {**models, "reward model": Held(reward)}, policy
+
+
+def _build_critic(config: RecipeConfig, model_config: PreTrainedConfig) -> Iterable[Tensor]:
+    """Parameters of a critic of its own: of the model that it starts from, or of the policy's."""
+    named = config.rewards.critic_model_name_or_path or config.rewards.reward_model_name_or_path
+    critic_config = _look_at(named, None, model_config)
+    critic: nn.Module = _build(AutoModelForSequenceClassification, critic_config, config.model.dtype)
+    return critic.parameters()
 
 
 def _count_own_reward(config: RecipeConfig, model_config: PreTrainedConfig) -> int:
@@ -368,97 +466,17 @@ def _find_shared_reward(config: RecipeConfig, model_config: PreTrainedConfig) ->
         return None
 
 
-def count_cache(policy: Any, length: int) -> int:
-    """Count the bytes of keys and values of a row of ``length`` tokens, by whatever the model caches."""
-    with torch.no_grad():
-        output = unwrap_adapter(policy).base_model(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=True)
-    held = (value for layer in output.past_key_values.layers for value in vars(layer).values())
-    return count_bytes(value for value in held if isinstance(value, Tensor))
-
-
-class Activations(NamedTuple):
-    """Bytes that a forward pass keeps for the backward pass, parameters apart.
-
-    Attributes:
-        total: All of them.
-        recomputing: With activation checkpointing: the inputs of all layers, and the activations of one.
-        largest_layer: Of one layer.
-    """
-
-    total: int
-    recomputing: int
-    largest_layer: int
-
-
-class _Kept:
-    """A tensor that the backward pass needs."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-def count_activations(model: Any, num_rows: int, length: int, num_predicted: int) -> Activations:
-    """Count what the loss of a model keeps for its backward pass.
-
-    Args:
-        model: With a loss head; it is put into training mode.
-        num_rows: Rows of the micro-batch.
-        length: Tokens of each.
-        num_predicted: Those of them that are predicted.
-    """
-    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    # What is dropped in the forward pass already, as nothing that is learnt needs it, does not count.
-    kept: weakref.WeakSet[_Kept] = weakref.WeakSet()
-    layers: list[tuple[int, int]] = []
-
-    def pack(tensor: Tensor) -> _Kept:
-        holder = _Kept(tensor)
-        kept.add(holder)
-        return holder
-
-    def count() -> int:
-        storages = (holder.tensor.untyped_storage() for holder in kept)
-        sizes = {storage._cdata: storage.nbytes() for storage in storages}
-        return sum(size for storage, size in sizes.items() if storage not in own)
-
-    def enter(_layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-        layers.append((count(), inputs[0].numel() * inputs[0].element_size()))
-
-    def leave(*_: Any) -> None:
-        before, size = layers[-1]
-        layers[-1] = (count() - before, size)
-
-    model.train()
-    for layer in _list_layers(model):
-        layer.register_forward_pre_hook(enter)
-        layer.register_forward_hook(leave)
-    with torch.enable_grad(), saved_tensors_hooks(pack, lambda holder: holder.tensor):
-        output = model(
-            input_ids=torch.zeros(num_rows, length, dtype=torch.int64),
-            predictors=torch.zeros(num_rows * num_predicted, dtype=torch.int64),
-            targets=torch.zeros(num_rows * num_predicted, dtype=torch.int64),
-            with_statistics=True,
-            token_logps=True,
-        )
-    total, in_layers = count(), [size for size, _ in layers]
-    assert output.logps.requires_grad  # Until here it keeps them.
-    inputs = sum(size for _, size in layers)
-    return Activations(total, total - sum(in_layers) + inputs + max(in_layers), max(in_layers))
-
-
-def count_bytes(held: nn.Module | Iterable[Tensor]) -> int:
-    """Count the bytes of tensors, or of a module's parameters and buffers, each that is shared once."""
-    tensors = [*held.parameters(), *held.buffers()] if isinstance(held, nn.Module) else held
-    return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
-
-
 def _count_stored(config: RecipeConfig, model: Any) -> int:
     quantized = count_quantized_bytes(model, config.quantization)
     return count_bytes(model) if quantized is None else quantized
 
 
-def _count_trained(parameters: Iterable[Tensor], config: RecipeConfig) -> Held:
+def _count_trained(parameters: Iterable[Tensor], config: RecipeConfig, *, keeps_master: bool = False) -> Held:
+    """Bytes of what is trained; ``keeps_master``: in 16 bits, with 32-bit weights among the optimizer states."""
     trained = list(parameters)
+    if keeps_master:
+        number = sum(tensor.numel() for tensor in trained)
+        return Held(2 * number, 2 * number, round(number * (4 + count_state_bytes(config.training, 4))))
     size = count_bytes(trained)
     states = sum(tensor.numel() * count_state_bytes(config.training, tensor.element_size()) for tensor in trained)
     return Held(size, size, round(states))
@@ -468,7 +486,7 @@ def _count_parts(
     module: nn.Module, choose: Callable[[nn.Module], Iterable[Tensor]] = nn.Module.parameters
 ) -> tuple[list[int], int]:
     """Parameters of each layer, and of what is in no layer: embeddings, output projection, last norm."""
-    whole, *layers = (sum(chosen.numel() for chosen in choose(part)) for part in (module, *_list_layers(module)))
+    whole, *layers = (sum(chosen.numel() for chosen in choose(part)) for part in (module, *list_layers(module)))
     return layers, whole - sum(layers)
 
 
@@ -488,15 +506,6 @@ def _count_width(config: RecipeConfig, model_config: PreTrainedConfig, is_half: 
     return 2 if is_half else _find_dtype(model_config, config.model.dtype).itemsize
 
 
-@contextmanager
-def _on_fakes(model: nn.Module, is_half: bool) -> Iterator[None]:
-    """Let a model compute on tensors without memory."""
-    # On a device of its own kind, autocast would not act.
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cpu", torch.bfloat16, enabled=is_half):
-        model.to_empty(device="cpu")
-        yield
-
-
 def _find_trained(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
@@ -504,7 +513,3 @@ def _find_trained(module: nn.Module) -> list[nn.Parameter]:
 def _list_role(adapted: nn.Module, head: nn.Module, role: str) -> list[nn.Parameter]:
     """Parameters of an adapter that is not the active one, and of its head."""
     return [*head.parameters(), *(p for name, p in adapted.named_parameters() if f".{role}." in name)]
-
-
-def _list_layers(module: nn.Module) -> list[nn.Module]:
-    return [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]

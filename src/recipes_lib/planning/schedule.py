@@ -21,6 +21,10 @@ RowStarts = np.ndarray[Any, np.dtype[np.int64]]
 """Rows trained on before each optimizer step, ``int64 (num_steps + 1,)``: the first is 0, the last all of the run."""
 
 
+_MAX_STEPS: Final = 100_000_000
+"""A schedule keeps some 32 bytes of each step; no run has as many."""
+
+
 def compute_row_starts(
     *,
     max_length: int,
@@ -46,6 +50,9 @@ def compute_row_starts(
         ramp_tokens: Tokens over which the batch grows; ``None`` for full batches from the first step on.
         ramp_start: Share of the full batch at the first step, above 0 and at most 1.
 
+    Raises:
+        ConfigError: The run has more steps than memory has room for.
+
     Source: Brown et al. 2020 (GPT-3), appendix B, in tokens; against a loop over the steps in
     ``tests/planning/test_batch_ramp.py``.
     """
@@ -64,6 +71,10 @@ def compute_row_starts(
         # Never below 0: what was taken too much is less than one step of the size before, and this one is larger.
         counts.append(count)
         tokens += count * step_tokens
+    if sum(counts) > _MAX_STEPS:
+        found = f"the run would have {sum(counts):,} optimizer steps, more than can be planned one by one"
+        remedy = "write --num_processes as the run will have them, or larger steps (gradient_accumulation_steps)"
+        raise ConfigError(Problem("max_tokens", found, remedy))
     rows = np.repeat(np.asarray(sizes, dtype=np.int64) * rows_per_micro_step, counts)
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(rows)])
 

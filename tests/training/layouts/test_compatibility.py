@@ -194,6 +194,7 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
     ((PRETRAIN | {"verify_steps": 2}, stages()), [(PRETRAIN | {"verify_steps": 2}, DDP)]),
     ((PRETRAIN | {"metrics": "[mine:Score]"}, stages()), [(PRETRAIN | {"metrics": "[mine:Score]"}, DDP)]),
     ((PRETRAIN | {"torch_compile": True}, stages()), [(PRETRAIN | {"torch_compile": False}, stages())]),
+    ((PRETRAIN | {"use_liger_kernel": True}, stages()), [(PRETRAIN | {"use_liger_kernel": False}, stages())]),
     (
         (PRETRAIN | {"optim": "adafactor"}, stages()),
         [(PRETRAIN | {"optim": "muon"}, stages()), (PRETRAIN | {"optim": "adafactor"}, DDP)],

@@ -113,8 +113,10 @@ def choose_kernel(
     """
     config = config.get_text_config()
     problems = _packing_problems(config) if packing else []
-    # Only on CUDA and for packed rows is there more to win than sdpa gives.
-    default = ["varlen", "sdpa", "eager"] if packing and device.type == "cuda" else ["sdpa", "eager"]
+    # Only on CUDA and for packed rows is there more to win than sdpa gives: FlashAttention 3 is Hopper's, and the
+    # flash-attn package and torch's own variable-length attention are both FlashAttention 2.
+    fast = ["flash_attention_3", "flash_attention_2", "varlen"] if packing and device.type == "cuda" else []
+    default = [*fast, "sdpa", "eager"]
     reasons = {name: _refusal(name, config, device, compute_dtype) for name in LAYOUTS}
     candidates = [requested] if requested else default
     chosen = next((name for name in candidates if name in reasons and reasons[name] is None), None)
@@ -155,8 +157,12 @@ def _refusal(name: str, config: PreTrainedConfig, device: torch.device, compute_
     has_dropout = any(getattr(config, key, 0.0) for key in ("attention_dropout", "attn_pdrop"))
     has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
     needs_half = is_flash or (is_varlen and is_cuda)
+    least = (9, 0) if name == "flash_attention_3" else (8, 0)
+    # A launch may be planned where no GPU is.
+    capability = torch.cuda.get_device_capability(device) if is_cuda and torch.cuda.is_available() else least
     reasons = {
         "runs on CUDA devices only": is_flash and not is_cuda,
+        f"needs a GPU of compute capability {least[0]}.{least[1]}": needs_half and is_cuda and capability < least,
         "is not installed": is_flash and not FLASH_IS_INSTALLED[name](),
         "needs bf16 or fp16": needs_half and compute_dtype not in (torch.bfloat16, torch.float16),
         f"is not supported for {config.model_type} models by transformers": not _is_supported(name, config),

@@ -63,7 +63,7 @@ class Blocked:
 _TENSORS: Final = "`parallelism_config_tp_size`"
 _ROWS: Final = "`parallelism_config_cp_size` or `parallelism_config_sp_size`"
 _WITH_OTHER_MODELS: Final = ("lora", "reward", "dpo", "distill", "ppo", "rloo", "grpo")
-_UNPROVED: Final = ("neftune_noise_alpha", "torch_compile", "verify_steps")
+_UNPROVED: Final = ("neftune_noise_alpha", "torch_compile", "use_liger_kernel", "verify_steps")
 _ADAMW: Final = ("adamw_torch", "adamw_torch_fused")
 
 OF_MESHES: Final = (
@@ -285,7 +285,8 @@ OF_STAGES: Final = (
     _block("max_rollbacks", "rollback is not implemented for pipeline stages"),
     _block("verify_steps", "no two ranks of a pipeline hold the same weights to compare"),
     _block("metrics", "they score sampled answers, and no rank has the whole model to sample from"),
-    _block("torch_compile", "it would compile a model that no rank runs as a whole"),
+    _block("torch_compile", "the layers of absent stages cannot be compiled"),
+    _block("use_liger_kernel", "it would replace modules of absent stages"),
     Blocked(
         recipe=f"`optim` other than {', '.join(f'`{name}`' for name in _OPTIMIZERS)}",
         launch=_STAGES,

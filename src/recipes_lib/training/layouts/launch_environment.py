@@ -24,6 +24,15 @@ _SCHEDULE: Final = "PIPELINE_SCHEDULE"
 SCHEDULES: Final = ("1f1b", "gpipe", "interleaved")
 """In which order the micro-batches of a step go through a pipeline; the first is taken where nothing is said."""
 
+_VARIABLES: Final = {
+    # Memory that was freed in one size is used in another: packed rows differ in length.
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    # What each rank had started and finished is written down when a collective times out.
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
+"""Of the processes of a launch, unless the user has set them."""
+
 _Number = TypeVar("_Number", int, float)
 
 
@@ -242,6 +251,8 @@ def keep_from_accelerate(launch: Launch) -> None:
 def expect_launch(num_processes: int, engine: str, pipeline: Mapping[str, str] | None = None) -> None:
     """Tell the processes that this one becomes or starts how many they should be, and what should shard them.
 
+    How they use GPU memory, and what they write down when a collective times out, they are told besides.
+
     Args:
         num_processes: Over all machines.
         engine: As ``Launch`` has it.
@@ -249,6 +260,8 @@ def expect_launch(num_processes: int, engine: str, pipeline: Mapping[str, str] |
     """
     os.environ[_EXPECTED] = f"{num_processes} {engine}"
     os.environ.update(pipeline or {})
+    for name, value in _VARIABLES.items():
+        os.environ.setdefault(name, value)
 
 
 def verify_expected(launch: Launch) -> None:

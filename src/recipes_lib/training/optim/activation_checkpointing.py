@@ -21,6 +21,8 @@ _KEPT: Final = frozenset(
     }
 )
 """What costs arithmetic; everything else costs memory traffic, and is computed again."""
+_KEPT_NAMESPACES: Final = frozenset({"torch_attn", "flash_attn", "flash_attn_3"})
+"""Of the operators of torch's variable-length attention and of the FlashAttention packages."""
 
 
 def read_selective(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -45,4 +47,5 @@ def read_selective(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _choose(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    is_kept = operator in _KEPT or operator.namespace in _KEPT_NAMESPACES
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

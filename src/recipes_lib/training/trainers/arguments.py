@@ -19,6 +19,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.hardware import supports_bf16
 from recipes_lib.training.layouts.launch_environment import Launch, keep_from_accelerate, verify_launch
+from recipes_lib.training.optim.compilation import choose_compilation, choose_liger
 
 MIN_CAPABILITY: Final = (8, 9)
 """Ada and Hopper: the first with 8-bit float products."""
@@ -147,9 +148,15 @@ def build_training_arguments(
         arguments |= _read_sampling(config)
     # Every parameter takes part in every loss; looking for idle ones would walk the graph once more a step.
     arguments.setdefault("ddp_find_unused_parameters", False)
-    if torch.cuda.is_available() and not precision["use_cpu"] and config.stage not in ("rloo", "grpo"):
+    is_cuda = torch.cuda.is_available() and not precision["use_cpu"]
+    if is_cuda and config.stage not in ("rloo", "grpo"):
         # A micro-batch is collated while the GPU computes.
         arguments.setdefault("dataloader_num_workers", 2)
+    compilation = choose_compilation(config, launch, is_cuda=is_cuda)
+    # Upstream would compile the whole model; the trainer compiles its layers.
+    for key in ("torch_compile", "torch_compile_backend", "torch_compile_mode"):
+        arguments.pop(key, None)
+    arguments |= choose_liger(config, launch, is_cuda=is_cuda)
     if not has_eval:
         arguments |= {"eval_strategy": "no", "eval_on_start": False, "eval_steps": None}
     if num_steps is not None:
@@ -163,6 +170,7 @@ def build_training_arguments(
     args._n_gpu = min(args.n_gpu, 1)
     # Ours among upstream's save_ keys.
     args.save_keep_steps = config.checkpoints.save_keep_steps  # type: ignore[attr-defined]
+    args.compilation = compilation  # type: ignore[attr-defined]
     verify_launch(launch, args.world_size, args.distributed_state.distributed_type)
     return args
 

@@ -41,6 +41,7 @@ from recipes_lib.training.layouts.launch_environment import read_launch, verify_
 from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY, Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
 from recipes_lib.training.optim.activation_checkpointing import read_selective
+from recipes_lib.training.optim.compilation import CompilationCheck, compile_layers, is_compiled
 from recipes_lib.training.optim.optimizers import (
     describe_groups,
     format_group,
@@ -163,6 +164,10 @@ class RecipeTrainer(CheckpointingTrainer):
             # Upstream hands on what a YAML file can hold, which no function is.
             self.model.activation_checkpointing_enable(**selective)
             self.args.activation_checkpointing = False
+        compilation = getattr(self.args, "compilation", None)
+        if compilation is not None and not is_compiled(self.model):
+            num_layers = compile_layers(self.model, compilation)
+            self.add_callback(CompilationCheck(num_layers, self.observer.progress))
         remove_gather_hooks(self.model)
         with STOP.deferred(), WATCHDOG.watching(Path(str(self.args.output_dir)), is_main=self.args.process_index == 0):
             try:

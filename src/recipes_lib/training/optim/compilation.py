@@ -1,0 +1,136 @@
+"""Kernels of a model's layers: regional torch.compile, and Liger's fused norms, rotary embeddings and MLPs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+from transformers.utils.import_utils import is_liger_kernel_available
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.inference import unwrap_adapter
+from recipes_lib.models.structure import find_layers
+from recipes_lib.training.layouts.launch_environment import Launch
+from recipes_lib.training.monitoring.progress import TrainingProgress
+
+_CROSS_ENTROPIES: Final = ("cross_entropy", "fused_linear_cross_entropy")
+_COMPILED_BY_DEFAULT: Final = "pretrain"
+_SAMPLES: Final = ("ppo", "rloo", "grpo")
+_FRAMES: Final = "frames"
+
+
+def choose_compilation(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -> dict[str, Any] | None:
+    """Return the options of ``nn.Module.compile`` for the layers; ``None`` leaves them eager.
+
+    Pretraining on a GPU is compiled unless ``torch_compile`` says otherwise, and so is whatever runs in fp8: without it
+    torchao's 8-bit products are slower than those in bf16.
+
+    Args:
+        config: The recipe: ``torch_compile``, ``torch_compile_backend``, ``torch_compile_mode``.
+        launch: Under tensor, context and pipeline parallelism nothing is compiled.
+        is_cuda: Whether the run is on a GPU.
+
+    Raises:
+        ConfigError: fp8 with ``torch_compile: false``.
+    """
+    training, is_fp8 = config.training, launch.precision == "fp8"
+    options = {name: training.get(f"torch_compile_{name}") for name in ("backend", "mode")}
+    asked = training.get("torch_compile")
+    if asked is None and any(options.values()):
+        asked = True
+    if asked is False and is_fp8:
+        found = "fp8 without torch.compile is slower than bf16"
+        raise ConfigError(Problem("torch_compile", found, "delete the line, or use another launch file"))
+    if asked is None:
+        is_whole = launch.tensor_size == launch.context_size == launch.layout.stages == 1
+        asked = is_fp8 or (is_cuda and is_whole and config.stage == _COMPILED_BY_DEFAULT)
+    return {name: value for name, value in options.items() if value is not None} if asked else None
+
+
+def choose_liger(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -> dict[str, Any]:
+    """Return ``use_liger_kernel`` and ``liger_kernel_config`` of upstream's arguments: on wherever it can be.
+
+    Its cross-entropies stay off, since the loss head computes the loss without logits.
+
+    Args:
+        config: The recipe.
+        launch: Under tensor and pipeline parallelism the kernels are not used.
+        is_cuda: Whether the run is on a GPU.
+
+    Raises:
+        ConfigError: The kernels were asked for and cannot be had, or one of the cross-entropies was.
+    """
+    asked, options = config.training.get("use_liger_kernel"), dict(config.training.get("liger_kernel_config") or {})
+    problems = [
+        Problem(
+            "liger_kernel_config", f"`{name}` would replace the loss head, which needs no logits", f"delete `{name}`"
+        )
+        for name in _CROSS_ENTROPIES
+        if options.get(name)
+    ]
+    if asked and not is_liger_kernel_available():
+        found = "it needs the package liger-kernel, which is not installed"
+        problems.append(Problem("use_liger_kernel", found, "pip install liger-kernel"))
+    elif asked and not is_cuda:
+        problems.append(Problem("use_liger_kernel", "its kernels run on GPUs only", "delete the line"))
+    if problems:
+        raise ConfigError(*problems)
+    can_be_used = is_cuda and is_liger_kernel_available() and launch.tensor_size == launch.layout.stages == 1
+    if not (can_be_used if asked is None else asked) or config.stage in _SAMPLES:
+        return {"use_liger_kernel": False, "liger_kernel_config": None}
+    return {"use_liger_kernel": True, "liger_kernel_config": options | dict.fromkeys(_CROSS_ENTROPIES, False)}
+
+
+def compile_layers(model: Any, options: Mapping[str, Any]) -> int:
+    """Compile each layer of a model in place, and return their number; weights keep their names.
+
+    A layer is compiled once for all that are like it, in a small part of the time that a whole model takes, and what
+    lies outside (embedding, masks, loss head) breaks no graph.
+
+    Args:
+        model: A causal language model, perhaps under an adapter.
+        options: Of ``nn.Module.compile``.
+
+    Raises:
+        ConfigError: The layers are not in one list.
+    """
+    layers = find_layers(unwrap_adapter(model))
+    for layer in layers:
+        layer.compile(**options)
+    return len(layers)
+
+
+class CompilationCheck(TrainerCallback):
+    """Says after the first step what was compiled: torch gives up in silence, and the run would be an eager one."""
+
+    def __init__(self, num_layers: int, progress: TrainingProgress) -> None:
+        """Count from now on.
+
+        Args:
+            num_layers: From ``compile_layers``.
+            progress: Where it is said.
+        """
+        self._num_layers, self._progress = num_layers, progress
+        self._before = _count_frames()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say it once."""
+        if self._before is not None:
+            compiled = _count_frames() - self._before
+            self._before = None  # type: ignore[assignment]
+            found = f"{compiled} graphs" if compiled else "nothing: torch gave up, and the run is not faster than eager"
+            self._progress.say(f"torch.compile of {self._num_layers} layers made {found}")
+
+
+def _count_frames() -> int:
+    number: int = torch._dynamo.utils.counters[_FRAMES]["ok"]
+    return number
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether some module of a model is compiled in place."""
+    return any(module._compiled_call_impl is not None for module in model.modules())

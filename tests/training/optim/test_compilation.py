@@ -1,0 +1,161 @@
+"""Which kernels a run has unless it says otherwise, and layers that are compiled one by one."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from tests.training.trajectories import make_packs, make_trainer
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from recipes_lib.config.loader import load_config
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.errors import ConfigError
+from recipes_lib.models.attention.varlen import register_varlen
+from recipes_lib.models.heads.loss_head import add_loss_head
+from recipes_lib.training.layouts.launch_environment import Launch, Layout
+from recipes_lib.training.optim import compilation
+from recipes_lib.training.optim.compilation import choose_compilation, choose_liger, compile_layers, is_compiled
+
+ONE = Launch(rank=0, local_rank=0, world_size=1, engine="")
+FP8 = Launch(rank=0, local_rank=0, world_size=1, engine="", precision="fp8")
+TENSORS = Launch(rank=0, local_rank=0, world_size=2, engine="FSDP", layout=Layout(sizes={"tp": 2}))
+STAGES = Launch(rank=0, local_rank=0, world_size=2, engine="", layout=Layout(stages=2))
+
+
+def read(stage: str, **keys: Any) -> RecipeConfig:
+    given = {"model_name_or_path": "o/m", "dataset_name": "o/d", "output_dir": "out", **keys}
+    given |= {"max_length": 8} if stage == "pretrain" else {}
+    return load_config(stage, [f"--{name}={value}" for name, value in given.items()])
+
+
+@pytest.mark.parametrize(
+    ("stage", "keys", "launch", "is_cuda", "expected"),
+    [
+        ("pretrain", {}, ONE, True, {}),
+        ("pretrain", {}, ONE, False, None),
+        ("pretrain", {"torch_compile": "false"}, ONE, True, None),
+        ("pretrain", {}, TENSORS, True, None),
+        ("pretrain", {}, STAGES, True, None),
+        ("sft", {}, ONE, True, None),
+        ("sft", {}, FP8, True, {}),
+        ("sft", {"torch_compile": "true"}, ONE, False, {}),
+        ("sft", {"torch_compile_mode": "max-autotune"}, ONE, False, {"mode": "max-autotune"}),
+        ("dpo", {"torch_compile": "true", "torch_compile_backend": "eager"}, ONE, True, {"backend": "eager"}),
+    ],
+)
+def test_pretraining_and_fp8_are_compiled_and_the_rest_on_request(
+    stage: str, keys: dict[str, Any], launch: Launch, is_cuda: bool, expected: dict[str, Any] | None
+) -> None:
+    assert choose_compilation(read(stage, **keys), launch, is_cuda=is_cuda) == expected
+
+
+def test_fp8_without_compilation_is_refused() -> None:
+    with pytest.raises(ConfigError, match="slower than bf16"):
+        choose_compilation(read("sft", torch_compile="false"), FP8, is_cuda=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "launch", "is_cuda", "is_installed", "expected"),
+    [
+        ({}, ONE, True, True, True),
+        ({}, ONE, True, False, False),
+        ({}, ONE, False, True, False),
+        ({}, TENSORS, True, True, False),
+        ({}, STAGES, True, True, False),
+        ({"use_liger_kernel": "false"}, ONE, True, True, False),
+        ({"use_liger_kernel": "true"}, ONE, True, True, True),
+    ],
+)
+def test_liger_is_used_where_it_can_be_without_its_cross_entropies(
+    monkeypatch: pytest.MonkeyPatch,
+    keys: dict[str, Any],
+    launch: Launch,
+    is_cuda: bool,
+    is_installed: bool,
+    expected: bool,
+) -> None:
+    monkeypatch.setattr(compilation, "is_liger_kernel_available", lambda: is_installed)
+    chosen = choose_liger(read("sft", **keys), launch, is_cuda=is_cuda)
+    assert chosen["use_liger_kernel"] is expected
+    if expected:
+        assert chosen["liger_kernel_config"] == {"cross_entropy": False, "fused_linear_cross_entropy": False}
+
+
+def test_parts_of_liger_are_the_users_choice_but_for_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation, "is_liger_kernel_available", lambda: True)
+    config = read("sft")
+    config.training["liger_kernel_config"] = {"rope": False}
+    assert choose_liger(config, ONE, is_cuda=True)["liger_kernel_config"]["rope"] is False
+    config.training["liger_kernel_config"] = {"fused_linear_cross_entropy": True}
+    with pytest.raises(ConfigError, match="replace the loss head"):
+        choose_liger(config, ONE, is_cuda=True)
+
+
+@pytest.mark.parametrize(("is_installed", "told"), [(False, "pip install liger-kernel"), (True, "run on GPUs only")])
+def test_liger_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch, is_installed: bool, told: str) -> None:
+    monkeypatch.setattr(compilation, "is_liger_kernel_available", lambda: is_installed)
+    with pytest.raises(ConfigError, match=told):
+        choose_liger(read("sft", use_liger_kernel="true"), ONE, is_cuda=False)
+
+
+def build_batch(lengths: list[int]) -> dict[str, Any]:
+    ids = torch.arange(sum(lengths))[None] % 60 + 1
+    bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    labels = ids.masked_fill(positions == 0, -100)
+    kernel = {
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+    }
+    return {"input_ids": ids, "position_ids": positions, "labels": labels, **kernel}
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_compiled_layers_give_the_loss_and_gradients_of_eager_ones_on_packed_rows(checkpointed: bool) -> None:
+    """Rows of several shapes, their documents apart; the names of weights stay."""
+    register_varlen()
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="varlen").train()
+    add_loss_head(model)
+    names = list(model.state_dict())
+    if checkpointed:
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    found = []
+    for compiles in (False, True):
+        if compiles:
+            assert compile_layers(model, {"backend": "aot_eager"}) == 2
+            assert is_compiled(model)
+        losses = []
+        model.zero_grad()
+        for lengths in ([5, 9, 3], [8, 8], [4, 4, 4, 9]):
+            loss = model(**build_batch(lengths), loss_head=True).nll_sum
+            loss.backward()
+            losses.append(loss.detach())
+        found.append([torch.stack(losses), *(parameter.grad.clone() for parameter in model.parameters())])
+    for eager, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
+    assert list(model.state_dict()) == names
+
+
+def test_a_run_says_what_was_compiled_and_what_was_not(tiny_model_dir, tmp_path, monkeypatch) -> None:
+    lines: list[str] = []
+    for backend in ("aot_eager", "eager"):
+        trainer, _ = make_trainer(
+            tiny_model_dir, tmp_path / backend, make_packs(), torch_compile_backend=backend, max_steps=2
+        )
+        assert not trainer.args.torch_compile, "upstream would compile the whole model"
+        monkeypatch.setattr(trainer.observer.progress, "say", lines.append)
+        with torch.compiler.set_stance("force_eager" if backend == "eager" else "default"):
+            trainer.train()
+    told = [line for line in lines if line.startswith("torch.compile")]
+    assert re.fullmatch(r"torch.compile of 2 layers made [1-9]\d* graphs", told[0])
+    assert "nothing: torch gave up" in told[1]
