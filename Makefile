@@ -18,7 +18,7 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 SOAK_MINUTES ?= 60
 # What pages link to outside docs/; in the site it lies where the links lead.
 SITE_FILES := recipes/configs docker/compose.yaml Dockerfile
-.PHONY: help install check test test-min test-slow soak demo bench docs site clean
+.PHONY: help install check test prove test-min test-slow soak demo bench docs site clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | while IFS='|' read -r name text; do printf '  %-16s %s\n' "$$name" "$$text"; done
@@ -52,6 +52,9 @@ check: $(STAMP) ## lint, formatting, types, and the laws of the house
 
 test: $(STAMP) ## the tests, offline, on a CPU
 	@$(PYTHON) -m pytest -q -m "not slow" -n 2 --dist worksteal
+
+prove: $(STAMP) ## hold this machine's results, speed and memory against what is known; for GPUs
+	@$(VENV)/bin/recipes prove
 
 # The laws of the build files are those of the other lock.
 test-min: ## the tests of one process with the lowest versions that are declared, in .venv-min

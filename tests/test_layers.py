@@ -38,11 +38,12 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "report": {"config", "errors", "models", "files"},
     "publish": {"config", "errors", "models", "files", "processes", "report", "training"},
     "demo": {"errors", "models"},
+    "proving": {"data", "environment", "files", "losses", "models", "training"},
     # Commands join the rooms.
     "boundary": {"config", "errors", "processes", "stopping"},
     "cli": {"", "boundary", "errors"},
     "inspection": ROOMS | FOUNDATION,
-    "commands": ROOMS | FOUNDATION | {"inspection"},
+    "commands": ROOMS | FOUNDATION | {"inspection", "proving"},
 }
 """Room or top-level module -> the rooms and modules it may import; the empty name is the package itself."""
 

@@ -62,6 +62,9 @@ COMMANDS = {
     ),
     "reproduce": Command("recipes_lib.commands.reproduce:main", "restore a published run, and report the differences"),
     "report": Command("recipes_lib.commands.prepare:report", "make report.html from an output directory"),
+    "prove": Command(
+        "recipes_lib.commands.prove:main", "hold results, speed and memory of this machine against what is known"
+    ),
     "doctor": Command("recipes_lib.commands.doctor:main", "say what this machine can do, and how to get the rest"),
 }
 

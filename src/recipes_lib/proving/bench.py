@@ -1,0 +1,170 @@
+"""The bench that a machine is proved on: its device, offline inputs of random text, and runs of recipes on them."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+
+from recipes_lib.training.layouts.launch_environment import read_environment
+from recipes_lib.training.monitoring.metrics import METRICS_FILE
+
+Event = Mapping[str, Any]
+Launcher = Callable[[Sequence[str], Mapping[str, str], Path], int]
+"""Runs a command of Python's with variables of the environment, its output in a file; returns the exit code."""
+_SPECIAL: Final = ["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]
+_TEMPLATE: Final = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_SHAPE: Final[dict[str, Any]] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+_WORDS: Final = (
+    "river",
+    "stone",
+    "light",
+    "paper",
+    "window",
+    "garden",
+    "engine",
+    "letter",
+    "number",
+    "music",
+    "winter",
+)
+_TAIL: Final = 12
+
+
+class WrongResultError(Exception):
+    """What was computed is not what it should be."""
+
+
+def launch(arguments: Sequence[str], variables: Mapping[str, str], output: Path) -> int:
+    """Run Python in a process of its own, which an error of the device ends without ending this one."""
+    with output.open("w", encoding="utf-8") as stream:
+        environment = {**read_environment(), **variables}
+        command = [sys.executable, *arguments]
+        return subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, env=environment, check=False).returncode
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What checks run on.
+
+    Attributes:
+        folder: Of inputs, runs and logs.
+        device: What is proved; the CPU stands in for it where there is no GPU.
+        is_small: Whether sizes and steps are those of a rehearsal in seconds.
+        launch: Starts a process.
+    """
+
+    folder: Path
+    device: torch.device
+    is_small: bool
+    launch: Launcher = field(default=launch)
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether there is a GPU."""
+        return self.device.type == "cuda"
+
+    def train(
+        self, stage: str, name: str, *, on_device: bool = True, resumes: bool = False, **keys: Any
+    ) -> list[Event]:
+        """Run a recipe and return what ``metrics.jsonl`` says of its training steps.
+
+        Args:
+            stage: The recipe.
+            name: Of the run, and its folder.
+            on_device: Whether it runs on the device, or on the CPU as the reference.
+            resumes: Whether it goes on with what is in its folder.
+            **keys: Of its configuration, besides data and model.
+
+        Raises:
+            WrongResultError: It failed.
+        """
+        output = self.folder / "runs" / name
+        if not resumes:
+            shutil.rmtree(output, ignore_errors=True)
+        output.mkdir(parents=True, exist_ok=True)
+        uses_cpu = not (on_device and self.is_cuda)
+        flags = {**self.name_inputs(stage), "output_dir": output, "use_cpu": str(uses_cpu).lower(), **keys}
+        arguments = [f"recipes/{stage}.py", *(f"--{key}={value}" for key, value in flags.items())]
+        variables = {"HF_HUB_OFFLINE": "1", **({"CUDA_VISIBLE_DEVICES": ""} if uses_cpu else {})}
+        log = output.with_suffix(".log")
+        if code := self.launch(arguments, variables, log):
+            tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:])
+            raise WrongResultError(f"recipes/{stage}.py ended with {code}; {log}:\n{tail}")
+        lines = (output / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+        return [event for event in map(json.loads, lines) if event["kind"] == "train"]
+
+    def name_inputs(self, stage: str) -> dict[str, Any]:
+        """Return the keys of a recipe's model and data, which are written where they are not there."""
+        inputs = write_inputs(self.folder / "inputs")
+        data = {"dpo": "pairs", "reward": "pairs", "pretrain": "documents"}.get(stage, "chats")
+        named: dict[str, Any] = {"dataset_name": inputs / f"{data}.jsonl", "prepared_dir": self.folder / "prepared"}
+        if stage == "pretrain":
+            return {**named, "tokenizer_name_or_path": inputs / "model"}
+        teacher = {"teacher_model_name_or_path": inputs / "teacher"} if stage == "distill" else {}
+        return {**named, "model_name_or_path": inputs / "model", **teacher}
+
+
+def write_inputs(folder: Path) -> Path:
+    """Write models, a byte-level tokenizer and rows of random words, the same each time; return their folder."""
+    if (folder / "documents.jsonl").exists():
+        return folder
+    tokenizer = _build_tokenizer()
+    for name, seed in (("model", 0), ("teacher", 1)):
+        set_seed(seed)
+        ids: dict[str, Any] = {
+            "bos_token_id": None,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        }
+        LlamaForCausalLM(LlamaConfig(vocab_size=320, **_SHAPE, **ids)).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    draw = random.Random(0)
+
+    def speak() -> str:
+        return " ".join(draw.choices(_WORDS, k=draw.randint(2, 6)))
+
+    def answer(text: str) -> list[dict[str, str]]:
+        return [{"role": "assistant", "content": text}]
+
+    questions = [[{"role": "user", "content": speak()}] for _ in range(256)]
+    rows: dict[str, list[Any]] = {
+        "chats": [{"messages": question + answer(speak())} for question in questions],
+        "pairs": [{"prompt": q, "chosen": answer(speak()), "rejected": answer(speak())} for q in questions],
+        "documents": [{"text": ". ".join(speak() for _ in range(60))} for _ in range(2048)],
+    }
+    for name, lines in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return folder
+
+
+def _build_tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate([*_SPECIAL, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(_SPECIAL)
+    names: dict[str, Any] = {"eos_token": _SPECIAL[0], "pad_token": _SPECIAL[1]}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)  # type: ignore[no-untyped-call]
+    fast.chat_template = _TEMPLATE
+    return fast

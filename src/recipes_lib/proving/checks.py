@@ -1,0 +1,365 @@
+"""The checks of ``recipes prove``, most telling first: each gives figures, or says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.integrations.liger import apply_liger_kernel
+
+from recipes_lib.data.masking import IGNORE_INDEX
+from recipes_lib.environment import read_versions
+from recipes_lib.losses.next_token import compute_cross_entropy
+from recipes_lib.models.attention.kernels import choose_kernel
+from recipes_lib.models.heads.loss_head import add_loss_head
+from recipes_lib.proving.bench import Bench, Event, WrongResultError
+from recipes_lib.training.optim.activation_checkpointing import read_selective
+from recipes_lib.training.optim.compilation import compile_layers
+
+Figures = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One row of the table.
+
+    Attributes:
+        name: Its key in the rows that a later run resumes from.
+        what: What it shows, for a reader.
+        run: Computes the figures; raises ``WrongResultError`` where they are wrong.
+        package: That it needs besides those of the project, whose kernels run on GPUs alone.
+        needs_gpu: Whether it means nothing on a CPU.
+    """
+
+    name: str
+    what: str
+    run: Callable[[Bench], Figures]
+    package: str = ""
+    needs_gpu: bool = False
+
+    def find_obstacle(self, bench: Bench) -> str:
+        """Return what is absent that the check needs; nothing where all is there."""
+        if (self.needs_gpu or self.package) and not bench.is_cuda:
+            return "there is no GPU"
+        return f"{self.package} is not installed" if self.package and not find_spec(self.package) else ""
+
+
+def look_at_environment(bench: Bench) -> Figures:
+    """Versions, the device, and what it reaches in matrix products (FLOP/s) and copies (bytes/s)."""
+    size, dtype = (512, torch.float32) if bench.is_small else (8192, torch.bfloat16)
+    matrix = torch.randn(size, size, device=bench.device, dtype=dtype)
+    seconds = measure_seconds(lambda: matrix @ matrix, bench)
+    copied = torch.empty((2**22 if bench.is_small else 2**30) // 4, device=bench.device)
+    copy_seconds = measure_seconds(lambda: copied.clone(), bench)
+    name = torch.cuda.get_device_name() if bench.is_cuda else platform.processor() or platform.machine()
+    driver = {"cuda": torch.version.cuda} if bench.is_cuda else {}
+    peak = {"matmul_tflops": 2e-12 * size**3 / seconds, "copy_gb_per_second": 2e-9 * 4 * copied.numel() / copy_seconds}
+    return {"device": name, **driver, **read_versions(), **peak}
+
+
+def measure_seconds(compute: Callable[[], Any], bench: Bench, repeats: int = 10) -> float:
+    """Return the median time of a call, in seconds, the device's work ended."""
+    times = []
+    for _ in range(3 + repeats):
+        began = time.perf_counter()
+        compute()
+        if bench.is_cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[3:])
+
+
+_OF_STAGE: Final[Mapping[str, Mapping[str, Any]]] = {
+    "pretrain": {"max_length": 128, "test_split_size": 0.05},
+    "sft": {"max_length": 128, "test_split_size": 16},
+    "lora": {"max_length": 128, "test_split_size": 16, "lora_r": 8},
+    "dpo": {"max_length": 256, "test_split_size": 16, "precompute_ref_log_probs": "false"},
+    "reward": {"max_length": 256, "test_split_size": 16},
+    "distill": {"max_length": 128, "test_split_size": 16},
+}
+_SMALL_SHAPE: Final = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+_SMALL_MODEL: Final = json.dumps({"model_type": "llama", **_SMALL_SHAPE})
+_QUIET: Final = {"eval_strategy": "no", "save_strategy": "no", "logging_steps": 1, "learning_rate": 1e-3, "seed": 3}
+
+
+def _set_up(bench: Bench, stage: str, **keys: Any) -> dict[str, Any]:
+    num_steps = 3 if bench.is_small else 20
+    batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": num_steps}
+    of_model = {"model_config": _SMALL_MODEL} if stage == "pretrain" else {}
+    quiet = _QUIET if stage == "reward" else {**_QUIET, "num_sample_prompts": 0}
+    return {**quiet, **batch, **_OF_STAGE[stage], **of_model, **keys}
+
+
+def compare_with_cpu(stage: str, bench: Bench) -> Figures:
+    """Losses of a recipe's steps on the device in ``float32`` and in bfloat16, against the CPU's in ``float32``."""
+    runs = {
+        name: bench.train(stage, f"{stage}-{name}", on_device=name != "cpu", **_set_up(bench, stage, bf16=precision))
+        for name, precision in (("cpu", "false"), ("fp32", "false"), ("bf16", "true"))
+    }
+    gaps = {name: measure_gap(runs["cpu"], runs[name]) for name in ("fp32", "bf16")}
+    for name, allowed in (("fp32", 1e-4), ("bf16", 5e-2)):
+        if not gaps[name] <= allowed:
+            raise WrongResultError(f"losses in {name} are {gaps[name]:.1e} off the CPU's; {allowed:.0e} is allowed")
+    named = {f"gap_{name}": gap for name, gap in gaps.items()}
+    return {"steps": len(runs["cpu"]), "last_loss": runs["fp32"][-1]["loss"], **named}
+
+
+def measure_gap(expected: Sequence[Event], found: Sequence[Event]) -> float:
+    """Return the largest relative difference of two runs' losses; they have the same steps.
+
+    Raises:
+        WrongResultError: They have not.
+    """
+    if [event["step"] for event in expected] != [event["step"] for event in found] or not expected:
+        raise WrongResultError(f"{len(found)} steps were logged, and {len(expected)} on the CPU")
+    pairs = [(one["loss"], other["loss"]) for one, other in zip(expected, found, strict=True)]
+    return float(max(abs(one - other) / max(abs(one), 1e-6) for one, other in pairs))
+
+
+def resume_exactly(bench: Bench) -> Figures:
+    """A run as it would be after a kill at half of its steps, resumed, against the run itself: losses to the bit."""
+    keys = {**_set_up(bench, "sft"), "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    whole = bench.train("sft", "resume-whole", **keys)
+    source, target = (bench.folder / "runs" / name for name in ("resume-whole", "resume-cut"))
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source / "checkpoint-2", target / "checkpoint-2")
+    record = json.loads((source / "run.json").read_text(encoding="utf-8"))
+    record["config"]["output_dir"] = str(target)
+    (target / "run.json").write_text(json.dumps(record | {"status": "running"}), encoding="utf-8")
+    resumed = bench.train("sft", "resume-cut", resumes=True, **keys)
+    if gap := measure_gap(whole[2:], resumed):
+        raise WrongResultError(f"resumed losses are {gap:.1e} off those of the run itself")
+    return {"steps": len(resumed), "gap": gap}
+
+
+_LENGTHS: Final = ((5, 9, 3), (8, 8), (17,))
+
+
+def build_model(bench: Bench, attention: str, **shape: Any) -> Any:
+    """Return a small Llama with a loss head on the device, the same weights each time, in training mode."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **{"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, **shape},
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model: Any = (
+        AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, attn_implementation=attention
+        )
+        .to(bench.device)
+        .train()
+    )
+    add_loss_head(model)
+    return model
+
+
+def compute_packed(model: Any, bench: Bench, *, is_flat: bool) -> list[Tensor]:
+    """Return the loss of packed rows, and its gradients, in ``float32`` on the host."""
+    dtype = torch.bfloat16 if bench.is_cuda else torch.float32
+    losses = []
+    model.zero_grad()
+    for lengths in _LENGTHS:
+        ids = torch.arange(sum(lengths), device=bench.device)[None] * 7 % 256
+        positions = torch.cat([torch.arange(length) for length in lengths])[None].to(bench.device)
+        inputs: dict[str, Any] = {
+            "input_ids": ids,
+            "position_ids": positions,
+            "labels": ids.masked_fill(positions == 0, IGNORE_INDEX),
+        }
+        if is_flat:
+            bounds = torch.tensor([0, *lengths], device=bench.device).cumsum(0, dtype=torch.int32)
+            inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+            inputs |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+        with torch.autocast(bench.device.type, dtype, enabled=bench.is_cuda):
+            loss = model(**inputs, loss_head=True).nll_sum
+        loss.backward()
+        losses.append(loss.detach())
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [tensor.float().cpu() for tensor in (torch.stack(losses), *gradients)]
+
+
+def _compare(expected: Sequence[Tensor], found: Sequence[Tensor], bench: Bench, what: str) -> Figures:
+    pairs = zip(expected, found, strict=True)
+    gap = max(float((one - other).norm() / one.norm().clamp_min(1e-6)) for one, other in pairs)
+    if not gap <= (allowed := 2e-2 if bench.is_cuda else 1e-5):
+        raise WrongResultError(f"{what}: loss or gradients are {gap:.1e} off; {allowed:.0e} is allowed")
+    return {"gap": gap}
+
+
+def compare_attention(kernel: str, bench: Bench) -> Figures:
+    """Loss and gradients of packed rows under an attention kernel, against those of sdpa under a mask."""
+    expected = compute_packed(build_model(bench, "sdpa"), bench, is_flat=False)
+    dtype = torch.bfloat16 if bench.is_cuda else torch.float32
+    config = LlamaConfig()
+    choice = choose_kernel(config, kernel, device=bench.device, compute_dtype=dtype, packing=True)
+    model = build_model(bench, choice.implementation)
+    return _compare(expected, compute_packed(model, bench, is_flat=choice.layout == "flat"), bench, kernel)
+
+
+def compare_layers(change: Callable[[Any], Any], bench: Bench) -> Figures:
+    """Loss and gradients of packed rows with layers that are compiled, recomputed or of other kernels."""
+    choose_kernel(LlamaConfig(), "varlen", device=bench.device, compute_dtype=torch.bfloat16, packing=True)
+    model = build_model(bench, "varlen")
+    expected = compute_packed(model, bench, is_flat=True)
+    change(model)
+    return _compare(expected, compute_packed(model, bench, is_flat=True), bench, "layers")
+
+
+def _compile(model: Any) -> None:
+    compile_layers(model, {} if next(model.parameters()).is_cuda else {"backend": "aot_eager"})
+
+
+def _recompute(model: Any) -> None:
+    model.activation_checkpointing_enable(**(read_selective({"save_matmuls": True}) or {}))
+
+
+def _use_liger(model: Any) -> None:
+    apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})  # type: ignore[no-untyped-call]
+
+
+def compare_loss_head(bench: Bench) -> Figures:
+    """The chunked loss against one of whole logits: values, gradients, time and memory for three vocabularies."""
+    figures: dict[str, Any] = {}
+    num_tokens, width = (64, 32) if bench.is_small else (8192, 4096)
+    dtype = torch.bfloat16 if bench.is_cuda else torch.float32
+    for vocabulary in (512, 1024) if bench.is_small else (32_000, 128_256, 262_144):
+        torch.manual_seed(0)
+        hidden, weight = (
+            torch.randn(rows, width, device=bench.device, dtype=dtype).mul_(width**-0.25).requires_grad_()
+            for rows in (num_tokens, vocabulary)
+        )
+        targets = torch.randint(vocabulary, (num_tokens,), device=bench.device)
+        positions = torch.arange(num_tokens, device=bench.device)
+        ways: dict[str, Callable[[], Tensor]] = {
+            "chunked": lambda h=hidden, w=weight, t=targets, p=positions: (  # type: ignore[misc]
+                compute_cross_entropy(h, w, t, positions=p).nll_sum
+            ),
+            "dense": lambda h=hidden, w=weight, t=targets: functional.cross_entropy(  # type: ignore[misc]
+                (h @ w.t()).float(), t, reduction="sum"
+            ),
+        }
+        found: dict[str, list[Tensor]] = {}
+        for name, compute in ways.items():
+            try:
+                found[name] = [compute().detach(), *torch.autograd.grad(compute(), (hidden, weight))]
+                seconds = measure_seconds(lambda c=compute, i=(hidden, weight): torch.autograd.grad(c(), i), bench, 3)  # type: ignore[misc]
+            except torch.OutOfMemoryError:
+                figures[f"{name}_{vocabulary}"] = "out of memory"
+                continue
+            figures[f"{name}_{vocabulary}_ms"] = 1e3 * seconds
+        if len(found) == len(ways):
+            expected, ours = ([tensor.float().cpu() for tensor in found[name]] for name in ("dense", "chunked"))
+            figures[f"gap_{vocabulary}"] = _compare(expected, ours, bench, f"vocabulary {vocabulary}")["gap"]
+    return figures
+
+
+def count_waits(stage: str, bench: Bench) -> Figures:
+    """How often the host waits for the device in a step, by the warnings of torch's synchronisation debugger."""
+    few, many = (_count_waits(bench, stage, count) for count in (1, 3))
+    if many > few or many > 2:
+        raise WrongResultError(f"a step of 1 micro-batch waits {few:g} times, one of 3 {many:g} times; 2 are allowed")
+    return {"waits_a_step": many}
+
+
+def _count_waits(bench: Bench, stage: str, num_micro_batches: int) -> float:
+    name = f"waits-{stage}-{num_micro_batches}"
+    counts = []
+    for steps in (2, 6):
+        keys = {**_set_up(bench, stage), "gradient_accumulation_steps": num_micro_batches, "max_steps": steps}
+        quiet = {**keys, "logging_steps": 1000, "output_dir": bench.folder / "runs" / f"{name}-{steps}"}
+        flags = [f"--{key}={value}" for key, value in {**bench.name_inputs(stage), **quiet}.items()]
+        log = bench.folder / "runs" / f"{name}-{steps}.log"
+        shutil.rmtree(bench.folder / "runs" / f"{name}-{steps}", ignore_errors=True)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        arguments = ["-W", "always", "-m", "recipes_lib.proving.scripts", f"recipes/{stage}.py", *flags]
+        if bench.launch(arguments, {"HF_HUB_OFFLINE": "1"}, log):
+            raise WrongResultError(f"the run failed: {log}")
+        counts.append(log.read_text(encoding="utf-8", errors="replace").count("called a synchronizing CUDA operation"))
+    return (counts[1] - counts[0]) / 4
+
+
+_SHAPES: Final[Mapping[str, tuple[tuple[int, ...], int, int]]] = {
+    # Name -> width, width of the MLP, layers, heads, vocabulary; rows of a micro-batch; tokens of a row.
+    "124M": ((768, 2048, 12, 12, 50_304), 16, 1024),
+    "1B": ((2048, 8192, 16, 32, 32_000), 4, 2048),
+}
+_SIZES: Final = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "eager": {"torch_compile": "false", "use_liger_kernel": "false"},
+    "compiled": {"torch_compile": "true", "use_liger_kernel": "false"},
+    "default": {},
+}
+
+
+def measure_throughput(shape: str, bench: Bench) -> Figures:
+    """Tokens a second, MFU and peak memory of pretraining, ours in each form against transformers' trainer."""
+    sizes, num_rows, length = _SHAPES[shape]
+    if bench.is_small:
+        sizes, num_rows, length = (*_SMALL_SHAPE.values(), 320), 2, 32
+    named = dict(zip(_SIZES, sizes, strict=True))
+    model = json.dumps({"model_type": "llama", **named, "tie_word_embeddings": True})
+    num_steps = 3 if bench.is_small else 20
+    batch = {"per_device_train_batch_size": num_rows, "gradient_accumulation_steps": 2, "max_steps": num_steps}
+    common = {**_set_up(bench, "pretrain"), **batch, "max_length": length, "model_config": model}
+    common |= {"bf16": "true", "cross_document_attention": "true"}
+    figures: dict[str, Any] = {}
+    for name, variant in _VARIANTS.items():
+        if bench.is_small and name != "default":
+            continue
+        events = bench.train("pretrain", f"throughput-{shape}-{name}", **common, **variant)[num_steps // 2 :]
+        figures[f"{name}_tokens_per_second"] = statistics.median(event["tokens_per_second"] for event in events)
+        figures[f"{name}_mfu"] = statistics.median(event.get("mfu", 0.0) for event in events)
+        figures[f"{name}_memory_gb"] = max(event["memory_bytes"] for event in events) / 1e9
+    for name, compiles in (("transformers", False), ("transformers_compiled", True)):
+        if compiles and bench.is_small:
+            continue
+        output = bench.folder / "runs" / f"throughput-{shape}-{name}"
+        output.mkdir(parents=True, exist_ok=True)
+        given = {"model": json.loads(model), "rows": num_rows, "length": length, "steps": num_steps}
+        given |= {"compile": compiles, "cpu": not bench.is_cuda, "output": str(output)}
+        if bench.launch(["-m", "recipes_lib.proving.scripts", json.dumps(given)], {}, output.with_suffix(".log")):
+            raise WrongResultError(f"transformers' trainer failed: {output.with_suffix('.log')}")
+        figures |= {f"{name}_{key}": value for key, value in json.loads((output / "peer.json").read_text()).items()}
+    figures["ratio_to_transformers"] = figures["default_tokens_per_second"] / max(
+        value for key, value in figures.items() if key.startswith("transformers") and key.endswith("per_second")
+    )
+    return figures
+
+
+def list_checks() -> Iterable[Check]:
+    """Yield every check, most telling first."""
+    yield Check("environment", "versions, device, matrix products, copies", look_at_environment)
+    for stage in _OF_STAGE:
+        yield Check(f"numbers-{stage}", f"losses of {stage} on CPU and device", partial(compare_with_cpu, stage))
+    for kernel, package in {
+        "varlen": "",
+        "flash_attention_2": "flash_attn",
+        "flash_attention_3": "flash_attn_3",
+    }.items():
+        compare = partial(compare_attention, kernel)
+        yield Check(f"attention-{kernel}", f"{kernel} = sdpa on packed rows", compare, package)
+    yield Check("loss-head", "chunked loss = dense loss; time of both", compare_loss_head)
+    for name, change, package in (
+        ("compile", _compile, ""),
+        ("save-matmuls", _recompute, ""),
+        ("liger", _use_liger, "liger_kernel"),
+    ):
+        yield Check(f"layers-{name}", f"{name} changes nothing", partial(compare_layers, change), package)
+    yield Check("resume", "a resumed run = an uninterrupted one", resume_exactly)
+    for shape in _SHAPES:
+        yield Check(f"throughput-{shape}", f"{shape}: tokens a second", partial(measure_throughput, shape))
+    for stage in ("sft", "pretrain", "dpo"):
+        yield Check(f"waits-{stage}", f"host synchronisations of {stage}", partial(count_waits, stage), needs_gpu=True)

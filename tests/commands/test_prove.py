@@ -1,0 +1,59 @@
+"""``recipes prove`` on a CPU: rows, page, resumption, and what it says where something is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.proving.benches import FAST, ROOT
+
+from recipes_lib.commands import prove
+from recipes_lib.errors import EXIT_DONE, EXIT_USER, ConfigError
+from recipes_lib.proving.bench import Bench
+from recipes_lib.proving.checks import Check
+from recipes_lib.proving.results import PASSED, ROWS_FILE, SKIPPED
+
+
+def test_a_run_leaves_rows_and_a_page_and_is_not_made_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    asked = ["--output", str(tmp_path / "my proof"), "--page", str(tmp_path / "page.md"), "--only", *FAST]
+    assert prove.main(asked) == EXIT_DONE
+    rows = [json.loads(line) for line in (tmp_path / "my proof" / ROWS_FILE).read_text().splitlines()]
+    assert {row["status"] for row in rows} == {PASSED, SKIPPED}
+    assert {row["reason"] for row in rows if row["status"] == SKIPPED} == {"there is no GPU"}
+    page = (tmp_path / "page.md").read_text()
+    assert page == (tmp_path / "my proof" / prove.PAGE).read_text()
+    assert f"- torch: {torch.__version__}" in page
+    assert all(f"| {row['check']} |" in page for row in rows)
+    capsys.readouterr()
+    assert prove.main(asked) == EXIT_DONE
+    assert "passed  environment" in capsys.readouterr().out
+    again = (tmp_path / "my proof" / ROWS_FILE).read_text().splitlines()
+    assert len(again) == len(rows) + sum(row["status"] == SKIPPED for row in rows), "what had passed was made again"
+
+
+def test_whatever_a_check_raises_is_a_row_and_the_command_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(bench: Bench) -> Mapping[str, Any]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(prove, "list_checks", lambda: [Check("one", "fails", fail)])
+    assert prove.main(["--output", str(tmp_path)]) == EXIT_USER
+    assert "| one | fails | failed |" in (tmp_path / prove.PAGE).read_text()
+
+
+def test_a_wrong_place_or_name_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="start it in a clone"):
+        prove.main([])
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError, match="choose of environment, numbers-pretrain"):
+        prove.main(["--only", "speed"])

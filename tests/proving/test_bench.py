@@ -1,0 +1,14 @@
+"""The processes and the inputs of a bench."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from recipes_lib.proving.bench import launch
+
+
+def test_a_process_is_started_and_its_words_are_kept(tmp_path: Path) -> None:
+    assert (
+        launch(["-c", "import os; print(os.environ['TOLD']); raise SystemExit(3)"], {"TOLD": "so"}, tmp_path / "x") == 3
+    )
+    assert (tmp_path / "x").read_text() == "so\n"

@@ -1,0 +1,60 @@
+"""Checks on a CPU: every branch that a GPU would take but its kernels, and results that are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from tests.proving.benches import GPU, ROOT, build_bench, write_losses
+
+from recipes_lib.proving import checks
+from recipes_lib.proving.bench import WrongResultError
+from recipes_lib.proving.checks import compare_with_cpu, count_waits, list_checks
+from recipes_lib.proving.results import PASSED, run_check
+
+
+@pytest.mark.parametrize("name", ["numbers-sft", "numbers-dpo", "resume", "throughput-124M"])
+def test_recipes_are_run_and_held_against_the_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    (check,) = (check for check in list_checks() if check.name == name)
+    row = run_check(check, build_bench(tmp_path), 60)
+    assert (row.status, row.reason) == (PASSED, "")
+    if name == "throughput-124M":
+        assert row.figures["ratio_to_transformers"] > 0
+
+
+@pytest.mark.parametrize(("found", "is_right"), [(2.0001, True), (2.001, False), (float("nan"), False)])
+def test_losses_that_are_not_the_cpus_are_a_failure(tmp_path: Path, found: float, is_right: bool) -> None:
+    bench = build_bench(tmp_path, write_losses(2.0, found))
+    if is_right:
+        assert compare_with_cpu("sft", bench)["gap_fp32"] == pytest.approx(5e-5)
+        return
+    with pytest.raises(WrongResultError, match=r"losses in fp32 are .* off the CPU's"):
+        compare_with_cpu("sft", bench)
+
+
+def test_runs_of_other_lengths_are_not_compared() -> None:
+    with pytest.raises(WrongResultError, match="0 steps were logged, and 1 on the CPU"):
+        checks.measure_gap([{"step": 1, "loss": 2.0}], [])
+
+
+@pytest.mark.parametrize(("in_each_step", "is_right"), [(0, True), (1, False)])
+def test_waits_that_grow_with_the_micro_batches_are_a_failure(
+    tmp_path: Path, in_each_step: int, is_right: bool
+) -> None:
+    def warn(arguments: Sequence[str], variables: Mapping[str, str], output: Path) -> int:
+        flags = dict(flag.removeprefix("--").split("=", 1) for flag in arguments[5:])
+        num_steps, num_batches = int(flags["max_steps"]), int(flags["gradient_accumulation_steps"])
+        waits = 7 + num_steps * (2 + in_each_step * num_batches)
+        output.write_text("warning: called a synchronizing CUDA operation\n" * waits)
+        return 0
+
+    bench = build_bench(tmp_path, warn, GPU)
+    if is_right:
+        assert count_waits("sft", bench) == {"waits_a_step": 2.0}
+        return
+    with pytest.raises(WrongResultError, match="one of 3 5 times"):
+        count_waits("sft", bench)

@@ -1,0 +1,32 @@
+"""A check becomes a row, whatever happens in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.proving.benches import GPU, build_bench
+
+from recipes_lib.proving.checks import Check, compare_with_cpu
+from recipes_lib.proving.results import FAILED, SKIPPED, run_check
+
+
+def test_a_recipe_that_fails_is_a_row_with_the_end_of_its_log(tmp_path: Path) -> None:
+    def fail(arguments: Sequence[str], variables: Mapping[str, str], output: Path) -> int:
+        output.write_text("first\nCUDA error: an illegal memory access was encountered\n")
+        return 1
+
+    check = Check("numbers-sft", "", lambda bench: compare_with_cpu("sft", bench))
+    row = run_check(check, build_bench(tmp_path, fail), 60)
+    assert row.status == FAILED
+    assert "illegal memory access" in row.reason
+
+
+def test_what_is_absent_and_what_there_is_no_time_for_is_skipped_with_the_reason(tmp_path: Path) -> None:
+    bench = build_bench(tmp_path, device=GPU)
+    absent = Check("x", "", lambda _: {}, package="no_such_package")
+    assert run_check(absent, bench, 60).reason == "no_such_package is not installed"
+    assert run_check(Check("x", "", lambda _: {}), bench, 0).status == SKIPPED
+    assert (
+        run_check(Check("x", "", lambda _: {}, needs_gpu=True), build_bench(tmp_path), 60).reason == "there is no GPU"
+    )
