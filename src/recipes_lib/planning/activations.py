@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -52,10 +53,13 @@ def on_fakes(model: nn.Module, *, is_half: bool) -> Iterator[None]:
     """Let a model compute on tensors without memory, in 16 bits as on CUDA if ``is_half``."""
     # On a device of its own kind, autocast would not act.
     with (
+        warnings.catch_warnings(),
         FakeTensorMode(allow_non_fake_inputs=True),
         torch.autocast("cpu", torch.bfloat16, enabled=is_half),
         AutocastAsOnCuda(),
     ):
+        # PEFT asks where a weight lies, to tell shared ones; the answer is used for nothing here.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         model.to_empty(device="cpu")
         yield
 
