@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 
-from recipes_lib.losses.projection import CHUNK_BYTES, MIN_CHUNK_TOKENS, ProjectionGradients, build_projection
+from recipes_lib.losses.projection import (
+    CHUNK_BYTES,
+    MIN_CHUNK_TOKENS,
+    ProjectionGradients,
+    build_projection,
+    find_chunk_bytes,
+)
 
 NUM_TOKENS, WIDTH, VOCABULARY = 11, 5, 31
 OPTIONS = [{}, {"logit_scale": 0.3}, {"softcap": 2.5}, {"logit_scale": 1.7, "softcap": 1.5}]
@@ -82,6 +90,16 @@ def test_gradients_have_the_dtypes_of_what_they_belong_to() -> None:
 def test_the_default_chunk_has_a_bounded_size(vocabulary: int, expected: int) -> None:
     weight = torch.empty(vocabulary, 1)
     assert build_projection(weight, weight, logit_scale=1.0, softcap=None, chunk_size=None).chunk_size == expected
+
+
+@pytest.mark.parametrize(("gigabytes", "megabytes"), [(4, 128), (24, 384), (80, 1024), (192, 1024)])
+def test_a_gpu_has_larger_chunks_as_far_as_its_memory_goes(
+    monkeypatch: pytest.MonkeyPatch, gigabytes: int, megabytes: int
+) -> None:
+    memory = SimpleNamespace(total_memory=gigabytes * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
+    assert find_chunk_bytes(torch.device("cuda")) == megabytes * 2**20
+    assert find_chunk_bytes(torch.device("cpu")) == CHUNK_BYTES
 
 
 def test_autocast_decides_the_dtype_and_else_the_narrower_operand() -> None:

@@ -12,7 +12,9 @@ from torch import Tensor, distributed
 CHUNK_BYTES = 128 * 2**20
 """Default size of the ``float32`` logits that exist at any one time, on a CPU."""
 CUDA_CHUNK_BYTES = 2**30
-"""The same on a GPU: fewer kernels, and the gradient of the weight is read and written less often."""
+"""The most on a GPU: fewer kernels, and the gradient of the weight is read and written less often."""
+_SHARE_OF_GPU = 64
+"""A GPU of less than 64 GiB has chunks of this part of its memory."""
 MIN_CHUNK_TOKENS = 128
 """A smaller chunk would read the whole weight for too little arithmetic."""
 
@@ -101,7 +103,7 @@ class LogitTransform(TypedDict, total=False):
     """Bound of the logits."""
     chunk_size: int | None
     """Tokens whose logits exist at any one time; unless given as many as have ``CHUNK_BYTES`` of logits, on a GPU
-    ``CUDA_CHUNK_BYTES``."""
+    up to ``CUDA_CHUNK_BYTES``."""
 
 
 def build_projection(hidden: Tensor, weight: Tensor, **transform: Unpack[LogitTransform]) -> Projection:
@@ -111,10 +113,17 @@ def build_projection(hidden: Tensor, weight: Tensor, **transform: Unpack[LogitTr
         dtype = torch.get_autocast_dtype(device)
     else:
         dtype = min(hidden.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
-    chunk_bytes = CUDA_CHUNK_BYTES if device == "cuda" else CHUNK_BYTES
-    default_size = max(MIN_CHUNK_TOKENS, chunk_bytes // (4 * len(weight)))
+    default_size = max(MIN_CHUNK_TOKENS, find_chunk_bytes(hidden.device) // (4 * len(weight)))
     scale, softcap = transform.get("logit_scale", 1.0), transform.get("softcap")
     return Projection(dtype, scale, softcap, transform.get("chunk_size") or default_size)
+
+
+def find_chunk_bytes(device: torch.device) -> int:
+    """Return the bytes of ``float32`` logits that exist at any one time on a device, unless a size is given."""
+    if device.type != "cuda":
+        return CHUNK_BYTES
+    total = torch.cuda.get_device_properties(device).total_memory
+    return min(CUDA_CHUNK_BYTES, max(CHUNK_BYTES, total // _SHARE_OF_GPU))
 
 
 class ProjectionGradients:
