@@ -22,6 +22,7 @@ from recipes_lib.training.optim.compilation import choose_compilation, choose_li
 ONE = Launch(rank=0, local_rank=0, world_size=1, engine="")
 FP8 = Launch(rank=0, local_rank=0, world_size=1, engine="", precision="fp8")
 TENSORS = Launch(rank=0, local_rank=0, world_size=2, engine="FSDP", layout=Layout(sizes={"tp": 2}))
+CONTEXT = Launch(rank=0, local_rank=0, world_size=2, engine="FSDP", layout=Layout(sizes={"cp": 2}))
 STAGES = Launch(rank=0, local_rank=0, world_size=2, engine="", layout=Layout(stages=2))
 
 
@@ -39,6 +40,7 @@ def read(stage: str, **keys: Any) -> RecipeConfig:
         ("pretrain", {"torch_compile": "false"}, ONE, True, None),
         ("pretrain", {}, TENSORS, True, None),
         ("pretrain", {}, STAGES, True, None),
+        ("pretrain", {}, CONTEXT, True, None),
         ("sft", {}, ONE, True, None),
         ("sft", {}, FP8, True, {}),
         ("sft", {"torch_compile": "true"}, ONE, False, {}),
@@ -65,6 +67,7 @@ def test_fp8_without_compilation_is_refused() -> None:
         ({}, ONE, False, True, False),
         ({}, TENSORS, True, True, False),
         ({}, STAGES, True, True, False),
+        ({}, CONTEXT, True, True, False),
         ({"use_liger_kernel": "false"}, ONE, True, True, False),
         ({"use_liger_kernel": "true"}, ONE, True, True, True),
         ({"use_liger_kernel": "true"}, ONE, False, False, False),

@@ -46,8 +46,7 @@ def choose_compilation(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -
         found = "fp8 without torch.compile is slower than bf16"
         raise ConfigError(Problem("torch_compile", found, "delete the line, or use another launch file"))
     if asked is None:
-        is_whole = launch.tensor_size == launch.context_size == launch.layout.stages == 1
-        asked = is_fp8 or (is_cuda and is_whole and config.stage == _COMPILED_BY_DEFAULT)
+        asked = is_fp8 or (is_cuda and _has_whole_layers(launch) and config.stage == _COMPILED_BY_DEFAULT)
     return {name: value for name, value in options.items() if value is not None} if asked else None
 
 
@@ -58,7 +57,7 @@ def choose_liger(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -> dict
 
     Args:
         config: The recipe.
-        launch: Under tensor and pipeline parallelism the kernels are not used.
+        launch: Under tensor, context and pipeline parallelism the kernels are not used.
         is_cuda: Whether the run is on a GPU.
 
     Raises:
@@ -78,10 +77,15 @@ def choose_liger(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -> dict
         problems.append(Problem("use_liger_kernel", found, "pip install liger-kernel"))
     if problems:
         raise ConfigError(*problems)
-    can_be_used = is_cuda and is_liger_kernel_available() and launch.tensor_size == launch.layout.stages == 1
+    can_be_used = is_cuda and is_liger_kernel_available() and _has_whole_layers(launch)
     if asked is False or not can_be_used or config.stage in _SAMPLES:
         return {"use_liger_kernel": False, "liger_kernel_config": None}
     return {"use_liger_kernel": True, "liger_kernel_config": options | dict.fromkeys(_CROSS_ENTROPIES, False)}
+
+
+def _has_whole_layers(launch: Launch) -> bool:
+    """Whether each process computes all layers of its rows, all of their tokens and all of their tensors."""
+    return launch.tensor_size == launch.context_size == launch.layout.stages == 1
 
 
 def compile_layers(model: Any, options: Mapping[str, Any]) -> int:
