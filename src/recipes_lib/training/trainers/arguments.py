@@ -97,8 +97,6 @@ _ALWAYS: dict[str, Any] = {
     "push_to_hub": False,
     # Upstream's default replaces a NaN loss in the log by the running mean while the weights are destroyed.
     "logging_nan_inf_filter": False,
-    # From pinned memory, so that the host need not wait for a copy to end.
-    "accelerator_config": {"non_blocking": True},
     # One normaliser over all processes and micro-batches, so that how the batch is cut changes nothing.
     "average_tokens_across_devices": True,
 }
@@ -148,6 +146,9 @@ def build_training_arguments(
         arguments |= _read_sampling(config)
     # Every parameter takes part in every loss; looking for idle ones would walk the graph once more a step.
     arguments.setdefault("ddp_find_unused_parameters", False)
+    if not precision["use_cpu"] and arguments.get("dataloader_pin_memory") is not False:
+        # From pinned memory, so that the host need not wait for a copy to end.
+        arguments["accelerator_config"] = {"non_blocking": True}
     is_cuda = torch.cuda.is_available() and not precision["use_cpu"]
     if is_cuda and config.stage not in ("rloo", "grpo"):
         # A micro-batch is collated while the GPU computes.
