@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from recipes_lib.config.schema import ModelConfig, RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.losses.projection import CUDA_CHUNK_BYTES
+from recipes_lib.losses.projection import CHUNK_BYTES
 from recipes_lib.models.adapters.lora import add_adapter
 from recipes_lib.models.adapters.roles import CRITIC, REWARD, add_critic, add_reward
 from recipes_lib.models.adapters.saved import find_adapter, find_shareable, read_base
@@ -38,7 +38,7 @@ SAMPLING_BYTES: Final = 44
 SHARE_OF_DEVICE: Final = 0.9
 """What of a device a run may fill; the rest is the allocator's and the driver's."""
 _USUAL_GB: Final = (24, 48, 80, 141, 192)
-_CHUNK: Final = 2 * CUDA_CHUNK_BYTES
+_CHUNK: Final = 4 * CHUNK_BYTES
 """Bytes of a chunk of logits: the logits, their copy in 16 bits, exponentials, products."""
 _BUCKET_SIZE: Final = 500_000_000
 """Numbers of a bucket: ``reduce_bucket_size`` of DeepSpeed unless told otherwise."""
