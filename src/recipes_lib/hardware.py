@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 
@@ -16,6 +17,11 @@ def supports_bf16() -> bool:
         return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
+
+
+def find_compiler() -> str | None:
+    """Return the path of a C++ compiler, which torch.compile needs; ``None`` without one."""
+    return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 
 
 def count_accelerators() -> int:

@@ -10,7 +10,7 @@ from tests.proving.benches import GPU, ROOT, build_bench, write_losses
 
 from recipes_lib.proving import checks
 from recipes_lib.proving.bench import WrongResultError
-from recipes_lib.proving.checks import compare_with_cpu, count_waits, list_checks
+from recipes_lib.proving.checks import compare_with_cpu, count_synchronisations, list_checks
 from recipes_lib.proving.results import PASSED, run_check
 
 
@@ -42,7 +42,7 @@ def test_runs_of_other_lengths_are_not_compared() -> None:
 
 
 @pytest.mark.parametrize(("in_each_step", "is_right"), [(0, True), (1, False)])
-def test_waits_that_grow_with_the_micro_batches_are_a_failure(
+def test_synchronisations_that_grow_with_the_micro_batches_are_a_failure(
     tmp_path: Path, in_each_step: int, is_right: bool
 ) -> None:
     def warn(arguments: Sequence[str], variables: Mapping[str, str], output: Path) -> int:
@@ -54,7 +54,7 @@ def test_waits_that_grow_with_the_micro_batches_are_a_failure(
 
     bench = build_bench(tmp_path, warn, GPU)
     if is_right:
-        assert count_waits("sft", bench) == {"waits_a_step": 2.0}
+        assert count_synchronisations("sft", bench) == {"synchronisations_a_step": 2.0}
         return
-    with pytest.raises(WrongResultError, match="one of 3 5 times"):
-        count_waits("sft", bench)
+    with pytest.raises(WrongResultError, match="one of 3 has 5"):
+        count_synchronisations("sft", bench)

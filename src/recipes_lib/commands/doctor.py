@@ -207,7 +207,9 @@ class _Trial:
 
 
 def _probe_compile() -> list[Finding]:
-    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    from recipes_lib.hardware import find_compiler
+
+    compiler = find_compiler()
     if compiler is None:
         remedy = "install a C++ compiler (on Debian: apt install g++)"
         return [Finding(name="torch.compile", verdict="missing", detail="no C++ compiler", remedy=remedy)]

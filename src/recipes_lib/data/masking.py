@@ -6,15 +6,9 @@ from collections.abc import Collection
 from typing import Final
 
 from tokenizers import Encoding
-from torch import Tensor
 
 IGNORE_INDEX: Final = -100
 """Label of a position that is not a target; what torch's and transformers' cross-entropies skip."""
-
-
-def index_targets(targets: Tensor) -> Tensor:
-    """Return where among the flattened targets, ``int64 (B, L)``, those stand that are not ignored; ``int64 (N,)``."""
-    return targets.flatten().ge(0).nonzero().squeeze(1)
 
 
 class MergedTokenError(ValueError):

@@ -30,6 +30,11 @@ class TokenSums(NamedTuple):
     num_correct: Tensor
 
 
+def index_targets(targets: Tensor) -> Tensor:
+    """Return where among the flattened targets, ``int64 (...)``, those stand that are scored; ``int64 (N,)``."""
+    return targets.flatten().ge(0).nonzero().squeeze(1)
+
+
 # How many targets a batch has differs from batch to batch: compiled, every number of them would be compiled anew.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def compute_cross_entropy(
@@ -61,7 +66,7 @@ def compute_cross_entropy(
     Source: ``torch.nn.functional.cross_entropy``; ``tests/losses/test_next_token.py``.
     """
     if positions is None:
-        positions = targets.flatten().ge(0).nonzero().squeeze(1)
+        positions = index_targets(targets)
     chosen, chosen_targets = hidden.flatten(0, -2), targets.flatten()
     if len(positions) < len(chosen_targets):
         # The backward pass adds rows; that of an index in brackets would sort them first.

@@ -49,9 +49,21 @@ def read(stage: str, **keys: Any) -> RecipeConfig:
     ],
 )
 def test_pretraining_and_fp8_are_compiled_and_the_rest_on_request(
-    stage: str, keys: dict[str, Any], launch: Launch, is_cuda: bool, expected: dict[str, Any] | None
+    monkeypatch: pytest.MonkeyPatch,
+    stage: str,
+    keys: dict[str, Any],
+    launch: Launch,
+    is_cuda: bool,
+    expected: dict[str, Any] | None,
 ) -> None:
+    monkeypatch.setattr(compilation, "find_compiler", lambda: "/usr/bin/c++")
     assert choose_compilation(read(stage, **keys), launch, is_cuda=is_cuda) == expected
+
+
+def test_pretraining_is_not_compiled_by_default_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation, "find_compiler", lambda: None)
+    assert choose_compilation(read("pretrain"), ONE, is_cuda=True) is None
+    assert choose_compilation(read("pretrain", torch_compile="true"), ONE, is_cuda=True) == {}
 
 
 def test_fp8_without_compilation_is_refused() -> None:

@@ -12,6 +12,7 @@ from transformers.utils.import_utils import is_liger_kernel_available
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.hardware import find_compiler
 from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.structure import find_layers
 from recipes_lib.training.layouts.launch_environment import Launch
@@ -20,14 +21,13 @@ from recipes_lib.training.monitoring.progress import TrainingProgress
 _CROSS_ENTROPIES: Final = ("cross_entropy", "fused_linear_cross_entropy")
 _COMPILED_BY_DEFAULT: Final = "pretrain"
 _SAMPLES: Final = ("ppo", "rloo", "grpo")
-_FRAMES: Final = "frames"
 
 
 def choose_compilation(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -> dict[str, Any] | None:
     """Return the options of ``nn.Module.compile`` for the layers; ``None`` leaves them eager.
 
-    Pretraining on a GPU is compiled unless ``torch_compile`` says otherwise, and so is whatever runs in fp8: without it
-    torchao's 8-bit products are slower than those in bf16.
+    Pretraining on a GPU is compiled unless ``torch_compile`` says otherwise or there is no C compiler, which Triton
+    needs. So is whatever runs in fp8: without compilation torchao's 8-bit products are slower than those in bf16.
 
     Args:
         config: The recipe: ``torch_compile``, ``torch_compile_backend``, ``torch_compile_mode``.
@@ -46,7 +46,8 @@ def choose_compilation(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -
         found = "fp8 without torch.compile is slower than bf16"
         raise ConfigError(Problem("torch_compile", found, "delete the line, or use another launch file"))
     if asked is None:
-        asked = is_fp8 or (is_cuda and _has_whole_layers(launch) and config.stage == _COMPILED_BY_DEFAULT)
+        can_be_compiled = is_cuda and _has_whole_layers(launch) and find_compiler() is not None
+        asked = is_fp8 or (can_be_compiled and config.stage == _COMPILED_BY_DEFAULT)
     return {name: value for name, value in options.items() if value is not None} if asked else None
 
 
@@ -118,19 +119,19 @@ class CompilationCheck(TrainerCallback):
             progress: Where it is said.
         """
         self._num_layers, self._progress = num_layers, progress
-        self._before = _count_frames()
+        self._before: int | None = _count_frames()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Say it once."""
         if self._before is not None:
             compiled = _count_frames() - self._before
-            self._before = None  # type: ignore[assignment]
+            self._before = None
             found = f"{compiled} graphs" if compiled else "nothing: torch gave up, and the run is not faster than eager"
             self._progress.say(f"torch.compile of {self._num_layers} layers made {found}")
 
 
 def _count_frames() -> int:
-    number: int = torch._dynamo.utils.counters[_FRAMES]["ok"]
+    number: int = torch._dynamo.utils.counters["frames"]["ok"]
     return number
 
 

@@ -150,8 +150,8 @@ def build_training_arguments(
         # From pinned memory, so that the host need not wait for a copy to end.
         arguments["accelerator_config"] = {"non_blocking": True}
     is_cuda = torch.cuda.is_available() and not precision["use_cpu"]
-    if is_cuda and config.stage not in ("rloo", "grpo"):
-        # A micro-batch is collated while the GPU computes.
+    if is_cuda and config.stage not in ("rloo", "grpo") and not config.data.dataset_streaming:
+        # A micro-batch is collated while the GPU computes; a stream is one shard, which one process reads.
         arguments.setdefault("dataloader_num_workers", 2)
     compilation = choose_compilation(config, launch, is_cuda=is_cuda)
     # Upstream would compile the whole model; the trainer compiles its layers.

@@ -14,8 +14,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.data.masking import IGNORE_INDEX, index_targets
+from recipes_lib.data.masking import IGNORE_INDEX
 from recipes_lib.data.tokens.dataset import TokenDataset
+from recipes_lib.losses.next_token import index_targets
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.planning.schedule import Schedule
 from recipes_lib.training.guards.start_checks import verify_initial_loss
