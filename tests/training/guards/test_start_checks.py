@@ -41,6 +41,13 @@ def test_two_rows_have_one_loss_apart_and_together(tiny_model_dir, tmp_path):
     assert not trainer.model.training
 
 
+def test_the_rows_of_a_stream_are_its_first(tiny_model_dir, tmp_path):
+    trainer = make_ready(tiny_model_dir, tmp_path)
+    expected = verify_accumulation(trainer)
+    trainer.train_dataset = make_packs().to_iterable_dataset().with_format("numpy")
+    assert verify_accumulation(trainer) == expected
+
+
 @pytest.mark.parametrize(
     ("fault", "change"),
     [

@@ -355,8 +355,11 @@ def _compute_objective(trainer: TrainerView, groups: Sequence[Sequence[Any]]) ->
 def _choose_rows(trainer: TrainerView) -> list[Any]:
     """Of the first rows those with the fewest and the most terms."""
     data: Any = trainer.train_dataset
-    num_rows = min(NUM_CANDIDATES, len(data)) if hasattr(data, "__len__") else NUM_CANDIDATES
-    rows = [data[at] for at in range(num_rows)] if hasattr(data, "__getitem__") else list(islice(data, num_rows))
+    # By length: a stream of the datasets package can be indexed too, by columns.
+    if hasattr(data, "__len__"):
+        rows = [data[at] for at in range(min(NUM_CANDIDATES, len(data)))]
+    else:
+        rows = list(islice(data, NUM_CANDIDATES))
     counted = [(int(trainer.count_terms(trainer.data_collator([row]))), at) for at, row in enumerate(rows)]
     useful = sorted(pair for pair in counted if pair[0])
     return [rows[at] for _, at in (useful[0], useful[-1])] if len(useful) > 1 else []

@@ -146,9 +146,12 @@ def build_training_arguments(
         arguments |= _read_sampling(config)
     # Every parameter takes part in every loss; looking for idle ones would walk the graph once more a step.
     arguments.setdefault("ddp_find_unused_parameters", False)
-    if not precision["use_cpu"] and arguments.get("dataloader_pin_memory") is not False:
+    arguments["accelerator_config"] = {
+        # accelerate would join the batches of all processes of a stream, which are of unlike lengths.
+        "dispatch_batches": False,
         # From pinned memory, so that the host need not wait for a copy to end.
-        arguments["accelerator_config"] = {"non_blocking": True}
+        "non_blocking": not precision["use_cpu"] and arguments.get("dataloader_pin_memory") is not False,
+    }
     is_cuda = torch.cuda.is_available() and not precision["use_cpu"]
     if is_cuda and config.stage not in ("rloo", "grpo") and not config.data.dataset_streaming:
         # A micro-batch is collated while the GPU computes; a stream is one shard, which one process reads.

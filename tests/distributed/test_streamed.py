@@ -1,0 +1,44 @@
+"""A streamed run of SFT: the same steps by one loader or several, on one process or two, in one go or resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.distributed import sharding
+from tests.distributed.cells import measure_weight_gap, read_weights
+from tests.faults import stages
+from tests.rows import read_rows
+
+KEYS: dict[str, Any] = {
+    "dataset_streaming": "true",
+    "max_steps": 4,
+    "save_steps": 2,
+    "num_sample_prompts": 0,
+    "eval_strategy": "no",
+}
+LEFT_OUT = ("test_split_size", "prepared_dir", "eval_steps", "per_device_eval_batch_size", "sample_max_new_tokens")
+
+
+@pytest.mark.multiprocess
+def test_a_stream_gives_the_same_steps_however_it_is_read(tmp_path: Path) -> None:
+    stages.write_inputs(tmp_path)
+
+    def build(num_processes: int = 1, **more: Any) -> dict[str, Any]:
+        keys = {**stages.make_keys(tmp_path, "sft", num_processes), **KEYS, **more}
+        return {"stage": "sft", "keys": {key: value for key, value in keys.items() if key not in LEFT_OUT}}
+
+    one, two = tmp_path / "one", tmp_path / "two"
+    resumed = {**build(), "copy_of": one / "whole", "step": 2}
+    jobs = {"whole": build(), "by workers": build(dataloader_num_workers=2), "resumed": resumed}
+    assert not any(sharding.run_jobs(jobs, one)["codes"].values())
+    assert not any(sharding.run_jobs({"whole": build(2)}, two, "cpu_ddp")["codes"].values())
+    weights = read_weights(one / "whole")
+    for name in ("by workers", "resumed"):
+        assert all(torch.equal(tensor, weights[key]) for key, tensor in read_weights(one / name).items()), name
+    assert measure_weight_gap(one / "whole", two / "whole") < 1e-5
+    losses = [[event["loss"] for event in read_rows(run / "whole" / "metrics.jsonl")] for run in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert len(set(losses[0])) == KEYS["max_steps"]
