@@ -6,6 +6,8 @@ python benchmarks/checkpoints.py [--rounds 3] [--output build/checkpoints.json]
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -37,7 +39,17 @@ VARIANTS = {
     "ours": "ours, beside training",
     "waiting": "ours, while training waits",
     "plain": "save_pretrained and torch.save",
+    "sharded": "ours under FSDP2, two processes, beside training",
+    "sharded waiting": "ours under FSDP2, two processes, while training waits",
 }
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+}
+"""What accelerate tells the processes of ``accelerate_configs/fsdp2.yaml``."""
 NUM_SAVES = 3
 
 
@@ -61,7 +73,7 @@ class Timed(CheckpointingTrainer):
         else:
             super()._save_checkpoint(model, trial)
         self.pauses.append(time.perf_counter() - began)
-        self._writer.wait()
+        self.finish_saving()
         self.writes.append(time.perf_counter() - began)
 
 
@@ -69,8 +81,14 @@ def measure(variant: str, size: str) -> dict[str, float]:
     """Train a few steps on a short row with a checkpoint after every other one; seconds are medians over them."""
     torch.set_num_threads(1)
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    if variant == "waiting":
-        HostCopy.explain_refusal = lambda *_: "for comparison"  # type: ignore[method-assign]
+    if variant.startswith("sharded"):
+        sys.path.insert(0, str(Path(__file__).parents[1]))
+        from tests.distributed.sharding import take_cpus_for_gpus
+
+        os.environ.update(FSDP2)
+        take_cpus_for_gpus()
+    if variant.endswith("waiting"):
+        HostCopy.explain_refusal = lambda *_, **__: "for comparison"  # type: ignore[method-assign]
     width = SIZES[size]["hidden_size"]
     config = LlamaConfig(
         vocab_size=8192, intermediate_size=3 * width, num_attention_heads=width // 64, max_position_embeddings=64,
@@ -79,10 +97,14 @@ def measure(variant: str, size: str) -> dict[str, float]:
     model = LlamaForCausalLM(config)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
     row = {"input_ids": torch.arange(16), "labels": torch.arange(16)}
-    with tempfile.TemporaryDirectory() as folder:
+    # Of all processes of a launch, which have one parent.
+    folder = str(Path(tempfile.gettempdir()) / f"checkpoints-{os.getppid()}")
+    Path(folder).mkdir(exist_ok=True)
+    try:
         args = TrainingArguments(
             output_dir=folder, max_steps=2 * NUM_SAVES, save_strategy="steps", save_steps=2, save_total_limit=1,
-            per_device_train_batch_size=1, use_cpu=True, report_to="none", disable_tqdm=True,
+            per_device_train_batch_size=1, use_cpu=not variant.startswith("sharded"), report_to="none",
+            disable_tqdm=True, bf16=False,
         )  # fmt: skip
         rows = cast(Any, [row] * 32)
         trainer = Timed(
@@ -90,6 +112,8 @@ def measure(variant: str, size: str) -> dict[str, float]:
         )
         trainer.is_plain = variant == "plain"
         trainer.train()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     return {
         "parameters": float(model.num_parameters()),
         "pause": statistics.median(trainer.pauses),
@@ -103,12 +127,17 @@ def main() -> None:
     parser.add_argument("--measure", nargs=2, metavar=("VARIANT", "SIZE"))
     options = parser.parse_args()
     if options.measure:
-        print(json.dumps(measure(*options.measure)))
+        measured = json.dumps(measure(*options.measure))
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(measured)
         return
     table = [["parameters", "variant", "pause, ms", "this / ours", "on the disk after, s"]]
     raw: dict[str, Any] = {}
     for size in SIZES:
-        commands = {name: [sys.executable, __file__, "--measure", name, size] for name in VARIANTS}
+        launched = {name: TORCHRUN if name.startswith("sharded") else () for name in VARIANTS}
+        commands = {
+            name: [sys.executable, *launch, __file__, "--measure", name, size] for name, launch in launched.items()
+        }
         raw[size] = results = run_interleaved(commands, options.rounds)
         for name, label in VARIANTS.items():
             milliseconds = [{"pause": 1000 * result["pause"]} for result in results[name]]

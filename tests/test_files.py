@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from recipes_lib.errors import DataError
-from recipes_lib.files import hash_file, is_inside, read_lines, read_record, replace_record, try_lock
+from recipes_lib.files import hash_file, is_inside, read_lines, read_record, replace_record, replacing, try_lock
 
 
 @pytest.mark.parametrize(
@@ -134,3 +134,24 @@ def test_a_file_is_hashed_by_its_path_or_open(tmp_path) -> None:
 def test_names_that_leave_the_folder_are_told_apart(name, inside) -> None:
     assert is_inside(name) is inside
     assert not is_inside(7)
+
+
+def test_a_file_is_replaced_when_its_block_ends_well_and_not_before(tmp_path):
+    path = tmp_path / "a"
+    path.write_text("old")
+    with replacing(path) as first, replacing(tmp_path / "b") as second:
+        first.write_text("new")
+        second.write_text("other")
+        assert path.read_text() == "old"
+        assert first.parent == path.parent
+    assert (path.read_text(), (tmp_path / "b").read_text()) == ("new", "other")
+    inode = path.stat().st_ino
+    with pytest.raises(ValueError, match="midway"), replacing(path) as partial:  # noqa: PT012
+        partial.write_text("half")
+        raise ValueError("midway")
+    assert (path.read_text(), path.stat().st_ino) == ("new", inode)
+    with replacing(path) as partial:
+        partial.write_text("newer")
+    # Another file under the same name: whoever has the old one open reads it to its end.
+    assert path.stat().st_ino != inode
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a", "b"]

@@ -9,7 +9,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from types import UnionType
@@ -91,6 +91,25 @@ def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
             with suppress(ValueError, RecursionError):
                 record = json.loads(line)
             yield record if isinstance(record, dict) else None
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a path to write a file at; when the block ends well, the file is on the disk and stands at ``path``.
+
+    Another process that does the same at the same time writes a file of its own.
+
+    Raises:
+        OSError: It cannot be written; the old file is as it was.
+    """
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        fsync(partial)
+        partial.replace(path)
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ from recipes_lib.training.checkpoints import saver as checkpoint_saver
 from recipes_lib.training.checkpoints import sharded as sharded_states
 from recipes_lib.training.checkpoints.manifest import find_last_complete
 from recipes_lib.training.checkpoints.resume import agree_on_checkpoint
-from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged
+from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, Task
 from recipes_lib.training.checkpoints.sharded import (
+    copy_model_shards,
+    copy_optimizer_shards,
     read_trained_shapes,
-    save_model_shards,
-    save_optimizer_shards,
+    read_trained_state,
     verify_shards,
 )
 from recipes_lib.training.layouts.launch_environment import read_launch
@@ -98,6 +100,18 @@ def build() -> tuple[Any, torch.optim.Optimizer]:
     return model, optimizer
 
 
+def wait_for(event: threading.Event) -> None:
+    """Write no shard before training has gone on."""
+    assert event.wait(60), "training waits for the checkpoint"
+
+
+def copy_shards(folder: Path, model: Any, optimizer: torch.optim.Optimizer, saver: CheckpointSaver) -> list[Task]:
+    """Copy what the processes share, and return what writes it."""
+    saver.decide_to_copy(lambda: (read_trained_state(model), dict(optimizer.state)), is_shared=True)
+    parameters = dict(model.named_parameters())
+    return [copy_model_shards(folder, model, saver), copy_optimizer_shards(folder, parameters, optimizer, saver)]
+
+
 def choose(output_dir: Path) -> None:
     """Tell which checkpoint each process goes on from."""
     checkpoint = agree_on_checkpoint(find_last_complete(output_dir)[0], read_launch(), 1, print)
@@ -117,19 +131,22 @@ def main() -> None:
     if fault in MOMENTS:
         kill_at(fault)
     for step in (1, 2):
-        folder = saver.open(step)
-        save_model_shards(folder, model)
-        save_optimizer_shards(folder, dict(model.named_parameters()), optimizer)
+        folder, goes_on = saver.open(step), threading.Event()
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / f"rng_state_{args.process_index}.pth").write_bytes(bytes(100))
         distributed.barrier()
+        tasks = [partial(wait_for, goes_on), *copy_shards(folder, model, optimizer, saver)]
         if step == 2 and args.process_index == 1:
             if fault in ("nan", "short"):
-                spoil(folder, fault)
+                tasks.append(partial(spoil, folder, fault))
             if fault == "unseen":
                 pretend_to_see_more()
-        distributed.barrier()
         try:
-            saver.save(Staged(folder, step, [], partial(verify_shards, folder, shapes), is_shared=True))
+            saver.save(Staged(folder, step, tasks, partial(verify_shards, folder, shapes), is_shared=True))
+            with torch.no_grad():
+                model[0].weight.add_(1)
+            goes_on.set()
+            saver.finish()
         except Exception as error:
             sys.stdout.write(f"process {args.process_index} ended: {error}\n")
     distributed.barrier()

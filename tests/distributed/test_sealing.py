@@ -7,10 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from tests.distributed import sealing
 from tests.forked import run_forked
 
 from recipes_lib.training.checkpoints.manifest import clear_leftovers, find_damage, find_last_complete, list_checkpoints
+from recipes_lib.training.checkpoints.sharded import read_whole_weights
 
 pytestmark = pytest.mark.multiprocess
 
@@ -44,6 +46,15 @@ def test_each_process_opens_the_weights_again_that_it_wrote(tmp_path: Path) -> N
         assert find_damage(checkpoint) is None
         files = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*.*") if path.is_file()}
         assert json.loads((checkpoint / "COMPLETE.json").read_text())["files"].keys() == files - {"COMPLETE.json"}
+
+
+def test_shards_are_of_the_moment_of_their_checkpoint_though_training_goes_on(tmp_path: Path) -> None:
+    """The script writes no shard before it has added 1 to a weight."""
+    run_forked(sealing.__name__, tmp_path, "none")
+    first, second = (read_whole_weights(tmp_path / f"checkpoint-{step}") for step in (1, 2))
+    torch.testing.assert_close(second["0.weight"], first["0.weight"] + 1)
+    assert first["0.weight"].abs().max() < 0.5
+    assert torch.equal(second["1.weight"], first["1.weight"])
 
 
 def test_one_bit_of_a_shard_is_found_by_whoever_reads_it_and_all_take_the_checkpoint_before(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from recipes_lib.errors import ConfigError
 from recipes_lib.models.adapters.lora import adapters_off, add_adapter, compute_probe_logits
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
 from recipes_lib.models.loading import load_causal_lm
-from recipes_lib.models.quantization import build_quantization_config, count_quantized_bytes, keeping_precision
+from recipes_lib.models.quantization import build_quantization_config, count_quantized_bytes
 
 BITS = {
     "nf4": QuantizationConfig(load_in_4bit=True),
@@ -173,17 +173,3 @@ def test_bytes_are_counted_without_loading(tiny_model_dir, bits):
             held += [state.absmax, *([state.state2.absmax] if state.nested else [])]
     real = sum(t.numel() * t.element_size() for t in {id(t): t for t in held if t is not None}.values())
     assert count_quantized_bytes(empty, config) == pytest.approx(real, rel=5e-3)
-
-
-@pytest.mark.parametrize("is_quantized", [False, True])
-def test_what_is_trained_on_few_bits_keeps_its_precision_and_a_model_in_full_precision_what_is_made_of_it(is_quantized):
-    model = torch.nn.Linear(3, 3)
-    model.is_quantized = is_quantized
-    model.bias.requires_grad_(False)
-    weight, before = model.weight, model.weight.detach().clone()
-    with keeping_precision(model):
-        model.to(torch.bfloat16)
-    assert model.weight is weight
-    assert model.weight.dtype == (torch.float32 if is_quantized else torch.bfloat16)
-    assert torch.equal(model.weight, before) == is_quantized
-    assert model.bias.dtype == torch.bfloat16

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -94,21 +93,3 @@ def keep_differentiable(model: nn.Module) -> None:
     for layer in layers:
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False
-
-
-@contextmanager
-def keeping_precision(model: Any) -> Iterator[None]:
-    """Leave the parameters that are trained on a quantised model as they were, whatever is made of them meanwhile.
-
-    TRL's trainers round them to ``bfloat16`` when they are set up, in which small updates are lost.
-
-    Args:
-        model: A PEFT wrapper may be around it; one that is not quantised is left alone.
-
-    Source: ``trl.SFTTrainer.__init__``; ``tests/models/test_quantization.py``.
-    """
-    parameters = model.parameters() if getattr(model, "is_quantized", False) else ()
-    weights = [(parameter, parameter.data) for parameter in parameters if parameter.requires_grad]
-    yield
-    for parameter, data in weights:
-        parameter.data = data

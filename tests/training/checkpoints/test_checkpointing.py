@@ -53,7 +53,9 @@ def read_files(checkpoint):
 
 
 def refuse_copies(monkeypatch):
-    monkeypatch.setattr(HostCopy, "explain_refusal", lambda *_: "a copy takes 2.0 GB and 1.0 GB of memory are free")
+    monkeypatch.setattr(
+        HostCopy, "explain_refusal", lambda *_, **__: "a copy takes 2.0 GB and 1.0 GB of memory are free"
+    )
 
 
 def test_what_is_written_while_weights_change_is_what_a_waiting_save_writes(tiny_model_dir, tmp_path, monkeypatch):

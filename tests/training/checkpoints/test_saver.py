@@ -56,7 +56,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(build, tmp_path):
 
 
 def test_without_memory_for_a_copy_training_waits_and_says_so(build, tmp_path, lines, monkeypatch):
-    monkeypatch.setattr(HostCopy, "explain_refusal", lambda *_: "there is none")
+    monkeypatch.setattr(HostCopy, "explain_refusal", lambda *_, **__: "there is none")
     saver, state = build(), {"weight": torch.ones(3)}
     for step in (1, 2):
         saver.save(stage(saver, step, state))

@@ -8,17 +8,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from recipes_lib.models.saved_weights import BrokenSaveError, read_shapes
+from recipes_lib.training.checkpoints.saver import CheckpointSaver
 from recipes_lib.training.checkpoints.sharded import (
     compare_own_shards,
+    copy_model_shards,
+    copy_optimizer_shards,
     gather_trained_state,
     load_model_shards,
     load_optimizer_shards,
     read_trained_state,
-    save_model_shards,
-    save_optimizer_shards,
     verify_shards,
 )
 
@@ -43,8 +44,9 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
 def saved(tiny_model_dir, tmp_path):
     model, optimizer = build(tiny_model_dir)
     step(model, optimizer, 0)
-    save_model_shards(tmp_path, model)
-    save_optimizer_shards(tmp_path, dict(model.named_parameters()), optimizer)
+    saver = CheckpointSaver(TrainingArguments(output_dir=str(tmp_path), use_cpu=True), print)
+    copy_model_shards(tmp_path, model, saver)()
+    copy_optimizer_shards(tmp_path, dict(model.named_parameters()), optimizer, saver)()
     return model, optimizer, tmp_path
 
 
@@ -96,5 +98,5 @@ def test_what_is_missing_or_not_finite_is_named(saved):
     del tensors["model.norm.weight"]
     tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = float("nan")
     save_file(tensors, file)
-    with pytest.raises(BrokenSaveError, match=r"up_proj\.weight is not finite; model\.norm\.weight is not whole"):
+    with pytest.raises(BrokenSaveError, match=r"up_proj\.weight is not finite, model\.norm\.weight is not whole"):
         verify_shards(folder, read_shapes(model))

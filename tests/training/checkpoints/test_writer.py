@@ -104,6 +104,7 @@ def test_a_copy_for_which_there_is_no_memory_is_refused_with_the_figures(trained
     assert "GB of memory are free" in HostCopy().explain_refusal(*states)
     monkeypatch.setattr(checkpoint_writer, "read_free_memory", lambda: 2 * needed)
     assert HostCopy().explain_refusal(*states) is None
+    assert "GB of memory are free" in HostCopy().explain_refusal(*states, num_copies=2)
 
 
 def test_states_that_are_no_plain_tensors_are_refused():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,9 @@ from recipes_lib.training.monitoring.callbacks import Observer
 class CheckpointingTrainer(Trainer):
     """Upstream's trainer with the checkpoints of ``CheckpointSaver``.
 
-    Upstream writes every small file. Weights and optimizer states, where each process holds all of them, are copied to
-    host memory and written by a thread; under FSDP2 every process writes its own shards, and DeepSpeed's are written by
-    upstream, while training waits (``docs/decisions/0007-asynchronous-checkpoints.md``).
+    Upstream writes every small file. Weights and optimizer states, of FSDP2 each process's shards, are copied to host
+    memory and written by a thread; DeepSpeed's are written by upstream, while training waits
+    (``docs/decisions/0007-asynchronous-checkpoints.md``).
 
     Source: ``tests/training/checkpoints/test_checkpointing.py``, ``tests/distributed/test_sharded.py``.
     """
@@ -105,9 +107,10 @@ class CheckpointingTrainer(Trainer):
             stored = copy.deepcopy(self.state.stateful_callbacks)
             staged = self._stage(model, folder)
             self.state.stateful_callbacks = stored
-            self.layout.compare_own(staged.folder, self.model, self.name_parameters(), self.optimizer)
-            self.accelerator.wait_for_everyone()
-            return staged
+            compare = partial(
+                self.layout.compare_own, staged.folder, self.model, self.name_parameters(), self.optimizer
+            )
+            return replace(staged, tasks=[*staged.tasks, compare])
 
         self._saver.dry_run(
             stage,
@@ -152,8 +155,10 @@ class CheckpointingTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save into a checkpoint as the layout does; elsewhere the main process saves the whole model."""
         if self._staging is not None:
-            if not self.layout.is_shared and self._saver.is_main:
-                self._saver.decide_to_copy(lambda: (self._list_trained(), self.optimizer.state_dict()))
+            if self.layout.writes_copies and (self.layout.is_shared or self._saver.is_main):
+                # Of an optimizer in shards the ``state_dict`` would gather.
+                states: Any = (self._list_trained(), dict(self.optimizer.state))
+                self._saver.decide_to_copy(lambda: states, is_shared=self.layout.is_shared)
             folder = Path(str(output_dir))
             tasks = self.layout.save_model(folder, self.model, self.processing_class, self._saver)
             if tasks is not None:

@@ -20,6 +20,7 @@ from recipes_lib.training.checkpoints.saver import (
     Task,
     compare_with_live,
     is_adapter,
+    list_frozen,
     read_expected,
     verify_saved,
     write_state,
@@ -28,6 +29,8 @@ from recipes_lib.training.checkpoints.sharded import (
     MODEL_SHARDS,
     OPTIMIZER_SHARDS,
     compare_own_shards,
+    copy_model_shards,
+    copy_optimizer_shards,
     gather_parts,
     gather_trained_state,
     load_model_shards,
@@ -35,8 +38,6 @@ from recipes_lib.training.checkpoints.sharded import (
     load_whole_model,
     load_whole_optimizer,
     read_trained_shapes,
-    save_model_shards,
-    save_optimizer_shards,
     verify_shards,
 )
 from recipes_lib.training.collectives import get_rank
@@ -55,7 +56,8 @@ class ModelLayout:
 
     Attributes:
         engine: Name in ``COMPLETE.json``.
-        is_shared: Whether every process writes a part of a checkpoint, while training waits.
+        is_shared: Whether every process writes a part of a checkpoint.
+        writes_copies: Whether it is written from copies, beside training; otherwise training waits.
         has_engine_norm: Whether the engine computes the gradient norm and clips.
 
     Source: ``tests/training/checkpoints/test_model_layout.py``, ``tests/distributed/``.
@@ -63,6 +65,7 @@ class ModelLayout:
 
     engine: ClassVar[str] = "DEEPSPEED"
     is_shared: ClassVar[bool] = True
+    writes_copies: ClassVar[bool] = False
     has_engine_norm: bool = True
 
     def save_model(self, folder: Path, model: Any, tokenizer: Any, saver: CheckpointSaver) -> Sequence[Task] | None:
@@ -138,6 +141,7 @@ class ReplicatedLayout(ModelLayout):
 
     engine = ""
     is_shared = False
+    writes_copies = True
     has_engine_norm = False
 
     def __init__(self) -> None:
@@ -152,9 +156,7 @@ class ReplicatedLayout(ModelLayout):
         if self._tokenizer is None:
             # A tokenizer cannot be written by one thread while another pads with it.
             self._tokenizer = copy.deepcopy(tokenizer)
-        named = model.named_parameters(remove_duplicate=False)
-        frozen = [name for name, tensor in named if not tensor.requires_grad]
-        state = saver.take(model.state_dict(), unchanging=frozen)
+        state = saver.take(model.state_dict(), unchanging=list_frozen(model))
         return [partial(self._write_model, folder, model, state)]
 
     def save_optimizer(
@@ -187,13 +189,14 @@ class ShardedLayout(ModelLayout):
     """Tensors are torch's ``DTensor``, sharded by FSDP2 or tensor parallelism: every process writes its own shards."""
 
     engine = "FSDP"
+    writes_copies = True
 
     def __init__(self, *, has_engine_norm: bool) -> None:
         """Say whether accelerate sharded the model, and so clips its gradients."""
         self.has_engine_norm = has_engine_norm
 
     def save_model(self, folder: Path, model: Any, tokenizer: Any, saver: CheckpointSaver) -> Sequence[Task] | None:
-        """Write shards, and on the main process the configuration."""
+        """Copy the shards that training changes, and write, on the main process, the configuration."""
         if saver.is_main:
             base = unwrap_adapter(model)
             configs = model.peft_config.values() if is_adapter(model) else [model.config]
@@ -202,15 +205,13 @@ class ShardedLayout(ModelLayout):
             answers = [base.generation_config] if base.can_generate() else []
             for part in (*configs, *answers, tokenizer):
                 part.save_pretrained(folder)
-        save_model_shards(folder, model)
-        return ()
+        return [copy_model_shards(folder, model, saver)]
 
     def save_optimizer(
         self, folder: Path, parameters: Parameters, optimizer: torch.optim.Optimizer, saver: CheckpointSaver
     ) -> Sequence[Task] | None:
-        """Write shards."""
-        save_optimizer_shards(folder, parameters, optimizer)
-        return ()
+        """Copy the shards."""
+        return [copy_optimizer_shards(folder, parameters, optimizer, saver)]
 
     def load_model(self, folder: Path, model: nn.Module) -> bool:
         """Load shards of any number of processes, or what one process wrote whole."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import shutil
 import threading
 import time
@@ -16,8 +17,9 @@ from typing import Any, Final
 import torch
 from accelerate import PartialState
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import safe_globals
 
@@ -43,7 +45,7 @@ from recipes_lib.training.checkpoints.manifest import (
     write_complete,
 )
 from recipes_lib.training.checkpoints.resume import BATCH_KEYS, GENERATION_KEY
-from recipes_lib.training.collectives import gather_objects
+from recipes_lib.training.collectives import gather_objects, new_host_group
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.monitoring.progress import format_count
@@ -109,17 +111,19 @@ class HostCopy:
         self._stager = StateDictStager(pin_memory=self._has_device)
         self._is_taken = False
 
-    def explain_refusal(self, *states: Any) -> str | None:
+    def explain_refusal(self, *states: Any, num_copies: int = 1) -> str | None:
         """Return why these states cannot be copied, ``None`` when they can: for want of memory, or of a plain tensor.
 
         Args:
-            *states: Nested mappings and sequences with tensors in them.
+            *states: Nested mappings and sequences with tensors in them; of those in shards this process's are copied.
+            num_copies: Processes of this machine that copy as much each.
         """
         tensors = {id(tensor): tensor for state in states for tensor in iterate_tensors(state)}.values()
-        kinds = {type(tensor).__name__ for tensor in tensors} - {"Tensor", "Parameter", "Buffer"}
+        shards = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        kinds = {type(tensor).__name__ for tensor in shards} - {"Tensor", "Parameter", "Buffer"}
         if kinds:
             return f"states of the kind {min(kinds)} cannot be copied"
-        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        num_bytes = num_copies * sum(tensor.nbytes for tensor in shards)
         free = read_free_memory()
         if self._is_taken or num_bytes <= _MEMORY_SHARE * free:
             return None
@@ -159,6 +163,12 @@ _STATES: Final = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth")
 def is_adapter(model: nn.Module) -> bool:
     """Return whether a model is under an adapter, which alone is saved then."""
     return hasattr(model, "peft_config")
+
+
+def list_frozen(model: nn.Module) -> list[str]:
+    """Return the names of the parameters that training does not change, each name of one that is tied."""
+    named = model.named_parameters(remove_duplicate=False)
+    return [name for name, tensor in named if not tensor.requires_grad]
 
 
 def read_expected(model: Any, *, is_replicated: bool) -> dict[str, torch.Size]:
@@ -268,7 +278,7 @@ class Staged:
         step: Optimizer steps made before it.
         tasks: They write the files that are not there yet, from copies where training goes on meanwhile.
         verify: Opens the files again that this process wrote.
-        is_shared: Whether all processes wrote it; otherwise the main one alone has it.
+        is_shared: Whether all processes write it; otherwise the main one alone has it.
     """
 
     folder: Path
@@ -298,6 +308,7 @@ class CheckpointSaver:
         self._writer = CheckpointWriter()
         self._copy = HostCopy()
         self._copies: bool | None = None  # Known when there are states to be copied.
+        self._group: distributed.ProcessGroup | None = None  # Of the threads that write shards beside training.
 
     @property
     def is_main(self) -> bool:
@@ -320,17 +331,29 @@ class CheckpointSaver:
         PartialState().wait_for_everyone()
         return staged
 
-    def decide_to_copy(self, read_states: Callable[[], Sequence[Any]]) -> None:
+    @property
+    def group(self) -> distributed.ProcessGroup | None:
+        """Group of the processes that write a shared checkpoint beside training; ``None``: the default one."""
+        return self._group
+
+    def decide_to_copy(self, read_states: Callable[[], Sequence[Any]], *, is_shared: bool = False) -> None:
         """Decide with the first checkpoint whether there is memory for a copy, and tell if there is not.
 
         Args:
             read_states: Gives all that training changes; called once.
+            is_shared: Whether every process copies its shards, and calls; otherwise the main one alone does.
         """
-        if self._copies is None:
-            refusal = self._copy.explain_refusal(*read_states())
-            self._copies = refusal is None
-            if refusal:
-                self._say(f"training waits while a checkpoint is written: {refusal}")
+        if self._copies is not None:
+            return
+        machine = platform.node()
+        num_copies = gather_objects(machine).count(machine) if is_shared else 1
+        refusal = self._copy.explain_refusal(*read_states(), num_copies=num_copies)
+        if is_shared:
+            refusal = next(filter(None, gather_objects(refusal)), None)
+            self._group = None if refusal else new_host_group()
+        self._copies = refusal is None
+        if refusal:
+            self._say(f"training waits while a checkpoint is written: {refusal}")
 
     def take(self, state: Mapping[str, Any], *, unchanging: Iterable[str] = ()) -> Mapping[str, Any]:
         """Return what a task may write from: a copy, or the state itself where training waits.
@@ -412,8 +435,9 @@ class CheckpointSaver:
         self._writer.wait()
 
     def raise_failure(self) -> None:
-        """Raise what went wrong with the last checkpoint, without waiting for it."""
-        self._writer.raise_failure()
+        """Raise what went wrong with the last checkpoint, without waiting for it; the main process ends the others."""
+        if self.is_main:
+            self._writer.raise_failure()
 
     def settle(self) -> None:
         """Leave none half-written when a run ends by another error, which matters more than one of writing."""
@@ -422,27 +446,27 @@ class CheckpointSaver:
 
     def _write(self, staged: Staged, then: Task) -> None:
         """Write what is left of a checkpoint, open it again and seal it: beside training where there is a copy."""
-        if staged.is_shared:
-            self._seal_together(staged)
-            if self.is_main:
-                then()
+        if not (staged.is_shared or self.is_main):
             return
+        facts = self._describe_run(staged.step) if self.is_main else {}
 
         def job() -> None:
-            for task in staged.tasks:
-                task()
-            staged.verify()
-            write_complete(staged.folder, **facts)
-            then()
-
-        if self.is_main:
-            facts = self._describe_run(staged.step)
-            if self._copies:
-                self._writer.submit(job)
+            if staged.is_shared:
+                self._seal_together(staged, facts)
             else:
-                job()
+                for task in staged.tasks:
+                    task()
+                staged.verify()
+                write_complete(staged.folder, **facts)
+            if self.is_main:
+                then()
 
-    def _seal_together(self, staged: Staged) -> None:
+        if self._group if staged.is_shared else self._copies:
+            self._writer.submit(job)
+        else:
+            job()
+
+    def _seal_together(self, staged: Staged, facts: Mapping[str, Any]) -> None:
         """Have each process read what it wrote, at once; the main one seals what all of them found.
 
         No process waits for more than the largest share, nor for ever where another one fails.
@@ -456,7 +480,7 @@ class CheckpointSaver:
 
         def seal() -> None:
             if self.is_main:
-                write_complete(staged.folder, files, **self._describe_run(staged.step))
+                write_complete(staged.folder, files, **facts)
                 if (wrong := find_wrong_size(staged.folder)) is not None:
                     remedy = "put output_dir on storage that all machines share"
                     raise BrokenSaveError(f"{staged.folder}: {wrong}, which another process wrote; {remedy}")
@@ -475,7 +499,7 @@ class CheckpointSaver:
             got = do()
         except Exception as error:  # It is raised when the others know.
             failure = error
-        told = gather_objects((got, failure and f"{type(failure).__name__}: {failure}"))
+        told = gather_objects((got, failure and f"{type(failure).__name__}: {failure}"), self._group)
         if failure is not None:
             raise failure
         failures = [f"process {rank}: {words}" for rank, (_, words) in enumerate(told) if words]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,11 +19,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from recipes_lib.errors import list_first
 from recipes_lib.files import read_json
 from recipes_lib.models.adapters.lora import read_adapter_state
 from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.training.checkpoints.manifest import find_writer
-from recipes_lib.training.collectives import gather_objects, get_rank, is_distributed
+from recipes_lib.training.checkpoints.saver import CheckpointSaver, Task, list_frozen
+from recipes_lib.training.collectives import Group, gather_objects, get_rank, is_distributed
 from recipes_lib.training.layouts.fsdp import reshard
 
 MODEL_SHARDS: Final = "model_shards"
@@ -84,9 +87,10 @@ def gather_parts(model: nn.Module) -> dict[str, Tensor]:
     return whole
 
 
-def save_model_shards(folder: Path, model: nn.Module) -> None:
-    """Write the shards of a model's weights under ``folder``; every process must call, and none gathers anything."""
-    _save(folder / MODEL_SHARDS, read_trained_state(model))
+def copy_model_shards(folder: Path, model: nn.Module, saver: CheckpointSaver) -> Task:
+    """Copy a model's weights and return what writes their shards under ``folder``; every process must call both."""
+    state = _copy(read_trained_state(model), saver, list_frozen(model))
+    return lambda: write_shards(folder / MODEL_SHARDS, state, saver.group)
 
 
 def load_model_shards(folder: Path, model: nn.Module) -> None:
@@ -121,20 +125,26 @@ def read_whole_weights(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
-def save_optimizer_shards(
-    folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
-) -> None:
-    """Write the shards of an optimizer's states; its groups, which all processes have alike, as JSON.
+def copy_optimizer_shards(
+    folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, saver: CheckpointSaver
+) -> Task:
+    """Copy an optimizer's states and return what writes their shards; its groups, alike on all processes, become JSON.
 
     Args:
         folder: Of the checkpoint.
         parameters: What the optimizer trains, by the names that its states get.
         optimizer: After a step.
+        saver: Copies.
     """
-    _save(folder / OPTIMIZER_SHARDS, _read_states(parameters, optimizer))
-    if get_rank() == 0:
-        groups = [_describe_group(group) for group in optimizer.param_groups]
-        (folder / OPTIMIZER_SHARDS / _GROUPS).write_text(json.dumps(groups, indent=1), encoding="utf-8")
+    states = _copy(_read_states(parameters, optimizer), saver)
+    groups = [_describe_group(group) for group in optimizer.param_groups]
+
+    def write() -> None:
+        write_shards(folder / OPTIMIZER_SHARDS, states, saver.group)
+        if get_rank() == 0:
+            (folder / OPTIMIZER_SHARDS / _GROUPS).write_text(json.dumps(groups, indent=1), encoding="utf-8")
+
+    return write
 
 
 def load_optimizer_shards(
@@ -227,7 +237,7 @@ def verify_shards(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
     if rank == 0:
         faults += [f"{name} is not whole" for name, shape in shapes.items() if found[name] != shape.numel()]
     if faults:
-        raise BrokenSaveError(f"{folder / MODEL_SHARDS}: " + "; ".join(faults))
+        raise BrokenSaveError(f"{folder / MODEL_SHARDS}: {list_first(faults)}")
 
 
 def compare_own_shards(
@@ -238,7 +248,7 @@ def compare_own_shards(
     Args:
         folder: Of the checkpoint.
         model: The model, unchanged since.
-        parameters: As for ``save_optimizer_shards``.
+        parameters: As for ``copy_optimizer_shards``.
         optimizer: Its optimizer, unchanged since.
 
     Raises:
@@ -263,11 +273,31 @@ def _read_states(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.
     }
 
 
-def _save(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+def _copy(tensors: Mapping[str, Tensor], saver: CheckpointSaver, unchanging: Iterable[str] = ()) -> dict[str, Tensor]:
+    """Copies of what this process holds, sharded as the tensors are."""
+    local = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+    copied = saver.take({name: tensor.detach() for name, tensor in local.items()}, unchanging=unchanging)
+    # ``DTensor.from_local`` would bring the copy back to the device of the mesh.
+    wrap: Any = partial(DTensor, requires_grad=False)
+    return {
+        name: wrap(copied[name], tensor._spec) if isinstance(tensor, DTensor) else copied[name]
+        for name, tensor in tensors.items()
+    }
+
+
+def write_shards(folder: Path, tensors: Mapping[str, Tensor], group: Group = None) -> None:
+    """Write the shards of tensors; every process must call.
+
+    Args:
+        folder: Of these tensors alone.
+        tensors: By name; of a ``DTensor`` each process writes what it holds.
+        group: Of the threads that write beside training; ``None``: the default one.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     with _told_of_processes() as options:
-        save({name: tensor.detach() for name, tensor in tensors.items()}, storage_writer=writer, **options)
+        detached = {name: tensor.detach() for name, tensor in tensors.items()}
+        save(detached, storage_writer=writer, process_group=group, **options)
 
 
 def _load(folder: Path, tensors: Mapping[str, Tensor]) -> None:
