@@ -40,7 +40,7 @@ $(STAMP): pyproject.toml $(LOCK)
 	fi
 	@echo "Installing the locked versions into $(VENV); the first time takes a few minutes"
 	@touch $(UNFINISHED)
-	@$(PYTHON) -m pip install --quiet --disable-pip-version-check -c $(LOCK) -e ".[dev,track]"
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check -c $(LOCK) -e ".[corpus,dev,track]"
 	@rm $(UNFINISHED)
 	@touch $(STAMP)
 
@@ -87,6 +87,7 @@ bench: $(STAMP) ## side-by-side benchmarks against transformers and TRL as insta
 	@$(PYTHON) benchmarks/activation_checkpointing.py --output build/bench/activation_checkpointing.json
 	@$(PYTHON) benchmarks/checkpoints.py --output build/bench/checkpoints.json
 	@$(PYTHON) benchmarks/publishing.py --rounds 2 --output build/bench/publishing.json
+	@$(PYTHON) benchmarks/corpus.py --rounds 2 --output build/bench/corpus.json
 
 docs: $(STAMP) ## write docs/configs.md, and check every link, path and command in the documentation
 	@$(PYTHON) -m recipes_lib.config.generate

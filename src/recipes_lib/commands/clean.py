@@ -1,0 +1,119 @@
+"""``recipes clean``: raw text to a clean corpus, as ``recipes/corpus.py``."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from recipes_lib.config.corpus import CorpusConfig, parse_corpus_command
+from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
+
+MEGABYTES_PER_SECOND: Final = 1.7
+"""A core's rate through all steps of web text (``benchmarks/corpus.py``); texts without a quality preset are faster."""
+DISK_SHARE: Final = 1.7
+"""Bytes in `.work` for a byte of input: documents compressed by half, 4 for a word of about 6, and the hashes of short
+ones. The shards are the same files under other names."""
+_PACKAGES: Final = ("datatrove", "ftfy", "trafilatura", "warcio")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command.
+
+    Raises:
+        ConfigError: The configuration is wrong, or the extra ``corpus`` is not installed.
+        DataError: A source cannot be read, or no document is left.
+    """
+    config = _parse(argv)
+    if config is None:
+        return
+    from recipes_lib.corpus.pipeline import make_corpus
+
+    manifest = make_corpus(config)
+    if manifest is None:
+        sys.stdout.write(f"submitted to {config.executor}; the last job writes {config.output_dir}/corpus.json\n")
+        return
+    for line in describe(manifest, config.output_dir):
+        sys.stdout.write(f"{line}\n")
+
+
+def _parse(argv: Sequence[str]) -> CorpusConfig | None:
+    """Return the configuration; ``None`` when a text was asked for, which is printed.
+
+    Raises:
+        ConfigError: It is wrong, or the extra ``corpus`` is not installed.
+    """
+    config = parse_corpus_command(argv)
+    if isinstance(config, str):
+        sys.stdout.write(f"{config}\n")
+        return None
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        found = f"{' and '.join(missing)} not installed"
+        raise ConfigError(Problem("recipes clean", found, "pip install 'recipes-lib[corpus]'"))
+    return config
+
+
+def check(argv: Sequence[str]) -> int:
+    """``recipes check`` of a corpus: open every source, word list and benchmark, and load every model.
+
+    Raises:
+        ConfigError: As ``main``.
+        DataError: A source or benchmark cannot be read.
+    """
+    config = _parse(argv)
+    if config is None:
+        return EXIT_DONE
+    from recipes_lib.corpus.pipeline import try_steps
+
+    for line in try_steps(config):
+        sys.stdout.write(f"{line}\n")
+    sys.stdout.write("\nready to clean\n")
+    return EXIT_DONE
+
+
+def plan(argv: Sequence[str]) -> None:
+    """``recipes plan`` of a corpus: hours and disk, by the size of its sources.
+
+    Raises:
+        ConfigError: As ``main``.
+        DataError: A source cannot be found.
+    """
+    config = _parse(argv)
+    if config is None:
+        return
+    from recipes_lib.corpus.inputs import count_input_bytes, open_inputs
+
+    sizes = {source.label: count_input_bytes(source) for source in open_inputs(config)}
+    workers = config.workers or os.cpu_count() or 1
+    for label, size in sizes.items():
+        sys.stdout.write(f"{label}: {'a stream of unknown size' if size is None else f'{size / 1e9:,.3f} GB'}\n")
+    total = sum(size or 0 for size in sizes.values())
+    hours = total / 1e6 / MEGABYTES_PER_SECOND / workers / 3600
+    sys.stdout.write(
+        f"{hours:,.2f} hours on {workers} cores, at {MEGABYTES_PER_SECOND:g} MB/s of text each (docs/results.md)\n"
+        f"disk: at most {total * DISK_SHARE / 1e9:,.3f} GB, for `.work` and the shards together\n"
+    )
+
+
+def describe(manifest: Mapping[str, Any], output_dir: str) -> list[str]:
+    """Return what was reached: removals by step, warnings, and at last counts and places."""
+    steps = manifest["steps"]
+    lines = [
+        f"{step}: {tally['documents_in'] - tally['documents_out']:,} of {tally['documents_in']:,} documents removed"
+        for step, tally in steps.items()
+        if tally["documents_in"] > tally["documents_out"]
+    ]
+    lines += [f"warning: not read: {note}" for note in manifest["notes"]]
+    for entry in manifest["mixture"]:
+        if entry["too_often"]:
+            lines.append(f"warning: {entry['name']} would be read {entry['epochs']:g} times; above 4 its value decays")
+    tokens = "" if manifest["tokens"] is None else f", {manifest['tokens']:,} tokens"
+    read = next(iter(steps.values()))["documents_in"]
+    lines.append(
+        f"{manifest['documents']:,} of {read:,} documents, {manifest['bytes'] / 1e6:,.1f} MB{tokens}: "
+        f"dataset_name: {output_dir}; what went and why: {output_dir}/report.html"
+    )
+    return lines

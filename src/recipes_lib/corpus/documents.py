@@ -1,0 +1,254 @@
+"""What a pipeline does to a document, step by step: what is counted, sampled and written."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
+
+from recipes_lib.config.corpus import Mode
+from recipes_lib.errors import DataError, Problem
+from recipes_lib.files import replacing
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+MAX_SAMPLE_CHARACTERS: Final = 1500
+_BATCH_ROWS: Final = 500
+PART_END: Final = "\ue000"
+"""Stands between the messages of a chat while steps see them as one text; of the private use area of Unicode."""
+
+
+class Step(Protocol):
+    """One step of the cleaning.
+
+    Attributes:
+        name: As counts and reports call it.
+    """
+
+    name: str
+
+    def apply(self, document: Document, found: Counter[str]) -> str | None:
+        """Change the document's text in place; return why it is to be removed, or ``None``.
+
+        Args:
+            document: Not empty.
+            found: Gets what is found in it, by kind.
+        """
+
+
+@dataclass
+class StepTally:
+    """Documents and bytes that went into a step and came out, removals by reason, and findings by kind."""
+
+    documents_in: int = 0
+    bytes_in: int = 0
+    documents_out: int = 0
+    bytes_out: int = 0
+    removed: Counter[str] = field(default_factory=Counter)
+    removed_bytes: Counter[str] = field(default_factory=Counter)
+    changed: int = 0
+    found: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Mapping[str, Any]) -> None:
+        """Add the tally of another task, as JSON holds it."""
+        for name, value in other.items():
+            if isinstance(value, Mapping):
+                getattr(self, name).update(value)
+            else:
+                setattr(self, name, getattr(self, name) + value)
+
+    def to_record(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
+
+
+def hash_name(name: str) -> int:
+    """Return 56 bits that decide by a document's name alone."""
+    return int.from_bytes(hashlib.blake2b(name.encode(errors="replace"), digest_size=7).digest())
+
+
+class Samples:
+    """A few documents for each step and reason: those with the smallest hash, whatever the order they come in."""
+
+    def __init__(self, limit: int) -> None:
+        """Keep up to ``limit`` for each."""
+        self.limit = limit
+        self._kept: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+
+    def add(self, name: str, document: Document, before: str = "") -> None:
+        """Offer a document; ``before`` is its text before the step."""
+        text = before or document.text
+        digest = hash_name(document.id)
+        kept = self._kept.setdefault(name, [])
+        if len(kept) < self.limit or (kept and digest < -kept[0][0]):
+            sample = {"id": document.id, "text": text[:MAX_SAMPLE_CHARACTERS], "hash": digest}
+            if "repeats" in document.metadata:
+                sample["repeats"] = document.metadata["repeats"]
+            if before and before != document.text:
+                sample["after"] = document.text[:MAX_SAMPLE_CHARACTERS]
+            self.merge(name, sample)
+
+    def merge(self, name: str, sample: dict[str, Any]) -> None:
+        """Offer a sample of another task."""
+        kept = self._kept.setdefault(name, [])
+        if sample["hash"] in [-key for key, _ in kept]:
+            return
+        heapq.heappush(kept, (-sample["hash"], sample))
+        if len(kept) > self.limit:
+            heapq.heappop(kept)
+
+    def list(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the samples by name, in the order of their hashes."""
+        return {name: [sample for _, sample in sorted(kept, reverse=True)] for name, kept in sorted(self._kept.items())}
+
+
+class Ledger:
+    """What a task counts and samples.
+
+    Attributes:
+        tallies: By step, in their order.
+        samples: Of removed documents by ``step: reason``, of changed ones by ``step``, and of those kept.
+        notes: What could not be read, the first ones.
+    """
+
+    max_notes = 20
+
+    def __init__(self, steps: Sequence[str], num_samples: int) -> None:
+        """Count for these steps."""
+        self._steps, self._num_samples = steps, num_samples
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin a task."""
+        self.tallies = {step: StepTally() for step in self._steps}
+        self.samples = Samples(self._num_samples)
+        self.notes: list[str] = []
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Add what another task has written."""
+        for step, tally in record["tallies"].items():
+            self.tallies.setdefault(step, StepTally()).add(tally)
+        for name, samples in record["samples"].items():
+            for sample in samples:
+                self.samples.merge(name, sample)
+        self.notes = (self.notes + record["notes"])[: self.max_notes]
+
+    def to_record(self) -> dict[str, Any]:
+        """Return all of it as JSON values."""
+        tallies = {step: tally.to_record() for step, tally in self.tallies.items()}
+        return {"tallies": tallies, "samples": self.samples.list(), "notes": self.notes}
+
+    def remove(self, step: str, reason: str, document: Document, before: str = "") -> None:
+        """Count a removed document."""
+        tally = self.tallies[step]
+        tally.removed[reason] += 1
+        tally.removed_bytes[reason] += count_bytes(before or document.text)
+        self.samples.add(f"{step}: {reason}", document, before)
+
+
+class Apply(PipelineStep):  # type: ignore[misc]
+    """A step as a block of datatrove's pipelines; counts what it does."""
+
+    type = "CLEAN"
+
+    def __init__(self, step: Step, mode: Mode, ledger: Ledger) -> None:
+        """Apply ``step``, or with ``annotate`` only note what it would do."""
+        super().__init__()
+        self.name, self.step, self.mode, self.ledger = step.name, step, mode, ledger
+
+    def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Yield what is left."""
+        tally, name = self.ledger.tallies[self.step.name], self.step.name
+        for document in data:
+            before = document.text
+            with self.track_time():
+                reason = self.step.apply(document, tally.found)
+            if reason is None and not document.text.strip():
+                reason = "nothing left"
+            tally.documents_in += 1
+            tally.bytes_in += count_bytes(before)
+            if document.text is not before and document.text != before:
+                tally.changed += 1
+                if reason is None:
+                    self.ledger.samples.add(name, document, before)
+            if self.mode == "annotate":
+                if reason is not None or document.text != before:
+                    document.metadata.setdefault("flags", []).append(f"{name}: {reason or 'changed'}")
+                if reason is not None:
+                    tally.found[reason] += 1
+                document.text, reason = before, None
+            if reason is not None:
+                self.ledger.remove(name, reason, document, before)
+                continue
+            tally.documents_out += 1
+            tally.bytes_out += count_bytes(document.text)
+            yield document
+
+
+def count_bytes(text: str) -> int:
+    """Return the bytes of a text as UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def build_schema() -> pa.Schema:
+    """Return the columns of a shard: ``text``, ``id``, ``source``, and ``metadata`` as JSON."""
+    import pyarrow as pa
+
+    return pa.schema([(name, pa.large_string()) for name in ("text", "id", "source", "metadata")])
+
+
+def write_shard(path: Path, documents: Iterator[Document]) -> int:
+    """Write documents as a Parquet file, all of it or nothing; return how many there were.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema, count = build_schema(), 0
+    with replacing(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
+        while rows := [_to_row(document) for document in islice(documents, _BATCH_ROWS)]:
+            writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=schema))
+            count += len(rows)
+    return count
+
+
+def read_shard(path: Path) -> Iterator[Document]:
+    """Read what ``write_shard`` wrote.
+
+    Raises:
+        DataError: The file is damaged.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(_BATCH_ROWS):
+                for row in batch.to_pylist():
+                    metadata = json.loads(row["metadata"]) | {"source": row["source"]}
+                    yield Document(text=row["text"], id=row["id"], metadata=metadata)
+    except (OSError, pa.ArrowException) as error:
+        found = f"cannot be read: {error}"
+        raise DataError(Problem(str(path), found, "delete the folder `.work` of the corpus, and run again")) from error
+
+
+def _to_row(document: Document) -> dict[str, Any]:
+    metadata = {name: value for name, value in document.metadata.items() if name != "source"}
+    return {
+        "text": document.text,
+        "id": document.id,
+        "source": document.metadata["source"],
+        "metadata": json.dumps(metadata, ensure_ascii=False, default=str),
+    }

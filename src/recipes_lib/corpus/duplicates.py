@@ -1,0 +1,324 @@
+"""Exact and near duplicates of a whole corpus, and the lines that many of its documents share.
+
+Cleaning leaves for every task arrays of hashes beside its documents; here they are compared, in the order of the
+documents. Memory holds 90 bytes a document; bands are read one at a time and sorted in slices of ``_SLICE_ROWS``; what
+is compared exactly is mapped from the disk.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from recipes_lib.config.corpus import CorpusConfig
+from recipes_lib.corpus.shingles import HashArray, MinHash, ShingleArray, compute_jaccard, hash_shingles
+from recipes_lib.errors import DataError, Problem
+from recipes_lib.files import read_record, replacing
+
+KEPT: Final = 0
+EXACT: Final = 1
+NEAR: Final = 2
+
+_SLICE_ROWS: Final = 1 << 26
+"""Hashes sorted at a time: a gibibyte with their order."""
+_MAX_COMPARISONS: Final = 1000
+"""Kept candidates that a document is compared with, the first ones: templates that differ in each page have more."""
+_ARRAYS: Final = ("exact", "bands", "num_shingles", "shingles", "num_lines", "lines")
+
+Ordinals = npt.NDArray[np.int64]
+
+
+class Hashes:
+    """Hashes of the documents of a task, collected one by one."""
+
+    def __init__(self, config: CorpusConfig, *, has_lines: bool) -> None:
+        """Compute what ``config`` compares."""
+        self.config, self.has_lines = config, has_lines
+        self._minhash = MinHash(config.near_duplicates_bands, config.near_duplicates_rows, config.near_duplicates_seed)
+        self._found: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _ARRAYS}
+
+    def add(self, text: str) -> None:
+        """Add a document."""
+        digest = hashlib.blake2b(text.encode(errors="replace"), digest_size=16).digest()
+        shingles = np.zeros(0, np.uint32)
+        keys = np.zeros(self._minhash.bands, np.uint64)
+        if self.config.near_duplicates != "off":
+            shingles = hash_shingles(text, self.config.near_duplicates_ngram)
+            keys = self._minhash.compute_keys(shingles)
+        lines = hash_lines(text, self.config.repeated_lines_unit) if self.has_lines else np.zeros(0, np.uint64)
+        sizes = (np.array([len(array)], np.int64) for array in (shingles, lines))
+        arrays: tuple[npt.NDArray[Any], ...] = (
+            np.frombuffer(digest, np.uint64)[None],
+            keys[None],
+            next(sizes),
+            shingles,
+            next(sizes),
+            lines,
+        )
+        for name, array in zip(_ARRAYS, arrays, strict=True):
+            self._found[name].append(array)
+
+    def write(self, folder: Path, rank: int) -> None:
+        """Write the arrays of the task."""
+        empty = {"exact": (0, 2), "bands": (0, self._minhash.bands)}
+        for name, arrays in self._found.items():
+            kind = np.uint32 if name == "shingles" else np.int64 if name.startswith("num") else np.uint64
+            array = np.concatenate([np.zeros(empty.get(name, (0,)), kind), *arrays])
+            with replacing(_array_path(folder, rank, name)) as partial, partial.open("wb") as file:
+                np.save(file, array)
+
+
+def _array_path(folder: Path, rank: int, name: str) -> Path:
+    return folder / f"{rank:05d}.{name}.npy"
+
+
+def split_lines(text: str, unit: str) -> list[str]:
+    """Return the lines or paragraphs of a text; joined by what separates them they are the text again."""
+    return text.split("\n" if unit == "line" else "\n\n")
+
+
+def hash_lines(text: str, unit: str) -> HashArray:
+    """Return a hash of every line or paragraph, ``uint64 (L,)``; 0 for blank ones, which are never removed."""
+    stripped = (line.strip() for line in split_lines(text, unit))
+    values = (
+        int.from_bytes(hashlib.blake2b(line.encode(errors="replace"), digest_size=8).digest()) if line else 0
+        for line in stripped
+    )
+    return np.fromiter(values, np.uint64)
+
+
+@dataclass(frozen=True)
+class HashFolder:
+    """Hashes of a source's documents.
+
+    Attributes:
+        path: Folder of the arrays.
+        num_tasks: Tasks that wrote them.
+        label: The source.
+    """
+
+    path: Path
+    num_tasks: int
+    label: str
+
+
+class HashTable:
+    """The hashes of all documents, those of earlier corpora first; arrays are mapped, not read."""
+
+    def __init__(self, folders: Sequence[HashFolder]) -> None:
+        """Open them."""
+        self.tasks = [(folder, rank) for folder in folders for rank in range(folder.num_tasks)]
+        self._arrays: dict[str, list[npt.NDArray[Any]]] = {
+            name: [np.load(_array_path(folder.path, rank, name), mmap_mode="r") for folder, rank in self.tasks]
+            for name in _ARRAYS
+        }
+        sizes = [len(array) for array in self._arrays["exact"]]
+        self.starts = np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
+        self._shingle_starts = [np.concatenate(([0], np.cumsum(array))) for array in self._arrays["num_shingles"]]
+
+    def __len__(self) -> int:
+        """How many documents there are."""
+        return int(self.starts[-1])
+
+    def concatenate(self, name: str) -> npt.NDArray[Any]:
+        """Return an array of all documents."""
+        return np.concatenate(self._arrays[name])
+
+    def read_band(self, band: int) -> HashArray:
+        """Return a band's key of every document."""
+        return np.concatenate([array[:, band] for array in self._arrays["bands"]])
+
+    def read_keys(self, ordinal: int) -> HashArray:
+        """Return the keys of one document's bands."""
+        task, row = self._locate(ordinal)
+        return np.asarray(self._arrays["bands"][task][row])
+
+    def read_shingles(self, ordinal: int) -> ShingleArray:
+        """Return the set of one document's shingles, sorted."""
+        task, row = self._locate(ordinal)
+        start, stop = self._shingle_starts[task][row : row + 2]
+        return np.unique(self._arrays["shingles"][task][start:stop])
+
+    def iterate_lines(self) -> Iterator[tuple[HashArray, Ordinals]]:
+        """Yield for every task its lines' hashes, and the document of each."""
+        for start, sizes, lines in zip(self.starts[:-1], self._arrays["num_lines"], self._arrays["lines"], strict=True):
+            yield np.asarray(lines), np.repeat(np.arange(start, start + len(sizes)), sizes)
+
+    def _locate(self, ordinal: int) -> tuple[int, int]:
+        task = int(np.searchsorted(self.starts, ordinal, "right")) - 1
+        return task, int(ordinal - self.starts[task])
+
+
+@dataclass(frozen=True)
+class Duplicates:
+    """What is found of every document.
+
+    Attributes:
+        status: ``uint8 (N,)``; ``KEPT``, ``EXACT`` or ``NEAR``.
+        kept_as: ``int64 (N,)``; the earlier document that it repeats, or itself.
+    """
+
+    status: npt.NDArray[np.uint8]
+    kept_as: Ordinals
+
+
+def find_duplicates(table: HashTable, config: CorpusConfig) -> Duplicates:
+    """Compare all documents; of equal and similar ones the first is kept."""
+    found = Duplicates(np.zeros(len(table), np.uint8), np.arange(len(table), dtype=np.int64))
+    salts = _salt_by_source(table) if config.duplicates_across == "source" else None
+    if config.exact_duplicates != "off":
+        _find_exact(table, salts, found)
+    if config.near_duplicates != "off":
+        _find_near(table, config, salts, found)
+    return found
+
+
+def _salt_by_source(table: HashTable) -> HashArray:
+    labels = [hashlib.blake2b(folder.label.encode(), digest_size=8).digest() for folder, _ in table.tasks]
+    return np.repeat(np.frombuffer(b"".join(labels), np.uint64), np.diff(table.starts))
+
+
+def _find_exact(table: HashTable, salts: HashArray | None, found: Duplicates) -> None:
+    digests = table.concatenate("exact")
+    high, low = digests[:, 0] if salts is None else digests[:, 0] ^ salts, digests[:, 1]
+    order = np.lexsort((low, high))  # Stable: equal ones stay in the order of the documents.
+    repeats = np.zeros(len(order), bool)
+    repeats[1:] = (high[order[1:]] == high[order[:-1]]) & (low[order[1:]] == low[order[:-1]])
+    firsts = order[np.maximum.accumulate(np.where(repeats, 0, np.arange(len(order))))]
+    found.status[order[repeats]] = EXACT
+    found.kept_as[order] = firsts
+
+
+def _find_near(table: HashTable, config: CorpusConfig, salts: HashArray | None, found: Duplicates) -> None:
+    num_shingles = table.concatenate("num_shingles")
+    # A text shorter than an n-gram has none, and is like no other.
+    active = np.flatnonzero((found.status == KEPT) & (num_shingles > 0))
+    labels = np.arange(len(table), dtype=np.int64)
+    for band in range(config.near_duplicates_bands):
+        keys = table.read_band(band)[active]
+        _unite(labels, *_find_equal(keys if salts is None else keys ^ salts[active], active))
+    components = labels[active]
+    order = np.argsort(components, kind="stable")
+    borders = np.flatnonzero(np.diff(components[order], prepend=-1, append=-1))
+    greedy = _KeepFirst(table, config, salts)
+    for start, stop in itertools.pairwise(borders):
+        if stop - start > 1:
+            for ordinal, kept_as in greedy.remove(active[order[start:stop]]):
+                found.status[ordinal] = NEAR
+                found.kept_as[ordinal] = kept_as
+
+
+def _find_equal(keys: HashArray, ordinals: Ordinals) -> tuple[Ordinals, Ordinals]:
+    """Return pairs of documents with equal keys, such that all with one key are connected."""
+    num_slices = max(1, -(-len(keys) // _SLICE_ROWS))
+    pairs = []
+    for number in range(num_slices):
+        chosen = np.flatnonzero(keys % np.uint64(num_slices) == number) if num_slices > 1 else np.arange(len(keys))
+        order = chosen[np.argsort(keys[chosen], kind="stable")]
+        same = np.flatnonzero(keys[order[1:]] == keys[order[:-1]])
+        pairs.append((ordinals[order[same]], ordinals[order[same + 1]]))
+    return np.concatenate([first for first, _ in pairs]), np.concatenate([second for _, second in pairs])
+
+
+def _unite(labels: Ordinals, first: Ordinals, second: Ordinals) -> None:
+    """Give connected documents the label of the first of them all."""
+    while len(first):
+        ours, theirs = labels[first], labels[second]
+        apart = ours != theirs
+        first, second = first[apart], second[apart]
+        np.minimum.at(labels, np.maximum(ours, theirs)[apart], np.minimum(ours, theirs)[apart])
+        while not np.array_equal(labels[labels], labels):
+            labels[:] = labels[labels]
+
+
+class _KeepFirst:
+    """Removes of connected documents those that are similar to an earlier one that is kept."""
+
+    def __init__(self, table: HashTable, config: CorpusConfig, salts: HashArray | None) -> None:
+        self._table, self._config, self._salts = table, config, salts
+        self._read = functools.lru_cache(maxsize=4096)(table.read_shingles)
+
+    def remove(self, members: Ordinals) -> Iterator[tuple[int, int]]:
+        """Yield each document to remove, and the kept one that it repeats; members ascend."""
+        if not self._config.near_duplicates_verify:
+            yield from ((int(member), int(members[0])) for member in members[1:])
+            return
+        kept: dict[tuple[int, int], list[int]] = {}
+        for member in map(int, members):
+            keys = self._table.read_keys(member)
+            buckets = list(enumerate((keys if self._salts is None else keys ^ self._salts[member]).tolist()))
+            candidates = sorted({earlier for bucket in buckets for earlier in kept.get(bucket, ())})
+            similar = (earlier for earlier in candidates[:_MAX_COMPARISONS] if self._is_similar(earlier, member))
+            if (first := next(similar, None)) is not None:
+                yield member, first
+                continue
+            for bucket in buckets:
+                kept.setdefault(bucket, []).append(member)
+
+    def _is_similar(self, first: int, second: int) -> bool:
+        return compute_jaccard(self._read(first), self._read(second)) >= self._config.near_duplicates_threshold
+
+
+def find_repeated_lines(table: HashTable, status: npt.NDArray[np.uint8], least: int) -> tuple[HashArray, Ordinals]:
+    """Return the hashes of lines in at least ``least`` kept documents, sorted, and the first document of each."""
+    num_lines = sum(len(lines) for lines, _ in table.iterate_lines())
+    num_slices = max(1, -(-num_lines // _SLICE_ROWS))
+    hashes, firsts = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
+    for number in range(num_slices):
+        collected = []
+        for lines, owners in table.iterate_lines():
+            chosen = (lines != 0) & (status[owners] == KEPT) & (lines % np.uint64(num_slices) == number)
+            collected.append((lines[chosen], owners[chosen]))
+        keys = np.concatenate([lines for lines, _ in collected])
+        owners = np.concatenate([own for _, own in collected])
+        order = np.lexsort((owners, keys))
+        keys, owners = keys[order], owners[order]
+        is_new = np.ones(len(keys), bool)  # Once for each document that has the line.
+        is_new[1:] = (keys[1:] != keys[:-1]) | (owners[1:] != owners[:-1])
+        values, first, counts = np.unique(keys[is_new], return_index=True, return_counts=True)
+        hashes.append(values[counts >= least])
+        firsts.append(owners[is_new][first[counts >= least]])
+    values, owners = np.concatenate(hashes), np.concatenate(firsts)
+    order = np.argsort(values)
+    return values[order], owners[order]
+
+
+def describe_hashes(config: CorpusConfig) -> dict[str, Any]:
+    """Return what decides the hashes, as JSON values; corpora with others cannot be compared."""
+    return {name: getattr(config, f"near_duplicates_{name}") for name in ("ngram", "bands", "rows", "seed")} | {
+        "near": config.near_duplicates != "off"
+    }
+
+
+def open_earlier(name: str, config: CorpusConfig) -> list[HashFolder]:
+    """Return the hashes of an earlier corpus, of those it removed too: compared again, the same ones are.
+
+    Raises:
+        DataError: It is none, its hashes are gone, or they are of another kind.
+    """
+    remedy = "name the output_dir of a finished corpus, whose folder `.work` is still there"
+    fields: Mapping[str, type] = {"hashes": dict, "work": dict}
+    manifest = read_record(Path(name) / "corpus.json", fields, remedy=remedy)
+    if manifest["hashes"] != describe_hashes(config):
+        found = f"its hashes are {manifest['hashes']}, and this corpus asks for {describe_hashes(config)}"
+        raise DataError(Problem(name, found, "set the near_duplicates keys as they were there"))
+    work = Path(name) / ".work"
+    try:
+        folders = [
+            HashFolder(work / clean["folder"], clean["num_tasks"], clean["label"])
+            for clean in manifest["work"]["clean"]
+        ]
+        for folder in folders:
+            for rank in range(folder.num_tasks):
+                _array_path(folder.path, rank, "exact").stat()
+    except (OSError, KeyError, TypeError) as error:
+        raise DataError(Problem(name, f"its hashes cannot be read: {error}", remedy)) from error
+    return folders

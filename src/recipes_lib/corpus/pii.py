@@ -1,0 +1,214 @@
+"""Personal data and secrets: patterns, check digits, and placeholders in their place."""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+from datatrove.data import Document
+
+from recipes_lib.config.corpus import PII_KINDS
+from recipes_lib.config.secrets import SECRET, SECRET_HINTS
+
+Validate = Callable[[str], int]
+"""Returns how many characters of a match are the thing itself; 0: none."""
+
+
+class Pattern(NamedTuple):
+    """A kind of personal data.
+
+    Attributes:
+        kind: One of ``PII_KINDS``.
+        regex: Finds candidates. It begins with a character or class, and looks behind after it: so ``re`` skips fast.
+        validate: Decides on each.
+        hints: A text without any of these has no candidate, which is quicker to see.
+    """
+
+    kind: str
+    regex: re.Pattern[str]
+    validate: Validate
+    hints: Sequence[str] = ("",)
+
+
+_IBAN_LENGTHS: Final = {
+    country: length
+    for length, countries in (
+        (15, "NO"),
+        (16, "BE"),
+        (18, "DK FI FO GL NL"),
+        (19, "MK SI"),
+        (20, "AT BA EE KZ LT LU XK"),
+        (21, "CH HR LI LV"),
+        (22, "BG BH CR DE GB GE IE ME RS"),
+        (23, "AE GI IL TL"),
+        (24, "AD CZ ES MD PK RO SA SE SK TN VG"),
+        (25, "PT"),
+        (26, "IS TR"),
+        (27, "FR GR IT MC MR SM"),
+        (28, "AL AZ BY CY DO GT HU LB PL"),
+        (29, "BR PS QA"),
+        (30, "JO KW MU"),
+        (31, "MT"),
+    )
+    for country in countries.split()
+}
+"""Characters of an IBAN by country (ISO 13616)."""
+
+
+def is_luhn(digits: str) -> bool:
+    """Return whether the last of some digits is the Luhn check digit of the others (ISO/IEC 7812-1)."""
+    values = [int(digit) for digit in reversed(digits)]
+    doubled = [value * 2 - 9 * (value > 4) for value in values[1::2]]
+    return (sum(values[::2]) + sum(doubled)) % 10 == 0
+
+
+def is_card(digits: str) -> bool:
+    """Return whether digits are a card's number: prefix and length of a network, Luhn, and not one digit repeated."""
+    return bool(_CARD_NETWORKS.fullmatch(digits)) and is_luhn(digits) and len(set(digits)) > 1
+
+
+_CARD_NETWORKS: Final = re.compile(
+    r"4(?:\d{12}|\d{15}|\d{18})"  # Visa
+    r"|(?:5[1-5]\d\d|222[1-9]|22[3-9]\d|2[3-6]\d\d|27[01]\d|2720)\d{12}"  # Mastercard
+    r"|3[47]\d{13}|3(?:0[0-5]|[68]\d)\d{11}"  # American Express, Diners
+    r"|(?:6011|65\d\d|64[4-9]\d)\d{12}|35(?:2[89]|[3-8]\d)\d{12}|62\d{14,17}"  # Discover, JCB, UnionPay
+)
+
+
+def is_iban(text: str) -> bool:
+    """Return whether a text without spaces is an IBAN: its country's length, and 1 modulo 97 (ISO 13616)."""
+    if len(text) != _IBAN_LENGTHS.get(text[:2]):
+        return False
+    return int("".join(str(int(char, 36)) for char in text[4:] + text[:4])) % 97 == 1
+
+
+def _whole(is_valid: Callable[[str], bool]) -> Validate:
+    return lambda text: len(text) if is_valid(text) else 0
+
+
+def _measure_grouped(text: str, is_valid: Callable[[str], bool]) -> int:
+    """Return the length of the longest beginning, up to a space or hyphen, that is valid without these."""
+    for end in range(len(text), 0, -1):
+        if (end == len(text) or text[end] in " -") and is_valid(re.sub("[ -]", "", text[:end])):
+            return end
+    return 0
+
+
+def _is_public_ip(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text).is_global
+    except ValueError:
+        return False
+
+
+def _is_phone(text: str) -> bool:
+    digits = re.sub(r"\D", "", text)
+    if text.startswith("+"):
+        return 8 <= len(digits) <= 15  # ITU-T E.164
+    return digits[0] in "23456789" and digits[3] in "23456789"  # North America: area and exchange
+
+
+def _is_ssn(text: str) -> bool:
+    area, group, serial = text.split("-")
+    return area not in ("000", "666") and area[0] != "9" and group != "00" and serial != "0000"
+
+
+_LOCAL: Final = r"A-Za-z0-9.!#$%&'*+/=?^_`{|}~-"
+PATTERNS: Final = (
+    Pattern(
+        "private_key",
+        re.compile(
+            r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----"
+            r"(?:[^-]{0,20000}-----END [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----|[A-Za-z0-9+/=\s\\]{0,20000})"
+        ),
+        len,
+        ("PRIVATE KEY",),
+    ),
+    Pattern("api_token", SECRET, len, SECRET_HINTS),
+    Pattern(
+        "email",
+        # The run of characters before the @ is bounded and begins where a run does: a megabyte without one is passed.
+        re.compile(
+            rf"[{_LOCAL}](?<![{_LOCAL}]{{2}})[{_LOCAL}]{{0,63}}@"
+            r"(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.){1,8}[A-Za-z]{2,24}(?![\w-])"
+        ),
+        len,
+        ("@",),
+    ),
+    Pattern(
+        "iban",
+        re.compile(r"[A-Z](?<!\w[A-Z])[A-Z]\d{2}(?: ?[A-Z0-9]){11,32}(?!\w)"),
+        functools.partial(_measure_grouped, is_valid=is_iban),
+    ),
+    Pattern(
+        "card",
+        re.compile(r"\d(?<![\w.-]\d)(?:[ -]?\d){12,18}(?![\w-])"),
+        functools.partial(_measure_grouped, is_valid=is_card),
+    ),
+    Pattern("ssn", re.compile(r"\d(?<![\w-]\d)\d\d-\d{2}-\d{4}(?![\w-])"), _whole(_is_ssn), ("-",)),
+    Pattern(
+        "phone",
+        re.compile(r"\+(?<!\w\+)\d{1,3}(?:[ .-]?(?:\(\d{1,4}\)|\d{1,8})){1,5}(?!\w)"),
+        _whole(_is_phone),
+        ("+",),
+    ),
+    Pattern(
+        "phone",
+        re.compile(r"[(\d](?<![\w.-][(\d])(?:(?<=\()\d{3}\) ?|(?<=\d)\d{2}[-. ])\d{3}[-.]\d{4}(?![\w-])"),
+        _whole(_is_phone),
+    ),
+    Pattern("ip", re.compile(r"\d(?<![\w.]\d)\d{0,2}(?:\.\d{1,3}){3}(?!\w|\.\d)"), _whole(_is_public_ip), (".",)),
+    Pattern(
+        "ip",
+        re.compile(r"[23](?<![\w:][23])[0-9a-fA-F]{3}:(?:[0-9a-fA-F]{0,4}:){1,6}[0-9a-fA-F]{0,4}(?![\w:])"),
+        _whole(_is_public_ip),
+        (":",),
+    ),
+)
+"""In the order in which they are looked for: what one has masked is not there for the next."""
+
+
+class PII:
+    """Masks personal data and secrets, or removes the document that has some."""
+
+    name = "pii"
+
+    def __init__(self, kinds: Sequence[str] | None, *, drops: bool) -> None:
+        """Look for ``kinds``, all unless told; ``drops``: remove the document."""
+        self._kinds = kinds or PII_KINDS
+        self._drops = drops
+
+    def apply(self, document: Document, found: Counter[str]) -> str | None:
+        """Mask what is found."""
+        here: Counter[str] = Counter()
+        text = mask(document.text, self._kinds, here)
+        found.update(here)
+        if self._drops and here:
+            return " and ".join(sorted(here))
+        document.text = text
+        return None
+
+
+def mask(text: str, kinds: Sequence[str], found: Counter[str]) -> str:
+    """Return a text with a placeholder such as ``<EMAIL>`` in the place of everything of these kinds."""
+    for pattern in PATTERNS:
+        if pattern.kind in kinds and any(hint in text for hint in pattern.hints):
+            text = _mask_kind(text, pattern, found)
+    return text
+
+
+def _mask_kind(text: str, pattern: Pattern, found: Counter[str]) -> str:
+    pieces, last, position = [], 0, 0
+    while match := pattern.regex.search(text, position):
+        length = pattern.validate(match.group())
+        # What is none may begin before one: the next candidate may overlap it.
+        position = match.start() + (length or 1)
+        if length:
+            found[pattern.kind] += 1
+            pieces += [text[last : match.start()], f"<{pattern.kind.upper()}>"]
+            last = position
+    return "".join([*pieces, text[last:]])

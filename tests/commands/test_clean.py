@@ -1,0 +1,92 @@
+"""``recipes clean`` and ``recipes/corpus.py`` as a user has them."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+from tests.forked import ROOT
+
+from recipes_lib.cli import main as run_recipes
+from recipes_lib.commands.clean import describe, main
+from recipes_lib.errors import ConfigError
+
+
+@pytest.fixture
+def config(tmp_path):
+    rows = [{"text": f"document {at} says hello to a@b.co"} for at in range(3)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0]]) + "broken\n")
+    path = tmp_path / "c.yaml"
+    path.write_text(f"sources: [{{name: {tmp_path}/a.jsonl}}]\noutput_dir: {tmp_path}/out\nworkers: 1\n")
+    return path
+
+
+def test_the_last_line_says_what_was_reached_and_where_it_lies(config, capsys):
+    assert run_recipes(["clean", "--config", str(config)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    out = config.parent / "out"
+    assert lines[-1].startswith("3 of 5 documents, ")
+    assert lines[-1].endswith(f"dataset_name: {out}; what went and why: {out}/report.html")
+    assert "exact_duplicates: 1 of 4 documents removed" in lines
+    assert any(line.startswith("warning: not read: ") and "a.jsonl:5" in line for line in lines)
+
+
+def test_check_and_plan_know_a_corpus(config, capsys):
+    (config.parent / "bench.jsonl").write_text('{"q": "one two three four five six"}\n{"q": "seven"}\n')
+    path = config.rename(config.with_name("corpus.yaml"))
+    flags = ["--config", str(path), "--benchmarks", f"[{{name: {config.parent}/bench.jsonl}}]"]
+    assert run_recipes(["check", *flags]) == 0
+    told = capsys.readouterr().out
+    assert "a: text, 1 tasks; extract, fix_text, pii, decontamination" in told
+    assert "bench: 1 texts are protected, 1 are too short" in told
+    assert told.endswith("ready to clean\n")
+    assert not (config.parent / "out" / "data").exists()
+    assert run_recipes(["plan", *flags, "--workers", "4"]) == 0
+    told = capsys.readouterr().out
+    assert "hours on 4 cores" in told
+    assert "disk: at most" in told
+    assert run_recipes(["check", *flags, "--sources", "[{name: gone.jsonl}]"]) == 2
+    assert "gone.jsonl" in capsys.readouterr().err
+    assert run_recipes(["check", *flags, "--benchmarks", "[{name: gone.jsonl}]"]) == 2
+
+
+def test_reading_a_source_too_often_is_a_warning():
+    manifest = {
+        "steps": {"read": {"documents_in": 1, "documents_out": 1}},
+        "notes": [],
+        "mixture": [{"name": "a", "epochs": 5.5, "too_often": True}],
+        "tokens": 7,
+        "documents": 1,
+        "bytes": 10,
+    }
+    lines = describe(manifest, "out")
+    assert lines[0] == "warning: a would be read 5.5 times; above 4 its value decays"
+    assert "7 tokens" in lines[-1]
+
+
+def test_without_the_extra_the_error_names_it(config, monkeypatch):
+    original = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "datatrove" else original(name))
+    with pytest.raises(ConfigError, match=r"pip install 'recipes-lib\[corpus\]'"):
+        main(["--config", str(config)])
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--sauces", "[]"]])
+def test_help_and_a_wrong_key_import_nothing_slow(arguments):
+    code = (
+        "import sys\nfrom recipes_lib.boundary import run_command\nfrom recipes_lib.commands.clean import main\n"
+        f"run_command(lambda: main({arguments}))\n"
+        "print([name for name in ('datatrove', 'torch', 'datasets', 'pyarrow', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "--sources" in done.stdout or "did you mean `sources`" in done.stderr
+
+
+@pytest.mark.multiprocess
+def test_the_recipe_is_the_command(config):
+    command = [sys.executable, "recipes/corpus.py", "--config", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1].startswith("3 of 5 documents")
+    assert "cleaning a: 1 of 1 tasks" in done.stderr

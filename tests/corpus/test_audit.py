@@ -1,0 +1,58 @@
+"""What a sample is found to hold, and what it is not."""
+
+import random
+import re
+
+from tests.corpus.texts import ENGLISH, GERMAN, make_text, vary
+
+from recipes_lib.corpus import audit
+from recipes_lib.corpus.audit import audit_texts, count_languages
+
+
+def clean_texts(num=60):
+    """Documents of other words each."""
+    random_ = random.Random(0)
+    return [f"{make_text(random_, 60)}." for _ in range(num)]
+
+
+def test_clean_texts_have_no_warning():
+    assert audit_texts(clean_texts()).warnings == []
+    assert audit_texts([]).facts == audit_texts([]).warnings == []
+
+
+def test_planted_faults_are_counted():
+    texts = clean_texts()
+    planted = [
+        *(f"{text}\nsubscribe to our newsletter" for text in texts[:20]),
+        *texts[20:],
+        *texts[30:34],
+        *(vary(random.Random(1), text, 1) for text in texts[40:46]),
+        f"{make_text(random.Random(3), 30)} ada@example.org and 078-05-1120",
+        "schÃ¶n " + make_text(random.Random(4), 30),
+    ]
+    warnings = audit_texts(planted).warnings
+    counts = {re.sub(r"^[\d,]+ of \d+ documents \([\d.]+%\) ", "", text): int(text.split()[0]) for text in warnings}
+    assert counts == {
+        "repeat an earlier one": 4,
+        "nearly repeat an earlier one": 6,
+        "share 1 lines that 10 or more have": 20,
+        "have personal data or secrets: email 1, ssn 1": 1,
+        "have garbled characters": 1,
+    }
+
+
+def test_languages_are_a_fact_and_single_ones_a_warning():
+    texts = [f"{number} {ENGLISH}" for number in range(60)] + [GERMAN]
+    assert count_languages(texts) == {"en": 60, "de": 1}
+    found = audit_texts(texts)
+    assert "languages: en 98%, de 2%" in found.facts
+    assert "single documents are in other languages: de" in found.warnings
+
+
+def test_no_more_is_read_than_the_sample(monkeypatch):
+    monkeypatch.setattr(audit, "MAX_DOCUMENTS", 5)
+    endless = iter(lambda: make_text(random.Random(), 20), None)
+    assert "the first 5 documents" in audit_texts(endless).facts[0]
+    monkeypatch.setattr(audit, "MAX_DOCUMENTS", 10**9)
+    monkeypatch.setattr(audit, "MAX_BYTES", 1000)
+    assert "0.0 MB" in audit_texts(endless).facts[0]

@@ -1,0 +1,115 @@
+"""Contaminated texts that must be found, and those that must stay."""
+
+import copy
+import json
+import random
+from collections import Counter
+
+import pytest
+from datatrove.data import Document
+from tests.corpus.texts import make_text, word_ngrams
+
+from recipes_lib.corpus.decontamination import Decontamination, Index, read_items
+from recipes_lib.errors import DataError
+
+QUESTION = (
+    "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did "
+    "Natalia sell altogether in April and May?"
+)
+SHORT = "The capital of Burkina Faso is Ouagadougou"
+
+
+@pytest.fixture
+def benchmark(tmp_path):
+    path = tmp_path / "gsm.jsonl"
+    rows = [{"question": QUESTION, "answer": "72"}, {"question": SHORT, "answer": "yes"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"name": str(path), "label": "gsm"}
+
+
+def judge(benchmark, text, size=13, excises=False):
+    step, document = Decontamination([benchmark], size, excises=excises), Document(text=text, id="1")
+    reason = step.apply(document, found := Counter())
+    return reason, document.text, found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        QUESTION,
+        QUESTION.upper(),
+        f"before {QUESTION} after",
+        QUESTION.replace(",", " -").replace(".", " ...\n"),
+        " ".join(QUESTION.split()[3:16]),
+        f"They say: {SHORT.lower()}!",
+    ],
+)
+def test_contaminated_texts_are_found(benchmark, text):
+    reason, _, found = judge(benchmark, text)
+    assert reason == "gsm"
+    assert found == {"gsm": 1}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "In April Natalia sold clips to 48 friends. In May she sold half as many of them. What is her total?",
+        QUESTION.replace("48", "49").replace("half", "twice").replace("altogether", "in total"),
+        " ".join(QUESTION.split()[3:15]),
+        "The capital of Burkina Faso is not Ouagadougou",
+        "72 yes",
+    ],
+)
+def test_paraphrases_other_numbers_and_shorter_runs_stay(benchmark, text):
+    assert judge(benchmark, text)[0] is None
+
+
+def test_it_is_the_intersection_of_ngrams():
+    random_ = random.Random(0)
+    vocabulary = make_text(random_, 25).split()
+    items, texts = ([" ".join(random_.choices(vocabulary, k=30)) for _ in range(60)] for _ in range(2))
+    index = Index(3)
+    for item in items:
+        index.add("t", item)
+    expected = set().union(*(word_ngrams(item, 3) for item in items))
+    for text in texts:
+        places = [text[start:end] for _, start, end in index.find(text)]
+        words = text.split()
+        runs = [tuple(words[at : at + 3]) for at in range(len(words) - 2)]
+        assert places == [" ".join(run) for run in runs if run in expected]
+
+
+def test_excision_leaves_what_is_far_away(benchmark):
+    before, after = ("word " * 200).strip(), ("other " * 200).strip()
+    reason, text, _ = judge(benchmark, f"{before} {QUESTION} {after}", excises=True)
+    assert reason is None
+    assert "Natalia" not in text
+    kept_before, kept_after = text.split("\n")
+    assert before.startswith(kept_before)
+    assert after.endswith(kept_after)
+    assert len(before) - 201 <= len(kept_before) <= len(before) - 199
+
+
+def test_items_that_are_too_short_are_counted(benchmark):
+    step = Decontamination([benchmark], 13, excises=False)
+    assert step.index.num_short == {"gsm": 2}
+    assert step.index.num_items == {"gsm": 4}
+
+
+def test_columns_and_nested_texts_are_read(tmp_path):
+    path = tmp_path / "mmlu.jsonl"
+    path.write_text(json.dumps({"q": "one", "choices": ["two", "three"], "n": 4}) + "\n")
+    assert list(read_items({"name": str(path)})) == ["one", "two three", "one two three"]
+    assert list(read_items({"name": str(path), "columns": ["choices"]})) == ["two three"]
+    with pytest.raises(DataError, match="no column `question`"):
+        list(read_items({"name": str(path), "columns": ["question"]}))
+    with pytest.raises(DataError, match="no text"):
+        list(read_items({"name": str(path), "columns": ["n"]}))
+
+
+def test_a_process_that_gets_the_step_reads_the_benchmarks_itself(benchmark):
+    step = Decontamination([benchmark], 13, excises=False)
+    assert step.index.find(QUESTION)
+    other = copy.deepcopy(step)
+    assert "index" not in vars(other)
+    assert other.index.find(QUESTION) == step.index.find(QUESTION)

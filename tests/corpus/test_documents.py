@@ -1,0 +1,98 @@
+"""Counting, sampling and shards."""
+
+import random
+from collections import Counter
+
+import pytest
+from datatrove.data import Document
+
+from recipes_lib.corpus.documents import Apply, Ledger, Samples, count_bytes, read_shard, write_shard
+from recipes_lib.errors import DataError
+
+
+class Shorten:
+    name = "shorten"
+
+    def apply(self, document, found):
+        found["seen"] += 1
+        if document.text == "bad":
+            return "is bad"
+        document.text = document.text.removesuffix("!")
+        return None
+
+
+def run(texts, mode="apply"):
+    ledger = Ledger(["shorten"], 2)
+    documents = [Document(text=text, id=str(at), metadata={"source": "s"}) for at, text in enumerate(texts)]
+    kept = list(Apply(Shorten(), mode, ledger).run(iter(documents)))
+    return kept, ledger
+
+
+TEXTS = ["good", "bad", "é!", "!", "good!"]
+
+
+def test_everything_that_goes_in_is_counted_once():
+    kept, ledger = run(TEXTS)
+    tally = ledger.tallies["shorten"]
+    assert [document.text for document in kept] == ["good", "é", "good"]
+    assert (tally.documents_in, tally.documents_out, tally.changed) == (5, 3, 3)
+    assert tally.removed == {"is bad": 1, "nothing left": 1}
+    assert tally.removed_bytes == {"is bad": 3, "nothing left": 1}
+    assert tally.bytes_in == sum(len(text.encode()) for text in TEXTS)
+    assert tally.bytes_out == sum(len(document.text.encode()) for document in kept)
+    assert tally.documents_in == tally.documents_out + sum(tally.removed.values())
+
+
+def test_annotation_changes_no_text_and_removes_nothing():
+    kept, ledger = run(TEXTS, "annotate")
+    assert [document.text for document in kept] == TEXTS
+    flags = [document.metadata.get("flags") for document in kept]
+    assert flags == [None, ["shorten: is bad"], ["shorten: changed"], ["shorten: nothing left"], ["shorten: changed"]]
+    assert ledger.tallies["shorten"].found == {"seen": 5, "is bad": 1, "nothing left": 1}
+
+
+def test_tallies_of_tasks_add_up():
+    merged, parts = Ledger([], 2), [run(TEXTS[:2])[1], run(TEXTS[2:])[1]]
+    for part in parts:
+        merged.add(part.to_record())
+    assert merged.to_record()["tallies"] == run(TEXTS)[1].to_record()["tallies"]
+
+
+def test_samples_do_not_depend_on_the_order_or_the_tasks():
+    documents = [Document(text=f"text {at}", id=f"d{at}") for at in range(100)]
+    shuffled = random.Random(0).sample(documents, 100)
+    taken = []
+    for order in (documents, shuffled):
+        whole, merged = Samples(3), Samples(3)
+        for document in order:
+            whole.add("x", document)
+        for half in (order[:50], order[50:]):
+            part = Samples(3)
+            for document in half:
+                part.add("x", document)
+            for sample in part.list()["x"]:
+                merged.merge("x", sample)
+        taken += [whole.list(), merged.list()]
+    assert len(taken[0]["x"]) == 3
+    assert all(samples == taken[0] for samples in taken)
+    assert Samples(0).list() == {}
+
+
+def test_shards_hold_what_was_written(tmp_path):
+    documents = [
+        Document(text=f"é {at}", id=str(at), metadata={"source": "s", "url": None, "n": {"a": [at]}})
+        for at in range(1200)
+    ]
+    path = tmp_path / "a.parquet"
+    assert write_shard(path, iter(documents)) == 1200
+    assert [(d.text, d.id, d.metadata) for d in read_shard(path)] == [(d.text, d.id, d.metadata) for d in documents]
+    assert write_shard(path, iter([])) == 0
+    assert list(read_shard(path)) == []
+    path.write_bytes(b"PAR1 broken")
+    with pytest.raises(DataError, match=r"\.work"):
+        list(read_shard(path))
+
+
+def test_bytes_are_those_of_utf8():
+    assert [count_bytes(text) for text in ("", "abc", "é", "日本")] == [0, 3, 2, 6]
+    assert Counter(a=1) + Counter(a=2) == Counter(a=3)

@@ -1,0 +1,156 @@
+"""Duplicates against brute force on texts whose similarity is known."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.corpus.texts import jaccard, keep_first, make_text, vary
+
+from recipes_lib.config.corpus import CorpusConfig
+from recipes_lib.corpus import duplicates
+from recipes_lib.corpus.duplicates import (
+    EXACT,
+    KEPT,
+    NEAR,
+    Hashes,
+    HashFolder,
+    HashTable,
+    find_duplicates,
+    find_repeated_lines,
+    hash_lines,
+    split_lines,
+)
+
+CONFIG = CorpusConfig(sources=[], output_dir="")
+
+
+def build_table(folder, texts, config=CONFIG, num_tasks=1, label="a", has_lines=False):
+    folder.mkdir(exist_ok=True)
+    for rank, chunk in enumerate(np.array_split(np.arange(len(texts)), num_tasks)):
+        hashes = Hashes(config, has_lines=has_lines)
+        for at in chunk:
+            hashes.add(texts[at])
+        hashes.write(folder, rank)
+    return HashTable([HashFolder(folder, num_tasks, label)])
+
+
+def plant(seed=0, num=120):
+    """Texts, exact repeats of some and variants of others at similarities from 0.5 to 0.97."""
+    random_ = random.Random(seed)
+    texts = [make_text(random_, random_.randrange(60, 200)) for _ in range(num)]
+    copies = [texts[at] for at in random_.sample(range(num), 15)]
+    variants = [vary(random_, random_.choice(texts), random_.choice((1, 2, 3, 5, 8))) for _ in range(80)]
+    planted = [*texts, *copies, *variants]
+    random_.shuffle(planted)
+    return planted
+
+
+@pytest.fixture(scope="module")
+def planted():
+    return plant()
+
+
+def test_with_one_hash_a_band_it_is_brute_force(tmp_path, planted):
+    config = replace(CONFIG, near_duplicates_bands=64, near_duplicates_rows=1)
+    found = find_duplicates(build_table(tmp_path / "h", planted, config), config)
+    assert np.flatnonzero(found.status == KEPT).tolist() == keep_first(planted, 0.8)
+
+
+def test_every_removed_document_repeats_a_kept_one(tmp_path, planted):
+    found = find_duplicates(build_table(tmp_path / "h", planted), CONFIG)
+    removed = np.flatnonzero(found.status != KEPT)
+    assert len(removed) > 40
+    for at in removed:
+        kept_as = found.kept_as[at]
+        assert kept_as < at
+        if found.status[at] == EXACT:
+            assert planted[kept_as] == planted[at]
+        else:
+            assert found.status[kept_as] == KEPT
+            assert jaccard(planted[kept_as], planted[at]) >= 0.8
+    expected = set(range(len(planted))) - set(keep_first(planted, 0.8))
+    assert len(expected - set(removed.tolist())) <= 0.06 * len(expected)
+
+
+def test_what_is_found_depends_on_the_order_alone(tmp_path, planted):
+    whole = find_duplicates(build_table(tmp_path / "one", planted), CONFIG)
+    cut = find_duplicates(build_table(tmp_path / "five", planted, num_tasks=5), CONFIG)
+    assert whole.status.tolist() == cut.status.tolist()
+    assert whole.kept_as.tolist() == cut.kept_as.tolist()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_any_order_keeps_the_same_texts_where_similarity_is_transitive(tmp_path, seed):
+    random_ = random.Random(seed)
+    texts = [make_text(random_, 100) for _ in range(40)]
+    families = [text for text in texts for _ in range(random_.randrange(1, 4))]
+    random_.shuffle(families)
+    found = find_duplicates(build_table(tmp_path / "h", families), CONFIG)
+    kept = [families[at] for at in np.flatnonzero(found.status == KEPT)]
+    assert sorted(kept) == sorted(texts)
+
+
+def test_without_verification_a_cluster_is_what_is_connected(tmp_path):
+    random_ = random.Random(3)
+    chain = [make_text(random_, 200)]
+    for _ in range(6):
+        chain.append(vary(random_, chain[-1], 3))
+    config = replace(CONFIG, near_duplicates_bands=100, near_duplicates_rows=4)
+    table = build_table(tmp_path / "h", chain, config)
+    assert jaccard(chain[0], chain[-1]) < 0.6
+    loose = find_duplicates(table, replace(config, near_duplicates_verify=False))
+    assert loose.status.tolist() == [KEPT] + [NEAR] * 6
+    verified = find_duplicates(table, config)
+    assert np.flatnonzero(verified.status == KEPT).tolist() == keep_first(chain, 0.8)
+    assert (verified.status == KEPT).sum() > 1
+
+
+def test_short_texts_are_not_all_alike(tmp_path):
+    found = find_duplicates(build_table(tmp_path / "h", ["one two", "three", "one two", "a b c d"]), CONFIG)
+    assert found.status.tolist() == [KEPT, KEPT, EXACT, KEPT]
+    loose = replace(CONFIG, near_duplicates_verify=False)
+    assert (
+        find_duplicates(build_table(tmp_path / "l", ["one two", "three"], loose), loose).status.tolist() == [KEPT] * 2
+    )
+
+
+def test_sources_may_be_compared_alone(tmp_path):
+    text = make_text(random.Random(0), 90)
+    for label in "ab":
+        build_table(tmp_path / label, [text, vary(random.Random(1), text, 1), text])
+    table = HashTable([HashFolder(tmp_path / label, 1, label) for label in "ab"])
+    assert find_duplicates(table, CONFIG).status.tolist() == [KEPT, NEAR, EXACT, EXACT, EXACT, EXACT]
+    alone = find_duplicates(table, replace(CONFIG, duplicates_across="source"))
+    assert alone.status.tolist() == [KEPT, NEAR, EXACT] * 2
+
+
+def test_slices_of_the_hashes_change_nothing(tmp_path, planted, monkeypatch):
+    lines = ["\n".join([text[:50], "all rights reserved"]) for text in planted]
+    table = build_table(tmp_path / "h", lines, num_tasks=3, has_lines=True)
+    whole = find_duplicates(table, CONFIG)
+    repeated = find_repeated_lines(table, whole.status, 10)
+    monkeypatch.setattr(duplicates, "_SLICE_ROWS", 50)
+    sliced = find_duplicates(table, CONFIG)
+    assert whole.status.tolist() == sliced.status.tolist()
+    assert [a.tolist() for a in repeated] == [a.tolist() for a in find_repeated_lines(table, sliced.status, 10)]
+
+
+@pytest.mark.parametrize("unit", ["line", "paragraph"])
+def test_lines_count_once_for_each_kept_document(tmp_path, unit):
+    between = "\n" if unit == "line" else "\n\n"
+    texts = [between.join(["menu", f"text {at}", "menu", ""]) for at in range(5)] + [between.join(["foot", "foot"])]
+    config = replace(CONFIG, repeated_lines_unit=unit)
+    table = build_table(tmp_path / "h", [*texts, texts[0]], config, has_lines=True)
+    status = find_duplicates(table, config).status
+    for least, expected in ((5, ["menu"]), (6, [])):
+        hashes, firsts = find_repeated_lines(table, status, least)
+        assert hashes.tolist() == [hash_lines(line, unit)[0] for line in expected]
+        assert firsts.tolist() == [0] * len(expected)
+
+
+def test_lines_joined_again_are_the_text():
+    for unit, between in (("line", "\n"), ("paragraph", "\n\n")):
+        text = "a\n\n\nb \n c\n"
+        assert between.join(split_lines(text, unit)) == text
+        assert len(hash_lines(text, unit)) == len(split_lines(text, unit))

@@ -1,0 +1,179 @@
+"""Every kind of source as documents, cut into tasks without a loss; what cannot be read is counted."""
+
+import gzip
+import io
+import json
+
+import pytest
+from tests.corpus.texts import write_rows
+
+from recipes_lib.config.corpus import CorpusConfig
+from recipes_lib.corpus.documents import PART_END, Ledger
+from recipes_lib.corpus.inputs import READ, Part, Read, _split, open_inputs
+from recipes_lib.data.sources.canonical import load_source
+from recipes_lib.errors import DataError
+
+
+def read(entry, raises=False, task_megabytes=1):
+    (source,) = open_inputs(CorpusConfig(sources=[entry], output_dir="", task_megabytes=task_megabytes))
+    ledger = Ledger([READ], 3)
+    reader = Read(source, ledger, raises=raises)
+    return [document for rank in range(len(source.tasks)) for document in reader.run(rank=rank)], ledger, source
+
+
+def test_rows_keep_their_id_and_metadata(tmp_path):
+    path = tmp_path / "web.jsonl"
+    path.write_text('{"text": "one", "id": "x1", "url": "u"}\n{"text": "two", "date": 3}\n')
+    documents, _, source = read({"name": str(path)})
+    assert [(d.text, d.id, d.metadata) for d in documents] == [
+        ("one", "x1", {"url": "u", "source": "web"}),
+        ("two", "web:2", {"date": 3, "source": "web"}),
+    ]
+    assert source.label == "web"
+
+
+@pytest.mark.parametrize("task_bytes", [1, 7, 100, 1000, 10**6])
+def test_lines_of_a_large_file_are_read_once_each_whatever_the_cut(tmp_path, task_bytes):
+    texts = [f"text {at} " + "é" * (at % 17) for at in range(200)]
+    path = write_rows(tmp_path / "a.jsonl", texts)
+    parts = list(_split(load_source(str(path)), "a", task_bytes))
+    ledger = Ledger([READ], 3)
+    reader = Read(None, ledger, raises=True)
+    read_ = [found for part in parts for found in reader._read(part)]
+    assert [document.text for document in read_] == texts
+    assert len({document.id for document in read_}) == len(texts)
+    assert task_bytes > path.stat().st_size or len(parts) > 1
+
+
+def test_a_json_array_is_not_cut(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps([{"text": "a" * 50}] * 50))
+    assert len(list(_split(load_source(str(path)), "a", 100))) == 1
+
+
+def test_small_files_share_a_task_in_their_order(tmp_path):
+    for at in range(5):
+        (tmp_path / f"{at}.txt").write_text(f"file {at}")
+    documents, _, source = read({"name": str(tmp_path), "label": "t"})
+    assert [document.text for document in documents] == [f"file {at}" for at in range(5)]
+    assert len(source.tasks) == 1
+
+
+def test_parquet_text_and_paragraphs(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"text": ["one", "two"], "score": [1, 2]}), tmp_path / "p.parquet")
+    assert [d.metadata["score"] for d in read({"name": str(tmp_path / "p.parquet")})[0]] == [1, 2]
+    (tmp_path / "t.txt").write_text("a\nb\n\nc\n")
+    whole = read({"name": str(tmp_path / "t.txt")})[0]
+    assert [d.text for d in whole] == ["a\nb\n\nc\n"]
+    paragraphs = read({"name": str(tmp_path / "t.txt"), "text_documents": "paragraph"})[0]
+    assert [d.text for d in paragraphs] == ["a\nb", "c"]
+
+
+def write_warc(path, records):
+    from warcio.statusandheaders import StatusAndHeaders
+    from warcio.warcwriter import WARCWriter
+
+    with path.open("wb") as file:
+        writer = WARCWriter(file, gzip=path.suffix == ".gz")
+        for kind, body in records:
+            headers = StatusAndHeaders("200 OK", [("Content-Type", "text/html")], protocol="HTTP/1.0")
+            http = headers if kind == "response" else None
+            record = writer.create_warc_record(
+                f"http://x/{len(body)}", kind, payload=io.BytesIO(body), http_headers=http
+            )
+            writer.write_record(record)
+
+
+@pytest.mark.parametrize("name", ["a.warc", "a.warc.gz", "a.wet.gz"])
+def test_warc_and_wet_records(tmp_path, name):
+    kind = "conversion" if "wet" in name else "response"
+    bodies = ["<html>ä</html>".encode(), "<p>naïve café, déjà vu, à la carte</p>".encode("latin-1")]
+    write_warc(tmp_path / name, [("warcinfo", b"x"), *((kind, body) for body in bodies)])
+    documents, _, _ = read({"name": str(tmp_path / name)})
+    assert [d.metadata.get("html", False) for d in documents] == [kind == "response"] * 2
+    assert documents[0].text == "<html>ä</html>"
+    assert "caf" in documents[1].text
+    assert documents[0].metadata["url"] == f"http://x/{len(bodies[0])}"
+    assert len({d.id for d in documents}) == 2
+
+
+def test_a_warc_file_that_breaks_off_is_counted(tmp_path):
+    write_warc(tmp_path / "a.warc.gz", [("response", b"<p>one</p>" * 500), ("response", b"<p>two</p>" * 500)])
+    data = (tmp_path / "a.warc.gz").read_bytes()
+    (tmp_path / "b.warc").write_bytes(gzip.decompress(data)[:3000] + b"garbage")
+    (tmp_path / "c.warc").write_bytes(b"this is no archive at all")
+    (tmp_path / "d.warc.gz").write_bytes(data[: len(data) // 3])
+    documents, ledger, _ = read({"name": str(tmp_path), "label": "crawl"})
+    assert [document.text for document in documents] == ["<p>one</p>" * 500, "<p>two</p>" * 500]
+    assert ledger.tallies[READ].removed == {"cannot be read": 3}
+    assert [note.partition(":")[0] for note in ledger.notes] == [
+        f"crawl/{name}" for name in ("b.warc", "c.warc", "d.warc.gz")
+    ]
+
+
+def test_html_files_in_any_encoding(tmp_path):
+    (tmp_path / "a.html").write_bytes('<meta charset="latin-1"><p>café</p>'.encode("latin-1"))
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "b.HTM").write_text("<p>zwei</p>")
+    documents, _, _ = read({"name": str(tmp_path), "label": "pages"})
+    assert ["caf" in documents[0].text, documents[1].text] == [True, "<p>zwei</p>"]
+    assert [d.id for d in documents] == ["pages/a.html", "pages/sub/b.HTM"]
+
+
+def test_a_folder_of_pages_and_other_data_is_refused(tmp_path):
+    (tmp_path / "a.html").write_text("<p>one</p>")
+    (tmp_path / "README.md").write_text("about")
+    assert len(read({"name": str(tmp_path), "label": "x"})[0]) == 1
+    (tmp_path / "b.txt").write_text("two")
+    with pytest.raises(DataError, match="mixes pages and other data"):
+        read({"name": str(tmp_path), "label": "x"})
+
+
+def test_what_cannot_be_read_is_counted_or_an_error(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\nbroken\n{"text": 3}\n{"text": ""}\n{"text": "two"}\n')
+    documents, ledger, _ = read({"name": str(path)})
+    assert [d.text for d in documents] == ["one", "two"]
+    tally = ledger.tallies[READ]
+    assert tally.removed == {"cannot be read": 3}
+    assert (tally.documents_in, tally.documents_out) == (5, 2)
+    assert [note.partition(": ")[0] for note in ledger.notes] == [f"{path}:{line}" for line in (2, 3, 4)]
+    with pytest.raises(DataError, match=r"broken_rows: drop"):
+        read({"name": str(path)}, raises=True)
+
+
+def test_a_file_that_is_no_utf8_is_named(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes("schön".encode("latin-1"))
+    documents, ledger, _ = read({"name": str(path)})
+    assert documents == []
+    assert "not UTF-8 at byte 3" in ledger.notes[0]
+
+
+def test_half_a_surrogate_pair_is_counted(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a\\ud800b"}\n{"text": "whole"}\n')
+    documents, ledger, _ = read({"name": str(path)})
+    assert [document.text for document in documents] == ["whole"]
+    assert ledger.tallies[READ].removed == {"cannot be read": 1}
+
+
+def test_chats_are_one_text_with_marks_between_messages(tmp_path):
+    path = tmp_path / "chat.jsonl"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    path.write_text(json.dumps({"messages": messages}) + "\n")
+    (document,) = read({"name": str(path), "kind": "chat"})[0]
+    assert document.text == f"a{PART_END}b"
+    assert [dict(message) for message in document.metadata["row"]["messages"]] == messages
+
+
+def test_the_fingerprint_is_that_of_the_content(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", ["one"])
+    first = read({"name": str(path)})[2].fingerprint
+    assert read({"name": str(path)})[2].fingerprint == first
+    write_rows(path, ["two"])
+    assert read({"name": str(path)})[2].fingerprint != first
+    assert Part("x") == Part("x")

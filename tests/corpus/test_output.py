@@ -1,0 +1,39 @@
+"""Shards and chats as they are written."""
+
+import json
+
+import pytest
+from datatrove.data import Document
+
+from recipes_lib.corpus.documents import PART_END
+from recipes_lib.corpus.output import load_tokenizer, restore_row, write_lines
+from recipes_lib.errors import DataError
+
+
+def test_a_chat_gets_its_texts_back():
+    image = [{"type": "image", "url": "x"}]
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": image}, {"content": "b", "n": 1}]}
+    restored = restore_row(row, f"A{PART_END}B")
+    assert restored == {
+        "messages": [{"role": "user", "content": "A"}, {"role": "user", "content": image}, {"content": "B", "n": 1}]
+    }
+    assert restore_row({**row, "tools": [1]}, f"A{PART_END}B")["tools"] == [1]
+    assert restore_row({"prompt": "p", "completion": "c"}, f"P{PART_END}") == {"prompt": "P", "completion": ""}
+
+
+def test_lines_have_text_id_source_and_metadata(tmp_path):
+    documents = [Document(text="é\n", id="1", metadata={"source": "s", "url": "u"})]
+    write_lines(tmp_path / "a.jsonl", documents)
+    (line,) = (tmp_path / "a.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(line) == {"text": "é\n", "id": "1", "source": "s", "metadata": {"url": "u"}}
+
+
+def test_a_tokenizer_is_named_by_folder_or_file(tiny_tokenizer, tiny_tokenizer_dir, tmp_path):
+    text = "hello world " * 50
+    expected = len(tiny_tokenizer(text, add_special_tokens=False)["input_ids"])
+    for name in (tiny_tokenizer_dir, tiny_tokenizer_dir / "tokenizer.json"):
+        assert len(load_tokenizer(str(name)).encode(text, add_special_tokens=False)) == expected
+    assert load_tokenizer(None) is None
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="tokenizer_name_or_path"):
+        load_tokenizer(str(tmp_path))

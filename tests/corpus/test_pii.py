@@ -1,0 +1,137 @@
+"""Personal data: what validators accept and refuse, and precision and recall over planted texts."""
+
+import random
+import re
+from collections import Counter
+
+import pytest
+from datatrove.data import Document
+from tests.corpus.texts import make_text
+
+from recipes_lib.config.corpus import PII_KINDS
+from recipes_lib.config.secrets import SECRET, SECRET_HINTS
+from recipes_lib.corpus.pii import PII, is_card, is_iban, is_luhn, mask
+
+FOUND = [
+    ("email", "ada.lovelace+x@mail.example.co.uk"),
+    ("email", "a@b.co"),
+    ("phone", "+49 30 901820"),
+    ("phone", "+1 (212) 555-0123"),
+    ("phone", "(212) 555-0123"),
+    ("phone", "212-555-0123"),
+    ("phone", "212.555.0123"),
+    ("ip", "8.8.8.8"),
+    ("ip", "2001:4860:4860::8888"),
+    ("card", "4111 1111 1111 1111"),
+    ("card", "4111-1111-1111-1111"),
+    ("card", "378282246310005"),
+    ("card", "5555555555554444"),
+    ("iban", "GB82WEST12345698765432"),
+    ("iban", "DE89 3704 0044 0532 0130 00"),
+    ("iban", "NO93 8601 1117 947"),
+    ("ssn", "078-05-1120"),
+    ("private_key", "-----BEGIN RSA PRIVATE KEY-----\nMIIB+/=\nabc\n-----END RSA PRIVATE KEY-----"),
+    ("api_token", "hf_" + "abcdefghij" * 3),
+    ("api_token", "AKIA" + "ABCDEFGH12345678"),
+]
+LEFT = [
+    *("10.0.0.1", "192.168.1.1", "127.0.0.1", "999.1.1.1", "1.2.3.4.5", "v8.8.8.8", "std::vector", "12:30:45"),
+    *("4111 1111 1111 1112", "1234567890123456", "0000 0000 0000 0000", "3.14159265358979"),
+    *("GB82WEST12345698765433", "DE89370400440532013001", "XX82WEST12345698765432", "AB12"),
+    *("666-12-3456", "000-12-3456", "900-12-3456", "123-00-4567", "123-45-0000", "1078-05-1120"),
+    *("@home", "a@b", "user@localhost", "112-555-0123", "212-155-0123", "+1 2", "2024-11-23", "call 911"),
+    *("-----BEGIN CERTIFICATE-----", "hf_short", "x = a.b.c.d", "1,234,567", "$48/2=<<48/2=24>>24"),
+]
+
+
+@pytest.mark.parametrize(("kind", "text"), FOUND)
+@pytest.mark.parametrize("around", ["{}", "see {}.", "({}),", "é {} AND more", "\n{}\n"])
+def test_it_is_masked_alone(kind, text, around):
+    found = Counter()
+    assert mask(around.format(text), PII_KINDS, found) == around.format(f"<{kind.upper()}>")
+    assert found == {kind: 1}
+
+
+@pytest.mark.parametrize("text", LEFT)
+def test_it_is_left(text):
+    found = Counter()
+    assert mask(f"see {text}, please", PII_KINDS, found) == f"see {text}, please"
+    assert not found
+
+
+def test_precision_and_recall_over_planted_texts():
+    random_ = random.Random(0)
+    expected, masked = Counter(), Counter()
+    for _ in range(300):
+        kind, text = random_.choice(FOUND)
+        decoys = random_.sample(LEFT, 3)
+        words = [make_text(random_, 5), text, make_text(random_, 5), *decoys]
+        random_.shuffle(words)
+        found = Counter()
+        result = mask(" ; ".join(words), PII_KINDS, found)
+        masked += found
+        expected[kind] += 1
+        assert all(decoy in result for decoy in decoys)
+    assert masked == expected
+
+
+def luhn_reference(digits):
+    total = 0
+    for place, digit in enumerate(reversed(digits)):
+        value = int(digit) * (2 if place % 2 else 1)
+        total += value // 10 + value % 10
+    return total % 10 == 0
+
+
+def test_check_digits_are_those_of_the_standards():
+    random_ = random.Random(0)
+    for _ in range(500):
+        digits = str(random_.randrange(10**12, 10**19))
+        assert is_luhn(digits) == luhn_reference(digits)
+    iban = "GB82WEST12345698765432"
+    assert is_iban(iban)
+    # Every changed digit and every exchange of two neighbours is noticed.
+    for at in range(8, len(iban)):
+        assert not is_iban(iban[:at] + str((int(iban[at]) + 1) % 10) + iban[at + 1 :])
+    assert not is_card("4" * 16)
+    assert not is_card("4111111111111111"[:-1])
+
+
+def test_only_the_kinds_that_are_asked_for():
+    document = Document(text="a@b.co and 8.8.8.8", id="1")
+    assert PII(["ip"], drops=False).apply(document, Counter()) is None
+    assert document.text == "a@b.co and <IP>"
+
+
+def test_a_document_may_be_dropped():
+    document = Document(text="a@b.co and 8.8.8.8", id="1")
+    assert PII(None, drops=True).apply(document, Counter()) == "email and ip"
+    assert PII(None, drops=True).apply(Document(text="nothing", id="1"), Counter()) is None
+
+
+def test_masking_again_changes_nothing():
+    text = " ".join(text for _, text in FOUND)
+    once = mask(text, PII_KINDS, Counter())
+    assert mask(once, PII_KINDS, Counter()) == once
+
+
+@pytest.mark.parametrize("piece", ["a", "1", "a.", "1 ", "A1", "-", "+1 ", "a@", "2:", "2000:", "(1", "1.1.", "://a"])
+def test_hostile_runs_come_to_an_end(piece):
+    # In quadratic time this would take minutes.
+    mask(piece * (400_000 // len(piece)), PII_KINDS, Counter())
+
+
+def test_every_secret_has_a_hint():
+    tokens = [
+        *("hf_" + "a" * 30, "api_org_" + "a" * 30, *(f"gh{kind}_" + "a" * 36 for kind in "pousr")),
+        *("github_pat_" + "a" * 30, "glpat-" + "a" * 20, "AKIA" + "A" * 16, "ASIA" + "A" * 16, "AIza" + "a" * 35),
+        *("ya29." + "a" * 30, "sk-" + "a" * 40, "sk_live_" + "a" * 20, "rk_test_" + "a" * 20, "wandb_v1_" + "a" * 30),
+        *("nvapi-" + "a" * 30, "gsk_" + "a" * 30, "r8_" + "a" * 36, "pypi-" + "a" * 40, "xoxb-" + "1" * 20),
+        *("eyJ" + "a" * 20 + ".eyJ" + "b" * 20 + "." + "c" * 20, "-----BEGIN PRIVATE KEY-----"),
+        *("https://me:secret@host/x", "/x?access_token=abcdef", "/x?sig=abcdef"),
+    ]
+    for token in tokens:
+        assert SECRET.search(token), token
+        assert any(hint in token for hint in SECRET_HINTS), token
+    alternatives = re.sub(r"\(\?[^)]*\)|\[[^]]*\]", "", SECRET.pattern).count("|")
+    assert len(tokens) >= alternatives

