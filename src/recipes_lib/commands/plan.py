@@ -6,6 +6,7 @@ Of a pretraining run it tells tokens, hours and schedule, of fine-tuning a step 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,9 +16,13 @@ import numpy as np
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
+from recipes_lib.commands.clean import plan as plan_corpus
 from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_stage
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.config.table import TABLES
+from recipes_lib.data.sources.mixtures import MAX_EPOCHS, compute_weights, list_entries
+from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.files import read_record
 from recipes_lib.models.architecture import find_model_config
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.planning.compute import (
@@ -31,6 +36,7 @@ from recipes_lib.planning.compute import (
     count_step,
     find_peak,
 )
+from recipes_lib.planning.failures import GPU_HOURS_BETWEEN_FAILURES, Failures
 from recipes_lib.planning.memory import Held, Layout, list_devices, list_layouts, plan_memory
 from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
 from recipes_lib.planning.schedule import Schedule
@@ -53,11 +59,13 @@ class Hardware(NamedTuple):
         gpu: Name of the GPU, such as ``H100``.
         num_gpus: How many.
         mfu: Share of their peak that is of use, above 0 and at most 1.
+        failures: What interruptions of these GPUs together cost; ``None`` to tell nothing of them.
     """
 
     gpu: str
     num_gpus: int
     mfu: float
+    failures: Failures | None
 
 
 def main(argv: Sequence[str]) -> None:
@@ -67,7 +75,10 @@ def main(argv: Sequence[str]) -> None:
         ConfigError: The configuration or a flag is wrong, the run has no known length, the model's configuration cannot
             be had, or the PNG cannot be written.
     """
-    stage, _ = split_stage(argv)
+    stage, rest = split_stage(argv, TABLES)
+    if stage == "corpus":
+        plan_corpus(rest)
+        return
     parser = argparse.ArgumentParser(prog="recipes plan", description=__doc__, allow_abbrev=False)
     add_recipe_flags(parser)
     parser.add_argument("--num_processes", type=int, help="data-parallel processes (default: one for each GPU, or 1)")
@@ -79,13 +90,18 @@ def main(argv: Sequence[str]) -> None:
         "--hardware", help="launch file to plan for: of accelerate_configs/, or path (default: several)"
     )
     parser.add_argument("--explain", action="store_true", help="say how each component of the memory is counted")
+    _add_failure_flags(parser)
     add_pipeline_flags(parser)
     options, overrides = parser.parse_known_args(argv)
     config = load_for_command(stage, overrides, options.config)
     if problems := list(_find_problems(config, options)):
         raise ConfigError(*problems)
     num_processes, num_gpus, layouts = _choose_layouts(config, options)
-    hardware = Hardware(options.gpu, num_gpus, options.mfu or _MFU) if options.gpu else None
+    failures = None
+    if options.save_seconds:
+        mean_seconds = options.failure_hours * 3600 / num_gpus
+        failures = Failures(mean_seconds, options.save_seconds, options.restart_seconds)
+    hardware = Hardware(options.gpu, num_gpus, options.mfu or _MFU, failures) if options.gpu else None
     model_config, lines = _find_model_config(config), list[str]()
     if stage == "pretrain":
         plan = plan_pretraining(config, num_processes)
@@ -101,6 +117,15 @@ def main(argv: Sequence[str]) -> None:
     if options.schedule:
         _draw(options.schedule, config, plan.schedule)
         sys.stdout.write(f"{options.schedule}\n")
+
+
+def _add_failure_flags(parser: argparse.ArgumentParser) -> None:
+    told = "pretraining: seconds that training waits for a checkpoint; tells how often to save, and hours with failures"
+    parser.add_argument("--save_seconds", type=float, help=told)
+    told = "seconds from a failure to the first step after it (default: %(default)g)"
+    parser.add_argument("--restart_seconds", type=float, default=300.0, help=told)
+    told = "hours of one GPU between failures (default: %(default).0f, those of Llama 3)"
+    parser.add_argument("--failure_hours", type=float, default=GPU_HOURS_BETWEEN_FAILURES, help=told)
 
 
 def _choose_layouts(config: RecipeConfig, options: argparse.Namespace) -> tuple[int, int, list[Layout]]:
@@ -141,9 +166,13 @@ def describe_pretraining(
     if size.active != size.total:
         yield _label("", f"{size.active:,} active for a token")
     yield _label("tokens", f"{num_tokens:,}, {_judge_tokens(size, num_tokens)}")
+    yield from _describe_epochs(config, num_tokens)
     yield _label("operations", f"{compute_training_flops(size.active, num_tokens):.3g} by 6 x parameters x tokens")
     yield _label("", f"{counted:.3g} counted, every token attending to the {plan.max_length:,} of its row")
     yield from _describe_hours(counted, hardware, config)
+    if hardware and hardware.failures:
+        hours = compute_hours(counted, hardware.num_gpus, find_peak(hardware.gpu, config), hardware.mfu)
+        yield from _describe_failures(hours, hardware.failures, plan)
     yield from _describe_schedule(config, plan.schedule)
 
 
@@ -166,7 +195,7 @@ def describe_step(
     yield f"operations: {step.num_flops:.3g} a step"
     if hardware is None:
         return
-    gpu, num_gpus, mfu = hardware
+    gpu, num_gpus, mfu, _ = hardware
     peak = find_peak(gpu, config)
     hours = compute_hours(step.num_flops, num_gpus, peak, mfu)
     seconds, hours_per_token = hours * 3600, hours / step.num_tokens
@@ -245,8 +274,21 @@ def _find_problems(config: RecipeConfig, options: argparse.Namespace) -> Iterato
         value = getattr(options, flag)
         if value is not None and value < 1:
             yield Problem(f"--{flag}", f"is {value}", "write 1 or more")
+    yield from _find_failure_problems(stage, options)
     if options.mfu is not None and not 0 < options.mfu <= 1:
         yield Problem("--mfu", f"is {options.mfu}", f"write a share above 0, at most 1; {_MFU} is usual")
+
+
+def _find_failure_problems(stage: str, options: argparse.Namespace) -> Iterator[Problem]:
+    if options.save_seconds is None:
+        return
+    if stage != "pretrain":
+        yield Problem("--save_seconds", "is a flag of pretraining", "remove it")
+    elif options.gpu is None:
+        yield Problem("--save_seconds", "failures are counted in hours on a GPU", "name one: --gpu H100")
+    for flag in ("save_seconds", "restart_seconds", "failure_hours"):
+        if not 0 < (value := getattr(options, flag)) < math.inf:
+            yield Problem(f"--{flag}", f"is {value:g}", "write a finite number above 0")
 
 
 def _find_model_config(config: RecipeConfig) -> PreTrainedConfig:
@@ -273,6 +315,33 @@ def _judge_tokens(size: ModelSize, num_tokens: int) -> str:
     return told + (f"over-trained by {factor:,.2f}" if factor >= 1 else f"under-trained by {1 / factor:,.2f}")
 
 
+def _describe_epochs(config: RecipeConfig, num_tokens: int) -> Iterator[str]:
+    """Yield how often each source is read, where all of them are corpora whose tokens `recipes clean` has counted."""
+    entries = list_entries(config.data)
+    sizes = [count_corpus_tokens(str(entry["name"])) for entry in entries]
+    known = [size for size in sizes if size]
+    if len(known) < len(entries) or config.pretraining.dataset_curriculum is not None:
+        return
+    for entry, share, size in zip(entries, compute_weights(config, known), known, strict=True):
+        epochs = share * num_tokens / size
+        warning = f"; beyond {MAX_EPOCHS} a repeated token teaches little" if epochs > MAX_EPOCHS else ""
+        yield _label("epochs", f"{epochs:,.2f} of the {size:,} tokens of {entry['name']}{warning}")
+
+
+def count_corpus_tokens(name: str) -> int | None:
+    """Return the tokens of a corpus, or of one source in its folder, by its manifest; ``None`` where there is none."""
+    place = Path(name)
+    try:
+        if (place / "corpus.json").is_file():
+            shards = read_record(place / "corpus.json", {"shards": list})["shards"]
+        else:
+            manifest = read_record(place.parent.parent / "corpus.json", {"shards": list})
+            shards = [shard for shard in manifest["shards"] if Path(shard["path"]).parent.name == place.name]
+        return sum(int(shard["tokens"]) for shard in shards)
+    except (DataError, KeyError, TypeError):
+        return None
+
+
 def _describe_hours(num_flops: float, hardware: Hardware | None, config: RecipeConfig) -> Iterator[str]:
     """Yield the hours, how they are computed, and their cost.
 
@@ -282,13 +351,25 @@ def _describe_hours(num_flops: float, hardware: Hardware | None, config: RecipeC
     if hardware is None:
         yield _label("time", f"name a GPU: --gpu H100 --num_processes 8 --mfu {_MFU}")
         return
-    gpu, num_gpus, mfu = hardware
+    gpu, num_gpus, mfu, _ = hardware
     peak = find_peak(gpu, config)
     hours = compute_hours(num_flops, num_gpus, peak, mfu)
     formula = f"{num_flops:.3g} / ({num_gpus} GPUs x {peak:.3g} FLOP/s x {mfu:g} MFU x 3600 s)"
     yield _label("time", f"{hours:,.1f} hours, {hours / 24:,.1f} days, on {num_gpus:,} {gpu}: {formula}")
     if (price := config.evaluation.device_hour_price) is not None:
         yield _label("cost", f"{hours * num_gpus * price:,.2f}, at {price:g} for a device hour")
+
+
+def _describe_failures(hours: float, failures: Failures, plan: PretrainingPlan) -> Iterator[str]:
+    """Yield how often to save, and the hours with saving, restarts and work done twice."""
+    step_seconds = hours * 3600 * plan.schedule.full_tokens / plan.num_tokens
+    num_steps = max(round(failures.compute_interval() / step_seconds), 1)
+    interval = num_steps * step_seconds
+    goodput = failures.compute_goodput(interval)
+    yield _label("failures", f"one in {failures.mean_seconds / 3600:,.1f} hours, by the rate of --failure_hours")
+    yield _label("", f"save_steps: {num_steps:,}, every {interval / 60:,.1f} minutes, loses least")
+    total = f"{hours / goodput:,.1f} hours in all" if goodput else "it would never end"
+    yield _label("", f"{goodput:.1%} of the time trains: {total}")
 
 
 def _describe_schedule(config: RecipeConfig, schedule: Schedule) -> Iterator[str]:

@@ -1,0 +1,58 @@
+"""Intervals and goodput against published figures, a search and a simulation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from recipes_lib.planning.failures import GPU_HOURS_BETWEEN_FAILURES, Failures
+
+_LLAMA_3_HOURS = GPU_HOURS_BETWEEN_FAILURES / 16_384
+
+
+def _simulate(failures: Failures, interval: float, num_segments: int) -> float:
+    """Return the goodput of a run that lives through failures one after the other."""
+    rng = np.random.default_rng(0)
+    clock, next_failure, restarting = 0.0, rng.exponential(failures.mean_seconds), False
+    for _ in range(num_segments):
+        while True:
+            needed = interval + failures.save_seconds + restarting * failures.restart_seconds
+            if clock + needed <= next_failure:
+                clock, restarting = clock + needed, False
+                break
+            clock = next_failure
+            next_failure, restarting = clock + rng.exponential(failures.mean_seconds), True
+    return num_segments * interval / clock
+
+
+def test_llama_3_is_interrupted_every_three_hours():
+    assert pytest.approx(3.09, abs=0.005) == _LLAMA_3_HOURS
+
+
+@pytest.mark.parametrize(("save_seconds", "expected"), [(60, 1116), (1800, 5185)])
+def test_the_interval_is_dalys_and_next_to_the_best(save_seconds, expected):
+    failures = Failures(_LLAMA_3_HOURS * 3600, save_seconds, 300)
+    interval = failures.compute_interval()
+    assert interval == pytest.approx(expected, rel=2e-3)
+    best = max(failures.compute_goodput(seconds) for seconds in range(60, 20_000, 10))
+    assert failures.compute_goodput(interval) == pytest.approx(best, rel=1e-4)
+
+
+def test_the_goodput_of_llama_3s_machine():
+    failures = Failures(_LLAMA_3_HOURS * 3600, 60, 300)
+    assert failures.compute_goodput(failures.compute_interval()) == pytest.approx(0.876, abs=0.001)
+    assert failures.compute_goodput(3600) == pytest.approx(0.809, abs=0.001)
+
+
+@pytest.mark.parametrize("interval", [300.0, 1139.0, 3600.0])
+@pytest.mark.parametrize("restart_seconds", [0.0, 300.0, 3000.0])
+def test_the_goodput_is_that_of_a_simulated_run(interval, restart_seconds):
+    failures = Failures(_LLAMA_3_HOURS * 3600, 60, restart_seconds)
+    simulated = _simulate(failures, interval, num_segments=40_000)
+    assert failures.compute_goodput(interval) == pytest.approx(simulated, rel=0.02)
+
+
+def test_a_job_that_fails_before_it_can_save_trains_nothing():
+    failures = Failures(mean_seconds=10, save_seconds=100_000, restart_seconds=0)
+    assert failures.compute_interval() == 10
+    assert failures.compute_goodput(10) == 0.0
