@@ -108,7 +108,7 @@ def measure_ours(folder: Path, output_dir: str, shape: str, iterations: int, *, 
     from recipes_lib.models.loading import load_tokenizer
     from recipes_lib.rl.models import load_actor_critic
     from recipes_lib.rl.rewards import load_rewards
-    from recipes_lib.rl.trainer import PPOTrainer
+    from recipes_lib.rl.trainer import PolicyTrainer
     from recipes_lib.training.layouts.launch_environment import read_launch
     from recipes_lib.training.trainers.arguments import build_training_arguments
 
@@ -140,7 +140,7 @@ def measure_ours(folder: Path, output_dir: str, shape: str, iterations: int, *, 
     args = build_training_arguments(config, launch, has_eval=True)
     rewards = load_rewards(config.rewards, device="cpu")
     models = load_actor_critic(config, args, launch, tokenizer, prompts.terminators)
-    PPOTrainer(config, args, models, rewards, prompts, tokenizer).train(None)
+    PolicyTrainer(config, args, models, rewards, prompts, tokenizer).train(None)
     lines = (Path(output_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     events = [event for event in map(json.loads, lines) if event["kind"] == "train"]
     ends = [event["seconds"] for event in events]

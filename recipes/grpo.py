@@ -18,8 +18,10 @@ from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.planning.steps import plan_groups
 from recipes_lib.publish.final_model import export_model, recipe
-from recipes_lib.rl.grpo import build_group_trainer
+from recipes_lib.rl.models import choose_placement, load_actor_critic
 from recipes_lib.rl.rewards import load_rewards
+from recipes_lib.rl.state import build_exporter
+from recipes_lib.rl.trainer import PolicyTrainer
 from recipes_lib.training.run import Run
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.trained_model import load_verified_config
@@ -29,18 +31,20 @@ from recipes_lib.training.trainers.trained_model import load_verified_config
 def main(run: Run) -> None:
     """Train ``config.model`` on groups of answers of its own to the prompts of ``config.data``."""
     config = run.config
-    # What is asked, and what answers are worth.
+    # What is asked.
     tokenizer = load_tokenizer(config.model, config.tokens)
     prompts = load_prompt_data(config, tokenizer)
     load_verified_config(config, tokenizer, prompts.max_length)
     plan = plan_groups(len(prompts.train), config, run.launch.world_size)
     run.record(data=prompts.record, answers_per_generation=plan.answers_per_generation)
     args = build_training_arguments(config, run.launch, has_eval=True)
-    rewards = load_rewards(config.rewards, device=str(args.device))
 
-    trainer = build_group_trainer(config, args, run.launch, rewards, prompts, tokenizer)
-    trainer.train(resume_from_checkpoint=run.choose_checkpoint())
-    export_model(trainer, run.output_dir)
+    # The other answers to a prompt stand in for a critic.
+    models = load_actor_critic(config, args, run.launch, tokenizer, prompts.terminators)
+    rewards = load_rewards(config.rewards, device=str(args.device), place=choose_placement(args, run.launch))
+    trainer = PolicyTrainer(config, args, models, rewards, prompts, tokenizer)
+    trainer.train(run.choose_checkpoint())
+    export_model(build_exporter(models, args, tokenizer), run.output_dir)
 
 
 if __name__ == "__main__":

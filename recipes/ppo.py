@@ -20,7 +20,7 @@ from recipes_lib.publish.final_model import export_model, recipe
 from recipes_lib.rl.models import choose_placement, load_actor_critic
 from recipes_lib.rl.rewards import load_rewards
 from recipes_lib.rl.state import CRITIC_FOLDER, build_exporter, save_critic
-from recipes_lib.rl.trainer import PPOTrainer
+from recipes_lib.rl.trainer import PolicyTrainer
 from recipes_lib.training.run import Run
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.trained_model import load_verified_config
@@ -41,10 +41,10 @@ def main(run: Run) -> None:
     models = load_actor_critic(config, args, run.launch, tokenizer, prompts.terminators)
     place = choose_placement(args, run.launch)
     rewards = load_rewards(config.rewards, device=str(args.device), shared=models.reward, place=place)
-    trainer = PPOTrainer(config, args, models, rewards, prompts, tokenizer)
+    trainer = PolicyTrainer(config, args, models, rewards, prompts, tokenizer)
     trainer.train(run.choose_checkpoint())
     export_model(build_exporter(models, args, tokenizer), run.output_dir)
-    if config.rewards.save_critic:
+    if config.critic.save_critic:
         save_critic(models.critic, tokenizer, run.output_dir / CRITIC_FOLDER, is_main=run.launch.is_main)
 
 

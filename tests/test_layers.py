@@ -15,7 +15,19 @@ from tests.forked import ROOT
 LIBRARY = "recipes_lib"
 
 FOUNDATION = {"environment", "errors", "files", "hardware", "hub", "processes", "stopping"}
-ROOMS = {"config", "data", "models", "losses", "planning", "training", "distillation", "rl", "publish", "report"}
+ROOMS = {
+    "config",
+    "corpus",
+    "data",
+    "models",
+    "losses",
+    "planning",
+    "training",
+    "distillation",
+    "rl",
+    "publish",
+    "report",
+}
 MAY_IMPORT: Mapping[str, set[str]] = {
     # Leaves.
     "": set(),
@@ -35,6 +47,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "training": {"config", "data", "losses", "models", "planning"} | FOUNDATION,
     "distillation": {"config", "data", "losses", "models", "planning", "training"} | FOUNDATION,
     "rl": {"config", "data", "losses", "models", "planning", "training"} | FOUNDATION,
+    "corpus": {"config", "data", "errors", "files", "report"},
     "report": {"config", "errors", "models", "files"},
     "publish": {"config", "errors", "models", "files", "processes", "report", "training"},
     "demo": {"errors", "models"},
@@ -49,10 +62,11 @@ MAY_IMPORT: Mapping[str, set[str]] = {
 
 FENCES: Mapping[str, tuple[str, ...]] = {
     "peft": ("models/adapters/", "publish/"),
-    "datasets": ("data/sources/", "data/packed/", "data/store.py", "training/", "rl/grpo.py"),
+    "datasets": ("data/sources/", "data/packed/", "data/store.py", "training/"),
     "trl": ("config/generate.py", "training/", "distillation/", "rl/"),
     "evaluate": ("training/evaluation/",),
     "matplotlib": ("report/",),
+    **dict.fromkeys(("datatrove", "fasttext", "ftfy", "loguru", "trafilatura", "warcio"), ("corpus/",)),
 }
 """Third-party package -> path prefixes in the library that may import it."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -54,6 +54,12 @@ _NUMBER: Final = re.compile(r"\d+(?:[.,]\d+)*")
 _LAST_NUMBER: Final = re.compile(r"\d+$")
 _NUM_NEXT: Final = 3
 """Places named beside the first and the worst."""
+
+
+def list_first(names: Iterable[str]) -> str:
+    """Return the first three names, and how many more there are."""
+    listed = list(names)
+    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
 
 
 def merge_alike(problems: Sequence[Problem], num_rows: int) -> list[Problem]:

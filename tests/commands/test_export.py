@@ -22,7 +22,7 @@ from transformers import (
 from recipes_lib.commands.export import export_checkpoint, main
 from recipes_lib.errors import ConfigError
 from recipes_lib.training.checkpoints.manifest import write_complete
-from recipes_lib.training.checkpoints.sharded import save_model_shards
+from recipes_lib.training.checkpoints.sharded import MODEL_SHARDS, read_trained_state, write_shards
 
 SIZES = {
     "vocab_size": 512,
@@ -49,7 +49,7 @@ def seal(folder: Path, model: nn.Module, tokenizer_dir: Path, *, is_sharded: boo
     if is_sharded:
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)
-        save_model_shards(folder, model)
+        write_shards(folder / MODEL_SHARDS, read_trained_state(model))
     else:
         model.save_pretrained(folder)
     (folder / "trainer_state.json").write_text("{}")
@@ -92,7 +92,7 @@ def test_an_adapter_has_the_names_of_its_file(more, is_sharded, tiny_tokenizer_d
     checkpoint = tmp_path / "checkpoint-2"
     model.peft_config["default"].save_pretrained(checkpoint)
     if is_sharded:
-        save_model_shards(checkpoint, model)
+        write_shards(checkpoint / MODEL_SHARDS, read_trained_state(model))
     else:
         model.save_pretrained(checkpoint, save_embedding_layers=False)
     write_complete(checkpoint, step=2)

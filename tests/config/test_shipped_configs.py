@@ -9,8 +9,9 @@ import pytest
 import yaml
 from tests.forked import ROOT
 
+from recipes_lib.config.corpus import parse_corpus_command
 from recipes_lib.config.loader import load_config
-from recipes_lib.config.table import STAGES, load_table
+from recipes_lib.config.table import TABLES, load_table
 from recipes_lib.config.values import Entry, read_entries
 from recipes_lib.errors import ConfigError
 
@@ -33,7 +34,13 @@ UNPINNED = "alignment-handbook/zephyr-7b-sft-full"
 
 def stage_of(path: Path) -> str:
     """Return the stage of ``<stage>[_<variant>].yaml``."""
-    return next(stage for stage in STAGES if path.stem.split("_")[0] == stage)
+    return next(stage for stage in TABLES if path.stem.split("_")[0] == stage)
+
+
+def load(path: Path, file: Path) -> object:
+    """Load a file as the recipe ``path`` would be."""
+    argv = ["--config", str(file)]
+    return parse_corpus_command(argv) if stage_of(path) == "corpus" else load_config(stage_of(path), argv)
 
 
 def entries_of(path: Path) -> list[Entry]:
@@ -52,7 +59,7 @@ def break_line(path: Path, entry: Entry, new: str, tmp_path: Path) -> list[str]:
     broken = tmp_path / path.name
     broken.write_text("\n".join(lines) + "\n", encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
-        load_config(stage_of(path), ["--config", str(broken)])
+        load(path, broken)
     assert caught.value.exit_code == 2
     return [problem.where.removeprefix(f"{broken}:") for problem in caught.value.problems]
 
@@ -64,7 +71,7 @@ def _where_its_files_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     for name in ("pretrain", "sft", "brief", "pairs", "questions"):
         (tmp_path / "data" / f"{name}.jsonl").touch()
         (tmp_path / "data" / f"{name}_held_out.jsonl").touch()
-    for name in ("tokenizer", "pretrain", "sft", "reward", "student"):
+    for name in ("corpus", "tokenizer", "pretrain", "sft", "reward", "student"):
         (tmp_path / name).mkdir()
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
@@ -77,7 +84,7 @@ def test_there_are_shipped_configs() -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
 class TestShippedConfig:
     def test_it_loads_and_says_how_to_run_it(self, path: Path) -> None:
-        load_config(stage_of(path), ["--config", str(path)])
+        load(path, path)
         head = path.read_text(encoding="utf-8").split("\n\n")[0]
         assert "--config" in head
         assert str(path.relative_to(ROOT)) in head
@@ -94,8 +101,9 @@ class TestShippedConfig:
         for key, revision in PINS.items():
             if path.parent.name != "demo" and values.get(key) not in (None, UNPINNED):
                 assert re.fullmatch("[0-9a-f]{40}", str(values.get(revision))), (key, revision)
-        for part in values.get("dataset_mixture", ()):
-            assert re.fullmatch("[0-9a-f]{40}", str(part.get("revision"))), part["name"]
+        for part in (*values.get("dataset_mixture", ()), *values.get("sources", ()), *values.get("benchmarks", ())):
+            if path.parent.name != "demo":
+                assert re.fullmatch("[0-9a-f]{40}", str(part.get("revision"))), part["name"]
 
     def test_a_misspelt_key_is_found_at_its_line(self, path: Path, tmp_path: Path) -> None:
         for entry in entries_of(path):

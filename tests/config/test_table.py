@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from recipes_lib.config.table import STAGES, Retired, describe, dropped, dropped_at, load_table, renamed, undecided
+from recipes_lib.config.table import TABLES, Retired, describe, dropped, dropped_at, load_table, renamed, undecided
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", TABLES)
 def test_every_key_has_a_group_a_help_and_a_type(stage: str) -> None:
     table = load_table(stage)
     for key in table.keys.values():
@@ -17,7 +17,7 @@ def test_every_key_has_a_group_a_help_and_a_type(stage: str) -> None:
         assert describe(key.schema)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", TABLES)
 def test_every_default_has_the_declared_type(stage: str) -> None:
     kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", type(None): "null"}
     table = load_table(stage)

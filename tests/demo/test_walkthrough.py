@@ -1,6 +1,7 @@
 """The demo's driver: what it writes, what it runs, what it shows, and what it refuses."""
 
 import io
+import json
 import shutil
 import subprocess
 from collections import namedtuple
@@ -11,7 +12,10 @@ from rich.console import Console
 from tests.forked import run_script
 from tests.rows import write_rows
 
+from recipes_lib.commands.clean import main as clean
 from recipes_lib.config.loader import parse_command
+from recipes_lib.corpus.decontamination import Index
+from recipes_lib.data.sources.canonical import load_source, read_rows
 from recipes_lib.demo import walkthrough as run
 from recipes_lib.errors import ConfigError
 
@@ -35,21 +39,40 @@ def configs(started, monkeypatch):
     """The configuration of each stage, read where its turn has come."""
     folder, _ = started
     monkeypatch.chdir(folder)
-    for name in ("pretrain", "sft", "reward"):
+    for name in ("corpus", "pretrain", "sft", "reward"):
         (folder / name).mkdir(exist_ok=True)
     return {
         output_dir: parse_command(recipe, ["--config", str(RECIPES / "configs" / "demo" / config)])
         for output_dir, (recipe, config, _) in run.STAGES.items()
+        if recipe != "corpus"
     }
 
 
 def test_the_shipped_configurations_find_what_the_demo_wrote(configs):
     for output_dir, parsed in configs.items():
         assert parsed.training["output_dir"] == output_dir
-        assert Path(parsed.data.dataset_name).is_file()
+        assert Path(parsed.data.dataset_name).exists()
         assert Path(parsed.data.dataset_test_split).is_file()
         assert Path(parsed.model.model_name_or_path or parsed.model.tokenizer_name_or_path).is_dir()
         assert (RECIPES / f"{parsed.stage}.py").is_file()
+
+
+def test_the_first_stage_cleans_what_the_demo_wrote(started, monkeypatch, capsys):
+    folder, _ = started
+    monkeypatch.chdir(folder)
+    stage = next(iter(run.STAGES.values()))
+    clean(["--config", str(RECIPES / "configs" / "demo" / stage.config), "--workers", "1"])
+    manifest = json.loads((folder / "corpus" / "corpus.json").read_text())
+    held_out = [json.loads(line)["text"] for line in Path("data/pretrain_held_out.jsonl").read_text().splitlines()]
+    kept = [row.text for row in read_rows(load_source("corpus"))]
+    assert manifest["documents"] == len(kept)
+    index = Index(13)
+    for text in held_out:
+        index.add("held out", text)
+    assert not any(index.find(text) for text in kept)
+    assert manifest["steps"]["near_duplicates"]["removed"]
+    assert manifest["steps"]["pii"]["found"]["email"]
+    assert capsys.readouterr().out.rstrip().endswith("corpus/report.html")
 
 
 def test_both_students_are_the_same_model_on_the_same_texts_for_as_long(configs):
@@ -67,6 +90,7 @@ def test_two_starts_are_byte_identical(started, tmp_path):
     run.open_folder(tmp_path)
     assert len(list(run.write_start(tmp_path))) == len(told)
     written = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
+    written = [path for path in written if path.parts[0] != "corpus"]
     assert len(written) > 6
     assert [(tmp_path / path).read_bytes() for path in written] == [(folder / path).read_bytes() for path in written]
 
@@ -84,7 +108,7 @@ def test_what_is_shown_as_the_command_is_a_command(tmp_path):
 
 def test_a_failing_stage_ends_the_demo_with_its_exit_code(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "write_start", lambda _: [])
-    (tmp_path / "pretrain.py").write_text("import sys; sys.exit(3)")
+    (tmp_path / "corpus.py").write_text("import sys; sys.exit(3)")
     assert run.run_demo(tmp_path, tmp_path / "out") == 3
 
 

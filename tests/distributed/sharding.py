@@ -112,6 +112,7 @@ def run_recipe(stage: str, keys: Mapping[str, Any]) -> int:
         # By which one process of several leaves without waiting for the others.
         with (
             mock.patch("os._exit", leave),
+            mock.patch("sys.path", [str(ROOT / "recipes"), *sys.path]),  # As of a script: one recipe is another's main.
             mock.patch("recipes_lib.publish.final_model.build_report"),
             mock.patch("recipes_lib.training.evaluation.build.measure_matmul_flops", return_value=1e9),
         ):

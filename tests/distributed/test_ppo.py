@@ -36,6 +36,7 @@ RUNS: dict[str, dict[str, Any]] = {
     # A target that only some minibatches keep.
     "early_stop": SHORT | {"target_kl": 1e-4, "num_ppo_epochs": 3, "max_steps": 12},
 }
+GROUPS = ("rloo", "grpo")
 CLOCKS = ("time/", "_per_s", "seconds", "memory")
 
 
@@ -98,6 +99,19 @@ def build_sharded(inputs: Path, num_processes: int, **more: Any) -> sharding.Job
     return {"stage": "ppo", "keys": {name: value for name, value in keys.items() if name != "output_dir"}}
 
 
+def build_groups(inputs: Path, num_processes: int, stage: str, **more: Any) -> sharding.Job:
+    """The same answers, in groups of four; what only PPO has is left out."""
+    batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4 // num_processes}
+    own = ("kl_target_per_sequence", "kl_horizon", "save_critic", "reward_weights")
+    flags = keys_task.build_group_flags(
+        inputs / "policy", inputs, inputs / "prompts.jsonl",
+        **{name: value for name, value in SHARDED.items() if name not in own} | batch | more,
+        steps_per_generation=8 // num_processes,
+    )  # fmt: skip
+    keys = dict(flag.removeprefix("--").split("=", 1) for flag in flags)
+    return {"stage": stage, "keys": {name: value for name, value in keys.items() if name != "output_dir"}}
+
+
 def write_other_reward_model(policy: Path, folder: Path) -> Path:
     """Write a reward model that reads the policy's tokens and is of another architecture."""
     torch.manual_seed(1)
@@ -121,8 +135,13 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
         "killed": {**job, "copy_of": folder / "two" / "ppo", "step": 4},
         "asked while sampling": {**job, "fault": "asked while sampling"},
     }
+    alone = {"ppo": build_sharded(folder, 1)} | {stage: build_groups(folder, 1, stage) for stage in GROUPS}
+    jobs |= {stage: build_groups(folder, 2, stage) for stage in GROUPS}
+    alone["grpo adapter"] = build_groups(folder, 1, "grpo", use_peft=True, learning_rate=3e-3)
+    jobs["grpo adapter"] = build_groups(folder, 2, "grpo", use_peft=True, learning_rate=3e-3)
+    jobs["grpo killed"] = {**jobs["grpo"], "copy_of": folder / "two" / "grpo", "step": 4}
     two = sharding.run_jobs(jobs, folder / "two", "fsdp2", *FULL_PRECISION)
-    sharding.run_jobs({"ppo": build_sharded(folder, 1)}, folder / "one")
+    sharding.run_jobs(alone, folder / "one")
     return folder, two["codes"]
 
 
@@ -150,6 +169,27 @@ def test_sharded_models_learn_what_whole_ones_do(sharded: tuple[Path, dict[str, 
         for name, tensor in expected.items():
             torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-5, msg=name)
             assert (two / place / "config.json").read_text() == (one / place / "config.json").read_text()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("stage", [*GROUPS, "grpo adapter"])
+def test_a_sharded_policy_learns_from_groups_what_a_whole_one_does(
+    sharded: tuple[Path, dict[str, Any]], stage: str
+) -> None:
+    folder, _ = sharded
+    one, two = folder / "one" / stage, folder / "two" / stage
+    assert_same_figures(one, two, tolerance=1e-5)
+    for name, tensor in read_weights(one).items():
+        torch.testing.assert_close(read_weights(two)[name], tensor, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.multiprocess
+def test_a_sharded_run_of_groups_goes_on_to_the_very_weights(sharded: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = sharded
+    straight, resumed = folder / "two" / "grpo", folder / "two" / "grpo killed"
+    assert json.loads((resumed / "run.json").read_text())["resumed_from"] == "checkpoint-4"
+    weights, expected = read_weights(resumed), read_weights(straight)
+    assert all(torch.equal(weights[key], expected[key]) for key in expected)
 
 
 @pytest.mark.multiprocess

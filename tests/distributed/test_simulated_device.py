@@ -58,7 +58,8 @@ def test_what_learns_from_its_own_answers_learns_the_same(tmp_path) -> None:
     sharding.run_jobs(jobs, tmp_path / "cpu")
     sharding.run_jobs(place(jobs), tmp_path / "device", variables=SIMULATED)
     for stage in jobs:
-        assert measure_weight_gap(tmp_path / "cpu" / stage, tmp_path / "device" / stage) < 1e-5
+        # Other kernels round otherwise, and Adam at a rate of 1e-3 makes more of it.
+        assert measure_weight_gap(tmp_path / "cpu" / stage, tmp_path / "device" / stage) < 1e-4
 
 
 @pytest.mark.slow

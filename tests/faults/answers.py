@@ -78,17 +78,17 @@ def no_number(what: str, lab: Laboratory, trial: Trial, random: Random) -> None:
 def _spoil_at(what: str, iteration: int) -> None:
     """In one iteration, from 1, something becomes NaN."""
     from recipes_lib.rl import collect
-    from recipes_lib.rl.trainer import PPOTrainer
+    from recipes_lib.rl.trainer import PolicyTrainer
     from recipes_lib.rl.update import Updater
 
     now = [0]
-    learn, value = PPOTrainer._learn, collect.compute_response_values
+    learn, value = PolicyTrainer._learn, collect.compute_response_values
 
     def count(self, number):
         now[0] = number + 1
         return learn(self, number)
 
-    PPOTrainer._learn = count
+    PolicyTrainer._learn = count
     if what == "reward":
         score = stages.prefer_short
         stages.prefer_short = lambda **given: (

@@ -9,6 +9,7 @@ import pytest
 from recipes_lib.publish.card import (
     CHART,
     MAX_CURVE_ROWS,
+    describe_corpus,
     describe_data,
     describe_effort,
     find_board_power,
@@ -154,3 +155,45 @@ def test_the_card_shows_the_curve_that_is_beside_it(tmp_path):
     (tmp_path / CHART).touch()
     write_card(tmp_path, record(), {})
     assert f"![loss]({CHART})" in (tmp_path / "README.md").read_text()
+
+
+def test_the_corpus_is_told_with_its_sources_removals_and_benchmarks(tmp_path):
+    tally = {"documents_in": 1000, "removed": {}, "found": {}}
+    manifest = {
+        "documents": 900,
+        "sources": [
+            {"label": "web", "name": "owner/web", "license": "ODC-By-1.0", "documents": 800},
+            {"label": "mine", "name": str(tmp_path), "license": None, "documents": 100},
+        ],
+        "steps": {
+            "read": tally,
+            "pii": tally | {"found": {"email": 1234}},
+            "near_duplicates": tally | {"removed": {f"reason {at}": at for at in range(1, 8)}},
+        },
+        "config": {"benchmarks": [{"name": "openai/gsm8k"}]},
+    }
+    folder = tmp_path / "clean"
+    (folder / "data" / "web").mkdir(parents=True)
+    (folder / "corpus.json").write_text(json.dumps(manifest))
+    expected = [
+        ("clean", "900 of 1,000 documents"),
+        ("source web", "owner/web, 800 documents, licence ODC-By-1.0"),
+        ("source mine", f"{tmp_path.name}, 100 documents, licence not stated"),
+        ("removed by near_duplicates", "28: reason 7 7, reason 6 6, reason 5 5, reason 4 4, reason 3 3"),
+        ("personal data found", "email 1,234"),
+        ("decontaminated against", "gsm8k"),
+    ]
+    assert list(describe_corpus({"dataset_name": str(folder)})) == expected
+    mixture = [{"name": str(folder / "data" / name)} for name in ("web", "mine")]
+    assert list(describe_corpus({"dataset_mixture": mixture})) == expected
+    write_card(tmp_path, record(config={"dataset_name": str(folder)}), {})
+    assert "| decontaminated against | gsm8k |" in (tmp_path / "README.md").read_text()
+
+
+def test_a_corpus_that_is_not_there_or_damaged_is_no_error(tmp_path):
+    assert list(describe_corpus({"dataset_name": "owner/chats"})) == []
+    assert list(describe_corpus({})) == []
+    for text in ("{", '{"documents": 1, "steps": {"read": 3}, "sources": [4]}'):
+        (tmp_path / "corpus.json").write_text(text)
+        found = list(describe_corpus({"dataset_name": str(tmp_path)}))
+        assert found == [(tmp_path.name, "its manifest cannot be read")]

@@ -91,8 +91,8 @@ def test_it_leaves_a_model_its_record_and_a_report(tiny_model_dir, folder):
     assert (record["status"], record["stage"], record["answers_per_generation"]) == ("done", "rloo", 4)
     assert [event["step"] for event in read_events(out, "eval")] == [0, 2, 4]
     first = read_events(out)[0]
-    assert first["objective/score"] == pytest.approx(first["rewards/reward/mean"])
-    assert first["token_accuracy"] is None
+    # RLOO's reward is less the penalty of an answer that does not end, and the KL.
+    assert first["reward"] <= first["objective/score"] + 1e-6
     assert "After training, step 4" in (out / "report.html").read_text()
     tokenizer = AutoTokenizer.from_pretrained(out)
     ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
@@ -110,7 +110,7 @@ def test_a_run_that_is_asked_to_stop_goes_on_to_the_same_weights(tiny_model_dir,
     assert run(stage, tiny_model_dir, folder, f"{stage} stopped", **keys).returncode == 75
     done = run(stage, tiny_model_dir, folder, f"{stage} stopped", **keys)
     assert done.returncode == 0, done.stderr
-    assert json.loads((folder / f"{stage} stopped" / "run.json").read_text())["resumed_from"] == "checkpoint-2"
+    assert json.loads((folder / f"{stage} stopped" / "run.json").read_text())["resumed_from"] == "checkpoint-1"
     models = (AutoModelForCausalLM.from_pretrained(folder / f"{stage} {name}") for name in ("straight", "stopped"))
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(one, other)

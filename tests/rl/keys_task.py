@@ -26,10 +26,9 @@ from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.errors import PreemptedError
 from recipes_lib.models.generation import GenerateBackend
 from recipes_lib.models.loading import load_tokenizer
-from recipes_lib.rl.grpo import build_group_trainer
 from recipes_lib.rl.models import ActorCritic, load_actor_critic
 from recipes_lib.rl.rewards import load_rewards
-from recipes_lib.rl.trainer import PPOTrainer
+from recipes_lib.rl.trainer import PolicyTrainer
 from recipes_lib.stopping import STOP
 from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.run import start_run
@@ -157,9 +156,9 @@ def build_group_flags(policy: Path, output_dir: Path, prompts: Path, **keys: Any
     return [flag for flag in flags if not flag.startswith(tuple(f"--{name}=" for name in of_ppo))]
 
 
-def train(flags: list[str]) -> ActorCritic:
+def train(flags: list[str], stage: str = "ppo") -> ActorCritic:
     """Train as the recipe does, and return the models."""
-    config, launch = load_config("ppo", flags), read_launch()
+    config, launch = load_config(stage, flags), read_launch()
     run = start_run(config, launch)
     config = run.config
     tokenizer = load_tokenizer(config.model, config.tokens)
@@ -167,21 +166,8 @@ def train(flags: list[str]) -> ActorCritic:
     args = build_training_arguments(config, launch, has_eval=True)
     models_ = load_actor_critic(config, args, launch, tokenizer, prompts.terminators)
     rewards = load_rewards(config.rewards, "cpu", models_.reward)
-    PPOTrainer(config, args, models_, rewards, prompts, tokenizer).train(run.resume_from)
+    PolicyTrainer(config, args, models_, rewards, prompts, tokenizer).train(run.resume_from)
     return models_
-
-
-def train_groups(stage: str, flags: list[str]) -> None:
-    """Train by RLOO or GRPO as their recipes do."""
-    config, launch = load_config(stage, flags), read_launch()
-    run = start_run(config, launch)
-    config = run.config
-    tokenizer = load_tokenizer(config.model, config.tokens)
-    prompts = load_prompt_data(config, tokenizer)
-    args = build_training_arguments(config, launch, has_eval=True)
-    rewards = load_rewards(config.rewards, "cpu")
-    trainer = build_group_trainer(config, args, launch, rewards, prompts, tokenizer)
-    trainer.train(resume_from_checkpoint=run.resume_from)
 
 
 def train_with_a_stop(flags: list[str], *, asked: bool) -> None:

@@ -19,8 +19,8 @@ from tests.rl import keys_task
 from tests.rows import read_events
 from transformers import LlamaForCausalLM
 
-from recipes_lib.rl import ppo_math as targets
-from recipes_lib.rl.ppo_math import whiten
+from recipes_lib.rl import advantages as targets
+from recipes_lib.rl.advantages import whiten
 
 BETA = 1 / math.log(4)
 ONE_TOKEN = {

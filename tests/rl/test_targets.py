@@ -10,7 +10,7 @@ import torch
 from tests.rl.test_rollout import build_rollout
 
 from recipes_lib.config.schema import PPOConfig
-from recipes_lib.rl.ppo_math import compute_targets
+from recipes_lib.rl.advantages import compute_targets
 
 
 def test_an_iterations_targets_are_those_of_their_definition():

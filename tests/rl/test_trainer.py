@@ -22,7 +22,7 @@ from recipes_lib.rl import collect
 from recipes_lib.rl import monitor as samples_module
 from recipes_lib.rl import trainer as trainer_module
 from recipes_lib.rl.rewards import Rewards
-from recipes_lib.rl.trainer import PPOTrainer
+from recipes_lib.rl.trainer import PolicyTrainer
 from recipes_lib.rl.update import Updater
 from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints.manifest import list_checkpoints
@@ -62,14 +62,14 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(policy_dir, prompts_file, t
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     keys_task.train(keys_task.build_flags(policy_dir, straight, prompts_file, **SHORT, **keys))
 
-    def die_in_the_third(self, iteration, run=PPOTrainer._run_iteration):
+    def die_in_the_third(self, iteration, run=PolicyTrainer._run_iteration):
         if iteration == 2:
             raise KeyboardInterrupt
         return run(self, iteration)
 
     flags = keys_task.build_flags(policy_dir, stopped, prompts_file, **SHORT, **keys)
     with monkeypatch.context() as patch:
-        patch.setattr(PPOTrainer, "_run_iteration", die_in_the_third)
+        patch.setattr(PolicyTrainer, "_run_iteration", die_in_the_third)
         with pytest.raises(KeyboardInterrupt):
             keys_task.train(flags)
     # Something else happens to the process's random numbers meanwhile.

@@ -19,7 +19,7 @@ from recipes_lib.errors import DivergedError
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.rl import update
 from recipes_lib.rl.models import load_actor_critic
-from recipes_lib.rl.ppo_math import compute_policy_loss
+from recipes_lib.rl.policy_loss import PolicyObjective, compute_policy_loss
 from recipes_lib.rl.rollout import compute_response_logps, compute_response_values, lay_out
 from recipes_lib.rl.rollout_schedule import compute_schedule
 from recipes_lib.rl.update import Learner, UpdateGuard, Updater
@@ -41,7 +41,9 @@ def build(policy_dir, prompts_file, tmp_path):
         launch = read_launch()
         args = build_training_arguments(config, launch, has_eval=True)
         models = load_actor_critic(config, args, launch, load_tokenizer(config.model, config.tokens), [])
-        schedule = compute_schedule(8, ppo, {"max_steps": 8, "per_device_train_batch_size": 8}, 1)
+        schedule = compute_schedule(
+            8, ppo, {"max_steps": 8, "per_device_train_batch_size": 8 // ppo.num_mini_batches}, 1
+        )
         options = {"learning_rate": 1e-3, "args": args, "schedule": schedule}
         policy = Learner("policy", models.policy, models.policy_parameters(), **options)
         trunk = models.policy if models.is_shared else models.critic
@@ -50,7 +52,11 @@ def build(policy_dir, prompts_file, tmp_path):
             models,
             policy,
             critic,
-            ppo,
+            schedule,
+            PolicyObjective("bnpo", epsilon=ppo.cliprange, delta=ppo.dual_clip),
+            ppo.cliprange_value,
+            ppo.target_kl,
+            8,
             1.0,
             batch_size,
             0,
@@ -99,7 +105,7 @@ def test_tokens_are_weighed_by_the_policy_that_answered_and_not_by_the_one_that_
     engine = old - math.log(factor) * mask
     (figures,) = updater.update_policy(dataclasses.replace(rollout, logps=old, engine_logps=engine), 0)
     unweighted = compute_policy_loss(
-        now, old, rollout.advantages, mask, cliprange=WHOLE.cliprange, num_tokens=rollout.num_targets
+        now, old, rollout.advantages, mask, PolicyObjective(epsilon=WHOLE.cliprange), normaliser=rollout.num_targets
     )
     assert figures["loss"] == pytest.approx(factor * unweighted.loss.item(), rel=1e-4, abs=1e-6)
 

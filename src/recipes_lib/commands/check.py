@@ -9,9 +9,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from recipes_lib.commands.clean import check as check_corpus
 from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_stage
 from recipes_lib.config.migration.migrate import migrate
 from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.config.table import TABLES
 from recipes_lib.errors import EXIT_DONE, EXIT_USER, Problem
 from recipes_lib.training.layouts.launch_environment import Launch, add_pipeline_flags, name_pipeline
 from recipes_lib.training.layouts.launch_files import find_launch_file, plan_launch
@@ -34,8 +36,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--migrate", type=Path, metavar="OLD", help="print OLD, of TRL or alignment-handbook, as a recipe"
     )
+    stage, rest = split_stage(argv, TABLES)
+    if stage == "corpus":
+        return check_corpus(rest)
     options, overrides = parser.parse_known_args(argv)
-    stage, _ = split_stage(argv)
     if options.migrate:
         return _print_migration(options.migrate, stage if options.stage else None)
     config = load_for_command(stage, overrides, options.config)

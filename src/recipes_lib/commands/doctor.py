@@ -66,6 +66,7 @@ def examine(*, is_online: bool = False) -> list[Finding]:
         _Trial(name="flash-attn", module="flash_attn", remedy=f"{_extra('flash')} --no-build-isolation"),
         _Trial(name="bitsandbytes", module="bitsandbytes", remedy=_extra("gpu")),
         _Trial(name="deepspeed", module="deepspeed", remedy=_extra("deepspeed")),
+        _Trial(name="datatrove", module="datatrove", remedy=_extra("corpus")),
     ]
     started = [(trial, trial.start()) for trial in trials]
     probes: list[tuple[str, Callable[[], Iterable[Finding]]]] = [

@@ -23,17 +23,19 @@ from typing import Any
 import jinja2
 
 from recipes_lib.config import schema as our_schema
+from recipes_lib.config.corpus import CORPUS_SECTIONS
 from recipes_lib.config.migration.legacy_files import COMPANIONS, LEGACY_KEYS
 from recipes_lib.config.migration.renames import ELSEWHERE, MEANINGS, MIXTURE_RENAMED, RETIRED, RETIRED_VALUES
 from recipes_lib.config.recipes import ADDED_CHOICES, BOUNDS, NOTES, read_choices, read_defaults, read_refused
 from recipes_lib.config.secrets import is_secret_key
-from recipes_lib.config.table import STAGES, Retired, describe, load_table, table_path
+from recipes_lib.config.table import STAGES, TABLES, Retired, describe, load_table, table_path
 
 _ROOT = Path(__file__).parents[3]
 _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", type(None): "null"}
 _REQUIRED = dict.fromkeys(STAGES, ("model_name_or_path", "output_dir")) | {
     "pretrain": ("max_length", "output_dir"),
     "distill": ("model_name_or_path", "teacher_model_name_or_path", "output_dir"),
+    "corpus": ("sources", "output_dir"),
 }
 
 
@@ -48,13 +50,13 @@ def main() -> None:
 
 def build_tables() -> dict[Path, str]:
     """Return path and content of the key table of each stage."""
-    return {table_path(stage): _to_json(_build_table(stage)) for stage in STAGES}
+    return {table_path(stage): _to_json(_build_table(stage)) for stage in TABLES}
 
 
 def build_documents() -> dict[Path, str]:
     """Return path and content of what is made from the key tables: editor schemas, and the two generated pages."""
     documents = {
-        table_path(stage).with_suffix("").with_suffix(".schema.json"): _build_schema(stage) for stage in STAGES
+        table_path(stage).with_suffix("").with_suffix(".schema.json"): _build_schema(stage) for stage in TABLES
     }
     documents[_ROOT / "docs" / "configs.md"] = format_reference()
     documents[_ROOT / "docs" / "migration.md"] = format_migration()
@@ -64,13 +66,14 @@ def build_documents() -> dict[Path, str]:
 def _build_table(stage: str) -> dict[str, Any]:
     groups: dict[str, str] = {}
     keys: dict[str, Any] = {}
-    refused = read_refused(stage)
-    for group, section in our_schema.SECTIONS.items():
+    is_stage = stage in STAGES
+    refused = read_refused(stage) if is_stage else {}
+    for group, section in (our_schema.SECTIONS if is_stage else CORPUS_SECTIONS).items():
         fields = {name: key for name, key in _read_section(section, stage).items() if name not in refused}
         if fields:
             groups[group] = (section.__doc__ or "").split("\n")[0]
             keys |= {name: {"group": group} | key for name, key in fields.items()}
-    for name, key in _read_upstream(stage).items():
+    for name, key in (_read_upstream(stage) if is_stage else {}).items():
         if name not in keys and name not in refused and not is_secret_key(name):
             keys[name] = key
             groups.setdefault(key["group"], "")
@@ -95,7 +98,7 @@ def _read_section(section: type, stage: str) -> dict[str, dict[str, Any]]:
 
 def _choose_default(name: str, general: Any, stage: str) -> dict[str, Any]:
     """Return the default of a key, and where the stage has its own, the general one and why."""
-    ours = read_defaults(stage).get(name)
+    ours = read_defaults(stage).get(name) if stage in STAGES else None
     return (
         {"default": general} if ours is None else {"default": ours[0], "upstream_default": general, "reason": ours[1]}
     )

@@ -105,11 +105,15 @@ def add_recipe_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="F", help=about)
 
 
-def split_stage(argv: Sequence[str]) -> tuple[str, list[str]]:
+def split_stage(argv: Sequence[str], stages: Sequence[str] = STAGES) -> tuple[str, list[str]]:
     """Return the stage that a command's arguments are about, and the rest of them.
 
     It is what ``--stage`` says; without it, what the name of the configuration file begins with, as that of
     ``pretrain_long.yaml``; else ``sft``.
+
+    Args:
+        argv: The arguments.
+        stages: What the command knows; ``check`` and ``plan`` know a corpus too.
 
     Raises:
         ConfigError: There is no such stage.
@@ -120,9 +124,9 @@ def split_stage(argv: Sequence[str]) -> tuple[str, list[str]]:
     parser.add_argument("--config", type=Path)
     config = parser.parse_known_args(rest)[0].config
     named = config.stem.split("_")[0] if config else ""
-    stage = options.stage or (named if named in STAGES else "sft")
-    if stage not in STAGES:
-        raise ConfigError(Problem("--stage", f"there is no stage {stage!r}", f"write one of {', '.join(STAGES)}"))
+    stage = options.stage or (named if named in stages else "sft")
+    if stage not in stages:
+        raise ConfigError(Problem("--stage", f"there is no stage {stage!r}", f"write one of {', '.join(stages)}"))
     return stage, rest
 
 

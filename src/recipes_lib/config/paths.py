@@ -42,7 +42,7 @@ def expand_home(text: str) -> str:
 
 def names_path(dataset_test_split: str) -> bool:
     """Return whether held-out data are named by a path; a bare word is a split, whatever lies there."""
-    return "/" in dataset_test_split or _looks_local(dataset_test_split)
+    return "/" in dataset_test_split or looks_local(dataset_test_split)
 
 
 def check_paths(settings: Settings) -> Iterator[Problem]:
@@ -72,12 +72,13 @@ def _locate_entry(settings: Settings, index: int) -> str:
     return entry.where
 
 
-def _looks_local(text: str) -> bool:
+def looks_local(text: str) -> bool:
+    """Return whether a text can only be meant as a path."""
     return text.startswith((".", "/", "~")) or text.endswith(_FILE_SUFFIXES) or "\\" in text
 
 
 def _check_reference(where: str, key: str, text: str) -> Iterator[Problem]:
-    if _looks_local(text):
+    if looks_local(text):
         yield from _check_exists(where, key, text)
     elif not is_local(text) and not _HUB_ID.fullmatch(text):
         remedy = _suggest_sibling(text) or "write `owner/name`, or the path of a file or folder"

@@ -12,6 +12,7 @@ from typing import Any, Final
 from recipes_lib.config.schema import (
     WEIGHTS,
     AdapterConfig,
+    CriticConfig,
     DistillationConfig,
     EngineConfig,
     LayersConfig,
@@ -66,7 +67,7 @@ BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
             {"exclusiveMinimum": 0},
             "adam_epsilon cliprange cliprange_value decay_steps delta device_hour_price discopop_tau "
             "distillation_temperature epsilon epsilon_high eval_steps kl_horizon kl_target_per_sequence "
-            "logging_steps lora_alpha neftune_noise_alpha num_train_epochs repeat sampling_temperature "
+            "logging_steps lora_alpha neftune_noise_alpha num_train_epochs repeat reward_timeout sampling_temperature "
             "save_steps target_kl temperature test_split_size weight",
         ),
         ({"minimum": 0, "maximum": 2**32 - 1}, "data_seed seed"),
@@ -87,7 +88,7 @@ BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
         ),
         (
             {"exclusiveMinimum": 0, "maximum": 1},
-            "batch_ramp_start critic_learning_rate learning_rate projection_learning_rate top_entropy_quantile",
+            "batch_ramp_start critic_learning_rate learning_rate projection_learning_rate",
         ),
         (
             {"minimum": 0, "maximum": 1},
@@ -206,10 +207,10 @@ _FINE_TUNING: Final[Mapping[str, tuple[Any, str]]] = {
     "warmup_steps": (0.03, "Adam's second moment is unreliable in the first steps"),
 }
 _ONE_EPOCH: Final = (1.0, "a second pass over the same pairs mostly memorises them")
+_SAMPLED_AT_ONCE: Final = (32, "rows of what needs no gradient: answers that are sampled or scored")
 _GROUPS: Final[Mapping[str, tuple[Any, str]]] = {
-    "disable_dropout": (True, "log-probabilities of two passes are compared"),
     "num_train_epochs": (1.0, "every prompt is asked once, for `num_generations` answers"),
-    "per_device_eval_batch_size": (32, "prompts that are answered at once in an evaluation"),
+    "per_device_eval_batch_size": _SAMPLED_AT_ONCE,
 }
 
 _STAGE_DEFAULTS: Final[Mapping[str, Mapping[str, tuple[Any, str]]]] = {
@@ -234,7 +235,7 @@ _STAGE_DEFAULTS: Final[Mapping[str, Mapping[str, tuple[Any, str]]]] = {
     "ppo": {
         "learning_rate": (1e-6, "of all weights, as OpenRLHF and verl train; an adapter takes 1e-5"),
         "num_train_epochs": (1.0, "every prompt is answered once"),
-        "per_device_eval_batch_size": (32, "rows of what needs no gradient: answers that are sampled or scored"),
+        "per_device_eval_batch_size": _SAMPLED_AT_ONCE,
     },
     "distill": {
         **_FINE_TUNING,
@@ -274,11 +275,15 @@ _NO_LOADER: Final = dropped("has no effect: which prompts an iteration takes fol
 _NO_DDP: Final = dropped("has no effect: gradients are summed over the processes once an optimizer step")
 _NO_CRITIC: Final = dropped("has no effect: there is no critic")
 _TRUE_SAMPLES: Final = "would sample from another distribution than the one that log-probabilities are of"
-_BY_GENERATE: Final = dropped("is not wired in this stage: answers are sampled by `generate`")
+_BY_GENERATE: Final = dropped("has no effect: answers are sampled by `generate`, continuous batching or vLLM")
+_BY_SERVER: Final = undecided(
+    "is of an engine inside the process", "start `trl vllm-serve` with it, and write `use_vllm`"
+)
+_IN_URL: Final = undecided("is part of `vllm_server_base_url`", "write `vllm_server_base_url: http://HOST:PORT`")
+_NO_ENTROPY: Final = undecided("is not done here: the loss has no entropy term", "delete the line")
 _IN_SAMPLES: Final = dropped("is not needed: answers and their rewards are in samples.jsonl")
 _VLLM: Final = (
-    "use_vllm vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url "
-    "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization "
+    "vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_gpu_memory_utilization "
     "vllm_max_model_length vllm_tensor_parallel_size"
 )
 _VLLM_WEIGHTS: Final = (
@@ -305,7 +310,7 @@ _NO_PRETRAINING: Final[Mapping[str, Retired]] = {
 }
 _NO_ADAPTERS: Final = _each_field(_OF_ADAPTERS, AdapterConfig, QuantizationConfig)
 _NO_PAIRS: Final = {**_each_field(_OF_PAIRS, PreferenceConfig), "loss_type": _LOSS}
-_NO_PPO: Final = _each_field(_OF_PPO, RewardsConfig, EngineConfig, PPOConfig)
+_NO_PPO: Final = _each_field(_OF_PPO, RewardsConfig, CriticConfig, EngineConfig, PPOConfig)
 _NO_DISTILLATION: Final = _each_field(_OF_TEACHERS, DistillationConfig, LayersConfig)
 _ONLY_PAIRS: Final[Mapping[str, Retired]] = {
     **_NO_PRETRAINING,
@@ -327,15 +332,27 @@ _PROMPTS_ONLY: Final[Mapping[str, Retired]] = {
     "sample_prompts": dropped("has no effect: the first prompts are answered, held-out ones where there are any"),
     "train_sampling_strategy": _NO_LOADER,
     **each("neftune_noise_alpha max_rollbacks verify_steps", _NOT_HERE),
+    "vllm_mode": dropped_at(("server",), "is `server` here", "start `vllm serve` on GPUs of its own (docs/ppo.md)"),
+    **each("vllm_server_host vllm_server_port", _IN_URL),
+    **each("load_best_model_at_end metric_for_best_model greater_is_better eval_delay", _LAST_MODEL),
+    **each("logging_first_step full_determinism torch_empty_cache_steps debug save_on_each_node", _NOT_HERE),
+    **each("log_level log_level_replica log_on_each_node optim_target_modules", _NOT_HERE),
+    **each("torch_compile torch_compile_backend torch_compile_mode", _NOT_HERE),
+    **each("use_liger_kernel liger_kernel_config", _NOT_HERE),
+    **each("dataloader_drop_last dataloader_num_workers dataloader_pin_memory", _NO_LOADER),
+    **each("dataloader_persistent_workers dataloader_prefetch_factor dataloader_in_order", _NO_LOADER),
+    "dataloader_multiprocessing_context": _NO_LOADER,
+    **each("ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph", _NO_DDP),
+    "fp16": dropped_at((False, None), "is not done here: it would need a loss scaler", "write `bf16: true`"),
 }
 _SAMPLED_IN_GROUPS: Final[Mapping[str, Retired]] = {
     **_PROMPTS_ONLY,
     **_each_field(_OF_PPO, PPOConfig),
-    **each("critic_model_name_or_path critic_learning_rate critic_warmup_iterations save_critic", _NO_CRITIC),
+    **_each_field(_NO_CRITIC, CriticConfig),
     "max_completion_length": Retired(
         "is `response_length` here, as in PPO", "write `response_length`", "response_length"
     ),
-    **each("use_liger_kernel liger_kernel_config", _NOT_HERE),
+    "disable_dropout": dropped_at((True,), "is off: dropout would make ratios of two passes differ", "delete the line"),
     "num_generations_eval": dropped("has no effect: samples are one answer to each prompt"),
     "generation_batch_size": undecided("is counted in steps here", "write `steps_per_generation`"),
     "top_p": dropped_at((1, 1.0), _TRUE_SAMPLES, "delete the line"),
@@ -344,9 +361,8 @@ _SAMPLED_IN_GROUPS: Final[Mapping[str, Retired]] = {
     "repetition_penalty": dropped_at((1, 1.0), _TRUE_SAMPLES, "delete the line"),
     "generation_kwargs": dropped_at((None,), _TRUE_SAMPLES, "delete the line"),
     "chat_template_kwargs": undecided("is a column of the rows here", "write it into the rows"),
-    **each("cache_implementation use_transformers_paged use_transformers_continuous_batching", _BY_GENERATE),
-    **each("transformers_continuous_batching_config", _BY_GENERATE),
-    **each(_VLLM, _BY_GENERATE),
+    **each("cache_implementation use_transformers_paged", _BY_GENERATE),
+    **each(_VLLM, _BY_SERVER),
     "ds3_gather_for_generation": dropped("is not needed: weights are not sharded in this stage"),
     **each("log_completions log_multimodal num_completions_to_print log_unique_prompts", _IN_SAMPLES),
     "sync_ref_model": _FIXED_REFERENCE,
@@ -387,16 +403,6 @@ _LEFT_OUT: Final[Mapping[str, Mapping[str, Retired]]] = {
     "ppo": {
         **_PROMPTS_ONLY,
         "loss_type": _LOSS,
-        **each("load_best_model_at_end metric_for_best_model greater_is_better eval_delay", _LAST_MODEL),
-        **each("logging_first_step full_determinism torch_empty_cache_steps debug save_on_each_node", _NOT_HERE),
-        **each("log_level log_level_replica log_on_each_node optim_target_modules", _NOT_HERE),
-        **each("torch_compile torch_compile_backend torch_compile_mode", _NOT_HERE),
-        **each("use_liger_kernel liger_kernel_config", _NOT_HERE),
-        **each("dataloader_drop_last dataloader_num_workers dataloader_pin_memory", _NO_LOADER),
-        **each("dataloader_persistent_workers dataloader_prefetch_factor dataloader_in_order", _NO_LOADER),
-        "dataloader_multiprocessing_context": _NO_LOADER,
-        **each("ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph", _NO_DDP),
-        "fp16": dropped_at((False, None), "is not done here: it would need a loss scaler", "write `bf16: true`"),
     },
     "distill": {
         **_NO_PRETRAINING,
@@ -419,7 +425,11 @@ _LEFT_OUT: Final[Mapping[str, Mapping[str, Retired]]] = {
     },
     "grpo": {
         **_SAMPLED_IN_GROUPS,
-        **each(_VLLM_WEIGHTS, _BY_GENERATE),
+        **each(_VLLM_WEIGHTS, dropped("is not needed: tokens are weighted by the ratio, up to 2")),
+        "cast_lm_head_to_fp32": dropped("is not needed: the loss is computed in float32"),
+        **each("entropy_coef entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target", _NO_ENTROPY),
+        **each("top_entropy_quantile use_adaptive_entropy", _NO_ENTROPY),
+        "router_aux_loss_coef": undecided("is not done here", "delete the line"),
         "log_completions_hub_repo": _IN_SAMPLES,
         "max_tool_calling_iterations": dropped_at((None,), "is not done here: answers are one turn", "delete the line"),
         "multi_objective_aggregation": dropped_at(
@@ -434,6 +444,14 @@ PREFERENCE_LOSSES: Final = (
 )
 """Values of ``loss_type`` of DPO."""
 
+_LOOP_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
+    "eval_strategy": ("no", "steps"),
+    "logging_strategy": ("steps",),
+    "lr_scheduler_type": ("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr"),
+    "optim": ("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "adafactor"),
+    "save_strategy": ("no", "steps"),
+}
+"""Of PPO, RLOO and GRPO, whose loop builds optimizer and schedule itself."""
 _STAGE_CHOICES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "pretrain": {"lr_scheduler_type": ("constant", "linear", "cosine", "warmup_stable_decay", "inverse_sqrt")},
     "dpo": {"loss_type": PREFERENCE_LOSSES},
@@ -441,14 +459,10 @@ _STAGE_CHOICES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "importance_sampling_level": ("token", "sequence"),
         "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
         "scale_rewards": ("group", "batch", "none"),
+        **_LOOP_CHOICES,
     },
-    "ppo": {
-        "eval_strategy": ("no", "steps"),
-        "logging_strategy": ("steps",),
-        "lr_scheduler_type": ("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr"),
-        "optim": ("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "adafactor"),
-        "save_strategy": ("no", "steps"),
-    },
+    "ppo": _LOOP_CHOICES,
+    "rloo": _LOOP_CHOICES,
 }
 
 ADDED_CHOICES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {

@@ -134,13 +134,13 @@ _DEPENDENCIES: Final = (
     Dependency("f_alpha_divergence_coef", "f_divergence_type", ("alpha_divergence",)),
     # reinforcement learning
     Dependency("reward_model_revision", "reward_model_name_or_path"),
+    Dependency("reward_timeout", "reward_funcs"),
     Dependency("kl_horizon", "kl_target_per_sequence"),
     Dependency("vllm_server_base_url vllm_server_timeout vllm_group_port", "use_vllm"),
     Dependency("transformers_continuous_batching_config", "use_transformers_continuous_batching"),
     Dependency("delta", "loss_type", ("grpo", "dr_grpo", "dapo", "bnpo", "luspo")),
     Dependency("sapo_temperature_pos sapo_temperature_neg", "loss_type", ("sapo",)),
     Dependency("vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg", "loss_type", ("vespo",)),
-    Dependency("entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target", "use_adaptive_entropy"),
     # distillation
     # Every kernel but this one never has the attention in memory.
     Dependency("attention_weight", "attn_implementation", ("eager",)),
@@ -190,10 +190,12 @@ def check_rewards(settings: Settings) -> Iterator[Problem]:
         yield settings.problem("max_length", found, "raise it: it counts the prompt and its answer")
 
 
-def check_ppo(settings: Settings) -> Iterator[Problem]:
-    """Checkpoints of PPO are no models, and continuous batching has kernels of its own."""
+def check_policy(settings: Settings) -> Iterator[Problem]:
+    """Checkpoints are no models, and continuous batching has kernels of its own."""
     if settings["push_to_hub"] and settings["hub_strategy"] not in (None, "end"):
-        found = f"`hub_strategy: {settings['hub_strategy']}` publishes checkpoints, and those of PPO are no models"
+        found = (
+            f"`hub_strategy: {settings['hub_strategy']}` publishes checkpoints, and those of this stage are no models"
+        )
         yield settings.problem("hub_strategy", found, "write `hub_strategy: end`")
     if settings["use_transformers_continuous_batching"] and settings["attn_implementation"] == "varlen":
         found = "`attn_implementation: varlen` is not known to transformers' continuous batching"
@@ -490,15 +492,16 @@ _RULES: Final[tuple[Rule, ...]] = (
 )
 _FINE_TUNING: Final = (*_RULES, check_rows, check_schedule_options)
 _COMPARING: Final = (*_FINE_TUNING, check_compared)
+_SAMPLING: Final = (*_COMPARING, check_rewards, check_own_reference, check_policy)
 RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
     "pretrain": (*_RULES, check_start, check_shape, check_precision, check_curriculum),
     "sft": _FINE_TUNING,
     "lora": (*_FINE_TUNING, check_adapter_stage),
     "reward": _COMPARING,
     "dpo": (*_COMPARING, check_preference),
-    "ppo": (*_COMPARING, check_rewards, check_own_reference, check_ppo),
-    "rloo": (*_COMPARING, check_rewards, check_own_reference),
-    "grpo": (*_COMPARING, check_rewards, check_own_reference),
+    "ppo": _SAMPLING,
+    "rloo": _SAMPLING,
+    "grpo": _SAMPLING,
     "distill": (*_FINE_TUNING, check_layers),
 }
 """The rules of each stage."""

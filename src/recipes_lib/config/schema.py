@@ -316,7 +316,7 @@ class GuardsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardsConfig:
-    """Sampled answers, their rewards and the critic."""
+    """Sampled answers and their rewards."""
 
     response_length: int = 256
     """Longest answer, in tokens."""
@@ -328,6 +328,9 @@ class RewardsConfig:
     """Reward model that scores answers, with its own tokenizer and template; its scores are cut off at ±10."""
     reward_model_revision: str | None = None
     """Commit, tag or branch of a Hub reward model."""
+    reward_timeout: float | None = None
+    """Seconds that a call of a function may take, each function in a process of its own: an answer on which it hangs or
+    crashes is not scored. Unset: they run in the training process, without a limit."""
     reward_weights: list[float] | None = None
     """Factor of each reward in their sum: the functions in their order, then the model. Unset: 1 each."""
     missing_eos_penalty: float | None = 1.0
@@ -335,6 +338,12 @@ class RewardsConfig:
     max_zero_std_rollouts: int | None = 20
     """End the run after so many rollouts in a row in which no answer to a prompt earns more than another, so that
     nothing can be learnt; null never ends it. See ``docs/guards.md``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """Value function of PPO: where it starts, how it is trained and kept."""
+
     critic_model_name_or_path: str | None = None
     """What the critic starts from. Unset: the reward model, else the policy with a head of 0. With ``use_peft`` it is
     an adapter beside the policy's, and starts from a reward model saved as such an adapter, else from nothing."""
@@ -348,7 +357,7 @@ class RewardsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Generation engine of PPO's answers, instead of ``generate``; the spelling of TRL's ``GRPOConfig``."""
+    """Generation engine of answers, instead of ``generate``; the spelling of TRL's ``GRPOConfig``."""
 
     use_transformers_continuous_batching: bool = False
     """Sample by transformers' continuous batching: an answer that ended makes room for the next. For GPUs."""
@@ -449,6 +458,7 @@ class RecipeConfig:
     preference: PreferenceConfig = PreferenceConfig()
     guards: GuardsConfig = GuardsConfig()
     rewards: RewardsConfig = RewardsConfig()
+    critic: CriticConfig = CriticConfig()
     engine: EngineConfig = EngineConfig()
     ppo: PPOConfig = PPOConfig()
     distillation: DistillationConfig = field(default_factory=DistillationConfig)

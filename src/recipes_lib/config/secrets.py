@@ -13,7 +13,7 @@ _TOKEN_OF_TEXT = re.compile(
     r"(^|_)(bos|eos|pad|unk|sep|cls|mask|stop|start|end|begin|image|audio|video|think|special|separator|role)_token$",
     re.IGNORECASE,
 )
-_VALUE = re.compile(
+SECRET = re.compile(
     r"\bhf_[A-Za-z0-9]{20,}|\bapi_org_[A-Za-z0-9]{20,}|\bhf_oauth_[\w.-]{20,}"  # Hugging Face
     r"|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{20,}"  # GitHub, GitLab
     r"|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\bAIza[\w-]{30,}|\bya29\.[\w-]{20,}"  # AWS, Google
@@ -24,13 +24,20 @@ _VALUE = re.compile(
     r"|://[^/\s:@]+:[^/\s:@]+@"  # user:password@host
     r"|[?&](?i:[\w-]*(?:token|key|secret|password|signature)|sig)=[^&\s]{4,}"  # signed URLs
 )
+"""Access tokens and private keys, by their shape."""
+SECRET_HINTS = (
+    *("hf_", "api_org_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "AKIA", "ASIA", "AIza"),
+    *("ya29.", "sk-", "sk_live", "sk_test", "rk_live", "rk_test", "wandb_v1_", "nvapi-", "gsk_", "r8_", "pypi-", "xox"),
+    *("eyJ", "PRIVATE KEY", "://", "token=", "key=", "secret=", "password=", "signature=", "sig="),
+)
+"""A text without one of these has no ``SECRET``, but for parameters of an address in capitals; quicker to see."""
 # W&B's older keys have the shape of a commit, and AWS's secret ones that of a digest: only their names tell.
 _NAMED = re.compile(
     r"(?:wandb|w&b|api|aws|access|secret)\w*(?:key|token)\w*['\"]?\s*[:=]\s*['\"]?[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])",
     re.IGNORECASE,
 )
 _HEX_KEY = re.compile(r"[0-9a-f]{40}")
-_HOLDS_REVISIONS = frozenset({"dataset_mixture"})
+_HOLDS_REVISIONS = frozenset({"dataset_mixture", "sources", "benchmarks"})
 _REMEDY = "delete it and revoke it if it was shared; secrets come from the environment (HF_TOKEN, WANDB_API_KEY)"
 
 
@@ -41,7 +48,7 @@ def is_secret_key(key: str) -> bool:
 
 def has_secret_shape(text: str) -> bool:
     """Return whether a text contains something of the shape of an access token."""
-    return _VALUE.search(text) is not None or _NAMED.search(text) is not None
+    return SECRET.search(text) is not None or _NAMED.search(text) is not None
 
 
 def refuse_secret_key(where: str, key: str) -> Problem:

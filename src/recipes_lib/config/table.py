@@ -17,6 +17,8 @@ Schema = Mapping[str, Any]
 """A fragment of JSON schema: ``type`` (always a list), ``enum``, ``items``, ``properties``, ``required``, bounds."""
 
 STAGES: Final = ("pretrain", "sft", "lora", "reward", "dpo", "ppo", "rloo", "grpo", "distill")
+TABLES: Final = (*STAGES, "corpus")
+"""Whatever has keys: the stages, and the corpus."""
 
 _WORDS = {
     "boolean": "true or false",
@@ -81,8 +83,8 @@ def load_table(stage: str) -> KeyTable:
     Raises:
         ValueError: There is no such stage.
     """
-    if stage not in STAGES:
-        raise ValueError(f"unknown stage {stage!r}; one of {STAGES}")
+    if stage not in TABLES:
+        raise ValueError(f"unknown stage {stage!r}; one of {TABLES}")
     raw = json.loads(table_path(stage).read_text(encoding="utf-8"))
     keys = {name: Key(name=name, **fields) for name, fields in raw["keys"].items()}
     return KeyTable(stage, raw["groups"], tuple(raw["required"]), keys)

@@ -159,6 +159,9 @@ class Stage(NamedTuple):
 
 
 STAGES = {
+    "corpus": Stage(
+        "corpus", "corpus.yaml", "a clean corpus: what repeats, what is held out and what is personal goes"
+    ),
     "pretrain": Stage("pretrain", "pretrain.yaml", "pretraining on the texts, from random weights"),
     "sft": Stage("sft", "sft_on_chats.yaml", "fine-tuning on the answers of the chats"),
     "lora": Stage("lora", "lora_brief.yaml", "an adapter that answers briefly where it is asked to"),

@@ -24,6 +24,8 @@ Say = Callable[[str], None]
 class Inspection(ABC):
     """Facts about a run, collected section by section; a section whose inputs are missing prints nothing."""
 
+    corpus_kind: str | None = None
+    """What `recipes clean` is told of the data, ``text`` or ``chat``; ``None``: it has nothing to say of them."""
     num_learners = 1
     """Models, or adapters, in a checkpoint, each with its optimizer states."""
 
@@ -49,6 +51,7 @@ class Inspection(ABC):
             ("launch", self.look_at_launch, ()),
             ("tokenizer and model", self.look_at_model, ()),
             ("data", self.look_at_data, ()),
+            ("corpus", self.look_at_corpus, ()),
             ("model and data together", self.look_at_agreement, ("tokenizer", "model_config")),
             ("precision and attention", self.look_at_kernels, ("model_config",)),
             ("optimizer and trackers", self.look_at_packages, ()),
@@ -124,6 +127,13 @@ class Inspection(ABC):
     @abstractmethod
     def look_at_data(self, say: Say) -> None:
         """What is trained on and what is held out."""
+
+    def look_at_corpus(self, say: Say) -> None:
+        """Duplicates, personal data, languages and boilerplate of a sample, in stages that train on texts."""
+        from recipes_lib.inspection.corpus_audit import say_corpus
+
+        if self.corpus_kind is not None:
+            say_corpus(self.config, self.corpus_kind, say)
 
     @abstractmethod
     def look_at_agreement(self, say: Say) -> None:

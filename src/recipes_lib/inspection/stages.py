@@ -12,6 +12,8 @@ from recipes_lib.inspection.sections import SHARES_OF_A_RUN, Inspection, Say
 class SFTInspection(Inspection):
     """Rows, their mask and their packs, and the schedule that upstream builds."""
 
+    corpus_kind = "chat"
+
     @property
     def keeps_documents_apart(self) -> bool:
         """Whether rows are packed."""
@@ -52,6 +54,8 @@ class SFTInspection(Inspection):
 
 class PretrainInspection(Inspection):
     """Documents and their mixture, the schedule in tokens, and the size of the model against that of the data."""
+
+    corpus_kind = "text"
 
     @property
     def keeps_documents_apart(self) -> bool:
@@ -274,7 +278,7 @@ class PPOInspection(Inspection):
             for layout in list_layouts(self.config, self.launch.world_size)
         )
         size = read_device_memory()
-        say(f"{alone.about}: {alone.peak / 1e9:.1f} GB at most; `recipes plan` tells its terms")
+        say(f"{alone.about or 'one model trained'}: {alone.peak / 1e9:.1f} GB at most; `recipes plan` tells its terms")
         if size is not None and not alone.fits(size):
             remedy = "adapters (`use_peft: true`), fewer rows at once"
             for plan in sharded:
@@ -292,7 +296,7 @@ class PPOInspection(Inspection):
 
         training = self.config.training
         plan = compute_schedule(len(self._data.train), self.config.ppo, training, self.launch.world_size)
-        verify_warmup(plan, self.config.rewards.critic_warmup_iterations)
+        verify_warmup(plan, self.config.critic.critic_warmup_iterations)
         self.num_steps = plan.num_steps
         say(
             f"{plan.num_iterations:,} iterations of {plan.answers_per_iteration:,} answers and "
@@ -306,10 +310,6 @@ class GroupInspection(PPOInspection):
     """Prompts as the policy will be asked, every reward imported, and answers in groups."""
 
     num_learners = 1  # There is no critic.
-
-    def look_at_kernels(self, say: Say) -> None:
-        """The device, the precision and the attention kernel; what PPO's models take is another sum."""
-        Inspection.look_at_kernels(self, say)
 
     def look_at_steps(self, say: Say) -> None:
         """Answers at a time, optimizer steps, and the rates.

@@ -34,7 +34,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 from transformers.utils.hub import cached_file
 
 from recipes_lib.config.schema import ModelConfig, RecipeConfig, TokensConfig
-from recipes_lib.errors import ConfigError, DataError, Problem, UserError
+from recipes_lib.errors import ConfigError, DataError, Problem, UserError, list_first
 from recipes_lib.files import read_record
 from recipes_lib.hub import go_offline_unless_reachable
 from recipes_lib.models.model_files import find_damage
@@ -199,7 +199,9 @@ def load_pretrained(
     elsewhere: frozenset[str] = getattr(model, "whole_names", frozenset())  # In other parts of a pipeline.
     mismatched = {f"{key} {tuple(found)} for {tuple(wanted)}" for key, found, wanted in info["mismatched_keys"]}
     problems = [
-        Problem("model_name_or_path", f"{found} {_shorten(keys)}", f"name a complete {architecture} checkpoint")
+        Problem(
+            "model_name_or_path", f"{found} {list_first(sorted(keys))}", f"name a complete {architecture} checkpoint"
+        )
         for found, keys in (
             (f"the checkpoint of {name} lacks", missing - set(may_lack)),
             (f"{architecture} has no place for", set(info["unexpected_keys"]) - set(may_hold) - elsewhere),
@@ -254,7 +256,8 @@ def check_agreement(
     problems = []
     missing, _ = find_tokens_without_row(config, tokenizer)
     if missing:
-        found = f"the model has {text.vocab_size} embedding rows, none for {_shorten(missing)} of the tokenizer"
+        tokens = list_first(sorted(missing))
+        found = f"the model has {text.vocab_size} embedding rows, none for {tokens} of the tokenizer"
         problems.append(
             Problem("tokenizer_name_or_path", found, "use the model's own tokenizer, or resize the model first")
         )
@@ -297,7 +300,7 @@ def find_tokens_without_row(
 def describe_spare_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     """What is said, behind a sentence, of the tokens that a model does without; nothing where it has them all."""
     _, spare = find_tokens_without_row(config, tokenizer)
-    return f"; no text may spell {_shorten(spare)}, for which the model has no embedding" if spare else ""
+    return f"; no text may spell {list_first(sorted(spare))}, for which the model has no embedding" if spare else ""
 
 
 def _load_options(config: ModelConfig) -> dict[str, Any]:
@@ -372,12 +375,6 @@ def _first_line(error: Exception) -> str:
 
 def _ids(token_id: int | list[int] | None) -> set[int]:
     return set() if token_id is None else set(token_id) if isinstance(token_id, list) else {token_id}
-
-
-def _shorten(names: Any) -> str:
-    """The first three, and how many more."""
-    names = sorted(names)
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def verify_remote_code(config: ModelConfig) -> None:

@@ -42,8 +42,6 @@ _CHUNK: Final = 4 * CHUNK_BYTES
 """Bytes of a chunk of logits: the logits, their copy in 16 bits, exponentials, products."""
 _BUCKET_SIZE: Final = 500_000_000
 """Numbers of a bucket: ``reduce_bucket_size`` of DeepSpeed unless told otherwise."""
-_LOSS_BYTES: Final = 14
-"""Of each logit where a loss is made of all at once: in 16 and 32 bits, log-softmax, and the gradients of these."""
 _KINDS: Final = ("weights", "gradients", "optimizer states")
 
 _BUCKETS: Final = "buckets in which gradients are summed"
@@ -77,7 +75,7 @@ FORMULAS: Final[Mapping[str, str]] = {
     _COPIES: "2 x parameters in 32 bits (autocast)",
     _ACTIVATIONS: "tensors saved for the backward pass; recomputed: the inputs of all layers + one layer",
     _OTHER_KEYS: "2 x bytes of a product x tokens of other ranks x key-value features x layers kept",
-    _LOGITS: "4 buffers of a chunk; RLOO and GRPO: 14 x answer tokens x vocabulary",
+    _LOGITS: "4 buffers of a chunk",
     _CACHE: "rows x what the model caches of the longest row",
     _SAMPLED: f"{SAMPLING_BYTES} x rows x vocabulary",
     _LAYER: "tensors of the largest layer, of all rows",
@@ -158,8 +156,8 @@ class Layout:
 def list_layouts(config: RecipeConfig, num_processes: int) -> Iterator[Layout]:
     """Yield the layouts that a run of so many processes may have."""
     yield Layout("ddp" if num_processes > 1 else "single_gpu", num_processes)
-    # TRL's trainers are not sharded, nor models of PPO that share a base model (``training.layouts.compatibility``).
-    is_whole = config.stage in ("rloo", "grpo") or (config.stage == "ppo" and config.adapter.use_peft)
+    # A critic and a policy that share a base model are not sharded (``training.layouts.compatibility``).
+    is_whole = config.stage == "ppo" and config.adapter.use_peft
     if num_processes > 1 and not is_whole:
         yield Layout("fsdp2", num_processes, Held(num_processes, num_processes, num_processes))
 
@@ -371,11 +369,7 @@ def _count_rl(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layo
     answer = config.rewards.response_length
     length = config.tokens.max_length or 2 * answer
     text, micro = model_config.get_text_config(), config.read("per_device_train_batch_size")
-    if config.stage == "ppo":
-        batch, logits = config.read("per_device_eval_batch_size"), _CHUNK
-    else:  # Of TRL's trainers, which sample a generation at once and make the logits of all answers of a micro-batch.
-        batch = micro * (config.read("steps_per_generation") or config.read("gradient_accumulation_steps"))
-        logits = _LOSS_BYTES * micro * answer * text.vocab_size
+    batch = config.read("per_device_eval_batch_size")
     with torch.device("meta"):
         about, models, policy = _build_rl(config, model_config)
     with on_fakes(policy, is_half=is_half):
@@ -394,9 +388,9 @@ def _count_rl(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layo
     temporary |= {
         _CACHE: cache,
         _SAMPLED: batch * text.vocab_size * SAMPLING_BYTES,
-        _LAYER: round(kept.largest_layer * (batch if config.stage == "ppo" else micro) / micro),
+        _LAYER: round(kept.largest_layer * batch / micro),
         _ACTIVATIONS: kept.recomputing if config.read("activation_checkpointing") else kept.total,
-        _LOGITS: logits,
+        _LOGITS: _CHUNK,
     }
     return about, models, temporary
 
@@ -432,7 +426,7 @@ def _build_rl(config: RecipeConfig, model_config: PreTrainedConfig) -> tuple[str
 
 def _build_critic(config: RecipeConfig, model_config: PreTrainedConfig) -> Iterable[Tensor]:
     """Parameters of a critic of its own: of the model that it starts from, or of the policy's."""
-    named = config.rewards.critic_model_name_or_path or config.rewards.reward_model_name_or_path
+    named = config.critic.critic_model_name_or_path or config.rewards.reward_model_name_or_path
     critic_config = _look_at(named, None, model_config)
     critic: nn.Module = _build(AutoModelForSequenceClassification, critic_config, config.model.dtype)
     return critic.parameters()

@@ -17,6 +17,8 @@ from recipes_lib.files import read_lines, read_record
 Record = Mapping[str, Any]
 Row = tuple[str, ...]
 
+_MANIFEST: Final = "corpus.json"
+_MAX_REASONS: Final = 5
 CHART: Final = "report/loss.png"
 MAX_CURVE_ROWS: Final = 10
 _MAX_GENERATIONS: Final = 8
@@ -68,6 +70,7 @@ def build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, fl
         limits=list_limits(record, figures),
         lineage=trace_lineage(record),
         data=list(describe_data(record)),
+        corpus=list(describe_corpus(config)),
         facts=[*describe_effort(record, events), *facts],
         config={name: make_portable(value) for name, value in config.items() if value is not None},
     )
@@ -141,6 +144,38 @@ def describe_data(record: Record) -> Iterator[Row]:
         if isinstance(counts, Mapping) and counts.keys() & _COUNTS.keys():
             told = [f"{counts[name]:,} {word}" for name, word in _COUNTS.items() if isinstance(counts.get(name), int)]
             yield split, ", ".join(told), str(sources.get(split, ""))[:16]
+
+
+def describe_corpus(config: Record) -> Iterator[Row]:
+    """Yield how the corpora of a run were made, as far as their manifests are on this machine."""
+    parts = config.get("dataset_mixture") or [{"name": config.get("dataset_name")}]
+    # An entry of a mixture is the folder of a source: `corpus/data/web`.
+    places = [Path(str(part.get("name"))) for part in parts]
+    folders = [folder for place in places for folder in (place, place.parent.parent) if (folder / _MANIFEST).is_file()]
+    for folder in dict.fromkeys(folders):
+        try:
+            manifest = read_record(folder / _MANIFEST, {"documents": int, "steps": dict, "sources": list})
+            yield from _describe_manifest(folder.name, manifest)
+        except (DataError, KeyError, TypeError, AttributeError):
+            yield folder.name, "its manifest cannot be read"
+
+
+def _describe_manifest(name: str, manifest: Record) -> Iterator[Row]:
+    read = next(iter(manifest["steps"].values()))["documents_in"]
+    yield name, f"{manifest['documents']:,} of {read:,} documents"
+    for source in manifest["sources"]:
+        place = Path(str(source["name"])).name if Path(str(source["name"])).exists() else source["name"]
+        told = f"{place}, {source['documents']:,} documents, licence {source['license'] or 'not stated'}"
+        yield f"source {source['label']}", told
+    for step, tally in manifest["steps"].items():
+        if tally["removed"]:
+            reasons = sorted(tally["removed"].items(), key=lambda item: -item[1])[:_MAX_REASONS]
+            told = ", ".join(f"{reason} {count:,}" for reason, count in reasons)
+            yield f"removed by {step}", f"{sum(tally['removed'].values()):,}: {told}"
+    if masked := manifest["steps"].get("pii", {}).get("found"):
+        yield "personal data found", ", ".join(f"{kind} {count:,}" for kind, count in masked.items())
+    if benchmarks := (manifest.get("config") or {}).get("benchmarks"):
+        yield "decontaminated against", ", ".join(Path(str(benchmark["name"])).name for benchmark in benchmarks)
 
 
 def describe_effort(record: Record, events: Sequence[Record]) -> Iterator[Row]:

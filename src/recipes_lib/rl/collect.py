@@ -180,10 +180,13 @@ class Collector:
 
         with self.models.as_policy() as policy:
             old = self._map(rollout, lambda sequences: logps(policy, sequences))
-        with self.models.as_reference() as reference:
-            ref = self._map(rollout, lambda sequences: logps(reference, sequences))
-        with self.models.as_critic() as critic:
-            values = self._map(rollout, lambda sequences: compute_response_values(critic, sequences))
+        ref, values = old, torch.zeros_like(old)
+        if self.models.has_reference:
+            with self.models.as_reference() as reference:
+                ref = self._map(rollout, lambda sequences: logps(reference, sequences))
+        if self.models.critic is not None:
+            with self.models.as_critic() as critic:
+                values = self._map(rollout, lambda sequences: compute_response_values(critic, sequences))
         return dataclasses.replace(rollout, logps=old, ref_logps=ref, values=values)
 
     def _map(self, rollout: Rollout, compute: Callable[[Sequences], Tensor]) -> Tensor:

@@ -93,22 +93,25 @@ class ActorCritic:
 
     Attributes:
         policy: A causal language model with a loss head, or a PEFT model around it.
-        critic: Gives ``ScoreOutput.scores`` at ``last_positions``.
-        own_reference: A frozen copy of the policy; ``None`` where it is the policy with its adapters off.
+        critic: Gives ``ScoreOutput.scores`` at ``last_positions``; ``None`` where advantages need none.
+        own_reference: A frozen copy of the policy; ``None`` where it is the policy with its adapters off, or where
+            nothing is held against it.
         stop_ids: Every token that ends an answer, sorted.
         reward: The reward model where it stands on the policy's trunk; ``None`` where there is none, or one of its own.
+        has_reference: Whether the policy is held against the model that it started from.
     """
 
     policy: Any
-    critic: Any
+    critic: Any | None
     own_reference: Any | None
     stop_ids: list[int]
     reward: RewardModel | None = None
+    has_reference: bool = True
 
     @property
     def is_shared(self) -> bool:
         """Whether policy, critic and reference stand on one trunk."""
-        return self.own_reference is None
+        return self.own_reference is None and hasattr(self.policy, "peft_config")
 
     @property
     def is_sharded(self) -> bool:
@@ -146,6 +149,8 @@ class ActorCritic:
 
     def critic_parameters(self) -> Mapping[str, nn.Parameter]:
         """Return what the critic's optimizer trains, by name; as ``policy_parameters``."""
+        if self.critic is None:
+            return {}
         reshard(self.critic)
         parameters = dict(self.critic.named_parameters())
         if self.is_shared:
@@ -155,7 +160,8 @@ class ActorCritic:
     def set_training(self, *, training: bool) -> None:
         """Put policy and critic into training mode, in which activations are recomputed, or out of it."""
         self.policy.train(training)
-        self.critic.train(training)
+        if self.critic is not None:
+            self.critic.train(training)
 
     def drop_critic(self) -> Any:
         """Return the policy as it is exported: without an adapter that is not its own."""
@@ -191,15 +197,20 @@ def load_actor_critic(
     disable_dropout(policy)
     add_loss_head(unwrap_adapter(policy))
     place = choose_placement(args, launch)
-    own_reference = reward = None
+    critic = own_reference = reward = None
+    has_critic = config.stage == "ppo"
+    has_reference = has_critic or bool(config.read("beta"))
     if config.adapter.use_peft:
         if not getattr(unwrap_adapter(policy), "is_quantized", False):  # Those were put there by their loading.
             policy = place(policy)
-        critic, reward = _add_scorers(config, args, policy)
+        if has_critic:
+            critic, reward = _add_scorers(config, args, policy)
     else:
         # One after the other, so that the host never has more than two of them whole.
-        own_reference = place(copy.deepcopy(policy).eval().requires_grad_(False))
+        if has_reference:
+            own_reference = place(copy.deepcopy(policy).eval().requires_grad_(False))
         policy = place(policy)
+    if has_critic and critic is None:
         critic = _load_critic(config, attention.implementation, args)
         disable_dropout(critic)
         _check_vocabulary(policy, critic)
@@ -207,9 +218,9 @@ def load_actor_critic(
     verify_loss_head(policy)
     if args.activation_checkpointing:
         for model in {id(policy): policy, id(critic): critic}.values():
-            if not isinstance(model, AdapterScorer):
+            if model is not None and not isinstance(model, AdapterScorer):
                 _checkpoint_activations(unwrap_adapter(model), args)
-    return ActorCritic(policy, critic, own_reference, stop_ids, reward)
+    return ActorCritic(policy, critic, own_reference, stop_ids, reward, has_reference)
 
 
 def _add_scorers(config: RecipeConfig, args: TrainingArguments, policy: Any) -> tuple[Any, RewardModel | None]:
@@ -227,7 +238,7 @@ def _add_scorers(config: RecipeConfig, args: TrainingArguments, policy: Any) -> 
     if rewards.reward_model_name_or_path is not None:
         start, _ = find(rewards.reward_model_name_or_path, rewards.reward_model_revision)
         reward = None if start is None else RewardModel.share(policy, start)
-    if (named := rewards.critic_model_name_or_path) is not None:
+    if (named := config.critic.critic_model_name_or_path) is not None:
         start, reason = find(named, None)
         if start is None and named != config.model.model_name_or_path:
             found = f"the critic shares the policy's weights, and cannot start from another model: {reason}"
@@ -248,8 +259,9 @@ def _load_critic(config: RecipeConfig, implementation: str, args: TrainingArgume
         ConfigError: As ``load_reward_model``; or it would start from an adapter.
     """
     rewards = config.rewards
-    named = rewards.critic_model_name_or_path or rewards.reward_model_name_or_path
-    revision = None if rewards.critic_model_name_or_path else rewards.reward_model_revision
+    named, revision = config.critic.critic_model_name_or_path, None
+    if named is None:
+        named, revision = rewards.reward_model_name_or_path, rewards.reward_model_revision
     source = config.model
     if named is not None and find_adapter(named, revision) is not None:
         found = f"the critic would start from {named}, which is an adapter, and all of its weights are trained"

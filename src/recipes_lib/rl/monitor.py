@@ -12,13 +12,9 @@ from torch import Tensor
 
 from recipes_lib.data.prompts import PromptData, PromptRow
 from recipes_lib.errors import DivergedError
+from recipes_lib.rl.advantages import compute_explained_variance, estimate_kl
 from recipes_lib.rl.collect import Collector
-from recipes_lib.rl.ppo_math import (
-    MAX_IMPORTANCE_WEIGHT,
-    compute_explained_variance,
-    compute_importance_weights,
-    estimate_kl,
-)
+from recipes_lib.rl.policy_loss import MAX_IMPORTANCE_WEIGHT, compute_importance_weights
 from recipes_lib.rl.rollout import Rollout
 from recipes_lib.training.evaluation.samples import Sample
 

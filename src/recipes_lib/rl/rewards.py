@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -19,6 +16,7 @@ from recipes_lib.config.schema import RewardsConfig
 from recipes_lib.data.prompts import PromptRow
 from recipes_lib.errors import ConfigError, DivergedError, Problem
 from recipes_lib.models.heads.scoring import TOO_LONG, Answer, RewardModel, read_positions
+from recipes_lib.rl.reward_worker import IsolatedFunction, call, find_function
 
 MAX_MODEL_SCORE: Final = 10.0
 """Bound of a reward model's score, in its standard deviations: what lies beyond is not what it was trained on."""
@@ -110,7 +108,7 @@ def load_rewards(
     Raises:
         ConfigError: Functions that cannot be imported, all of them; or the reward model cannot be loaded.
     """
-    functions = load_reward_functions(config.reward_funcs or [])
+    functions = load_reward_functions(config.reward_funcs or [], config.reward_timeout)
     model = shared
     if model is None and config.reward_model_name_or_path is not None:
         name, revision = config.reward_model_name_or_path, config.reward_model_revision
@@ -119,8 +117,12 @@ def load_rewards(
     return Rewards(functions, model, config.reward_weights or [1.0] * num_rewards)
 
 
-def load_reward_functions(paths: Sequence[str]) -> dict[str, RewardFunction]:
+def load_reward_functions(paths: Sequence[str], seconds: float | None = None) -> dict[str, RewardFunction]:
     """Import reward functions ``package.module:function``; by the function's name, or its path where two share one.
+
+    Args:
+        paths: Of the functions.
+        seconds: That a call may take, each function in a process of its own; ``None``: in this one, without a limit.
 
     Raises:
         ConfigError: Those that cannot be imported, with the reason of each.
@@ -128,9 +130,12 @@ def load_reward_functions(paths: Sequence[str]) -> dict[str, RewardFunction]:
     functions: dict[str, RewardFunction] = {}
     problems = []
     for path in paths:
-        module_name, _, name = path.partition(":")
+        name = path.partition(":")[2]
         try:
-            functions[path if name in functions else name] = _find_function(module_name, name)
+            function = find_function(path)
+            functions[path if name in functions else name] = (
+                function if seconds is None else IsolatedFunction(path, seconds)
+            )
         except Exception as error:  # Importing runs the user's code, which may raise anything.
             found = f"{path} cannot be imported: {type(error).__name__}: {error}"
             problems.append(
@@ -166,17 +171,6 @@ def verify_positions(
     return f"warning: {found} of the policy; one that is too long in the reward model's own ends the run: {TOO_LONG}"
 
 
-def _find_function(module_name: str, name: str) -> RewardFunction:
-    # Python looks beside the recipe, not where the command is given; last, so that nothing is shadowed.
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
-    found = getattr(importlib.import_module(module_name), name)
-    if not callable(found):
-        raise TypeError(f"{name} is no function")
-    function: RewardFunction = found
-    return function
-
-
 def _call(
     name: str,
     function: RewardFunction,
@@ -189,9 +183,8 @@ def _call(
     completions: list[Any] = [[{"role": "assistant", "content": text}] for text in texts] if is_chat else list(texts)
     columns = {column: [prompt.columns[column] for prompt in prompts] for column in prompts[0].columns}
     try:
-        scores = function(
-            prompts=[prompt.content for prompt in prompts], completions=completions, completion_ids=list(ids), **columns
-        )
+        asked = [prompt.content for prompt in prompts]
+        scores = call(function, {"prompts": asked, "completions": completions, "completion_ids": list(ids), **columns})
     except Exception as error:
         found = f"{name} failed on {len(texts)} answers: {type(error).__name__}: {error}"
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Iterations, rollouts and optimizer steps of a PPO run."""
+"""Iterations, rollouts and optimizer steps of a run of PPO, RLOO or GRPO."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from recipes_lib.config.schema import PPOConfig, read_training
+from recipes_lib.config.schema import PPOConfig, RecipeConfig, read_training
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.planning.steps import compute_warmup_steps
+from recipes_lib.planning.steps import compute_warmup_steps, plan_groups
 
 
 class Stream(enum.IntEnum):
@@ -24,30 +24,38 @@ class Stream(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class PPOSchedule:
+class RolloutSchedule:
     """Counts of a run.
 
     Attributes:
         num_iterations: Times that answers are sampled and learnt from.
         answers_per_step: Answers of one optimizer step over all processes.
-        answers_per_iteration: Answers of ``num_mini_batches`` steps.
-        steps_per_iteration: Optimizer steps of the policy, and of the critic, in an iteration; those that an early stop
-            leaves out count, so that length and learning rate do not depend on it.
+        answers_per_iteration: Answers that are sampled at a time.
+        passes: Times that the answers of an iteration are learnt from.
+        num_steps: Optimizer steps of the policy, and of the critic, in the run; those that an early stop leaves out
+            count, so that length and learning rate do not depend on it.
         num_warmup_steps: Optimizer steps of the warm-up.
         num_epochs: Times that every prompt is answered, fractional.
+        group: Answers to a prompt, side by side.
     """
 
     num_iterations: int
     answers_per_step: int
     answers_per_iteration: int
-    steps_per_iteration: int
+    passes: int
+    num_steps: int
     num_warmup_steps: int
     num_epochs: float
+    group: int = 1
 
     @property
-    def num_steps(self) -> int:
-        """Optimizer steps of the run."""
-        return self.num_iterations * self.steps_per_iteration
+    def steps_per_iteration(self) -> int:
+        """Optimizer steps of an iteration; the last one may have fewer."""
+        return self.answers_per_iteration * self.passes // self.answers_per_step
+
+    def count_steps(self, num_iterations: int) -> int:
+        """Optimizer steps of the first iterations."""
+        return min(num_iterations * self.steps_per_iteration, self.num_steps)
 
     def is_due(self, every: float, iteration: int) -> bool:
         """Return whether what happens ``every`` so many steps, or this share of them, falls into an iteration.
@@ -57,11 +65,11 @@ class PPOSchedule:
             iteration: Counted from 0; it is asked after its last step.
         """
         period = max(1, math.ceil(every * self.num_steps)) if every < 1 else int(every)
-        before, after = iteration * self.steps_per_iteration, (iteration + 1) * self.steps_per_iteration
+        before, after = self.count_steps(iteration), self.count_steps(iteration + 1)
         return after // period > before // period or iteration + 1 == self.num_iterations
 
 
-def compute_schedule(num_prompts: int, ppo: PPOConfig, training: Mapping[str, Any], world_size: int) -> PPOSchedule:
+def compute_schedule(num_prompts: int, ppo: PPOConfig, training: Mapping[str, Any], world_size: int) -> RolloutSchedule:
     """Count the iterations and steps of a run over ``num_prompts`` prompts; a part of an iteration is a whole one."""
     batch_size = read_training(training, "per_device_train_batch_size")
     answers_per_step = batch_size * read_training(training, "gradient_accumulation_steps") * world_size
@@ -72,17 +80,46 @@ def compute_schedule(num_prompts: int, ppo: PPOConfig, training: Mapping[str, An
         num_iterations = math.ceil(max_steps / steps_per_iteration)
     else:
         num_iterations = math.ceil(read_training(training, "num_train_epochs") * num_prompts / answers_per_iteration)
-    return PPOSchedule(
+    return RolloutSchedule(
         num_iterations=num_iterations,
         answers_per_step=answers_per_step,
         answers_per_iteration=answers_per_iteration,
-        steps_per_iteration=steps_per_iteration,
+        passes=ppo.num_ppo_epochs,
+        num_steps=num_iterations * steps_per_iteration,
         num_warmup_steps=compute_warmup_steps(warmup, num_iterations * steps_per_iteration),
         num_epochs=num_iterations * answers_per_iteration / num_prompts,
     )
 
 
-def verify_warmup(schedule: PPOSchedule, num_iterations: int) -> None:
+def compute_group_schedule(num_prompts: int, config: RecipeConfig, world_size: int) -> RolloutSchedule:
+    """Count the iterations and steps of RLOO or GRPO.
+
+    Where a step takes the answers of several generations, an iteration samples all of them.
+
+    Raises:
+        ConfigError: As ``plan_groups``; or a step would take the answers of two generations, of which the second is
+            learnt from in the next step too.
+    """
+    plan, passes = plan_groups(num_prompts, config, world_size), int(config.read("num_iterations"))
+    per_step, per_generation = plan.steps.rows_per_step, plan.answers_per_generation
+    answers = per_generation * max(1, per_step // (per_generation * passes))
+    if answers * passes % per_step:
+        found = f"the {per_generation * passes} answers that a generation teaches with are no steps of {per_step}"
+        remedy = "make steps_per_generation x num_iterations a multiple or a divisor of gradient_accumulation_steps"
+        raise ConfigError(Problem("steps_per_generation", found, remedy))
+    return RolloutSchedule(
+        num_iterations=math.ceil(plan.steps.num_steps * per_step / (answers * passes)),
+        answers_per_step=per_step,
+        answers_per_iteration=answers,
+        passes=passes,
+        num_steps=plan.steps.num_steps,
+        num_warmup_steps=plan.steps.num_warmup_steps,
+        num_epochs=plan.steps.num_epochs,
+        group=int(config.read("num_generations")),
+    )
+
+
+def verify_warmup(schedule: RolloutSchedule, num_iterations: int) -> None:
     """Refuse a run in which the policy would never learn.
 
     Args:
@@ -98,8 +135,20 @@ def verify_warmup(schedule: PPOSchedule, num_iterations: int) -> None:
         raise ConfigError(Problem("critic_warmup_iterations", found, remedy))
 
 
-def choose_prompts(num_prompts: int, first: int, count: int, seed: int) -> list[int]:
-    """The prompts of answers ``first`` to ``first + count``; every pass over them is in an order of its own."""
+def choose_prompts(num_prompts: int, first: int, count: int, seed: int, group: int = 1) -> list[int]:
+    """The prompts of answers ``first`` to ``first + count``; every pass over them is in an order of its own.
+
+    Args:
+        num_prompts: Of the run.
+        first: Number of an answer in the run.
+        count: Answers.
+        seed: Of the run.
+        group: Answers to a prompt, side by side.
+    """
+    if group > 1:
+        start, stop = first // group, (first + count - 1) // group + 1
+        asked = choose_prompts(num_prompts, start, stop - start, seed)
+        return [asked[number // group - start] for number in range(first, first + count)]
     passes = range(first // num_prompts, (first + count - 1) // num_prompts + 1)
     order = np.concatenate(
         [np.random.default_rng([seed, Stream.PROMPT, number]).permutation(num_prompts) for number in passes]

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from accelerate import PartialState
 from safetensors.torch import load_file, save_file
 from transformers import IntervalStrategy, PreTrainedTokenizerBase, TrainingArguments
 
@@ -34,12 +33,12 @@ from recipes_lib.training.checkpoints.saver import (
 from recipes_lib.training.checkpoints.sharded import (
     MODEL_SHARDS,
     compare_own_shards,
+    copy_model_shards,
+    copy_optimizer_shards,
     gather_trained_state,
     load_model_shards,
     load_optimizer_shards,
     read_trained_state,
-    save_model_shards,
-    save_optimizer_shards,
     verify_shards,
 )
 
@@ -78,7 +77,7 @@ def stage_state(
 ) -> Staged:
     """Put a checkpoint together: weights, optimizer and schedule of each learner, and the counts; every process must.
 
-    Where learners are sharded, every process writes the shards that it holds, at once.
+    Where learners are sharded, every process writes the shards that it holds.
 
     Args:
         saver: Saves it.
@@ -87,43 +86,45 @@ def stage_state(
         folder: What it is put together in.
     """
     staged = saver.open(state.step, folder)
-    sharded = {name: learner for name, learner in learners.items() if learner.is_sharded}
-    for name, learner in sharded.items():
-        save_model_shards(staged / name, learner.model)
-        save_optimizer_shards(staged / name, dict(learner.model.named_parameters()), learner.optimizer)
-    whole = {name: learner for name, learner in learners.items() if not learner.is_sharded}
-    weights = {name: dict(learner.parameters) for name, learner in whole.items()}
-    trained = weights | {name: read_trained_state(learner.model) for name, learner in sharded.items()}
+    # Of what is not sharded the main process alone writes.
+    own = {name: learner for name, learner in learners.items() if learner.is_sharded or saver.is_main}
+    is_shared = any(learner.is_sharded for learner in learners.values())
+    trained = {
+        name: read_trained_state(learner.model) if learner.is_sharded else dict(learner.parameters)
+        for name, learner in own.items()
+    }
     shapes = {name: {key: value.shape for key, value in part.items()} for name, part in trained.items()}
+    if own:
+        states = [dict(learner.optimizer.state) for learner in own.values()]
+        saver.decide_to_copy(lambda: (trained, states), is_shared=is_shared)
     tasks: list[Task] = []
+    for name, learner in own.items():
+        if learner.is_sharded:
+            named = dict(learner.model.named_parameters())
+            tasks.append(copy_model_shards(staged / name, learner.model, saver))
+            tasks.append(copy_optimizer_shards(staged / name, named, learner.optimizer, saver))
+        else:
+            copies = saver.take({"weights": trained[name], "states": learner.optimizer.state_dict()})
+            tasks.append(partial(_write_weights, copies["weights"], staged / f"{name}.safetensors"))
+            tasks.append(partial(write_state, copies["states"], staged / f"{name}_optimizer.pt"))
     if saver.is_main:
         staged.mkdir(parents=True, exist_ok=True)
         (staged / _STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
         for name, learner in learners.items():
             write_state(learner.scheduler.state_dict(), staged / f"{name}_scheduler.pt")
-    if saver.is_main and whole:
-        states = {name: learner.optimizer.state_dict() for name, learner in whole.items()}
-        saver.decide_to_copy(lambda: (weights, states))
-        copies = saver.take({"weights": weights, "states": states})
-        for name in whole:
-            tasks += [
-                partial(_write_weights, copies["weights"][name], staged / f"{name}.safetensors"),
-                partial(write_state, copies["states"][name], staged / f"{name}_optimizer.pt"),
-            ]
-    if sharded:
-        PartialState().wait_for_everyone()
 
     def verify() -> None:
-        for name in sharded:
-            verify_shards(staged / name, shapes[name])
-        for name in whole if saver.is_main else ():
-            verify_weights(staged, shapes[name], f"{name}.safetensors")
+        for name, learner in own.items():
+            if learner.is_sharded:
+                verify_shards(staged / name, shapes[name])
+            else:
+                verify_weights(staged, shapes[name], f"{name}.safetensors")
 
-    return Staged(staged, state.step, tasks, verify, is_shared=bool(sharded))
+    return Staged(staged, state.step, tasks, verify, is_shared=is_shared)
 
 
 def compare_own_shards_with_live(folder: Path, learners: Mapping[str, Learner]) -> None:
-    """Hold the shards that this process wrote against what they were made from, to the bit; every process must call.
+    """Hold the shards that this process wrote against what they were made from, to the bit.
 
     Raises:
         BrokenSaveError: A tensor differs.
@@ -132,7 +133,6 @@ def compare_own_shards_with_live(folder: Path, learners: Mapping[str, Learner]) 
         if learner.is_sharded:
             named = dict(learner.model.named_parameters())
             compare_own_shards(folder / name, learner.model, named, learner.optimizer)
-    PartialState().wait_for_everyone()
 
 
 def compare_state_with_live(folder: Path, learners: Mapping[str, Learner]) -> None:

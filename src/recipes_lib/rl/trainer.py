@@ -1,4 +1,4 @@
-"""The PPO loop: rollouts, advantages, updates of policy and critic."""
+"""The loop of PPO, RLOO and GRPO: rollouts, advantages, updates of policy and critic."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from transformers.trainer_utils import SaveStrategy
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import PromptData
 from recipes_lib.errors import PreemptedError
+from recipes_lib.rl.advantages import KLController
 from recipes_lib.rl.engines.engine import build_collector, verify_engine
+from recipes_lib.rl.methods import METHODS, Method
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import (
     ScoredSamples,
     average_steps,
     choose_samples,
     describe_rollout,
-    describe_values,
     verify_first_rollout,
 )
-from recipes_lib.rl.ppo_math import KLController, compute_targets
 from recipes_lib.rl.rewards import RewardGuard, Rewards
 from recipes_lib.rl.rollout import Rollout, share
-from recipes_lib.rl.rollout_schedule import PPOSchedule, choose_prompts, compute_schedule, verify_warmup
+from recipes_lib.rl.rollout_schedule import choose_prompts
 from recipes_lib.rl.run_log import RunLog
 from recipes_lib.rl.state import (
     PPOState,
@@ -46,15 +46,15 @@ from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.trainers.arguments import get_compute_dtype
 
 
-class PPOTrainer:
-    """Trains a policy and its critic.
+class PolicyTrainer:
+    """Trains a policy, and its critic where the method has one.
 
     Which prompts an iteration takes, which answers they get and which of them form a minibatch follow from ``seed`` and
     the iteration, never from the number of processes or what was drawn before; so that a stopped run resumes
     as if it had not been.
 
     Attributes:
-        schedule: Length of the run.
+        method: PPO, RLOO or GRPO.
         state: Where it stands.
     """
 
@@ -78,13 +78,14 @@ class PPOTrainer:
             tokenizer: Of the policy.
 
         Raises:
-            ConfigError: As ``verify_warmup``.
+            ConfigError: As ``METHODS``.
         """
         self._config, self._args, self._models = config, args, models
         self._rewards, self._prompts, self._tokenizer = rewards, prompts, tokenizer
         self._rank, self._world_size = int(args.process_index), int(args.world_size)
         self._dtype = get_compute_dtype(args)
-        self.schedule: PPOSchedule = compute_schedule(len(prompts.train), config.ppo, config.training, self._world_size)
+        self.method: Method = METHODS[config.stage](config, len(prompts.train), self._world_size)
+        self.schedule = self.method.schedule
         self.state = PPOState(kl_coef=config.ppo.kl_coef)
         self._log = RunLog(args, models.policy, tokenizer, num_prompts=len(prompts.train))
         self._saved_step, self._first_iteration = 0, 0
@@ -94,16 +95,17 @@ class PPOTrainer:
         self._guard = UpdateGuard(self._output_dir, self._find_prompt)
         self._reward_guard = RewardGuard(config.rewards.max_zero_std_rollouts, self._log.progress.say)
         build = functools.partial(Learner, args=args, schedule=self.schedule)
-        verify_warmup(self.schedule, config.rewards.critic_warmup_iterations)
-        num_idle = config.rewards.critic_warmup_iterations * self.schedule.steps_per_iteration
+        num_idle = self.method.num_idle_iterations * self.schedule.steps_per_iteration
         policy_rate = args.learning_rate
         policy = build(
             "policy", models.policy, models.policy_parameters(), learning_rate=policy_rate, num_idle=num_idle
         )
-        trunk = models.policy if models.is_shared else models.critic
-        critic_rate = config.rewards.critic_learning_rate
-        critic = build("critic", trunk, models.critic_parameters(), learning_rate=critic_rate)
-        self._learners = {"policy": policy, "critic": critic}
+        self._learners, critic = {"policy": policy}, None
+        if models.critic is not None:
+            trunk = models.policy if models.is_shared else models.critic
+            critic_rate = config.critic.critic_learning_rate
+            critic = build("critic", trunk, models.critic_parameters(), learning_rate=critic_rate)
+            self._learners["critic"] = critic
         self._collector = build_collector(
             config, args, models, rewards, tokenizer, self._log.progress, leave_if_asked, prompts.max_length
         )
@@ -113,7 +115,11 @@ class PPOTrainer:
             models=models,
             policy=policy,
             critic=critic,
-            config=config.ppo,
+            schedule=self.schedule,
+            objective=self.method.objective,
+            cliprange_value=config.ppo.cliprange_value,
+            target_kl=self.method.target_kl,
+            max_length=config.rewards.response_length,
             temperature=config.rewards.temperature,
             batch_size=args.per_device_train_batch_size,
             rank=self._rank,
@@ -199,14 +205,12 @@ class PPOTrainer:
         if iteration == self._first_iteration:
             self._log.progress.say(verify_engine(rollout, self._collector.generator, self._dtype))
         kl_coef = state.kl_coef
-        targets = compute_targets(rollout, self._config.ppo, self._config.rewards.missing_eos_penalty or 0.0, kl_coef)
-        # One group: a critic stands in for the other answers to a prompt.
-        self._reward_guard.judge(targets.scores[None], step=state.step + 1)
-        rollout = dataclasses.replace(rollout, advantages=targets.advantages, returns=targets.returns)
-        figures = describe_rollout(rollout, self._rewards.names, targets.total) | describe_values(rollout)
+        estimate = self.method.estimate(rollout, kl_coef)
+        self._reward_guard.judge(estimate.rewards, step=state.step + 1)
+        figures, rollout = describe_rollout(rollout, self._rewards.names, estimate.total), estimate.rollout
 
         updating = time.perf_counter()
-        is_warm = iteration >= self._config.rewards.critic_warmup_iterations
+        is_warm = iteration >= self.method.num_idle_iterations
         policy_steps = self._updater.update_policy(rollout, iteration) if is_warm else []
         updated = time.perf_counter()
         critic_steps = self._updater.update_critic(rollout, iteration)
@@ -218,7 +222,7 @@ class PPOTrainer:
         self.state = dataclasses.replace(
             state,
             iteration=iteration + 1,
-            step=(iteration + 1) * schedule.steps_per_iteration,
+            step=schedule.count_steps(iteration + 1),
             num_answers=state.num_answers + len(rollout),
             kl_coef=next_kl_coef,
             num_tokens=state.num_tokens + num_tokens,
@@ -232,9 +236,8 @@ class PPOTrainer:
             "learning_rate": policy.get("policy/lr"),
             "grad_norm": policy.get("policy/grad_norm"),
             **figures,
-            "objective/kl_coef": kl_coef,
-            **policy,
-            **average_steps("value", critic_steps),
+            **({} if self._models.critic is None else {"objective/kl_coef": kl_coef}),
+            **self.method.describe(estimate, policy_steps, critic_steps),
             "rollout/tokens_per_s": rollout.num_tokens / max(seconds["time/generate"], 1e-9),
             **seconds,
             "time/update_policy": updated - updating,
@@ -247,7 +250,7 @@ class PPOTrainer:
         """The answers of all processes; which one sampled an answer changes nothing of it."""
         count, num_prompts = self.schedule.answers_per_iteration, len(self._prompts.train)
         first = iteration * count
-        chosen = choose_prompts(num_prompts, first, count, self._args.seed)
+        chosen = choose_prompts(num_prompts, first, count, self._args.seed, self.schedule.group)
         mine = range(self._rank, count, self._world_size)
         asked, numbers = [self._prompts.train[chosen[row]] for row in mine], [first + row for row in mine]
         collected = None
@@ -261,7 +264,7 @@ class PPOTrainer:
 
     def _find_prompt(self, number: int) -> int:
         """The place of an answer's prompt among those that are trained on."""
-        return choose_prompts(len(self._prompts.train), number, 1, self._args.seed)[0]
+        return choose_prompts(len(self._prompts.train), number, 1, self._args.seed, self.schedule.group)[0]
 
     def _control_kl(self, kl_per_sequence: float, num_answers: int) -> float:
         config = self._config.ppo
@@ -297,8 +300,8 @@ class PPOTrainer:
 
         def stage(folder: str) -> Staged:
             staged = stage_state(self._saver, self.state, learners, folder)
-            compare_own_shards_with_live(staged.folder, learners)
-            return staged
+            compare = functools.partial(compare_own_shards_with_live, staged.folder, learners)
+            return dataclasses.replace(staged, tasks=[*staged.tasks, compare])
 
         self._saver.dry_run(
             stage,

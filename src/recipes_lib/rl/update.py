@@ -16,17 +16,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import Trainer, TrainingArguments, get_scheduler
 
-from recipes_lib.config.schema import PPOConfig
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import Figures, verify_first_minibatch
-from recipes_lib.rl.ppo_math import (
+from recipes_lib.rl.policy_loss import (
     MAX_IMPORTANCE_WEIGHT,
+    PolicyObjective,
     compute_importance_weights,
+    compute_normaliser,
     compute_policy_loss,
     compute_value_loss,
 )
 from recipes_lib.rl.rollout import Rollout, compute_response_logps, compute_response_values, lay_out
-from recipes_lib.rl.rollout_schedule import PPOSchedule, Stream
+from recipes_lib.rl.rollout_schedule import RolloutSchedule, Stream
 from recipes_lib.training.collectives import get_world_size
 from recipes_lib.training.guards.step_facts import StepInputs, stop_before_update
 from recipes_lib.training.guards.watchdog import WATCHDOG
@@ -148,7 +149,7 @@ class Learner:
         *,
         learning_rate: float,
         args: TrainingArguments,
-        schedule: PPOSchedule,
+        schedule: RolloutSchedule,
         num_idle: int = 0,
     ) -> None:
         """Build the optimizer.
@@ -258,8 +259,12 @@ class Updater:
     Attributes:
         models: Policy and critic.
         policy: The policy's learner.
-        critic: The critic's.
-        config: Of PPO.
+        critic: The critic's; ``None`` without one.
+        schedule: Which answers form a step.
+        objective: Of the policy.
+        cliprange_value: As for ``compute_value_loss``.
+        target_kl: At 1.5 times this KL a token from the policy that answered, the updates of an iteration end.
+        max_length: Longest answer that the run allows.
         temperature: Of the log-probabilities.
         batch_size: Answers of a forward and backward pass on one process.
         rank: Of this process.
@@ -274,8 +279,12 @@ class Updater:
 
     models: ActorCritic
     policy: Learner
-    critic: Learner
-    config: PPOConfig
+    critic: Learner | None
+    schedule: RolloutSchedule
+    objective: PolicyObjective
+    cliprange_value: float | None
+    target_kl: float | None
+    max_length: int
     temperature: float
     batch_size: int
     rank: int
@@ -303,12 +312,13 @@ class Updater:
                     self.policy.discard()
                     continue
                 sums, parts = Sums(), list(self._share(batch))
-                losses = [self._learn_policy(policy, part, batch.num_targets, sums) for part in parts]
+                normaliser = self._compute_normaliser(rollout, batch)
+                losses = [self._learn_policy(policy, part, normaliser, sums) for part in parts]
                 figures = {**_per_token(sums.read(), batch.num_targets), "lr": self.policy.learning_rate}
                 is_finite = math.isfinite(figures["loss"])
                 if not steps and is_finite:
                     verify_first_minibatch(figures, self.dtype)
-                target = self.config.target_kl
+                target = self.target_kl
                 # Summed over all processes, so that all of them stop together or none does.
                 if is_finite and target is not None and figures["approx_kl"] > EARLY_STOP_FACTOR * target:
                     is_over = True
@@ -327,6 +337,8 @@ class Updater:
             DivergedError: As ``UpdateGuard.judge``.
         """
         steps: list[Figures] = []
+        if self.critic is None:
+            return steps
         self.models.set_training(training=True)
         with self.models.as_critic() as critic:
             for step, rows in self._steps(len(rollout), iteration, "updating the critic"):
@@ -356,7 +368,15 @@ class Updater:
             learning_rate=figures["lr"],
         )
 
-    def _learn_policy(self, policy: Any, part: Rollout, num_tokens: int, sums: Sums) -> Tensor:
+    def _compute_normaliser(self, rollout: Rollout, batch: Rollout) -> float:
+        """What the losses of a step are divided by."""
+        kind, share_of_all = self.objective.loss_type, len(batch) / len(rollout)
+        # As in TRL: each step of a generation by the same number.
+        of_generation = kind in ("dapo", "cispo", "vespo")
+        num_tokens = rollout.num_targets * share_of_all if of_generation else batch.num_targets
+        return compute_normaliser(kind, num_answers=len(batch), num_tokens=num_tokens, max_length=self.max_length)
+
+    def _learn_policy(self, policy: Any, part: Rollout, normaliser: float, sums: Sums) -> Tensor:
         WATCHDOG.beat()
         assert part.advantages is not None
         mask, old, engine = (t.to(self.device) for t in (part.loss_mask, part.logps, part.engine_logps))
@@ -369,10 +389,10 @@ class Updater:
             old,
             part.advantages.to(self.device),
             mask,
-            cliprange=self.config.cliprange,
-            num_tokens=num_tokens,
+            self.objective,
+            normaliser=normaliser,
             weights=compute_importance_weights(old, engine, mask, cap=MAX_IMPORTANCE_WEIGHT),
-            dual_clip=self.config.dual_clip,
+            ref_logps=part.ref_logps.to(self.device),
         )
         self.policy.backward(result.loss)
         sums.add(
@@ -382,6 +402,7 @@ class Updater:
                 "clipfrac_low": result.num_low,
                 "clipfrac_high": result.num_high,
                 "entropy": torch.where(mask, entropy, 0.0).sum(),
+                **({"kl_ref": result.ref_kl_sum} if self.objective.beta else {}),
             },
             {"ratio_max": 1 + result.max_ratio_shift},
         )
@@ -390,6 +411,7 @@ class Updater:
     def _learn_critic(self, critic: Any, part: Rollout, num_tokens: int, sums: Sums) -> Tensor:
         WATCHDOG.beat()
         assert part.returns is not None
+        assert self.critic is not None
         with self.precision():
             values = compute_response_values(critic, lay_out(part, self.device))
         result = compute_value_loss(
@@ -397,7 +419,7 @@ class Updater:
             part.values.to(self.device),
             part.returns.to(self.device),
             part.loss_mask.to(self.device),
-            cliprange=self.config.cliprange_value,
+            cliprange=self.cliprange_value,
             num_tokens=num_tokens,
         )
         self.critic.backward(result.loss)
@@ -406,20 +428,18 @@ class Updater:
 
     def _steps(self, num_answers: int, iteration: int, what: str) -> Iterator[tuple[int, Sequence[int]]]:
         """Yield the number of each optimizer step of the run, from 1, and its answers, the same on every process."""
-        num_steps = self.config.num_ppo_epochs * self.config.num_mini_batches
-        drawn = self.progress.track(self._minibatches(num_answers, iteration), what, num_steps)
-        for step, rows in enumerate(drawn, start=iteration * num_steps + 1):
+        first, last = self.schedule.count_steps(iteration), self.schedule.count_steps(iteration + 1)
+        drawn = self.progress.track(self._minibatches(num_answers, iteration), what, last - first)
+        for step, rows in zip(range(first + 1, last + 1), drawn, strict=False):
             WATCHDOG.enter("a step")
             yield step, rows
 
     def _minibatches(self, num_answers: int, iteration: int) -> Iterator[Sequence[int]]:
-        for epoch in range(self.config.num_ppo_epochs):
-            order = (
-                np.random.default_rng([self.seed, Stream.MINIBATCH, iteration, epoch]).permutation(num_answers).tolist()
-            )
-            size = num_answers // self.config.num_mini_batches
-            for start in range(0, num_answers, size):
-                yield order[start : start + size]
+        seeds = [[self.seed, Stream.MINIBATCH, iteration, epoch] for epoch in range(self.schedule.passes)]
+        order = np.concatenate([np.random.default_rng(seed).permutation(num_answers) for seed in seeds]).tolist()
+        size = self.schedule.answers_per_step
+        for start in range(0, len(order), size):
+            yield order[start : start + size]
 
     def _share(self, batch: Rollout) -> Iterator[Rollout]:
         """Yield this process's micro-batches: of answers sorted by length, each process takes its turn."""

@@ -32,6 +32,14 @@ def barrier() -> None:
         distributed.barrier()
 
 
+def new_host_group() -> Group:
+    """Return a group of all ranks whose collectives another thread may use beside training's; all ranks must call.
+
+    It communicates over host memory, which no kernel waits for.
+    """
+    return distributed.new_group(backend="gloo") if is_distributed() else None
+
+
 def gather_objects(value: T, group: Group = None) -> list[T]:
     """Return the value of every rank, in their order; all ranks of ``group`` must call."""
     if not is_distributed():

@@ -160,9 +160,11 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
         ],
     ),
     (({"max_rollbacks": 1}, ZERO), [({"max_rollbacks": 1}, FSDP), ({"max_rollbacks": 0}, ZERO)]),
-    ((RLOO, FSDP), [(RLOO, DDP), (PPO, FSDP)]),
-    ((PPO, ZERO), [(PPO, DDP), (PPO, FSDP), ({}, ZERO)]),
-    ((PPO | {"use_peft": True}, FSDP), [(PPO | {"use_peft": True}, DDP), ({"use_peft": True}, FSDP)]),
+    ((PPO, ZERO), [(PPO, DDP), (PPO, FSDP), (RLOO, FSDP), ({}, ZERO)]),
+    (
+        (PPO | {"use_peft": True}, FSDP),
+        [(PPO | {"use_peft": True}, DDP), ({"use_peft": True}, FSDP), (RLOO | {"use_peft": True}, FSDP)],
+    ),
     (
         (PPO | {"use_transformers_continuous_batching": True}, FSDP),
         [(PPO | {"use_transformers_continuous_batching": True}, DDP), (PPO | {"use_vllm": False}, FSDP)],
@@ -221,7 +223,7 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"stage": "sft", "neftune_noise_alpha": 5.0}, ROWS_SHARED, "compute the same under context parallelism"),
     ({}, cut("fp8"), "8-bit layers take whole tensors"),
     ({}, cut(fsdp_activation_checkpointing=True), "reads neither"),
-    ({"stage": "grpo"}, ZERO, "sample from unsharded weights"),
+    (RLOO, ZERO, "DeepSpeed trains one model"),
     (PPO | {"use_vllm": True}, FSDP, "takes over whole weights"),
     *((DISTIL | {key: 0.5}, ZERO, "outside of the forward") for key in WEIGHTS if key != "attention_weight"),
     (DISTIL | {"attention_weight": 0.5, "attn_implementation": "eager"}, ZERO, "outside of the forward"),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from recipes_lib.config.recipes import read_refused
-from recipes_lib.config.table import Retired, dropped, dropped_at, each, load_table, renamed, undecided
+from recipes_lib.config.table import STAGES, Retired, dropped, dropped_at, each, load_table, renamed, undecided
 
 _GONE_5 = "was removed in transformers 5.0"
 _LAUNCH = undecided("is hardware, which is not in a recipe", "put it into the accelerate YAML (accelerate_configs/)")
@@ -162,7 +162,6 @@ def _of_stage(stage: str) -> Retired:
 
 
 _ACCELERATE = undecided("is a key of the accelerate YAML", "put it there: accelerate launch --config_file F")
-_IN_URL = undecided("is part of `vllm_server_base_url`", "write `vllm_server_base_url: http://HOST:PORT`")
 _IN_MIXTURE = undecided("is a key of a `dataset_mixture` entry", "put it inside the entry, next to its `name`")
 
 _OF_DPO = (
@@ -185,8 +184,6 @@ ELSEWHERE: Final[Mapping[str, Retired]] = {
     **each(_OF_DISTILLATION, _of_stage("distill")),
     **each(_OF_ACCELERATE, _ACCELERATE),
     **each("weight repeat split revision format", _IN_MIXTURE),
-    **each("vllm_server_host vllm_server_port", _IN_URL),
-    "vllm_mode": dropped_at(("server",), "is `server` here", "start `vllm serve` on GPUs of its own (docs/ppo.md)"),
 }
 """Keys of another stage, another file or another level of the file."""
 
@@ -271,7 +268,9 @@ MEANINGS: Final = (
 
 @functools.cache
 def read_known(stage: str) -> Mapping[str, Retired]:
-    """Return every spelling that a stage understands only to refuse it."""
+    """Return every spelling that a stage understands only to refuse it; a corpus has none."""
+    if stage not in STAGES:
+        return {}
     keys = load_table(stage).keys
     known = {key: retired for key, retired in ELSEWHERE.items() if key not in keys} | {**RETIRED, **read_refused(stage)}
     # A successor that the stage has not says itself what to do; and no remedy names a key that is refused in turn.

@@ -43,10 +43,18 @@ READERS: Final[Mapping[str, Reader]] = {
 
 _KINDS: Final = {".ndjson": ".jsonl", ".json": ".jsonl", ".md": ".txt"}
 _COMPRESSIONS: Final = {".gz": "gzip", ".zst": "zstd"}
-_IGNORED_NAMES: Final = frozenset(
-    {"README.md", "LICENSE.txt", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
+IGNORED_NAMES: Final = frozenset(
+    {
+        "README.md",
+        "LICENSE.txt",
+        "config.json",
+        "corpus.json",
+        "dataset_info.json",
+        "dataset_infos.json",
+        "dataset_dict.json",
+    }
 )
-_SPLIT_WORDS: Final = {
+SPLIT_WORDS: Final = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
@@ -178,7 +186,7 @@ def _enumerate_files(folder: Path, above: frozenset[str] = frozenset()) -> Itera
     """Yield the data files in a folder and the folders in it, but no folder inside itself, as a link can have it."""
     above |= {realpath(folder)}
     for path in folder.iterdir():
-        if path.name.startswith((".", "__")) or path.name in _IGNORED_NAMES:
+        if path.name.startswith((".", "__")) or path.name in IGNORED_NAMES:
             continue
         if path.is_dir():
             if realpath(path) not in above:
@@ -226,7 +234,7 @@ def _split_of_name(file: Path) -> set[str]:
 
 def _splits_in(text: str) -> set[str]:
     words = set(re.split(r"[-._ 0-9]", text))
-    return {split for split, names in _SPLIT_WORDS.items() if words & set(names)}
+    return {split for split, names in SPLIT_WORDS.items() if words & set(names)}
 
 
 def _suffix(path: Path) -> str:

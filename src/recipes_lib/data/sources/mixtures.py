@@ -21,6 +21,9 @@ from recipes_lib.data.sources.canonical import load_source, read_entries
 from recipes_lib.data.sources.rows import Row, Source
 from recipes_lib.errors import ConfigError, DataError, Problem, raise_problems
 
+MAX_EPOCHS: Final = 4
+"""Repeating data up to four times is almost as good as new data; beyond, its value decays (Muennighoff et al. 2023)."""
+
 
 def list_entries(data: DataConfig) -> Sequence[Mapping[str, Any]]:
     """The entries of ``dataset_mixture``, or the one dataset as such an entry."""

@@ -24,7 +24,7 @@ from recipes_lib.models.generation import (
 from recipes_lib.rl.collect import Collector
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import TOLERANCE
-from recipes_lib.rl.ppo_math import MAX_IMPORTANCE_WEIGHT
+from recipes_lib.rl.policy_loss import MAX_IMPORTANCE_WEIGHT
 from recipes_lib.rl.rewards import Rewards, verify_positions
 from recipes_lib.rl.rollout import Rollout
 from recipes_lib.training.monitoring.progress import TrainingProgress

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.data.masking import IGNORE_INDEX
-from recipes_lib.errors import DivergedError
+from recipes_lib.errors import DivergedError, list_first
 from recipes_lib.models.adapters.lora import (
     adapters_off,
     compute_probe_logits,
@@ -88,7 +88,8 @@ class AdapterChecks(TrainerCallback):
         if faults := [f"{name} ({fault})" for name, fault in verdicts.items() if fault]:
             raise DivergedError(
                 f"at step {state.global_step + 1} {len(faults)} of {len(self._initial)} trained tensors would learn "
-                f"nothing: {_shorten(faults)}. Their gradients are lost on the way: try activation_checkpointing: false"
+                f"nothing: {list_first(faults)}. Their gradients are lost on the way: try "
+                "activation_checkpointing: false"
             )
         # A warm-up begins at a rate of 0, at which nothing moves.
         if any(group["lr"] for group in kwargs["optimizer"].param_groups):
@@ -113,7 +114,7 @@ class AdapterChecks(TrainerCallback):
         if unmoved := [name for name in sorted(self._must_move) if _summarise(trained[name]) == self._initial[name]]:
             raise DivergedError(
                 f"{len(unmoved)} of {len(trained)} trained tensors are what they were before training: "
-                f"{_shorten(unmoved)}. They have gradients, so the optimizer has let them out"
+                f"{list_first(unmoved)}. They have gradients, so the optimizer has let them out"
             )
 
 
@@ -179,7 +180,7 @@ def verify_frozen(samples: Mapping[str, Tensor], model: nn.Module) -> None:
     now = sample_frozen(model)
     if moved := [name for name, sample in samples.items() if not torch.equal(sample, now[name])]:
         raise DivergedError(
-            f"{len(moved)} of {len(samples)} frozen tensors have moved: {_shorten(moved)}. The adapter no longer "
+            f"{len(moved)} of {len(samples)} frozen tensors have moved: {list_first(moved)}. The adapter no longer "
             "belongs to the model that it is said to"
         )
 
@@ -206,12 +207,6 @@ def _gather(values: Any) -> Tensor:
     """The whole of a tensor, of which each process may hold a shard."""
     whole: Tensor = values.full_tensor() if hasattr(values, "full_tensor") else values
     return whole
-
-
-def _shorten(names: Iterable[str]) -> str:
-    """The first three, and how many more."""
-    listed = list(names)
-    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
 
 
 TOLERANCE: Final = {torch.float32: 5e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}

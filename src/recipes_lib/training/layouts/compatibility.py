@@ -62,7 +62,8 @@ class Blocked:
 
 _TENSORS: Final = "`parallelism_config_tp_size`"
 _ROWS: Final = "`parallelism_config_cp_size` or `parallelism_config_sp_size`"
-_WITH_OTHER_MODELS: Final = ("lora", "reward", "dpo", "distill", "ppo", "rloo", "grpo")
+_SAMPLES_ANSWERS: Final = ("ppo", "rloo", "grpo")
+_WITH_OTHER_MODELS: Final = ("lora", "reward", "dpo", "distill", *_SAMPLES_ANSWERS)
 _UNPROVED: Final = ("neftune_noise_alpha", "torch_compile", "use_liger_kernel", "verify_steps")
 _ADAMW: Final = ("adamw_torch", "adamw_torch_fused")
 
@@ -475,19 +476,11 @@ BLOCKED: Final = (
         ),
     ),
     Blocked(
-        recipe="RLOO, GRPO",
-        launch="FSDP or DeepSpeed",
-        why="these recipes sample from unsharded weights",
-        remedy="use accelerate_configs/ddp.yaml, with an adapter (`use_peft: true`) where memory is short",
-        stages=("rloo", "grpo"),
-        applies=lambda _, launch: bool(launch.engine),
-    ),
-    Blocked(
-        recipe="PPO",
+        recipe="PPO, RLOO, GRPO",
         launch="DeepSpeed",
-        why="DeepSpeed trains one model; PPO trains two and evaluates two more",
-        remedy="use accelerate_configs/fsdp2.yaml, which shards all four; or ddp.yaml, where they fit",
-        stages=("ppo",),
+        why="DeepSpeed trains one model; PPO trains two, and each of them evaluates others",
+        remedy="use accelerate_configs/fsdp2.yaml, which shards all of them; or ddp.yaml, where they fit",
+        stages=_SAMPLES_ANSWERS,
         applies=lambda _, launch: launch.engine == "DEEPSPEED",
     ),
     Blocked(
@@ -500,11 +493,11 @@ BLOCKED: Final = (
         applies=lambda keys, launch: launch.engine == "FSDP" and bool(keys.get("use_peft")),
     ),
     Blocked(
-        recipe="PPO with `use_vllm`, `use_transformers_continuous_batching`",
+        recipe="PPO, RLOO, GRPO with `use_vllm`, `use_transformers_continuous_batching`",
         launch="FSDP",
         why="this engine takes over whole weights, and under FSDP2 no process has them",
         remedy="delete the line: `generate` samples from the shards; or use accelerate_configs/ddp.yaml",
-        stages=("ppo",),
+        stages=_SAMPLES_ANSWERS,
         keys=_ENGINES,
         applies=lambda keys, launch: launch.engine == "FSDP" and any(keys.get(key) for key in _ENGINES),
     ),

@@ -87,6 +87,9 @@ _OF_RECIPE: dict[str, dict[str, Any]] = {
     "reward": {"max_length": None},
     "dpo": {"max_length": None},
     "distill": _PREPARED,
+    # An evaluation answers each prompt once.
+    "rloo": {"num_generations_eval": 1},
+    "grpo": {"num_generations_eval": 1},
     # The schedule is the trainer's own, and measured in tokens; so is the length of the run.
     "pretrain": {"lr_scheduler_type": "constant", "warmup_steps": 0},
 }
@@ -142,8 +145,6 @@ def build_training_arguments(
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     precision = resolve_precision(config, launch.precision)
     arguments = {**config.training, **_OF_RECIPE.get(config.stage, {}), **_ALWAYS, **precision}
-    if config.stage in ("rloo", "grpo"):
-        arguments |= _read_sampling(config)
     # Every parameter takes part in every loss; looking for idle ones would walk the graph once more a step.
     arguments.setdefault("ddp_find_unused_parameters", False)
     arguments["accelerator_config"] = {
@@ -153,7 +154,7 @@ def build_training_arguments(
         "non_blocking": not precision["use_cpu"] and arguments.get("dataloader_pin_memory") is not False,
     }
     is_cuda = torch.cuda.is_available() and not precision["use_cpu"]
-    if is_cuda and config.stage not in ("rloo", "grpo") and not config.data.dataset_streaming:
+    if is_cuda and not config.data.dataset_streaming:
         # A micro-batch is collated while the GPU computes; a stream is one shard, which one process reads.
         arguments.setdefault("dataloader_num_workers", 2)
     compilation = choose_compilation(config, launch, is_cuda=is_cuda)
@@ -177,19 +178,6 @@ def build_training_arguments(
     args.compilation = compilation  # type: ignore[attr-defined]
     verify_launch(launch, args.world_size, args.distributed_state.distributed_type)
     return args
-
-
-def _read_sampling(config: RecipeConfig) -> dict[str, Any]:
-    """What TRL's trainers that sample are told in their own words."""
-    # How they load the reference, which they do by themselves.
-    loading = {"revision": config.model.model_revision, "trust_remote_code": config.model.trust_remote_code}
-    return {
-        "max_completion_length": config.rewards.response_length,
-        "temperature": config.rewards.temperature,
-        "model_init_kwargs": loading if any(loading.values()) else None,
-        # Evaluation is the hooks', which ask for one answer.
-        "num_generations_eval": 1,
-    }
 
 
 def get_compute_dtype(args: TrainingArguments) -> torch.dtype:

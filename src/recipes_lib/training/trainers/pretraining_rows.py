@@ -13,13 +13,11 @@ import numpy.typing as npt
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.packed.encoding import read_seed
+from recipes_lib.data.sources.mixtures import MAX_EPOCHS
 from recipes_lib.data.tokens.dataset import EvalWindows, RowOrder, TokenDataset
 from recipes_lib.data.tokens.shards import TokenSource
 from recipes_lib.data.tokens.token_data import TokenData
 from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
-
-MAX_EPOCHS: Final = 4
-"""Repeating data up to four times is almost as good as new data; beyond, its value decays (Muennighoff et al. 2023)."""
 
 _EXAMPLE_TOKENS: Final = 1 << 16
 """How far into a held-out source documents are looked for."""

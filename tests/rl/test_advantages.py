@@ -1,19 +1,23 @@
-"""PPO's formulas against closed forms worked out by hand and references written in numpy, in float64."""
+"""Advantages against closed forms worked out by hand, references in numpy, and TRL's trainers."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+import trl
+from datasets import Dataset
+from tests.rl import keys_task
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes_lib.rl.ppo_math import (
+from recipes_lib.rl.advantages import (
     KLController,
     compute_advantages,
     compute_explained_variance,
-    compute_importance_weights,
-    compute_policy_loss,
+    compute_group_advantages,
+    compute_leave_one_out_advantages,
+    compute_reinforce_advantages,
     compute_rewards,
-    compute_value_loss,
     estimate_kl,
     penalise_missing_end,
     whiten,
@@ -110,83 +114,6 @@ def test_what_is_all_alike_whitens_to_nothing(values):
     assert not whiten(tensor(values), torch.ones(1, len(values), dtype=torch.bool)).any()
 
 
-def policy_loss(ratio: float, advantage: float, **options) -> tuple[float, float]:
-    logps = tensor([np.log(ratio)]).requires_grad_()
-    options = {"cliprange": 0.2, "num_tokens": 1} | options
-    got = compute_policy_loss(logps, tensor([0.0]), tensor([advantage]), mask((1,)), **options)
-    got.loss.backward()
-    assert logps.grad is not None
-    return got.loss.item(), logps.grad.item() / ratio
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "slope"),
-    [
-        (1.5, 1.0, -1.2, 0.0),
-        (0.5, 1.0, -0.5, -1.0),
-        (1.5, -1.0, 1.5, 1.0),
-        (0.5, -1.0, 0.8, 0.0),
-        (1.0, 2.0, -2.0, -2.0),
-        (5.0, -1.0, 5.0, 1.0),
-    ],
-)
-def test_the_clipped_loss_and_its_slope(ratio, advantage, loss, slope):
-    assert policy_loss(ratio, advantage) == pytest.approx((loss, slope))
-
-
-def test_the_dual_clip_bounds_the_loss_of_a_bad_token_alone():
-    assert policy_loss(5.0, -1.0, dual_clip=3.0) == pytest.approx((3.0, 0.0))
-    assert policy_loss(1.5, -1.0, dual_clip=3.0) == pytest.approx((1.5, 1.0))
-    assert policy_loss(0.5, 1.0, dual_clip=3.0) == pytest.approx((-0.5, -1.0))
-
-
-def test_the_policys_figures_count_tokens():
-    logps = tensor([np.log(1.5), np.log(0.5), np.log(1.1), np.log(9.0)])
-    got = compute_policy_loss(
-        logps, torch.zeros_like(logps), tensor([1.0, -1.0, 1.0, 1.0]), mask((1, 1, 1, 0)), cliprange=0.2, num_tokens=3
-    )
-    assert (int(got.num_high), int(got.num_low)) == (1, 1)
-    ratios = np.array([1.5, 0.5, 1.1])
-    assert got.kl_sum.item() == pytest.approx((ratios - 1 - np.log(ratios)).sum())
-    assert got.max_ratio_shift.item() == pytest.approx(0.5)
-
-
-def test_weights_of_the_engine_are_cut_off_and_without_gradient():
-    logps = tensor([0.5, 1.5, 3.0]).requires_grad_()
-    weights = compute_importance_weights(logps, tensor([0.0, 0.0, 0.0]), mask((1, 1, 0)), cap=2.0)
-    torch.testing.assert_close(weights, tensor([1.6487212707, 2.0, 0.0]), rtol=0, atol=1e-9)
-    assert not weights.requires_grad
-    assert policy_loss(1.0, 2.0, weights=tensor([0.5])) == pytest.approx((-1.0, -1.0))
-
-
-@pytest.mark.parametrize(
-    ("value", "old", "target", "loss"), [(1.0, 0.5, 0.9, 0.02), (0.6, 0.5, 0.9, 0.045), (0.2, 0.5, 0.4, 0.02)]
-)
-def test_the_clipped_value_loss(value, old, target, loss):
-    got = compute_value_loss(tensor([value]), tensor([old]), tensor([target]), mask((1,)), cliprange=0.2, num_tokens=1)
-    assert got.loss.item() == pytest.approx(loss)
-    assert got.num_clipped == (value == 1.0)
-    free = compute_value_loss(
-        tensor([value]), tensor([old]), tensor([target]), ALL[:, :1], cliprange=None, num_tokens=1
-    )
-    assert free.loss.item() == pytest.approx(0.5 * (value - target) ** 2)
-
-
-def test_the_mean_is_over_the_tokens_of_the_step_however_it_is_cut():
-    """Rows (4) and (1, 1, 1): 1.75 by tokens; 2.5 by rows, or by parts of a row each, would be wrong."""
-    advantages, is_token = tensor([-4.0, 9.0, 9.0], [-1.0, -1.0, -1.0]), mask((1, 0, 0), (1, 1, 1))
-    zeros = torch.zeros_like(advantages)
-
-    def loss(rows: slice) -> float:
-        part = compute_policy_loss(
-            zeros[rows], zeros[rows], advantages[rows], is_token[rows], cliprange=0.2, num_tokens=4
-        )
-        return part.loss.item()
-
-    assert loss(slice(0, 2)) == 1.75
-    assert loss(slice(0, 1)) + loss(slice(1, 2)) == 1.75
-
-
 @pytest.mark.parametrize(("kl", "expected"), [(12.0, 0.150768), (6.0, 0.15), (3.0, 0.149232), (6.6, 0.150384)])
 def test_the_price_of_kl_follows_its_target(kl, expected):
     controller = KLController(0.15, target_per_sequence=6.0, horizon=10_000)
@@ -246,3 +173,76 @@ def test_explained_variance():
     assert compute_explained_variance(torch.full_like(returns, 7.0), returns, is_token) == pytest.approx(0)
     assert compute_explained_variance(-returns, returns, is_token) == pytest.approx(-3)
     assert compute_explained_variance(returns, torch.ones_like(returns), is_token) == 0
+
+
+def test_reinforce_is_what_is_still_to_come_whitened():
+    got = compute_reinforce_advantages(tensor([0.0, 1.0, 9.0], [2.0, 0.0, 4.0]), mask((1, 1, 0), (1, 1, 1)), gamma=0.5)
+    returns = np.array([0.5, 1.0, 3.0, 2.0, 4.0])
+    expected = (returns - returns.mean()) / returns.std()
+    np.testing.assert_allclose(got[mask((1, 1, 0), (1, 1, 1))].numpy(), expected, atol=1e-7)
+    assert got[0, 2] == 0
+
+
+GROUP, NUM_ANSWERS = 4, 16
+# A group without a reward, one with a single reward, one all alike, and one with a gap.
+KNOWN = [None] * 4 + [None, None, 0.5, None] + [2.0] * 4 + [1.0, None, -3.0, 0.25]
+
+
+@pytest.fixture(scope="module")
+def policy_dir(tmp_path_factory):
+    return keys_task.write_policy(tmp_path_factory.mktemp("policy"), 0, num_steps=1)
+
+
+def ask_trl(monkeypatch, policy_dir, tmp_path, trainer, arguments, **keys):
+    """The advantages that TRL works out from ``KNOWN``, on a CPU."""
+    taken = []
+    module = f"trl.trainer.{'grpo' if trainer is trl.GRPOTrainer else 'rloo'}_trainer"
+    monkeypatch.setattr(f"{module}.shuffle_sequence_dict", lambda batch: batch)
+    compute = trainer._compute_loss
+
+    def watch(self, model, inputs):
+        taken.append(inputs["advantages"])
+        return compute(self, model, inputs)
+
+    monkeypatch.setattr(trainer, "_compute_loss", watch)
+    args = arguments(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        save_strategy="no",
+        num_generations=GROUP,
+        per_device_train_batch_size=NUM_ANSWERS,
+        max_completion_length=2,
+        max_steps=1,
+        **{"beta": 0.0, **keys},
+    )
+    trainer(
+        model=AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32),
+        args=args,
+        reward_funcs=lambda completions, **_: KNOWN,
+        train_dataset=Dataset.from_dict({"prompt": ["w1", "w2", "w3", "w4"]}),
+        processing_class=AutoTokenizer.from_pretrained(policy_dir),
+    ).train()
+    return torch.cat(taken)
+
+
+def known_rewards():
+    return torch.tensor([np.nan if reward is None else reward for reward in KNOWN])
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_group_advantages_are_those_of_trls_grpo(monkeypatch, policy_dir, tmp_path, scale):
+    expected = ask_trl(monkeypatch, policy_dir, tmp_path, trl.GRPOTrainer, trl.GRPOConfig, scale_rewards=scale)
+    got = compute_group_advantages(known_rewards(), GROUP, scale=scale)
+    assert got.abs().max() > 0.5
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_leave_one_out_advantages_are_those_of_trls_rloo(monkeypatch, policy_dir, tmp_path, normalize):
+    keys = {"normalize_advantages": normalize}
+    expected = ask_trl(monkeypatch, policy_dir, tmp_path, trl.RLOOTrainer, trl.RLOOConfig, **keys)
+    got = compute_leave_one_out_advantages(known_rewards(), GROUP, normalize=normalize)
+    assert got.abs().max() > 0.5
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""PPO as pure tensor functions: rewards, advantages, returns, clipped losses; right-padded answers.
+"""Advantages and returns of sampled answers as pure tensor functions: GAE, leave-one-out, group mean, REINFORCE++.
 
 Everywhere ``B`` answers have up to ``T`` tokens; ``mask`` is ``bool (B, T)``, True where a token of an answer stands.
 What stands where it is False never counts.
@@ -14,10 +14,8 @@ from torch import Tensor
 from recipes_lib.config.schema import PPOConfig
 from recipes_lib.rl.rollout import Rollout
 
-MAX_IMPORTANCE_WEIGHT = 2.0
-"""Cap of the factor by which the trained model finds a token likelier than the engine that sampled it."""
-MAX_LOG_RATIO = 20.0
-"""Largest log-ratio that is exponentiated: beyond it only the clip decides, and ``exp`` would overflow."""
+GROUP_EPSILON = 1e-4
+"""Added to a standard deviation of rewards before it divides; TRL's."""
 
 
 def estimate_kl(logps: Tensor, ref_logps: Tensor) -> Tensor:
@@ -26,7 +24,7 @@ def estimate_kl(logps: Tensor, ref_logps: Tensor) -> Tensor:
     The only one that may stand in a reward: the gradient of its expectation is that of KL, while k3's is off by ``q -
     p`` and k2's has no such relation.
 
-    Source: Schulman 2020, "Approximating KL divergence"; gradients in ``tests/rl/test_ppo_math.py``.
+    Source: Schulman 2020, "Approximating KL divergence"; gradients in ``tests/rl/test_advantages.py``.
     """
     return logps - ref_logps
 
@@ -71,7 +69,7 @@ def compute_advantages(
         gamma: Discount of a later token.
         lam: 1 trusts rewards alone, 0 the critic.
 
-    Source: Schulman et al. 2016, equation 16; ``tests/rl/test_ppo_math.py``.
+    Source: Schulman et al. 2016, equation 16; ``tests/rl/test_advantages.py``.
     """
     advantages = torch.zeros_like(rewards)
     carried, next_values = torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])
@@ -103,114 +101,66 @@ def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
     return torch.where(mask, white if shift_mean else white + mean, 0.0)
 
 
-def compute_importance_weights(logps: Tensor, engine_logps: Tensor, mask: Tensor, *, cap: float) -> Tensor:
-    """How much likelier the trained model finds each token than the engine that sampled it; ``(B, T)``, no gradient.
-
-    Cut off at ``cap``, 0 outside the answers. Multiplies the policy loss.
-
-    Source: truncated importance sampling, Yao et al. 2025; verl's ``rollout_is`` by token.
-    """
-    weights = torch.exp((logps - engine_logps).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).clamp(max=cap)
-    return torch.where(mask, weights, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyLoss:
-    """What a minibatch, or a part of it, adds to the policy's objective and its figures.
-
-    Attributes:
-        loss: Differentiable scalar: the sum over the part's tokens divided by the number of the whole step's.
-        num_low: Tokens whose ratio was clipped from below, where that decided; scalar.
-        num_high: From above.
-        kl_sum: Sum over tokens of k3 of the policy before the update from the one after; never negative.
-        max_ratio_shift: Largest ``|ratio - 1|``.
-    """
-
-    loss: Tensor
-    num_low: Tensor
-    num_high: Tensor
-    kl_sum: Tensor
-    max_ratio_shift: Tensor
-
-
-def compute_policy_loss(
-    logps: Tensor,
-    old_logps: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    cliprange: float,
-    num_tokens: int,
-    weights: Tensor | None = None,
-    dual_clip: float | None = None,
-) -> PolicyLoss:
-    """The clipped surrogate ``max(-A r, -A clip(r, 1 - c, 1 + c))``, a mean over the tokens of an optimizer step.
+def compute_group_advantages(rewards: Tensor, group: int, *, scale: str) -> Tensor:
+    """Each answer's reward less the mean of its group, ``(B,)``: GRPO's advantage.
 
     Args:
-        logps: Of the policy, differentiable, ``(B, T)``.
-        old_logps: Of the policy that answered.
-        advantages: ``(B, T)``.
-        mask: As everywhere.
-        cliprange: ``c``.
-        num_tokens: Tokens of the whole optimizer step, over all its parts and processes.
-        weights: From ``compute_importance_weights``.
-        dual_clip: Bound on the loss of a token with a negative advantage, in units of ``-A``; above 1.
+        rewards: ``(B,)``; answers to one prompt stand together. NaN of an answer that is not scored: it is no part of
+            its group's mean, and its advantage is 0.
+        group: Answers to a prompt.
+        scale: What the difference is divided by: the standard deviation of the ``group``, of the whole ``batch``, or
+            ``none``.
 
-    Source: Schulman et al. 2017, equation 7; dual clip: Ye et al. 2020, equation 5. ``tests/rl/test_ppo_math.py``.
+    Source: Shao et al. 2024, section 4.1.2; ``none``: Liu et al. 2025, "Understanding R1-Zero-Like Training". TRL's
+    ``GRPOTrainer`` in ``tests/rl/test_advantages.py``.
     """
-    log_ratio = torch.where(mask, logps - old_logps, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
-    free, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
-    losses = torch.maximum(free, clipped)
-    if dual_clip is not None:
-        losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * dual_clip), losses)
-    if weights is not None:
-        losses = losses * weights
-    is_clipped, seen = (clipped > free) & mask, ratio.detach()
-    return PolicyLoss(
-        loss=torch.where(mask, losses, 0.0).sum() / num_tokens,
-        num_low=(is_clipped & (seen < 1)).sum(),
-        num_high=(is_clipped & (seen > 1)).sum(),
-        kl_sum=(seen - 1 - log_ratio.detach()).sum(),
-        max_ratio_shift=(seen - 1).abs().max(),
-    )
+    grouped = rewards.view(-1, group)
+    advantages = grouped - grouped.nanmean(dim=1, keepdim=True)
+    if scale == "group":
+        advantages = advantages / (_compute_deviation(grouped) + GROUP_EPSILON)
+    elif scale == "batch":
+        advantages = advantages / (_compute_deviation(rewards[None]) + GROUP_EPSILON)
+    return advantages.flatten().nan_to_num(nan=0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class ValueLoss:
-    """What a minibatch, or a part of it, adds to the critic's objective and its figures.
-
-    Attributes:
-        loss: As ``PolicyLoss.loss``.
-        num_clipped: Tokens whose clipped value decided; scalar.
-    """
-
-    loss: Tensor
-    num_clipped: Tensor
-
-
-def compute_value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, cliprange: float | None, num_tokens: int
-) -> ValueLoss:
-    """``0.5 max((V - R)^2, (V_clipped - R)^2)``, a mean over the tokens of an optimizer step.
+def compute_leave_one_out_advantages(rewards: Tensor, group: int, *, normalize: bool = False) -> Tensor:
+    """Each answer's reward less the mean of the other answers to its prompt, ``(B,)``: RLOO's advantage.
 
     Args:
-        values: Of the critic, differentiable, ``(B, T)``.
-        old_values: Of the critic before the updates.
-        returns: ``(B, T)``.
-        mask: As everywhere.
-        cliprange: How far from ``old_values`` the clipped value may be; ``None`` clips nothing.
-        num_tokens: Tokens of the whole optimizer step, over all its parts and processes.
+        rewards: As for ``compute_group_advantages``, ``beta`` times the KL of the whole answer subtracted. An answer
+            without scored siblings has the advantage 0.
+        group: Answers to a prompt.
+        normalize: Bring the advantages of all answers to mean 0 and standard deviation 1.
 
-    Source: OpenAI baselines' PPO2, as kept by Huang et al. 2024; ``tests/rl/test_ppo_math.py``.
+    Source: Ahmadian et al. 2024, equation 8; TRL's ``RLOOTrainer`` in ``tests/rl/test_advantages.py``.
     """
-    clipped_values = values
-    if cliprange is not None:
-        # Inside the range the value itself, to the last digit.
-        clipped_values = torch.minimum(torch.maximum(values, old_values - cliprange), old_values + cliprange)
-    free, clipped = (values - returns) ** 2, (clipped_values - returns) ** 2
-    losses = torch.where(mask, 0.5 * torch.maximum(free, clipped), 0.0)
-    return ValueLoss(loss=losses.sum() / num_tokens, num_clipped=((clipped > free) & mask).sum())
+    grouped = rewards.view(-1, group)
+    others = (~grouped.isnan()).sum(dim=1, keepdim=True) - 1
+    advantages = rewards - ((grouped.nansum(dim=1, keepdim=True) - grouped) / others).flatten()
+    if normalize:
+        advantages = (advantages - advantages.nanmean()) / (_compute_deviation(advantages[None])[0] + GROUP_EPSILON)
+    return advantages.nan_to_num(nan=0.0)
+
+
+def _compute_deviation(values: Tensor) -> Tensor:
+    """Unbiased standard deviation of each row's numbers that are not NaN, ``(rows, 1)``."""
+    count = (~values.isnan()).sum(dim=1, keepdim=True)
+    squares = (values - values.nanmean(dim=1, keepdim=True)).square().nansum(dim=1, keepdim=True)
+    return (squares / (count - 1)).sqrt()
+
+
+def compute_reinforce_advantages(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
+    """Discounted rewards from each token on, whitened over all answers, ``(B, T)``: REINFORCE++.
+
+    Args:
+        rewards: Of each token, from ``compute_rewards``.
+        mask: As everywhere.
+        gamma: Discount of a later token.
+
+    Source: Hu et al. 2025, equation 8: generalised advantages with ``lam = 1`` over a critic of 0.
+    """
+    returns, _ = compute_advantages(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lam=1.0)
+    return whiten(returns, mask)
 
 
 def compute_explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:

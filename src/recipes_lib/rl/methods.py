@@ -1,0 +1,157 @@
+"""What tells PPO, RLOO and GRPO apart in the loop: their schedule, their targets and their objective."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.rl.advantages import (
+    compute_group_advantages,
+    compute_leave_one_out_advantages,
+    compute_targets,
+    estimate_kl,
+    penalise_missing_end,
+)
+from recipes_lib.rl.monitor import Figures, average_steps, describe_values
+from recipes_lib.rl.policy_loss import PolicyObjective
+from recipes_lib.rl.rollout import Rollout
+from recipes_lib.rl.rollout_schedule import RolloutSchedule, compute_group_schedule, compute_schedule, verify_warmup
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What an iteration learns from.
+
+    Attributes:
+        rollout: With advantages, and returns where there is a critic.
+        rewards: What the guard of rewards judges, ``(groups, answers)``; NaN of answers that are not scored.
+        total: Sum of each answer's rewards, ``(B,)``.
+    """
+
+    rollout: Rollout
+    rewards: torch.Tensor
+    total: torch.Tensor
+
+
+class Method(Protocol):
+    """PPO, RLOO or GRPO.
+
+    Attributes:
+        schedule: Length of the run.
+        objective: Of the policy.
+        target_kl: KL a token from the policy that answered at which updates end; ``None``: never.
+        num_idle_iterations: Iterations before the policy learns.
+    """
+
+    schedule: RolloutSchedule
+    objective: PolicyObjective
+    target_kl: float | None
+    num_idle_iterations: int
+
+    def estimate(self, rollout: Rollout, kl_coef: float) -> Estimate:
+        """Work out advantages of all answers of an iteration, those of all processes."""
+        ...
+
+    def describe(self, estimate: Estimate, policy: Sequence[Figures], critic: Sequence[Figures]) -> Figures:
+        """Return what there is to say of an iteration's estimate and of its steps."""
+        ...
+
+
+class PPOMethod:
+    """Generalised advantage estimation over a critic."""
+
+    def __init__(self, config: RecipeConfig, num_prompts: int, world_size: int) -> None:
+        """Read the keys of a run.
+
+        Raises:
+            ConfigError: As ``verify_warmup``.
+        """
+        self.schedule = compute_schedule(num_prompts, config.ppo, config.training, world_size)
+        self.objective = PolicyObjective("bnpo", epsilon=config.ppo.cliprange, delta=config.ppo.dual_clip)
+        self.target_kl = config.ppo.target_kl
+        self.num_idle_iterations = config.critic.critic_warmup_iterations
+        verify_warmup(self.schedule, self.num_idle_iterations)
+        self._config = config
+
+    def estimate(self, rollout: Rollout, kl_coef: float) -> Estimate:
+        """Work out advantages and returns."""
+        targets = compute_targets(rollout, self._config.ppo, self._config.rewards.missing_eos_penalty or 0.0, kl_coef)
+        learnt = dataclasses.replace(rollout, advantages=targets.advantages, returns=targets.returns)
+        # One group: a critic stands in for the other answers to a prompt.
+        return Estimate(learnt, targets.scores[None], targets.total)
+
+    def describe(self, estimate: Estimate, policy: Sequence[Figures], critic: Sequence[Figures]) -> Figures:
+        """Say how the critic's values fit, and what the updates were like."""
+        return describe_values(estimate.rollout) | average_steps("policy", policy) | average_steps("value", critic)
+
+
+class GroupMethod:
+    """RLOO and GRPO: other answers to the same prompt instead of a critic."""
+
+    target_kl: float | None = None
+    num_idle_iterations = 0
+
+    def __init__(self, config: RecipeConfig, num_prompts: int, world_size: int) -> None:
+        """Read the keys of a run.
+
+        Raises:
+            ConfigError: As ``compute_group_schedule``.
+        """
+        self.schedule = compute_group_schedule(num_prompts, config, world_size)
+        self._config, self._is_rloo = config, config.stage == "rloo"
+        if self._is_rloo:
+            clips = {name: config.read(name) for name in ("epsilon", "epsilon_high")}
+            self.objective = PolicyObjective("grpo", "answer", **clips)
+        else:
+            names = [field.name for field in dataclasses.fields(PolicyObjective)]
+            self.objective = PolicyObjective(**{name: config.read(name) for name in names})
+
+    def estimate(self, rollout: Rollout, kl_coef: float) -> Estimate:
+        """Work out the advantages of whole answers; an answer whose truncation is masked counts in its group alone."""
+        read, group = self._config.read, self.schedule.group
+        penalty = self._config.rewards.missing_eos_penalty or 0.0
+        scores = penalise_missing_end(rollout.scores, rollout.finished, penalty)
+        scores = torch.where(rollout.scored, scores, torch.nan)
+        total = scores
+        if self._is_rloo:
+            kl = torch.where(rollout.mask, estimate_kl(rollout.logps, rollout.ref_logps), 0.0)
+            total = scores - read("beta") * kl.sum(dim=1)
+            advantages = compute_leave_one_out_advantages(total, group, normalize=read("normalize_advantages"))
+        else:
+            # TRL takes a boolean for a scale: true is the group's.
+            scale = {True: "group", False: "none"}.get(read("scale_rewards"), read("scale_rewards"))
+            advantages = compute_group_advantages(scores, group, scale=scale)
+        learnt = dataclasses.replace(rollout, advantages=advantages[:, None] * rollout.mask)
+        if read("mask_truncated_completions"):
+            learnt = dataclasses.replace(learnt, scored=rollout.scored & rollout.finished)
+        return Estimate(learnt, scores.view(-1, group), total)
+
+    def describe(self, estimate: Estimate, policy: Sequence[Figures], critic: Sequence[Figures]) -> Figures:
+        """Return TRL's figures under its names."""
+        rewards = estimate.rewards
+        known = estimate.total[~estimate.total.isnan()]
+        steps = average_steps("policy", policy)
+        low, high = steps.get("policy/clipfrac_low", 0.0), steps.get("policy/clipfrac_high", 0.0)
+        is_flat = (rewards.nan_to_num(nan=-torch.inf).amax(1) - rewards.nan_to_num(nan=torch.inf).amin(1)) <= 1e-8
+        return steps | {
+            **({"reward": float(known.mean()), "reward_std": float(known.std(unbiased=False))} if len(known) else {}),
+            "frac_reward_zero_std": float(is_flat.float().mean()),
+            "clip_ratio/low_mean": low,
+            "clip_ratio/high_mean": high,
+            "clip_ratio/region_mean": low + high,
+            **({"entropy": steps["policy/entropy"]} if "policy/entropy" in steps else {}),
+            **({"kl": steps["policy/kl_ref"]} if "policy/kl_ref" in steps else {}),
+        }
+
+
+METHODS: Mapping[str, Callable[[RecipeConfig, int, int], Method]] = {
+    "ppo": PPOMethod,
+    "rloo": GroupMethod,
+    "grpo": GroupMethod,
+}
+"""Recipe -> its method, given the configuration, the number of prompts and that of processes."""

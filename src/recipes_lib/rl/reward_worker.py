@@ -1,0 +1,180 @@
+"""A reward function in a process of its own, where one that hangs or crashes costs its answer and not the run.
+
+``python -m recipes_lib.rl.reward_worker MODULE:FUNCTION FD`` answers over a socket; torch is not imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, Final
+
+from recipes_lib.errors import escape_controls
+
+_SECONDS_TO_IMPORT: Final = 300.0
+_SECONDS_BETWEEN_LOOKS: Final = 5.0
+
+
+def find_function(path: str) -> Callable[..., Any]:
+    """Import ``package.module:function``, also from the working directory.
+
+    Raises:
+        TypeError: It is no function; importing runs the user's code, which may raise anything besides.
+    """
+    # Python looks beside the recipe, not where the command is given; last, so that nothing is shadowed.
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    module_name, _, name = path.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module_name), name)
+    if not callable(found):
+        raise TypeError(f"{name} is no function")
+    return found
+
+
+def call(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+    """Call a function by name; one that is ``async`` is waited for."""
+    result = function(**given)
+    return asyncio.run(_wait_for(result)) if inspect.isawaitable(result) else result
+
+
+async def _wait_for(result: Any) -> Any:
+    return await result
+
+
+class _LostError(Exception):
+    """The function gave no result."""
+
+
+class IsolatedFunction:
+    """A reward function with a time limit.
+
+    All answers are scored by one call. Where it fails, each answer is scored alone, and those that fail again are not
+    scored. Where all of several fail, the fault is the function's.
+
+    Source: ``tests/rl/test_reward_worker.py``.
+    """
+
+    def __init__(self, path: str, seconds: float) -> None:
+        """Start nothing yet.
+
+        Args:
+            path: ``package.module:function``.
+            seconds: That a call may take.
+        """
+        self._path, self._seconds = path, seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    def __call__(self, **given: Sequence[Any]) -> Sequence[Any]:
+        """Score answers.
+
+        Raises:
+            RuntimeError: No answer of several could be scored.
+        """
+        try:
+            scores: Sequence[Any] = self._ask(given)
+        except _LostError as error:
+            first = error
+        else:
+            return scores
+        found: list[Any] = []
+        num_answers = len(given["completions"])
+        num_lost = 0
+        for number in range(num_answers):
+            try:
+                found += self._ask({name: column[number : number + 1] for name, column in given.items()})
+            except _LostError as error:
+                first, num_lost = error, num_lost + 1
+                found.append(None)
+        if num_lost == num_answers > 1:
+            raise RuntimeError(str(first))
+        if num_lost:
+            told = f"warning: {self._path} gave {num_lost} of {num_answers} answers no score: {first}"
+            sys.stderr.write(f"{escape_controls(told)}\n")
+        return found
+
+    def _ask(self, given: Mapping[str, Any]) -> Any:
+        """The function's result for some answers.
+
+        Raises:
+            _LostError: It raised, took too long, or its process ended.
+        """
+        try:
+            connection = self._connection or self._start()
+            connection.send(given)
+            if not connection.poll(self._seconds):
+                raise _LostError(f"it took more than {self._seconds:g} s")
+            is_done, result = connection.recv()
+        except (EOFError, OSError) as error:
+            raise _LostError(f"its process ended with {self._end()}") from error
+        except _LostError:
+            self._end()
+            raise
+        if not is_done:
+            raise _LostError(result)
+        return result
+
+    def _start(self) -> Connection:
+        ours, theirs = Pipe()
+        command = [sys.executable, "-m", __name__, self._path, str(theirs.fileno())]
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        theirs.close()
+        weakref.finalize(self, self._process.kill)
+        self._connection = ours
+        if not ours.poll(_SECONDS_TO_IMPORT):
+            raise _LostError(f"it was not imported within {_SECONDS_TO_IMPORT:g} s")
+        is_done, words = ours.recv()
+        if not is_done:
+            raise _LostError(words)
+        return ours
+
+    def _end(self) -> int:
+        """End the process and return its exit code; the next call starts another."""
+        assert self._process is not None
+        assert self._connection is not None
+        self._process.kill()
+        self._connection.close()
+        code, self._process, self._connection = self._process.wait(), None, None
+        return code
+
+
+def main(path: str, descriptor: int) -> None:
+    """Answer until the other end is gone."""
+    connection, parent = Connection(descriptor), os.getppid()
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+    try:
+        function = find_function(path)
+    except Exception as error:  # Importing runs the user's code, which may raise anything.
+        connection.send((False, f"{type(error).__name__}: {error}"))
+        return
+    connection.send((True, None))
+    while True:
+        try:
+            given = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send((True, call(function, given)))
+        except Exception as error:  # So does the function.
+            connection.send((False, f"{type(error).__name__}: {error}"))
+
+
+def _leave_with(parent: int) -> None:
+    """End this process when the one that started it is gone, whatever the function does."""
+    while os.getppid() == parent:
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

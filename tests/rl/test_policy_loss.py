@@ -1,0 +1,271 @@
+"""Losses against closed forms worked out by hand, and against TRL's own GRPO and RLOO, gradients included."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from tests.rl import keys_task
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipes_lib.rl.policy_loss import (
+    PolicyObjective,
+    compute_importance_weights,
+    compute_normaliser,
+    compute_policy_loss,
+    compute_value_loss,
+)
+
+
+def tensor(*rows: list[float] | tuple[float, ...]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def mask(*rows: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.bool)
+
+
+def policy_loss(ratio: float, advantage: float, **options) -> tuple[float, float]:
+    logps = tensor([np.log(ratio)]).requires_grad_()
+    weights = options.pop("weights", None)
+    objective = PolicyObjective(**options)
+    old, advantages = tensor([0.0]), tensor([advantage])
+    got = compute_policy_loss(logps, old, advantages, mask((1,)), objective, normaliser=1, weights=weights)
+    got.loss.backward()
+    assert logps.grad is not None
+    return got.loss.item(), logps.grad.item() / ratio
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope"),
+    [
+        (1.5, 1.0, -1.2, 0.0),
+        (0.5, 1.0, -0.5, -1.0),
+        (1.5, -1.0, 1.5, 1.0),
+        (0.5, -1.0, 0.8, 0.0),
+        (1.0, 2.0, -2.0, -2.0),
+        (5.0, -1.0, 5.0, 1.0),
+    ],
+)
+def test_the_clipped_loss_and_its_slope(ratio, advantage, loss, slope):
+    assert policy_loss(ratio, advantage) == pytest.approx((loss, slope))
+
+
+def test_the_dual_clip_bounds_the_loss_of_a_bad_token_alone():
+    assert policy_loss(5.0, -1.0, delta=3.0) == pytest.approx((3.0, 0.0))
+    assert policy_loss(1.5, -1.0, delta=3.0) == pytest.approx((1.5, 1.0))
+    assert policy_loss(0.5, 1.0, delta=3.0) == pytest.approx((-0.5, -1.0))
+
+
+def test_the_policys_figures_count_tokens():
+    logps = tensor([np.log(1.5), np.log(0.5), np.log(1.1), np.log(9.0)])
+    got = compute_policy_loss(
+        logps,
+        torch.zeros_like(logps),
+        tensor([1.0, -1.0, 1.0, 1.0]),
+        mask((1, 1, 1, 0)),
+        PolicyObjective(),
+        normaliser=3,
+    )
+    assert (int(got.num_high), int(got.num_low)) == (1, 1)
+    ratios = np.array([1.5, 0.5, 1.1])
+    assert got.kl_sum.item() == pytest.approx((ratios - 1 - np.log(ratios)).sum())
+    assert got.max_ratio_shift.item() == pytest.approx(0.5)
+
+
+def test_weights_of_the_engine_are_cut_off_and_without_gradient():
+    logps = tensor([0.5, 1.5, 3.0]).requires_grad_()
+    weights = compute_importance_weights(logps, tensor([0.0, 0.0, 0.0]), mask((1, 1, 0)), cap=2.0)
+    torch.testing.assert_close(weights, tensor([1.6487212707, 2.0, 0.0]), rtol=0, atol=1e-9)
+    assert not weights.requires_grad
+    assert policy_loss(1.0, 2.0, weights=tensor([0.5])) == pytest.approx((-1.0, -1.0))
+
+
+@pytest.mark.parametrize(
+    ("value", "old", "target", "loss"), [(1.0, 0.5, 0.9, 0.02), (0.6, 0.5, 0.9, 0.045), (0.2, 0.5, 0.4, 0.02)]
+)
+def test_the_clipped_value_loss(value, old, target, loss):
+    got = compute_value_loss(tensor([value]), tensor([old]), tensor([target]), mask((1,)), cliprange=0.2, num_tokens=1)
+    assert got.loss.item() == pytest.approx(loss)
+    assert got.num_clipped == (value == 1.0)
+    free = compute_value_loss(
+        tensor([value]), tensor([old]), tensor([target]), mask((1,)), cliprange=None, num_tokens=1
+    )
+    assert free.loss.item() == pytest.approx(0.5 * (value - target) ** 2)
+
+
+def test_the_mean_is_over_the_tokens_of_the_step_however_it_is_cut():
+    """Rows (4) and (1, 1, 1): 1.75 by tokens; 2.5 by rows, or by parts of a row each, would be wrong."""
+    advantages, is_token = tensor([-4.0, 9.0, 9.0], [-1.0, -1.0, -1.0]), mask((1, 0, 0), (1, 1, 1))
+    zeros = torch.zeros_like(advantages)
+
+    def loss(rows: slice) -> float:
+        part = compute_policy_loss(
+            zeros[rows], zeros[rows], advantages[rows], is_token[rows], PolicyObjective(), normaliser=4
+        )
+        return part.loss.item()
+
+    assert loss(slice(0, 2)) == 1.75
+    assert loss(slice(0, 1)) + loss(slice(1, 2)) == 1.75
+
+
+@pytest.fixture(scope="module")
+def policy_dir(tmp_path_factory):
+    return keys_task.write_policy(tmp_path_factory.mktemp("policy"), 0, num_steps=1)
+
+
+@pytest.fixture(scope="module")
+def upstream(policy_dir, tmp_path_factory):
+    """TRL's trainers around one model each, on a CPU in float32."""
+
+    def build(trainer, arguments):
+        args = arguments(
+            output_dir=str(tmp_path_factory.mktemp("trl")),
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            num_generations=4,
+            per_device_train_batch_size=4,
+            max_completion_length=MAX_LENGTH,
+        )
+        return trainer(
+            model=AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32),
+            args=args,
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            train_dataset=Dataset.from_dict({"prompt": ["a"]}),
+            processing_class=AutoTokenizer.from_pretrained(policy_dir),
+        )
+
+    return {
+        "grpo": build(trl.GRPOTrainer, trl.GRPOConfig),
+        "rloo": build(trl.RLOOTrainer, trl.RLOOConfig),
+    }
+
+
+def test_names_and_defaults_are_trls():
+    theirs = {field.name: field.default for field in dataclasses.fields(trl.GRPOConfig)}
+    assert all(theirs[field.name] == field.default for field in dataclasses.fields(PolicyObjective))
+
+
+MAX_LENGTH, PROMPT = 9, 3
+CLIPPED = ("grpo", "dr_grpo", "bnpo", "dapo", "luspo")
+OPTIONS = [
+    {},
+    {"epsilon_high": 0.4},
+    {"delta": 1.3},
+    {"delta": 1.1},
+    {"beta": 0.3},
+    {"beta": 0.3, "use_bias_correction_kl": False},
+    {"off_policy_mask_threshold": 0.02},
+    {"importance_sampling_level": "sequence"},
+    {"importance_sampling_level": "sequence", "epsilon": 0.01, "epsilon_high": 0.02, "beta": 0.3},
+]
+CASES = [
+    *({"loss_type": loss_type, **options} for loss_type in CLIPPED for options in OPTIONS),
+    *({"loss_type": "cispo", "epsilon_high": 1.1} | more for more in ({}, {"beta": 0.3})),
+    *({"loss_type": "sapo"} | more for more in ({}, {"sapo_temperature_pos": 2.0, "beta": 0.3})),
+    *({"loss_type": "vespo"} | more for more in ({}, {"vespo_k_neg": 1.0, "vespo_lambda_pos": 2.0, "beta": 0.3})),
+]
+
+
+def record(trainer, seed=0):
+    """Recorded answers of four lengths, log-probabilities near the policy's own, and advantages of both signs."""
+    random = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 20, (4, PROMPT + MAX_LENGTH), generator=random)
+    is_token = torch.arange(MAX_LENGTH)[None] < torch.tensor([9, 1, 4, 6])[:, None]
+    attention = torch.cat([torch.ones(4, PROMPT, dtype=torch.bool), is_token], dim=1)
+    with torch.no_grad():
+        now = read_logps(trainer.model, ids, attention)
+    old, ref = (now + scale * torch.randn(now.shape, generator=random) for scale in (0.3, 0.5))
+    # At the first token of the last answer the policy has not moved at all.
+    old[3, 0] = now[3, 0]
+    return ids, is_token, attention, old, ref, torch.tensor([1.2, -0.7, -1.5, 0.4])
+
+
+def read_logps(model, ids, attention):
+    logits = model(input_ids=ids, attention_mask=attention.long(), use_cache=False).logits[:, PROMPT - 1 : -1]
+    return logits.log_softmax(-1).gather(2, ids[:, PROMPT:, None]).squeeze(2)
+
+
+def differentiate(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def compare(trainer, inputs, objective, normaliser, weights=None):
+    ids, is_token, attention, old, ref, advantages = record(trainer)
+    trainer.model.train()
+    batch = {
+        "prompt_ids": ids[:, :PROMPT],
+        "prompt_mask": attention[:, :PROMPT].long(),
+        "completion_ids": ids[:, PROMPT:],
+        "completion_mask": is_token.long(),
+        "advantages": advantages,
+        "ref_per_token_logps": ref,
+        **inputs,
+    }
+    expected = trainer._compute_loss(trainer.model, batch)
+    expected_gradient = differentiate(trainer.model, expected)
+    logps = read_logps(trainer.model, ids, attention)
+    result = compute_policy_loss(
+        logps, old, advantages[:, None], is_token, objective, normaliser=normaliser, weights=weights, ref_logps=ref
+    )
+    gradient = differentiate(trainer.model, result.loss)
+    assert expected_gradient.abs().max() > 1e-3
+    torch.testing.assert_close(result.loss, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-5)
+    return result
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("options", CASES, ids=lambda options: "-".join(map(str, options.values())))
+def test_every_objective_is_that_of_trls_grpo(upstream, monkeypatch, options, is_weighted):
+    trainer, objective = upstream["grpo"], PolicyObjective(**options)
+    for name in ("loss_type", "beta", "importance_sampling_level", "off_policy_mask_threshold"):
+        monkeypatch.setattr(trainer, name, getattr(objective, name))
+    monkeypatch.setattr(trainer, "epsilon_low", objective.epsilon)
+    monkeypatch.setattr(trainer, "epsilon_high", objective.highest)
+    for field in dataclasses.fields(objective):
+        monkeypatch.setattr(trainer.args, field.name, getattr(objective, field.name))
+    # Weights of engine log-probabilities, which TRL has with vLLM alone.
+    monkeypatch.setattr(trainer, "use_vllm", is_weighted)
+    monkeypatch.setattr(trainer, "current_gradient_accumulation_steps", 1, raising=False)
+    monkeypatch.setattr(trainer.args, "steps_per_generation", 2)
+    _, is_token, _, old, _, _ = record(trainer)
+    num_generation_tokens = 50
+    weights = torch.rand(is_token.shape, generator=torch.Generator().manual_seed(1)) + 0.5
+    # TRL leaves 1 behind an answer.
+    ratio = torch.where(is_token, weights, 1.0)
+    inputs = {
+        "old_per_token_logps": old,
+        "num_items_in_batch": torch.tensor(float(num_generation_tokens)),
+        **({"importance_sampling_ratio": ratio} if is_weighted else {}),
+    }
+    of_generation = objective.loss_type in ("dapo", "cispo", "vespo")
+    num_tokens = num_generation_tokens / 2 if of_generation else int(is_token.sum())
+    normaliser = compute_normaliser(objective.loss_type, num_answers=4, num_tokens=num_tokens, max_length=MAX_LENGTH)
+    compare(trainer, inputs, objective, normaliser, torch.where(is_token, weights, 0.0) if is_weighted else None)
+
+
+@pytest.mark.parametrize("options", [{"epsilon": 0.2}, {"epsilon": 0.02, "epsilon_high": 0.5}])
+def test_the_ratio_of_whole_answers_is_that_of_trls_rloo(upstream, monkeypatch, options):
+    trainer = upstream["rloo"]
+    objective = PolicyObjective("grpo", "answer", **options)
+    monkeypatch.setattr(trainer, "epsilon_low", objective.epsilon)
+    monkeypatch.setattr(trainer, "epsilon_high", objective.highest)
+    _, is_token, _, old, _, _ = record(trainer)
+    compare(trainer, {"old_logps": (old * is_token).sum(1)}, objective, 4)
+
+
+def test_the_kl_to_the_reference_is_a_figure(upstream):
+    trainer, objective = upstream["grpo"], PolicyObjective(beta=0.1, use_bias_correction_kl=False)
+    ids, is_token, attention, old, ref, advantages = record(trainer)
+    logps = read_logps(trainer.model, ids, attention).detach()
+    result = compute_policy_loss(logps, old, advantages[:, None], is_token, objective, normaliser=1, ref_logps=ref)
+    k3 = ((ref - logps).exp() - (ref - logps) - 1)[is_token]
+    assert result.ref_kl_sum.item() == pytest.approx(k3.sum().item(), rel=1e-4)
