@@ -149,6 +149,21 @@ def test_so_are_tied_embeddings_and_a_head(inputs: Path, alone: Path, tmp_path: 
         assert_exported(alone / cell, tmp_path / cell, tmp_path / f"{cell} out")
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_8_bit_states_train_in_shards_and_resume_to_the_bit(inputs: Path, alone: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    jobs = build_jobs(inputs, {"first": CELLS["sft packed"]}, 2)
+    keys = {**jobs["first"]["keys"], "optim": "adamw_torch_8bit"}
+    first = {**jobs["first"], "keys": keys}
+    jobs = {"first": first, "resumed": {**first, "copy_of": tmp_path / "first", "step": 2}}
+    sharding.run_jobs(jobs, tmp_path, "fsdp2", *FULL_PRECISION)
+    weights = [read_weights(tmp_path / name) for name in jobs]
+    assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())
+    losses = [[row["loss"] for row in read_events(run)] for run in (alone / "sft packed", tmp_path / "first")]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-3)
+
+
 def assert_exported(one: Path, two: Path, out: Path) -> None:
     export_checkpoint(two / "checkpoint-2", out)
     expected, got = read_weights(one / "checkpoint-2"), read_weights(out)

@@ -65,6 +65,8 @@ def examine(*, is_online: bool = False) -> list[Finding]:
     trials = [
         _Trial(name="flash-attn", module="flash_attn", remedy=f"{_extra('flash')} --no-build-isolation"),
         _Trial(name="bitsandbytes", module="bitsandbytes", remedy=_extra("gpu")),
+        _Trial(name="liger-kernel", module="liger_kernel", remedy=_extra("gpu")),
+        _Trial(name="torchao", module="torchao", remedy=_extra("gpu")),
         _Trial(name="deepspeed", module="deepspeed", remedy=_extra("deepspeed")),
         _Trial(name="datatrove", module="datatrove", remedy=_extra("corpus")),
     ]

@@ -179,7 +179,8 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
     """Precision of the master weights; the compute precision is ``bf16`` / ``fp16``."""
     attn_implementation: str | None = None
-    """``sdpa``, ``eager``, ``flash_attention_2`` or ``varlen``. Unset: the fastest that isolates packed documents."""
+    """``sdpa``, ``eager``, ``varlen``, ``flash_attention_2``, ``flash_attention_3`` or, from the Hub,
+    ``kernels-community/flash-attn3``. Unset: the fastest of those installed that isolates packed documents."""
     trust_remote_code: bool = False
     """Run code shipped with the model; needs ``model_revision`` to be a commit."""
 

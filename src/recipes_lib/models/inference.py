@@ -13,6 +13,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.utils.generic import is_flash_attention_requested
 
 from recipes_lib.models.attention.varlen import register_varlen
 
@@ -51,7 +52,7 @@ def kernel_precision(model: Any, *, is_packed: bool = False) -> Iterator[None]:
     """
     inner = unwrap_adapter(model)
     kernel, device = str(inner.config.get_text_config()._attn_implementation), find_device(model)
-    is_flash = kernel.startswith("flash_attention")
+    is_flash = is_flash_attention_requested(requested_attention_implementation=kernel)
     if device.type == "cuda" and (is_flash or (is_packed and kernel == "varlen")):
         with torch.autocast(device.type, torch.bfloat16):
             yield

@@ -35,11 +35,13 @@ from transformers import (
     RwkvConfig,
     TrainingArguments,
 )
+from transformers.modeling_flash_attention_utils import FLASH_ATTN_KERNEL_VERSIONS
 
 from recipes_lib.config.schema import AdapterConfig, ModelConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.adapters.lora import add_adapter
 from recipes_lib.models.attention.kernels import (
+    FLASH_IS_INSTALLED,
     LAYOUTS,
     AttentionChoice,
     choose_attention,
@@ -316,12 +318,24 @@ def test_a_requested_kernel_is_used(kernel: str) -> None:
     assert choose("llama", kernel) == AttentionChoice(kernel, LAYOUTS[kernel])
 
 
+def test_kernels_of_the_hub_are_used_where_their_package_is_but_never_by_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel = "kernels-community/flash-attn3"
+    monkeypatch.setitem(FLASH_IS_INSTALLED, kernel, lambda: True)
+    assert choose("llama", kernel, CUDA, torch.bfloat16) == AttentionChoice(kernel, "flat")
+    assert choose("llama", None, CUDA, torch.bfloat16).implementation == "varlen"
+    assert {name for name in LAYOUTS if name.startswith("kernels-")} <= FLASH_ATTN_KERNEL_VERSIONS.keys()
+
+
 @pytest.mark.parametrize(
     ("name", "kernel", "device", "dtype", "reason"),
     [
         ("llama", "sdpaa", CPU, torch.float32, "sdpaa is not a known kernel"),
         ("llama", "flash_attention_2", CPU, torch.bfloat16, "flash_attention_2 runs on CUDA devices only"),
         ("llama", "flash_attention_3", CUDA, torch.bfloat16, "flash_attention_3 is not installed"),
+        ("llama", "kernels-community/flash-attn3", CPU, torch.bfloat16, "runs on CUDA devices only"),
+        ("llama", "kernels-community/flash-attn2", CUDA, torch.bfloat16, "needs the package kernels"),
         ("llama", "varlen", CUDA, torch.float32, "varlen needs bf16 or fp16"),
         ("gemma2", "sdpa", CPU, torch.float32, "sdpa is not supported for gemma2 models by transformers"),
     ],

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from recipes_lib.models.saved_weights import BrokenSaveError, read_shapes
@@ -100,3 +101,32 @@ def test_what_is_missing_or_not_finite_is_named(saved):
     save_file(tensors, file)
     with pytest.raises(BrokenSaveError, match=r"up_proj\.weight is not finite, model\.norm\.weight is not whole"):
         verify_shards(folder, read_shapes(model))
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW8bit", "AdamW4bit"])
+def test_states_of_fewer_bits_come_back_to_the_bit(tmp_path, optimizer):
+    """Also the blocks whose largest number is negative, which the codes of torchao stand for by a little less."""
+    optim = pytest.importorskip("torchao.optim")
+    torch.manual_seed(0)
+    parameters = {"wide": nn.Parameter(torch.randn(64, 128)), "narrow": nn.Parameter(torch.randn(7))}
+    one, other = (getattr(optim, optimizer)(parameters.values(), lr=1e-3) for _ in range(2))
+    for parameter in parameters.values():
+        moments = {key: one._new_buffer(parameter, key == "exp_avg") for key in ("exp_avg", "exp_avg_sq")}
+        for key, moment in moments.items():
+            drawn = torch.randn(parameter.shape)
+            moment.copy_(drawn if key == "exp_avg" else drawn.square())
+        one.state[parameter] = {"step": torch.tensor(3.0), **moments}
+    args = TrainingArguments(output_dir=str(tmp_path), report_to=[])
+    copy_optimizer_shards(tmp_path, parameters, one, CheckpointSaver(args, print))()
+    load_optimizer_shards(tmp_path, parameters, other)
+    kept = [
+        (getattr(before, name), getattr(after, name))
+        for parameter in parameters.values()
+        for before, after in zip(one.state[parameter].values(), other.state[parameter].values(), strict=True)
+        if is_traceable_wrapper_subclass(before)
+        for name in ("codes", "scale", "qmap")
+    ]
+    assert len(kept) == 6
+    assert all(torch.equal(before, after) for before, after in kept)
+    assert torch.equal(one.state[parameters["narrow"]]["exp_avg"], other.state[parameters["narrow"]]["exp_avg"])
+    assert isinstance(other.param_groups[0]["lr"], torch.Tensor)

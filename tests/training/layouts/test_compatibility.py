@@ -136,7 +136,12 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
     ),
     (
         ({"optim": "paged_adamw_8bit"}, FSDP),
-        [({"optim": "paged_adamw_8bit"}, ZERO), ({"optim": "paged_adamw_8bit"}, DDP), ({"optim": "muon"}, FSDP)],
+        [
+            ({"optim": "paged_adamw_8bit"}, ZERO),
+            ({"optim": "paged_adamw_8bit"}, DDP),
+            ({"optim": "muon"}, FSDP),
+            ({"optim": "adamw_torch_8bit"}, FSDP),
+        ],
     ),
     (({"optim": "muon"}, ZERO), [({"optim": "muon"}, FSDP), ({"optim": "adamw_torch"}, ZERO)]),
     (

@@ -10,7 +10,12 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, TrainingArguments
-from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
+from transformers.utils.import_utils import (
+    KERNELS_MIN_VERSION,
+    is_flash_attn_2_available,
+    is_flash_attn_3_available,
+    is_kernels_available,
+)
 
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, Problem
@@ -32,13 +37,19 @@ LAYOUTS: Final[dict[str, Layout]] = {
     "eager": "rows",
     "flash_attention_2": "flat",
     "flash_attention_3": "flat",
+    "kernels-community/flash-attn2": "flat",
+    "kernels-community/flash-attn3": "flat",
+    "kernels-community/vllm-flash-attn3": "flat",
     "varlen": "flat",
 }
-"""Every ``attn_implementation``, with the layout of the batch in which it isolates documents."""
+"""Every ``attn_implementation``, with the layout of the batch in which it isolates documents. Those of
+``kernels-community`` come from the Hub, at the versions of transformers' ``FLASH_ATTN_KERNEL_VERSIONS``."""
 
+_HUB: Final = "kernels-community/"
 FLASH_IS_INSTALLED: Final = {
     "flash_attention_2": is_flash_attn_2_available,
     "flash_attention_3": is_flash_attn_3_available,
+    **dict.fromkeys((name for name in LAYOUTS if name.startswith(_HUB)), is_kernels_available),
 }
 ISOLATING_LAYERS: Final = {"full_attention", "sliding_attention"}
 
@@ -153,17 +164,19 @@ def _takes_position_ids(model_class: Any) -> bool:
 
 def _refusal(name: str, config: PreTrainedConfig, device: torch.device, compute_dtype: torch.dtype) -> str | None:
     """Why this kernel cannot be used here, or ``None``."""
-    is_cuda, is_flash, is_varlen = device.type == "cuda", name.startswith("flash_attention"), name == "varlen"
+    is_cuda, is_flash, is_varlen = device.type == "cuda", name in FLASH_IS_INSTALLED, name == "varlen"
     has_dropout = any(getattr(config, key, 0.0) for key in ("attention_dropout", "attn_pdrop"))
     has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
     needs_half = is_flash or (is_varlen and is_cuda)
-    least = (9, 0) if name == "flash_attention_3" else (8, 0)
+    least = (9, 0) if name.endswith("3") else (8, 0)
     # A launch may be planned where no GPU is.
     capability = torch.cuda.get_device_capability(device) if is_cuda and torch.cuda.is_available() else least
+    is_hubs = name.startswith(_HUB)
+    absent = f"needs the package kernels, {KERNELS_MIN_VERSION} or later" if is_hubs else "is not installed"
     reasons = {
         "runs on CUDA devices only": is_flash and not is_cuda,
         f"needs a GPU of compute capability {least[0]}.{least[1]}": needs_half and is_cuda and capability < least,
-        "is not installed": is_flash and not FLASH_IS_INSTALLED[name](),
+        absent: is_flash and not FLASH_IS_INSTALLED[name](),
         "needs bf16 or fp16": needs_half and compute_dtype not in (torch.bfloat16, torch.float16),
         f"is not supported for {config.model_type} models by transformers": not _is_supported(name, config),
         "cannot cap attention logits, which this model does": has_softcap and name in ("sdpa", "varlen"),

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import safe_globals
 
@@ -235,7 +236,7 @@ def compare_state(file: Path, live: Any = None) -> None:
         BrokenSaveError: A tensor differs, or the file cannot be read without running code.
     """
     try:
-        # numpy's random state is allowed by name, as upstream does when it loads it.
+        # numpy's random state is allowed by name, as upstream does when it loads it; torchao allows its own kinds.
         with safe_globals():  # type: ignore[no-untyped-call]
             saved = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # Whatever it is, a later start could not read it either.
@@ -243,8 +244,15 @@ def compare_state(file: Path, live: Any = None) -> None:
     if live is None:
         return
     pairs: Iterable[tuple[torch.Tensor, torch.Tensor]] = zip(iterate_tensors(saved), iterate_tensors(live), strict=True)
-    if not all(torch.equal(one, other.cpu()) for one, other in pairs):
+    if not all(_is_equal(one, other.cpu()) for one, other in pairs):
         raise BrokenSaveError(f"{file}: a state differs from the optimizer's")
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    if not is_traceable_wrapper_subclass(one):
+        return torch.equal(one, other)
+    # Of fewer bits, which cannot be compared as they are: codes and scales.
+    return all(torch.equal(getattr(one, name), getattr(other, name)) for name in one.__tensor_flatten__()[0])
 
 
 def count_bytes(*states: Any) -> int:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from recipes_lib.errors import list_first
 from recipes_lib.files import read_json
@@ -200,7 +201,7 @@ def load_whole_optimizer(
                 continue
             # What has been frozen or never stepped has none.
             states = saved["state"].get(number, {})
-            by_parameter[parameter] = {key: shard_like(value, parameter) for key, value in states.items()}
+            by_parameter[parameter] = {key: shard_like(_widen(value), parameter) for key, value in states.items()}
     _restore(optimizer, by_parameter, [_describe_group(group) for group in saved["param_groups"]])
 
 
@@ -266,11 +267,40 @@ def compare_own_shards(
 def _read_states(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
     return {
-        f"{key}{_SEPARATOR}{names[parameter]}": torch.as_tensor(value)
+        f"{key}{_SEPARATOR}{names[parameter]}": _widen(torch.as_tensor(value))
         for parameter, states in optimizer.state.items()
         for key, value in states.items()
         if value is not None
     }
+
+
+def _widen(state: Tensor) -> Tensor:
+    """A state of torchao's (0.18) 8-bit and 4-bit optimizers in float32, any other as it is.
+
+    Shards of any number of processes are cut from it. Quantised again it has the same codes and scales: the number of
+    the largest magnitude in a block is its scale, also where its code, the lowest, stands for a little less than -1.
+    """
+    local: Any = state.to_local() if isinstance(state, DTensor) else state
+    if not is_traceable_wrapper_subclass(local):
+        return state
+    names, context = local.__tensor_flatten__()
+    parts = {name: getattr(local, name) for name in names}
+    values = parts["qmap"]
+    parts["qmap"] = torch.where(values == values.min(), -values.max(), values) if values.min() < 0 else values
+    wide = type(local).__tensor_unflatten__(parts, context).dequantize(torch.float32)
+    wrap: Any = partial(DTensor, requires_grad=False)
+    return wrap(wide, state._spec) if isinstance(state, DTensor) else wide
+
+
+def _narrow(optimizer: Any, parameter: Tensor, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The states of a parameter as its optimizer keeps them; torchao's (0.18) quantises only what it made itself."""
+    build = getattr(optimizer, "_new_buffer", None)
+    if build is None:
+        return dict(states)
+    narrow = {key: build(parameter.detach(), signed=key == "exp_avg") for key in states.keys() - {"step"}}
+    for key, state in narrow.items():
+        state.copy_(states[key])
+    return {**states, **narrow}
 
 
 def _copy(tensors: Mapping[str, Tensor], saver: CheckpointSaver, unchanging: Iterable[str] = ()) -> dict[str, Tensor]:
@@ -335,8 +365,10 @@ def _describe_group(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _restore_group(now: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's values as they were saved; JSON has no tuples."""
-    return {**now, **{key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()}}
+    """A group's values as they were saved; JSON has no tuples, and no tensors, as which some keep the learning rate."""
+    restored = {key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()}
+    tensors = {key: torch.as_tensor(restored[key]).to(old) for key, old in now.items() if isinstance(old, Tensor)}
+    return {**now, **restored, **tensors}
 
 
 def _restore(
@@ -351,7 +383,8 @@ def _restore(
         for group, described in zip(optimizer.param_groups, packed, strict=True)
         for parameter, number in zip(group["params"], described["params"], strict=True)
     }
-    state = {numbers[parameter]: dict(states) for parameter, states in by_parameter.items() if states}
+    inner = getattr(optimizer, "optimizer", optimizer)  # Of accelerate.
+    state = {numbers[one]: _narrow(inner, one, states) for one, states in by_parameter.items() if states}
     restored = [_restore_group(now, then) for now, then in zip(packed, groups, strict=True)]
     optimizer.load_state_dict({"state": state, "param_groups": restored})
 

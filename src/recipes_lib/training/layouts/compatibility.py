@@ -421,13 +421,14 @@ BLOCKED: Final = (
         applies=lambda keys, launch: launch.layout.recomputes and bool(keys.get("activation_checkpointing")),
     ),
     Blocked(
-        recipe="`optim` of bitsandbytes, `adafactor`, `adamw_bf16_stochastic`",
+        recipe="`optim` of bitsandbytes, `adafactor`, `adamw_bf16_stochastic`, `adamw_torch_4bit`",
         launch="FSDP",
         why="it cannot update weights that FSDP2 has sharded",
-        remedy=f"write `optim: {_FUSED}`, whose states are sharded too, or launch otherwise",
+        remedy=f"write `optim: {_FUSED}` or `adamw_torch_8bit`, whose states are sharded too, or launch otherwise",
         keys=("optim",),
         applies=lambda keys, launch: (
-            launch.engine == "FSDP" and keys.get("optim") in (*BITSANDBYTES, "adafactor", STOCHASTIC_ADAMW)
+            launch.engine == "FSDP"
+            and keys.get("optim") in (*BITSANDBYTES, "adafactor", STOCHASTIC_ADAMW, "adamw_torch_4bit")
         ),
     ),
     Blocked(

@@ -21,8 +21,9 @@ _KEPT: Final = frozenset(
     }
 )
 """What costs arithmetic; everything else costs memory traffic, and is computed again."""
-_KEPT_NAMESPACES: Final = frozenset({"torch_attn", "flash_attn", "flash_attn_3"})
-"""Of the operators of torch's variable-length attention and of the FlashAttention packages."""
+_KEPT_NAMESPACES: Final = ("torch_attn", "flash_attn")
+"""Parts of the names under which torch's variable-length attention, the FlashAttention packages (``flash_attn_3``) and
+kernels from the Hub (``_vllm_flash_attn3_`` and a hash) register their operators."""
 
 
 def read_selective(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -47,5 +48,5 @@ def read_selective(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _choose(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    is_kept = operator in _KEPT or operator.namespace in _KEPT_NAMESPACES
+    is_kept = operator in _KEPT or any(part in operator.namespace for part in _KEPT_NAMESPACES)
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
