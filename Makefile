@@ -40,7 +40,7 @@ $(STAMP): pyproject.toml $(LOCK)
 	fi
 	@echo "Installing the locked versions into $(VENV); the first time takes a few minutes"
 	@touch $(UNFINISHED)
-	@$(PYTHON) -m pip install --quiet --disable-pip-version-check -c $(LOCK) -e ".[corpus,dev,track]"
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check -c $(LOCK) -e ".[corpus,dev,eval,track]"
 	@rm $(UNFINISHED)
 	@touch $(STAMP)
 

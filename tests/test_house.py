@@ -23,7 +23,7 @@ from tests.forked import ROOT
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-PROVED_EXTRAS = ("corpus", "dev", "track")
+PROVED_EXTRAS = ("corpus", "dev", "eval", "track")
 MODULE_OF = {"pyyaml": "yaml", "fasttext-predict": "fasttext"}
 """Distributions whose module has another name."""
 
@@ -80,8 +80,8 @@ def _closure(requirements: list[str]) -> dict[str, Requirement]:
 # A benchmark may use what stands in for a service in the tests.
 @pytest.mark.parametrize(("folder", "own"), [("src", set()), ("recipes", set()), ("benchmarks", {"tests"})])
 def test_every_import_is_a_declared_dependency(folder: str, own: set[str]) -> None:
-    # The extra `corpus` stays in its room: tests/test_layers.py.
-    declared = _modules(PROJECT["dependencies"] + EXTRAS["corpus"]) | own
+    # The extras `corpus` and `eval` stay in their rooms: tests/test_layers.py.
+    declared = _modules(PROJECT["dependencies"] + EXTRAS["corpus"] + EXTRAS["eval"]) | own
     assert find_undeclared(_read(folder), declared) == []
 
 

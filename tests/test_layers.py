@@ -25,6 +25,7 @@ ROOMS = {
     "training",
     "distillation",
     "rl",
+    "evaluation",
     "publish",
     "report",
 }
@@ -48,6 +49,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "distillation": {"config", "data", "losses", "models", "planning", "training"} | FOUNDATION,
     "rl": {"config", "data", "losses", "models", "planning", "training"} | FOUNDATION,
     "corpus": {"config", "data", "errors", "files", "report"},
+    "evaluation": {"config", "environment", "errors", "files", "models"},
     "report": {"config", "errors", "models", "files"},
     "publish": {"config", "errors", "models", "files", "processes", "report", "training"},
     "demo": {"errors", "models"},
@@ -67,6 +69,7 @@ FENCES: Mapping[str, tuple[str, ...]] = {
     "evaluate": ("training/evaluation/",),
     "matplotlib": ("report/",),
     **dict.fromkeys(("datatrove", "fasttext", "ftfy", "loguru", "trafilatura", "warcio"), ("corpus/",)),
+    **dict.fromkeys(("lm_eval", "sqlitedict"), ("evaluation/",)),
 }
 """Third-party package -> path prefixes in the library that may import it."""
 

@@ -26,6 +26,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "check": Command("recipes_lib.commands.check:main", "find every problem of a run before it costs anything"),
     "clean": Command("recipes_lib.commands.clean:main", "make a clean corpus of raw text, as recipes/corpus.py"),
+    "eval": Command("recipes_lib.commands.evaluate:main", "benchmark scores of a model; `eval compare` of several"),
     "launch": Command("recipes_lib.commands.launch:main", "run a recipe on one CPU, one GPU, one machine or many"),
     "job": Command("recipes_lib.commands.job:main", "write the file that starts a run on a cluster or in a cloud"),
     "preview": Command(

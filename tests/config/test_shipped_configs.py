@@ -10,6 +10,7 @@ import yaml
 from tests.forked import ROOT
 
 from recipes_lib.config.corpus import parse_corpus_command
+from recipes_lib.config.evaluation import parse_eval_command
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.table import TABLES, load_table
 from recipes_lib.config.values import Entry, read_entries
@@ -39,8 +40,9 @@ def stage_of(path: Path) -> str:
 
 def load(path: Path, file: Path) -> object:
     """Load a file as the recipe ``path`` would be."""
-    argv = ["--config", str(file)]
-    return parse_corpus_command(argv) if stage_of(path) == "corpus" else load_config(stage_of(path), argv)
+    argv, stage = ["--config", str(file)], stage_of(path)
+    commands = {"corpus": parse_corpus_command, "eval": parse_eval_command}
+    return commands[stage](argv) if stage in commands else load_config(stage, argv)
 
 
 def entries_of(path: Path) -> list[Entry]:

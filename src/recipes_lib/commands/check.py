@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from recipes_lib.commands.clean import check as check_corpus
+from recipes_lib.commands.evaluate import check as check_evaluation
 from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_stage
 from recipes_lib.config.migration.migrate import migrate
 from recipes_lib.config.schema import RecipeConfig
@@ -39,6 +40,8 @@ def main(argv: Sequence[str]) -> int:
     stage, rest = split_stage(argv, TABLES)
     if stage == "corpus":
         return check_corpus(rest)
+    if stage == "eval":
+        return check_evaluation(rest)
     options, overrides = parser.parse_known_args(argv)
     if options.migrate:
         return _print_migration(options.migrate, stage if options.stage else None)

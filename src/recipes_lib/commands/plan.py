@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 from recipes_lib.commands.clean import plan as plan_corpus
 from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_stage
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.config.table import TABLES
+from recipes_lib.config.table import STAGES
 from recipes_lib.data.sources.mixtures import MAX_EPOCHS, compute_weights, list_entries
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import read_record
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> None:
         ConfigError: The configuration or a flag is wrong, the run has no known length, the model's configuration cannot
             be had, or the PNG cannot be written.
     """
-    stage, rest = split_stage(argv, TABLES)
+    stage, rest = split_stage(argv, (*STAGES, "corpus"))
     if stage == "corpus":
         plan_corpus(rest)
         return

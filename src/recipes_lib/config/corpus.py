@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, Required, TypedDict, get_type_hints
+from typing import Any, Final, Literal, Required, TypedDict
 
-from recipes_lib.config.loader import explain_unknown, format_help, parse_command_line
+from recipes_lib.config.command_keys import expand_paths, format_given, read_given
 from recipes_lib.config.paths import expand_home, looks_local
-from recipes_lib.config.secrets import refuse_secret_value
 from recipes_lib.config.settings import is_local
-from recipes_lib.config.table import KeyTable, load_table
-from recipes_lib.config.values import INVALID, Entry, Reader, read_entries, read_text
 from recipes_lib.errors import ConfigError, Problem
 
 Mode = Literal["off", "annotate", "apply"]
@@ -251,49 +247,24 @@ def parse_corpus_command(argv: Sequence[str]) -> CorpusConfig | str:
     Raises:
         ConfigError: The file, a flag or a combination of them is wrong; every problem at once.
     """
-    table, problems = load_table("corpus"), list[Problem]()
-    command = parse_command_line(argv, table, problems)
-    if command.wants == "help":
-        return format_help(table)
-    entries: list[Entry] = []
-    if command.config is not None:
-        text = read_text(command.config, problems)
-        entries = [] if text is None else read_entries(text, str(command.config), problems)
-    given = {entry.key: entry for entry in [*entries, *command.entries]}
-    values = {}
-    for entry in given.values():
-        if entry.key not in table.keys:
-            problems.append(explain_unknown(entry, table, set(given)))
-        elif (value := _read_value(entry, table, problems)) is not INVALID:
-            values[entry.key] = value
-    config = CorpusConfig(path=command.config, **values)
-    where = str(command.config or "command line")
-    problems += _find_missing(given, where)
-    for find in (_find_contradictions, _find_source_problems):
-        problems += find(config, lambda key: given[key].where if key in given else where)
+    given = read_given("corpus", argv, _adapt)
+    if isinstance(given, str):
+        return given
+    config = CorpusConfig(path=given.path, **given.values)
+    given.require(sources="write sources: [{name: ...}]", output_dir="name a folder for the corpus")
+    problems = [*given.problems, *_find_contradictions(config, given.where)]
+    problems += _find_source_problems(config, given.where)
     if problems:
         raise ConfigError(*problems)
-    return _format(config, given) if command.wants == "print" else config
+    return format_given(CORPUS_SECTIONS, config, given) if given.wants_print else config
 
 
-def _read_value(entry: Entry, table: KeyTable, problems: list[Problem]) -> Any:
-    if secret := refuse_secret_value(entry.where, entry.key, entry.node):
-        problems.append(secret)
-        return INVALID
-    value = Reader(entry.locate, problems).read(entry.key, entry.node, table.keys[entry.key].schema)
-    if entry.key in _PATHS and isinstance(value, str):
-        return expand_home(value)
-    if entry.key in ("toxic_words", "duplicates_of") and isinstance(value, list):
-        return [expand_home(path) for path in value]
-    if entry.key in ("sources", "benchmarks") and isinstance(value, list):
+def _adapt(key: str, value: Any) -> Any:
+    if key in (*_PATHS, "toxic_words", "duplicates_of"):
+        return expand_paths(value)
+    if key in ("sources", "benchmarks") and isinstance(value, list):
         return [item | {"name": expand_home(item["name"])} for item in value]
     return value
-
-
-def _find_missing(given: Mapping[str, Entry], where: str) -> Iterator[Problem]:
-    for key, remedy in (("sources", "write sources: [{name: ...}]"), ("output_dir", "name a folder for the corpus")):
-        if key not in given:
-            yield Problem(where, f"`{key}` is missing", remedy)
 
 
 def _find_contradictions(config: CorpusConfig, where: Callable[[str], str]) -> Iterator[Problem]:
@@ -329,13 +300,3 @@ def label_entry(entry: Mapping[str, Any]) -> str:
     """Return what a source or benchmark is called: its ``label``, or the last part of its name without suffixes."""
     name = Path(entry["name"]).name
     return str(entry.get("label") or name.partition(".")[0] or name)
-
-
-def _format(config: CorpusConfig, given: Mapping[str, Entry]) -> str:
-    lines = []
-    for section, keys in CORPUS_SECTIONS.items():
-        lines += ["", f"# {section}"]
-        for key in get_type_hints(keys):
-            origin = given[key].where if key in given else "default"
-            lines.append(f"{key}: {json.dumps(getattr(config, key), ensure_ascii=False)}".ljust(60) + f"  # {origin}")
-    return "\n".join(lines).strip()

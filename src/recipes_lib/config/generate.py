@@ -24,6 +24,7 @@ import jinja2
 
 from recipes_lib.config import schema as our_schema
 from recipes_lib.config.corpus import CORPUS_SECTIONS
+from recipes_lib.config.evaluation import EVAL_SECTIONS
 from recipes_lib.config.migration.legacy_files import COMPANIONS, LEGACY_KEYS
 from recipes_lib.config.migration.renames import ELSEWHERE, MEANINGS, MIXTURE_RENAMED, RETIRED, RETIRED_VALUES
 from recipes_lib.config.recipes import ADDED_CHOICES, BOUNDS, NOTES, read_choices, read_defaults, read_refused
@@ -36,7 +37,9 @@ _REQUIRED = dict.fromkeys(STAGES, ("model_name_or_path", "output_dir")) | {
     "pretrain": ("max_length", "output_dir"),
     "distill": ("model_name_or_path", "teacher_model_name_or_path", "output_dir"),
     "corpus": ("sources", "output_dir"),
+    "eval": ("model_name_or_path", "tasks"),
 }
+_SECTIONS = dict.fromkeys(STAGES, our_schema.SECTIONS) | {"corpus": CORPUS_SECTIONS, "eval": EVAL_SECTIONS}
 
 
 def main() -> None:
@@ -68,7 +71,7 @@ def _build_table(stage: str) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     is_stage = stage in STAGES
     refused = read_refused(stage) if is_stage else {}
-    for group, section in (our_schema.SECTIONS if is_stage else CORPUS_SECTIONS).items():
+    for group, section in _SECTIONS[stage].items():
         fields = {name: key for name, key in _read_section(section, stage).items() if name not in refused}
         if fields:
             groups[group] = (section.__doc__ or "").split("\n")[0]

@@ -17,8 +17,8 @@ Schema = Mapping[str, Any]
 """A fragment of JSON schema: ``type`` (always a list), ``enum``, ``items``, ``properties``, ``required``, bounds."""
 
 STAGES: Final = ("pretrain", "sft", "lora", "reward", "dpo", "ppo", "rloo", "grpo", "distill")
-TABLES: Final = (*STAGES, "corpus")
-"""Whatever has keys: the stages, and the corpus."""
+TABLES: Final = (*STAGES, "corpus", "eval")
+"""Whatever has keys: the stages, the corpus, and the evaluation on benchmarks."""
 
 _WORDS = {
     "boolean": "true or false",

@@ -9,10 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import yaml
+from huggingface_hub import EvalResult
+from huggingface_hub.repocard_data import eval_results_to_model_index
 from jinja2 import Environment
 
 from recipes_lib.errors import DataError, escape_controls
-from recipes_lib.files import read_lines, read_record
+from recipes_lib.files import read_lines, read_record, replace_record, replace_text
+from recipes_lib.report.run_files import list_scores, read_run
 
 Record = Mapping[str, Any]
 Row = tuple[str, ...]
@@ -33,6 +37,26 @@ _BOARD_WATTS: Final = (
 def write_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, float]) -> None:
     """Write ``README.md``, the model card; arguments as of ``build_card``."""
     (folder / "README.md").write_text(build_card(folder, record, figures), encoding="utf-8")
+
+
+def add_scores(folder: Path, tasks: Record) -> None:
+    """Add benchmark scores to the record and the card of a model that a recipe made; of any other do nothing.
+
+    Args:
+        folder: Of the model.
+        tasks: Of ``eval.json``.
+    """
+    if not (folder / "run.json").is_file():
+        return
+    names = ("scores", "num_questions", "num_fewshot", "version", "dataset")
+    scores = {task: {name: found.get(name) for name in names} for task, found in tasks.items()}
+    run = read_run(folder)
+    record = {**run.facts, "scores": {**(run.facts.get("scores") or {}), **scores}}
+    replace_record(folder / "run.json", record)
+    last = run.evaluations[-1] if run.evaluations else {}
+    replace_text(
+        folder / "README.md", build_card(folder, record, {k: v for k, v in last.items() if k.startswith("eval_")})
+    )
 
 
 def build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, float]) -> str:
@@ -64,6 +88,11 @@ def build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, fl
         dataset=config.get("dataset_name"),
         adapter=adapter,
         figures=[(name, _number(value)) for name, value in figures.items()],
+        scores=[
+            (one.task, one.metric, f"{one.value:.4f}", "" if one.stderr is None else f"{one.stderr:.4f}", one.about)
+            for one in list_scores(record)
+        ],
+        model_index=format_model_index(Path(config.get("output_dir", folder)).name, record),
         curve=list_curve(events),
         chart=CHART,
         has_chart=(folder / CHART).is_file(),
@@ -105,6 +134,24 @@ def _render(*, base: str | None, dataset: str | None = None, **values: Any) -> s
     on_hub = {key: name for key, name in (("base", base), ("dataset", dataset)) if name and not Path(name).exists()}
     template = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
     return environment.from_string(template).render(values | on_hub)
+
+
+def format_model_index(name: str, record: Record) -> str:
+    """Return the YAML by which the Hub shows benchmark scores beside a model; nothing where there are none."""
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=score.dataset,
+            dataset_name=score.task,
+            metric_type=score.metric.partition(",")[0],
+            metric_name=score.metric,
+            metric_value=score.value,
+        )
+        for score in list_scores(record)
+    ]
+    if not results:
+        return ""
+    return yaml.safe_dump({"model-index": eval_results_to_model_index(name, results)}, sort_keys=False).strip()
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:

@@ -15,12 +15,20 @@ from jinja2 import Environment
 from recipes_lib.report.charts import draw_charts, smooth
 from recipes_lib.report.reward_report import draw_reliability
 from recipes_lib.report.reward_verdict import read_verdict
-from recipes_lib.report.run_files import Record, RunFiles, find_non_finite_steps, read_curve, read_number, read_run
+from recipes_lib.report.run_files import (
+    Record,
+    RunFiles,
+    find_non_finite_steps,
+    list_scores,
+    read_curve,
+    read_number,
+    read_run,
+)
 
 MAX_TEXT = 2000
 """Characters of a prompt or an answer that are shown; the whole stands in ``samples.jsonl``."""
 MAX_PROMPTS = 12
-_SHOWN_ELSEWHERE = ("config", "provenance", "stage", "status")
+_SHOWN_ELSEWHERE = ("config", "provenance", "scores", "stage", "status")
 _HELD_OUT = {
     "eval_loss": ("Held-out loss", "{:.4g}"),
     "eval_perplexity": ("Perplexity", "{:.4g}"),
@@ -79,7 +87,7 @@ def build_report(run_dir: Path) -> Path:
         kicker=" · ".join(filter(None, (str(run.facts.get("stage", "training")), str(run.facts.get("status", ""))))),
         lead=_describe_extent(run),
         problems=[*find_problems(run), *(f"Before it may serve PPO: {gate}." for gate in failed_gates)],
-        figures=[*_choose_figures(run), *_choose_reward_figures(verdict)],
+        figures=[*_choose_figures(run), *_choose_reward_figures(verdict), *_choose_scores(run)],
         charts=charts,
         samples=_pair_samples(run.samples, steps),
         samples_when=" and ".join(_name_step(step, steps).lower() for step in {*steps[:1], *steps[-1:]}),
@@ -130,6 +138,12 @@ def _choose_reward_figures(verdict: Mapping[str, Any] | None) -> Iterator[KeyFig
         yield KeyFigure("The longer answer wins", f"{longer:.1%}", "what length alone gets right")
         may = "yes" if verdict["may_serve_ppo"] else "no"
         yield KeyFigure("May serve PPO", may, f"{len(verdict['failed_gates'])} gates failed")
+
+
+def _choose_scores(run: RunFiles) -> Iterator[KeyFigure]:
+    for score in list_scores(run.facts):
+        error = "" if score.stderr is None else f"± {1.96 * score.stderr:.3f}, "
+        yield KeyFigure(f"{score.task}, {score.metric}", f"{score.value:.4g}", f"{error}{score.about}")
 
 
 def _choose_held_out_figures(evaluations: Sequence[Record]) -> Iterator[KeyFigure]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import read_lines, read_record
@@ -56,6 +56,28 @@ def read_run(run_dir: Path) -> RunFiles:
         samples=_keep_last([sample for sample in samples if "completion" in sample], "step", "prompt"),
         num_torn_lines=torn_events + torn_samples,
     )
+
+
+class Score(NamedTuple):
+    """A benchmark score: its standard error, the dataset, and in words how it was asked."""
+
+    task: str
+    metric: str
+    value: float
+    stderr: float | None
+    dataset: str
+    about: str
+
+
+def list_scores(facts: Record) -> Iterator[Score]:
+    """Yield the benchmark scores in ``run.json``; of a stranger's record, what can be read as such."""
+    tasks = facts.get("scores")
+    for task, found in tasks.items() if isinstance(tasks, Mapping) else ():
+        scores = found.get("scores") if isinstance(found, Mapping) else None
+        for metric, score in scores.items() if isinstance(scores, Mapping) else ():
+            if isinstance(score, Mapping) and (value := read_number(score, "value")) is not None:
+                about = f"{found.get('num_fewshot')}-shot, {found.get('num_questions')} questions"
+                yield Score(task, metric, value, read_number(score, "stderr"), str(found.get("dataset") or task), about)
 
 
 def read_number(record: Record, name: str) -> float | None:

@@ -287,9 +287,12 @@ def _widen(state: Tensor) -> Tensor:
     parts = {name: getattr(local, name) for name in names}
     values = parts["qmap"]
     parts["qmap"] = torch.where(values == values.min(), -values.max(), values) if values.min() < 0 else values
-    wide = type(local).__tensor_unflatten__(parts, context).dequantize(torch.float32)
-    wrap: Any = partial(DTensor, requires_grad=False)
-    return wrap(wide, state._spec) if isinstance(state, DTensor) else wide
+    kind: Any = type(local)
+    wide: Tensor = kind.__tensor_unflatten__(parts, context).dequantize(torch.float32)
+    if isinstance(state, DTensor):
+        wrap: Any = partial(DTensor, requires_grad=False)
+        wide = wrap(wide, state._spec)
+    return wide
 
 
 def _narrow(optimizer: Any, parameter: Tensor, states: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,130 @@
+"""``recipes eval``: benchmark scores of a model with standard errors; ``recipes eval compare``: of several, paired."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from recipes_lib.config.evaluation import EvalConfig, parse_eval_command
+from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
+
+_USAGE: Final = (
+    "usage: recipes eval MODEL --tasks core,gsm8k [--key value ...]\n       recipes eval compare A B [...]\n\n"
+)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command.
+
+    Raises:
+        ConfigError: The configuration is wrong, or the extra ``eval`` is not installed.
+        DataError: The model's logits are not finite, or a folder to compare holds no evaluation.
+    """
+    if argv and argv[0] == "compare":
+        compare(argv[1:])
+        return
+    config = _parse(argv)
+    if config is None:
+        return
+    from recipes_lib.evaluation.harness import evaluate_model
+    from recipes_lib.publish.card import add_scores
+    from recipes_lib.report.eval_report import write_eval_report
+
+    if (record := evaluate_model(config)) is None:
+        return
+    report = write_eval_report(config.folder)
+    add_scores(Path(config.model_name_or_path), record["tasks"])
+    for line in describe(record):
+        sys.stdout.write(f"{line}\n")
+    sys.stdout.write(f"every question and answer: {report}\n")
+
+
+def check(argv: Sequence[str]) -> int:
+    """``recipes check`` of an evaluation: load tasks and their data, and look at the model's configuration.
+
+    Raises:
+        ConfigError: As ``main``.
+    """
+    config = _parse(argv)
+    if config is None:
+        return EXIT_DONE
+    from recipes_lib.evaluation.harness import describe_model
+    from recipes_lib.evaluation.suites import load_tasks
+
+    for name, task in load_tasks(config)["tasks"].items():
+        sys.stdout.write(f"{name}: {len(task.eval_docs):,} questions, {task.get_config('num_fewshot')} examples\n")
+    sys.stdout.write(f"model: {json.dumps(describe_model(config))}\n\nready to evaluate\n")
+    return EXIT_DONE
+
+
+def compare(argv: Sequence[str]) -> None:
+    """``recipes eval compare``: differences of models on the same questions, with confidence intervals.
+
+    Raises:
+        DataError: A folder holds no evaluation.
+    """
+    parser = argparse.ArgumentParser(prog="recipes eval compare", description=compare.__doc__, allow_abbrev=False)
+    parser.add_argument(
+        "folders", nargs="+", type=Path, metavar="FOLDER", help="of `recipes eval`; the first is the base"
+    )
+    parser.add_argument("--output", type=Path, metavar="JSON", help="file to write the table to besides")
+    options = parser.parse_args(list(argv))
+    if len(options.folders) < 2:
+        raise ConfigError(Problem("recipes eval compare", "there is one folder", "name two or more"))
+    from recipes_lib.evaluation.compare import compare_folders, format_rows
+
+    rows = compare_folders([_find_evaluation(folder) for folder in options.folders])
+    sys.stdout.write("".join(f"{line}\n" for line in format_rows(rows)))
+    if options.output:
+        options.output.write_text(json.dumps([row._asdict() for row in rows], indent=1), encoding="utf-8")
+
+
+def _find_evaluation(folder: Path) -> Path:
+    """The folder itself, or ``eval`` in the folder of a model."""
+    return folder / "eval" if (folder / "eval" / "eval.json").is_file() else folder
+
+
+def _parse(argv: Sequence[str]) -> EvalConfig | None:
+    """Return the configuration; ``None`` when a text was asked for, which is printed.
+
+    Raises:
+        ConfigError: It is wrong, or the extra ``eval`` is not installed.
+    """
+    given = list(argv)
+    if given and not given[0].startswith("-") and not given[0].endswith((".yaml", ".yml")):
+        given[0] = f"--model_name_or_path={given[0]}"
+    for at, argument in enumerate(given):
+        is_names = argument and argument.lstrip()[0] not in "[-"
+        if at and given[at - 1] in ("--tasks", "--include_path") and is_names:
+            given[at] = json.dumps(argument.split(","))
+    config = parse_eval_command(given)
+    if isinstance(config, str):
+        is_help = {"-h", "--help"} & set(argv)
+        sys.stdout.write(f"{_USAGE if is_help else ''}{config}\n")
+        return None
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError(Problem("recipes eval", "lm_eval not installed", "pip install 'recipes-lib[eval]'"))
+    return config
+
+
+def describe(record: Mapping[str, Any]) -> list[str]:
+    """Return a line for each score of groups and tasks, and warnings where answers were cut or empty."""
+    lines = []
+    for name, found in [*record["groups"].items(), *record["tasks"].items()]:
+        scores = found.get("scores", found)
+        for metric, score in scores.items():
+            error = "" if score["stderr"] is None else f" ± {1.96 * score['stderr']:.4f}"
+            count = f", {found['num_questions']:,} questions" if "num_questions" in found else ""
+            lines.append(f"{name}: {metric} {score['value']:.4f}{error}{count}")
+        for key, told in (
+            ("num_cut", "did not fit and lost their beginning"),
+            ("num_empty", "were answered by nothing"),
+        ):
+            if found.get(key):
+                lines.append(f"warning: {name}: {found[key]:,} of {found['num_questions']:,} questions {told}")
+    return lines

@@ -1,0 +1,137 @@
+"""Configuration of an evaluation on benchmarks, as one flat YAML file and flags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from recipes_lib.config.command_keys import Given, expand_paths, format_given, read_given
+from recipes_lib.config.paths import looks_local
+from recipes_lib.config.settings import is_local
+from recipes_lib.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedModelKeys:
+    """What is evaluated."""
+
+    model_name_or_path: str = ""
+    """Folder, Hub id, adapter or checkpoint; with ``base_url`` the name that the endpoint knows."""
+    model_revision: str | None = None
+    """Commit, tag or branch of a model of the Hub."""
+    tokenizer_name_or_path: str | None = None
+    """Tokenizer of another place than the model's. Of an endpoint it must be named."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights; ``auto`` takes the one they are saved in."""
+    attn_implementation: str | None = None
+    """Attention kernel, as transformers names them."""
+    trust_remote_code: bool = False
+    """Run code that comes with a model of the Hub; its commit must be named as ``model_revision``."""
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """What computes the answers."""
+    base_url: str | None = None
+    """An OpenAI-compatible endpoint instead of an engine, such as ``http://localhost:8000/v1/completions``."""
+    num_concurrent: int = 8
+    """Requests to an endpoint at a time."""
+    use_cpu: bool = False
+    """Leave a GPU unused."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskKeys:
+    """What is asked."""
+
+    tasks: list[str] = field(default_factory=list)
+    """Suites (core, knowledge, math, code, chat, safety), tasks of lm-eval, or tasks of your own."""
+    include_path: list[str] | None = None
+    """Folders of task files of your own, which may read local data."""
+    num_fewshot: int | None = None
+    """Worked examples before each question. Unset: as published for the suite or the task."""
+    limit: int | None = None
+    """Questions of each task, the first ones. Unset: all."""
+    apply_chat_template: bool = False
+    """Ask as a user of a chat; for models that were tuned to it."""
+    fewshot_as_multiturn: bool = True
+    """Worked examples as turns of that chat."""
+    system_instruction: str | None = None
+    """Text before the first question."""
+    confirm_run_unsafe_code: bool = False
+    """Run the code that the model writes, where a task asks for it; read docs/evaluation.md first."""
+    gen_kwargs: dict[str, Any] | None = None
+    """Other settings of generation than the task's: ``{temperature: 0.6, do_sample: true}``."""
+    seed: int = 1234
+    """Decides which examples are shown, and what is sampled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOutputKeys:
+    """Where results go, and how fast they come."""
+
+    output_dir: str | None = None
+    """Folder of ``eval.json``, ``samples.jsonl`` and ``report.html``. Unset: ``eval`` in the folder of the model."""
+    batch_size: int | None = None
+    """Requests computed together. Unset: on a GPU the most that fit, on a CPU 8."""
+    max_batch_size: int = 64
+    """The most that are tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(EvaluatedModelKeys, TaskKeys, EvaluationOutputKeys):
+    """An evaluation.
+
+    Attributes:
+        path: The YAML file; ``None`` when everything came from flags.
+    """
+
+    path: Path | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where results go."""
+        return Path(self.output_dir or Path(self.model_name_or_path) / "eval")
+
+
+EVAL_SECTIONS: Final[Mapping[str, type]] = {
+    "model": EvaluatedModelKeys,
+    "tasks": TaskKeys,
+    "output": EvaluationOutputKeys,
+}
+"""Heading in ``--help`` -> the keys below it."""
+_PATHS: Final = ("model_name_or_path", "tokenizer_name_or_path", "include_path", "output_dir")
+_LEAST: Final = {"num_fewshot": 0, "limit": 1, "batch_size": 1, "max_batch_size": 1, "num_concurrent": 1}
+
+
+def parse_eval_command(argv: Sequence[str]) -> EvalConfig | str:
+    """Read the command's arguments: the configuration, or the text of ``--help`` or ``--print-config``.
+
+    Raises:
+        ConfigError: The file, a flag or a combination of them is wrong; every problem at once.
+    """
+    given = read_given("eval", argv, lambda key, value: expand_paths(value) if key in _PATHS else value)
+    if isinstance(given, str):
+        return given
+    given.require(model_name_or_path="name a folder or a Hub id", tasks="write tasks: [core], or --tasks '[arc_easy]'")
+    config = EvalConfig(path=given.path, **given.values)
+    if problems := [*given.problems, *_find_contradictions(config, given)]:
+        raise ConfigError(*problems)
+    return format_given(EVAL_SECTIONS, config, given) if given.wants_print else config
+
+
+def _find_contradictions(config: EvalConfig, given: Given) -> Iterator[Problem]:
+    where, name = given.where, config.model_name_or_path
+    for key, least in _LEAST.items():
+        if (value := getattr(config, key)) is not None and value < least:
+            yield Problem(where(key), f"`{key}` is {value}", f"write {least} or more")
+    for folder in config.include_path or ():
+        if not Path(folder).is_dir():
+            yield Problem(where("include_path"), f"there is no folder {folder[:120]!r}", "correct the path")
+    if config.base_url is not None:
+        if config.tokenizer_name_or_path is None:
+            remedy = "name the tokenizer of the model that the endpoint serves"
+            yield Problem(where("base_url"), "an endpoint has no tokenizer to count tokens with", remedy)
+    elif name and looks_local(name) and not is_local(name):
+        yield Problem(where("model_name_or_path"), f"there is no {name[:120]!r}", "correct the path")
+    if config.output_dir is None and (config.base_url is not None or not is_local(name)):
+        yield Problem(where("output_dir"), "the model has no folder here for the results", "write output_dir: ...")

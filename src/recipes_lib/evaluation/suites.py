@@ -1,0 +1,106 @@
+"""Which tasks are asked: suites by name with the few-shot examples of their publications, and every task of lm-eval."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from jinja2 import TemplateError
+from lm_eval.tasks import TaskManager
+
+from recipes_lib.config.evaluation import EvalConfig
+from recipes_lib.errors import ConfigError, Problem
+
+OWN_TASKS: Final = Path(__file__).with_name("tasks")
+SUITES: Final[Mapping[str, Mapping[str, int | None]]] = {
+    "core": {
+        **{"arc_easy": 0, "arc_challenge": 25, "hellaswag": 10, "piqa": 0, "winogrande": 5},
+        **{"boolq": 0, "openbookqa": 0, "lambada_openai": 0},
+    },
+    "knowledge": {"mmlu": 5, "mmlu_pro": None},
+    "math": {"gsm8k": 5, "minerva_math": None},
+    "code": {"humaneval_sandboxed": None, "mbpp_sandboxed": None},
+    "chat": {"ifeval": None},
+    "safety": {"truthfulqa_mc1": None, "truthfulqa_mc2": None, "toxigen": None},
+}
+"""Suite -> its tasks with their worked examples; ``None``: as the task has it.
+
+Source: the Open LLM Leaderboard of 2023 for ARC, HellaSwag, WinoGrande, MMLU and GSM8K; the tasks' own papers.
+"""
+_NETWORK: Final = "make its data available: run once with a network, or name a task file of yours that reads local data"
+
+_COLUMNS: Final = "compare the names in the task file with the columns of the data"
+
+
+def load_tasks(config: EvalConfig) -> dict[str, Any]:
+    """Load tasks and their data, in lm-eval's form (``tasks``, ``groups``, ``group_map``), and try a question of each.
+
+    Raises:
+        ConfigError: There is no such task, its data cannot be had, it runs code without consent, or it does not fit its
+            own data; all at once.
+    """
+    wanted = _expand(config)
+    manager = _index(config, wanted)
+    if unknown := [_describe_unknown(name, manager) for name in wanted if name not in manager.task_index]:
+        raise ConfigError(*unknown)
+    problems, found = list[Problem](), dict[str, Any]()
+    for name, num_fewshot in wanted.items():
+        try:
+            loaded = manager.load([name])
+        except Exception as error:  # Of datasets, of the Hub, of a task file: whatever it is, the task cannot be asked.
+            is_template = isinstance(error, TemplateError)
+            told = "its templates do not fit its first row" if is_template else "cannot be loaded"
+            reason = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+            problems.append(Problem(f"tasks: {name}", f"{told}: {reason}", _COLUMNS if is_template else _NETWORK))
+            continue
+        for kind, entries in loaded.items():
+            found.setdefault(kind, {}).update(entries)
+        for part, task in loaded["tasks"].items():
+            problems += _set_up(part, task, config, num_fewshot)
+    if problems:
+        raise ConfigError(*problems)
+    return found
+
+
+def _index(config: EvalConfig, wanted: Collection[str]) -> TaskManager:
+    """Index the user's and our tasks; lm-eval's 14,000 files, which take seconds, only where they are asked for."""
+    folders = [OWN_TASKS, *map(Path, config.include_path or ())]
+    own = TaskManager(include_path=folders, include_defaults=False)
+    return own if set(wanted) <= own.task_index.keys() else TaskManager(include_path=folders)
+
+
+def _expand(config: EvalConfig) -> dict[str, int | None]:
+    """Tasks in the order in which they were named, with their worked examples."""
+    shots = {task: count for name in config.tasks for task, count in SUITES.get(name, {name: None}).items()}
+    return shots if config.num_fewshot is None else dict.fromkeys(shots, config.num_fewshot)
+
+
+def _describe_unknown(name: str, manager: TaskManager) -> Problem:
+    near = difflib.get_close_matches(name, [*SUITES, *manager.all_tasks], n=3)
+    remedy = f"did you mean {' or '.join(near)}?" if near else f"the suites are {', '.join(SUITES)}"
+    return Problem("tasks", f"there is no task {name!r}", remedy)
+
+
+def _set_up(name: str, task: Any, config: EvalConfig, num_fewshot: int | None) -> list[Problem]:
+    """Set a task up as ``lm_eval run`` does, and try its first question."""
+    where = f"tasks: {name}"
+    if getattr(task, "UNSAFE_CODE", False) and not config.confirm_run_unsafe_code:
+        remedy = "read docs/evaluation.md on code, then write confirm_run_unsafe_code: true"
+        return [Problem(where, "runs the code that the model writes", remedy)]
+    count = task.get_config("num_fewshot") if num_fewshot is None else num_fewshot
+    task.set_config(key="num_fewshot", value=count or 0)
+    task.set_fewshot_seed(seed=config.seed)
+    if config.gen_kwargs and task.get_config("output_type") == "generate_until":
+        task.set_config(key="generation_kwargs", value=dict(config.gen_kwargs), update=True)
+    try:
+        docs: Sequence[Any] = task.eval_docs
+        if not len(docs):
+            return [Problem(where, "has no question", "name a split with rows in its task file")]
+        task.doc_to_text(docs[0])
+        task.doc_to_target(docs[0])
+    except Exception as error:  # The templates of a task file are code.
+        found = f"its templates do not fit its first row: {type(error).__name__}: {error}"
+        return [Problem(where, found[:300], _COLUMNS)]
+    return []

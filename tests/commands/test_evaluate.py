@@ -1,0 +1,92 @@
+"""``recipes eval``, ``recipes eval compare`` and ``recipes check`` of an evaluation as a user has them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from tests import tiny
+from tests.evaluation.conftest import write_tasks
+
+from recipes_lib.cli import main as run_recipes
+from recipes_lib.commands.evaluate import describe
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models with a run's record, evaluated on local tasks by the command; a path with a space."""
+    folder = tmp_path_factory.mktemp("a folder")
+    tasks = write_tasks(folder)
+    for seed, name in enumerate(("one", "two")):
+        tiny.save_model(folder / name, tiny.build_tokenizer(), seed=seed)
+        record = {"stage": "sft", "status": "done", "config": {"output_dir": str(folder / name), "dataset_name": "d"}}
+        (folder / name / "run.json").write_text(json.dumps(record))
+        flags = ["--tasks", "local_choice,local_rolling", "--include_path", str(tasks), "--use_cpu"]
+        assert run_recipes(["eval", str(folder / name), *flags]) == 0
+    return folder
+
+
+def test_scores_go_where_readers_look(evaluated: Path) -> None:
+    record = json.loads((evaluated / "one" / "eval" / "eval.json").read_text())
+    acc = record["tasks"]["local_choice"]["scores"]["acc"]["value"]
+    run = json.loads((evaluated / "one" / "run.json").read_text())
+    assert run["scores"]["local_choice"]["scores"]["acc"]["value"] == acc
+    card = (evaluated / "one" / "README.md").read_text()
+    (model,) = yaml.safe_load(card.split("---")[1])["model-index"]
+    metrics = {
+        (one["dataset"]["name"], metric["name"]): metric["value"]
+        for one in model["results"]
+        for metric in one["metrics"]
+    }
+    assert metrics["local_choice", "acc"] == acc
+    assert f"local\\_choice | acc | {acc:.4f}" in card or f"local_choice | acc | {acc:.4f}" in card
+    assert run_recipes(["report", str(evaluated / "one")]) == 0
+    assert "local_choice, acc" in (evaluated / "one" / "report.html").read_text()
+    assert "local_choice" in (evaluated / "one" / "eval" / "report.html").read_text()
+
+
+def test_models_are_compared_on_their_folders(evaluated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = evaluated / "table.json"
+    assert run_recipes(["eval", "compare", str(evaluated / "one"), str(evaluated / "two"), "--output", str(table)]) == 0
+    assert "95 % interval" in capsys.readouterr().out
+    rows = json.loads(table.read_text())
+    assert {(row["task"], row["metric"]) for row in rows} >= {("local_choice", "acc"), ("local_choice", "acc_norm")}
+    assert all(row["low"] <= row["other"] - row["base"] <= row["high"] for row in rows)
+    assert run_recipes(["eval", "compare", str(evaluated / "one")]) == 2
+    assert run_recipes(["eval", "compare", str(evaluated / "one"), str(evaluated / "tasks")]) == 2
+
+
+def test_check_asks_nothing_of_the_weights(evaluated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = evaluated / "eval.yaml"
+    path.write_text(
+        f"model_name_or_path: {evaluated}/one\ntasks: [local_choice, local_code]\ninclude_path: ['{evaluated}/tasks']\n"
+    )
+    assert run_recipes(["check", "--config", str(path)]) == 2
+    assert "confirm_run_unsafe_code: true" in capsys.readouterr().err
+    assert run_recipes(["check", "--config", str(path), "--confirm_run_unsafe_code"]) == 0
+    told = capsys.readouterr().out
+    assert "local_choice: 36 questions, 1 examples" in told
+    assert told.endswith("ready to evaluate\n")
+
+
+def test_help_needs_no_package(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
+    assert run_recipes(["eval", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: recipes eval MODEL --tasks core,gsm8k")
+    assert run_recipes(["eval", str(tmp_path), "--tasks", "core"]) == 2
+    assert "pip install 'recipes-lib[eval]'" in capsys.readouterr().err
+
+
+def test_what_was_cut_or_empty_is_a_warning() -> None:
+    task = {"scores": {"acc": {"value": 0.5, "stderr": 0.1}}, "num_questions": 4, "num_cut": 3, "num_empty": 0}
+    group = {"acc": {"value": 0.25, "stderr": None}}
+    assert describe({"groups": {"g": group}, "tasks": {"t": task}}) == [
+        "g: acc 0.2500",
+        "t: acc 0.5000 ± 0.1960, 4 questions",
+        "warning: t: 3 of 4 questions did not fit and lost their beginning",
+    ]

@@ -1,0 +1,34 @@
+"""Programs of HumanEval's and MBPP's form: the right one scores 1, any other 0."""
+
+from __future__ import annotations
+
+import pytest
+
+from recipes_lib.evaluation.tasks.programs import score_answer, score_completion
+
+PROBLEM = {
+    "prompt": "def add(a, b):\n",
+    "test": "def check(candidate):\n    assert candidate(2, 3) == 5",
+    "entry_point": "add",
+}
+ASSERTIONS = {"test_list": ["assert add(2, 3) == 5", "assert add(0, 0) == 0"], "test_setup_code": ""}
+
+
+@pytest.mark.parametrize(
+    ("body", "score"), [("    return a + b", 1.0), ("    return a * b", 0.0), ("    return", 0.0), ("    exit()", 0.0)]
+)
+def test_a_completed_function_is_held_against_the_tests(body: str, score: float) -> None:
+    assert score_completion(PROBLEM, [body]) == {"pass@1": score}
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ("def add(a, b):\n    return a + b\n", 1.0),
+        ("Here:\n```python\ndef add(a, b):\n    return a + b\n```\nDone.", 1.0),
+        ("```\ndef add(a, b):\n    return a - b\n```", 0.0),
+        ("I cannot.", 0.0),
+    ],
+)
+def test_a_program_is_found_in_its_answer(answer: str, score: float) -> None:
+    assert score_answer(ASSERTIONS, [answer]) == {"pass@1": score}

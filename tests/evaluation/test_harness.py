@@ -1,0 +1,230 @@
+"""Scores are lm-eval's to the last digit, models that are tables score what they must, what cannot answer is told."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.tasks import TaskManager
+from tests.evaluation.conftest import WORDS
+from tests.rows import read_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipes_lib.config.evaluation import EvalConfig
+from recipes_lib.errors import ConfigError, DataError
+from recipes_lib.evaluation import harness
+from recipes_lib.evaluation.harness import RECORD, SAMPLES, describe_model, evaluate_model, read_samples
+
+LOCAL = ("local_choice", "local_written", "local_rolling")
+
+
+def build(model: Path, tasks: Path, *names: str, **keys: Any) -> EvalConfig:
+    return EvalConfig(
+        model_name_or_path=str(model), tasks=list(names or LOCAL), include_path=[str(tasks)], use_cpu=True, **keys
+    )
+
+
+def test_scores_and_answers_are_those_of_lm_eval(model: Path, tasks: Path) -> None:
+    record = evaluate_model(build(model, tasks, num_fewshot=2, batch_size=4))
+    assert record is not None
+    theirs: Any = simple_evaluate(
+        model="hf",
+        model_args={"pretrained": str(model)},
+        tasks=list(LOCAL),
+        num_fewshot=2,
+        batch_size=4,
+        device="cpu",
+        task_manager=TaskManager(include_path=[tasks], include_defaults=False),
+    )
+    for task, found in record["tasks"].items():
+        expected = theirs["results"][task]
+        assert found["scores"], task
+        for metric, score in found["scores"].items():
+            assert score["value"] == expected[f"{metric},none"]
+            if isinstance(expected[f"{metric}_stderr,none"], float):
+                assert score["stderr"] == pytest.approx(expected[f"{metric}_stderr,none"], rel=0.1)
+    for row in read_samples(model / "eval"):
+        (sample,) = [one for one in theirs["samples"][row["task"]] if one["doc_id"] == row["doc_id"]]
+        assert row["prompt_hash"] == sample["prompt_hash"]
+        assert row["answers"] == json.loads(json.dumps(sample["filtered_resps"]))
+
+
+class Table(TemplateLM):  # type: ignore[misc]
+    """A model that is a function from prompt and answer to a log-probability, and from prompt to an answer."""
+
+    rank, world_size = 0, 1
+
+    def __init__(self, likes: Any, says: Any = None) -> None:
+        super().__init__()
+        self.likes, self.says, self.num_asked = likes, says, 0
+
+    eot_token_id = 0
+
+    def tok_encode(self, string: str, **_: Any) -> list[int]:
+        return list(string.encode())
+
+    def _loglikelihood_tokens(self, requests: Any, **_: Any) -> Any:
+        raise NotImplementedError
+
+    def loglikelihood(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
+        self.num_asked += len(requests)
+        answers = []
+        for request in requests:
+            answers.append((self.likes(*request.args), False))
+            self.cache_hook.add_partial("loglikelihood", request.args, answers[-1])
+        return answers
+
+    def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
+        return [self.likes(*request.args) for request in requests]
+
+    def generate_until(self, requests: Any, **_: Any) -> list[str]:
+        return [self.says(request.args[0]) for request in requests]
+
+
+def answer(table: Table, config: EvalConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(harness, "_build_model", lambda *_: table)
+    record = evaluate_model(config)
+    assert record is not None
+    return record["tasks"]
+
+
+def test_tables_score_what_they_must(model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = read_rows(tasks.parent / "choice.jsonl")
+    gold = {f"Q: {row['q']}\nA:": f" {row['choices'][row['gold']]}" for row in rows}
+    oracle = Table(
+        lambda prompt, text: float(gold["Q:" + prompt.rpartition("Q:")[2]] == text), lambda p: p.split()[1].strip(",")
+    )
+    found = answer(oracle, build(model, tasks, "local_choice", "local_written"), monkeypatch)
+    assert found["local_choice"]["scores"]["acc"]["value"] == 1
+    assert found["local_written"]["scores"]["exact_match"]["value"] == 1
+    contrary = Table(lambda *args: -oracle.likes(*args), lambda _: "")
+    found = answer(contrary, build(model, tasks, "local_choice", "local_written"), monkeypatch)
+    assert found["local_choice"]["scores"]["acc"]["value"] == 0
+    assert (found["local_written"]["num_empty"], found["local_written"]["num_questions"]) == (9, 9)
+    first = Table(lambda _, text: -float(text.strip() != "dog"))
+    acc = answer(first, build(model, tasks, "local_choice"), monkeypatch)["local_choice"]["scores"]["acc"]["value"]
+    # Of what it likes it takes the gold one where that is it, and of four it does not know the first.
+    chosen = [row["choices"].index("dog") if "dog" in row["choices"] else 0 for row in rows]
+    assert acc == sum(at == row["gold"] for at, row in zip(chosen, rows, strict=True)) / len(rows)
+
+
+def test_code_runs_in_the_sandbox(model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = build(model, tasks, "local_code", confirm_run_unsafe_code=True)
+    for body, score in (("    return 1", 1), ("    return 2", 0), ("    exit()", 0)):
+        found = answer(Table(None, lambda _, text=body: text), config, monkeypatch)
+        assert found["local_code"]["scores"]["pass@1"]["value"] == score
+
+
+def test_a_uniform_model_has_the_bits_of_its_vocabulary(model: Path, tasks: Path) -> None:
+    network = AutoModelForCausalLM.from_pretrained(model)
+    torch.nn.init.zeros_(network.get_output_embeddings().weight)
+    network.config.tie_word_embeddings = False
+    network.save_pretrained(model)
+    record = evaluate_model(build(model, tasks, "local_rolling"))
+    assert record is not None
+    tokenizer, texts = AutoTokenizer.from_pretrained(model), [f"Say {word}, please" for word in WORDS]
+    num_tokens = sum(len(tokenizer(text)["input_ids"]) for text in texts)
+    expected = num_tokens * math.log2(network.config.vocab_size) / sum(len(text.encode()) for text in texts)
+    assert record["tasks"]["local_rolling"]["scores"]["bits_per_byte"]["value"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_logits_that_are_no_numbers_end_it(model: Path, tasks: Path) -> None:
+    network = AutoModelForCausalLM.from_pretrained(model)
+    torch.nn.init.constant_(network.model.layers[0].mlp.up_proj.weight, math.nan)
+    network.save_pretrained(model)
+    for task in LOCAL:
+        with pytest.raises(DataError, match="its logits are not finite"):
+            evaluate_model(build(model, tasks, task))
+    assert not (model / "eval" / RECORD).exists()
+
+
+def test_questions_that_are_cut_are_counted_and_answers_without_room_refused(model: Path, tasks: Path) -> None:
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 16}))
+    record = evaluate_model(build(model, tasks, "local_choice", "local_written"))
+    assert record is not None
+    cut = {task: found["num_cut"] for task, found in record["tasks"].items()}
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = [f"Say {word}, please" for word in WORDS]
+    assert cut["local_written"] == sum(len(tokenizer(prompt)["input_ids"]) > 16 - 8 for prompt in prompts)
+    assert cut["local_choice"] == record["tasks"]["local_choice"]["num_questions"]
+    assert all(row["is_cut"] for row in read_samples(model / "eval") if row["task"] == "local_choice")
+    with pytest.raises(ConfigError, match="an answer of 16 tokens does not fit its 16 positions"):
+        evaluate_model(build(model, tasks, "local_written", gen_kwargs={"max_gen_toks": 16}))
+
+
+def test_what_was_answered_before_a_kill_is_not_asked_again(
+    model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def die_after(number: int) -> Any:
+        def likes(_prompt: str, text: str) -> float:
+            if table.num_answered == number:
+                raise Killed
+            table.num_answered += 1
+            return -float(len(text))
+
+        table = Table(likes)
+        table.num_answered = 0
+        return table
+
+    config = build(model, tasks, "local_choice")
+    for table, left in ((die_after(50), 144), (die_after(1000), 94)):
+        try:
+            answer(table, config, monkeypatch)
+        except Killed:
+            assert not (model / "eval" / RECORD).exists()
+        assert table.num_asked == left
+    assert (model / "eval" / SAMPLES).exists()
+    assert not (model / "eval" / ".requests").exists()
+    # Another model's answers are never taken.
+    again = die_after(1000)
+    answer(again, config, monkeypatch)
+    assert again.num_asked == 144
+
+
+def test_a_chat_template_is_needed_where_it_is_asked_for(model: Path, tasks: Path) -> None:
+    for file in model.glob("*.jinja"):
+        file.unlink()
+    with pytest.raises(ConfigError, match="the tokenizer has no chat template"):
+        evaluate_model(build(model, tasks, "local_written", apply_chat_template=True))
+
+
+def test_the_fingerprint_is_of_what_decides_answers(model: Path, tasks: Path) -> None:
+    config = build(model, tasks)
+    before = describe_model(config)
+    assert describe_model(config) == before
+    (model / "README.md").write_text("a card")
+    assert describe_model(config) == before
+    network = AutoModelForCausalLM.from_pretrained(model)
+    network.model.norm.weight.data[0] += 1
+    network.save_pretrained(model)
+    assert describe_model(config) != before
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"architectures": ["LlamaForSequenceClassification"]}, "whose output is no text"),
+        ({"model_type": "no such"}, "model_name_or_path"),
+    ],
+)
+def test_what_is_no_language_model_is_refused(model: Path, tasks: Path, change: dict[str, Any], told: str) -> None:
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | change))
+    with pytest.raises(ConfigError, match=told):
+        describe_model(build(model, tasks))
+
+
+def test_a_checkpoint_in_shards_is_told_how_to_export(tmp_path: Path, tasks: Path) -> None:
+    (tmp_path / "model_shards").mkdir()
+    with pytest.raises(ConfigError, match="is a checkpoint in shards"):
+        describe_model(build(tmp_path, tasks))

@@ -1,0 +1,81 @@
+"""Tasks are found, tried on their first row, and refused with what to do, all at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes_lib.config.evaluation import EvalConfig
+from recipes_lib.errors import ConfigError
+from recipes_lib.evaluation.suites import SUITES, _expand, load_tasks
+
+
+def build(tasks: Path, *names: str, **keys: Any) -> EvalConfig:
+    return EvalConfig(model_name_or_path="m", tasks=list(names), include_path=[str(tasks)], **keys)
+
+
+def test_local_tasks_have_their_own_examples_unless_told_otherwise(tasks: Path) -> None:
+    loaded = load_tasks(build(tasks, "local_choice", "local_written"))["tasks"]
+    assert {name: task.get_config("num_fewshot") for name, task in loaded.items()} == {
+        "local_choice": 1,
+        "local_written": 0,
+    }
+    (task,) = load_tasks(build(tasks, "local_choice", num_fewshot=3))["tasks"].values()
+    assert task.get_config("num_fewshot") == 3
+
+
+def test_settings_of_generation_are_the_user_s(tasks: Path) -> None:
+    (task,) = load_tasks(build(tasks, "local_written", gen_kwargs={"max_gen_toks": 3}))["tasks"].values()
+    assert task.get_config("generation_kwargs") == {"until": ["\n"], "max_gen_toks": 3}
+
+
+def test_what_cannot_be_asked_is_told_at_once(tasks: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_tasks(build(tasks, "local_broken", "local_code", "local_choice"))
+    told = {problem.where: problem for problem in caught.value.problems}
+    assert told.keys() == {"tasks: local_broken", "tasks: local_code"}
+    assert "templates do not fit its first row" in told["tasks: local_broken"].found
+    assert "confirm_run_unsafe_code" in told["tasks: local_code"].remedy
+    assert load_tasks(build(tasks, "local_code", confirm_run_unsafe_code=True))
+
+
+def test_data_that_cannot_be_had_are_an_error_with_a_way_out(tmp_path: Path) -> None:
+    (tmp_path / "gone.yaml").write_text(
+        f"task: gone\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/gone.jsonl}}}}\n"
+        "output_type: generate_until\ntest_split: test\ndoc_to_text: q\ndoc_to_target: a\n"
+    )
+    with pytest.raises(ConfigError, match=r"gone: cannot be loaded: .*gone\.jsonl") as caught:
+        load_tasks(build(tmp_path, "gone"))
+    assert "reads local data" in caught.value.problems[0].remedy
+
+
+def test_an_unknown_task_is_told_with_the_nearest(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipes_lib.evaluation import suites
+
+    index = suites.TaskManager
+    # The 14,000 task files of lm-eval take seconds to read, and are not what is asked here.
+    monkeypatch.setattr(suites, "TaskManager", lambda **keys: index(**keys | {"include_defaults": False}))
+    with pytest.raises(ConfigError, match="there is no task 'local_choise'") as caught:
+        load_tasks(build(tasks, "local_choise", "zzzz"))
+    assert caught.value.problems[0].remedy.startswith("did you mean local_choice")
+    assert caught.value.problems[1].remedy.startswith("the suites are core, ")
+
+
+def test_a_suite_is_its_tasks_as_they_were_published() -> None:
+    config = EvalConfig(model_name_or_path="m", tasks=["math", "arc_challenge", "core", "gsm8k"])
+    others = [name for name in SUITES["core"] if name != "arc_challenge"]
+    assert list(expanded := _expand(config)) == [*SUITES["math"], "arc_challenge", *others]
+    assert expanded["arc_challenge"] == 25
+    assert expanded["minerva_math"] is None
+    assert set(_expand(replace(config, num_fewshot=2)).values()) == {2}
+
+
+@pytest.mark.slow
+def test_every_task_of_a_suite_is_known_to_lm_eval() -> None:
+    from recipes_lib.evaluation import suites
+
+    known = set(suites.TaskManager(include_path=[suites.OWN_TASKS]).all_tasks)
+    assert {task for suite in SUITES.values() for task in suite} <= known

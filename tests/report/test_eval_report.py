@@ -1,0 +1,73 @@
+"""The page of an evaluation: every question with its verdict, nothing of data or models as markup."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes_lib.errors import DataError
+from recipes_lib.report.eval_report import MAX_QUESTIONS, MAX_TEXT, judge, write_eval_report
+
+EVIL = "<script>alert(1)</script>"
+
+
+def write(folder: Path, rows: list[dict[str, Any]]) -> str:
+    scores = {"acc": {"value": 0.5, "stderr": 0.1}, "bpb": {"value": 1.25, "stderr": None}}
+    task = {"scores": scores, "num_questions": 2, "num_fewshot": 0, "num_cut": 1, "num_empty": 0}
+    record = {
+        "model": {"name": EVIL, "fingerprint": "f"},
+        "tasks": {"t": task},
+        "groups": {"g": {"acc": scores["acc"]}},
+    }
+    (folder / "eval.json").write_text(json.dumps(record))
+    usual = {
+        "task": "t",
+        "doc_id": 0,
+        "choices": [],
+        "answers": [EVIL],
+        "target": "x",
+        "scores": {"acc": 1.0},
+        "is_cut": False,
+    }
+    (folder / "samples.jsonl").write_text("".join(f"{json.dumps(usual | row)}\n" for row in rows))
+    return write_eval_report(folder).read_text()
+
+
+def test_scores_questions_and_verdicts_are_there(tmp_path: Path) -> None:
+    choice = {
+        "choices": [" a", " b"],
+        "answers": [[-1.5, False], [-2.5, True]],
+        "scores": {"acc": 0.0, "acc_norm": 1.0},
+    }
+    page = write(tmp_path, [{"prompt": "x" * (MAX_TEXT + 7) + EVIL}, {"prompt": "Q", **choice}])
+    assert "0.5000" in page
+    assert "0.1960" in page
+    assert "-1.500" in page
+    assert re.findall(r'<article data-task="t" class="(\w+)">', page) == ["right", "wrong"]
+    assert "1 questions lost their beginning" in page
+    assert EVIL not in page
+    assert page.count("&lt;script&gt;alert") >= 3
+    assert "x" * (MAX_TEXT + 1) not in page
+    assert "http" not in re.sub(r"http-equiv", "", page)
+
+
+def test_a_page_stays_readable(tmp_path: Path) -> None:
+    page = write(tmp_path, [{"prompt": "q", "doc_id": at} for at in range(MAX_QUESTIONS + 3)])
+    assert page.count("<article") == MAX_QUESTIONS
+
+
+@pytest.mark.parametrize(
+    ("scores", "verdict"),
+    [({"acc": 1.0}, "right"), ({"em": 0}, "wrong"), ({"bpb": 1.3}, ""), ({"f1": 0.5, "em": 1}, "right")],
+)
+def test_a_verdict_is_that_of_the_first_score_that_is_one(scores: dict[str, float], verdict: str) -> None:
+    assert judge({"scores": scores}) == verdict
+
+
+def test_a_folder_without_an_evaluation_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"eval\.json"):
+        write_eval_report(tmp_path)
