@@ -73,13 +73,14 @@ BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
         ({"minimum": 0, "maximum": 2**32 - 1}, "data_seed seed"),
         (
             {"minimum": 0},
-            "beta center_rewards_coefficient critic_warmup_iterations dataloader_num_workers eval_delay "
+            "beta center_rewards_coefficient critic_warmup_iterations dataloader_num_workers early_stopping_threshold "
+            "eval_delay "
             "kl_coef max_grad_norm max_rollbacks missing_eos_penalty num_sample_prompts router_aux_loss_coef "
             "simpo_gamma start_tokens vllm_server_timeout warmup_steps",
         ),
         (
             {"minimum": 1},
-            "batch_ramp_tokens dataloader_prefetch_factor ddp_bucket_cap_mb ddp_timeout "
+            "batch_ramp_tokens dataloader_prefetch_factor ddp_bucket_cap_mb ddp_timeout early_stopping_patience "
             "gradient_accumulation_steps lora_r loraplus_lr_ratio max_tokens max_zero_std_rollouts "
             "num_iterations num_mini_batches num_ppo_epochs per_device_eval_batch_size "
             "per_device_train_batch_size response_length sample_max_new_tokens save_keep_steps "
@@ -335,6 +336,7 @@ _PROMPTS_ONLY: Final[Mapping[str, Retired]] = {
     "vllm_mode": dropped_at(("server",), "is `server` here", "start `vllm serve` on GPUs of its own (docs/ppo.md)"),
     **each("vllm_server_host vllm_server_port", _IN_URL),
     **each("load_best_model_at_end metric_for_best_model greater_is_better eval_delay", _LAST_MODEL),
+    **each("early_stopping_patience early_stopping_threshold", _LAST_MODEL),
     **each("logging_first_step full_determinism torch_empty_cache_steps debug save_on_each_node", _NOT_HERE),
     **each("log_level log_level_replica log_on_each_node optim_target_modules", _NOT_HERE),
     **each("torch_compile torch_compile_backend torch_compile_mode", _NOT_HERE),

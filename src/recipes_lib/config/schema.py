@@ -197,6 +197,10 @@ class EvaluationConfig:
     """Length limit of a sample; samples are greedy."""
     metrics: list[str] | None = None
     """Metrics on the samples: import paths of ``evaluate.Metric`` classes, as ``package.module:Class``."""
+    early_stopping_patience: int | None = None
+    """Stop after this many evaluations in a row without a gain of ``metric_for_best_model``, or of the loss."""
+    early_stopping_threshold: float = 0.0
+    """What a gain must exceed."""
     device_hour_price: float | None = None
     """Price of one GPU for an hour, in any currency, by which plan and card tell the cost. Unset: they tell none."""
 

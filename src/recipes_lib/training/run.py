@@ -31,7 +31,7 @@ from recipes_lib.errors import (
     UserError,
     explain_refusal,
 )
-from recipes_lib.files import is_inside, read_record, replace_record, try_lock, verify_fields
+from recipes_lib.files import is_inside, read_lines, read_record, replace_record, try_lock, verify_fields
 from recipes_lib.models.loading import find_commit
 from recipes_lib.models.model_files import find_missing, list_model_files
 from recipes_lib.processes import explain_lost_connection
@@ -61,6 +61,7 @@ from recipes_lib.training.layouts.launch_environment import (
     verify_rendezvous,
 )
 from recipes_lib.training.monitoring.callbacks import verify_trackers
+from recipes_lib.training.monitoring.metrics import METRICS_FILE
 from recipes_lib.training.monitoring.progress import build_progress
 from recipes_lib.training.optim.optimizers import verify_optimizer
 
@@ -96,7 +97,7 @@ _HARMLESS: Final = frozenset(
         "verify_steps",
     }
 )
-_HARMLESS_FAMILIES: Final = ("hub_", "log_", "logging_", "sample_", "save_", "trackio_")
+_HARMLESS_FAMILIES: Final = ("early_stopping_", "hub_", "log_", "logging_", "sample_", "save_", "trackio_")
 
 
 _CLAIMS: Final[list[TextIO]] = []
@@ -182,7 +183,10 @@ class Run:
     def _tell(self) -> dict[str, Any]:
         """What happened on the way, and what it began with, which may have been fetched on the way."""
         model = self.config.model
+        events = read_lines(self.output_dir / METRICS_FILE)
+        stops = [event for event in events if event and event.get("kind") == "stop"]
         return {
+            "stopped_early": stops[-1] if stops else None,
             "rollbacks": [asdict(rollback) for rollback in read_rollbacks(self.output_dir).made],
             "model_commit": find_commit(str(model.model_name_or_path), model.model_revision),
         }

@@ -12,7 +12,14 @@ import torch
 from tests.rows import read_events
 from tests.training.pretraining import build_config, run_recipe
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.errors import ConfigError
@@ -23,6 +30,7 @@ from recipes_lib.training.monitoring.callbacks import (
     Trackers,
     WeightMonitor,
     choose_sample,
+    find_exhausted,
     verify_trackers,
 )
 from recipes_lib.training.monitoring.metrics import MetricsWriter, StepCounter, ThroughputMeter
@@ -278,3 +286,34 @@ def test_a_loop_of_our_own_reaches_upstreams_callbacks(monkeypatch, tmp_path) ->
     one.end()
     # Trackers complain of figures that are not known.
     assert told == [("begin", 4, 8, True, "model"), ("log", 6, {"loss": 1.0}), ("end",)]
+
+
+@pytest.mark.parametrize("rises", [False, True])
+@pytest.mark.parametrize(("patience", "threshold"), [(1, 0.0), (2, 0.0), (2, 0.05), (3, 0.2)])
+def test_it_stops_where_upstream_stops(tmp_path: Path, rises: bool, patience: int, threshold: float) -> None:
+    metric = "accuracy" if rises else "loss"
+    args = TrainingArguments(output_dir=str(tmp_path), metric_for_best_model=metric, report_to=[])
+    drawn = np.random.default_rng(patience)
+    stops = []
+    for _ in range(50):
+        upstream, state = EarlyStoppingCallback(patience, threshold), TrainerState()
+        values = [(step, round(float(value), 3)) for step, value in enumerate(drawn.normal(size=12).cumsum() / 10)]
+        for at, (_, value) in enumerate(values):
+            control = TrainerControl()
+            upstream.on_evaluate(args, state, control, {f"eval_{metric}": value})
+            if state.best_metric is None or (value > state.best_metric if rises else value < state.best_metric):
+                state.best_metric = value
+            found = find_exhausted(values[: at + 1], patience, threshold, rises=rises)
+            assert (found is not None) == control.should_training_stop
+            if found is not None:
+                assert found[1] == state.best_metric
+                stops.append(at)
+                break
+    assert len(set(stops)) > 2
+
+
+def test_without_patience_and_without_figures_nothing_stops() -> None:
+    worse = [(step, float(step)) for step in range(9)]
+    assert find_exhausted(worse, None, 0.0, rises=False) is None
+    assert find_exhausted([], 1, 0.0, rises=False) is None
+    assert find_exhausted([(0, 1.0), (1, float("nan")), (2, float("nan"))], 2, 0.0, rises=False) == (0, 1.0)

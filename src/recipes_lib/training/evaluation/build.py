@@ -25,7 +25,7 @@ from recipes_lib.training.evaluation.samples import SAMPLES_FILE, Example, Gener
 from recipes_lib.training.evaluation.user_metrics import load_metrics
 from recipes_lib.training.layouts.context_rows import shard_batch
 from recipes_lib.training.layouts.pipeline import build_stage_mesh
-from recipes_lib.training.monitoring.callbacks import EvaluationHook, MetricsCallback, Observer
+from recipes_lib.training.monitoring.callbacks import EarlyStopping, EvaluationHook, MetricsCallback, Observer
 from recipes_lib.training.monitoring.metrics import METRICS_FILE, MetricsWriter, StepCounter, ThroughputMeter
 from recipes_lib.training.monitoring.progress import build_progress
 from recipes_lib.training.trainers.arguments import get_compute_dtype
@@ -123,9 +123,12 @@ def build_observer(
     counter = StepCounter()
     meter = ThroughputMeter(counter, flops=_count_flops(model, data.typical_length), peak_flops=_sum_peak_flops(args))
     writer = MetricsWriter(output_dir / METRICS_FILE, is_main=is_main)
-    return Observer(
-        counter, hooks, [MetricsCallback(counter, meter, writer, progress, counting_group)], progress, config.guards
-    )
+    keys = config.evaluation
+    callbacks = [
+        MetricsCallback(counter, meter, writer, progress, counting_group),
+        EarlyStopping(keys.early_stopping_patience, keys.early_stopping_threshold, writer, progress),
+    ]
+    return Observer(counter, hooks, callbacks, progress, config.guards)
 
 
 def _cut_after(

@@ -145,6 +145,66 @@ def _is_interrupted(control: TrainerControl) -> bool:
     return control.should_log or control.should_evaluate or control.should_save
 
 
+class EarlyStopping(TrainerCallback):
+    """Ends training after some evaluations in a row without a gain, and says so in ``metrics.jsonl``.
+
+    The count is read from what was logged, so that it goes on where a run is resumed; upstream's begins again.
+
+    Source: transformers ``EarlyStoppingCallback`` decides alike (``tests/training/monitoring/test_callbacks.py``).
+    """
+
+    def __init__(
+        self, patience: int | None, threshold: float, writer: MetricsWriter, progress: TrainingProgress
+    ) -> None:
+        """Watch; without a ``patience`` never stop."""
+        self._patience, self._threshold = patience, threshold
+        self._writer, self._progress = writer, progress
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Let a run that is resumed where it stopped be at its end, unless its patience is another now."""
+        if self._find_best(args, state) is not None:
+            state.max_steps = state.global_step
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Stop when the patience is at its end."""
+        if (found := self._find_best(args, state)) is not None:
+            control.should_training_stop = True
+            self._writer.write({"kind": "stop", "step": state.global_step, **found})
+            told = f"{found['metric']} {found['best']:.4g} of step {found['best_step']} was not bettered"
+            self._progress.say(f"early stopping after step {state.global_step}: {told}")
+
+    def _find_best(self, args: Any, state: TrainerState) -> dict[str, Any] | None:
+        """Return the best evaluation if the run has to stop."""
+        metric = args.metric_for_best_model or "loss"
+        name = metric if metric.startswith("eval_") else f"eval_{metric}"
+        rises = bool(args.metric_for_best_model and args.greater_is_better)
+        values = [(event["step"], event[name]) for event in state.log_history if name in event]
+        best = find_exhausted(values, self._patience, self._threshold, rises=rises)
+        return None if best is None else {"metric": name, "best_step": best[0], "best": best[1]}
+
+
+def find_exhausted(
+    values: Sequence[tuple[int, float]], patience: int | None, threshold: float, *, rises: bool
+) -> tuple[int, float] | None:
+    """Return step and value of the best evaluation if the last ``patience`` ones brought no gain; else ``None``.
+
+    Args:
+        values: Step and value of every evaluation, in order.
+        patience: Evaluations without a gain; ``None``: any number.
+        threshold: What a gain must exceed.
+        rises: Whether more is better.
+    """
+    if patience is None or not values:
+        return None
+    sign, (best, *others), count = (1 if rises else -1), values, 0
+    for step, value in others:
+        # Of a value that is no number nobody can say that it is a gain.
+        count = 0 if sign * (value - best[1]) > threshold else count + 1
+        if sign * (value - best[1]) > 0:
+            best = (step, value)
+    return best if count >= patience else None
+
+
 class TermMetrics(TrainerCallback):
     """Adds the means over all terms of the objective since the last log to the figures of a logged step.
 
