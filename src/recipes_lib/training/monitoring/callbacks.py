@@ -178,7 +178,7 @@ class EarlyStopping(TrainerCallback):
         metric = args.metric_for_best_model or "loss"
         name = metric if metric.startswith("eval_") else f"eval_{metric}"
         rises = bool(args.metric_for_best_model and args.greater_is_better)
-        values = [(event["step"], event[name]) for event in state.log_history if name in event]
+        values = [(int(event["step"]), event[name]) for event in state.log_history if name in event]
         best = find_exhausted(values, self._patience, self._threshold, rises=rises)
         return None if best is None else {"metric": name, "best_step": best[0], "best": best[1]}
 
