@@ -17,7 +17,7 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 .DEFAULT_GOAL := help
 SOAK_MINUTES ?= 60
 # What pages link to outside docs/; in the site it lies where the links lead.
-SITE_FILES := recipes/configs docker/compose.yaml Dockerfile
+SITE_FILES := recipes/configs recipes/pipelines docker/compose.yaml Dockerfile
 .PHONY: help install check test prove test-min test-slow soak demo bench docs site clean
 
 help: ## print this list

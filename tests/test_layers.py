@@ -26,6 +26,7 @@ ROOMS = {
     "distillation",
     "rl",
     "evaluation",
+    "pipelines",
     "publish",
     "report",
 }
@@ -49,10 +50,11 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "distillation": {"config", "data", "losses", "models", "planning", "training"} | FOUNDATION,
     "rl": {"config", "data", "losses", "models", "planning", "training"} | FOUNDATION,
     "corpus": {"config", "data", "errors", "files", "report"},
+    "pipelines": {"config", "errors", "files"},
     "evaluation": {"config", "environment", "errors", "files", "models"},
     "report": {"config", "errors", "models", "files"},
     "publish": {"config", "errors", "models", "files", "processes", "report", "training"},
-    "demo": {"errors", "models"},
+    "demo": {"errors", "models", "pipelines"},
     "proving": {"data", "environment", "files", "losses", "models", "training"},
     # Commands join the rooms.
     "boundary": {"config", "errors", "processes", "stopping"},

@@ -28,6 +28,7 @@ COMMANDS = {
     "clean": Command("recipes_lib.commands.clean:main", "make a clean corpus of raw text, as recipes/corpus.py"),
     "eval": Command("recipes_lib.commands.evaluate:main", "benchmark scores of a model; `eval compare` of several"),
     "launch": Command("recipes_lib.commands.launch:main", "run a recipe on one CPU, one GPU, one machine or many"),
+    "run": Command("recipes_lib.commands.run:main", "run a pipeline of stages from one YAML file"),
     "job": Command("recipes_lib.commands.job:main", "write the file that starts a run on a cluster or in a cloud"),
     "preview": Command(
         "recipes_lib.commands.prepare:preview", "show what the model will be trained on, token by token"
@@ -113,3 +114,7 @@ def _run(command: Command, arguments: list[str]) -> int | None:
         found = f"cannot be written: {failure.strerror}"
         raise ConfigError(Problem("standard output", found, "write it to another place"))
     return code
+
+
+if __name__ == "__main__":  # As a pipeline starts it, by the same Python.
+    sys.exit(main())

@@ -3,7 +3,6 @@
 import io
 import json
 import shutil
-import subprocess
 from collections import namedtuple
 from pathlib import Path
 
@@ -18,8 +17,9 @@ from recipes_lib.corpus.decontamination import Index
 from recipes_lib.data.sources.canonical import load_source, read_rows
 from recipes_lib.demo import walkthrough as run
 from recipes_lib.errors import ConfigError
+from recipes_lib.pipelines.pipeline import load_pipeline
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+PIPELINE = Path(__file__).parents[2] / "recipes" / "pipelines" / "demo.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +42,9 @@ def configs(started, monkeypatch):
     for name in ("corpus", "pretrain", "sft", "reward"):
         (folder / name).mkdir(exist_ok=True)
     return {
-        output_dir: parse_command(recipe, ["--config", str(RECIPES / "configs" / "demo" / config)])
-        for output_dir, (recipe, config, _) in run.STAGES.items()
-        if recipe != "corpus"
+        stage.name: parse_command(stage.recipe, stage.argv)
+        for stage in load_pipeline(PIPELINE).stages
+        if stage.recipe != "corpus"
     }
 
 
@@ -54,14 +54,13 @@ def test_the_shipped_configurations_find_what_the_demo_wrote(configs):
         assert Path(parsed.data.dataset_name).exists()
         assert Path(parsed.data.dataset_test_split).is_file()
         assert Path(parsed.model.model_name_or_path or parsed.model.tokenizer_name_or_path).is_dir()
-        assert (RECIPES / f"{parsed.stage}.py").is_file()
 
 
 def test_the_first_stage_cleans_what_the_demo_wrote(started, monkeypatch, capsys):
     folder, _ = started
     monkeypatch.chdir(folder)
-    stage = next(iter(run.STAGES.values()))
-    clean(["--config", str(RECIPES / "configs" / "demo" / stage.config), "--workers", "1"])
+    stage = load_pipeline(PIPELINE).stages[0]
+    clean([*stage.argv, "--workers", "1"])
     manifest = json.loads((folder / "corpus" / "corpus.json").read_text())
     held_out = [json.loads(line)["text"] for line in Path("data/pretrain_held_out.jsonl").read_text().splitlines()]
     kept = [row.text for row in read_rows(load_source("corpus"))]
@@ -95,21 +94,22 @@ def test_two_starts_are_byte_identical(started, tmp_path):
     assert [(tmp_path / path).read_bytes() for path in written] == [(folder / path).read_bytes() for path in written]
 
 
-def test_what_is_shown_as_the_command_is_a_command(tmp_path):
-    command = run.build_command(tmp_path / "with a space", run.Stage("sft", "x.yaml", "learns"))
-    assert command[0] == "env"
-    (tmp_path / "with a space").mkdir()
-    (tmp_path / "with a space" / "sft.py").write_text(
-        "import os, sys; print(os.environ['HF_HUB_OFFLINE'], sys.argv[2])"
-    )
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert told.split(maxsplit=1) == ["1", f"{tmp_path / 'with a space'}/configs/demo/x.yaml\n"]
+def test_the_pipeline_says_what_the_configurations_say(configs):
+    """So that each of them can be run by itself too, in the folder of the demo."""
+    files = {stage.name: stage.files[0] for stage in load_pipeline(PIPELINE).stages}
+    for name, parsed in configs.items():
+        alone = parse_command(parsed.stage, ["--config", str(files[name])])
+        assert (alone.training, alone.model, alone.rewards) == (parsed.training, parsed.model, parsed.rewards)
+        assert alone.distillation == parsed.distillation
 
 
 def test_a_failing_stage_ends_the_demo_with_its_exit_code(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "write_start", lambda _: [])
-    (tmp_path / "corpus.py").write_text("import sys; sys.exit(3)")
-    assert run.run_demo(tmp_path, tmp_path / "out") == 3
+    (tmp_path / "recipes" / "pipelines").mkdir(parents=True)
+    (tmp_path / "recipes" / "pipelines" / "demo.yaml").write_text("output_dir: .\nstages: {corpus: {recipe: corpus}}")
+    (tmp_path / "recipes" / "corpus.py").write_text("import sys; sys.exit(3)")
+    monkeypatch.chdir(tmp_path)
+    assert run.run_demo(tmp_path / "recipes", tmp_path / "out") == 3
 
 
 def write_run(folder, figures, samples=(), keys=("eval_loss", "eval_exact_match", "eval_rewards/accuracies")):
@@ -151,7 +151,7 @@ def test_it_shows_what_the_stages_wrote_and_nothing_else(tmp_path, console):
     run.show_figures(tmp_path, console)
     run.show_students(tmp_path, console)
     run.show_verdict(tmp_path, console)
-    run.show_places(tmp_path, console)
+    run.show_places(tmp_path, ["sft"], console)
     shown = console.file.getvalue()
     for text in (
         "babble",
@@ -198,7 +198,7 @@ def test_a_reward_model_that_fails_no_gate_is_told_so(tmp_path, console):
 def test_the_snippet_at_the_end_runs(tiny_model_dir, tmp_path, console):
     write_run(tmp_path / "sft", [], [{"prompt": '<|im_start|>user\nIt\'s "so"?<|im_end|>\n'}])
     shutil.copytree(tiny_model_dir, tmp_path / "sft", dirs_exist_ok=True)
-    run.show_places(tmp_path, console)
+    run.show_places(tmp_path, ["sft"], console)
     snippet = console.file.getvalue().partition("Ask it yourself")[2].partition("\n")[2]
     script = tmp_path / "snippet.py"
     script.write_text("\n".join(line.strip() for line in snippet.splitlines()))

@@ -36,7 +36,7 @@ def read(path: Path) -> dict[str, Any]:
 CONFIGS = {
     path.relative_to(FOLDER).with_suffix("").as_posix(): path
     for path in sorted(FOLDER.rglob("*.yaml"))
-    if path.parent.name != "demo" and "model_name_or_path" in read(path)
+    if path.parent.name != "demo" and path.stem != "eval" and "model_name_or_path" in read(path)
 }
 PLANNED = re.compile(r"^# Planned for H100: (.*)$", re.MULTILINE)
 FEW = {

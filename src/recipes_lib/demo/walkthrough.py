@@ -6,14 +6,13 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from textwrap import indent
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -32,6 +31,8 @@ from recipes_lib.demo.corpus import (
 )
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
 from recipes_lib.models.vocabulary import CHATML_TEMPLATE, CHATML_TOKENS, train_tokenizer
+from recipes_lib.pipelines.pipeline import load_pipeline
+from recipes_lib.pipelines.runner import run_pipeline
 
 VOCAB_SIZE = 2048
 MAX_POSITIONS = 512
@@ -67,8 +68,6 @@ STUDENTS = {
     "distill": "the same student, distilled",
 }
 """Output folder of a stage -> what is held against the others."""
-# So small a model gains nothing from a second thread, and loses much where the cores are shared.
-ENVIRONMENT = ("HF_HUB_OFFLINE=1", "OMP_NUM_THREADS=1")
 TRY_IT = """from transformers import pipeline
 ask = pipeline("text-generation", {model!r}, do_sample=False)
 print(ask([{{"role": "user", "content": {question!r}}}])[0]["generated_text"][-1]["content"])"""
@@ -150,41 +149,11 @@ def build_pairs(chats: Sequence[Chat]) -> Iterator[dict[str, Any]]:
         }
 
 
-class Stage(NamedTuple):
-    """A run of a recipe: the recipe's name, its configuration, and what it does."""
-
-    recipe: str
-    config: str
-    purpose: str
-
-
-STAGES = {
-    "corpus": Stage(
-        "corpus", "corpus.yaml", "a clean corpus: what repeats, what is held out and what is personal goes"
-    ),
-    "pretrain": Stage("pretrain", "pretrain.yaml", "pretraining on the texts, from random weights"),
-    "sft": Stage("sft", "sft_on_chats.yaml", "fine-tuning on the answers of the chats"),
-    "lora": Stage("lora", "lora_brief.yaml", "an adapter that answers briefly where it is asked to"),
-    "reward": Stage("reward", "reward_on_pairs.yaml", "a reward model that tells right answers from wrong ones"),
-    "dpo": Stage("dpo", "dpo_on_pairs.yaml", "preference optimisation, from wrong answers to right ones"),
-    "ppo": Stage(
-        "ppo", "ppo_on_questions.yaml", "PPO: answers of its own, by whether they are right and by the reward model"
-    ),
-    "labels": Stage("sft", "sft_student.yaml", "a model of a quarter of the weights, on the texts alone"),
-    "distill": Stage(
-        "distill",
-        "distill_student.yaml",
-        "distillation: the same small model, and what the pretrained one says of them",
-    ),
-}
-"""Output folder of a stage -> what runs in it."""
-
-
 def run_demo(recipes: Path, output_dir: Path) -> int:
     """Run every stage as a user would, then show what was learned; return the exit code of a stage that fails.
 
     Args:
-        recipes: Folder of the recipes and of ``configs/demo``.
+        recipes: Folder of the recipes, of ``configs/demo`` and of ``pipelines/demo.yaml``.
         output_dir: Where everything is written.
 
     Raises:
@@ -194,29 +163,26 @@ def run_demo(recipes: Path, output_dir: Path) -> int:
     console = Console(highlight=False, markup=False, soft_wrap=True)
     disable_progress_bar()  # type: ignore[no-untyped-call]
     started = time.perf_counter()
-    last = len(STAGES) + 2
 
-    def announce(number: int, purpose: str) -> None:
-        console.print(f"\n{number} of {last}, at {time.perf_counter() - started:.0f} s: {purpose}", style="bold")
+    def announce(purpose: str) -> None:
+        console.print(f"\nat {time.perf_counter() - started:.0f} s: {purpose}", style="bold")
 
+    file = recipes / "pipelines" / "demo.yaml"
+    pipeline = load_pipeline(file)
     console.print("From your Python's sources to a small assistant: five to ten minutes on one core.")
-    announce(1, "texts and chats from the standard library, and a tokenizer")
+    announce("texts and chats from the standard library, and a tokenizer")
     open_folder(output_dir)
     for line in write_start(output_dir):
         console.print(f"  {line}")
-    for number, stage in enumerate(STAGES.values(), start=2):
-        announce(number, stage.purpose)
-        command = build_command(recipes, stage)
-        console.print(f"  cd {shlex.quote(str(output_dir))} && {shlex.join(command)}", style="dim")
-        code = subprocess.run(command, cwd=output_dir, check=False).returncode
-        if code != EXIT_DONE:
-            return code
-    announce(last, "what it learned, shown on modules that it never saw")
+    console.print(f"\n  cd {shlex.quote(str(output_dir))} && recipes run {shlex.quote(str(file))}", style="dim")
+    if code := run_pipeline(pipeline, pipeline.stages, announce, cwd=output_dir):
+        return code
+    announce("what it learned, shown on modules that it never saw")
     show_answers(output_dir, console)
     show_figures(output_dir, console)
     show_students(output_dir, console)
     show_verdict(output_dir, console)
-    show_places(output_dir, console)
+    show_places(output_dir, [stage.name for stage in pipeline.stages], console)
     return EXIT_DONE
 
 
@@ -267,18 +233,6 @@ def write_start(output_dir: Path) -> Iterator[str]:
     yield f"{output_dir / 'tokenizer'}: {num_tokens} tokens"
     num_weights = save_student(output_dir / "student", output_dir / "tokenizer", SEED)
     yield f"{output_dir / 'student'}: {num_weights:,} random weights"
-
-
-def build_command(recipes: Path, stage: Stage) -> list[str]:
-    """Return what a user would type for a stage, in the folder that its configuration speaks of."""
-    return [
-        "env",
-        *ENVIRONMENT,
-        sys.executable,
-        str(recipes / f"{stage.recipe}.py"),
-        "--config",
-        str(recipes / "configs/demo" / stage.config),
-    ]
 
 
 def show_figures(output_dir: Path, console: Console) -> None:
@@ -338,11 +292,11 @@ def _shorten(text: str) -> str:
     return " ".join(text.split())[:SHOWN_CHARACTERS] or "(nothing)"
 
 
-def show_places(output_dir: Path, console: Console) -> None:
+def show_places(output_dir: Path, stages: Iterable[str], console: Console) -> None:
     """Print where the rest stands, and how to ask more."""
     question = strip_chat(read_lines(output_dir / "sft" / "samples.jsonl")[0]["prompt"])
     console.print("\nWhere to look: the curves and every answer", style="bold")
-    for stage in STAGES:
+    for stage in stages:
         console.print(f"  {output_dir / stage / 'report.html'}")
     console.print(f"\nAsk it yourself, in {shlex.quote(sys.executable)}:", style="bold")
     console.print(indent(TRY_IT.format(model=str((output_dir / "sft").resolve()), question=question), "  "))

@@ -1,0 +1,139 @@
+"""What a pipeline's file says: commands, needs, rounds, sweeps; everything that is wrong at once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from tests.forked import ROOT
+
+from recipes_lib.errors import ConfigError
+from recipes_lib.pipelines.pipeline import Pipeline, holds, load_pipeline
+
+
+def read(folder: Path, text: str) -> Pipeline:
+    path = folder / "p.yaml"
+    path.write_text(text)
+    return load_pipeline(path, str(folder / "out"))
+
+
+def test_a_recipe_gets_its_file_its_keys_and_an_output(tmp_path: Path) -> None:
+    (stage,) = read(
+        tmp_path,
+        "stages: {sft: {recipe: sft, config: a.yaml, set: {max_steps: 3, bf16: false, lora_target_modules: [q, v]}}}",
+    ).stages
+    assert stage.output == tmp_path / "out" / "sft"
+    assert stage.words[:2] == [sys.executable, str(ROOT / "recipes" / "sft.py")]
+    expected = {"--config": "a.yaml", "--max_steps": "3", "--bf16": "false", "--lora_target_modules": '["q", "v"]'}
+    assert dict(zip(stage.argv[::2], stage.argv[1::2], strict=True)) == {**expected, "--output_dir": str(stage.output)}
+    assert stage.files == (Path("a.yaml"),)
+
+
+def test_a_launch_file_starts_it_on_several_processes(tmp_path: Path) -> None:
+    (stage,) = read(tmp_path, "stages: {sft: {recipe: sft, config: a.yaml, launch: fsdp2.yaml}}").stages
+    assert stage.words[1:8] == ["-m", "recipes_lib.cli", "launch", "--stage", "sft", "--hardware", "fsdp2.yaml"]
+
+
+def test_references_are_needs(tmp_path: Path) -> None:
+    pipeline = read(
+        tmp_path,
+        """
+stages:
+  base: {recipe: pretrain, config: a.yaml}
+  sft: {recipe: sft, config: b.yaml, set: {model_name_or_path: "${base.output}"}}
+  other: {run: [echo, "${sft.output}/x"], needs: [base], output: "${output_dir}/o.txt"}
+  scores: {command: eval, set: {model_name_or_path: "${sft.output}", tasks: [core]}}
+""",
+    )
+    assert {stage.name: tuple(stage.needs) for stage in pipeline.stages} == {
+        "base": (),
+        "sft": ("base",),
+        "other": ("sft", "base"),
+        "scores": ("sft",),
+    }
+    other, scores = pipeline.stages[2:]
+    assert other.words == ["echo", f"{tmp_path}/out/sft/x"]
+    assert other.output == tmp_path / "out" / "o.txt"
+    assert scores.words[1:4] == ["-m", "recipes_lib.cli", "eval"]
+
+
+def test_rounds_hand_the_last_output_on(tmp_path: Path) -> None:
+    pipeline = read(
+        tmp_path,
+        """
+stages:
+  loop:
+    rounds: 2
+    start: {policy: first/model}
+    stages:
+      pairs: {run: "sample ${policy.previous} ${round}"}
+      policy: {run: "dpo ${policy.previous} ${pairs.output}"}
+  last: {run: "show ${policy.output}"}
+""",
+    )
+    out = tmp_path / "out"
+    assert [(stage.name, stage.words[1:], tuple(stage.needs)) for stage in pipeline.stages] == [
+        ("pairs-1", ["first/model", "1"], ()),
+        ("policy-1", ["first/model", f"{out}/pairs-1"], ("pairs-1",)),
+        ("pairs-2", [f"{out}/policy-1", "2"], ("policy-1",)),
+        ("policy-2", [f"{out}/policy-1", f"{out}/pairs-2"], ("policy-1", "pairs-2")),
+        ("last", [f"{out}/policy-2"], ("policy-2",)),
+    ]
+
+
+def test_a_sweep_is_a_stage_for_each_combination(tmp_path: Path) -> None:
+    pipeline = read(
+        tmp_path,
+        """
+stages:
+  sft: {recipe: sft, config: a.yaml, matrix: {learning_rate: [1.0e-5, 3.0e-5], seed: [0, 1]}}
+  best: {run: "cp ${sft-3.output}"}
+""",
+    )
+    *sweep, best = pipeline.stages
+    assert [stage.name for stage in sweep] == ["sft-1", "sft-2", "sft-3", "sft-4"]
+    assert [(s.argv[s.argv.index("--learning_rate") + 1], s.argv[s.argv.index("--seed") + 1]) for s in sweep] == [
+        ("1e-05", "0"), ("1e-05", "1"), ("3e-05", "0"), ("3e-05", "1"),
+    ]  # fmt: skip
+    assert best.needs == ("sft-3",)
+    with pytest.raises(ConfigError, match=r"there is no 'sft.output' here"):
+        read(tmp_path, 'stages: {sft: {run: "true", matrix: {seed: [0, 1]}}, b: {run: "cp ${sft.output}"}}')
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "p.yaml"),
+        ("stage: {}", "has no `stages`"),
+        ("stages: {a: {recipe: sft}, a: {recipe: sft}}", "p.yaml:1"),
+        ("stages: {a: {recip: sft}}", "did you mean `recipe`"),
+        ("stages: {a: {recipe: sfd}}", "did you mean sft"),
+        ("stages: {a: {recipe: sft, run: x}}", "has 2 of recipe, command, run"),
+        ("stages: {a: [1]}", "is no stage"),
+        ('stages: {b: {run: "${a.output}"}, a: {run: x}}', "there is no 'a.output' here"),
+        ('stages: {bases: {run: x}, b: {run: "${base.output}"}}', "did you mean bases.output"),
+        ("stages: {a: {run: x, needs: [b]}}", "there is no 'b' here"),
+        ('stages: {a: {run: x, require: {loss: "small"}}}', "a.require.loss: is 'small'"),
+        ("stages: {a: {rounds: 0, stages: {b: {run: x}}}}", "is no number of rounds"),
+        ("outputdir: x\nstages: {a: {run: x}}", "did you mean `output_dir`"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_place(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, text)
+    assert told in str(caught.value)
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, "stages: {a: {recip: sft}, b: {recipe: no}, c: {run: '${d.output}'}}")
+    assert len(caught.value.problems) >= 4
+
+
+@pytest.mark.parametrize(
+    ("wanted", "value", "is_met"),
+    [("> 0.65", 0.7, True), (">0.65", 0.65, False), ("<= 1e-3", 1e-3, True), ("< -2", -3, True), ("== 1", 1, True)],
+)
+def test_a_requirement_is_a_comparison(wanted: str, value: float, is_met: bool) -> None:
+    assert holds(wanted, value) is is_met

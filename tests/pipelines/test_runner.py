@@ -1,0 +1,198 @@
+"""Stages that are done stay done; what changed is done again with what depends on it; gates, kills and requests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from recipes_lib.errors import ConfigError
+from recipes_lib.pipelines.pipeline import Pipeline, load_pipeline
+from recipes_lib.pipelines.runner import fingerprint, read_figure, run_pipeline
+
+# Appends its arguments to a log, and writes the output of a run.
+WORK = """
+import json, os, sys
+out, *rest = sys.argv[1:]
+open(os.environ["LOG"], "a").write(" ".join([os.path.basename(out), *rest]) + "\\n")
+if "--config" in rest:
+    rest += [open(rest[rest.index("--config") + 1]).read()]
+os.makedirs(out, exist_ok=True)
+open(out + "/metrics.jsonl", "a").write(json.dumps({"kind": "eval", "step": 1, "eval_loss": 2.5}) + "\\n")
+sys.exit(int(os.environ.get("FAIL_" + os.path.basename(out), 0)))
+"""
+
+
+class Bench:
+    """A pipeline of three stages in a folder with a space, each run by a script that leaves a trace."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "work.py").write_text(WORK)
+        (folder / "b.yaml").write_text("one")
+        self.said: list[str] = []
+        self.gate = "< 3"
+
+    def load(self, **environment: str) -> Pipeline:
+        def run(name: str, *words: str) -> list[str]:
+            return [sys.executable, str(self.folder / "work.py"), str(self.folder / "out" / name), *words]
+
+        document = {
+            "environment": {"LOG": str(self.folder / "log")},
+            "stages": {
+                "a": {"run": run("a")},
+                "b": {
+                    "run": run("b", "${a.output}"),
+                    "needs": ["a"],
+                    "config": str(self.folder / "b.yaml"),
+                    "require": {"eval_loss": self.gate},
+                },
+                "c": {"run": run("c"), "needs": ["b"]},
+            },
+        }
+        (self.folder / "p.yaml").write_text(json.dumps(document))
+        os.environ.update(environment)
+        return load_pipeline(self.folder / "p.yaml", str(self.folder / "out"))
+
+    def go(self, *names: str) -> int:
+        pipeline = self.load()
+        chosen = [stage for stage in pipeline.stages if not names or stage.name in names]
+        return run_pipeline(pipeline, chosen, self.said.append)
+
+    @property
+    def log(self) -> list[str]:
+        return [line.split()[0] for line in (self.folder / "log").read_text().splitlines()]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    return Bench(folder)
+
+
+def test_done_stages_stay_done(bench: Bench) -> None:
+    assert bench.go() == 0
+    assert bench.go() == 0
+    assert bench.log == ["a", "b", "c"]
+    assert [line for line in bench.said if "done before" in line] == [
+        f"{n} of 3, {name}: done before" for n, name in enumerate("abc", 1)
+    ]
+
+
+def test_what_changed_is_done_again_with_what_depends_on_it(bench: Bench) -> None:
+    bench.go()
+    (bench.folder / "b.yaml").write_text("two")
+    assert bench.go() == 0
+    assert bench.log == ["a", "b", "c", "b", "c"]
+    assert (bench.folder / "out" / "b.replaced-1" / "metrics.jsonl").exists()
+    assert len((bench.folder / "out" / "b" / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_failing_stage_ends_it_with_its_code_and_resumes(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAIL_b", "75")
+    assert bench.go() == 75
+    assert bench.log == ["a", "b"]
+    monkeypatch.delenv("FAIL_b")
+    assert bench.go() == 0
+    assert bench.log == ["a", "b", "b", "c"]
+    # It was the same command, whose output is its to resume.
+    assert not list((bench.folder / "out").glob("*.replaced-*"))
+
+
+def test_a_gate_stops_what_depends_on_it_every_time(bench: Bench) -> None:
+    bench.gate = "< 2"
+    assert bench.go() == 3
+    assert bench.log == ["a", "b"]
+    assert bench.said[-1] == "b: require: eval_loss is 2.5, and has to be < 2"
+    assert bench.go() == 3
+    assert bench.log == ["a", "b"]
+    bench.gate = "<= 2.5"
+    assert bench.go() == 0
+    assert bench.log == ["a", "b", "c"]
+
+
+def test_a_stage_whose_needs_are_not_done_is_refused(bench: Bench) -> None:
+    with pytest.raises(ConfigError, match="b: needs a, which is not done"):
+        bench.go("b")
+    bench.go("a")
+    assert bench.go("b") == 0
+
+
+def test_an_output_that_is_gone_is_made_again(bench: Bench) -> None:
+    bench.go()
+    (bench.folder / "out" / "a").rename(bench.folder / "elsewhere")
+    assert bench.go() == 0
+    assert bench.log == ["a", "b", "c", "a"]
+    (bench.folder / "out" / "c" / "run.json").write_text('{"status": "running"}')
+    assert bench.go() == 0
+    assert bench.log[-1] == "c"
+
+
+def test_a_record_that_is_broken_is_told(bench: Bench) -> None:
+    bench.go()
+    (bench.folder / "out" / "pipeline.json").write_text("{")
+    with pytest.raises(Exception, match="delete it"):
+        bench.go()
+
+
+def test_the_fingerprint_is_of_what_decides_the_outcome(bench: Bench) -> None:
+    before = fingerprint(bench.load(), Path())
+    (bench.folder / "b.yaml").write_text("other")
+    after = fingerprint(bench.load(), Path())
+    assert [name for name in "abc" if before[name] != after[name]] == ["b", "c"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_pipeline_goes_on(bench: Bench, number: signal.Signals) -> None:
+    """SIGTERM reaches the stage, whose exit code is the pipeline's; after SIGKILL the same command starts it again."""
+    waiting = bench.folder / "waiting"
+    (bench.folder / "work.py").write_text(
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
+        f"open({str(waiting)!r}, 'w').write(str(os.getpid()))\n"
+        "time.sleep(60)\n"
+    )
+    bench.load()
+    command = [
+        sys.executable,
+        "-m",
+        "recipes_lib.cli",
+        "run",
+        str(bench.folder / "p.yaml"),
+        "--output_dir",
+        str(bench.folder / "out"),
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while not waiting.exists() or not waiting.read_text():
+        time.sleep(0.01)
+    process.send_signal(number)
+    code = process.wait(timeout=60)
+    if number is signal.SIGKILL:
+        os.kill(int(waiting.read_text()), signal.SIGKILL)
+    else:
+        assert code == 75
+    state = json.loads((bench.folder / "out" / "pipeline.json").read_text())["stages"]["a"]["status"]
+    assert state == ("running" if number is signal.SIGKILL else "failed")
+    (bench.folder / "work.py").write_text(WORK)
+    assert bench.go() == 0
+    assert bench.log == ["a", "b", "c"]
+
+
+def test_figures_are_found_where_runs_leave_them(tmp_path: Path) -> None:
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "run.json").write_text('{"status": "done", "memory": {"peak": 7}}')
+    (tmp_path / "eval" / "eval.json").write_text('{"tasks": {"gsm8k": {"scores": {"exact_match": {"value": 0.4}}}}}')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 3}\n{"step": 2, "loss": 2}\n{"step": 3, "eval_loss": 1}\n'
+    )
+    found = {
+        name: read_figure(tmp_path, name) for name in ("loss", "eval_loss", "memory.peak", "gsm8k.exact_match", "x.y")
+    }
+    assert found == {"loss": 2, "eval_loss": 1, "memory.peak": 7, "gsm8k.exact_match": 0.4, "x.y": None}
