@@ -55,6 +55,7 @@ def main(run: Run) -> None:
         is_own_reference=config.preference.ref_model_name_or_path is None,
         adapter=config.adapter,
         train_dataset=data.train,
+        order=data.order,
         eval_dataset=data.eval,
         data_collator=collate,
         processing_class=tokenizer,

@@ -51,6 +51,7 @@ def main(run: Run) -> None:
         model=model,
         args=args,
         train_dataset=data.train,
+        order=data.order,
         eval_dataset=data.eval,
         data_collator=collate,
         processing_class=tokenizer,

@@ -19,9 +19,10 @@ _FILE_SUFFIXES = (
 _REFERENCES = (
     *("model_name_or_path", "tokenizer_name_or_path", "adapter_name_or_path", "ref_model_name_or_path"),
     *("reward_model_name_or_path", "critic_model_name_or_path", "teacher_model_name_or_path", "dataset_name"),
+    *("replay_dataset", "ewc_reference"),
 )
 _OUTPUTS = ("output_dir", "prepared_dir")
-PATH_KEYS: Final = (*_REFERENCES, "dataset_test_split", "chat_template_path", *_OUTPUTS)
+PATH_KEYS: Final = (*_REFERENCES, "replay_from", "dataset_test_split", "chat_template_path", *_OUTPUTS)
 """Keys whose value may be a path, in which `~/` is the home folder."""
 
 
@@ -53,8 +54,8 @@ def check_paths(settings: Settings) -> Iterator[Problem]:
     for index, entry in enumerate(settings["dataset_mixture"] or []):
         where = _locate_entry(settings, index)
         yield from _check_reference(where, f"dataset_mixture[{index}].name", entry["name"])
-    for key in ("dataset_test_split", "chat_template_path"):
-        if settings.gives(key) and (key == "chat_template_path" or names_path(settings[key])):
+    for key in ("replay_from", "dataset_test_split", "chat_template_path"):
+        if settings.gives(key) and (key != "dataset_test_split" or names_path(settings[key])):
             yield from _check_exists(settings.where(key), key, settings[key])
     for key in _OUTPUTS:
         if settings.gives(key) and is_local(settings[key]) and not Path(settings[key]).is_dir():

@@ -15,6 +15,7 @@ from recipes_lib.config.schema import (
     CriticConfig,
     DistillationConfig,
     EngineConfig,
+    ForgettingConfig,
     LayersConfig,
     PPOConfig,
     PreferenceConfig,
@@ -74,9 +75,8 @@ BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
         (
             {"minimum": 0},
             "beta center_rewards_coefficient critic_warmup_iterations dataloader_num_workers early_stopping_threshold "
-            "eval_delay "
-            "kl_coef max_grad_norm max_rollbacks missing_eos_penalty num_sample_prompts router_aux_loss_coef "
-            "simpo_gamma start_tokens vllm_server_timeout warmup_steps",
+            "eval_delay ewc_lambda kl_coef kl_to_base max_grad_norm max_rollbacks missing_eos_penalty "
+            "num_sample_prompts router_aux_loss_coef simpo_gamma start_tokens vllm_server_timeout warmup_steps",
         ),
         (
             {"minimum": 1},
@@ -99,6 +99,7 @@ BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
         ({"minimum": 8}, "max_length"),
         ({"minimum": -1}, "max_steps"),
         ({"minimum": 0, "exclusiveMaximum": 0.5}, "label_smoothing"),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 1}, "replay_share"),
         ({"exclusiveMinimum": 1}, "dual_clip"),
         ({"minimum": 2}, "num_generations"),
         ({"minimum": 1, "maximum": 65535}, "vllm_group_port"),
@@ -261,6 +262,9 @@ _OF_PRETRAINING: Final = undecided("is a key of pretraining", "delete the line")
 _OF_ADAPTERS: Final = Retired("is not a key of this stage", "use the `lora` recipe", values={False: {}, None: {}})
 _OF_PAIRS: Final = undecided("is a key of the stages that learn from pairs", "use the `dpo` recipe, or delete the line")
 _OF_PPO: Final = undecided("is a key of PPO", "use the `ppo` recipe, or delete the line")
+_NO_MEMORY: Final = undecided("is a key of pretraining, fine-tuning and DPO", "delete the line")
+_OF_FULL_TRAINING: Final = undecided("is a key of full fine-tuning", "delete the line: adapters forget less")
+_OF_SFT: Final = undecided("is a key of fine-tuning", "delete the line")
 _OF_TEACHERS: Final = undecided("is a key of distillation", "use the `distill` recipe, or delete the line")
 _OF_SAMPLES: Final = dropped("has no effect: a reward model writes no answers")
 _LOSS: Final = dropped_at((None, "nll", "chunked_nll"), "is another loss than the one here", "delete the line")
@@ -312,6 +316,8 @@ _NO_PRETRAINING: Final[Mapping[str, Retired]] = {
 _NO_ADAPTERS: Final = _each_field(_OF_ADAPTERS, AdapterConfig, QuantizationConfig)
 _NO_PAIRS: Final = {**_each_field(_OF_PAIRS, PreferenceConfig), "loss_type": _LOSS}
 _NO_PPO: Final = _each_field(_OF_PPO, RewardsConfig, CriticConfig, EngineConfig, PPOConfig)
+_NO_FORGETTING: Final = _each_field(_NO_MEMORY, ForgettingConfig)
+_NO_EWC: Final = each("ewc_lambda ewc_fisher ewc_reference", _OF_FULL_TRAINING)
 _NO_DISTILLATION: Final = _each_field(_OF_TEACHERS, DistillationConfig, LayersConfig)
 _ONLY_PAIRS: Final[Mapping[str, Retired]] = {
     **_NO_PRETRAINING,
@@ -324,6 +330,7 @@ _ONLY_PAIRS: Final[Mapping[str, Retired]] = {
 }
 _PROMPTS_ONLY: Final[Mapping[str, Retired]] = {
     **_NO_PRETRAINING,
+    **_NO_FORGETTING,
     **_NO_DISTILLATION,
     **_each_field(_OF_PAIRS, PreferenceConfig),
     **each("packing loss_on assistant_only_loss completion_only_loss max_truncated_fraction", _NO_ANSWERS),
@@ -373,8 +380,9 @@ _SAMPLED_IN_GROUPS: Final[Mapping[str, Retired]] = {
 
 _LEFT_OUT: Final[Mapping[str, Mapping[str, Retired]]] = {
     "sft": {**_NO_PRETRAINING, **_NO_ADAPTERS, **_NO_PAIRS, **_NO_PPO, **_NO_DISTILLATION},
-    "lora": {**_NO_PRETRAINING, **_NO_PAIRS, **_NO_PPO, **_NO_DISTILLATION},
+    "lora": {**_NO_PRETRAINING, **_NO_PAIRS, **_NO_PPO, **_NO_DISTILLATION, **_NO_EWC},
     "pretrain": {
+        "kl_to_base": _OF_SFT,
         **_NO_ADAPTERS,
         **_NO_PAIRS,
         **_NO_PPO,
@@ -389,6 +397,7 @@ _LEFT_OUT: Final[Mapping[str, Mapping[str, Retired]]] = {
     },
     "reward": {
         **_ONLY_PAIRS,
+        **_NO_FORGETTING,
         **each("num_sample_prompts sample_prompts sample_max_new_tokens metrics", _OF_SAMPLES),
         **each(
             "ref_model_name_or_path ref_model_revision simpo_gamma loss_type",
@@ -397,6 +406,7 @@ _LEFT_OUT: Final[Mapping[str, Mapping[str, Retired]]] = {
     },
     "dpo": {
         **_ONLY_PAIRS,
+        "kl_to_base": undecided("is not needed: the loss holds the policy to its reference", "raise `beta`"),
         "sync_ref_model": _FIXED_REFERENCE,
         "unfinished_share": undecided("is a key of reward models", "delete the line"),
         **each("ref_model_mixup_alpha ref_model_sync_steps", dropped("moves the reference, which is fixed here")),
@@ -408,6 +418,7 @@ _LEFT_OUT: Final[Mapping[str, Mapping[str, Retired]]] = {
     },
     "distill": {
         **_NO_PRETRAINING,
+        **_NO_FORGETTING,
         **_NO_ADAPTERS,
         **_NO_PAIRS,
         **{name: retired for name, retired in _NO_PPO.items() if name != "response_length"},

@@ -19,6 +19,7 @@ from recipes_lib.errors import Problem
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """``module:name`` of what a user wrote: a reward or a metric."""
 
+_REPLAYED: Final = ("replay_dataset", "replay_from")
 _IN_BITS: Final = ("load_in_8bit", "load_in_4bit")
 _EXCLUSIVE: Final = (
     ("dataset_name", "dataset_mixture", "keep one; a mixture names its datasets itself"),
@@ -36,6 +37,12 @@ _EXCLUSIVE: Final = (
     ("dataset_streaming", "teacher_top_k", "keep one: the stored top-k are looked up by row, and a stream has none"),
     ("lmbda", "teacher_top_k", "keep one: sampled answers are new, and nothing is stored of them"),
     *(("teacher_top_k", key, "keep one: nothing is stored of the teacher's layers") for key in WEIGHTS),
+    ("replay_dataset", "replay_from", "keep one: replay rows of one source"),
+    *(("dataset_streaming", key, "keep one: a stream has no rows to count a share of") for key in _REPLAYED),
+    ("model_config", "ewc_lambda", "keep one: random weights know nothing that could be kept"),
+    ("use_peft", "ewc_lambda", "keep one: under an adapter the model's own weights do not change"),
+    ("lora_modules_to_save", "kl_to_base", "keep one: the output projection must be the base's"),
+    ("adapter_name_or_path", "kl_to_base", "keep one, or merge the adapter first: the base is not where it starts"),
     *((key, "torch_compile", f"keep one: it drops the forward hooks of `{key}`") for key in WEIGHTS),
 )
 """Keys that cannot be set together, and the remedy; the problem is where the second one stands."""
@@ -117,6 +124,8 @@ _DEPENDENCIES: Final = (
     Dependency("sample_prompts metrics", "num_sample_prompts"),
     Dependency("max_rollbacks save_keep_steps", "save_strategy", _SAVED),
     Dependency("dataloader_prefetch_factor dataloader_persistent_workers", "dataloader_num_workers"),
+    Dependency("replay_share", " ".join(_REPLAYED)),
+    Dependency("ewc_fisher ewc_reference", "ewc_lambda"),
     # pretraining
     Dependency("decay_steps decay_type", "lr_scheduler_type", ("warmup_stable_decay",)),
     Dependency("batch_ramp_start batch_ramp_lr", "batch_ramp_tokens"),
@@ -452,6 +461,13 @@ def check_adapter_stage(settings: Settings) -> Iterator[Problem]:
         yield settings.problem("use_peft", "`use_peft` is false", remedy)
 
 
+def check_base(settings: Settings) -> Iterator[Problem]:
+    """Without its adapter a model must be what training starts from."""
+    if settings["kl_to_base"] and settings["init_lora_weights"] in ("pissa", "olora"):
+        found = f"`init_lora_weights: {settings['init_lora_weights']}` leaves no base for `kl_to_base`"
+        yield settings.problem("init_lora_weights", found, "write `init_lora_weights: default`")
+
+
 def check_compared(settings: Settings) -> Iterator[Problem]:
     """Prompts and answers are whole, and what is compared is not random."""
     if settings["overlong"] in ("truncate", "split"):
@@ -499,7 +515,7 @@ _SAMPLING: Final = (*_COMPARING, check_rewards, check_own_reference, check_polic
 RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
     "pretrain": (*_RULES, check_start, check_shape, check_precision, check_curriculum),
     "sft": _FINE_TUNING,
-    "lora": (*_FINE_TUNING, check_adapter_stage),
+    "lora": (*_FINE_TUNING, check_adapter_stage, check_base),
     "reward": _COMPARING,
     "dpo": (*_COMPARING, check_preference),
     "ppo": _SAMPLING,

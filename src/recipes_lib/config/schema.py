@@ -320,6 +320,26 @@ class GuardsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ForgettingConfig:
+    """Training that remembers: replay, elastic weight consolidation, KL to the start; see ``docs/forgetting.md``."""
+
+    replay_dataset: str | None = None
+    """Hub id or path of earlier data that are trained on among the new; their layout is detected."""
+    replay_from: str | None = None
+    """Output directory of an earlier run, whose own training rows are replayed: those that its ``run.json`` names."""
+    replay_share: float = 0.05
+    """Share of the replayed data in the loss: in trained tokens, of DPO in pairs. At every step exact to a row."""
+    ewc_lambda: float = 0.0
+    """Elastic weight consolidation: half of this times the sum of ``F (w - w*)^2`` over all weights, in the loss."""
+    ewc_fisher: Literal["diagonal", "identity"] = "diagonal"
+    """``F``: the diagonal Fisher information that ``recipes fisher`` computes, or 1 everywhere, which is L2-SP."""
+    ewc_reference: str | None = None
+    """Folder with ``w*`` and its Fisher information. Unset: the model that training starts from."""
+    kl_to_base: float = 0.0
+    """Coefficient of the KL divergence of the model to the one it starts from, in the loss of each trained token."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RewardsConfig:
     """Sampled answers and their rewards."""
 
@@ -462,6 +482,7 @@ class RecipeConfig:
     quantization: QuantizationConfig = QuantizationConfig()
     preference: PreferenceConfig = PreferenceConfig()
     guards: GuardsConfig = GuardsConfig()
+    forgetting: ForgettingConfig = ForgettingConfig()
     rewards: RewardsConfig = RewardsConfig()
     critic: CriticConfig = CriticConfig()
     engine: EngineConfig = EngineConfig()

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from recipes_lib.config.paths import expand_home
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import DataError, Problem
@@ -69,6 +71,19 @@ class PreparedSet:
         import datasets  # seconds that a set which is only looked at does not need
 
         return datasets.Dataset.from_file(str(_data_file(self.path, split))).with_format("numpy")
+
+
+def join_rows(rows: datasets.Dataset, others: datasets.Dataset) -> datasets.Dataset:
+    """Rows of two sets of one kind, one behind the other; a margin that only one of them has is 0 in the other."""
+    import datasets  # as above
+
+    parts = [rows, others]
+    if any("margin" in part.column_names for part in parts):
+        parts = [
+            part if "margin" in part.column_names else part.add_column("margin", np.zeros(len(part), np.float32))
+            for part in parts
+        ]
+    return datasets.concatenate_datasets(parts).with_format("numpy")
 
 
 def find_root(config: RecipeConfig) -> Path:

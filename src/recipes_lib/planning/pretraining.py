@@ -59,7 +59,8 @@ def plan_pretraining(
         config: The run.
         world_size: Data-parallel processes.
         num_windows: Rows that the sources have together, for a run whose length is given in epochs.
-        weights: Share of each source where there is no curriculum.
+        weights: Share of each source where there is no curriculum, summing to 1; those behind the sources of the
+            curriculum are replayed, and keep theirs in each of its phases.
 
     Raises:
         ConfigError: The schedule does not fit into the run.
@@ -79,7 +80,10 @@ def plan_pretraining(
     )
     curriculum = pretraining.dataset_curriculum or [{"start_tokens": 0, "weights": weights}]
     # A phase begins with the first whole row after its tokens; one that begins after the end never does.
-    phases = [(math.ceil(phase["start_tokens"] / max_length), phase["weights"]) for phase in curriculum]
+    phases = [
+        (math.ceil(phase["start_tokens"] / max_length), _add_replayed(phase["weights"], weights))
+        for phase in curriculum
+    ]
     return PretrainingPlan(
         max_length=max_length,
         rows_per_micro_step=rows_per_micro_step,
@@ -88,6 +92,14 @@ def plan_pretraining(
         schedule=build_schedule(schedule, training, row_starts, max_length),
         phases=phases,
     )
+
+
+def _add_replayed(phase: Sequence[float], weights: Sequence[float]) -> Sequence[float]:
+    """The weights of a phase, and of what is replayed."""
+    replayed = weights[len(phase) :]
+    if not replayed:
+        return phase
+    return [weight / sum(phase) * (1 - sum(replayed)) for weight in phase] + [*replayed]
 
 
 def count_run_tokens(config: RecipeConfig, world_size: int) -> int | None:

@@ -10,6 +10,7 @@ from tests.training.trajectories import make_packs, make_trainer
 from torch.utils.data import BatchSampler, SequentialSampler
 from transformers import Trainer
 
+from recipes_lib.data.sources.replay import EpochOrder
 from recipes_lib.data.tokens.dataset import RowSkips
 from recipes_lib.training.trainers.run_sampler import EpochRows, RunSampler, shard_evenly
 
@@ -59,7 +60,7 @@ def test_with_skips_the_epochs_are_cut_anew_from_what_is_left(seed):
     orders = [permute(10, seed + epoch if seed else 0, "random" if seed else "sequential") for epoch in range(6)]
     expected = [orders[epoch][at] for epoch, at in natural]
     epoch = 0
-    sampler = RunSampler(10, seed=seed, skips=skips, read_epoch=lambda: epoch)
+    sampler = RunSampler(EpochOrder(10, seed), skips=skips, read_epoch=lambda: epoch)
     for epoch in range(4):
         assert list(sampler) == expected[10 * epoch : 10 * epoch + 10]
 

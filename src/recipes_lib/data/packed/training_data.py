@@ -37,8 +37,16 @@ from recipes_lib.data.packed.packing import Examples
 from recipes_lib.data.packed.prepared_set import prepare
 from recipes_lib.data.sources.broken_rows import BrokenRows, encode_sound
 from recipes_lib.data.sources.mixtures import Mixture, load_test_data, load_train_data
+from recipes_lib.data.sources.replay import (
+    ReplayOrder,
+    build_order,
+    describe_replay,
+    find_replayed,
+    tell_replay,
+)
 from recipes_lib.data.sources.rows import Row
 from recipes_lib.data.sources.splits import Digests, compute_digests, compute_row_digest, find_overlap, refuse_overlap
+from recipes_lib.data.store import join_rows
 from recipes_lib.errors import ConfigError, DataError, Problem, merge_alike, raise_problems
 
 if TYPE_CHECKING:
@@ -221,6 +229,7 @@ class TrainingData:
         audit: Figures of the training rows; of a stream, of its first ones.
         findings: What the audit of all rows makes of them.
         record: JSON values for ``run.json``: where the rows came from, and their counts.
+        order: In which the rows are trained on where some are replayed, which stand behind the others in ``train``.
     """
 
     train: datasets.Dataset | datasets.IterableDataset
@@ -230,6 +239,7 @@ class TrainingData:
     audit: SplitAudit
     findings: Sequence[Finding]
     record: dict[str, Any]
+    order: ReplayOrder | None = None
 
     @property
     def held_out(self) -> Mapping[str, datasets.Dataset]:
@@ -239,13 +249,15 @@ class TrainingData:
     @property
     def longest(self) -> int:
         """Tokens of the longest row after cutting, held-out rows too; of a stream, the most that a row may have."""
-        audits = [self.record[side] for side in ("train", "eval") if self.record.get(side)]
+        parts = (self.record, self.record.get("replay", {}))
+        audits = [part[side] for part in parts for side in ("train", "eval") if part.get(side)]
         return min(self.max_length, max((audit["length_max"] for audit in audits), default=self.max_length))
 
     @property
     def warnings(self) -> list[str]:
         """What the audit warns of."""
-        return [finding.found for finding in self.findings if finding.severity == "warning"]
+        audited = [finding.found for finding in self.findings if finding.severity == "warning"]
+        return [*audited, *tell_replay(self.record)]
 
     @property
     def typical_length(self) -> int:
@@ -283,16 +295,34 @@ def load_training_data(config: RecipeConfig, load_tokenizer: TokenizerLoader, *,
     if config.data.dataset_streaming:
         return _open_stream(config, load_tokenizer)
     prepared = prepare(config, load_tokenizer, local_rank=local_rank)
+    train, order, record = prepared.train, None, {"prepared_set": str(prepared.path), **prepared.manifest}
+    if (replayed := find_replayed(config, prepared.manifest["max_length"])) is not None:
+        other = prepare(replayed, load_tokenizer, local_rank=local_rank)
+        order = build_order(config, count_trained_tokens(train), count_trained_tokens(other.train))
+        train = join_rows(train, other.train)
+        record["replay"] = describe_replay(config, order, other)
     figures = {name: value for name, value in prepared.manifest["train"].items() if name != "cut"}
     return TrainingData(
-        train=prepared.train,
+        train=train,
         eval=prepared.eval,
         max_length=prepared.manifest["max_length"],
-        num_packs=len(prepared.train),
+        num_packs=len(train) if order is None else order.rows_per_epoch,
         audit=SplitAudit(**figures),
         findings=[Finding(**finding) for finding in prepared.manifest["findings"]],
-        record={"prepared_set": str(prepared.path), **prepared.manifest},
+        record=record,
+        order=order,
     )
+
+
+def count_trained_tokens(packs: datasets.Dataset) -> npt.NDArray[np.int64]:
+    """Return the trained tokens of each pack, ``int64 (P,)``."""
+    counts = [np.zeros(0, np.int64)]
+    for batch in packs.with_format("arrow").iter(batch_size=ROWS_PER_CHUNK):
+        masks = batch["loss_mask"].combine_chunks()
+        ends = np.cumsum(masks.flatten().to_numpy(zero_copy_only=False), dtype=np.int64)
+        stops = np.cumsum(masks.value_lengths().to_numpy())
+        counts.append(np.diff(np.concatenate([[0], ends[stops - 1]])))
+    return np.concatenate(counts)
 
 
 def _open_stream(config: RecipeConfig, load_tokenizer: TokenizerLoader) -> TrainingData:

@@ -16,7 +16,14 @@ from recipes_lib.data.packed.audit import Finding
 from recipes_lib.data.packed.encoding import TokenizerLoader
 from recipes_lib.data.pairs.audit import PairAudit
 from recipes_lib.data.pairs.sets import prepare_pairs
-from recipes_lib.data.store import PreparedSet
+from recipes_lib.data.sources.replay import (
+    ReplayOrder,
+    build_order,
+    describe_replay,
+    find_replayed,
+    tell_replay,
+)
+from recipes_lib.data.store import PreparedSet, compute_key, join_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,6 +48,7 @@ class PairData:
         audit: Figures of the training pairs.
         findings: What the audit of all pairs makes of them.
         record: JSON values for ``run.json``: where the pairs came from, their counts, and what was left out.
+        order: In which pairs are trained on where some are replayed, which stand behind the others in ``train``.
     """
 
     train: PairRows
@@ -49,6 +57,7 @@ class PairData:
     audit: PairAudit
     findings: Sequence[Finding]
     record: dict[str, Any]
+    order: ReplayOrder | None = None
 
     @property
     def held_out(self) -> Mapping[str, PairRows]:
@@ -58,12 +67,14 @@ class PairData:
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt with one answer, held-out pairs included."""
-        return max(int(self.record[side]["length_max"]) for side in ("train", "eval") if self.record.get(side))
+        parts = (self.record, self.record.get("replay", {}))
+        return max(int(part[side]["length_max"]) for part in parts for side in ("train", "eval") if part.get(side))
 
     @property
     def warnings(self) -> list[str]:
         """What the audit warns of."""
-        return [finding.found for finding in self.findings if finding.severity == "warning"]
+        audited = [finding.found for finding in self.findings if finding.severity == "warning"]
+        return [*audited, *tell_replay(self.record)]
 
     @property
     def typical_length(self) -> int:
@@ -100,13 +111,22 @@ def load_pair_data(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, loc
             processes, that the first one gave up.
     """
     prepared = prepare_pairs(config, load_tokenizer, local_rank=local_rank)
+    train, order, record = prepared.train, None, {"prepared_set": str(prepared.path), **prepared.manifest}
+    if (replayed := find_replayed(config, prepared.manifest["max_length"])) is not None:
+        other = prepare_pairs(replayed, load_tokenizer, local_rank=local_rank)
+        order = build_order(config, *(np.ones(len(pairs), np.int64) for pairs in (train, other.train)))
+        train = join_rows(train, other.train)
+        # What is stored of a reference is of all pairs, in their order.
+        record["key"] = compute_key({"sets": [prepared.key, other.key]})
+        record["replay"] = describe_replay(config, order, other)
     return PairData(
-        train=prepared.train,
+        train=train,
         eval=prepared.eval,
         max_length=prepared.manifest["max_length"],
         audit=PairAudit(**prepared.manifest["train"]),
         findings=[Finding(**finding) for finding in prepared.manifest["findings"]],
-        record={"prepared_set": str(prepared.path), **prepared.manifest},
+        record=record,
+        order=order,
     )
 
 

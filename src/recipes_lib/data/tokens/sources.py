@@ -23,6 +23,7 @@ WITHOUT_EFFECT: Final = frozenset(
         "packed/prepared_set.py",
         "packed/preview.py",
         "packed/training_data.py",
+        "sources/replay.py",
         "tokens/dataset.py",
         "tokens/token_data.py",
     }

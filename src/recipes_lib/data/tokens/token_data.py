@@ -17,6 +17,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.token_ids import count_ids
 from recipes_lib.data.packed.encoding import TokenizerLoader, build_encoder
 from recipes_lib.data.sources.mixtures import compute_weights
+from recipes_lib.data.sources.replay import find_replayed
 from recipes_lib.data.sources.splits import compute_row_digest, find_overlap, refuse_overlap
 from recipes_lib.data.store import PreparedSet, compute_key, find_root, wait_for_set
 from recipes_lib.data.tokens.sets import halve_digests, make_token_set, open_side
@@ -71,6 +72,7 @@ class TokenData:
         eval: What is held out, by name: the sources that rows were held out of, or the one named by
             ``dataset_test_split``; empty when nothing is held out.
         weights: Share of the training tokens that comes from each source, summing to 1; see ``compute_weights``.
+        num_replayed: How many of the sources are replayed; they come last.
         record: JSON values for ``run.json``: where the tokens came from, and their counts.
         is_new: Whether this process prepared any of them.
     """
@@ -78,6 +80,7 @@ class TokenData:
     train: Sequence[TokenSource]
     eval: Mapping[str, TokenSource]
     weights: Sequence[float]
+    num_replayed: int
     record: Mapping[str, Any]
     is_new: bool
 
@@ -110,17 +113,26 @@ def prepare_tokens(
         where = config.provenance.get("max_length", "max_length")
         raise ConfigError(Problem(where, "rows of pretraining have one length", "write `max_length: 1024`"))
     corpora, held_out = load_corpora(config, num_tokens), load_held_out(config)
+    replayed, num_own = find_replayed(config), len(corpora)
+    if replayed is not None:
+        corpora += load_corpora(replayed)
     parts = _prepare([*corpora, *([held_out] if held_out else [])], config, load_tokenizer, local_rank)
     is_new = any(part.prepared.is_new for part in parts)
     held_out_part = parts.pop() if held_out else None
     train = _open_train(parts, config.tokens.max_length)
     if local_rank == 0 and held_out_part and not config.data.allow_eval_overlap:
         _refuse_repeats(parts, train, held_out_part)
-    weights = compute_weights(config, [source.num_tokens for source in train])
+    sizes = [source.num_tokens for source in train]
+    weights = compute_weights(config, sizes[:num_own])
+    if replayed is not None:
+        share = config.forgetting.replay_share
+        weights = [weight * (1 - share) for weight in weights]
+        weights += [weight * share for weight in compute_weights(replayed, sizes[num_own:])]
     return TokenData(
         train=train,
         eval=_open_eval(parts, held_out_part),
         weights=weights,
+        num_replayed=len(train) - num_own,
         record=_build_record(parts, held_out_part, weights),
         is_new=is_new,
     )

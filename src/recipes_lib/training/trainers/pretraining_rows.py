@@ -76,7 +76,10 @@ def build_rows(config: RecipeConfig, tokens: TokenData, world_size: int) -> Pret
     """
     assert config.tokens.max_length is not None
     num_windows = [source.num_tokens // config.tokens.max_length for source in tokens.train]
-    plan = plan_pretraining(config, world_size, num_windows=sum(num_windows), weights=tokens.weights)
+    num_own = len(num_windows) - tokens.num_replayed
+    # An epoch is a pass over the run's own data, with what is replayed meanwhile.
+    rows_per_epoch = round(sum(num_windows[:num_own]) / sum(tokens.weights[:num_own]))
+    plan = plan_pretraining(config, world_size, num_windows=rows_per_epoch, weights=tokens.weights)
     order = RowOrder(num_windows, plan.phases, seed=read_seed(config))
     isolated = not config.pretraining.cross_document_attention
     names = _shorten([source.name for source in tokens.train])

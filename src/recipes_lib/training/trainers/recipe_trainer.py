@@ -24,6 +24,7 @@ from transformers import (
 from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.config.schema import AdapterConfig
+from recipes_lib.data.sources.replay import EpochOrder, Order
 from recipes_lib.errors import ConfigError, DivergedError, PreemptedError, Problem
 from recipes_lib.models.parallel.tensor_parallel import count_tensor_parallel_ranks
 from recipes_lib.models.parallel.zero3 import remove_gather_hooks
@@ -86,6 +87,7 @@ class RecipeTrainer(CheckpointingTrainer):
         args: TrainingArguments,
         observer: Observer,
         adapter: AdapterConfig | None = None,
+        order: Order | None = None,
         **options: Any,
     ) -> None:
         """Set upstream's trainer up over rows of tokens.
@@ -95,11 +97,13 @@ class RecipeTrainer(CheckpointingTrainer):
             args: From ``build_training_arguments``.
             observer: What watches the run.
             adapter: What ``model`` is under, if it is under one; every part of it must learn, and nothing else may.
+            order: Of the rows where some are replayed; ``None`` is upstream's.
             **options: As upstream's trainer: ``train_dataset``; ``eval_dataset``, which the hooks decide about;
                 ``data_collator``, rows to the batch that ``compute_loss`` takes; ``processing_class``, the tokenizer,
                 saved with every checkpoint.
         """
         self.observer = observer
+        self.order = order
         self.adapter = adapter or AdapterConfig()
         # Before upstream has touched a weight.
         say, is_idle = observer.progress.say, not self.has_own_objective
@@ -280,9 +284,17 @@ class RecipeTrainer(CheckpointingTrainer):
         return self._plan_epochs().find(step)
 
     def _plan_epochs(self) -> EpochRows:
+        num_rows = self._find_order().rows_per_epoch
+        plan = compute_steps(num_rows, vars(self.args), self.launch.data_size)
+        return EpochRows(num_rows, plan.steps_per_epoch, plan.rows_per_step)
+
+    def _find_order(self) -> Order:
+        """Return the order of the run: of replay, else upstream's."""
+        if self.order is not None:
+            return self.order
         rows: Any = self.train_dataset
-        plan = compute_steps(len(rows), vars(self.args), self.launch.data_size)
-        return EpochRows(len(rows), plan.steps_per_epoch, plan.rows_per_step)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return EpochOrder(len(rows), None if self.args.train_sampling_strategy == "sequential" else seed)
 
     # transformers 5.23 draws the order inside its sampler, from which no row can be left out, and takes no other.
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
@@ -291,14 +303,12 @@ class RecipeTrainer(CheckpointingTrainer):
         return super()._get_train_sampler(train_dataset) if is_stream else self.build_sampler()
 
     def build_sampler(self) -> Sampler[int]:
-        """Take the rows in upstream's order, without those that a rollback skips."""
-        epochs = self._plan_epochs()
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        """Take the rows in their order, without those that a rollback skips."""
+        steps_per_epoch = self._plan_epochs().steps_per_epoch
         return RunSampler(
-            epochs.num_rows,
-            seed=None if self.args.train_sampling_strategy == "sequential" else seed,
+            self._find_order(),
             skips=self.guard.rollbacks.skips,
-            read_epoch=lambda: self.state.global_step // epochs.steps_per_epoch,
+            read_epoch=lambda: self.state.global_step // steps_per_epoch,
         )
 
     def get_train_dataloader(self) -> DataLoader[Any]:

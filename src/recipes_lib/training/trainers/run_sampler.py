@@ -1,4 +1,4 @@
-"""Row order of a run: permutation by epoch without skipped rows, and even shards of its batches for every rank."""
+"""Row order of a run without skipped rows, epoch by epoch, and even shards of its batches for every rank."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler, Sampler
 
+from recipes_lib.data.sources.replay import Order
 from recipes_lib.data.tokens.dataset import RowSkips
 
 
@@ -40,46 +40,25 @@ class EpochRows:
 class RunSampler(Sampler[int]):
     """Yields the rows of an epoch of the run, on every process all of them.
 
-    Without skips it is the order that upstream's trainer takes: a permutation drawn from the seed and the epoch.
-    Rows that are left out are replaced by those that follow, at the end of an epoch by the first of the next one.
+    Without skips they come in their order. Rows that are left out are replaced by those that follow, at the end of an
+    epoch by the first of the next one.
 
-    Source: accelerate ``SeedableRandomSampler``; ``tests/training/trainers/test_run_sampler.py``.
+    Source: ``tests/training/trainers/test_run_sampler.py``.
     """
 
-    def __init__(self, num_rows: int, *, seed: int | None, skips: RowSkips, read_epoch: Callable[[], int]) -> None:
-        """Prepare the order.
-
-        Args:
-            num_rows: Rows of the data.
-            seed: Of the permutations; ``None`` takes the rows as they come.
-            skips: What is left out.
-            read_epoch: Says which epoch begins, whenever one does.
-        """
-        self._num_rows = num_rows
-        self._seed = seed
+    def __init__(self, order: Order, *, skips: RowSkips, read_epoch: Callable[[], int]) -> None:
+        """Take the rows in ``order`` without ``skips``; ``read_epoch`` says which epoch begins, whenever one does."""
+        self._order = order
         self._skips = skips
         self._read_epoch = read_epoch
 
     def __len__(self) -> int:
-        return self._num_rows
+        return self._order.rows_per_epoch
 
     def __iter__(self) -> Iterator[int]:
-        first = self._read_epoch() * self._num_rows
-        natural = self._skips.locate(np.arange(first, first + self._num_rows))
-        epochs, places = np.divmod(natural, self._num_rows)
-        rows = np.empty_like(places)
-        for epoch in np.unique(epochs).tolist():
-            rows[epochs == epoch] = self._permute(epoch)[places[epochs == epoch]]
-        yield from rows.tolist()
-
-    def _permute(self, epoch: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        if self._seed is None:
-            return np.arange(self._num_rows)
-        generator = torch.Generator().manual_seed(self._seed + epoch)
-        permutation: np.ndarray[tuple[int], np.dtype[np.int64]] = torch.randperm(
-            self._num_rows, generator=generator
-        ).numpy()
-        return permutation
+        first = self._read_epoch() * len(self)
+        natural = self._skips.locate(np.arange(first, first + len(self)))
+        yield from self._order.locate(natural).tolist()
 
 
 class EvenBatches(BatchSampler):

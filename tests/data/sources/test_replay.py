@@ -1,0 +1,161 @@
+"""Replayed rows have their share of the trained tokens from any step to any other, whoever asks in which order."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes_lib.data.packed.training_data import count_trained_tokens, load_training_data
+from recipes_lib.data.pairs.pair_data import load_pair_data
+from recipes_lib.data.sources.replay import EpochOrder, ReplayOrder, find_replayed
+from recipes_lib.data.tokens.token_data import prepare_tokens
+from recipes_lib.errors import ConfigError, DataError
+
+SHARES = (0.01, 0.05, 0.1, 0.25, 1 / 3, 0.5, 0.9)
+
+
+def draw_by_deficit(terms, replayed_terms, share, num_rows, seed):
+    """One row after the other: of the replayed ones where they have less than their share, else of the new ones."""
+    streams = EpochOrder(len(terms), seed), EpochOrder(len(replayed_terms), None if seed is None else seed ^ 0x5EED)
+    share = Fraction(str(share)).limit_denominator(1_000_000)
+    taken, sums, rows = [0, 0], [0, 0], []
+    for _ in range(num_rows):
+        is_replayed = int(sums[1] < share * sum(sums))
+        (row,) = streams[is_replayed].locate(np.array([taken[is_replayed]])).tolist()
+        taken[is_replayed] += 1
+        sums[is_replayed] += int((terms, replayed_terms)[is_replayed][row])
+        rows.append(row + is_replayed * len(terms))
+    return rows
+
+
+@given(
+    terms=st.lists(st.integers(1, 90), min_size=1, max_size=30),
+    replayed=st.lists(st.integers(1, 90), min_size=1, max_size=12),
+    share=st.sampled_from(SHARES),
+    seed=st.sampled_from([None, 0, 7]),
+)
+def test_the_row_with_the_largest_deficit_is_next(terms, replayed, share, seed):
+    terms, replayed = np.array(terms), np.array(replayed)
+    order = ReplayOrder(terms, replayed, share, seed=seed)
+    num_rows = 2 * order.rows_per_epoch + 5
+    rows = order.locate(np.arange(num_rows))
+    assert rows.tolist() == draw_by_deficit(terms, replayed, share, num_rows, seed)
+    # Between any two steps the replayed tokens are their share but for a row at either end.
+    every = np.concatenate([terms, replayed])[rows]
+    replayed_sums = np.cumsum(np.where(rows >= len(terms), every, 0))
+    off = replayed_sums - share * np.cumsum(every)
+    assert np.abs(off).max() <= max(terms.max(), replayed.max())
+    # A step that begins anywhere has the rows that it has in the whole run.
+    for first in (0, 1, num_rows // 2, num_rows - 3):
+        assert order.locate(np.arange(first, num_rows)).tolist() == rows[first:].tolist()
+    # An epoch holds each new row, in the order that it has without replay.
+    epoch = rows[: order.rows_per_epoch]
+    assert epoch[epoch < len(terms)].tolist() == EpochOrder(len(terms), seed).locate(np.arange(len(terms))).tolist()
+
+
+def test_of_either_data_all_rows_come_before_one_comes_again():
+    order = ReplayOrder(np.full(40, 3), np.full(7, 5), 0.25, seed=1)
+    rows = order.locate(np.arange(300))
+    replayed, new = rows[rows >= 40], rows[rows < 40]
+    assert all(len(set(replayed[at : at + 7])) == 7 for at in range(0, len(replayed) - 7, 7))
+    assert all(len(set(new[at : at + 40])) == 40 for at in range(0, len(new) - 40, 40))
+    assert replayed[:7].tolist() != replayed[7:14].tolist()
+
+
+@pytest.fixture
+def write_all(build_config, write_rows, make_chats, tmp_path):
+    """Builds a run over 40 chats that replays 25 others."""
+    write_rows("new.jsonl", make_chats(40))
+    write_rows("old.jsonl", make_chats(25, start=100))
+
+    def build(**options):
+        return build_config(**{"dataset_name": str(tmp_path / "new.jsonl"), "max_length": 96} | options)
+
+    return build
+
+
+def test_packed_rows_are_replayed_by_their_trained_tokens(write_all, tiny_tokenizer, tmp_path):
+    plain = load_training_data(write_all(), lambda _: tiny_tokenizer)
+    keys = {"replay_dataset": str(tmp_path / "old.jsonl"), "replay_share": 0.2}
+    data = load_training_data(write_all(**keys), lambda _: tiny_tokenizer)
+    assert plain.order is None
+    assert data.train[: len(plain.train)]["input_ids"][-1].tolist() == plain.train[-1]["input_ids"].tolist()
+    terms = count_trained_tokens(data.train)
+    assert terms.tolist() == [int(row["loss_mask"].sum()) for row in data.train]
+    rows = data.order.locate(np.arange(data.num_packs))
+    is_replayed = rows >= len(plain.train)
+    shares = np.cumsum(np.where(is_replayed, terms[rows], 0)) - 0.2 * np.cumsum(terms[rows])
+    assert is_replayed.any()
+    assert np.abs(shares).max() <= terms.max()
+    text = "".join(tiny_tokenizer.decode(data.train[int(row)]["input_ids"]) for row in rows[is_replayed])
+    assert "Question 10" in text
+    assert "Question 3:" not in text
+    assert data.record["replay"]["share"] == 0.2
+
+
+def test_what_an_earlier_run_held_out_is_not_replayed(write_all, tiny_tokenizer, tmp_path):
+    earlier = write_all(dataset_name=str(tmp_path / "old.jsonl"), test_split_size=10, seed=3)
+    held_out = load_training_data(earlier, lambda _: tiny_tokenizer).eval
+    run = tmp_path / "earlier"
+    run.mkdir()
+    keys = {"dataset_name": str(tmp_path / "old.jsonl"), "test_split_size": 10, "seed": 3, "loss_on": "all"}
+    (run / "run.json").write_text(json.dumps({"config": keys}))
+    config = write_all(replay_from=str(run))
+    data = load_training_data(config, lambda _: tiny_tokenizer)
+    texts = tiny_tokenizer.decode(np.concatenate([row["input_ids"] for row in data.train]))
+    documents = tiny_tokenizer.decode(np.concatenate([row["input_ids"] for row in held_out])).split("<|im_start|>user")
+    assert len(documents) == 11
+    assert not any(document in texts for document in documents[1:])
+    assert data.record["replay"]["train"]["num_rows"] == 15
+    assert find_replayed(config).tokens.loss_on == "all"
+
+
+def test_pairs_are_replayed_by_their_number(build_config, write_rows, tiny_tokenizer, tmp_path):
+    def write(name, start, **more):
+        rows = [
+            {"prompt": f"{n}?", "chosen": f" {n} a", "rejected": f" {n} b", **more} for n in range(start, start + 20)
+        ]
+        write_rows(name, rows)
+
+    write("new.jsonl", 0)
+    write("old.jsonl", 100, margin=0.5)
+    keys = {"dataset_name": str(tmp_path / "new.jsonl"), "max_length": 64}
+    config = build_config(**keys, replay_dataset=str(tmp_path / "old.jsonl"), replay_share=0.1, stage="dpo")
+    data = load_pair_data(config, lambda _: tiny_tokenizer)
+    plain = load_pair_data(build_config(**keys, stage="dpo"), lambda _: tiny_tokenizer)
+    assert (len(data.train), data.order.rows_per_epoch) == (40, 23)
+    assert data.record["key"] != plain.record["key"]
+    assert [row["margin"] for row in data.train] == [0] * 20 + [0.5] * 20
+    rows = data.order.locate(np.arange(1000))
+    assert np.abs(np.cumsum(rows >= 20) - 0.1 * np.arange(1, 1001)).max() <= 1
+
+
+def test_documents_are_replayed_by_their_tokens(build_config, write_rows, tiny_tokenizer, tmp_path):
+    for name in ("new", "old"):
+        write_rows(f"{name}.jsonl", [{"text": f"Text {number} of the {name} baker"} for number in range(40)])
+    keys = {"dataset_name": str(tmp_path / "new.jsonl"), "max_length": 16, "stage": "pretrain"}
+    config = build_config(**keys, replay_dataset=str(tmp_path / "old.jsonl"), replay_share=0.05)
+    data = prepare_tokens(config, lambda _: tiny_tokenizer)
+    assert [source.name.rpartition("/")[2] for source in data.train] == ["new.jsonl", "old.jsonl"]
+    assert list(data.weights) == [0.95, 0.05]
+    assert data.num_replayed == 1
+
+
+@pytest.mark.parametrize(
+    ("record", "error", "words"),
+    [
+        (None, DataError, "cannot be read"),
+        ({"config": {"dataset_name": 3}}, DataError, "`dataset_name` is a number"),
+        ({"config": {}}, ConfigError, "names no dataset"),
+    ],
+)
+def test_an_earlier_run_that_names_no_data_is_refused(write_all, tmp_path, record, error, words):
+    if record is not None:
+        (tmp_path / "run.json").write_text(json.dumps(record))
+    with pytest.raises(error, match=words):
+        find_replayed(write_all(replay_from=str(tmp_path)))
