@@ -20,6 +20,7 @@ from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.final_model import export_model, recipe
 from recipes_lib.training.evaluation.build import build_observer
+from recipes_lib.training.forgetting.weight_penalty import load_penalty
 from recipes_lib.training.run import Run
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.dpo_trainer import DPOTrainer, build_objective, prepare_reference
@@ -56,6 +57,7 @@ def main(run: Run) -> None:
         adapter=config.adapter,
         train_dataset=data.train,
         order=data.order,
+        penalty=load_penalty(config),
         eval_dataset=data.eval,
         data_collator=collate,
         processing_class=tokenizer,

@@ -23,6 +23,7 @@ from recipes_lib.models.heads.loss_head import verify_loss_head
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.final_model import export_model, recipe
 from recipes_lib.training.evaluation.build import build_observer
+from recipes_lib.training.forgetting.base_divergence import load_base
 from recipes_lib.training.run import Run
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
@@ -52,6 +53,7 @@ def main(run: Run) -> None:
         args=args,
         train_dataset=data.train,
         order=data.order,
+        base=load_base(config, attention.implementation),
         eval_dataset=data.eval,
         data_collator=collate,
         processing_class=tokenizer,

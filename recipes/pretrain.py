@@ -22,6 +22,7 @@ from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.planning.pretraining import count_run_tokens
 from recipes_lib.publish.final_model import export_model, recipe
 from recipes_lib.training.evaluation.build import build_observer
+from recipes_lib.training.forgetting.weight_penalty import load_penalty
 from recipes_lib.training.layouts.context_rows import join_context
 from recipes_lib.training.layouts.pipeline_trainer import choose_trainer
 from recipes_lib.training.run import Run
@@ -55,6 +56,7 @@ def main(run: Run) -> None:
         model=model,
         args=args,
         train_dataset=rows.train,
+        penalty=load_penalty(config),
         eval_dataset=rows.held_out or None,
         data_collator=collate,
         processing_class=tokenizer,

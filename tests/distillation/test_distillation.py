@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
-from recipes_lib.distillation.teacher import score_beside_teacher
 from recipes_lib.losses.distillation import Objective
-from recipes_lib.models.heads.loss_head import add_loss_head
+from recipes_lib.models.heads.loss_head import add_loss_head, score_beside_teacher
 
 
 def load(folder: Path, *, is_teacher: bool) -> Any:

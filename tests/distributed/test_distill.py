@@ -19,8 +19,8 @@ from torch import distributed
 from torch.distributed.fsdp import fully_shard
 
 from recipes_lib.distillation.layer_features import PROJECTIONS_FILE
-from recipes_lib.distillation.teacher import score_beside_teacher
 from recipes_lib.losses.distillation import Objective
+from recipes_lib.models.heads.loss_head import score_beside_teacher
 
 KEYS: dict[str, Any] = {"distillation_alpha": 0.3, "distillation_beta": 0.5, "distillation_temperature": 2.0}
 ONE: dict[str, Any] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}

@@ -22,6 +22,8 @@ from recipes_lib.config.schema import (
     TokensConfig,
 )
 from recipes_lib.data.packed.collators import PackedCollator
+from recipes_lib.training.forgetting.base_divergence import BaseDivergence
+from recipes_lib.training.forgetting.weight_penalty import WeightPenalty
 from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.monitoring.callbacks import EvaluationHook, Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
@@ -62,6 +64,8 @@ def make_trainer(
     *,
     hooks: Sequence[EvaluationHook] = (),
     checkpoints: CheckpointConfig | None = None,
+    penalty: WeightPenalty | None = None,
+    base: BaseDivergence | None = None,
     **training: Any,
 ) -> tuple[SFTTrainer, Recorder]:
     """Our trainer, in full precision, logging every step."""
@@ -96,6 +100,8 @@ def make_trainer(
         eval_dataset=packs if hooks else None,
         data_collator=PackedCollator(pad_token_id=tokenizer.pad_token_id),
         processing_class=tokenizer,
+        penalty=penalty,
+        base=base,
         observer=Observer(StepCounter(), list(hooks), [recorder], build_progress(is_main=False)),
     )
     return trainer, recorder

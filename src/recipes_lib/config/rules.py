@@ -40,6 +40,7 @@ _EXCLUSIVE: Final = (
     ("replay_dataset", "replay_from", "keep one: replay rows of one source"),
     *(("dataset_streaming", key, "keep one: a stream has no rows to count a share of") for key in _REPLAYED),
     ("model_config", "ewc_lambda", "keep one: random weights know nothing that could be kept"),
+    ("verify_steps", "ewc_lambda", "keep one: a step is computed again without the penalty"),
     ("use_peft", "ewc_lambda", "keep one: under an adapter the model's own weights do not change"),
     ("lora_modules_to_save", "kl_to_base", "keep one: the output projection must be the base's"),
     ("adapter_name_or_path", "kl_to_base", "keep one, or merge the adapter first: the base is not where it starts"),

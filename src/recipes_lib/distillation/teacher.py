@@ -12,17 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 
 from recipes_lib.config.schema import RecipeConfig, TokensConfig
 from recipes_lib.errors import ConfigError
-from recipes_lib.losses.distillation import (
-    DistillationSums,
-    DistillationTargets,
-    Objective,
-    TeacherHead,
-    TopLogps,
-    compute_distillation,
-    compute_top_logps,
-)
+from recipes_lib.losses.distillation import TopLogps, compute_top_logps
 from recipes_lib.models.attention.kernels import AttentionChoice, choose_attention, prove_isolation
-from recipes_lib.models.heads.loss_head import HeadOutput, add_loss_head, verify_loss_head
+from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
 from recipes_lib.models.loading import choose_teacher, load_causal_lm, load_model_config, load_tokenizer
 from recipes_lib.models.parallel.zero3 import zero3_init_disabled
 from recipes_lib.models.vocabulary import VocabularyMap, adopt_vocabulary, map_vocabulary
@@ -84,59 +76,12 @@ def is_own_teacher(config: RecipeConfig) -> bool:
     return (teacher.model_name_or_path, teacher.model_revision) == (student.model_name_or_path, student.model_revision)
 
 
-def score_beside_teacher(
-    student: Any, teacher: Any, inputs: Mapping[str, Any], labels: Tensor, objective: Objective
-) -> HeadOutput:
-    """Run both models on a batch and sum the objective over its targets.
-
-    The student is run inside the call of the teacher's output projection, so that the weights of both are gathered
-    there by whatever shards them, while the logits of a chunk are made; nothing of the teacher's is kept for backward.
-
-    Args:
-        student: A model with a loss head, as it is trained.
-        teacher: A frozen one, with at most the student's vocabulary.
-        inputs: ``input_ids`` and what else both models take.
-        labels: ``int64 (B, L)``, unshifted, negative where there is no target.
-        objective: The loss.
-
-    Returns:
-        ``result`` is a ``DistillationSums``.
-
-    Source: ``tests/distillation/test_distillation.py``.
-    """
-    is_target = labels[:, 1:] >= 0
-    outputs: list[HeadOutput] = []
-
-    def lend(hidden: Tensor, weight: Tensor, **options: Any) -> None:
-        head = TeacherHead(hidden[:, :-1][is_target], weight, **options)
-        # Not returned through the teacher, whose hooks would wait for a backward pass of its own.
-        outputs.append(score_beside_record(student, head, inputs, labels, objective))
-
-    teacher(**inputs, head=lend)
-    return outputs[0]
-
-
-def score_beside_record(
-    student: Any, teacher: TeacherHead | TopLogps, inputs: Mapping[str, Any], labels: Tensor, objective: Objective
-) -> HeadOutput:
-    """As ``score_beside_teacher``, where it is known what the teacher says of the targets, row by row."""
-    is_target = labels[:, 1:] >= 0
-    supervision = DistillationTargets(labels[:, 1:][is_target], teacher, objective)
-
-    def score(hidden: Tensor, weight: Tensor, **options: Any) -> DistillationSums:
-        sums: DistillationSums = compute_distillation(hidden[:, :-1][is_target], weight, supervision, **options)
-        return sums
-
-    output: HeadOutput = student(**inputs, head=score)
-    return output
-
-
 @torch.no_grad()
 def ask_teacher(teacher: Any, inputs: Mapping[str, Any], labels: Tensor, *, k: int, temperature: float) -> TopLogps:
     """Return what a teacher says of the targets of a batch, row by row: its ``k`` likeliest tokens.
 
     Args:
-        teacher: As for ``score_beside_teacher``.
+        teacher: As for ``models.heads.loss_head.score_beside_teacher``.
         inputs: As for ``score_beside_teacher``.
         labels: As for ``score_beside_teacher``.
         k: At most the teacher's vocabulary.

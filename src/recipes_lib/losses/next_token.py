@@ -136,6 +136,29 @@ def _find_places(targets: Tensor, logits: Tensor, share: VocabularyShard) -> tup
     return places * is_here, is_here.to(logits.dtype)
 
 
+@torch.no_grad()
+def sample_targets(
+    hidden: Tensor, weight: Tensor, generator: torch.Generator, **transform: Unpack[LogitTransform]
+) -> Tensor:
+    """Draw a token from what each place predicts; logits exist for a chunk of places at a time.
+
+    Args:
+        hidden: Last hidden states, ``(N, D)``.
+        weight: Output embedding, ``(V, D)``.
+        generator: Of the device of ``hidden``.
+        **transform: From hidden states to logits.
+
+    Returns:
+        Token ids, ``int64 (N,)``.
+    """
+    projection = build_projection(hidden, weight, **transform)
+    drawn = [torch.zeros(0, dtype=torch.int64, device=hidden.device)]
+    with torch.autocast(hidden.device.type, enabled=False):
+        for chunk in projection.iterate(hidden, weight.to(projection.dtype), transform.get("bias")):
+            drawn.append(torch.multinomial(chunk.logits.softmax(dim=-1), 1, generator=generator).squeeze(1))
+    return torch.cat(drawn)
+
+
 class TokenLogps(NamedTuple):
     """What a model says of ``N`` target tokens.
 

@@ -16,6 +16,14 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from transformers.utils.generic import ModelOutput
 
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.losses.distillation import (
+    DistillationSums,
+    DistillationTargets,
+    Objective,
+    TeacherHead,
+    TopLogps,
+    compute_distillation,
+)
 from recipes_lib.losses.next_token import TokenLogps, TokenSums, compute_cross_entropy, compute_token_logps
 from recipes_lib.models.inference import evaluating, find_device, kernel_precision, unwrap_adapter
 from recipes_lib.models.parallel.tensor_parallel import find_vocabulary_shard, project_vocabulary_parallel
@@ -188,6 +196,53 @@ def verify_loss_head(model: Any) -> None:
                 "its architecture changes the logits in a way that is not supported; choose another model",
             )
         )
+
+
+def score_beside_teacher(
+    student: Any, teacher: Any, inputs: Mapping[str, Any], labels: Tensor, objective: Objective
+) -> HeadOutput:
+    """Run both models on a batch and sum the objective over its targets.
+
+    The student is run inside the call of the teacher's output projection, so that the weights of both are gathered
+    there by whatever shards them, while the logits of a chunk are made; nothing of the teacher's is kept for backward.
+
+    Args:
+        student: A model with a loss head, as it is trained.
+        teacher: A frozen one, with at most the student's vocabulary.
+        inputs: ``input_ids`` and what else both models take.
+        labels: ``int64 (B, L)``, unshifted, negative where there is no target.
+        objective: The loss.
+
+    Returns:
+        ``result`` is a ``DistillationSums``.
+
+    Source: ``tests/distillation/test_distillation.py``.
+    """
+    is_target = labels[:, 1:] >= 0
+    outputs: list[HeadOutput] = []
+
+    def lend(hidden: Tensor, weight: Tensor, **options: Any) -> None:
+        head = TeacherHead(hidden[:, :-1][is_target], weight, **options)
+        # Not returned through the teacher, whose hooks would wait for a backward pass of its own.
+        outputs.append(score_beside_record(student, head, inputs, labels, objective))
+
+    teacher(**inputs, head=lend)
+    return outputs[0]
+
+
+def score_beside_record(
+    student: Any, teacher: TeacherHead | TopLogps, inputs: Mapping[str, Any], labels: Tensor, objective: Objective
+) -> HeadOutput:
+    """As ``score_beside_teacher``, where it is known what the teacher says of the targets, row by row."""
+    is_target = labels[:, 1:] >= 0
+    supervision = DistillationTargets(labels[:, 1:][is_target], teacher, objective)
+
+    def score(hidden: Tensor, weight: Tensor, **options: Any) -> DistillationSums:
+        sums: DistillationSums = compute_distillation(hidden[:, :-1][is_target], weight, supervision, **options)
+        return sums
+
+    output: HeadOutput = student(**inputs, head=score)
+    return output
 
 
 def _find_projections(model: Any) -> list[Any]:

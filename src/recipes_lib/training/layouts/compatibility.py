@@ -64,7 +64,10 @@ _TENSORS: Final = "`parallelism_config_tp_size`"
 _ROWS: Final = "`parallelism_config_cp_size` or `parallelism_config_sp_size`"
 _SAMPLES_ANSWERS: Final = ("ppo", "rloo", "grpo")
 _WITH_OTHER_MODELS: Final = ("lora", "reward", "dpo", "distill", *_SAMPLES_ANSWERS)
-_UNPROVED: Final = ("neftune_noise_alpha", "torch_compile", "use_liger_kernel", "verify_steps")
+_UNPROVED: Final = (
+    *("neftune_noise_alpha", "torch_compile", "use_liger_kernel", "verify_steps"),
+    *("ewc_lambda", "kl_to_base"),
+)
 _ADAMW: Final = ("adamw_torch", "adamw_torch_fused")
 
 OF_MESHES: Final = (
@@ -286,6 +289,7 @@ OF_STAGES: Final = (
     _block("max_rollbacks", "rollback is not implemented for pipeline stages"),
     _block("verify_steps", "no two ranks of a pipeline hold the same weights to compare"),
     _block("metrics", "they score sampled answers, and no rank has the whole model to sample from"),
+    _block("ewc_lambda", "the penalty is not proved where each rank holds some layers"),
     _block("torch_compile", "the layers of absent stages cannot be compiled"),
     _block("use_liger_kernel", "it would replace modules of absent stages"),
     Blocked(
@@ -509,6 +513,16 @@ BLOCKED: Final = (
         remedy="launch with accelerate_configs/fsdp2.yaml or ddp.yaml, or delete the line",
         keys=WEIGHTS,
         applies=lambda keys, launch: launch.engine == "DEEPSPEED" and any(keys.get(key) for key in WEIGHTS),
+    ),
+    Blocked(
+        recipe="`ewc_lambda`, `kl_to_base`",
+        launch="DeepSpeed",
+        why="it makes the update by itself, from gradients without the penalty, and shards no second model",
+        remedy="launch with accelerate_configs/fsdp2.yaml or ddp.yaml",
+        keys=("ewc_lambda", "kl_to_base"),
+        applies=lambda keys, launch: (
+            launch.engine == "DEEPSPEED" and any(keys.get(key) for key in ("ewc_lambda", "kl_to_base"))
+        ),
     ),
     Blocked(
         recipe="`lmbda`",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -16,12 +16,14 @@ from transformers.trainer_utils import SaveStrategy
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.masking import IGNORE_INDEX
 from recipes_lib.data.tokens.dataset import TokenDataset
+from recipes_lib.losses.distillation import DistillationSums
 from recipes_lib.losses.next_token import index_targets
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.planning.schedule import Schedule
+from recipes_lib.training.forgetting.base_divergence import BaseDivergence
 from recipes_lib.training.guards.start_checks import verify_initial_loss
 from recipes_lib.training.layouts.compatibility import STOCHASTIC_ADAMW
-from recipes_lib.training.monitoring.callbacks import WeightMonitor
+from recipes_lib.training.monitoring.callbacks import TermMetrics, WeightMonitor
 from recipes_lib.training.optim.optimizers import StochasticAdamW, build_muon
 from recipes_lib.training.trainers.recipe_trainer import Batch, RecipeTrainer
 
@@ -87,14 +89,59 @@ def _collate(collate: Callable[[Any], Batch], rows: Any) -> Batch:
     }
 
 
+KL_TO_BASE: Final = "kl_to_base"
+"""The figure of a logged step: nats a target, before the coefficient of that name."""
+
+
 class SFTTrainer(NextTokenTrainer):
-    """``NextTokenTrainer`` of prepared rows; the model may be under an adapter.
+    """``NextTokenTrainer`` of prepared rows; the model may be under an adapter, and held to its start.
 
     Source: ``trl.SFTTrainer``, whose losses and gradient norms it has on the same chats
     (``tests/parity/test_trl_preparation.py``).
     """
 
     balances_experts = True
+
+    def __init__(self, *, base: BaseDivergence | None = None, **kwargs: Any) -> None:
+        """Set the trainer up.
+
+        Args:
+            base: Adds the KL divergence to the starting model to the objective.
+            **kwargs: As ``NextTokenTrainer``.
+        """
+        super().__init__(**kwargs)
+        self.base = base
+        self.base_figures = TermMetrics()
+        if base is not None:
+            base.prepare(self.accelerator)
+            # Before the one that writes, which puts down what the figures are by then.
+            self.callback_handler.callbacks.insert(1, self.base_figures)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """As ``NextTokenTrainer``; with the divergence to the base."""
+        if self.base is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        num_tokens, labels = inputs.pop("num_tokens"), inputs.pop("labels")
+        inputs.pop("target_positions", None)
+        outputs = self.base.score(model, inputs, labels)
+        sums: DistillationSums = outputs.result
+        num_targets = sums.num_targets if num_items_in_batch is None else num_items_in_batch
+        loss = self.base.weigh(sums) * (self.accelerator.num_processes / num_targets)
+        if outputs.aux_loss is not None:
+            loss = loss + self.weigh_aux_loss(outputs.aux_loss, num_tokens)
+        self.base_figures.add({KL_TO_BASE: sums.divergence_sum}, sums.num_targets)
+        self.observer.counter.add(num_tokens, sums.num_targets, sums.num_correct)
+        return (loss, outputs) if return_outputs else loss
+
+    def build_stand_ins(self) -> dict[str, Any]:
+        """As ``RecipeTrainer``, with the figure of the divergence."""
+        return super().build_stand_ins() | {"base_figures": TermMetrics()}
 
 
 class SaveBeforeDecay(TrainerCallback):

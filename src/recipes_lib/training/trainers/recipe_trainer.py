@@ -31,6 +31,7 @@ from recipes_lib.models.parallel.zero3 import remove_gather_hooks
 from recipes_lib.planning.steps import compute_steps
 from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints.checkpointing import CheckpointingTrainer
+from recipes_lib.training.forgetting.weight_penalty import WeightPenalty
 from recipes_lib.training.guards.preemption import LastStep, build_preemption, stop_if_agreed
 from recipes_lib.training.guards.start_checks import AdapterChecks, StartChecks
 from recipes_lib.training.guards.step_facts import StepInputs, separate_row_ids
@@ -88,6 +89,7 @@ class RecipeTrainer(CheckpointingTrainer):
         observer: Observer,
         adapter: AdapterConfig | None = None,
         order: Order | None = None,
+        penalty: WeightPenalty | None = None,
         **options: Any,
     ) -> None:
         """Set upstream's trainer up over rows of tokens.
@@ -98,12 +100,13 @@ class RecipeTrainer(CheckpointingTrainer):
             observer: What watches the run.
             adapter: What ``model`` is under, if it is under one; every part of it must learn, and nothing else may.
             order: Of the rows where some are replayed; ``None`` is upstream's.
+            penalty: On weights that leave their reference.
             **options: As upstream's trainer: ``train_dataset``; ``eval_dataset``, which the hooks decide about;
                 ``data_collator``, rows to the batch that ``compute_loss`` takes; ``processing_class``, the tokenizer,
                 saved with every checkpoint.
         """
         self.observer = observer
-        self.order = order
+        self.order, self.penalty = order, penalty
         self.adapter = adapter or AdapterConfig()
         # Before upstream has touched a weight.
         say, is_idle = observer.progress.say, not self.has_own_objective
@@ -131,6 +134,10 @@ class RecipeTrainer(CheckpointingTrainer):
             self.router_aux_loss_coef = settle_router_loss(model, coefficient, by_default=self.balances_experts)
             self.add_callback(StartChecks(self, has_adapter=self.adapter.use_peft))
         self.guard = StepGuard(self, observer.guards)
+        if penalty is not None:
+            penalty.prepare(self.accelerator, self.model)
+            # Before the one that writes, which puts down what the figures are by then.
+            self.callback_handler.callbacks.insert(1, penalty)
         # The last, so that what it saves at the very beginning is what the first step starts from.
         self.add_callback(self.guard)
 
@@ -353,6 +360,8 @@ class RecipeTrainer(CheckpointingTrainer):
 
     def _compute_grad_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
         self.accelerator.unscale_gradients()
+        if self.penalty is not None:
+            self.penalty.add_gradients()
         counted = self.list_counted(parameters)
         return self.measure_norm([parameter.grad for parameter in counted if parameter.grad is not None])
 

@@ -1,0 +1,188 @@
+"""The diagonal Fisher information of a language model, and the files that keep it beside the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.files import read_record, replace_record, replacing
+from recipes_lib.losses.next_token import TokenSums, compute_cross_entropy, sample_targets
+from recipes_lib.models.inference import find_device
+from recipes_lib.training.collectives import get_rank, get_world_size, sum_tensor
+from recipes_lib.training.monitoring.progress import TrainingProgress
+
+FISHER_FILE: Final = "fisher.safetensors"
+"""Of the tensors, ``float32``, each under the name of its parameter."""
+RECORD_FILE: Final = "fisher.json"
+"""What they were computed from."""
+
+Document = dict[str, Any]
+Labels = Literal["sampled", "empirical"]
+
+
+class Fisher(NamedTuple):
+    """A diagonal Fisher information, in squared nats a trained token.
+
+    Attributes:
+        diagonal: By the name of the parameter, ``float32`` of its shape.
+        num_documents: Documents that it is a mean over.
+        num_tokens: Their trained tokens.
+    """
+
+    diagonal: dict[str, Tensor]
+    num_documents: int
+    num_tokens: int
+
+
+def split_documents(rows: Iterable[Mapping[str, Any]]) -> Iterator[Document]:
+    """Yield the documents of packed rows, each as a row of its own; those without a target are left out.
+
+    Args:
+        rows: With ``input_ids``, ``loss_mask`` and ``seq_lengths``.
+    """
+    for row in rows:
+        start = 0
+        for length in np.asarray(row["seq_lengths"]).tolist():
+            span = slice(start, start + length)
+            start += length
+            if row["loss_mask"][span][1:].any():
+                yield {
+                    "input_ids": row["input_ids"][span],
+                    "loss_mask": row["loss_mask"][span],
+                    "seq_lengths": np.array([length]),
+                    "row_ids": np.zeros(0, np.int64),
+                }
+
+
+def compute_fisher(
+    model: nn.Module,
+    documents: Sequence[Document],
+    collate: Callable[[Sequence[Document]], Mapping[str, Any]],
+    *,
+    labels: Labels,
+    seed: int,
+    progress: TrainingProgress,
+) -> Fisher:
+    """Return the mean over trained tokens of the squared gradient of a document's log-likelihood.
+
+    The gradient is taken for every document and squared before it is added: the square of a mean gradient is as many
+    times too small as the mean is over. ``sampled`` draws each target from what the model itself predicts there, after
+    the text as it is. Gradients of such targets are uncorrelated, so that a document's squared gradient is in the mean
+    the sum of its tokens'. ``empirical`` takes the text's own, and is no Fisher information unless the model is right.
+    Documents are dealt out to the processes, which get the same sum; every process must call.
+
+    Args:
+        model: A causal language model with a loss head; it is computed in evaluation mode, and left in it.
+        documents: From ``split_documents``.
+        collate: Rows to a batch.
+        labels: Where the targets come from.
+        seed: Of the draws; each follows from it and the number of its document alone.
+        progress: Shows how far it is.
+
+    Source: Kirkpatrick et al. 2017 (arXiv 1612.00796), Kunstner et al. 2019 (arXiv 1905.12558) on ``empirical``;
+        ``tests/training/forgetting/test_fisher.py``.
+    """
+    model.eval()
+    device = find_device(model)
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    sums = {name: torch.zeros_like(parameter, dtype=torch.float32) for name, parameter in named.items()}
+    num_tokens = torch.zeros((), dtype=torch.int64)
+    numbers = range(get_rank(), len(documents), get_world_size())
+    for number in progress.track(numbers, "documents", len(numbers)):
+        batch = collate([documents[number]])
+        generator = torch.Generator(device).manual_seed(_mix(seed, number)) if labels == "sampled" else None
+        total = _score(model, batch, device, generator)
+        gradients = torch.autograd.grad(total.nll_sum, list(named.values()), allow_unused=True)
+        for name, gradient in zip(named, gradients, strict=True):
+            if gradient is not None:
+                sums[name].addcmul_(gradient.float(), gradient.float())
+        num_tokens += int(total.num_targets)
+    tokens = int(sum_tensor(num_tokens.to(device)))
+    diagonal = {name: sum_tensor(value).div_(tokens) for name, value in sums.items()}
+    return Fisher(diagonal, len(documents), tokens)
+
+
+def _mix(seed: int, number: int) -> int:
+    return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+
+
+def _score(
+    model: nn.Module, batch: Mapping[str, Any], device: torch.device, generator: torch.Generator | None
+) -> TokenSums:
+    """Cross-entropy of a batch with its own targets, or with those that ``generator`` draws from the model."""
+    inputs = {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in batch.items()
+        if name not in ("num_tokens", "row_ids", "labels")
+    }
+    successors = batch["labels"][:, 1:].to(device)
+    is_target = successors >= 0
+
+    def score(hidden: Tensor, weight: Tensor, **options: Any) -> TokenSums:
+        states, targets = hidden[:, :-1][is_target], successors[is_target]
+        if generator is not None:
+            targets = sample_targets(states, weight, generator, **options)
+        return compute_cross_entropy(states, weight, targets, **options)
+
+    sums: TokenSums = model(**inputs, head=score).result
+    return sums
+
+
+def take_documents(rows: Iterable[Mapping[str, Any]], num_documents: int) -> list[Document]:
+    """Return the first documents of some rows.
+
+    Raises:
+        DataError: There is none with a target.
+    """
+    documents = list(islice(split_documents(rows), num_documents))
+    if not documents:
+        raise DataError(Problem("dataset_name", "no document has a token to train on", "look at `recipes preview`"))
+    return documents
+
+
+def write_fisher(folder: Path, fisher: Fisher, **facts: Any) -> None:
+    """Write both files; the record last, so that what it is of is whole.
+
+    Args:
+        folder: Of the weights, or with ``model_name_or_path`` among ``facts`` any other.
+        fisher: What to keep.
+        **facts: JSON values for the record; ``weights`` is the hash of the weights.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RECORD_FILE).unlink(missing_ok=True)
+    with replacing(folder / FISHER_FILE) as path:
+        save_file({name: value.cpu().contiguous() for name, value in fisher.diagonal.items()}, path)
+    counts = {"num_documents": fisher.num_documents, "num_tokens": fisher.num_tokens}
+    replace_record(folder / RECORD_FILE, {**facts, **counts})
+
+
+def read_fisher(folder: Path, where: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors, mapped into memory, and the record of a folder.
+
+    Args:
+        folder: As ``write_fisher`` wrote it.
+        where: What names it, for the error.
+
+    Raises:
+        ConfigError: It has none.
+        DataError: The record or the tensors are not as they were written.
+    """
+    remedy = "run `recipes fisher --config F` with the recipe of the run that made the model"
+    if not (folder / RECORD_FILE).is_file():
+        found = f"{folder} has no Fisher information ({RECORD_FILE})"
+        raise ConfigError(Problem(where, found, f"{remedy}, or write `ewc_fisher: identity`"))
+    fields = {"weights": str, "model_name_or_path": str | None, "model_revision": str | None}
+    record = read_record(folder / RECORD_FILE, fields, remedy=remedy)
+    try:
+        return load_file(folder / FISHER_FILE), record
+    except (OSError, SafetensorError) as error:
+        raise DataError(Problem(str(folder / FISHER_FILE), f"cannot be read: {error}", remedy)) from error

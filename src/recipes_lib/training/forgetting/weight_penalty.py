@@ -1,0 +1,197 @@
+"""Elastic weight consolidation and L2-SP: a quadratic penalty on the distance of weights from a reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from recipes_lib.config.paths import expand_home
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.loading import load_causal_lm
+from recipes_lib.training.collectives import broadcast_object, get_rank
+from recipes_lib.training.forgetting.fisher import read_fisher
+from recipes_lib.training.layouts.fsdp import prepare_frozen
+from recipes_lib.training.trainers.reference import hash_weights
+
+PENALTY: Final = "ewc_penalty"
+"""The figure of a logged step: the penalty before its update, ``ewc_lambda`` included."""
+
+
+class _Term(NamedTuple):
+    """A parameter and what holds it, all of this process's shard; ``fisher`` ``None`` is 1 everywhere."""
+
+    parameter: nn.Parameter
+    reference: Tensor
+    fisher: Tensor | None
+
+
+class WeightPenalty(TrainerCallback):
+    """``coefficient / 2 * sum F (w - w*)^2`` over all weights, in an optimizer step once.
+
+    Its gradient, ``coefficient * F (w - w*)``, is added in place to that of the data when that is complete: summed over
+    micro-batches and processes, and not yet clipped. So neither accumulation nor the number of processes multiplies it,
+    and no graph of it is kept. ``F`` and ``w*`` are sharded as the weights are.
+
+    Source: Kirkpatrick et al. 2017 (arXiv 1612.00796, eq. 3); with ``F`` = 1 L2-SP, Xuhong et al. 2018 (arXiv
+        1802.01483); ``tests/training/forgetting/test_weight_penalty.py``.
+    """
+
+    def __init__(self, coefficient: float, reference: nn.Module, fisher: Mapping[str, Tensor] | None) -> None:
+        """Hold nothing yet.
+
+        Args:
+            coefficient: Of the penalty.
+            reference: A model with the weights ``w*``, on the host.
+            fisher: ``F`` by the name of the parameter, whole; ``None`` is 1.
+        """
+        self._coefficient = coefficient
+        self._reference = reference
+        self._whole_fisher = fisher
+        self._held: dict[str, tuple[Tensor, Tensor | None]] = {}
+        self._terms: list[_Term] = []
+        self._sum = torch.zeros(())
+
+    def prepare(self, accelerator: Accelerator, model: nn.Module) -> None:
+        """Shard the reference as the model will be.
+
+        Args:
+            accelerator: Of the trainer.
+            model: What is trained, not yet sharded.
+
+        Raises:
+            ConfigError: The reference is no model of this architecture.
+        """
+        shapes, others = (
+            {name: tuple(part.shape) for name, part in each.named_parameters()} for each in (model, self._reference)
+        )
+        if names := _find_differing(shapes, others):
+            found = f"{len(names)} weights are other ones in the reference than in the model, such as {names[0]}"
+            raise ConfigError(Problem("ewc_reference", found, "name the model that training starts from"))
+        frozen = prepare_frozen(accelerator, self._reference.requires_grad_(False))
+        trained = _list_trained(model)
+        for name, parameter in frozen.named_parameters():
+            if name not in trained:
+                continue
+            fisher = None if self._whole_fisher is None else _shard_like(self._whole_fisher[name], parameter)
+            self._held[name] = (_get_local(parameter.detach()), fisher)
+        self._reference, self._whole_fisher = nn.Module(), None
+
+    def hold(self, model: nn.Module) -> None:
+        """Find the trained parameters of the model, sharded by now."""
+        self._terms = [
+            _Term(parameter, *self._held[name])
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        ]
+
+    @torch.no_grad()
+    def add_gradients(self) -> None:
+        """Add the penalty's gradient to that of the data, wherever there is one."""
+        total = None
+        for parameter, reference, fisher in self._terms:
+            if parameter.grad is None:
+                continue
+            difference = _get_local(parameter) - reference
+            weighted = difference if fisher is None else fisher * difference
+            _get_local(parameter.grad).add_(weighted, alpha=self._coefficient)
+            part = torch.dot(weighted.flatten(), difference.flatten())
+            total = part if total is None else total + part
+        if total is not None:
+            self._sum = total
+
+    def compute_value(self) -> float:
+        """Return the penalty at the last ``add_gradients``; every process must call."""
+        value: Tensor = self._sum.detach()
+        sharded = next((term.parameter for term in self._terms if isinstance(term.parameter, DTensor)), None)
+        if isinstance(sharded, DTensor):
+            placements = [Partial() if isinstance(each, Shard) else Replicate() for each in sharded.placements]
+            mesh = sharded.device_mesh
+            value = DTensor.from_local(value.to(mesh.device_type), mesh, placements).full_tensor()
+        return self._coefficient / 2 * float(value)
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Find the parameters; FSDP2 has put others in the place of those that the model was built with."""
+        self.hold(kwargs["model"])
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        """Add the penalty to the figures of a training step."""
+        if logs is not None and "loss" in logs:
+            logs[PENALTY] = self.compute_value()
+
+
+def load_penalty(config: RecipeConfig) -> WeightPenalty | None:
+    """Load what the run's weights are held to, or ``None`` where ``ewc_lambda`` is 0; every process must call.
+
+    Raises:
+        ConfigError: The reference cannot be loaded or has no Fisher information, or that is of another model.
+        DataError: Its files are not as they were written.
+    """
+    keys, model = config.forgetting, config.model
+    if not keys.ewc_lambda:
+        return None
+    where = config.provenance.get("ewc_reference", "ewc_reference")
+    if keys.ewc_reference is not None:
+        model = replace(model, model_name_or_path=expand_home(keys.ewc_reference), model_revision=None)
+    fisher, expected = None, None
+    if keys.ewc_fisher == "diagonal":
+        fisher, record = read_fisher(Path(str(model.model_name_or_path)), where)
+        expected = record["weights"]
+        if record.get("model_name_or_path") is not None:
+            name, revision = record["model_name_or_path"], record.get("model_revision")
+            model = replace(model, model_name_or_path=name, model_revision=revision)
+    try:
+        reference = load_causal_lm(model, "eager")
+    except ConfigError as error:
+        raise ConfigError(*(replace(problem, where=where) for problem in error.problems)) from error
+    if fisher is not None:
+        _verify(fisher, str(expected), reference, where)
+    return WeightPenalty(keys.ewc_lambda, reference, fisher)
+
+
+def _verify(fisher: Mapping[str, Tensor], expected: str, reference: nn.Module, where: str) -> None:
+    """Refuse the Fisher information of another model.
+
+    Raises:
+        ConfigError: A name, a shape or a weight is another one.
+    """
+    wrong = _find_differing(_list_trained(reference), {name: tuple(value.shape) for name, value in fisher.items()})
+    found = f"has {len(wrong)} weights of another shape or name, such as {wrong[0]}" if wrong else None
+    # Where loading is sparing with memory the others have no weights yet.
+    if found is None and not broadcast_object(get_rank() != 0 or hash_weights(reference) == expected):
+        found = "was computed at other weights, or in another `dtype`"
+    if found is not None:
+        remedy = "run `recipes fisher` again, with the recipe of the run that made the model"
+        raise ConfigError(Problem(where, f"the Fisher information {found}", remedy))
+
+
+def _list_trained(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of what is trained."""
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _find_differing(shapes: Mapping[str, tuple[int, ...]], others: Mapping[str, tuple[int, ...]]) -> list[str]:
+    return sorted(name for name in shapes.keys() | others.keys() if shapes.get(name) != others.get(name))
+
+
+def _get_local(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
+
+
+def _shard_like(whole: Tensor, parameter: Tensor) -> Tensor:
+    """This process's part of a tensor that all processes have, as that of ``parameter``."""
+    if not isinstance(parameter, DTensor):
+        return whole.to(parameter.device)
+    mesh = parameter.device_mesh
+    # Nothing is sent: each takes its part of what it has.
+    part = distribute_tensor(whole.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
+    return part.to_local().to(parameter.to_local().device)

@@ -1,0 +1,92 @@
+"""``recipes fisher`` writes beside a run's model what a later run is held to."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.rows import write_rows
+from tests.training.pretraining import write_documents
+from transformers import AutoModelForCausalLM
+
+from recipes_lib.commands import fisher
+from recipes_lib.config.loader import load_config
+from recipes_lib.errors import ConfigError
+from recipes_lib.training.forgetting.weight_penalty import load_penalty
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n} a"}]}
+        for n in range(20)
+    ]
+    return write_rows(tmp_path / "chats.jsonl", rows)
+
+
+def make_flags(tmp_path: Path, **keys: Any) -> list[str]:
+    keys = {"prepared_dir": tmp_path / "prepared", "bf16": "false", "use_cpu": "true"} | keys
+    return [f"--{name}={value}" for name, value in keys.items()]
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((folder / "fisher.json").read_text())
+    return record
+
+
+def test_it_stands_beside_the_model_that_a_run_has_left(
+    tmp_path: Path, tiny_model_dir: Path, chats: Path, capsys: Any
+) -> None:
+    run = tmp_path / "run"
+    # Of a run that has not begun it is that of the model which it starts from.
+    flags = make_flags(tmp_path, model_name_or_path=tiny_model_dir, dataset_name=chats, output_dir=run)
+    fisher.main([*flags, "--num_documents=7"])
+    told = capsys.readouterr().out
+    before = read_record(run)
+    assert before["model_name_or_path"] == str(tiny_model_dir)
+    assert (before["num_documents"], before["labels"]) == (7, "sampled")
+    assert "7 documents" in told
+    later = make_flags(tmp_path, model_name_or_path=tiny_model_dir, dataset_name=chats, output_dir=tmp_path / "later")
+    config = load_config("sft", [*later, "--ewc_lambda=1", f"--ewc_reference={run}"])
+    assert load_penalty(config) is not None
+    shutil.copytree(tiny_model_dir, run, dirs_exist_ok=True)
+    fisher.main([*flags, "--num_documents=7", "--labels=empirical"])
+    after = read_record(run)
+    assert after["model_name_or_path"] is None
+    assert after["weights"] == before["weights"]
+    tensors = load_file(run / "fisher.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(run)
+    assert {name: value.shape for name, value in tensors.items()} == {
+        name: part.shape for name, part in model.named_parameters()
+    }
+    assert all(torch.isfinite(value).all() and (value >= 0).all() for value in tensors.values())
+    config = load_config(
+        "sft",
+        [
+            *make_flags(tmp_path, model_name_or_path=run, dataset_name=chats, output_dir=tmp_path / "later"),
+            "--ewc_lambda=1",
+        ],
+    )
+    assert load_penalty(config) is not None
+
+
+def test_documents_of_pretraining_are_looked_at_one_by_one(tmp_path: Path, tiny_model_dir: Path) -> None:
+    documents = write_documents(tmp_path / "documents.jsonl")
+    run = tmp_path / "run"
+    keys = {"model_name_or_path": tiny_model_dir, "dataset_name": documents, "output_dir": run}
+    flags = make_flags(tmp_path, **keys, max_length=32, max_steps=4)
+    fisher.main(["--stage=pretrain", *flags, "--num_documents=5"])
+    assert read_record(run)["num_documents"] == 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"), [(["--stage=dpo"], "not one of sft"), (["--num_documents=0"], "number from 1 on")]
+)
+def test_what_has_no_such_information_is_refused(flags: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        fisher.main(flags)

@@ -1,0 +1,115 @@
+"""The divergence to the base is that of whole distributions; the base is a copy, or the model without adapter."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.training.students import Logs
+from tests.training.trajectories import make_packs, make_trainer
+from transformers import AutoModelForCausalLM
+
+from recipes_lib.config.schema import (
+    AdapterConfig,
+    DataConfig,
+    EvaluationConfig,
+    ForgettingConfig,
+    ModelConfig,
+    RecipeConfig,
+    TokensConfig,
+)
+from recipes_lib.data.packed.collators import PackedCollator
+from recipes_lib.models.adapters.lora import add_adapter
+from recipes_lib.models.heads.loss_head import add_loss_head
+from recipes_lib.training.forgetting.base_divergence import BaseDivergence, load_base
+from recipes_lib.training.trainers.next_token_trainer import KL_TO_BASE
+
+
+@pytest.fixture
+def batch() -> dict[str, Any]:
+    batch = PackedCollator(pad_token_id=1)(list(make_packs(3)))
+    return {name: batch[name] for name in ("input_ids", "position_ids", "labels")}
+
+
+def compute_parts(model: Any, base: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross-entropy and KL(model || base) by whole logits, summed over targets."""
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
+    is_target = batch["labels"][:, 1:] >= 0
+    logps, base_logps = (
+        each(**inputs, use_cache=False).logits[:, :-1][is_target].log_softmax(-1) for each in (model, base)
+    )
+    nll = -logps.gather(1, batch["labels"][:, 1:][is_target][:, None]).sum()
+    return nll, (logps.exp() * (logps - base_logps.detach())).sum()
+
+
+def compare(model: Any, divergence: BaseDivergence, base: Any, batch: dict[str, Any], coefficient: float) -> None:
+    nll, kl = compute_parts(model, base, batch)
+    trained = [part for part in model.parameters() if part.requires_grad]
+    expected = torch.autograd.grad(nll + coefficient * kl, trained)
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    sums = divergence.score(model, inputs, batch["labels"]).result
+    loss = divergence.weigh(sums)
+    torch.testing.assert_close(sums.divergence_sum, kl.detach(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(loss, nll + coefficient * kl, rtol=1e-5, atol=1e-4)
+    assert kl > 0.1
+    for gradient, other in zip(torch.autograd.grad(loss, trained), expected, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-3, atol=1e-5)
+
+
+def disturb(model: Any) -> None:
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for part in model.parameters():
+            if part.requires_grad:
+                part.add_(torch.randn_like(part), alpha=0.05)
+
+
+@pytest.mark.parametrize("coefficient", [0.1, 3.0])
+def test_a_frozen_copy(tiny_model_dir: Path, batch: dict[str, Any], coefficient: float) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    base = copy.deepcopy(model).requires_grad_(False)
+    disturb(model)
+    held = copy.deepcopy(base)
+    for each in (model, held):
+        add_loss_head(each)
+    compare(model, BaseDivergence(coefficient, held), base, batch, coefficient)
+
+
+def test_the_model_without_its_adapter(tiny_model_dir: Path, batch: dict[str, Any]) -> None:
+    base = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    model: Any = add_adapter(copy.deepcopy(base), AdapterConfig(use_peft=True, lora_r=4), seed=0)
+    disturb(model)
+    add_loss_head(model)
+    compare(model, BaseDivergence(0.5, None), base, batch, 0.5)
+
+
+def test_a_run_begins_at_its_base_and_stays_closer_to_it(tiny_model_dir: Path, tmp_path: Path) -> None:
+    config = RecipeConfig(
+        stage="sft",
+        path=None,
+        data=DataConfig(),
+        tokens=TokensConfig(),
+        model=ModelConfig(model_name_or_path=str(tiny_model_dir)),
+        evaluation=EvaluationConfig(),
+        forgetting=ForgettingConfig(kl_to_base=0.001),
+    )
+    assert load_base(replace(config, forgetting=ForgettingConfig()), "sdpa") is None
+    ends = []
+    for coefficient in (0.001, 10.0):
+        held = replace(config, forgetting=ForgettingConfig(kl_to_base=coefficient))
+        keys = {"max_steps": 6, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+        trainer, _ = make_trainer(
+            tiny_model_dir, tmp_path / str(coefficient), make_packs(), base=load_base(held, "sdpa"), **keys
+        )
+        recorder = Logs()
+        trainer.add_callback(recorder)
+        trainer.train()
+        figures = [logs[KL_TO_BASE] for logs in recorder.logs]
+        assert len(figures) == 6
+        assert abs(figures[0]) < 1e-6
+        ends.append(figures[-1])
+    assert ends[0] > 1.2 * ends[1] > 0

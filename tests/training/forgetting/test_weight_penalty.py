@@ -1,0 +1,187 @@
+"""The penalty has the closed forms of EWC and L2-SP, and is added to a step's gradient once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from tests import tiny
+from tests.training.students import Logs
+from tests.training.trajectories import make_packs, make_trainer
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from recipes_lib.config.schema import (
+    DataConfig,
+    EvaluationConfig,
+    ForgettingConfig,
+    ModelConfig,
+    RecipeConfig,
+    TokensConfig,
+)
+from recipes_lib.errors import ConfigError
+from recipes_lib.training.forgetting.fisher import Fisher, write_fisher
+from recipes_lib.training.forgetting.weight_penalty import PENALTY, WeightPenalty, load_penalty
+from recipes_lib.training.trainers.reference import hash_weights
+
+
+def hold(coefficient: float, model: nn.Module, reference: nn.Module, fisher: Any = None) -> WeightPenalty:
+    penalty = WeightPenalty(coefficient, reference, fisher)
+    penalty.prepare(Accelerator(cpu=True), model)
+    penalty.hold(model)
+    return penalty
+
+
+def test_of_a_linear_gaussian_model_the_minimum_is_that_of_both_data_sets() -> None:
+    """With an orthogonal design of the first data the diagonal is the whole Fisher information."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    first = torch.linalg.qr(draw(64, 6)).Q * torch.linspace(1, 4, 6, dtype=torch.float64)
+    second = draw(64, 6)
+    first_y, second_y = (design @ draw(6, 1) + 0.1 * draw(64, 1) for design in (first, second))
+    before, model = (nn.Linear(6, 1, bias=False, dtype=torch.float64) for _ in range(2))
+    with torch.no_grad():
+        before.weight.copy_(torch.linalg.lstsq(first, first_y).solution.T)
+        joint = torch.linalg.lstsq(torch.cat([first, second]), torch.cat([first_y, second_y])).solution
+        model.weight.copy_(joint.T)
+    penalty = hold(1.0, model, before, {"weight": (first**2).sum(0)[None]})
+    (0.5 * (model(second) - second_y).square().sum()).backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.abs().max() > 1
+    penalty.add_gradients()
+    # The objective is strictly convex: where its gradient is 0, there is its minimum.
+    assert model.weight.grad.abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("has_fisher", [True, False])
+def test_the_gradient_that_is_added_is_that_of_the_penalty(has_fisher: bool) -> None:
+    torch.manual_seed(0)
+    model, reference = (nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)) for _ in range(2))
+    fisher = {name: torch.rand_like(part) for name, part in model.named_parameters()} if has_fisher else None
+    anchors = {name: part.detach().clone() for name, part in reference.named_parameters()}
+    expected = sum(
+        ((1 if fisher is None else fisher[name]) * (part - anchors[name]) ** 2).sum()
+        for name, part in model.named_parameters()
+    )
+    value = 0.3 / 2 * expected
+    gradients = torch.autograd.grad(value, list(model.parameters()))
+    model[1].bias.requires_grad_(False)
+    penalty = hold(0.3, model, reference, fisher)
+    for part in model.parameters():
+        part.grad = torch.ones_like(part) if part.requires_grad else None
+    penalty.add_gradients()
+    for part, gradient in zip(model.parameters(), gradients, strict=True):
+        if part.requires_grad:
+            torch.testing.assert_close(part.grad, 1 + gradient)
+    frozen = 0.3 / 2 * ((1 if fisher is None else fisher["1.bias"]) * (model[1].bias - anchors["1.bias"]) ** 2).sum()
+    assert penalty.compute_value() == pytest.approx(float(value - frozen), rel=1e-5)
+
+
+def test_accumulation_does_not_multiply_it(tiny_model_dir: Path, tiny_tokenizer: Any, tmp_path: Path) -> None:
+    other = tiny.save_model(tmp_path / "other", tiny_tokenizer, seed=5)
+    runs = []
+    for number, (rows, accumulation) in enumerate(((8, 1), (1, 8))):
+        reference = AutoModelForCausalLM.from_pretrained(other)
+        keys = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation, "max_steps": 3}
+        penalty = WeightPenalty(0.05, reference, None)
+        trainer, recorder = make_trainer(tiny_model_dir, tmp_path / str(number), make_packs(), penalty=penalty, **keys)
+        logs = Logs()
+        trainer.add_callback(logs)
+        trainer.train()
+        runs.append((recorder.steps, [line[PENALTY] for line in logs.logs]))
+    (steps, penalties), (others, other_penalties) = runs
+    for step, other_step in zip(steps, others, strict=True):
+        assert other_step == pytest.approx(step, rel=1e-5)
+    assert other_penalties == pytest.approx(penalties, rel=1e-5)
+    # Weights that are drawn anew are as far apart as they are long, and come closer.
+    assert penalties[0] > penalties[1] > penalties[2] > 0
+    plain, recorder = make_trainer(tiny_model_dir, tmp_path / "plain", make_packs(), **keys)
+    plain.train()
+    assert recorder.steps[0]["loss"] == pytest.approx(steps[0]["loss"], rel=1e-5)
+    assert recorder.steps[0]["grad_norm"] != pytest.approx(steps[0]["grad_norm"], rel=1e-3)
+
+
+@pytest.fixture
+def make_config(tiny_model_dir: Path, tmp_path: Path):
+    """Builds a run whose Fisher information is 1 everywhere, in a folder of its own."""
+    folder = tmp_path / "reference"
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    diagonal = {name: torch.ones_like(part) for name, part in model.named_parameters()}
+    facts = {"model_name_or_path": str(tiny_model_dir), "model_revision": None}
+    write_fisher(folder, Fisher(diagonal, 1, 1), weights=hash_weights(model), **facts)
+
+    def build(model_dir: Path = tiny_model_dir, **keys: Any) -> RecipeConfig:
+        return RecipeConfig(
+            stage="sft",
+            path=None,
+            data=DataConfig(),
+            tokens=TokensConfig(),
+            model=ModelConfig(model_name_or_path=str(model_dir)),
+            evaluation=EvaluationConfig(),
+            forgetting=ForgettingConfig(**{"ewc_lambda": 2.0, "ewc_reference": str(folder)} | keys),
+            provenance={"ewc_reference": "recipe.yaml:7"},
+        )
+
+    build.folder = folder  # type: ignore[attr-defined]
+    return build
+
+
+def test_a_diagonal_of_ones_is_l2_sp(make_config: Any, tiny_model_dir: Path) -> None:
+    assert load_penalty(make_config(ewc_lambda=0.0)) is None
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    gradients = []
+    for keys in ({}, {"ewc_fisher": "identity", "ewc_reference": None}):
+        penalty = load_penalty(make_config(**keys))
+        assert penalty is not None
+        penalty.prepare(Accelerator(cpu=True), model)
+        penalty.hold(model)
+        for part in model.parameters():
+            part.grad = torch.zeros_like(part)
+        with torch.no_grad():
+            next(model.parameters())[3] = 5.0
+        penalty.add_gradients()
+        gradients.append([part.grad.clone() for part in model.parameters() if part.grad is not None])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    assert gradients[0][0][3].abs().sum() > 0
+
+
+def test_the_fisher_information_of_another_model_is_refused(
+    make_config: Any, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    record = json.loads((make_config.folder / "fisher.json").read_text())
+
+    def refuse(words: str, **changed: Any) -> None:
+        (make_config.folder / "fisher.json").write_text(json.dumps(record | changed))
+        with pytest.raises(ConfigError, match=words) as caught:
+            load_penalty(make_config())
+        (problem,) = caught.value.problems
+        assert problem.where == "recipe.yaml:7"
+        assert problem.remedy
+
+    refuse("other weights", weights="0" * 64)
+    other = tiny.save_model(tmp_path / "other", tiny_tokenizer, seed=1)
+    refuse("other weights", model_name_or_path=str(other))
+    smaller = tmp_path / "smaller"
+    model = AutoModelForCausalLM.from_pretrained(other)
+    config = model.config
+    config.num_hidden_layers = 1
+    type(model)(config).save_pretrained(smaller)
+    refuse("9 weights of another shape or name", model_name_or_path=str(smaller))
+    (make_config.folder / "fisher.json").write_text(json.dumps(record))
+    penalty = load_penalty(make_config())
+    assert penalty is not None
+    with pytest.raises(ConfigError, match="9 weights are other ones"):
+        penalty.prepare(Accelerator(cpu=True), AutoModelForCausalLM.from_pretrained(smaller))
+    assert np.isfinite(penalty.compute_value())
+    gone = make_config(ewc_reference=str(tmp_path))
+    with pytest.raises(ConfigError, match="has no Fisher information"):
+        load_penalty(replace(gone))
