@@ -18,6 +18,11 @@ from tests.distributed import sharding
 from tests.faults import stages
 from tests.rows import read_rows
 
+from recipes_lib.config.schema import ModelConfig
+from recipes_lib.models.loading import load_causal_lm
+from recipes_lib.training.forgetting.fisher import Fisher, write_fisher
+from recipes_lib.training.trainers.reference import hash_weights
+
 LEFT_OUT = ("seconds", "per_second", "runtime", "time", "mfu", "memory", "epoch", "flos")
 OF_WEIGHTS = {"parameter_norm", "update_ratio"}
 """Figures that a run under DeepSpeed has not."""
@@ -65,6 +70,18 @@ FURTHER_CELLS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "reward adapter": ("reward", 4, {"use_peft": "true", "lora_r": 4, "test_split_size": 15}),
     "dpo stored": ("dpo", 1, {}),
     "dpo adapter live": ("dpo adapter", 4, {"precompute_ref_log_probs": "false"}),
+    "sft remembering": (
+        "sft",
+        4,
+        {
+            "replay_dataset": "earlier.jsonl",
+            "replay_share": 0.25,
+            "ewc_lambda": 3.0,
+            "ewc_reference": "teacher",
+            "kl_to_base": 0.5,
+        },
+    ),
+    "lora remembering": ("lora", 4, {"kl_to_base": 0.5, "replay_dataset": "earlier.jsonl"}),
     "recomputed": ("sft", 1, {"activation_checkpointing": "true"}),
     "muon": ("pretrain", 1, {"optim": "muon"}),
 }
@@ -73,7 +90,12 @@ FURTHER_CELLS: dict[str, tuple[str, int, dict[str, Any]]] = {
 def write_inputs(folder: Path) -> None:
     """Write model, teacher, tokenizer and data of all cells."""
     stages.write_inputs(folder)
-    tiny.save_model(folder / "teacher", tiny.build_tokenizer(), seed=1)
+    teacher = tiny.save_model(folder / "teacher", tiny.build_tokenizer(), seed=1)
+    stages.write_chats(folder / "earlier.jsonl", range(100, 130))
+    model = load_causal_lm(ModelConfig(model_name_or_path=str(teacher)), "eager")
+    diagonal = {name: (7 * parameter.detach()).sin().abs() for name, parameter in model.named_parameters()}
+    facts = {"model_name_or_path": None, "model_revision": None}
+    write_fisher(teacher, Fisher(diagonal, 1, 1), weights=hash_weights(model), **facts)
 
 
 def build_jobs(inputs: Path, cells: Mapping[str, Any], num_processes: int) -> dict[str, sharding.Job]:
@@ -89,7 +111,8 @@ def build_jobs(inputs: Path, cells: Mapping[str, Any], num_processes: int) -> di
             stage_keys = stages.make_keys(inputs, "sft", num_processes, teacher_model_name_or_path=inputs / "teacher")
         else:
             stage_keys = stages.make_keys(inputs, stage, num_processes)
-        keys = {**stage_keys, **EVERY, **batch, **more}
+        of_inputs = {name: inputs / more[name] for name in ("replay_dataset", "ewc_reference") if name in more}
+        keys = {**stage_keys, **EVERY, **batch, **more, **of_inputs}
         jobs[name] = {"stage": stage.split()[0], "keys": keys}
     return jobs
 

@@ -71,9 +71,14 @@ def write_inputs(folder: Path) -> None:
     tiny.save_model(folder / "model", tokenizer)
     tokenizer.save_pretrained(folder / "tokenizer")
     _write(folder / "prompts.jsonl", ({"prompt": [{"role": "user", "content": f"{n}?"}]} for n in range(60)))
-    _write(folder / "chats.jsonl", (_make_chat(number) for number in range(1, 60)))
+    write_chats(folder / "chats.jsonl", range(1, 60))
     _write(folder / "pairs.jsonl", make_rows(34))
     write_documents(folder / "documents.jsonl", 80)
+
+
+def write_chats(path: Path, numbers: Iterable[int]) -> None:
+    """Write a chat for each number."""
+    _write(path, (_make_chat(number) for number in numbers))
 
 
 def make_keys(folder: Path, stage: str, num_processes: int = 1, **more: Any) -> dict[str, Any]:

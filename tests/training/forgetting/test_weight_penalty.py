@@ -82,8 +82,12 @@ def test_the_gradient_that_is_added_is_that_of_the_penalty(has_fisher: bool) -> 
     for part, gradient in zip(model.parameters(), gradients, strict=True):
         if part.requires_grad:
             torch.testing.assert_close(part.grad, 1 + gradient)
+            part.grad.zero_()
     frozen = 0.3 / 2 * ((1 if fisher is None else fisher["1.bias"]) * (model[1].bias - anchors["1.bias"]) ** 2).sum()
-    assert penalty.compute_value() == pytest.approx(float(value - frozen), rel=1e-5)
+    assert penalty.compute_value() == pytest.approx(float((value - frozen).detach()), rel=1e-5)
+    # As a loss scaler has multiplied those of the data.
+    penalty.add_gradients(8.0)
+    torch.testing.assert_close(model[0].weight.grad, 8 * gradients[0])
 
 
 def test_accumulation_does_not_multiply_it(tiny_model_dir: Path, tiny_tokenizer: Any, tmp_path: Path) -> None:

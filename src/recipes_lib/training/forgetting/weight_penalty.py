@@ -94,15 +94,19 @@ class WeightPenalty(TrainerCallback):
         ]
 
     @torch.no_grad()
-    def add_gradients(self) -> None:
-        """Add the penalty's gradient to that of the data, wherever there is one."""
+    def add_gradients(self, scale: float = 1.0) -> None:
+        """Add the penalty's gradient to that of the data, wherever there is one.
+
+        Args:
+            scale: What that is multiplied by.
+        """
         total = None
         for parameter, reference, fisher in self._terms:
             if parameter.grad is None:
                 continue
             difference = _get_local(parameter) - reference
             weighted = difference if fisher is None else fisher * difference
-            _get_local(parameter.grad).add_(weighted, alpha=self._coefficient)
+            _get_local(parameter.grad).add_(weighted, alpha=self._coefficient * scale)
             part = torch.dot(weighted.flatten(), difference.flatten())
             total = part if total is None else total + part
         if total is not None:

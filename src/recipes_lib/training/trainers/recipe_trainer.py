@@ -339,6 +339,7 @@ class RecipeTrainer(CheckpointingTrainer):
         Raises:
             DivergedError: As ``StepGuard.judge``.
         """
+        self._add_penalty()
         if self.layout.has_engine_norm:
             return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         learning = [parameter for parameter in model.parameters() if parameter.grad is not None]
@@ -354,14 +355,20 @@ class RecipeTrainer(CheckpointingTrainer):
         Raises:
             DivergedError: As ``StepGuard.judge``.
         """
+        if grad_norm is None:
+            self._add_penalty()
         if self.layout.has_engine_norm:
             return self.guard.judge(super()._get_grad_norm(model, grad_norm=grad_norm))  # type: ignore[no-untyped-call]
         return self.guard.judge(self._compute_grad_norm(model.parameters())) if grad_norm is None else grad_norm
 
+    def _add_penalty(self) -> None:
+        """Add the penalty's gradient to the whole of a step's, which a loss scaler has not divided yet."""
+        if self.penalty is not None:
+            scaler: Any = self.accelerator.scaler
+            self.penalty.add_gradients(1.0 if scaler is None else scaler.get_scale())
+
     def _compute_grad_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
         self.accelerator.unscale_gradients()
-        if self.penalty is not None:
-            self.penalty.add_gradients()
         counted = self.list_counted(parameters)
         return self.measure_norm([parameter.grad for parameter in counted if parameter.grad is not None])
 
