@@ -95,8 +95,8 @@ def write_model(role: str, seed: int, folder: Path, tokenizer: Path) -> Path:
     return folder
 
 
-def train(stage: str, keys: Mapping[str, Any]) -> float:
-    """Run a recipe in this process and return its held-out bits per byte."""
+def train(stage: str, keys: Mapping[str, Any]) -> None:
+    """Run a recipe in this process."""
     from recipes_lib.config.loader import load_config
 
     spec = importlib.util.spec_from_file_location(f"{stage}_recipe", ROOT / "recipes" / f"{stage}.py")
@@ -106,7 +106,11 @@ def train(stage: str, keys: Mapping[str, Any]) -> float:
     spec.loader.exec_module(recipe)
     flags = [f"--{name}={json.dumps(value) if not isinstance(value, str) else value}" for name, value in keys.items()]
     recipe.main(load_config(stage, flags))
-    lines = (Path(keys["output_dir"]) / "metrics.jsonl").read_text().splitlines()
+
+
+def read_bits(output_dir: Path) -> float:
+    """Return the held-out bits per byte at the end of a run."""
+    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
     evaluations = [event for event in map(json.loads, lines) if event["kind"] == "eval"]
     return float(evaluations[-1]["eval_bits_per_byte"])
 
@@ -134,7 +138,8 @@ def run_arm(work: Path, arm: str, number: int, steps: int, teacher_steps: int) -
             "learning_rate": 3e-3,
             "output_dir": str(result.parent),
         }
-        bits = train("sft" if arm in ("teacher", "labels") else "distill", {**RUN, **data, **keys})
+        train("sft" if arm in ("teacher", "labels") else "distill", {**RUN, **data, **keys})
+        bits = read_bits(result.parent)
         result.write_text(json.dumps(bits), encoding="utf-8")
     return float(json.loads(result.read_text(encoding="utf-8")))
 

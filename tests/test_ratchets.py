@@ -110,6 +110,7 @@ TEXT_LAWS: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
             "src/recipes_lib/training/layouts/pipeline_trainer.py",
             "src/recipes_lib/training/trainers/recipe_trainer.py",
             "src/recipes_lib/training/checkpoints/saver.py",
+            "src/recipes_lib/training/forgetting/fisher_command.py",
             "src/recipes_lib/publish/final_model.py",
             "src/recipes_lib/commands/sample_pairs.py",
             "src/recipes_lib/commands/distill/distill_write.py",

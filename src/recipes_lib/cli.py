@@ -59,7 +59,8 @@ COMMANDS = {
         "recipes_lib.commands.sample_pairs:main", "make preference pairs of a policy's own answers, by its rewards"
     ),
     "fisher": Command(
-        "recipes_lib.commands.fisher:main", "diagonal Fisher information of a model on a run's data, for EWC"
+        "recipes_lib.training.forgetting.fisher_command:main",
+        "diagonal Fisher information of a run's model on its data",
     ),
     "merge": Command("recipes_lib.commands.merge:main", "merge an adapter into its base model"),
     "export": Command("recipes_lib.commands.export:main", "convert a checkpoint to a model that any tool loads"),

@@ -176,6 +176,10 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
     ),
     ((DISTIL | {"angle_weight": 0.5}, ZERO), [(DISTIL | {"angle_weight": 0.5}, DDP), (DISTIL, FSDP), (DISTIL, ZERO)]),
     (
+        ({"kl_to_base": 0.1}, ZERO),
+        [({"kl_to_base": 0.1}, FSDP), ({"ewc_lambda": 1.0}, DDP), ({"kl_to_base": 0.0}, ZERO)],
+    ),
+    (
         (DISTIL | {"lmbda": 0.5}, ZERO_3),
         [(DISTIL | {"lmbda": 0.5}, ZERO), (DISTIL | {"lmbda": 0.5}, FSDP), (DISTIL, ZERO_3)],
     ),
@@ -200,6 +204,7 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
     ((PRETRAIN | {"max_rollbacks": 1}, stages()), [(PRETRAIN | {"max_rollbacks": 0}, stages())]),
     ((PRETRAIN | {"verify_steps": 2}, stages()), [(PRETRAIN | {"verify_steps": 2}, DDP)]),
     ((PRETRAIN | {"metrics": "[mine:Score]"}, stages()), [(PRETRAIN | {"metrics": "[mine:Score]"}, DDP)]),
+    ((PRETRAIN | {"ewc_lambda": 1.0}, stages()), [(PRETRAIN | {"ewc_lambda": 1.0}, FSDP)]),
     ((PRETRAIN | {"torch_compile": True}, stages()), [(PRETRAIN | {"torch_compile": False}, stages())]),
     ((PRETRAIN | {"use_liger_kernel": True}, stages()), [(PRETRAIN | {"use_liger_kernel": False}, stages())]),
     (

@@ -14,9 +14,9 @@ from tests.rows import write_rows
 from tests.training.pretraining import write_documents
 from transformers import AutoModelForCausalLM
 
-from recipes_lib.commands import fisher
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError
+from recipes_lib.training.forgetting import fisher_command as fisher
 from recipes_lib.training.forgetting.weight_penalty import load_penalty
 
 
