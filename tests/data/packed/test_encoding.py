@@ -34,8 +34,13 @@ def encode(tmp_path):
 
         def encode(config, tokenizer):
             broken, counts = BrokenRows(config.tokens), []
-            mixture = load_train_data(config.data)
-            encoded = encode_mixture(build_encoder(config, tokenizer), mixture, broken, counts.append, file)
+            mixture, encoder = load_train_data(config.data), build_encoder(config, tokenizer)
+
+            def encode_rows(rows, row_ids):
+                return encode_chunk(encoder, rows, row_ids), {"row_ids": np.array(row_ids, np.int64)}
+
+            encoded = encode_mixture(encode_rows, mixture, broken, counts.append, file)
+            assert encoded.columns["row_ids"].tolist() == encoded.examples.row_ids.tolist()
             return encoded, broken.judge(mixture.name), counts
 
         yield encode

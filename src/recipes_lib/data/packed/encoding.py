@@ -6,14 +6,14 @@ import errno
 import math
 import os
 import tempfile
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,8 @@ CHARACTERS_PER_CHUNK: Final = 1 << 21
 _THREADS: Final = 2
 
 Chunk = TypeVar("Chunk")
+Encode = Callable[[Sequence[Row], Sequence[int]], tuple[Examples, Mapping[str, npt.NDArray[Any]]]]
+"""Takes rows and their positions in a mixture; gives their tokens, and the other columns of ``EncodedMixture``."""
 
 
 class TokenFile:
@@ -106,11 +108,13 @@ class EncodedMixture:
         mixture: What they were read from; ``examples.row_ids`` are positions in it.
         examples: The tokens.
         digests: From ``compute_digests``, one for each example.
+        columns: What else is known of each example: arrays by name, each with one entry for each.
     """
 
     mixture: Mixture
     examples: Examples
     digests: npt.NDArray[np.bytes_]
+    columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
     @property
     def num_duplicates(self) -> int:
@@ -119,23 +123,19 @@ class EncodedMixture:
 
     def take(self, positions: npt.NDArray[np.int64]) -> EncodedMixture:
         """The rows at these positions, in that order."""
-        return EncodedMixture(self.mixture, self.examples.take(positions), self.digests[positions])
+        columns = {name: column[positions] for name, column in self.columns.items()}
+        return EncodedMixture(self.mixture, self.examples.take(positions), self.digests[positions], columns)
 
     def find_places(self, positions: Collection[int]) -> dict[int, str]:
-        """The places of these rows as errors name them; reads the mixture again."""
-        row_ids = {int(self.examples.row_ids[at]): at for at in positions}
-        return {row_ids[row_id]: place for row_id, place in find_places(self.mixture, row_ids).items()}
-
-
-def find_places(mixture: Mixture, row_ids: Collection[int]) -> dict[int, str]:
-    """The places of rows as errors name them, by their position in the mixture, which is read again."""
-    places: dict[int, str] = {}
-    for row_id, entry in enumerate(mixture.entries()):
-        if row_id in row_ids:
-            places[row_id] = entry.where
-        if len(places) == len(row_ids):
-            break
-    return places
+        """The places of these rows as errors name them; reads the mixture again, up to the last of them."""
+        found: dict[int, str] = {}
+        at = {int(self.examples.row_ids[position]): position for position in positions}
+        for row_id, entry in enumerate(self.mixture.entries() if at else ()):
+            if row_id in at:
+                found[at[row_id]] = entry.where
+            if len(found) == len(at):
+                break
+        return found
 
 
 def read_seed(config: RecipeConfig) -> int:
@@ -207,12 +207,12 @@ def encode_chunk(encoder: RowEncoder, rows: Sequence[Row], row_ids: Sequence[int
 
 
 def encode_mixture(
-    encoder: RowEncoder, mixture: Mixture, broken: BrokenRows, on_rows: Callable[[int], None], file: TokenFile
+    encode: Encode, mixture: Mixture, broken: BrokenRows, on_rows: Callable[[int], None], file: TokenFile
 ) -> EncodedMixture:
     """Tokens of all rows that are sound.
 
     Args:
-        encoder: From ``build_encoder``.
+        encode: Gives the tokens of some rows, and what else there is to know of each; called by several threads.
         mixture: The rows.
         broken: Counts the others; whoever calls judges them.
         on_rows: Told the number of rows of each chunk that is done.
@@ -221,17 +221,19 @@ def encode_mixture(
     Raises:
         DataError: The disk is full.
     """
-    parts = [file.keep(build_examples([], []))]
-    digests = [compute_digests([])]
 
-    def encode(rows: Sequence[Row], row_ids: Sequence[int]) -> tuple[Examples, npt.NDArray[np.bytes_]]:
-        return encode_chunk(encoder, rows, row_ids), compute_digests(rows)
+    def encode_all(rows: Sequence[Row], row_ids: Sequence[int]) -> tuple[Examples, Mapping[str, npt.NDArray[Any]]]:
+        examples, columns = encode(rows, row_ids)
+        return examples, {"digests": compute_digests(rows), **columns}
 
-    for examples, chunk_digests in map_chunks(mixture.entries(), encode, broken):
+    parts, columns = [], defaultdict(list)
+    for examples, chunk in chain([encode_all([], [])], map_chunks(mixture.entries(), encode_all, broken)):
         parts.append(file.keep(examples))
-        digests.append(chunk_digests)
-        on_rows(len(chunk_digests))
-    return EncodedMixture(mixture, concatenate_examples(parts), np.concatenate(digests))
+        for name, column in chunk.items():
+            columns[name].append(column)
+        on_rows(len(examples))
+    whole = {name: np.concatenate(chunks) for name, chunks in columns.items()}
+    return EncodedMixture(mixture, concatenate_examples(parts), whole.pop("digests"), whole)
 
 
 def map_chunks(
