@@ -14,8 +14,7 @@ from tests.proving.benches import FAST, ROOT
 from recipes_lib.commands import prove
 from recipes_lib.errors import EXIT_DONE, EXIT_USER, ConfigError
 from recipes_lib.proving.bench import Bench
-from recipes_lib.proving.checks import Check
-from recipes_lib.proving.results import PASSED, ROWS_FILE, SKIPPED
+from recipes_lib.proving.checks import PASSED, ROWS_FILE, SKIPPED, Check
 
 
 def test_a_run_leaves_rows_and_a_page_and_is_not_made_twice(

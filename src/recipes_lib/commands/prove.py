@@ -12,8 +12,7 @@ import torch
 
 from recipes_lib.errors import EXIT_DONE, EXIT_USER, ConfigError, Problem
 from recipes_lib.proving.bench import Bench
-from recipes_lib.proving.checks import list_checks
-from recipes_lib.proving.results import FAILED, add_row, format_row, read_passed, run_check, write_page
+from recipes_lib.proving.checks import FAILED, add_row, format_row, list_checks, read_passed, run_check, write_page
 
 PAGE = "results.md"
 

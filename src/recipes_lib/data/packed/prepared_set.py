@@ -30,11 +30,11 @@ from recipes_lib.data.packed.encoding import (
     TokenFile,
     TokenizerLoader,
     build_encoder,
+    collect_inputs,
     encode_chunk,
     encode_mixture,
     read_seed,
 )
-from recipes_lib.data.packed.keys import collect_inputs
 from recipes_lib.data.packed.packing import Bins, Examples, IntArray
 from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.mixtures import Mixture, load_test_data, load_train_data
