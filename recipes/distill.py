@@ -36,7 +36,7 @@ def main(run: Run) -> None:
     # Both models read the student's tokens: the vocabularies are compared before any weight is loaded.
     tokenizer = load_tokenizer(config.model, config.tokens)
     vocabulary = map_teacher_vocabulary(config, tokenizer)
-    data = load_training_data(config, lambda _: tokenizer, local_rank=run.launch.local_rank)
+    data = load_training_data(config, tokenizer, local_rank=run.launch.local_rank)
     run.record(data=data.record)
     args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
 

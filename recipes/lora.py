@@ -35,7 +35,7 @@ def main(run: Run) -> None:
     config = run.config
     # Rows of any layout become packed tokens with a loss mask, once, before the processes meet.
     tokenizer = load_tokenizer(config.model, config.tokens)
-    data = load_training_data(config, lambda _: tokenizer, local_rank=run.launch.local_rank)
+    data = load_training_data(config, tokenizer, local_rank=run.launch.local_rank)
     run.record(data=data.record)
     args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
 

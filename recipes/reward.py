@@ -34,7 +34,7 @@ def main(run: Run) -> None:
     config = run.config
     # Rows of any layout become tokens of a prompt and two answers, once, before the processes meet.
     tokenizer = load_tokenizer(config.model, config.tokens)
-    data = load_pair_data(config, lambda _: tokenizer, local_rank=run.launch.local_rank)
+    data = load_pair_data(config, tokenizer, local_rank=run.launch.local_rank)
     args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
     # A prompt is computed once for both answers, where model and kernel keep the answers apart.
     model_config = load_verified_config(config, tokenizer, data.longest)

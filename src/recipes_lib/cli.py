@@ -48,7 +48,7 @@ COMMANDS = {
         "distil through teacher assistants, and compare with none",
     ),
     "distill-write": Command(
-        "recipes_lib.commands.distill.distill_write:main",
+        "recipes_lib.commands.sampling:main_answers",
         "sample a teacher's answers to prompts, as training rows",
     ),
     "tokenizer": Command(
@@ -56,7 +56,7 @@ COMMANDS = {
     ),
     "plan": Command("recipes_lib.commands.plan:main", "estimate parameters, memory, time and cost of a run"),
     "sample-pairs": Command(
-        "recipes_lib.commands.sample_pairs:main", "make preference pairs of a policy's own answers, by its rewards"
+        "recipes_lib.commands.sampling:main_pairs", "make preference pairs of a policy's own answers, by its rewards"
     ),
     "merge": Command("recipes_lib.commands.merge:main", "merge an adapter into its base model"),
     "export": Command("recipes_lib.commands.export:main", "convert a checkpoint to a model that any tool loads"),

@@ -9,7 +9,7 @@ from datatrove.data import Document
 from tests.corpus.texts import make_text
 
 from recipes_lib.config.corpus import PII_KINDS
-from recipes_lib.config.secrets import SECRET, SECRET_HINTS
+from recipes_lib.config.values import SECRET, SECRET_HINTS
 from recipes_lib.corpus.pii import PII, is_card, is_iban, is_luhn, mask
 
 FOUND = [

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, Required, TypedDict
 
-from recipes_lib.config.command_keys import expand_paths, format_given, read_given
+from recipes_lib.config.loader import expand_paths, format_given, read_given
 from recipes_lib.config.paths import expand_home, looks_local
 from recipes_lib.config.settings import is_local
 from recipes_lib.errors import ConfigError, Problem

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from recipes_lib.config.command_keys import Given, expand_paths, format_given, read_given
+from recipes_lib.config.loader import Given, expand_paths, format_given, read_given
 from recipes_lib.config.paths import looks_local
 from recipes_lib.config.settings import is_local
 from recipes_lib.errors import ConfigError, Problem

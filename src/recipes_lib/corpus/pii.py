@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from datatrove.data import Document
 
 from recipes_lib.config.corpus import PII_KINDS
-from recipes_lib.config.secrets import SECRET, SECRET_HINTS
+from recipes_lib.config.values import SECRET, SECRET_HINTS
 
 Validate = Callable[[str], int]
 """Returns how many characters of a match are the thing itself; 0: none."""

@@ -30,7 +30,7 @@ class SFTInspection(Inspection):
             say(f"{part.source.name}: {detect_source_format(part.source, part.format)}")
         if self.tokenizer is None:
             return
-        self._data = load_training_data(self.config, lambda _: self.tokenizer)
+        self._data = load_training_data(self.config, self.tokenizer)
         audit = self._data.audit
         say(
             f"{audit.num_rows:,} rows in {audit.num_packs:,} packs of {self._data.max_length:,} tokens, "
@@ -158,7 +158,7 @@ class PairInspection(Inspection):
 
         if self.tokenizer is None:
             return
-        self._data = load_pair_data(self.config, lambda _: self.tokenizer)
+        self._data = load_pair_data(self.config, self.tokenizer)
         audit = self._data.audit
         say(f"{audit.num_pairs:,} pairs under {audit.num_prompts:,} prompts, {audit.num_tokens:,} tokens")
         self.say_audit(say, "tokens of a prompt with its longer answer")

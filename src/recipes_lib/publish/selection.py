@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from huggingface_hub import constants
 
-from recipes_lib.config.secrets import has_secret_shape
+from recipes_lib.config.values import has_secret_shape
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import read_record
 from recipes_lib.models.model_files import MODEL_FILES, find_damage, is_model

@@ -33,7 +33,7 @@ def config(tmp_path, tiny_model_dir):
 
 
 def load(config):
-    return load_training_data(config, lambda c: AutoTokenizer.from_pretrained(c.model.model_name_or_path))
+    return load_training_data(config, AutoTokenizer.from_pretrained(config.model.model_name_or_path))
 
 
 def ids_of(packs):

@@ -27,7 +27,6 @@ from recipes_lib.data.packed.audit import (
 )
 from recipes_lib.data.packed.encoding import (
     ROWS_PER_CHUNK,
-    TokenizerLoader,
     build_encoder,
     encode_chunk,
     read_seed,
@@ -268,12 +267,14 @@ class TrainingData:
             yield row["input_ids"][span], row["loss_mask"][span]
 
 
-def load_training_data(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local_rank: int = 0) -> TrainingData:
+def load_training_data(
+    config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, *, local_rank: int = 0
+) -> TrainingData:
     """Find or make the prepared set of a run, or open its stream; call it before any process group exists.
 
     Args:
         config: The run.
-        load_tokenizer: Called only when something has to be tokenised.
+        tokenizer: Of the run.
         local_rank: Number of this process on its node; the first one prepares, the others wait for it.
 
     Raises:
@@ -281,8 +282,8 @@ def load_training_data(config: RecipeConfig, load_tokenizer: TokenizerLoader, *,
         DataError: Rows are broken, too long, held out as well as trained on, or hold nothing to learn.
     """
     if config.data.dataset_streaming:
-        return _open_stream(config, load_tokenizer)
-    prepared = prepare(config, load_tokenizer, local_rank=local_rank)
+        return _open_stream(config, tokenizer)
+    prepared = prepare(config, lambda _: tokenizer, local_rank=local_rank)
     figures = {name: value for name, value in prepared.manifest["train"].items() if name != "cut"}
     return TrainingData(
         train=prepared.train,
@@ -295,8 +296,7 @@ def load_training_data(config: RecipeConfig, load_tokenizer: TokenizerLoader, *,
     )
 
 
-def _open_stream(config: RecipeConfig, load_tokenizer: TokenizerLoader) -> TrainingData:
-    tokenizer = load_tokenizer(config)
+def _open_stream(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> TrainingData:
     first = audit_first_window(config, tokenizer)
     assert config.tokens.max_length is not None
     return TrainingData(

@@ -270,12 +270,12 @@ class PairData:
                 yield ids, np.arange(len(ids)) >= len(prompt)
 
 
-def load_pair_data(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local_rank: int = 0) -> PairData:
+def load_pair_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, *, local_rank: int = 0) -> PairData:
     """Find or make the prepared pairs of a run; call it before any process group exists.
 
     Args:
         config: The run.
-        load_tokenizer: Called only when something has to be tokenised.
+        tokenizer: Of the run.
         local_rank: Number of this process on its node; the first one prepares, the others wait for it.
 
     Raises:
@@ -283,7 +283,7 @@ def load_pair_data(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, loc
         DataError: Rows are broken, too long, or held out as well as trained on; no pair is left; or, on the other
             processes, that the first one gave up.
     """
-    prepared = prepare_pairs(config, load_tokenizer, local_rank=local_rank)
+    prepared = prepare_pairs(config, lambda _: tokenizer, local_rank=local_rank)
     return PairData(
         train=prepared.train,
         eval=prepared.eval,

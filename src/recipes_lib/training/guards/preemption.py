@@ -12,7 +12,7 @@ from recipes_lib.errors import PreemptedError
 from recipes_lib.models.inference import RandomStates
 from recipes_lib.stopping import STOP
 from recipes_lib.training.collectives import gather_objects, sum_over_processes
-from recipes_lib.training.guards.trainer_view import TrainerView
+from recipes_lib.training.guards.step_facts import TrainerView
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY
 

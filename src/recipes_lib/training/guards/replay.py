@@ -17,8 +17,7 @@ from recipes_lib.files import read_json, replace_record
 from recipes_lib.models.inference import RandomStates
 from recipes_lib.training.checkpoints.manifest import is_complete, list_checkpoints
 from recipes_lib.training.collectives import gather_objects
-from recipes_lib.training.guards.step_facts import StepInputs
-from recipes_lib.training.guards.trainer_view import TrainerView
+from recipes_lib.training.guards.step_facts import StepInputs, TrainerView
 
 ROLLBACKS_FILE: Final = "rollbacks.json"
 _REMEDY: Final = "put the file back, or choose another output_dir: without it the run would meet its spikes again"

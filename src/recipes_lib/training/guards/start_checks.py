@@ -22,7 +22,7 @@ from recipes_lib.models.adapters.lora import (
     is_taken_out_of_weights,
 )
 from recipes_lib.models.inference import preserve_training_state
-from recipes_lib.training.guards.trainer_view import TrainerView
+from recipes_lib.training.guards.step_facts import TrainerView
 from recipes_lib.training.layouts.fsdp import reshard
 from recipes_lib.training.trainers.arguments import get_rounding_dtype
 

@@ -28,8 +28,7 @@ from recipes_lib.training.guards.replay import (
     find_step_before,
     read_rollbacks,
 )
-from recipes_lib.training.guards.step_facts import MAX_SKIPPED, StepInputs, stop_before_update
-from recipes_lib.training.guards.trainer_view import TrainerView
+from recipes_lib.training.guards.step_facts import MAX_SKIPPED, StepInputs, TrainerView, stop_before_update
 from recipes_lib.training.monitoring.metrics import METRICS_FILE, MetricsWriter
 
 WINDOW: Final = 50

@@ -13,8 +13,8 @@ from tests.rl import keys_task
 from tests.rows import read_rows, write_rows
 from transformers import AutoTokenizer
 
-from recipes_lib.commands.distill import distill_write
-from recipes_lib.commands.distill.distill_write import join, split_reasoning
+from recipes_lib.commands import sampling
+from recipes_lib.commands.sampling import join, split_reasoning
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.packed.training_data import load_training_data
 from recipes_lib.errors import ConfigError
@@ -40,7 +40,7 @@ def run(teacher: Path, tmp_path: Path) -> Any:
             "output_dir": tmp_path / "out", "response_length": keys_task.MAX_ANSWER, "bf16": False, "use_cpu": True,
             "per_device_eval_batch_size": 8, **keys,
         }  # fmt: skip
-        distill_write.main(
+        sampling.main_answers(
             [f"--output={tmp_path / name}", *flags, *(f"--{key}={value}" for key, value in given.items())]
         )
         return read_rows(tmp_path / name)
@@ -139,13 +139,13 @@ def test_chats_become_chats_that_fine_tuning_takes(tiny_model_dir, tmp_path, mon
     ]  # fmt: skip
     for reasoning, content in (("keep", "<think>\nHm.\n</think>\n\nIt is so."), ("drop", "It is so.")):
         output = tmp_path / f"{reasoning}.jsonl"
-        distill_write.main([f"--output={output}", f"--reasoning={reasoning}", *flags])
+        sampling.main_answers([f"--output={output}", f"--reasoning={reasoning}", *flags])
         rows = read_rows(output)
         assert [row["messages"][:2] for row in rows] == [row["messages"][:2] for row in questions]
         assert {row["messages"][2]["content"] for row in rows} == {content}
         sft = [flag for flag in flags if "teacher" not in flag and "dataset_name" not in flag]
         config = load_config("sft", [*sft, f"--dataset_name={output}", "--packing=false", "--max_length=128"])
-        data = load_training_data(config, lambda config: load_tokenizer(config.model, config.tokens))
+        data = load_training_data(config, load_tokenizer(config.model, config.tokens))
         for row in data.train:
             assert tokenizer.decode(row["input_ids"][row["loss_mask"]]).startswith(content)
     assert all(prompt.endswith("<|im_start|>assistant\n") and "Be kind." in prompt for prompt in prompts)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from recipes_lib.data.row_file import RowFile
+from recipes_lib.commands.sampling import RowFile
 from recipes_lib.errors import ConfigError
 
 

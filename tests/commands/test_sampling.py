@@ -10,7 +10,7 @@ from tests.rl import keys_task
 from tests.rows import read_rows
 from transformers import LlamaForCausalLM
 
-from recipes_lib.commands import sample_pairs
+from recipes_lib.commands import sampling
 from recipes_lib.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def run(policy, tmp_path):
     def call(name="pairs.jsonl", num_answers=4, **keys):
         given = {"learning_rate": 1e-3, "per_device_eval_batch_size": 16, "policy": policy, **keys}
         flags = keys_task.build_flags(given.pop("policy"), tmp_path / "out", prompts, **given)
-        sample_pairs.main([f"--output={tmp_path / name}", f"--num_answers={num_answers}", *flags])
+        sampling.main_pairs([f"--output={tmp_path / name}", f"--num_answers={num_answers}", *flags])
         return read_rows(tmp_path / name)
 
     return call
