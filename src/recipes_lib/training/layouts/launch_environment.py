@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.parallel.pipeline_parallel import PipelinePart
+from recipes_lib.models.parallel.pipeline_part import PipelinePart
 
 _EXPECTED: Final = "RECIPES_LAUNCHED"
 """What ``recipes launch`` leaves for the processes to be held against: their number and the engine."""
