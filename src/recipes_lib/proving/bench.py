@@ -71,7 +71,7 @@ class Bench:
     Attributes:
         folder: Of inputs, runs and logs.
         device: What is proved; the CPU stands in for it where there is no GPU.
-        is_small: Whether sizes and steps are those of a rehearsal in seconds.
+        is_small: Whether sizes and steps are those of a trial in seconds.
         launch: Starts a process.
     """
 
@@ -106,7 +106,7 @@ class Bench:
             stage: The recipe.
             name: Of the run, and its folder.
             on_device: Whether it runs on the device, or on the CPU as the reference.
-            resumes: Whether it goes on with what is in its folder.
+            resumes: Whether it resumes from what is in its folder.
             by: Arguments of Python's before the recipe, such as a module that runs it.
             **keys: Of its configuration, besides data and model.
 
