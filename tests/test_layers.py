@@ -14,7 +14,7 @@ from tests.forked import ROOT
 
 LIBRARY = "recipes_lib"
 
-FOUNDATION = {"environment", "errors", "files", "hardware", "hub", "processes", "stopping"}
+FOUNDATION = {"environment", "errors", "files", "hardware", "processes", "stopping"}
 ROOMS = {
     "config",
     "corpus",
@@ -38,13 +38,12 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "environment": set(),
     "hardware": set(),
     "processes": set(),
-    "hub": set(),
     "stopping": {"errors", "processes"},
     "losses": set(),
     "config": {"errors"},
     # Rooms. Data and models never meet.
-    "data": {"config", "errors", "files", "hub"},
-    "models": {"config", "errors", "files", "hub", "losses"},
+    "data": {"config", "environment", "errors", "files"},
+    "models": {"config", "environment", "errors", "files", "losses"},
     "planning": {"config", "errors", "losses", "models"},
     "training": {"config", "data", "losses", "models", "planning"} | FOUNDATION,
     "distillation": {"config", "data", "losses", "models", "planning", "training"} | FOUNDATION,

@@ -26,8 +26,7 @@ from recipes_lib.models.attention.kernels import choose_kernel
 from recipes_lib.models.attention.varlen import register_varlen
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.proving.bench import SHAPE, Bench, Event, WrongResultError, name_device
-from recipes_lib.training.optim.activation_checkpointing import read_selective
-from recipes_lib.training.optim.compilation import compile_layers
+from recipes_lib.training.optim.compilation import compile_layers, read_selective
 
 Figures = Mapping[str, Any]
 

@@ -30,7 +30,7 @@ from recipes_lib.models.loading import load_model_config
 from recipes_lib.training.guards.preemption import leave_if_asked, stop_if_agreed
 from recipes_lib.training.layouts.fsdp import gathered, is_sharded, reshard, settle_precision, shard
 from recipes_lib.training.layouts.launch_environment import Launch, verify_engine
-from recipes_lib.training.optim.activation_checkpointing import read_selective
+from recipes_lib.training.optim.compilation import read_selective
 from recipes_lib.training.trainers.trained_model import load_policy
 
 
