@@ -31,7 +31,7 @@ def measure(mode: str) -> dict[str, float]:
     from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
 
     from recipes_lib.models.heads.loss_head import add_loss_head
-    from recipes_lib.training.optim.activation_checkpointing import read_selective
+    from recipes_lib.models.activation_checkpointing import read_selective
 
     set_seed(0)
     config = LlamaConfig(

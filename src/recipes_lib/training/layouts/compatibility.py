@@ -479,7 +479,7 @@ BLOCKED: Final = (
     Blocked(
         recipe="PPO, RLOO, GRPO",
         launch="DeepSpeed",
-        why="DeepSpeed trains one model; PPO trains two, and each of them evaluates others",
+        why="DeepSpeed trains one model; these recipes evaluate others besides, and PPO trains two",
         remedy="use accelerate_configs/fsdp2.yaml, which shards all of them; or ddp.yaml, where they fit",
         stages=_SAMPLES_ANSWERS,
         applies=lambda _, launch: launch.engine == "DEEPSPEED",
