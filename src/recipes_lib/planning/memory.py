@@ -23,7 +23,7 @@ from recipes_lib.models.adapters.roles import CRITIC, REWARD, add_critic, add_re
 from recipes_lib.models.adapters.saved import find_adapter, find_shareable, read_base
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.inference import unwrap_adapter
-from recipes_lib.models.loading import choose_teacher, load_model_config
+from recipes_lib.models.loading import choose_teacher
 from recipes_lib.models.quantization import count_quantized_bytes
 from recipes_lib.planning.activations import (
     CAUSAL,
@@ -62,6 +62,7 @@ from recipes_lib.planning.memory_plan import (
     MemoryPlan,
     shorten,
 )
+from recipes_lib.planning.shapes import find_shape, read_shapes
 
 _USUAL_GB: Final = (24, 48, 80, 141, 192)
 _BUCKET_SIZE: Final = 500_000_000
@@ -271,7 +272,7 @@ def _build_frozen(config: RecipeConfig, model_config: PreTrainedConfig) -> Itera
         yield "reference", _build(AutoModelForCausalLM, model_config, config.model.dtype)
     if config.stage == "distill":
         teacher = choose_teacher(config)
-        yield "teacher", _build(AutoModelForCausalLM, load_model_config(teacher)[0], teacher.dtype)
+        yield "teacher", _build(AutoModelForCausalLM, find_shape(teacher), teacher.dtype)
 
 
 def _count_rl(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, is_half: bool) -> _Counted:
@@ -351,9 +352,9 @@ def _look_at(name: str | None, revision: str | None, otherwise: PreTrainedConfig
         return otherwise
     named = ModelConfig(model_name_or_path=name, model_revision=revision)
     try:
-        if (adapter := find_adapter(name, revision)) is not None:
+        if name not in read_shapes() and (adapter := find_adapter(name, revision)) is not None:
             named = dataclasses.replace(named, **read_base(adapter)._asdict())
-        return load_model_config(named)[0]
+        return find_shape(named)
     except ConfigError:
         return otherwise
 
