@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import math
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -84,7 +85,9 @@ def evaluate_model(config: EvalConfig) -> dict[str, Any] | None:
     record = {
         "model": settings,
         "tasks": {task: _summarise(task, results, rows) for task in results["configs"]},
-        "groups": {group: _read_scores(found) for group, found in (results.get("groups") or {}).items()},
+        "groups": {
+            name: _summarise_group(name, results, tasks["groups"], rows) for name in results.get("groups") or ()
+        },
         "settings": asked,
         "versions": versions,
         "seconds": round(time.time() - began, 1),
@@ -211,6 +214,22 @@ def _summarise(task: str, results: Mapping[str, Any], rows: Sequence[Mapping[str
     }
 
 
+def _summarise_group(
+    name: str, results: Mapping[str, Any], groups: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    members = [task.task_name for task in groups[name].get_all_tasks()]
+    ways = groups[name].aggregate_metric_list or ()
+    return {
+        "scores": _read_scores(results["groups"][name]),
+        "num_questions": len({(row["task"], row["doc_id"]) for row in rows if row["task"] in members}),
+        "num_fewshot": results["n-shot"].get(members[0]),
+        "version": results["versions"].get(name),
+        "dataset": results["configs"][members[0]].get("dataset_path"),
+        "tasks": members,
+        "is_weighted_by_size": all(way.weight_by_size for way in ways),
+    }
+
+
 def _read_scores(found: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
     """Metrics with their standard errors, by ``metric`` or, where a filter chose the answer, ``metric, filter``."""
     scores = {}
@@ -220,7 +239,8 @@ def _read_scores(found: Mapping[str, Any]) -> dict[str, dict[str, float | None]]
             continue
         error = found.get(f"{metric}_stderr,{chosen}")
         label = metric if chosen == "none" else f"{metric}, {chosen}"
-        scores[label] = {"value": float(value), "stderr": error if isinstance(error, float) else None}
+        is_known = isinstance(error, float) and math.isfinite(error)  # Of one question it is NaN.
+        scores[label] = {"value": float(value), "stderr": float(error) if is_known else None}
     return scores
 
 
