@@ -197,7 +197,7 @@ def differentiate(model, loss):
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-def compare(trainer, inputs, objective, normaliser, weights=None):
+def compare(trainer, inputs, objective, normaliser, **given):
     ids, is_token, attention, old, ref, advantages = record(trainer)
     trainer.model.train()
     batch = {
@@ -213,7 +213,7 @@ def compare(trainer, inputs, objective, normaliser, weights=None):
     expected_gradient = differentiate(trainer.model, expected)
     logps = read_logps(trainer.model, ids, attention)
     result = compute_policy_loss(
-        logps, old, advantages[:, None], is_token, objective, normaliser=normaliser, weights=weights, ref_logps=ref
+        logps, old, advantages[:, None], is_token, objective, normaliser=normaliser, ref_logps=ref, **given
     )
     gradient = differentiate(trainer.model, result.loss)
     assert expected_gradient.abs().max() > 1e-3
@@ -236,20 +236,23 @@ def test_every_objective_is_that_of_trls_grpo(upstream, monkeypatch, options, is
     monkeypatch.setattr(trainer, "use_vllm", is_weighted)
     monkeypatch.setattr(trainer, "current_gradient_accumulation_steps", 1, raising=False)
     monkeypatch.setattr(trainer.args, "steps_per_generation", 2)
-    _, is_token, _, old, _, _ = record(trainer)
+    _, is_token, _, old, _, advantages = record(trainer)
     num_generation_tokens = 50
     weights = torch.rand(is_token.shape, generator=torch.Generator().manual_seed(1)) + 0.5
     # TRL leaves 1 behind an answer.
     ratio = torch.where(is_token, weights, 1.0)
+    # The engine finds one of the two bad answers likelier than the policy that moved, and the other less likely.
+    engine = old + torch.where(advantages == advantages.min(), 1.0, -1.0)[:, None]
     inputs = {
         "old_per_token_logps": old,
         "num_items_in_batch": torch.tensor(float(num_generation_tokens)),
-        **({"importance_sampling_ratio": ratio} if is_weighted else {}),
+        **({"importance_sampling_ratio": ratio, "sampling_per_token_logps": engine} if is_weighted else {}),
     }
     of_generation = objective.loss_type in ("dapo", "cispo", "vespo")
     num_tokens = num_generation_tokens / 2 if of_generation else int(is_token.sum())
     normaliser = compute_normaliser(objective.loss_type, num_answers=4, num_tokens=num_tokens, max_length=MAX_LENGTH)
-    compare(trainer, inputs, objective, normaliser, torch.where(is_token, weights, 0.0) if is_weighted else None)
+    given = {"weights": torch.where(is_token, weights, 0.0), "engine_logps": engine} if is_weighted else {}
+    compare(trainer, inputs, objective, normaliser, **given)
 
 
 @pytest.mark.parametrize("options", [{"epsilon": 0.2}, {"epsilon": 0.02, "epsilon_high": 0.5}])

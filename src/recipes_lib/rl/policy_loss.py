@@ -45,8 +45,8 @@ class PolicyObjective:
         delta: Largest ratio at all: bounds the loss of a token with a negative advantage; above ``1 + epsilon_high``.
         beta: KL coefficient: k3 of the reference from the policy, a token, that is added to the loss.
         use_bias_correction_kl: Multiply that KL by the ratio.
-        off_policy_mask_threshold: Answers with a negative advantage from which the policy moved on average by more
-            nats a token teach nothing.
+        off_policy_mask_threshold: Answers with a negative advantage that the policy finds on average by more nats a
+            token less likely than what sampled them teach nothing.
         sapo_temperature_pos: Of the soft clip of ``sapo``, for positive advantages.
         sapo_temperature_neg: For the others.
         vespo_k_pos: Exponent of the weight of ``vespo``, for advantages that are not negative.
@@ -121,6 +121,7 @@ def compute_policy_loss(
     *,
     normaliser: float,
     weights: Tensor | None = None,
+    engine_logps: Tensor | None = None,
     ref_logps: Tensor | None = None,
 ) -> PolicyLoss:
     """The policy's loss, PPO's among them: ``max(-A r, -A clip(r, 1 - c, 1 + c))`` over the tokens of a step.
@@ -134,6 +135,7 @@ def compute_policy_loss(
         normaliser: From ``compute_normaliser``, for the whole optimizer step.
         weights: Factor of each token's surrogate, ``(B, T)``: from ``compute_importance_weights``; 0 where a token
             teaches nothing but counts.
+        engine_logps: Of the engine that sampled, for ``off_policy_mask_threshold``; ``None``: ``old_logps``.
         ref_logps: Of the reference; needed where ``beta`` is not 0.
 
     Source: Schulman et al. 2017, equation 7; dual clip (``delta``): Ye et al. 2020, equation 5; TRL's
@@ -144,7 +146,8 @@ def compute_policy_loss(
     used = _raise_to_level(ratio, log_ratio, lengths, objective.importance_sampling_level)
     losses, is_clipped = _compute_surrogate(logps, used, log_ratio, advantages, mask, objective, weights)
     if (threshold := objective.off_policy_mask_threshold) is not None:
-        drift = -log_ratio.detach().sum(dim=1, keepdim=True) / lengths
+        sampled = old_logps if engine_logps is None else engine_logps
+        drift = torch.where(mask, sampled - logps.detach(), 0.0).sum(dim=1, keepdim=True) / lengths
         losses = losses * ((advantages >= 0) | (drift <= threshold))
     if weights is not None and objective.loss_type != "vespo":
         losses = losses * weights

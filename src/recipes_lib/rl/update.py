@@ -392,6 +392,7 @@ class Updater:
             self.objective,
             normaliser=normaliser,
             weights=compute_importance_weights(old, engine, mask, cap=MAX_IMPORTANCE_WEIGHT),
+            engine_logps=engine,
             ref_logps=part.ref_logps.to(self.device),
         )
         self.policy.backward(result.loss)
