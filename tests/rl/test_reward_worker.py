@@ -8,8 +8,10 @@ import pytest
 from tests.rl.test_rewards import TEXTS
 
 from recipes_lib.errors import ConfigError
+from recipes_lib.rl import reward_worker
 from recipes_lib.rl.reward_worker import IsolatedFunction, call, find_function
 from recipes_lib.rl.rewards import Rewards, load_reward_functions
+from recipes_lib.training.guards.watchdog import WATCHDOG
 
 FAULTY = "tests.rl.faulty_rewards"
 
@@ -41,6 +43,24 @@ def test_the_answer_on_which_it_fails_alone_is_not_scored(isolated, capfd, fault
     assert told.count("gave 1 of 3 answers no score") == 1
     assert words in told
     assert isolated(completions=["ab"]) == [2]
+
+
+def test_answers_after_a_failure_are_scored_side_by_side_and_each_tells_of_progress(monkeypatch, tmp_path):
+    """Each of two answers waits until the other is being scored."""
+    beats = []
+    os.mkfifo(pipe := tmp_path / "pipe")
+    monkeypatch.setattr(reward_worker, "_NUM_WORKERS", 2)
+    monkeypatch.setattr(WATCHDOG, "beat", lambda: beats.append(1))
+    assert IsolatedFunction(f"{FAULTY}:meet", 60)(completions=["r", "w"], pipe=[str(pipe)] * 2) == [1, 1]
+    assert len(beats) == 2
+
+
+def test_answers_that_hang_cost_no_more_than_so_many_limits(monkeypatch, capfd):
+    monkeypatch.setattr(reward_worker, "_NUM_WORKERS", 1)
+    monkeypatch.setattr(reward_worker, "MAX_LIMITS", 1)
+    found = IsolatedFunction(f"{FAULTY}:length", 0.5)(completions=["a", "hang", "hang", "b"])
+    assert found == [1, None, None, None]
+    assert "gave 3 of 4 answers no score" in capfd.readouterr().err
 
 
 def test_a_function_that_fails_on_all_answers_ends_the_run(isolated):
