@@ -14,7 +14,7 @@ from tests.forked import ROOT
 
 LIBRARY = "recipes_lib"
 
-FOUNDATION = {"environment", "errors", "files", "hardware", "hub", "processes", "stopping"}
+FOUNDATION = {"environment", "errors", "files", "hardware", "hub", "processes", "sandbox", "stopping"}
 ROOMS = {
     "config",
     "corpus",
@@ -39,6 +39,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "hardware": set(),
     "processes": set(),
     "hub": set(),
+    "sandbox": set(),
     "stopping": {"errors", "processes"},
     "losses": set(),
     "config": {"errors"},
@@ -51,7 +52,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "rl": {"config", "data", "losses", "models", "planning", "training"} | FOUNDATION,
     "corpus": {"config", "data", "errors", "files", "report"},
     "pipelines": {"config", "errors", "files"},
-    "evaluation": {"config", "environment", "errors", "files", "models"},
+    "evaluation": {"config", "environment", "errors", "files", "models", "sandbox"},
     "report": {"config", "errors", "models", "files"},
     "publish": {"config", "errors", "models", "files", "processes", "report", "training"},
     "demo": {"errors", "models", "pipelines"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 
 import pytest
@@ -78,6 +79,44 @@ def test_one_that_is_async_is_waited_for_here_and_there():
     function = find_function(f"{FAULTY}:slowly")
     assert call(function, {"completions": ["a", "ab"]}) == [1, 2]
     assert IsolatedFunction(f"{FAULTY}:slowly", 60)(completions=["a", "ab"]) == [1, 2]
+
+
+ANSWERS = ["<think>\nSum.\n</think>\n" + r"$\boxed{\frac{1}{3}}$", r"$\boxed{\frac{1}{2}}$"]
+
+
+@pytest.mark.parametrize("seconds", [None, 60])
+@pytest.mark.parametrize("form", [str, lambda text: [{"role": "assistant", "content": text}]])
+def test_rewards_of_trl_score_texts_and_chats(form, seconds):
+    paths = [
+        "trl.rewards:think_format_reward",
+        "trl.rewards:get_soft_overlong_punishment(max_completion_len=8, soft_punish_cache=4)",
+    ]
+    functions = load_reward_functions(paths, seconds)
+    assert list(functions) == ["think_format_reward", "get_soft_overlong_punishment"]
+    given = {
+        "completions": [form(text) for text in ANSWERS],
+        "completion_ids": [[1] * 6, [1] * 9],
+        "prompts": ["a", "b"],
+    }
+    assert [list(function(**given)) for function in functions.values()] == [[1.0, 0.0], [-0.5, -1.0]]
+
+
+def test_mathematical_answers_are_compared_by_their_value():
+    pytest.importorskip("math_verify")
+    function = find_function("trl.rewards:accuracy_reward")
+    assert function(completions=ANSWERS, solution=[r"$\frac{2}{6}$"] * 2) == [1.0, 0.0]
+
+
+def test_without_math_verify_the_reward_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"accuracy_reward cannot be imported: .* pip install 'recipes-lib\[math\]'"):
+        load_reward_functions(["trl.rewards:accuracy_reward"])
+
+
+@pytest.mark.parametrize("arguments", ["(4)", "(**{})", "(size=len('a'))", "(size=1", "(size=1)(b=2)"])
+def test_a_factory_takes_constants_by_name(arguments):
+    with pytest.raises((ValueError, SyntaxError)):
+        find_function(f"{FAULTY}:length{arguments}")
 
 
 def test_with_a_limit_every_function_is_isolated():

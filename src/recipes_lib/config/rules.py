@@ -180,7 +180,7 @@ def check_rewards(settings: Settings) -> Iterator[Problem]:
         found = "nothing scores the answers: neither `reward_funcs` nor `reward_model_name_or_path` is set"
         yield Problem(settings.name, found, "write `reward_funcs: [package.module:function]`, or name a reward model")
     for function in functions:
-        if not _FUNCTION.fullmatch(function):
+        if not _FUNCTION.fullmatch(function.partition("(")[0]):
             found = f"a reward function is not an import path: {function[:60]!r}"
             yield settings.problem("reward_funcs", found, "write package.module:function")
     weights = settings["reward_weights"]

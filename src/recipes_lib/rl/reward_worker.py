@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import functools
 import importlib
+import importlib.util
 import inspect
 import os
 import subprocess
@@ -26,6 +29,10 @@ from recipes_lib.training.guards.watchdog import WATCHDOG
 
 _SECONDS_TO_IMPORT: Final = 300.0
 _SECONDS_BETWEEN_LOOKS: Final = 5.0
+_OF_TRL: Final = "trl.rewards"
+_NEED_MATH_VERIFY: Final = {
+    (_OF_TRL, name) for name in ("accuracy_reward", "get_cosine_scaled_reward", "reasoning_accuracy_reward")
+}
 _NUM_WORKERS: Final = min(8, os.cpu_count() or 1)
 MAX_LIMITS: Final = 10
 """Times the limit of a call that answers may take which are scored one by one."""
@@ -34,17 +41,45 @@ MAX_LIMITS: Final = 10
 def find_function(path: str) -> Callable[..., Any]:
     """Import ``package.module:function``, also from the working directory.
 
+    ``package.module:factory(name=value, ...)`` is what a function returns for constants. TRL's own reward functions,
+    which read chats alone, get an answer to a text as a chat of one message.
+
     Raises:
+        ImportError: It needs a package that is not installed.
         TypeError: It is no function; importing runs the user's code, which may raise anything besides.
+        ValueError: Something else than constants by name is between the parentheses.
     """
     # Python looks beside the recipe, not where the command is given; last, so that nothing is shadowed.
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
-    module_name, _, name = path.partition(":")
+    target, opened, arguments = path.partition("(")
+    module_name, _, name = target.partition(":")
+    if (module_name, name) in _NEED_MATH_VERIFY and importlib.util.find_spec("math_verify") is None:
+        raise ImportError("it needs math-verify: pip install 'recipes-lib[math]'")
     found: Callable[..., Any] = getattr(importlib.import_module(module_name), name)
+    if opened:
+        found = found(**_read_constants(f"f({arguments}"))
     if not callable(found):
         raise TypeError(f"{name} is no function")
-    return found
+    return functools.partial(_ask_with_chats, found) if module_name == _OF_TRL else found
+
+
+def _read_constants(text: str) -> dict[str, Any]:
+    """The constants by name of a call.
+
+    Raises:
+        ValueError: There is something else.
+    """
+    called = ast.parse(text, mode="eval").body
+    is_plain = isinstance(called, ast.Call) and isinstance(called.func, ast.Name) and not called.args
+    if not isinstance(called, ast.Call) or not is_plain or None in [keyword.arg for keyword in called.keywords]:
+        raise ValueError("write name=value between the parentheses")
+    return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in called.keywords}
+
+
+def _ask_with_chats(function: Callable[..., Any], *, completions: Sequence[Any], **given: Any) -> Any:
+    chats = [[{"role": "assistant", "content": text}] if isinstance(text, str) else text for text in completions]
+    return function(completions=chats, **given)
 
 
 def call(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:

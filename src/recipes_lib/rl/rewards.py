@@ -118,7 +118,7 @@ def load_rewards(
 
 
 def load_reward_functions(paths: Sequence[str], seconds: float | None = None) -> dict[str, RewardFunction]:
-    """Import reward functions ``package.module:function``; by the function's name, or its path where two share one.
+    """Find reward functions as ``find_function`` does; by the function's name, or its path where two share one.
 
     Args:
         paths: Of the functions.
@@ -130,7 +130,7 @@ def load_reward_functions(paths: Sequence[str], seconds: float | None = None) ->
     functions: dict[str, RewardFunction] = {}
     problems = []
     for path in paths:
-        name = path.partition(":")[2]
+        name = path.partition(":")[2].partition("(")[0]
         try:
             function = find_function(path)
             functions[path if name in functions else name] = (

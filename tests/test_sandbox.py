@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes_lib.evaluation.sandbox import MAX_TOLD, run_program
+from recipes_lib.sandbox import MAX_TOLD, run_program
 
 IMPORTS = "import collections, datetime, functools, hashlib, heapq, itertools, math, random, re, string, typing\n"
 
