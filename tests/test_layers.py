@@ -14,7 +14,7 @@ from tests.forked import ROOT
 
 LIBRARY = "recipes_lib"
 
-FOUNDATION = {"environment", "errors", "files", "hardware", "processes", "stopping"}
+FOUNDATION = {"environment", "errors", "files", "hardware", "processes", "sandbox", "stopping"}
 ROOMS = {
     "config",
     "corpus",
@@ -38,6 +38,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "environment": set(),
     "hardware": set(),
     "processes": set(),
+    "sandbox": set(),
     "stopping": {"errors", "processes"},
     "losses": set(),
     "config": {"errors"},
@@ -50,7 +51,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "rl": {"config", "data", "losses", "models", "planning", "training"} | FOUNDATION,
     "corpus": {"config", "data", "errors", "files", "report"},
     "pipelines": {"config", "errors", "files"},
-    "evaluation": {"config", "environment", "errors", "files", "models"},
+    "evaluation": {"config", "environment", "errors", "files", "models", "processes", "sandbox"},
     "report": {"config", "errors", "models", "files"},
     "publish": {"config", "errors", "models", "files", "processes", "report", "training"},
     "demo": {"errors", "models", "pipelines"},

@@ -10,7 +10,8 @@ from tests.proving.benches import GPU, ROOT, build_bench, write_losses
 
 from recipes_lib.proving import checks
 from recipes_lib.proving.bench import WrongResultError
-from recipes_lib.proving.checks import PASSED, compare_with_cpu, count_synchronisations, list_checks, run_check
+from recipes_lib.proving.checks import compare_with_cpu, count_synchronisations, list_checks
+from recipes_lib.proving.results import PASSED, run_check
 
 
 @pytest.mark.parametrize("name", ["numbers-sft", "numbers-dpo", "resume", "throughput-124M"])

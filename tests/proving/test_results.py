@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tests.proving.benches import GPU, build_bench
 
-from recipes_lib.proving.checks import FAILED, SKIPPED, Check, compare_with_cpu, run_check
+from recipes_lib.proving.checks import Check, compare_with_cpu
+from recipes_lib.proving.results import FAILED, SKIPPED, run_check
 
 
 def test_a_recipe_that_fails_is_a_row_with_the_end_of_its_log(tmp_path: Path) -> None:

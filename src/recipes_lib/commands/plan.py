@@ -37,7 +37,8 @@ from recipes_lib.planning.compute import (
     find_peak,
 )
 from recipes_lib.planning.failures import GPU_HOURS_BETWEEN_FAILURES, Failures
-from recipes_lib.planning.memory import Held, Layout, list_devices, list_layouts, plan_memory
+from recipes_lib.planning.memory import list_devices, list_layouts, plan_memory
+from recipes_lib.planning.memory_plan import Held, Layout
 from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
 from recipes_lib.planning.schedule import Schedule
 from recipes_lib.training.layouts.compatibility import verify_combination

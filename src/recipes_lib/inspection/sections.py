@@ -31,6 +31,8 @@ class Inspection(ABC):
 
     corpus_kind: str | None = None
     """What `recipes clean` is told of the data, ``text`` or ``chat``; ``None``: it has nothing to say of them."""
+    flattens = False
+    """Whether batches of one document a row are laid out as packed ones, where the kernel takes those."""
     num_learners = 1
     """Models, or adapters, in a checkpoint, each with its optimizer states."""
 
@@ -170,6 +172,7 @@ class Inspection(ABC):
             device=device,
             compute_dtype=compute_dtype,
             packing=self.keeps_documents_apart,
+            flattens=self.flattens,
         )
         say(f"attention: {attention.implementation}, documents laid out in {attention.layout}")
 

@@ -1,19 +1,16 @@
-"""The checks of ``recipes prove``, most telling first, and their results: rows kept as they come, and a page."""
+"""The checks of ``recipes prove``, most telling first: each gives figures, or says what is wrong."""
 
 from __future__ import annotations
 
 import json
-import platform
 import shutil
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from itertools import islice
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -24,13 +21,13 @@ from transformers.integrations.liger import apply_liger_kernel
 
 from recipes_lib.data.masking import IGNORE_INDEX
 from recipes_lib.environment import read_versions
-from recipes_lib.files import replace_text
 from recipes_lib.losses.next_token import compute_cross_entropy
+from recipes_lib.models.activation_checkpointing import read_selective
 from recipes_lib.models.attention.kernels import choose_kernel
 from recipes_lib.models.attention.varlen import register_varlen
 from recipes_lib.models.heads.loss_head import add_loss_head
-from recipes_lib.proving.bench import SHAPE, Bench, Event, WrongResultError
-from recipes_lib.training.optim.compilation import compile_layers, read_selective
+from recipes_lib.proving.bench import SHAPE, Bench, Event, WrongResultError, name_device
+from recipes_lib.training.optim.compilation import compile_layers
 
 Figures = Mapping[str, Any]
 
@@ -67,10 +64,17 @@ def look_at_environment(bench: Bench) -> Figures:
     seconds = measure_seconds(lambda: matrix @ matrix, bench)
     copied = torch.empty((2**22 if bench.is_small else 2**30) // 4, device=bench.device)
     copy_seconds = measure_seconds(lambda: copied.clone(), bench)
-    name = torch.cuda.get_device_name() if bench.is_cuda else platform.processor() or platform.machine()
-    driver = {"cuda": torch.version.cuda} if bench.is_cuda else {}
+    driver = {"driver": _read_driver(), "cuda": torch.version.cuda} if bench.is_cuda else {}
     peak = {"matmul_tflops": 2e-12 * size**3 / seconds, "copy_gb_per_second": 2e-9 * 4 * copied.numel() / copy_seconds}
-    return {"device": name, **driver, **read_versions(), **peak}
+    return {"device": name_device(), **driver, **read_versions(), **peak}
+
+
+def _read_driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[0]
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def measure_seconds(compute: Callable[[], Any], bench: Bench, repeats: int = 10) -> float:
@@ -367,102 +371,3 @@ def list_checks() -> Iterable[Check]:
     for stage in ("sft", "pretrain", "dpo"):
         count = partial(count_synchronisations, stage)
         yield Check(f"synchronisations-{stage}", f"host synchronisations of {stage}", count, needs_gpu=True)
-
-
-ROWS_FILE: Final = "proof.jsonl"
-PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
-_LONGEST_REASON: Final = 400
-_SHOWN: Final = 4
-"""Figures of a line on the terminal; the page has all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The result of a check.
-
-    Attributes:
-        check: Its name.
-        what: What it shows.
-        status: ``passed``, ``failed`` or ``skipped``.
-        seconds: It took.
-        figures: What was measured, by name.
-        reason: Why it failed or was skipped.
-    """
-
-    check: str
-    what: str
-    status: str
-    seconds: float
-    figures: Mapping[str, Any]
-    reason: str = ""
-
-
-def run_check(check: Check, bench: Bench, seconds_left: float) -> Row:
-    """Run a check, whatever it raises, unless something that it needs is absent or no time is left."""
-    obstacle = check.find_obstacle(bench) or ("" if seconds_left > 0 else "no time is left; run the command again")
-    if obstacle:
-        return Row(check.name, check.what, SKIPPED, 0.0, {}, obstacle)
-    began, figures, reason = time.perf_counter(), {}, ""
-    try:
-        figures = dict(check.run(bench))
-    except Exception as error:  # Of a driver or a package it may be of any kind.
-        reason = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
-    if bench.is_cuda:
-        torch.cuda.empty_cache()
-    seconds = round(time.perf_counter() - began, 1)
-    return Row(check.name, check.what, FAILED if reason else PASSED, seconds, figures, reason)
-
-
-def read_passed(folder: Path) -> dict[str, Row]:
-    """Return the rows of checks that have passed, by name: the others are run again."""
-    file = folder / ROWS_FILE
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    rows = [Row(**json.loads(line)) for line in lines]
-    return {row.check: row for row in rows if row.status == PASSED}
-
-
-def add_row(folder: Path, row: Row) -> None:
-    """Write a row down, so that a run that is cut off resumes behind it."""
-    with (folder / ROWS_FILE).open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(asdict(row)) + "\n")
-
-
-def format_row(row: Row) -> str:
-    """Return a line for the terminal."""
-    told = row.reason.splitlines()[0] if row.reason else _format_figures(dict(islice(row.figures.items(), _SHOWN)))
-    return f"{row.status:8}{row.check:28}{row.seconds:7.1f} s  {told}"
-
-
-def write_page(path: Path, rows: Sequence[Row]) -> None:
-    """Write the page of results: date, device and versions, and a row for each check."""
-    machine = next((row.figures for row in rows if row.check == "environment"), {})
-    counts = {status: sum(row.status == status for row in rows) for status in (PASSED, FAILED, SKIPPED)}
-    lines = [
-        "<!-- Generated by `recipes prove`; do not edit. -->",
-        "# Results on one machine",
-        "",
-        f"{datetime.now(UTC):%d %B %Y}: {', '.join(f'{count} {status}' for status, count in counts.items())}.",
-        "",
-        *(f"- {name}: {_format(value)}" for name, value in machine.items()),
-        "",
-        "| check | what | result | seconds | figures |",
-        "|---|---|---|---|---|",
-        *(_format_line(row) for row in rows),
-        "",
-    ]
-    replace_text(path, "\n".join(lines))
-
-
-def _format_line(row: Row) -> str:
-    told = row.reason.replace("\n", " ").replace("|", "\\|") or _format_figures(row.figures)
-    return f"| {row.check} | {row.what} | {row.status} | {row.seconds:.1f} | {told} |"
-
-
-def _format_figures(figures: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {_format(value)}" for name, value in figures.items())
-
-
-def _format(value: Any) -> str:
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

@@ -297,7 +297,7 @@ OF_STAGES: Final = (
         is_asked=_is_optim_outside(*_PIPELINE_OPTIMIZERS),
     ),
 )
-"""Every combination that is refused in stages."""
+"""Every combination that pipeline parallelism refuses."""
 
 
 BITSANDBYTES: Final = (
@@ -468,7 +468,7 @@ BLOCKED: Final = (
     ),
     Blocked(
         *_DEEPSPEED,
-        "DeepSpeed trains one model; PPO trains two, and each of them evaluates others",
+        "DeepSpeed trains one model; these recipes evaluate others besides, and PPO trains two",
         "use accelerate_configs/fsdp2.yaml, which shards all of them; or ddp.yaml, where they fit",
         recipe="PPO, RLOO, GRPO",
         stages=_SAMPLES_ANSWERS,

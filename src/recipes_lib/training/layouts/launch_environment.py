@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 import yaml
 
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.parallel.pipeline_parallel import PipelinePart
+from recipes_lib.models.parallel.pipeline_part import PipelinePart
 
 _EXPECTED: Final = "RECIPES_LAUNCHED"
 """What ``recipes launch`` leaves for the processes to be held against: their number and the engine."""
@@ -22,7 +22,7 @@ _LEFT_TO_LOADING: Final = "RECIPES_SHARDED_WHEN_LOADED"
 _ON_CPUS: Final = "FSDP and DeepSpeed need an accelerator on every process; on CPUs use accelerate_configs/cpu_ddp.yaml"
 _DIMENSIONS: Final = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 _STAGES: Final = "PIPELINE_STAGES"
-"""Of pipelines no launch file has a word: ``recipes launch`` writes their stages here, or who starts the launcher."""
+"""Launch files of accelerate have no pipeline keys: ``recipes launch`` sets the number of stages here."""
 _SCHEDULE: Final = "PIPELINE_SCHEDULE"
 SCHEDULES: Final = ("1f1b", "gpipe", "interleaved")
 """In which order the micro-batches of a step go through a pipeline; the first is taken where nothing is said."""
@@ -423,17 +423,17 @@ def read_launch_file(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(Problem(str(path), f"it is no YAML in UTF-8: {error}", "mend it")) from error
     if not isinstance(document, dict) or "distributed_type" not in document:
-        found = "has no `distributed_type`, so it is no launch file of accelerate"
+        found = "has no `distributed_type`, so it is not a launch file of accelerate"
         raise ConfigError(Problem(str(path), found, f"start from one of {FOLDER}/"))
     if not isinstance(document["distributed_type"], str):
-        found = f"{document['distributed_type']!r} is no text: without quotes YAML takes NO for false"
+        found = f"{document['distributed_type']!r} is not a string: without quotes YAML takes NO for false"
         raise ConfigError(Problem(f"{path}: distributed_type", found, "quote it: distributed_type: 'NO'"))
     for part in _PARTS:
         if not isinstance(document.get(part) or {}, dict):
-            raise ConfigError(Problem(f"{path}: {part}", "it is no mapping", f"take that of one of {FOLDER}/"))
+            raise ConfigError(Problem(f"{path}: {part}", "it is not a mapping", f"take that of one of {FOLDER}/"))
     count = document.get("num_processes", 1)
     if type(count) is not int or count < 1:
-        found = f"{count!r} is no number of processes"
+        found = f"{count!r} is not a number of processes"
         raise ConfigError(Problem(f"{path}: num_processes", found, "write a whole number from 1 on"))
     return document
 

@@ -21,10 +21,10 @@ from recipes_lib.models.heads.loss_head import LossHeadOutput, add_loss_head
 from recipes_lib.models.inference import find_device
 from recipes_lib.models.parallel.pipeline_parallel import (
     AbsentModule,
-    PipelinePart,
     build_pipeline_mesh,
     split_into_chunks,
 )
+from recipes_lib.models.parallel.pipeline_part import PipelinePart
 from recipes_lib.training.collectives import broadcast_object, get_rank, get_world_size
 from recipes_lib.training.layouts.fsdp import compute_total_norm, has_shards, reshard, shard_chunk
 from recipes_lib.training.layouts.launch_environment import Launch, read_launch
@@ -293,7 +293,7 @@ def _to_host(output: Any) -> dict[str, Tensor]:
 
 
 def choose_trainer(launch: Launch) -> type[PretrainTrainer]:
-    """Return the trainer of a launch: of whole models, or of models in stages."""
+    """Return the trainer of a launch: of whole models, or of pipeline-parallel models."""
     return PretrainTrainer if launch.part is None else PipelineTrainer
 
 
@@ -410,6 +410,6 @@ def _describe(pipeline: Pipeline, schedule: str, *, num_batches: int) -> str:
     bubble = (part.num_stages - 1) / (num_batches * part.num_chunks)
     chunks = f" of {part.num_chunks} chunks each" if part.num_chunks > 1 else ""
     return (
-        f"pipeline: {part.num_stages} stages{chunks} by {schedule}, {num_batches} micro-batches a step; standing still "
-        f"adds {bubble:.0%} to the work. Samples are not written, since no process has the whole model"
+        f"pipeline: {part.num_stages} stages{chunks} by {schedule}, {num_batches} micro-batches a step; the bubble "
+        f"adds {bubble:.0%} of compute time. Samples are not written, since no process has the whole model"
     )

@@ -1,14 +1,12 @@
-"""Layers compiled, fused and recomputed: regional torch.compile, Liger kernels, selective activation checkpointing."""
+"""Kernels of a model's layers: regional torch.compile, and Liger's fused norms, rotary embeddings and MLPs."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import TrainerCallback
 from transformers.utils.import_utils import is_liger_kernel_available
 
@@ -140,46 +138,3 @@ def _count_frames() -> int:
 def is_compiled(model: nn.Module) -> bool:
     """Return whether some module of a model is compiled in place."""
     return any(module._compiled_call_impl is not None for module in model.modules())
-
-
-_KEPT: Final = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten.bmm.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    }
-)
-"""What costs arithmetic; everything else costs memory traffic, and is computed again."""
-_KEPT_NAMESPACES: Final = ("torch_attn", "flash_attn")
-"""Parts of the names under which torch's variable-length attention, the FlashAttention packages (``flash_attn_3``) and
-kernels from the Hub (``_vllm_flash_attn3_`` and a hash) register their operators."""
-
-
-def read_selective(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return what ``activation_checkpointing_enable`` takes for ``save_matmuls: true``; ``None`` without it.
-
-    Args:
-        options: ``activation_checkpointing_kwargs``.
-
-    Source: Korthikanti et al. 2022, section 5; equal to no checkpointing in
-    ``tests/training/optim/test_activation_checkpointing.py``.
-    """
-    given = dict(options or {})
-    if not given.pop("save_matmuls", False):
-        return None
-    contexts = functools.partial(create_selective_checkpoint_contexts, _choose)
-    every_n_layers, offload = given.pop("every_n_layers", 1), given.pop("offload", False)
-    return {
-        "activation_checkpointing_kwargs": {"use_reentrant": False, **given, "context_fn": contexts},
-        "every_n_layers": every_n_layers,
-        "offload": offload,
-    }
-
-
-def _choose(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    is_kept = operator in _KEPT or any(part in operator.namespace for part in _KEPT_NAMESPACES)
-    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

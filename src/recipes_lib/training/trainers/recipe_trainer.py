@@ -27,6 +27,7 @@ from transformers.trainer_utils import SaveStrategy
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.data.tokens.dataset import RowSkips
 from recipes_lib.errors import ConfigError, DivergedError, PreemptedError, Problem
+from recipes_lib.models.activation_checkpointing import read_selective
 from recipes_lib.models.parallel.tensor_parallel import count_tensor_parallel_ranks
 from recipes_lib.models.parallel.zero3 import remove_gather_hooks
 from recipes_lib.planning.steps import compute_steps
@@ -42,7 +43,7 @@ from recipes_lib.training.layouts.fsdp import clip_gradients, compute_total_norm
 from recipes_lib.training.layouts.launch_environment import read_launch, verify_engine
 from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY, Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
-from recipes_lib.training.optim.compilation import CompilationCheck, compile_layers, is_compiled, read_selective
+from recipes_lib.training.optim.compilation import CompilationCheck, compile_layers, is_compiled
 from recipes_lib.training.optim.optimizers import (
     describe_groups,
     format_group,
