@@ -341,12 +341,18 @@ def are_shares(entries: Sequence[Mapping[str, Any]]) -> bool:
     return any(math.isclose(total, whole, rel_tol=0.02) for whole in (1, 100))
 
 
-def check_rows(settings: Settings) -> Iterator[Problem]:
-    """A stream has no length to take a share of."""
-    size = settings["test_split_size"]
-    if settings["dataset_streaming"] and size is not None and size < 1:
-        found = "`test_split_size` is a share, and a stream has no length to take it of"
-        yield settings.problem("test_split_size", found, "write a number of rows")
+def check_stream(settings: Settings) -> Iterator[Problem]:
+    """Of a stream nothing is known before it is read, and it is one dataset."""
+    if not settings["dataset_streaming"]:
+        return
+    if settings["max_length"] is None and not settings.broken("max_length"):
+        yield settings.problem("max_length", "a stream has no longest example to take it from", "set max_length")
+    if settings["test_split_size"] is not None:
+        remedy = "name held-out data: dataset_test_split"
+        yield settings.problem("test_split_size", "rows cannot be held out of a stream", remedy)
+    if settings["dataset_mixture"]:
+        found = "a mixture cannot be streamed: its parts would be trained on one after another"
+        yield settings.problem("dataset_streaming", found, "set it to false, or mix the data on disk first")
 
 
 def check_start(settings: Settings) -> Iterator[Problem]:
@@ -509,7 +515,7 @@ _RULES: Final[tuple[Rule, ...]] = (
     check_kept,
     check_paths,
 )
-_FINE_TUNING: Final = (*_RULES, check_rows, check_schedule_options)
+_FINE_TUNING: Final = (*_RULES, check_stream, check_schedule_options)
 _COMPARING: Final = (*_FINE_TUNING, check_compared)
 _SAMPLING: Final = (*_COMPARING, check_rewards, check_own_reference, check_policy)
 RULES: Final[Mapping[str, tuple[Rule, ...]]] = {

@@ -356,8 +356,3 @@ def test_rows_without_rejected_answers_are_refused(build_pairs, build_config, lo
     parts = [{"name": str(write_rows("a.jsonl", make_pairs(3))), "format": "sharegpt"}]
     with pytest.raises(ConfigError, match="the layout `sharegpt`"):
         prepare_pairs(build_config(dataset_mixture=parts), load_tokenizer)
-
-
-def test_streamed_pairs_are_refused(build_pairs, load_tokenizer):
-    with pytest.raises(ConfigError, match="dataset_streaming"):
-        prepare_pairs(build_pairs(dataset_streaming=True), load_tokenizer)

@@ -231,7 +231,6 @@ def separate_sides(
             they are the same row.
 
     Raises:
-        ConfigError: As ``split_rows``.
         DataError: As ``split_rows``, or rows, or groups, are trained on as well as held out.
     """
     train, held_out = sides["train"], sides.get("eval")

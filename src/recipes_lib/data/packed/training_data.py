@@ -38,7 +38,7 @@ from recipes_lib.data.sources.broken_rows import BrokenRows, encode_sound
 from recipes_lib.data.sources.mixtures import Mixture, load_test_data, load_train_data
 from recipes_lib.data.sources.rows import Row
 from recipes_lib.data.sources.splits import Digests, compute_digests, compute_row_digest, find_overlap, refuse_overlap
-from recipes_lib.errors import ConfigError, DataError, Problem, merge_alike, raise_problems
+from recipes_lib.errors import DataError, merge_alike, raise_problems
 
 if TYPE_CHECKING:
     import datasets
@@ -52,11 +52,7 @@ def build_train_stream(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase)
 
     The order depends on the seed, the epoch (``set_epoch``) and the window alone, so that skipping what was trained on
     resumes exactly. Every process reads the whole stream and trains on its share.
-
-    Raises:
-        ConfigError: ``max_length`` is not set, or rows are to be held out of the stream.
     """
-    _refuse_unknowable(config)
     windows = _Windows(config, tokenizer, load_train_data(config.data, seed=read_seed(config)), "train")
     return datasets.IterableDataset(_EpochIterable(windows.generate, {"epoch_seed": 0}))
 
@@ -65,11 +61,7 @@ def read_eval_packs(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) ->
     """The held-out packs, read whole into memory, or ``None`` when ``dataset_test_split`` is not set.
 
     They are scored again and again, by several processes, each its share: that needs rows with numbers.
-
-    Raises:
-        ConfigError: As ``build_train_stream``.
     """
-    _refuse_unknowable(config)
     test = load_test_data(config.data)
     if test is None:
         return None
@@ -81,10 +73,8 @@ def audit_first_window(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase)
     """The supervision audit of the first rows of the stream, errors among its findings.
 
     Raises:
-        ConfigError: As ``build_train_stream``.
         DataError: The rows cannot be read or tokenised, or are too long.
     """
-    _refuse_unknowable(config)
     windows = _Windows(config, tokenizer, load_train_data(config.data, seed=read_seed(config)), "train")
     return next(windows.pack())
 
@@ -189,23 +179,6 @@ def _build_pack(packed: PackedSplit, at: int) -> Pack:
         "seq_lengths": packed.examples.lengths[members],
         "row_ids": packed.examples.row_ids[members],
     }
-
-
-def _refuse_unknowable(config: RecipeConfig) -> None:
-    """Refuses options that need the whole stream to be read before training.
-
-    Raises:
-        ConfigError: There are such options.
-    """
-    problems = []
-    if config.tokens.max_length is None:
-        problems.append(("max_length", "a stream has no longest example to take it from", "set max_length"))
-    if config.data.test_split_size is not None:
-        problems.append(
-            ("test_split_size", "rows cannot be held out of a stream", "name held-out data: dataset_test_split")
-        )
-    if problems:
-        raise ConfigError(*(Problem(config.provenance.get(key, key), *words) for key, *words in problems))
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,9 +77,6 @@ def identify_pairs(config: RecipeConfig) -> SetIdentity:
             tokenizer is not there.
         DataError: The data are not there.
     """
-    if config.data.dataset_streaming:
-        where = config.provenance.get("dataset_streaming", "dataset_streaming")
-        raise ConfigError(Problem(where, "pairs are prepared, all of them, before training", "set it to false"))
     # Data sets with pairs often have other columns too; what is wanted of them here is known.
     layout = "preference" if config.data.dataset_format == "auto" else config.data.dataset_format
     identity = identify_set(replace(config, data=replace(config.data, dataset_format=layout)), rows="pairs")

@@ -98,7 +98,7 @@ def load_source(
         text_documents: What a row of a text or Markdown file is.
 
     Raises:
-        ConfigError: ``columns`` names what no layout has, or is not a mapping of names.
+        ConfigError: ``columns`` names what no layout has, or no column.
         DataError: There is no such file, folder, Hub dataset or split, or it is of an unknown kind.
     """
     if columns is not None:
@@ -125,9 +125,7 @@ def load_source(
     return load_files(path, name, split, text_documents)
 
 
-def _check_columns(columns: object) -> None:
-    if not isinstance(columns, Mapping):
-        raise ConfigError(Problem("dataset_columns", "it is not a mapping", "write {prompt: question, ...}"))
+def _check_columns(columns: Mapping[str, Any]) -> None:
     problems = []
     for name, column in columns.items():
         if name not in COLUMNS:

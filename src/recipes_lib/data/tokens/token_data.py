@@ -29,7 +29,7 @@ from recipes_lib.data.tokens.sets import (
     select_options,
 )
 from recipes_lib.data.tokens.shards import TokenSource
-from recipes_lib.errors import ConfigError, DataError, Problem, raise_problems
+from recipes_lib.errors import DataError, Problem, raise_problems
 
 if TYPE_CHECKING:
     from recipes_lib.data.chat.encoder import RowEncoder
@@ -113,9 +113,7 @@ def prepare_tokens(
         DataError: Documents are broken or held out as well as trained on, each named up to twenty; a source is too
             small; the disk is full; or, on the other processes, that the first one gave up.
     """
-    if config.tokens.max_length is None:
-        where = config.provenance.get("max_length", "max_length")
-        raise ConfigError(Problem(where, "rows of pretraining have one length", "write `max_length: 1024`"))
+    assert config.tokens.max_length is not None, "the configuration of pretraining requires it"
     corpora, held_out = load_corpora(config, num_tokens), load_held_out(config)
     parts = _prepare([*corpora, *([held_out] if held_out else [])], config, load_tokenizer, local_rank)
     is_new = any(part.prepared.is_new for part in parts)
