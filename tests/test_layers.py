@@ -51,7 +51,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "rl": {"config", "data", "losses", "models", "planning", "training"} | FOUNDATION,
     "corpus": {"config", "data", "errors", "files", "report"},
     "pipelines": {"config", "errors", "files"},
-    "evaluation": {"config", "environment", "errors", "files", "models", "sandbox"},
+    "evaluation": {"config", "environment", "errors", "files", "models", "processes", "sandbox"},
     "report": {"config", "errors", "models", "files"},
     "publish": {"config", "errors", "models", "files", "processes", "report", "training"},
     "demo": {"errors", "models", "pipelines"},
