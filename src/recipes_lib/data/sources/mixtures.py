@@ -46,7 +46,7 @@ def derive_eval_configs(config: RecipeConfig, max_length: int) -> dict[str, Reci
         config: The run.
         max_length: Tokens that its rows have room for.
     """
-    nothing = {
+    nothing: dict[str, Any] = {
         **dict.fromkeys(("dataset_name", "dataset_config", "dataset_revision", "dataset_columns", "eval_datasets")),
         **dict.fromkeys(("dataset_test_split", "test_split_size")),
     }

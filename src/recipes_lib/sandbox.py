@@ -107,7 +107,7 @@ def run_program(source: str, *, seconds: float = 10.0, megabytes: int = 1024) ->
         seconds: Of wall time.
         megabytes: Of address space.
 
-    Source: ``tests/evaluation/test_sandbox.py`` has endless loops, fork bombs, writes and connections.
+    Source: ``tests/test_sandbox.py`` has endless loops, fork bombs, writes and connections.
     """
     word = secrets.token_hex(8).encode()
     with tempfile.TemporaryDirectory(prefix="program-") as folder:

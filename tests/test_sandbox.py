@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes_lib.evaluation.sandbox import MAX_TOLD, run_program
+from recipes_lib.sandbox import MAX_TOLD, run_program
 
 
 def has_landlock() -> bool:
