@@ -344,6 +344,9 @@ class RewardsConfig:
     """Factor of each reward in their sum: the functions in their order, then the model. Unset: 1 each."""
     missing_eos_penalty: float | None = 1.0
     """Taken off the score of an answer that ran into ``response_length``; null takes off nothing."""
+    max_num_gen_batches: int = 1
+    """Batches of answers that an iteration samples at most: groups whose answers all earn the same are left out, and
+    other prompts asked in their place, as in DAPO; verl's spelling. 1: none is left out."""
     max_zero_std_rollouts: int | None = 20
     """End the run after so many rollouts in a row in which no answer to a prompt earns more than another, so that
     nothing can be learnt; null never ends it. See ``docs/guards.md``."""
