@@ -8,14 +8,15 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from recipes_lib.config.paths import check_paths
 from recipes_lib.config.recipes import PREFERENCE_LOSSES, SHARE_OR_COUNT
-from recipes_lib.config.schema import RELATION_WEIGHTS, WEIGHTS, AdapterConfig, QuantizationConfig
+from recipes_lib.config.schema import RELATION_WEIGHTS, WEIGHTS, AdapterConfig, DatasetFormat, QuantizationConfig
 from recipes_lib.config.settings import DECISIONS, Settings, is_local
 from recipes_lib.errors import Problem
 
+_EVAL_KEYS: Final = {**dict.fromkeys(("name", "config", "revision", "split", "format"), str), "columns": dict | None}
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """``module:name`` of what a user wrote: a reward or a metric."""
 
@@ -341,6 +342,32 @@ def are_shares(entries: Sequence[Mapping[str, Any]]) -> bool:
     return any(math.isclose(total, whole, rel_tol=0.02) for whole in (1, 100))
 
 
+def check_eval_datasets(settings: Settings) -> Iterator[Problem]:
+    """Named held-out sets can be told apart in the figures, and say where they are."""
+    for name, entry in (settings["eval_datasets"] or {}).items():
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
+            found = f"`eval_datasets` names a set {name!r}, which is part of the names of its figures"
+            yield settings.problem("eval_datasets", found, "name it by letters, digits, dots and hyphens")
+        unknown = entry.keys() - _EVAL_KEYS if isinstance(entry, dict) else {"?"}
+        if unknown or not isinstance(entry.get("name"), str):
+            found = f"`eval_datasets: {name}` is no dataset" + (f": it has {sorted(unknown)[0]!r}" if unknown else "")
+            yield settings.problem("eval_datasets", found, "write a path or a Hub id, or {name: ..., split: ...}")
+            continue
+        wrong = [key for key, value in entry.items() if not isinstance(value, _EVAL_KEYS[key])]
+        if wrong or entry.get("format", "auto") not in get_args(DatasetFormat):
+            key = wrong[0] if wrong else "format"
+            found = f"`eval_datasets: {name}` has `{key}: {entry[key]}`"
+            choices = {"format": f"one of {', '.join(get_args(DatasetFormat))}", "columns": "{prompt: question, ...}"}
+            yield settings.problem("eval_datasets", found, f"write {choices.get(key, 'a text')}")
+    if old := re.fullmatch(r"(eval_)?(loss|bits_per_byte)_(.+)", settings["metric_for_best_model"] or ""):
+        prefix, figure, name = old.groups(default="")
+        found = f"`metric_for_best_model: {old.group()}` has the name of the set last"
+        yield settings.problem("metric_for_best_model", found, f"write `{prefix}{name}_{figure}`")
+    if settings["eval_datasets"] and "sft" in (settings.values.get("loss_type") or ()):
+        found = "the loss `sft` is a mean over the tokens of one held-out set, and there would be several"
+        yield settings.problem("eval_datasets", found, "name one by dataset_test_split")
+
+
 def check_stream(settings: Settings) -> Iterator[Problem]:
     """Of a stream nothing is known before it is read, and it is one dataset."""
     if not settings["dataset_streaming"]:
@@ -508,6 +535,7 @@ _RULES: Final[tuple[Rule, ...]] = (
     check_shares,
     check_data,
     check_mixture,
+    check_eval_datasets,
     check_model,
     check_schedule,
     check_evaluation,
