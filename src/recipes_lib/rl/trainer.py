@@ -24,6 +24,7 @@ from recipes_lib.rl.engines.engine import build_collector, verify_engine
 from recipes_lib.rl.methods import METHODS, Method
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import (
+    AnswerWatch,
     Figures,
     ScoredSamples,
     average_steps,
@@ -164,6 +165,7 @@ class PolicyTrainer:
         engine = "FSDP" if models.is_sharded else ""
         self._saver = CheckpointSaver(args, self._log.progress.say, engine=engine)
         self._guard = UpdateGuard(self._output_dir, self._find_prompt)
+        self._watch = AnswerWatch(self._log.progress.say)
         self._reward_guard = RewardGuard(config.rewards.max_zero_std_rollouts, self._log.progress.say)
         build = functools.partial(Learner, args=args, schedule=self.schedule)
         num_idle = self.method.num_idle_iterations * self.schedule.steps_per_iteration
@@ -237,6 +239,7 @@ class PolicyTrainer:
             self.state = load_state(resume_from, self._learners)
             self._saved_step = self.state.step
         self._reward_guard.restore(self.state.rewards)
+        self._watch.restore(self.state.watch)
         self._first_iteration = self.state.iteration
         is_begun = self.state.iteration > 0
         is_evaluated = self.state.evaluated_step == self.state.step
@@ -256,6 +259,8 @@ class PolicyTrainer:
             self._dry_run()
         if self._logs(iteration):
             self._log.write("train", self.state, figures)
+            self._watch.look(figures, self.state.step)
+            self.state.watch = self._watch.export()
         if self._evaluates(iteration):
             self._evaluate()
         if is_saved and schedule.is_due(args.save_steps, iteration):
