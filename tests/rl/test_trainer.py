@@ -26,7 +26,7 @@ from recipes_lib.rl.trainer import PolicyTrainer
 from recipes_lib.rl.update import Updater
 from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints.manifest import list_checkpoints
-from recipes_lib.training.layouts.launch_files import plan_launch
+from recipes_lib.training.layouts.launch_environment import plan_launch
 
 # Eight answers a step, two steps an epoch, two epochs: three iterations are twelve steps.
 SHORT = {

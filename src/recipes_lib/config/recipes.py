@@ -334,6 +334,7 @@ _PROMPTS_ONLY: Final[Mapping[str, Retired]] = {
     **_each_field(_OF_PAIRS, PreferenceConfig),
     **each("packing loss_on assistant_only_loss completion_only_loss max_truncated_fraction", _NO_ANSWERS),
     **each("prepared_dir dataset_streaming dataset_mixture", _FEW_PROMPTS),
+    "eval_datasets": undecided("has no loss to measure here: answers are sampled and scored", "delete the line"),
     "metrics": dropped("has no effect: samples are scored by the rewards"),
     "sample_max_new_tokens": dropped("has no effect: samples are as long as any answer", "set `response_length`"),
     "sample_prompts": dropped("has no effect: the first prompts are answered, held-out ones where there are any"),

@@ -122,6 +122,9 @@ class DataConfig:
     """Held-out split, by name; or a path, which has a ``/`` or a suffix: ``./test``. Unset: see ``test_split_size``."""
     test_split_size: float | int | None = None
     """Hold out this share (below 1) or number (1 and above) of rows when no test split is named."""
+    eval_datasets: dict[str, Any] | None = None
+    """More held-out sets with figures of their own, ``eval_NAME_loss``: ``{web: path, chat: {name: x, split: test}}``,
+    with the keys of a mixture's entry but ``weight`` and ``repeat``."""
     dataset_mixture: list[dict[str, Any]] | None = field(default=None, metadata={"items": MixtureEntry})
     """Several datasets for one: a list of ``{name, weight, repeat, config, revision, split, format, columns}``."""
     dataset_format: DatasetFormat = "auto"
