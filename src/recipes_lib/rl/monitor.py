@@ -171,15 +171,11 @@ class AnswerWatch:
             remedy = "a lower learning_rate, a higher KL coefficient or epsilon_high keeps answers apart"
             self._tell("entropy", step, found, remedy)
         correlation = figures.get("objective/score_length_correlation")
-        if length is not None and correlation is not None and correlation > REWARDED_LENGTH:
-            if length > LONGER * self._first["length"]:
-                found = (
-                    f"answers grew from {self._first['length']:.3g} to {length:.3g} tokens, and longer ones earn more"
-                )
-                remedy = (
-                    f"their correlation is {correlation:.2f}; look at the best-scored samples, or reward length down"
-                )
-                self._tell("length", step, found, remedy)
+        is_rewarded = correlation is not None and correlation > REWARDED_LENGTH
+        if is_rewarded and length is not None and length > LONGER * self._first["length"]:
+            found = f"answers grew from {self._first['length']:.3g} to {length:.3g} tokens, and longer ones earn more"
+            remedy = f"their correlation is {correlation:.2f}; look at the best samples, or punish length"
+            self._tell("length", step, found, remedy)
 
     def _tell(self, kind: str, step: int, found: str, remedy: str) -> None:
         if kind not in self._told:
