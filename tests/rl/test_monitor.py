@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from math import nan
 
 import numpy as np
@@ -12,6 +13,7 @@ from tests.rl.test_rollout import build_rollout
 
 from recipes_lib.errors import DivergedError
 from recipes_lib.rl.monitor import (
+    AnswerWatch,
     average_steps,
     correlate,
     describe_rollout,
@@ -98,6 +100,35 @@ def test_a_reference_that_is_not_the_policy_stops_the_run():
     assert "differ by 0.0e+00" in verify_first_rollout(same, torch.float32)
     with pytest.raises(DivergedError, match="policy and reference"):
         verify_first_rollout(rollout, torch.float32)
+
+
+def look_at(*iterations):
+    """Entropy, length and correlation of each iteration; half of them by a watch that was resumed."""
+    told = []
+    watch = AnswerWatch(told.append)
+    for step, (entropy, length, correlation) in enumerate(iterations, start=1):
+        exported = json.loads(json.dumps(watch.export()))
+        watch = AnswerWatch(told.append)
+        watch.restore(exported)
+        given = {
+            "policy/entropy": entropy,
+            "objective/length": length,
+            "objective/score_length_correlation": correlation,
+        }
+        watch.look({name: value for name, value in given.items() if value is not None}, step)
+    return told
+
+
+def test_entropy_that_collapses_is_told_once():
+    assert look_at((2.0, 5, 0), (0.21, 5, 0), (None, 5, None)) == []
+    (line,) = look_at((2.0, 5, 0), (0.19, 5, 0), (0.1, 5, 0))
+    assert line.startswith("warning: step 2: the entropy fell from 2 to 0.19 nats a token")
+
+
+def test_length_that_grows_and_is_what_earns_is_told_once():
+    assert look_at((1, 10, 0.9), (1, 14, 0.9), (1, 16, 0.4), (1, 16, None)) == []
+    (line,) = look_at((1, 10, 0.0), (1, 16, 0.6), (1, 20, 0.7))
+    assert "step 2: answers grew from 10 to 16 tokens, and longer ones earn more" in line
 
 
 def test_correlation_of_a_constant_is_0():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -90,6 +91,7 @@ def build_report(run_dir: Path) -> Path:
         figures=[*_choose_figures(run), *_choose_reward_figures(verdict), *_choose_scores(run)],
         charts=charts,
         samples=_pair_samples(run.samples, steps),
+        samples_how="at the same random numbers, the best first," if _find_rewards(run.samples) else "greedily",
         samples_when=" and ".join(_name_step(step, steps).lower() for step in {*steps[:1], *steps[-1:]}),
         facts=_list_facts(run.facts),
         config=_list_config(run.facts),
@@ -163,8 +165,16 @@ def _pair_samples(samples: Sequence[Record], steps: Sequence[int]) -> list[dict[
     by_prompt: dict[str, dict[int, Record]] = {}
     for sample in samples:
         by_prompt.setdefault(str(sample.get("prompt", "")), {})[sample["step"]] = sample
+    prompts = list(by_prompt.items())
+    if _find_rewards(samples):
+        # The best ones and the worst ones, by what the last answer earns.
+        last = [(prompt, answers, _read_reward(answers[max(answers)])) for prompt, answers in prompts]
+        known = sorted((row for row in last if row[2] is not None), key=lambda row: row[2] or 0.0, reverse=True)
+        prompts = [(prompt, answers) for prompt, answers, _ in known]
+        if len(prompts) > MAX_PROMPTS:
+            prompts = [*prompts[: MAX_PROMPTS - MAX_PROMPTS // 2], *prompts[-(MAX_PROMPTS // 2) :]]
     paired = []
-    for prompt, answers in list(by_prompt.items())[:MAX_PROMPTS]:
+    for prompt, answers in prompts[:MAX_PROMPTS]:
         ends = [answers[step] for step in dict.fromkeys((min(answers), max(answers)))]
         reference = ends[-1].get("reference")
         paired.append(
@@ -179,13 +189,23 @@ def _pair_samples(samples: Sequence[Record], steps: Sequence[int]) -> list[dict[
 
 def _show_answer(sample: Record, steps: Sequence[int]) -> dict[str, Any]:
     stopped = bool(sample.get("stopped"))
-    number = sample.get("num_tokens", "?")
+    number, reward = sample.get("num_tokens", "?"), _read_reward(sample)
+    worth = "" if reward is None else f", reward {reward:.4g}"
     return {
         "when": _name_step(sample["step"], steps),
         "stopped": stopped,
-        "verdict": f"stopped after {number} tokens" if stopped else f"cut off at {number} tokens",
+        "verdict": (f"stopped after {number} tokens" if stopped else f"cut off at {number} tokens") + worth,
         "text": _shorten(str(sample["completion"])),
     }
+
+
+def _find_rewards(samples: Sequence[Record]) -> set[float]:
+    return {reward for sample in samples if (reward := _read_reward(sample)) is not None}
+
+
+def _read_reward(sample: Record) -> float | None:
+    reward = sample.get("reward")
+    return float(reward) if isinstance(reward, int | float) and math.isfinite(reward) else None
 
 
 def _name_step(step: int, steps: Sequence[int]) -> str:

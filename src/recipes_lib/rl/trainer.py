@@ -24,6 +24,7 @@ from recipes_lib.rl.engines.engine import build_collector, verify_engine
 from recipes_lib.rl.methods import METHODS, Method
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import (
+    AnswerWatch,
     Figures,
     ScoredSamples,
     average_steps,
@@ -161,9 +162,9 @@ class PolicyTrainer:
         self._log = RunLog(args, models.policy, tokenizer, num_answers=len(prompts.train) * self.schedule.group)
         self._saved_step, self._first_iteration = 0, 0
         self._output_dir = Path(str(args.output_dir))
-        engine = "FSDP" if models.is_sharded else ""
-        self._saver = CheckpointSaver(args, self._log.progress.say, engine=engine)
+        self._saver = CheckpointSaver(args, self._log.progress.say, engine="FSDP" if models.is_sharded else "")
         self._guard = UpdateGuard(self._output_dir, self._find_prompt)
+        self._watch = AnswerWatch(self._log.progress.say)
         self._reward_guard = RewardGuard(config.rewards.max_zero_std_rollouts, self._log.progress.say)
         build = functools.partial(Learner, args=args, schedule=self.schedule)
         num_idle = self.method.num_idle_iterations * self.schedule.steps_per_iteration
@@ -237,6 +238,7 @@ class PolicyTrainer:
             self.state = load_state(resume_from, self._learners)
             self._saved_step = self.state.step
         self._reward_guard.restore(self.state.rewards)
+        self._watch.restore(self.state.watch)
         self._first_iteration = self.state.iteration
         is_begun = self.state.iteration > 0
         is_evaluated = self.state.evaluated_step == self.state.step
@@ -256,6 +258,8 @@ class PolicyTrainer:
             self._dry_run()
         if self._logs(iteration):
             self._log.write("train", self.state, figures)
+            self._watch.look(figures, self.state.step)
+            self.state.watch = self._watch.export()
         if self._evaluates(iteration):
             self._evaluate()
         if is_saved and schedule.is_due(args.save_steps, iteration):
@@ -274,7 +278,6 @@ class PolicyTrainer:
         """Collect answers, update policy and critic, and return the figures of all that."""
         began, state, schedule = time.perf_counter(), self.state, self.schedule
         rollout, sampling, num_answers, num_tokens = self._collect()
-        self._guard.judge_answers(rollout, step=state.step + 1)
         if iteration == 0:
             self._log.progress.say(verify_first_rollout(rollout, self._dtype))
         if iteration == self._first_iteration:
@@ -366,8 +369,11 @@ class PolicyTrainer:
         # Who was asked to stop is here at once, and the others when they have their answers.
         stop_if_agreed()
         assert collected is not None, "who leaves has been asked, and then all stop"
-        rollout, seconds = collected
-        return share(rollout, self._world_size).take(range(count)), seconds
+        mine_alone, seconds = collected
+        rollout = share(mine_alone, self._world_size).take(range(count))
+        # Before any of them is left out.
+        self._guard.judge_answers(rollout, step=self.state.step + 1)
+        return rollout, seconds
 
     def _find_prompt(self, number: int) -> int:
         """The place of an answer's prompt among those that are trained on."""
