@@ -6,6 +6,7 @@ import json
 import math
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes_lib.cli import main as run_recipes
 from recipes_lib.config.evaluation import EvalConfig
+from recipes_lib.errors import ConfigError
 from recipes_lib.evaluation import engines
 from recipes_lib.evaluation.engines import CheckedModel
 from recipes_lib.evaluation.harness import RECORD, describe_model, evaluate_model, read_samples
@@ -218,6 +220,8 @@ def test_answers_of_every_process_of_an_earlier_launch_are_taken(
     monkeypatch.setattr(CheckedModel, "_loglikelihood_tokens", ask_and_die)
     keys: dict[str, Any] = {"tasks": ["local_choice"], "include_path": [str(tasks)], "limit": 4, "num_fewshot": 0}
     config = EvalConfig(model_name_or_path=str(model), use_cpu=True, **keys)
+    (model / "eval" / ".requests").mkdir(parents=True)
+    monkeypatch.setattr(CheckedModel, "barrier", lambda _: None)
     for rank in range(2):
         init = CheckedModel.__init__
 
@@ -231,10 +235,14 @@ def test_answers_of_every_process_of_an_earlier_launch_are_taken(
             patched.setattr(engines, "read_world_size", lambda: 2)
             patched.setattr(engines, "PartialState", lambda **_: None)
             patched.setattr(engines, "_open", remember)
+            with pytest.raises(ConfigError, match="1 questions are shared by 2 processes"):
+                evaluate_model(replace(config, limit=1))
             with pytest.raises(KeyboardInterrupt):
                 evaluate_model(config)
-        files[0].close()  # A thread of its own writes, which the end of a process would have waited for.
+        files[-1].close()  # A thread of its own writes, which the end of a process would have waited for.
         files.clear()
+    key = next((model / "eval" / ".requests").iterdir()).name.rpartition("-")[0]
+    (model / "eval" / ".requests" / f"{key}-2.sqlite").touch()  # Of one that was killed before its first answer.
     record = evaluate_model(config)
     assert record is not None
     assert record["tasks"]["local_choice"]["num_questions"] == 4

@@ -62,7 +62,8 @@ def _prepare(stage: str, config: RecipeConfig, load_tokenizer: TokenizerLoader) 
         from recipes_lib.data.tokens import token_data
 
         tokens = token_data.prepare_tokens(config, load_tokenizer, num_tokens=config.pretraining.max_tokens)
-        places = [f"{source['name']}: {source['path']}" for source in tokens.record["sources"]]
+        named = tokens.record.get("eval_datasets", {}).values()
+        places = [f"{source['name']}: {source['path']}" for source in (*tokens.record["sources"], *named)]
         return token_data.render_summary(tokens), tokens.is_new, places
     if stage in ("reward", "dpo"):
         from recipes_lib.data.pairs.sets import prepare_pairs as prepare_rows
@@ -70,8 +71,19 @@ def _prepare(stage: str, config: RecipeConfig, load_tokenizer: TokenizerLoader) 
     else:
         from recipes_lib.data.packed.prepared_set import prepare as prepare_rows
         from recipes_lib.data.packed.prepared_set import render_summary
+    from recipes_lib.data.sources.mixtures import derive_eval_configs
+
     prepared = prepare_rows(config, load_tokenizer)
-    return render_summary(prepared), prepared.is_new, [f"key  {prepared.key}", f"path {prepared.path}"]
+    sets = {
+        name: prepare_rows(derived, load_tokenizer)
+        for name, derived in derive_eval_configs(config, prepared.manifest["max_length"]).items()
+    }
+    places = [
+        f"key  {prepared.key}",
+        f"path {prepared.path}",
+        *(f"{name}: {found.path}" for name, found in sets.items()),
+    ]
+    return render_summary(prepared), any(found.is_new for found in (prepared, *sets.values())), places
 
 
 def preview(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokenizer) -> None:

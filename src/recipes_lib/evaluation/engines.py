@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import math
+import sqlite3
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -196,14 +197,18 @@ class Remembering(CachingLM):  # type: ignore[misc]
     def __init__(self, model: Any, path: Path, others: Sequence[Path] = (), endpoint: str | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.lm, self.cache_db, self._endpoint = model, str(path), endpoint
-        self._files = [_open(path), *(_open(other, flag="r") for other in others if other != path)]
-        self.dbdict = _Answers(*self._files)
+        earlier: dict[str, Any] = {}
+        for other in others:
+            with suppress(RuntimeError, sqlite3.Error), _open(other, flag="r") as answers:  # Killed before its first.
+                earlier.update(answers.items())
+        model.barrier()  # Nobody reads a file that another process of this launch writes.
+        self._own = _open(path)
+        self.dbdict = _Answers(self._own, earlier)
         model.set_cache_hook(CacheHook(self))
 
     def close(self) -> None:
-        """Close the files, once every process has come this far."""
-        for file in self._files:
-            file.close()
+        """Close the file, and wait until every process has come this far."""
+        self._own.close()
         self.lm.barrier()
 
     def __getattr__(self, name: str) -> Any:

@@ -61,6 +61,7 @@ def evaluate_model(config: EvalConfig) -> dict[str, Any] | None:
     began = time.time()
     _verify_choices(config, tasks["tasks"])
     model = build_engine(config, settings)
+    _verify_shares(config, tasks["tasks"], model.world_size)
     asked = {key: getattr(config, key) for key in _SETTINGS}
     key = _hash([settings, {**asked, "limit": None}, versions])
     cache = config.folder / _CACHE / f"{key}-{model.rank}.sqlite"
@@ -174,6 +175,14 @@ def _verify_choices(config: EvalConfig, tasks: Mapping[str, Any]) -> None:
     if scored:
         found = f"{list_first(scored)} need log-probabilities, which an endpoint of chats does not tell"
         raise ConfigError(Problem("tasks", found, "leave them out, or name an endpoint of completions"))
+
+
+def _verify_shares(config: EvalConfig, tasks: Mapping[str, Any], world_size: int) -> None:
+    """Refuse more processes than a task has questions: lm-eval looks at the first one of each process."""
+    for name, task in tasks.items():
+        if (number := min(len(task.eval_docs), config.limit or len(task.eval_docs))) < world_size:
+            found = f"{number} questions are shared by {world_size} processes"
+            raise ConfigError(Problem(f"tasks: {name}", found, "start fewer processes, or leave the task out"))
 
 
 def _describe_sample(task: str, sample: Mapping[str, Any], model: Any) -> dict[str, Any]:
