@@ -8,8 +8,8 @@ import pytest
 from tests.corpus.texts import write_rows
 
 from recipes_lib.config.corpus import CorpusConfig
-from recipes_lib.corpus.documents import PART_END, Ledger
-from recipes_lib.corpus.inputs import READ, Part, Read, _split, open_inputs
+from recipes_lib.corpus.documents import CHAT, HTML, PART_END, Ledger, join_chat
+from recipes_lib.corpus.inputs import READ, Part, Read, open_inputs, split_source
 from recipes_lib.data.sources.canonical import load_source
 from recipes_lib.errors import DataError
 
@@ -36,7 +36,7 @@ def test_rows_keep_their_id_and_metadata(tmp_path):
 def test_lines_of_a_large_file_are_read_once_each_whatever_the_cut(tmp_path, task_bytes):
     texts = [f"text {at} " + "é" * (at % 17) for at in range(200)]
     path = write_rows(tmp_path / "a.jsonl", texts)
-    parts = list(_split(load_source(str(path)), "a", task_bytes))
+    parts = list(split_source(load_source(str(path)), "a", task_bytes))
     ledger = Ledger([READ], 3)
     reader = Read(None, ledger, raises=True)
     read_ = [found for part in parts for found in reader._read(part)]
@@ -48,7 +48,7 @@ def test_lines_of_a_large_file_are_read_once_each_whatever_the_cut(tmp_path, tas
 def test_a_json_array_is_not_cut(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps([{"text": "a" * 50}] * 50))
-    assert len(list(_split(load_source(str(path)), "a", 100))) == 1
+    assert len(list(split_source(load_source(str(path)), "a", 100))) == 1
 
 
 def test_small_files_share_a_task_in_their_order(tmp_path):
@@ -93,7 +93,7 @@ def test_warc_and_wet_records(tmp_path, name):
     bodies = ["<html>ä</html>".encode(), "<p>naïve café, déjà vu, à la carte</p>".encode("latin-1")]
     write_warc(tmp_path / name, [("warcinfo", b"x"), *((kind, body) for body in bodies)])
     documents, _, _ = read({"name": str(tmp_path / name)})
-    assert [d.metadata.get("html", False) for d in documents] == [kind == "response"] * 2
+    assert [d.metadata.get(HTML, False) for d in documents] == [kind == "response"] * 2
     assert documents[0].text == "<html>ä</html>"
     assert "caf" in documents[1].text
     assert documents[0].metadata["url"] == f"http://x/{len(bodies[0])}"
@@ -167,7 +167,94 @@ def test_chats_are_one_text_with_marks_between_messages(tmp_path):
     path.write_text(json.dumps({"messages": messages}) + "\n")
     (document,) = read({"name": str(path), "kind": "chat"})[0]
     assert document.text == f"a{PART_END}b"
-    assert [dict(message) for message in document.metadata["row"]["messages"]] == messages
+    assert join_chat(document.metadata[CHAT], document.text) == {"messages": messages}
+
+
+USER, ANSWER, OTHER = (
+    {"role": role, "content": text} for role, text in (("user", "a"), *[("assistant", t) for t in "bc"])
+)
+LAYOUTS = {
+    "messages": {"messages": [USER, {**ANSWER, "train": False}, USER, ANSWER], "tools": [{"name": "t"}]},
+    "prompt and completion": {"prompt": "a", "completion": "b"},
+    "chats as prompt and completion": {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]},
+    "preference": {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 0.0},
+    "preference of chats": {
+        "prompt": [USER],
+        "chosen": [ANSWER],
+        "rejected": [OTHER],
+        "chat_template_kwargs": {"x": 1},
+    },
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_chat_keeps_all_of_its_columns(tmp_path, layout):
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps(LAYOUTS[layout] | {"score": 3}) + "\n")
+    (document,) = read({"name": str(path), "kind": "chat"})[0]
+    assert join_chat(document.metadata[CHAT], document.text) == LAYOUTS[layout]
+    assert document.metadata["score"] == 3
+    assert not {"a", "b", "c"} & set(json.dumps(document.metadata[CHAT]).split('"'))
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns"), [("text", LAYOUTS["messages"]), ("web", LAYOUTS["prompt and completion"])]
+)
+def test_a_chat_among_texts_is_an_error_and_a_text_among_chats(tmp_path, kind, columns):
+    for name, row, own in (("chat", columns, kind), ("text", {"text": "one"}, "chat")):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(json.dumps(row) + "\n")
+        with pytest.raises(DataError, match="kind: chat"):
+            read({"name": str(path), "kind": own})
+
+
+def test_a_chat_with_the_mark_itself_is_counted(tmp_path):
+    path = tmp_path / "chat.jsonl"
+    rows = [{"prompt": f"a{PART_END}", "completion": "b"}, {"prompt": "a", "completion": "b"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    documents, ledger, _ = read({"name": str(path), "kind": "chat"})
+    assert len(documents) == 1
+    assert "U+E000" in ledger.notes[0]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "large.jsonl"])
+def test_a_line_that_cannot_be_read_costs_no_other(tmp_path, monkeypatch, name):
+    from recipes_lib.data.sources import readers
+
+    size = 1 << 20 if name == "large.jsonl" else 100
+    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 2 * size)
+    lines = [json.dumps({"text": f"{at}" + "x" * size}).encode() for at in range(4)]
+    lines[1], lines[3:3] = b'{"text": "caf\xe9"}', [b"y" * 5 * size]
+    data = b"\n".join(lines)
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    documents, ledger, source = read({"name": str(tmp_path / name)})
+    assert [document.text[0] for document in documents] == ["0", "2", "3"]
+    assert ledger.tallies[READ].removed == {"cannot be read": 2}
+    assert ledger.tallies[READ].documents_in == 5
+    assert (len(source.tasks) > 1) == (name == "large.jsonl")
+
+
+def test_files_of_one_name_in_two_folders_have_other_ids(tmp_path):
+    for folder in ("x", "y"):
+        (tmp_path / "s" / folder).mkdir(parents=True)
+        write_rows(tmp_path / "s" / folder / "a.jsonl", [f"one {folder}"])
+    documents, _, _ = read({"name": f"{tmp_path / 's'}/"})
+    assert [document.id for document in documents] == ["s/x/a.jsonl:1", "s/y/a.jsonl:1"]
+    (tmp_path / "s" / "y" / "a.jsonl").write_text('{"text": "b", "body": "two"}\n')
+    (tmp_path / "s" / "x" / "a.jsonl").write_text('{"text": "a", "body": "one"}\n')
+    documents, _, _ = read({"name": str(tmp_path / "s"), "columns": {"text": "body"}})
+    assert [(document.id, document.text) for document in documents] == [
+        ("s/x/a.jsonl:1", "one"),
+        ("s/y/a.jsonl:1", "two"),
+    ]
+
+
+def test_a_large_file_with_renamed_columns_is_cut_too(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"body": f"{at} " + "x" * 1000}) + "\n" for at in range(3000)))
+    documents, _, source = read({"name": str(path), "columns": {"text": "body"}})
+    assert len(source.tasks) > 1
+    assert [int(document.text.split()[0]) for document in documents] == list(range(3000))
 
 
 def test_the_fingerprint_is_that_of_the_content(tmp_path):

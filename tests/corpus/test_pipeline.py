@@ -121,7 +121,9 @@ def test_tasks_and_processes_change_nothing(planted, tmp_path, monkeypatch, work
         return [
             replace(
                 source,
-                tasks=tuple(inputs._group(inputs._split(load_source(config.sources[0]["name"]), "web", 9000), 9000)),
+                tasks=tuple(
+                    inputs._group(inputs.split_source(load_source(config.sources[0]["name"]), "web", 9000), 9000)
+                ),
             )
             for source in original(config)
         ]

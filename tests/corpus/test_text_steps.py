@@ -7,6 +7,7 @@ import pytest
 from datatrove.data import Document
 from tests.corpus.texts import ENGLISH, GERMAN
 
+from recipes_lib.corpus.documents import HTML
 from recipes_lib.corpus.text_steps import Classifier, Extract, FixText, Language, Toxicity, load_fasttext
 from recipes_lib.errors import ConfigError, DataError
 
@@ -32,22 +33,22 @@ def extract():
 
 
 def test_a_page_becomes_its_text(extract):
-    reason, document, _ = apply(extract, PAGE, html=True)
+    reason, document, _ = apply(extract, PAGE, **{HTML: True})
     assert reason is None
     assert document.text.startswith(ENGLISH)
     assert "alert" not in document.text
-    assert "html" not in document.metadata
+    assert HTML not in document.metadata
 
 
 def test_the_same_page_again_has_the_same_text(extract):
     # trafilatura's own deduplication would leave the second one empty.
-    texts = {apply(extract, PAGE, html=True)[1].text for _ in range(4)}
+    texts = {apply(extract, PAGE, **{HTML: True})[1].text for _ in range(4)}
     assert len(texts) == 1
 
 
 @pytest.mark.parametrize("page", ["<html></html>", "<", "<p>"])
 def test_a_page_without_text_is_removed_with_a_reason(extract, page):
-    assert apply(extract, page, html=True)[0] in ("no text", "not parsed")
+    assert apply(extract, page, **{HTML: True})[0] in ("no text", "not parsed")
 
 
 def test_text_is_no_page(extract):
@@ -56,7 +57,7 @@ def test_text_is_no_page(extract):
 
 def test_a_page_that_takes_too_long_is_removed(monkeypatch):
     step = Extract(0.0)
-    assert apply(step, PAGE, html=True)[0] == "timeout"
+    assert apply(step, PAGE, **{HTML: True})[0] == "timeout"
     step.close()
 
 

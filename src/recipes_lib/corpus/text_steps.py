@@ -15,7 +15,7 @@ from datatrove.data import Document
 from datatrove.pipeline.extractors.base import ExtractorSandbox
 from datatrove.pipeline.formatters import FTFYFormatter
 
-from recipes_lib.corpus.documents import hash_name
+from recipes_lib.corpus.documents import HTML, hash_name
 from recipes_lib.errors import ConfigError, DataError, Problem
 
 _MAX_CLASSIFIED: Final = 20_000
@@ -34,7 +34,7 @@ class Extract:
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
         """Replace a page by its text; other documents are left alone."""
-        if not document.metadata.pop("html", False):
+        if not document.metadata.pop(HTML, False):
             return None
         if self._sandbox is None:
             import trafilatura  # noqa: F401 - once here, not in the time of every new process
