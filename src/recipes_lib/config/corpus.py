@@ -218,10 +218,12 @@ CORPUS_SECTIONS: Final[Mapping[str, type]] = {
 }
 """Heading in ``--help`` -> the keys below it."""
 PII_KINDS: Final = ("email", "phone", "ip", "card", "iban", "ssn", "private_key", "api_token")
+MAX_SAMPLES: Final = 20
+"""Every task collects as many, so that another ``num_samples`` does nothing again."""
 _BOUNDS: Final = {
     "workers": (1, 4096),
     "task_megabytes": (1, 1 << 20),
-    "num_samples": (0, 100),
+    "num_samples": (0, MAX_SAMPLES),
     "near_duplicates_ngram": (1, 100),
     "near_duplicates_bands": (1, 1000),
     "near_duplicates_rows": (1, 100),

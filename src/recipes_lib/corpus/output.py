@@ -13,7 +13,7 @@ import numpy.typing as npt
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
-from recipes_lib.config.corpus import CorpusConfig
+from recipes_lib.config.corpus import MAX_SAMPLES, CorpusConfig
 from recipes_lib.corpus.documents import CHAT, Ledger, count_bytes, join_chat, read_shard, write_shard
 from recipes_lib.corpus.duplicates import (
     KEPT,
@@ -117,7 +117,7 @@ class WriteShards(PipelineStep):  # type: ignore[misc]
         """
         super().__init__()
         self.folder, self.tasks, self.compared, self.config = folder, tasks, compared, config
-        self.ledger = Ledger((EXACT_STEP, NEAR_STEP, LINES_STEP), config.num_samples)
+        self.ledger = Ledger((EXACT_STEP, NEAR_STEP, LINES_STEP), MAX_SAMPLES)
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Write the shard of task ``rank``; yield nothing."""

