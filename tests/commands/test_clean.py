@@ -55,7 +55,7 @@ def test_reading_a_source_too_often_is_a_warning():
     manifest = {
         "steps": {"read": {"documents_in": 1, "documents_out": 1}},
         "notes": [],
-        "mixture": [{"name": "a", "epochs": 5.5, "too_often": True}],
+        "sources": [{"label": "a", "kind": "text", "documents": 1, "epochs": 5.5, "too_often": True}],
         "tokens": 7,
         "documents": 1,
         "bytes": 10,

@@ -4,12 +4,15 @@ import gzip
 import io
 import json
 
+import datasets
 import pytest
+from datasets.packaged_modules.json.json import Json
+from datasets.splits import SplitDict, SplitInfo
 from tests.corpus.texts import write_rows
 
 from recipes_lib.config.corpus import CorpusConfig
 from recipes_lib.corpus.documents import CHAT, HTML, PART_END, Ledger, join_chat
-from recipes_lib.corpus.inputs import READ, Part, Read, open_inputs, split_source
+from recipes_lib.corpus.inputs import READ, Part, Read, count_input_bytes, open_inputs, split_source
 from recipes_lib.data.sources.canonical import load_source
 from recipes_lib.errors import DataError
 
@@ -215,6 +218,26 @@ def test_a_chat_with_the_mark_itself_is_counted(tmp_path):
     documents, ledger, _ = read({"name": str(path), "kind": "chat"})
     assert len(documents) == 1
     assert "U+E000" in ledger.notes[0]
+
+
+class _Builder(Json):
+    def download_and_prepare(self, *args, **kwargs):
+        raise AssertionError("downloaded")
+
+
+def test_a_look_at_a_hub_dataset_downloads_nothing(tmp_path, monkeypatch):
+    path = write_rows(tmp_path / "train.jsonl", ["one", "two"])
+    builder = _Builder(cache_dir=str(tmp_path / "cache"), dataset_name="x", hash="c", data_files=str(path))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: builder)
+    config = CorpusConfig(sources=[{"name": "org/x"}], output_dir="")
+    for size in (None, 12_345):
+        builder.info.splits = size and SplitDict({"train": SplitInfo("train", size, 2)})
+        (source,) = open_inputs(config, streams=True)
+        assert count_input_bytes(source) == size
+        reader = Read(source, Ledger([READ], 0), raises=True)
+        assert [document.text for document in reader.run()] == ["one", "two"]
+    with pytest.raises(DataError, match="downloaded"):
+        open_inputs(config)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "large.jsonl"])

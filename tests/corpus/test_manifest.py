@@ -1,4 +1,4 @@
-"""Folders of sources, links, what is left of earlier work; mixture weights: closed forms, and UniMax as its paper has it."""
+"""Folders of sources, links, what is left of earlier work; mixture weights by closed forms, and UniMax by its paper."""
 
 import errno
 import os

@@ -86,10 +86,10 @@ def plan(argv: Sequence[str]) -> None:
         return
     from recipes_lib.corpus.inputs import count_input_bytes, open_inputs
 
-    sizes = {source.label: count_input_bytes(source) for source in open_inputs(config)}
+    sizes = {source.label: count_input_bytes(source) for source in open_inputs(config, streams=True)}
     workers = config.workers or os.cpu_count() or 1
     for label, size in sizes.items():
-        sys.stdout.write(f"{label}: {'a stream of unknown size' if size is None else f'{size / 1e9:,.3f} GB'}\n")
+        sys.stdout.write(f"{label}: {'of a size that it does not tell' if size is None else f'{size / 1e9:,.3f} GB'}\n")
     total = sum(size or 0 for size in sizes.values())
     hours = total / 1e6 / MEGABYTES_PER_SECOND / workers / 3600
     sys.stdout.write(

@@ -107,17 +107,22 @@ class CorpusInput:
     fingerprint: str
 
 
-def open_inputs(config: CorpusConfig) -> list[CorpusInput]:
+def open_inputs(config: CorpusConfig, *, streams: bool = False) -> list[CorpusInput]:
     """Find the files and datasets of all sources.
+
+    Args:
+        config: The corpus.
+        streams: Download no dataset of the Hub: who looks at its size and first row needs none of it.
 
     Raises:
         DataError: One cannot be found or read.
     """
-    return [_open(entry, config.task_megabytes << 20) for entry in config.sources]
+    streamed = {"streaming": True} if streams else {}
+    return [_open({**entry, **streamed}, config.task_megabytes << 20) for entry in config.sources]
 
 
 def count_input_bytes(source: CorpusInput) -> int | None:
-    """Return the bytes of a source's files, or of a Hub dataset as it is stored; ``None`` where that is not known."""
+    """Return the bytes of a source's files, or of a Hub dataset as it tells; ``None`` where that is not known."""
     sizes = [part.num_bytes for task in source.tasks for part in task]
     return None if None in sizes else sum(size for size in sizes if size is not None)
 
@@ -171,8 +176,9 @@ def split_source(source: Source, label: str, task_bytes: int) -> Iterator[Part]:
             yield replace(part, source=replace(source, source=part.source or source.source))
     elif isinstance(source, HubSource):
         dataset = source.dataset
-        num = dataset.num_shards if source.streaming else max(1, (dataset.dataset_size or 0) // task_bytes)
-        size = None if source.streaming or dataset.dataset_size is None else dataset.dataset_size // num
+        whole = source.num_bytes or (None if source.streaming else dataset.dataset_size)
+        num = dataset.num_shards if source.streaming else max(1, (whole or 0) // task_bytes)
+        size = None if whole is None else whole // num
         for index in range(num):
             shard = dataset.shard(num_shards=num, index=index) if num > 1 else dataset
             yield Part(f"{label}/{index}", source=replace(source, dataset=shard), num_bytes=size)

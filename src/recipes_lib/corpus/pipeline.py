@@ -278,7 +278,7 @@ def try_steps(config: CorpusConfig) -> Iterator[str]:
         ConfigError: A step's model or thresholds are wrong.
         DataError: A source, word list or benchmark cannot be read, or a source has no document.
     """
-    for source in open_inputs(config):
+    for source in open_inputs(config, streams=True):
         steps = build_steps(config, source.kind)
         ledger = Ledger([READ, *(step.name for step in steps)], config.num_samples)
         documents = Read(source, ledger, raises=config.broken_rows == "error").run()
