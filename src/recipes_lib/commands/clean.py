@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from recipes_lib.config.corpus import CorpusConfig, parse_corpus_command
@@ -53,7 +54,28 @@ def _parse(argv: Sequence[str]) -> CorpusConfig | None:
     if missing:
         found = f"{' and '.join(missing)} not installed"
         raise ConfigError(Problem("recipes clean", found, "pip install 'recipes-lib[corpus]'"))
-    return config
+    return add_evaluated(config)
+
+
+def add_evaluated(config: CorpusConfig) -> CorpusConfig:
+    """Return a corpus with the benchmarks that its ``benchmarks_of`` evaluate among its ``benchmarks``.
+
+    Raises:
+        ConfigError: Such a configuration cannot be read, or the extra ``eval`` is not installed.
+    """
+    if not config.benchmarks_of:
+        return config
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError(Problem("benchmarks_of", "lm-eval not installed", "pip install 'recipes-lib[eval]'"))
+    from recipes_lib.config.evaluation import read_evaluated_tasks
+    from recipes_lib.evaluation.suites import list_datasets
+
+    benchmarks = list(config.benchmarks or ())
+    for path in config.benchmarks_of:
+        known = [{**entry, "label": None} for entry in benchmarks]
+        found = list_datasets(read_evaluated_tasks(path))
+        benchmarks += [entry for entry in found if {**entry, "label": None} not in known]
+    return replace(config, benchmarks=benchmarks)
 
 
 def check(argv: Sequence[str]) -> int:

@@ -144,6 +144,8 @@ class PrivacyKeys:
     """Removal of documents that share an n-gram with an item of ``benchmarks``."""
     benchmarks: list[dict[str, Any]] | None = field(default=None, metadata={"items": Benchmark})
     """Benchmarks and held-out sets to protect: a list of ``{name, label, split, columns, ...}``."""
+    benchmarks_of: list[str] | None = None
+    """Configurations of ``recipes eval``, whose benchmarks are protected too."""
     decontamination_ngram: int = 13
     """Words of an n-gram; items that are shorter count when they occur whole."""
     decontamination_action: Literal["drop", "excise"] = "drop"
@@ -262,7 +264,7 @@ def parse_corpus_command(argv: Sequence[str]) -> CorpusConfig | str:
 
 
 def _adapt(key: str, value: Any) -> Any:
-    if key in (*_PATHS, "toxic_words", "duplicates_of"):
+    if key in (*_PATHS, "toxic_words", "duplicates_of", "benchmarks_of"):
         return expand_paths(value)
     if key in ("sources", "benchmarks") and isinstance(value, list):
         return [item | {"name": expand_home(item["name"])} for item in value]
