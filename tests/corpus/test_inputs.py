@@ -5,6 +5,7 @@ import io
 import json
 
 import datasets
+import numpy as np
 import pytest
 from datasets.packaged_modules.json.json import Json
 from datasets.splits import SplitDict, SplitInfo
@@ -12,9 +13,9 @@ from tests.corpus.texts import write_rows
 
 from recipes_lib.config.corpus import CorpusConfig
 from recipes_lib.corpus.documents import CHAT, HTML, PART_END, Ledger, join_chat
-from recipes_lib.corpus.inputs import READ, Part, Read, count_input_bytes, open_inputs, split_source
+from recipes_lib.corpus.inputs import READ, Part, Read, SpreadSource, count_input_bytes, open_inputs, split_source
 from recipes_lib.data.sources.canonical import load_source
-from recipes_lib.errors import DataError
+from recipes_lib.errors import DataError, Problem
 
 
 def read(entry, raises=False, task_megabytes=1):
@@ -46,6 +47,40 @@ def test_lines_of_a_large_file_are_read_once_each_whatever_the_cut(tmp_path, tas
     assert [document.text for document in read_] == texts
     assert len({document.id for document in read_}) == len(texts)
     assert task_bytes > path.stat().st_size or len(parts) > 1
+
+
+@pytest.mark.parametrize("task_bytes", [1, 700, 5000, 10**6])
+def test_row_groups_of_a_large_parquet_file_are_read_once_each_with_the_same_ids(tmp_path, task_bytes):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path, rows = tmp_path / "a.parquet", [f"text {at}" for at in range(200)]
+    pq.write_table(pa.table({"text": rows}), path, row_group_size=30)
+    parts = list(split_source(load_source(str(path)), "a", task_bytes))
+    reader = Read(None, Ledger([READ], 3), raises=True)
+    found = [document for part in parts for document in reader._read(part)]
+    assert [(document.text, document.id) for document in found] == [(text, f"a:{at}") for at, text in enumerate(rows)]
+    assert len(parts) == min(7, -(-path.stat().st_size // task_bytes))
+    assert abs(sum(part.num_bytes for part in parts) - path.stat().st_size) < 10
+    path.write_bytes(b"PAR1 broken")
+    assert len(list(split_source(load_source(str(path)), "a", 1))) == 1
+
+
+@pytest.mark.parametrize("num_files", [1, 3, 70])
+def test_a_spread_source_has_every_row_once_and_the_first_from_all_over(tmp_path, num_files):
+    texts = [f"{at}" for at in range(1400)]
+    for number in range(num_files):
+        share = len(texts) // num_files
+        write_rows(
+            tmp_path / f"{number:02d}.jsonl",
+            texts[number * share : (number + 1) * share + 100 * (number == num_files - 1)],
+        )
+    (tmp_path / "00.jsonl").open("a").write("broken\n")
+    entries = list(SpreadSource(load_source(str(tmp_path))).rows())
+    found = [int(entry.columns["text"]) for entry in entries if not isinstance(entry, Problem)]
+    assert len(entries) == len(found) + 1
+    assert sorted(found) == list(range(1400))
+    assert max(np.diff(sorted(found[:100]))) < 150
 
 
 def test_a_json_array_is_not_cut(tmp_path):

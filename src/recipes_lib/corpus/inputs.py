@@ -28,9 +28,9 @@ from recipes_lib.data.sources.canonical import RenamedSource, load_source
 from recipes_lib.data.sources.file_digests import compute_digest
 from recipes_lib.data.sources.formats import RowFormat, canonicalize, detect_format
 from recipes_lib.data.sources.hub_datasets import HubSource
-from recipes_lib.data.sources.local_files import IGNORED_NAMES, READERS, FileSource, open_file
+from recipes_lib.data.sources.local_files import IGNORED_NAMES, READERS, FileSource
 from recipes_lib.data.sources.messages import TRAIN
-from recipes_lib.data.sources.readers import BrokenFileError
+from recipes_lib.data.sources.readers import BrokenFileError, read_parquet
 from recipes_lib.data.sources.rows import Entry, RawRow, Row, Source
 from recipes_lib.errors import DataError, Problem
 
@@ -39,7 +39,10 @@ READ: Final = "read"
 _HTML: Final = (".html", ".htm", ".xhtml")
 _WARC: Final = (".warc", ".wet", ".warc.gz", ".wet.gz")
 _LINES: Final = (".jsonl", ".ndjson")
+_PARQUET: Final = ".parquet"
 _MAX_HTML_BYTES: Final = 1 << 28
+_PLACES: Final = 20
+"""Places of a source that are read in turn for a sample."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +63,14 @@ class Part:
 
 
 @dataclass(frozen=True)
-class LineRange:
-    """The rows in some bytes of a file with one JSON value a line.
+class FileRange:
+    """The rows in a range of a large file: bytes of one with a JSON value a line, or row groups of Parquet.
 
     Attributes:
         name: As errors call it.
         path: The file.
-        start: First byte, with which a line begins.
-        stop: Byte after the last.
+        start: First byte, with which a line begins, or row group.
+        stop: What follows the last.
     """
 
     name: str
@@ -78,7 +81,10 @@ class LineRange:
 
     def rows(self) -> Iterator[Entry]:
         """Read from the start."""
-        with open_file(self.path) as file:
+        with self.path.open("rb") as file:
+            if self.path.suffix == _PARQUET:
+                yield from read_parquet(file, self.name, range(self.start, self.stop))
+                return
             ranged = cast(io.BufferedReader, io.BufferedReader(_ByteRange(file, self.start, self.stop), 1 << 20))
             yield from READERS[".jsonl"](ranged, self.name)
 
@@ -170,7 +176,7 @@ def _find_pages(path: Path) -> list[Path]:
 
 
 def split_source(source: Source, label: str, task_bytes: int) -> Iterator[Part]:
-    """Yield the parts of a source: large JSON Lines files in ranges, other files whole, a dataset by its shards."""
+    """Yield the parts of a source: large JSON Lines and Parquet files in ranges, others whole, a dataset by shards."""
     if isinstance(source, RenamedSource):
         for part in split_source(source.source, label, task_bytes):
             yield replace(part, source=replace(source, source=part.source or source.source))
@@ -187,16 +193,35 @@ def split_source(source: Source, label: str, task_bytes: int) -> Iterator[Part]:
             # Where it lies below the folder: files of two folders may have one name.
             short = f"{label}{name.removeprefix(source.name.rstrip('/'))}"
             size = path.stat().st_size
-            if path.suffix in _LINES and size > task_bytes and not _is_array(path):
-                num = -(-size // task_bytes)
-                borders = [_find_line(path, size * at // num) for at in range(num)] + [size]
-                for start, stop in itertools.pairwise(borders):
-                    place = f"{short}@{start}" if start else short
-                    yield Part(place, source=LineRange(place, path, start, stop), num_bytes=stop - start)
-            else:
+            borders = _find_borders(path, size, -(-size // task_bytes))
+            if len(borders) < 3:
                 yield Part(short, source=replace(source, files={name: path}), num_bytes=size)
+                continue
+            for start, stop in itertools.pairwise(borders):
+                # Lines are counted from the first of a range, rows of Parquet from that of the file.
+                place = f"{short}@{start}" if start and path.suffix in _LINES else short
+                share = size * (stop - start) // borders[-1]
+                yield Part(place, source=FileRange(place, path, start, stop), num_bytes=share)
     else:
         yield Part(label, source=source)
+
+
+def _find_borders(path: Path, size: int, num: int) -> list[int]:
+    """Where a file can be cut into ``num`` ranges, fewer where it has no more row groups; nothing: not at all."""
+    if num < 2:
+        return []
+    if path.suffix in _LINES and not _is_array(path):
+        return [*(_find_line(path, size * at // num) for at in range(num)), size]
+    if path.suffix == _PARQUET:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            num_groups = pq.read_metadata(path).num_row_groups
+        except (pa.ArrowException, OSError):  # Who reads it will say so.
+            return []
+        return sorted({num_groups * at // num for at in range(num + 1)})
+    return []
 
 
 def _is_array(path: Path) -> bool:
@@ -407,3 +432,57 @@ def _read_record(record: Any, where: str) -> Iterator[Document | Problem]:
     metadata |= {HTML: True} if is_page else {}
     name = headers.get_header("WARC-Record-ID") or where
     yield Document(text=decode_file(content), id=name.strip("<>"), metadata=metadata)
+
+
+@dataclass(frozen=True)
+class SpreadSource:
+    """A source read here and there at once, from its beginning to its end, so that the first rows stand for all.
+
+    Attributes:
+        source: The source.
+    """
+
+    source: Source
+
+    @property
+    def name(self) -> str:
+        """As of the source."""
+        return self.source.name
+
+    @property
+    def streaming(self) -> bool:
+        """As of the source."""
+        return self.source.streaming
+
+    def fingerprint(self) -> str:
+        """As of the source."""
+        return self.source.fingerprint()
+
+    def rows(self) -> Iterator[Entry]:
+        """Yield rows and problems, one of each place in turn; where one has no more, another follows."""
+        inner = self.source.source if isinstance(self.source, RenamedSource) else self.source
+        # A place of a stream is a file on the network.
+        places = 4 if self.streaming else _PLACES
+        size = None
+        if isinstance(inner, FileSource):
+            size = sum(path.stat().st_size for path in inner.files.values())
+        elif isinstance(inner, HubSource):
+            size = inner.num_bytes
+        parts = [part.source for part in split_source(self.source, self.name, -(-(size or 0) // places) or 1)]
+        stride = -(-len(parts) // places)
+        waiting = [parts[at].rows() for first in range(stride) for at in range(first, len(parts), stride)]
+        while waiting:
+            active, waiting = waiting[:places], waiting[places:]
+            while active:
+                for rows in list(active):
+                    try:
+                        yield next(rows)
+                        continue
+                    except StopIteration:
+                        pass
+                    except BrokenFileError as error:
+                        yield error.problem
+                    except DataError as error:
+                        yield from error.problems
+                    active.remove(rows)
+                    active += [waiting.pop(0)] if waiting else []

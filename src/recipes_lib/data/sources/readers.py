@@ -346,8 +346,13 @@ def _check_header(columns: list[str], where: str) -> None:
         raise BrokenFileError(Problem(where, found, "name each column once in the first line"))
 
 
-def read_parquet(file: BufferedReader, name: str) -> Iterator[Entry]:
+def read_parquet(file: BufferedReader, name: str, groups: range | None = None) -> Iterator[Entry]:
     """Read a Parquet file a batch at a time, its values as ``spell_as_json`` has them.
+
+    Args:
+        file: The opened file.
+        name: Its name, for errors.
+        groups: Row groups to read, one after another; all unless told.
 
     Raises:
         BrokenFileError: What follows cannot be read.
@@ -358,8 +363,9 @@ def read_parquet(file: BufferedReader, name: str) -> Iterator[Entry]:
     try:
         table = pq.ParquetFile(file)
         _check_header(table.schema_arrow.names, name)
-        index = 0
-        for batch in table.iter_batches(batch_size=_BATCH_ROWS):
+        groups = range(table.num_row_groups) if groups is None else groups
+        index = sum(table.metadata.row_group(at).num_rows for at in range(groups.start))
+        for batch in table.iter_batches(batch_size=_BATCH_ROWS, row_groups=list(groups)):
             for columns in batch.to_pylist():
                 yield RawRow(name, index, "row", spell_as_json(columns))
                 index += 1
