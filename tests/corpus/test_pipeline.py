@@ -457,23 +457,95 @@ class _Die:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_slurm_gets_every_stage_after_the_one_before(planted, tmp_path, monkeypatch):
+SBATCH = """#!/bin/bash
+echo "$@" >> $STUB/calls
+number=$(wc -l < $STUB/calls)
+script="${@: -1}"
+cp "$script" $STUB/script-$number
+echo "Submitted batch job $number"
+[ -e $STUB/runs ] && grep -q launch_pickled_pipeline "$script" || exit 0
+last=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' "$script")
+for task in $(seq 0 "$last"); do
+    SLURM_ARRAY_TASK_ID=$task SLURM_JOB_ID=$number SLURM_NODELIST=n RUN_OFFSET=0 bash "$script" >> $STUB/log 2>&1
+done
+"""
+SRUN = """#!/bin/bash
+while [ "$1" != launch_pickled_pipeline ]; do shift; done
+exec "$@"
+"""
+SCONTROL = """#!/bin/bash
+case "$2" in hostnames) echo n;; *) echo "JobId=$3 JobState=$(cat $STUB/state)";; esac
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """The commands of a cluster that queues jobs, or runs them at once where the file ``runs`` is there."""
+    stub = tmp_path / "stub"
+    stub.mkdir()
+    for name, text in (("sbatch", SBATCH), ("srun", SRUN), ("scontrol", SCONTROL)):
+        (stub / name).write_text(text)
+        (stub / name).chmod(0o755)
+    monkeypatch.setenv("STUB", str(stub))
+    monkeypatch.setenv("PATH", f"{stub}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return stub
+
+
+SLURM = {"partition": "cpu", "time": "01:00:00", "comparing": {"mem_per_cpu_gb": 64}}
+
+
+def test_slurm_gets_every_stage_after_the_one_before(planted, tmp_path, slurm):
     folder, _, _ = planted
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    (tools / "sbatch").write_text(
-        f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\necho "Submitted batch job $(wc -l < {tmp_path}/calls)"\n'
-    )
-    (tools / "sbatch").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
-    options = {"partition": "cpu", "time": "01:00:00"}
-    config = build_config(folder, executor="slurm", executor_options=options)
-    assert make_corpus(replace(config, output_dir=str(tmp_path / "out"))) is None
-    calls = (tmp_path / "calls").read_text().splitlines()
-    submitted = [call for call in calls if "RUN_OFFSET" in call]
-    assert len(submitted) == 4
-    assert ["dependency=afterok" in call for call in submitted] == [False, True, True, True]
-    scripts = sorted(path.parent.name.partition("-")[0] for path in (tmp_path / "out").rglob("launch_script.slurm"))
-    assert scripts == ["clean", "compare", "finish", "shards"]
+    config = replace(build_config(folder, executor="slurm", executor_options=SLURM), workers=3)
+    config = replace(config, output_dir=str(tmp_path / "out"))
+    assert make_corpus(config) is None
+    calls = (slurm / "calls").read_text().splitlines()
+    submitted = [number for number, call in enumerate(calls, 1) if "RUN_OFFSET" in call]
+    assert ["dependency=afterok" in calls[number - 1] for number in submitted] == [False, True, True, True]
+    scripts = [(slurm / f"script-{number}").read_text() for number in submitted]
+    assert [script.partition("mem-per-cpu=")[2].partition("\n")[0] for script in scripts] == ["2G", "64G", "2G", "2G"]
+    assert all("%3\n" in script and "kill-on-invalid-dep=yes" in script for script in scripts)
+    finish = next((tmp_path / "out" / ".work").glob("finish-*"))
+    (slurm / "state").write_text("PENDING")
+    with pytest.raises(ConfigError, match=f"queued; the last is {submitted[-1]}"):
+        make_corpus(config)
+    assert (finish / "executor.pik").is_file()
+    assert len((slurm / "calls").read_text().splitlines()) == len(calls)
+    (slurm / "state").write_text("FAILED")
+    assert make_corpus(config) is None
+    assert len((slurm / "calls").read_text().splitlines()) == 2 * len(calls)
     with pytest.raises(ConfigError, match="executor_options"):
         make_corpus(replace(config, output_dir=str(tmp_path / "b"), executor_options={"queue": "x"}))
+
+
+@pytest.mark.multiprocess
+def test_what_slurm_runs_is_the_same_to_the_byte(planted, tmp_path, slurm):
+    folder, _, manifest = planted
+    (slurm / "runs").write_text("")
+    config = build_config(folder, executor="slurm", executor_options=SLURM)
+    made = make_corpus(replace(config, output_dir=str(tmp_path / "out")))
+    made = made or make_corpus(replace(config, output_dir=str(tmp_path / "out")))
+    assert made is not None, (slurm / "log").read_text()[-3000:]
+    check_equal(folder / "out", manifest, tmp_path / "out", made)
+
+
+def test_what_ray_runs_is_the_same_to_the_byte(planted, tmp_path):
+    pytest.importorskip("ray")
+    folder, _, manifest = planted
+    config = replace(build_config(folder, executor="ray"), output_dir=str(tmp_path / "out"), workers=2)
+    check_equal(folder / "out", manifest, tmp_path / "out", make_corpus(config))
+
+
+def check_equal(ours, manifest, theirs, made):
+    assert made["shards"] == manifest["shards"]
+    assert made["steps"] == manifest["steps"]
+    for shard in made["shards"]:
+        assert (ours / shard["path"]).read_bytes() == (theirs / shard["path"]).read_bytes()
+
+
+def test_comparing_asks_for_memory_by_the_size_of_the_input(tmp_path):
+    stage = pipeline.Stage("comparing", tmp_path, [], 1, num_bytes=10**12)
+    config = CorpusConfig(executor="ray", executor_options={"cpus_per_task": 2})
+    assert pipeline.choose_options(stage, config) == {"mem_per_cpu_gb": 184, "cpus_per_task": 2}
+    assert pipeline.choose_options(replace(stage, name="writing"), config) == {"cpus_per_task": 2}

@@ -6,8 +6,11 @@ A stage that is there already is not done again; of one that was interrupted, on
 from __future__ import annotations
 
 import inspect
+import math
 import os
+import re
 import shutil
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -25,11 +28,11 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from recipes_lib import __version__
-from recipes_lib.config.corpus import MAX_SAMPLES, CorpusConfig, DuplicateKeys, label_entry, list_values
+from recipes_lib.config.corpus import MAX_SAMPLES, STAGE_NAMES, CorpusConfig, DuplicateKeys, label_entry, list_values
 from recipes_lib.corpus.decontamination import Decontamination, open_benchmark
 from recipes_lib.corpus.documents import Apply, Ledger, Step, hash_name, write_shard
-from recipes_lib.corpus.duplicates import Hashes, HashFolder, describe_hashes, find_duplicates
-from recipes_lib.corpus.inputs import READ, CorpusInput, Read, open_inputs
+from recipes_lib.corpus.duplicates import BYTES_COMPARED, Hashes, HashFolder, describe_hashes, find_duplicates
+from recipes_lib.corpus.inputs import READ, CorpusInput, Read, count_input_bytes, open_inputs
 from recipes_lib.corpus.manifest import MANIFEST, Finish, read_versions
 from recipes_lib.corpus.output import CompareHashes, WriteClean, WriteShards, load_tokenizer
 from recipes_lib.corpus.pii import PII
@@ -40,7 +43,7 @@ from recipes_lib.data.sources.formats import canonicalize
 from recipes_lib.data.sources.readers import enumerate_lines
 from recipes_lib.data.store import compute_key
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError
-from recipes_lib.files import hash_file, read_record, try_lock
+from recipes_lib.files import hash_file, read_record, replace_record, try_lock
 
 _SECONDS_BETWEEN_LINES: Final = 5.0
 _STEP_KEYS: Final[Mapping[str, Sequence[str]]] = {
@@ -61,6 +64,11 @@ _STEP_PACKAGES: Final[Mapping[str, Sequence[str]]] = {
     "quality": ("datatrove",),
 }
 _OUTPUT_KEYS: Final = ("output_format", "repeated_lines_keep_first", "repeated_lines")
+_WAITING: Final = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED")
+_COMPARING_GIGABYTES: Final = 4
+"""Packages, a slice of hashes and its order."""
+_BYTES_PER_DOCUMENT: Final = 500
+"""Of the shortest documents that a corpus is made of, on average."""
 _EXECUTION_KEYS: Final = frozenset({"output_dir", "executor", "executor_options", "workers"})
 
 
@@ -73,12 +81,14 @@ class Stage:
         folder: Its outputs and datatrove's marks of completed tasks; named after what decides the content.
         pipeline: The blocks.
         num_tasks: How many tasks.
+        num_bytes: Of its input, where that is known.
     """
 
     name: str
     folder: Path
     pipeline: Sequence[PipelineStep]
     num_tasks: int
+    num_bytes: int = 0
 
 
 def make_corpus(config: CorpusConfig) -> Mapping[str, Any] | None:
@@ -102,10 +112,14 @@ def make_corpus(config: CorpusConfig) -> Mapping[str, Any] | None:
         manifest = _read_finished(config, key)
         if manifest is not None:
             return manifest
+        submitted = work / "submitted.json"
+        if config.executor == "slurm" and _is_queued(submitted):
+            found = f"jobs of this corpus are queued; the last is {read_record(submitted)['job']}"
+            raise ConfigError(Problem(config.output_dir, found, "wait for them, or cancel them with scancel"))
         # Whatever became of the shards below `data/` since: they are put there again.
         shutil.rmtree(stages[-1].folder, ignore_errors=True)
         if config.executor != "local":
-            _submit(stages, config)
+            _submit(stages, config, submitted)
             return _read_finished(config, key)
         with ExitStack() as stack:
             pool: ProcessPoolExecutor | None = None
@@ -169,8 +183,9 @@ def build_stages(config: CorpusConfig, sources: Sequence[CorpusInput], work: Pat
     ]
     code = _hash_code(CompareHashes, find_duplicates)
     key = compute_key({"clean": names, "duplicates": duplicates, "earlier": earlier, "code": code})
+    num_bytes = sum(count_input_bytes(source) or 0 for source in sources)
     compared = work / f"compare-{key[:16]}"
-    stages.append(Stage("comparing", compared, [CompareHashes(compared, folders, config)], 1))
+    stages.append(Stage("comparing", compared, [CompareHashes(compared, folders, config)], 1, num_bytes))
     tokenizer = load_tokenizer(config.tokenizer_name_or_path, config.tokenizer_revision)
     # The content: a tokenizer of the Hub may have changed under its name, and a local one too.
     shared = [[values[name] for name in _OUTPUT_KEYS], tokenizer and hash_name(tokenizer.to_str())]
@@ -358,7 +373,7 @@ def run_task(executor: LocalExecutor, rank: int) -> None:
                 block.step.close()
 
 
-def _submit(stages: Sequence[Stage], config: CorpusConfig) -> None:
+def _submit(stages: Sequence[Stage], config: CorpusConfig, submitted: Path) -> None:
     """Hand the stages to a cluster, each after the one before: Slurm queues them, Ray runs them.
 
     Raises:
@@ -369,10 +384,11 @@ def _submit(stages: Sequence[Stage], config: CorpusConfig) -> None:
     previous: Any = None
     for stage in stages:
         options = {"pipeline": list(stage.pipeline), "tasks": stage.num_tasks, "logging_dir": str(stage.folder)}
+        options |= {"workers": config.workers} if config.workers else {}
         options |= {"job_name": stage.name.replace(" ", "-"), "depends": previous} if is_slurm else {}
         try:
             kind = SlurmPipelineExecutor if is_slurm else RayPipelineExecutor
-            previous = kind(**options, **(config.executor_options or {}))
+            previous = kind(**options | choose_options(stage, config))
             if not is_slurm:
                 previous.run()
         except (TypeError, ImportError) as error:
@@ -383,7 +399,42 @@ def _submit(stages: Sequence[Stage], config: CorpusConfig) -> None:
             found = f"{stage.name}: {len(left):,} of {stage.num_tasks:,} tasks have failed"
             raise DataError(Problem(str(stage.folder / "logs"), found, "see the logs there, then run the same command"))
     if is_slurm:
-        previous.run()
+        try:
+            previous.run()
+        except FileNotFoundError as error:
+            raise ConfigError(Problem("executor", "there is no sbatch here", "submit from a login node")) from error
+        replace_record(submitted, {"job": str(previous.job_id)})
+
+
+def choose_options(stage: Stage, config: CorpusConfig) -> dict[str, Any]:
+    """Return the arguments of datatrove's executor for a stage: the user's, those of the stage above the others.
+
+    Comparing is given memory by the size of the input, which is all that is known of the number of documents.
+    """
+    given = dict(config.executor_options or {})
+    own = {name: given.pop(name, None) or {} for name in STAGE_NAMES}
+    name = stage.name.partition(" ")[0]
+    options: dict[str, Any] = {}
+    if name == "comparing":
+        memory = _COMPARING_GIGABYTES + stage.num_bytes // _BYTES_PER_DOCUMENT * BYTES_COMPARED / 1e9
+        options["mem_per_cpu_gb"] = math.ceil(memory)
+    if config.executor == "slurm":
+        # This environment's programs, and no job that waits for ever for one that has failed.
+        environment = {"env_command": f"export PATH={Path(sys.executable).parent}:$PATH"}
+        options |= {} if given.keys() & {"env_command", "condaenv", "venv_path"} else environment
+        options["sbatch_args"] = {"kill-on-invalid-dep": "yes", **given.pop("sbatch_args", {})}
+    return options | given | own[name]
+
+
+def _is_queued(submitted: Path) -> bool:
+    """Whether the last job of an earlier submission waits or runs."""
+    try:
+        job = read_record(submitted, {"job": str})["job"]
+        told = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=False)
+    except (DataError, OSError):
+        return False
+    state = re.search(r"JobState=(\w+)", told.stdout) if told.returncode == 0 else None
+    return state is not None and state[1] in _WAITING
 
 
 def say(line: str) -> None:
