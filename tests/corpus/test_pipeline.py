@@ -10,7 +10,9 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 
 import pytest
 from tests.corpus.texts import ENGLISH, GERMAN, jaccard, make_text, read_corpus, vary, write_rows
@@ -336,6 +338,20 @@ def test_annotation_keeps_every_document(planted, tmp_path):
         assert [steps.get(flag, flag) for flag in found] == ([step] if step else [])
 
 
+def test_the_html_of_a_column_becomes_text_or_is_told(tmp_path):
+    page = f"<html><body><nav>Menu</nav><p>{ENGLISH}</p></body></html>"
+    (tmp_path / "a.jsonl").write_text(json.dumps({"page": page, "url": "u"}) + "\n")
+    source = {"name": str(tmp_path / "a.jsonl"), "columns": {"text": "page"}, "html": True}
+    for mode, expected in (("apply", ENGLISH), ("annotate", page), ("off", page)):
+        out = tmp_path / mode
+        manifest = make_corpus(CorpusConfig(sources=[source], output_dir=str(out), extract=mode, workers=1))
+        (document,) = read_corpus(out)
+        assert document["text"] == expected
+        flags = ["extract: changed"] if mode == "annotate" else []
+        assert json.loads(document["metadata"]) == {"url": "u"} | ({"flags": flags} if flags else {})
+        assert manifest["steps"].get("extract", {}).get("found") == (None if mode == "off" else {"pages": 1})
+
+
 def test_pages_languages_and_repeated_lines(tmp_path):
     sentences = [sentence.strip() + "." for sentence in ENGLISH.split(".") if sentence.strip()]
     pages = tmp_path / "pages"
@@ -444,12 +460,22 @@ def test_a_killed_worker_is_one_clear_error(planted, tmp_path, monkeypatch):
     folder, _, _ = planted
     stages, _ = pipeline.build_stages(build_config(folder), pipeline.open_inputs(build_config(folder)), tmp_path)
     stage = replace(stages[0], num_tasks=2, pipeline=[_Die()])
-
-    from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import get_context
-
     with ProcessPoolExecutor(1, get_context("fork")) as pool, pytest.raises(ConfigError, match="killed"):
-        pipeline.LocalExecutor(stage, pool).run()
+        pipeline.run_together([stage], pool)
+
+
+BARRIER = get_context("fork").Barrier(2)
+
+
+def test_sources_of_one_task_are_cleaned_at_the_same_time(tmp_path):
+    stages = [pipeline.Stage(f"cleaning {name}", tmp_path / name, [_Meet()], 1) for name in "ab"]
+    with ProcessPoolExecutor(2, get_context("fork")) as pool:
+        pipeline.run_together(stages, pool)
+
+
+class _Meet:
+    def __call__(self, data, rank, world_size):
+        BARRIER.wait(timeout=60)
 
 
 class _Die:

