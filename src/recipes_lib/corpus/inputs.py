@@ -25,10 +25,9 @@ from recipes_lib.corpus.documents import (
     split_chat,
 )
 from recipes_lib.data.sources.canonical import RenamedSource, load_source
-from recipes_lib.data.sources.file_digests import compute_digest
 from recipes_lib.data.sources.formats import RowFormat, canonicalize, detect_format
 from recipes_lib.data.sources.hub_datasets import HubSource
-from recipes_lib.data.sources.local_files import IGNORED_NAMES, READERS, FileSource
+from recipes_lib.data.sources.local_files import IGNORED_NAMES, READERS, FileSource, compute_digest
 from recipes_lib.data.sources.messages import TRAIN
 from recipes_lib.data.sources.readers import BrokenFileError, read_parquet
 from recipes_lib.data.sources.rows import Entry, RawRow, Row, Source
