@@ -186,7 +186,7 @@ class PII:
     def apply(self, document: Document, found: Counter[str]) -> str | None:
         """Mask what is found, in the text and in every string of the metadata."""
         here: Counter[str] = Counter()
-        # One by one: no kind goes on from one message of a chat into the next.
+        # One by one: nothing is matched across the messages of a chat.
         text = PART_END.join(mask(part, self._kinds, here) for part in document.text.split(PART_END))
         name = mask(document.id, self._kinds, here)
         num_found = here.total()

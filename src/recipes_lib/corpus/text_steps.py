@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import re
 import unicodedata
@@ -121,9 +122,8 @@ def _load_language_model(path: str | None) -> Predict:
 
 def _load_py3langid() -> Predict:
     """Load py3langid, a little worse and three times slower, for machines without fastText."""
-    from py3langid.langid import MODEL_FILE, LanguageIdentifier
-
-    identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+    langid = importlib.import_module("py3langid.langid")  # Of no extra: where it is installed, it is used.
+    identifier = langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
 
     def predict(text: str) -> tuple[str, float]:
         language, score = identifier.classify(text[:_MAX_CLASSIFIED])
