@@ -12,7 +12,7 @@ import pytest
 
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.errors import ConfigError
-from recipes_lib.evaluation.suites import SUITES, _expand, load_tasks
+from recipes_lib.evaluation.suites import SUITES, _expand, list_datasets, load_tasks
 
 
 def build(tasks: Path, *names: str, **keys: Any) -> EvalConfig:
@@ -120,6 +120,32 @@ def test_a_suite_is_its_tasks_as_they_were_published() -> None:
     assert expanded["arc_challenge"] == 25
     assert expanded["minerva_math"] is None
     assert set(_expand(replace(config, num_fewshot=2)).values()) == {2}
+
+
+def test_the_questions_of_tasks_are_found_without_loading_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipes_lib.evaluation import suites
+
+    index = suites.TaskManager
+    monkeypatch.setattr(suites, "TaskManager", lambda **keys: index(**keys | {"include_defaults": False}))
+    shared = "output_type: generate_until\ndoc_to_text: q\ndoc_to_target: a\n"
+    (tmp_path / "base").write_text(f"dataset_path: org/sets\ntest_split: exam\n{shared}")
+    (tmp_path / "hub.yaml").write_text("task: hub\ntag: all_of_it\ninclude: base\ndataset_name: one\n")
+    (tmp_path / "same.yaml").write_text("task: same\ninclude: base\ndataset_name: one\n")
+    (tmp_path / "local.yaml").write_text(
+        "task: local\ndataset_path: json\nvalidation_split: dev\n"
+        f"dataset_kwargs: {{data_files: {{dev: [{tmp_path}/a.jsonl, b.jsonl], train: c.jsonl}}}}\n{shared}"
+    )
+    (tmp_path / "outer.yaml").write_text("group: outer\ntask: [inner, {task: hub, num_fewshot: 2}]\n")
+    (tmp_path / "inner.yaml").write_text("group: inner\ntask: [local, same]\n")
+    hub = {"name": "org/sets", "config": "one", "split": "exam"}
+    local = [{"name": name, "label": "local"} for name in (f"{tmp_path}/a.jsonl", "b.jsonl")]
+    assert list_datasets(build(tmp_path, "outer")) == [*local, {**hub, "label": "same"}]
+    assert list_datasets(build(tmp_path, "all_of_it")) == [{**hub, "label": "hub"}]
+    (tmp_path / "mute.yaml").write_text(f"task: mute\n{shared}")
+    with pytest.raises(ConfigError, match="where its questions are"):
+        list_datasets(build(tmp_path, "mute"))
+    with pytest.raises(ConfigError, match="no task 'gone'"):
+        list_datasets(build(tmp_path, "gone"))
 
 
 @pytest.mark.slow

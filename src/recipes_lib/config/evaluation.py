@@ -124,6 +124,20 @@ def parse_eval_command(argv: Sequence[str]) -> EvalConfig | str:
     return format_given(EVAL_SECTIONS, config, given) if given.wants_print else config
 
 
+def read_evaluated_tasks(path: str) -> EvalConfig:
+    """Read a configuration for its tasks alone: the model that it names may be yet to train.
+
+    Raises:
+        ConfigError: The file cannot be read, has an unknown key, or names no task.
+    """
+    given = read_given("eval", ["--config", path], lambda key, value: expand_paths(value) if key in _PATHS else value)
+    assert not isinstance(given, str)
+    given.require(tasks="write tasks: [core]")
+    if given.problems:
+        raise ConfigError(*given.problems)
+    return EvalConfig(path=given.path, **given.values)
+
+
 def _find_contradictions(config: EvalConfig, given: Given) -> Iterator[Problem]:
     where, name = given.where, config.model_name_or_path
     for key, least in _LEAST.items():

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from jinja2 import TemplateError
 from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
 
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.errors import ConfigError, Problem
@@ -60,6 +61,58 @@ def load_tasks(config: EvalConfig) -> dict[str, Any]:
     if problems:
         raise ConfigError(*problems)
     return found
+
+
+def list_datasets(config: EvalConfig) -> list[dict[str, Any]]:
+    """Return where the questions of the tasks are, as entries of ``benchmarks`` of a corpus; none of them is loaded.
+
+    Raises:
+        ConfigError: There is no such task, or it does not say where its data are.
+    """
+    wanted = list(_expand(config))
+    manager = _index(config, wanted)
+    if unknown := [_describe_unknown(name, manager) for name in wanted if name not in manager.task_index]:
+        raise ConfigError(*unknown)
+    found: dict[str, dict[str, Any]] = {}
+    for name in wanted:
+        for task, settings in _enumerate_settings(manager, name):
+            for place in _list_places(task, settings):
+                found.setdefault(repr(place), {**place, "label": task})
+    return list(found.values())
+
+
+def _enumerate_settings(manager: TaskManager, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the tasks of a task, group or tag with what their files say."""
+    entry = manager.task_index[name]
+    if entry.kind.name == "TAG":
+        members: Sequence[Any] = sorted(entry.tags)
+    else:
+        settings = load_yaml(entry.yaml_path, resolve_func=False) if entry.yaml_path else entry.cfg or {}
+        members = settings["task"] if isinstance(settings.get("task"), list) else ()
+        if not members:
+            yield name, settings
+    for member in members:
+        inner = member if isinstance(member, str) else member.get("task", member.get("group"))
+        if isinstance(inner, str) and inner in manager.task_index:
+            yield from _enumerate_settings(manager, inner)
+        elif isinstance(member, Mapping) and isinstance(inner, str):
+            yield inner, member
+
+
+def _list_places(task: str, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    options = settings.get("dataset_kwargs") or {}
+    splits = (settings.get(f"{name}_split") for name in ("test", "validation", "training"))
+    split = next(filter(None, splits), "test")
+    files = options.get("data_files")
+    if files is not None:
+        files = files.get(split, ()) if isinstance(files, Mapping) else files
+        yield from ({"name": file} for file in ([files] if isinstance(files, str) else files))
+    elif settings.get("dataset_path"):
+        place = {"name": settings["dataset_path"], "config": settings.get("dataset_name"), "split": split}
+        yield {name: value for name, value in {**place, "revision": options.get("revision")}.items() if value}
+    else:
+        remedy = "name its data in `benchmarks` of the corpus, and the other tasks in `benchmarks_of`"
+        raise ConfigError(Problem(f"tasks: {task}", "its file does not say where its questions are", remedy))
 
 
 def _describe_failure(name: str, error: BaseException) -> Problem:

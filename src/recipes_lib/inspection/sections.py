@@ -6,21 +6,27 @@ import importlib.util
 import json
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
 from rich.text import Text
 
+from recipes_lib.config.corpus import CorpusConfig
+from recipes_lib.config.paths import names_path
 from recipes_lib.config.schema import DatasetFormat, RecipeConfig
+from recipes_lib.config.settings import is_local
 from recipes_lib.data.sources.canonical import load_source, read_entries
 from recipes_lib.data.sources.mixtures import list_entries
 from recipes_lib.data.sources.rows import Row, Source
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError
 from recipes_lib.training.layouts.launch_environment import Launch
+
+if TYPE_CHECKING:
+    from recipes_lib.corpus.decontamination import Index
 
 SHARES_OF_A_RUN: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 Say = Callable[[str], None]
@@ -318,7 +324,10 @@ def say_corpus(config: RecipeConfig, kind: str, say: Callable[[str], None]) -> N
         say("not looked at: pip install 'recipes-lib[corpus]'")
         return
     from recipes_lib.corpus.audit import audit_texts
+    from recipes_lib.corpus.inputs import SpreadSource
 
+    evaluations = _find_evaluations(config)
+    protected = _index_protected(config, evaluations, say)
     for entry in list_entries(config.data):
         # A stream is read to the end of the sample, and no further.
         keys = {name: entry[name] for name in _HUB_KEYS if entry.get(name)}
@@ -329,7 +338,8 @@ def say_corpus(config: RecipeConfig, kind: str, say: Callable[[str], None]) -> N
                 streaming=config.data.dataset_streaming,
                 text_documents=config.pretraining.text_documents,
             )
-            audit = audit_texts(_iterate_texts(source, entry.get("format") or config.data.dataset_format))
+            texts = _iterate_texts(SpreadSource(source), entry.get("format") or config.data.dataset_format)
+            audit = audit_texts(texts, protected)
         except DataError:
             continue  # The section above has said so.
         for fact in audit.facts:
@@ -338,12 +348,49 @@ def say_corpus(config: RecipeConfig, kind: str, say: Callable[[str], None]) -> N
             say(f"warning: {entry['name']}: {warning}")
         if audit.warnings:
             told = {"name": entry["name"], "kind": kind, **keys}
-            say(f"    recipes clean --sources '{json.dumps([told])}' --output_dir {entry['name'].rstrip('/')}-clean")
+            of = f" --benchmarks_of '{json.dumps(evaluations)}'" if evaluations else ""
+            say(
+                f"    recipes clean --sources '{json.dumps([told])}' --output_dir {entry['name'].rstrip('/')}-clean{of}"
+            )
+
+
+def _find_evaluations(config: RecipeConfig) -> list[str]:
+    """The configurations of ``recipes eval`` that lie beside that of the run."""
+    return [] if config.path is None else sorted(map(str, config.path.parent.glob("eval*.yaml")))
+
+
+def _index_protected(config: RecipeConfig, evaluations: list[str], say: Callable[[str], None]) -> Index:
+    """The items of the held-out file and of the evaluations' tasks whose data are local files."""
+    from recipes_lib.corpus.decontamination import Index, read_items
+
+    index, held_out = Index(CorpusConfig().decontamination_ngram), config.data.dataset_test_split
+    benchmarks: list[Mapping[str, Any]] = []
+    for path in evaluations if importlib.util.find_spec("lm_eval") else ():
+        from recipes_lib.config.evaluation import read_evaluated_tasks
+        from recipes_lib.evaluation.suites import list_datasets
+
+        try:
+            evaluated = read_evaluated_tasks(path)
+            # lm-eval's own tasks have their data on the Hub, and take long to list.
+            benchmarks += list_datasets(evaluated) if evaluated.include_path else []
+        except ConfigError as error:
+            say(f"{path}: not looked at: {error.problems[0].found}")
+    try:
+        for benchmark in benchmarks:
+            for text in read_items(benchmark) if is_local(benchmark["name"]) else ():
+                index.add(benchmark["label"], text)
+        if held_out is not None and names_path(held_out):
+            for text in _iterate_texts(load_source(held_out), config.data.dataset_format):
+                index.add(held_out, text)
+    except DataError as error:
+        say(f"benchmarks: not looked at: {error.problems[0].found}")
+    return index
 
 
 def _iterate_texts(source: Source, declared: DatasetFormat) -> Iterator[str]:
     for row in read_entries(source, declared):
         if not isinstance(row, Row):
+            yield ""  # Counted with those that are empty.
             continue
         if row.messages is not None:
             texts = [message.get("content") for message in row.messages]

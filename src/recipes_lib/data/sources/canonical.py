@@ -26,21 +26,29 @@ _MAX_WITHOUT_LAYOUT: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
-class _RenamedSource:
-    """A source whose columns are called by other names, or left out."""
+class RenamedSource:
+    """A source whose columns are called by other names, or left out.
+
+    Attributes:
+        source: The source.
+        columns: Column of it by the name that it gets; ``None``: left out.
+    """
 
     source: Source
     columns: Mapping[str, str | None]
 
     @property
     def name(self) -> str:
+        """As of the source."""
         return self.source.name
 
     @property
     def streaming(self) -> bool:
+        """As of the source."""
         return self.source.streaming
 
     def fingerprint(self) -> str:
+        """SHA-256 of the source's, and of the names."""
         return hashlib.sha256(json.dumps([self.source.fingerprint(), dict(self.columns)]).encode()).hexdigest()
 
     def rows(self) -> Iterator[Entry]:
@@ -106,7 +114,7 @@ def load_source(
         source = load_source(
             name, config=config, revision=revision, split=split, streaming=streaming, text_documents=text_documents
         )
-        return _RenamedSource(source, columns)
+        return RenamedSource(source, columns)
     path = Path(expand_home(name))
     try:
         is_folder, is_local = path.is_dir(), bool(name) and path.exists()

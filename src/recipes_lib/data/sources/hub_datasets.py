@@ -74,6 +74,7 @@ class HubSource:
         split: Split, or a slice of one in the notation of ``datasets``.
         streaming: Whether rows are read over the network as they are asked for.
         dataset: The opened ``Dataset`` or ``IterableDataset``.
+        num_bytes: Of the split as Arrow holds it, as the dataset tells; ``None``: it does not.
     """
 
     name: str
@@ -82,6 +83,7 @@ class HubSource:
     split: str
     streaming: bool
     dataset: Any
+    num_bytes: int | None = None
 
     def rows(self) -> Iterator[Entry]:
         """Read from the start.
@@ -152,7 +154,9 @@ def load_hub(name: str, config: str | None, revision: str | None, split: str, st
             dataset = builder.as_dataset(split)
     except Exception as error:  # whatever the library, the network or the cache raise
         raise _describe_failure(name, error) from None
-    return HubSource(name, str(builder.hash), str(builder.config.name), split, streaming, dataset)
+    sizes = builder.info.splits or {}
+    size = sizes[split].num_bytes if split in sizes else None
+    return HubSource(name, str(builder.hash), str(builder.config.name), split, streaming, dataset, size)
 
 
 def _enumerate_rows(dataset: Any, name: str) -> Iterator[Entry]:
