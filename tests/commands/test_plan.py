@@ -20,8 +20,9 @@ from recipes_lib.cli import main
 from recipes_lib.commands.plan import build_layout, draw_curve
 from recipes_lib.config.loader import load_config
 from recipes_lib.planning.pretraining import plan_pretraining
+from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.launch_environment import name_pipeline
-from recipes_lib.training.layouts.launch_files import find_launch_file, plan_launch
+from recipes_lib.training.layouts.launch_files import plan_launch
 
 CONFIGS = ROOT / "recipes" / "configs"
 TINY = {

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from recipes_lib.config.loader import parse_command, split_stage
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
+from recipes_lib.shipped import RECIPES, find_launch_file, find_shipped
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import (
     add_pipeline_flags,
@@ -21,7 +22,7 @@ from recipes_lib.training.layouts.launch_environment import (
     name_pipeline,
     read_environment,
 )
-from recipes_lib.training.layouts.launch_files import ENGINES, find_launch_file, plan_launch, read_launch_file
+from recipes_lib.training.layouts.launch_files import ENGINES, plan_launch, read_launch_file
 
 PORT: Final = 29500
 """At which the machines meet, unless something else is said; torchrun's own."""
@@ -134,7 +135,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--dry_run", action="store_true", help="show the command and run nothing")
     options, overrides = parser.parse_known_args(argv)
     stage, _ = split_stage(argv)
-    recipe = [str(Path("recipes") / f"{stage}.py"), "--config", options.config, *overrides]
+    recipe = [str(find_shipped(RECIPES / f"{stage}.py")), "--config", options.config, *overrides]
     # A wrong key is told before any process starts, and so is what the two files cannot ask for together.
     config = parse_command(stage, recipe[1:])
     machines = _settle_machines(options, find_machines(read_environment()))

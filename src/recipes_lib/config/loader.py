@@ -26,6 +26,7 @@ from recipes_lib.config.settings import ABSENT, DECISIONS, Settings
 from recipes_lib.config.table import STAGES, Key, KeyTable, describe, load_table
 from recipes_lib.config.values import INVALID, Entry, Reader, compose, read_entries, read_text
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
+from recipes_lib.shipped import find_shipped
 
 _HELP_WIDTH: Final = 100
 
@@ -214,7 +215,7 @@ def _add(
         command.wants = command.wants or "print"
     elif name == "config":
         if text:
-            command.config = Path(expand_home(text))
+            command.config = find_shipped(Path(expand_home(text)))
         else:
             problems.append(Problem(flag, "has no value", "write `--config FILE`"))
     else:

@@ -19,6 +19,7 @@ from recipes_lib.report.run_files import (
     Record,
     RunFiles,
     find_non_finite_steps,
+    format_duration,
     list_scores,
     read_curve,
     read_number,
@@ -107,7 +108,7 @@ def _describe_extent(run: RunFiles) -> str:
     if (epochs := read_number(last, "epoch")) is not None:
         parts.append(f"{epochs:.3g} epoch{'' if epochs == 1 else 's'}")
     if (seconds := read_number(last, "seconds")) is not None:
-        parts.append(f"{_format_duration(seconds)} of training")
+        parts.append(f"{format_duration(seconds)} of training")
     config = run.facts.get("config")
     model = config.get("model_name_or_path") if isinstance(config, dict) else None
     return ", ".join(parts) + (f", from {model}" if model else "")
@@ -235,12 +236,6 @@ def _format_count(number: float) -> str:
         if number >= scale:
             return f"{number / scale:.3g}{suffix}"
     return f"{number:.3g}"
-
-
-def _format_duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def find_problems(run: RunFiles) -> list[str]:
