@@ -55,7 +55,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "evaluation": {"config", "environment", "errors", "files", "models"},
     "report": {"config", "errors", "models", "files"},
     "publish": {"config", "errors", "models", "files", "processes", "report", "training"},
-    "demo": {"errors", "models", "pipelines"},
+    "demo": {"errors", "models", "pipelines", "report"},
     "proving": {"data", "environment", "files", "losses", "models", "training"},
     # Commands join the rooms.
     "boundary": {"config", "errors", "processes", "stopping"},

@@ -64,7 +64,8 @@ COMMANDS = {
         "recipes_lib.publish.publishing:main", "push a model or checkpoints to the Hub, as far as needed"
     ),
     "reproduce": Command("recipes_lib.commands.reproduce:main", "restore a published run, and report the differences"),
-    "report": Command("recipes_lib.commands.prepare:report", "make report.html from an output directory"),
+    "report": Command("recipes_lib.commands.prepare:report", "make report.html of a run, or compare several"),
+    "runs": Command("recipes_lib.report.overview:main", "list the runs below a folder: status, step, loss, age"),
     "prove": Command(
         "recipes_lib.commands.prove:main", "hold results, speed and memory of this machine against what is known"
     ),

@@ -18,6 +18,7 @@ from recipes_lib.config.loader import load_config
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError
 from recipes_lib.pipelines.pipeline import Pipeline, Stage, load_pipeline
 from recipes_lib.pipelines.runner import STATE, find_program, list_figures, read_state, run_pipeline
+from recipes_lib.report.overview import format_rows, write_overview
 from recipes_lib.report.run_files import format_duration
 from recipes_lib.shipped import find_launch_file
 
@@ -52,7 +53,12 @@ def main(argv: Sequence[str]) -> int:
         check_stages(options.pipeline, pipeline, [] if options.keys else [stage.name for stage in chosen])
         sys.stdout.write(f"{len(pipeline.stages)} stages, ready to run\n")
         return EXIT_DONE
-    code = run_pipeline(pipeline, chosen, lambda line: sys.stdout.write(f"\n{line}\n"))
+    code = run_pipeline(
+        pipeline,
+        chosen,
+        lambda line: sys.stdout.write(f"\n{line}\n"),
+        on_change=lambda: write_overview(pipeline.output_dir),
+    )
     sys.stdout.write("\n" + "".join(f"{line}\n" for line in describe(pipeline)))
     return code
 
@@ -158,9 +164,7 @@ def describe(pipeline: Pipeline) -> list[str]:
     state = read_state(pipeline.output_dir / STATE)
     rows = [("stage", "status", "time", "figure", "keys", "output")]
     rows += [_describe_stage(stage, state.get(stage.name) or {}) for stage in pipeline.stages]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [*lines, f"state: {pipeline.output_dir / STATE}"]
+    return [*format_rows(rows), f"overview: {pipeline.output_dir / 'index.html'}"]
 
 
 def _describe_stage(stage: Stage, entry: Mapping[str, Any]) -> tuple[str, ...]:

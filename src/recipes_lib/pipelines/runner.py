@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_PREEMPTED, ConfigError, DataError, Problem
-from recipes_lib.files import read_lines, read_record, replace_record, try_lock
+from recipes_lib.files import parse_number, read_lines, read_record, replace_record, try_lock
 from recipes_lib.pipelines.pipeline import Pipeline, Stage, holds
 
 STATE: Final = "pipeline.json"
@@ -102,6 +103,17 @@ class _Progress:
         self.entries = read_state(self.path)
         self.prints = fingerprint(pipeline, root)
         self.stages = {stage.name: stage for stage in pipeline.stages}
+        folder = self.path.parent
+        self.about = [
+            {
+                "name": stage.name,
+                "recipe": stage.recipe or stage.command,
+                "about": stage.about or " ".join(f"{key}={value}" for key, value in stage.swept.items()),
+                "output": os.path.relpath(root / stage.output, folder),
+            }
+            for stage in pipeline.stages
+        ]
+        """Of every stage, for an overview; outputs as seen from the folder of ``pipeline.json``."""
 
     def is_done(self, stage: Stage) -> bool:
         """Return whether a stage was done by the same command and inputs, and what it wrote is whole."""
@@ -137,13 +149,14 @@ class _Progress:
         if is_same and before.get("status") == "done" and missing:
             say(f"{stage.name}: {missing}")
         spent = float(before.get("seconds") or 0) if is_same else 0.0
-        entry = {"fingerprint": self.prints[stage.name], "output": str(stage.output), "began": time.time()}
+        entry: dict[str, Any] = {"fingerprint": self.prints[stage.name]}
+        began = time.time()
         self._write(stage, entry | {"status": "running", "seconds": spent})
         code: int | None = None
         try:
             code = run_child(stage.words, self.pipeline.environment, self.root)
         finally:
-            entry["seconds"] = round(spent + time.time() - entry["began"], 1)
+            entry["seconds"] = round(spent + time.time() - began, 1)
             if code == EXIT_DONE:
                 entry |= {"status": "done", "files": _list_files(self.root / stage.output)}
             else:
@@ -153,7 +166,7 @@ class _Progress:
 
     def _write(self, stage: Stage, entry: Mapping[str, Any]) -> None:
         self.entries[stage.name] = entry
-        replace_record(self.path, {"stages": self.entries})
+        replace_record(self.path, {"pipeline": self.about, "stages": self.entries})
         self.on_change()
 
 
@@ -311,11 +324,11 @@ def list_figures(output: Path) -> dict[str, float]:
             figures |= {
                 f"{task}.{metric}": number
                 for metric, score in (scores.items() if isinstance(scores, dict) else ())
-                if isinstance(score, dict) and (number := _read_number(score.get("value"))) is not None
+                if isinstance(score, dict) and (number := parse_number(score.get("value"))) is not None
             }
     for event in read_lines(output / "metrics.jsonl"):
         figures |= {
-            name: number for name, value in (event or {}).items() if (number := _read_number(value)) is not None
+            name: number for name, value in (event or {}).items() if (number := parse_number(value)) is not None
         }
     return figures
 
@@ -324,11 +337,5 @@ def _flatten(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
     for name, value in record.items():
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{name}.")
-        elif (number := _read_number(value)) is not None:
+        elif (number := parse_number(value)) is not None:
             yield f"{prefix}{name}", number
-
-
-def _read_number(value: Any) -> float | None:
-    if value in ("nan", "inf", "-inf"):
-        return float(value)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

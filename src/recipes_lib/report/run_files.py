@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from recipes_lib.errors import DataError, Problem
-from recipes_lib.files import read_lines, read_record
+from recipes_lib.files import parse_number, read_lines, read_record
 
 Record = Mapping[str, Any]
 
@@ -36,13 +36,18 @@ class RunFiles:
     num_torn_lines: int
 
 
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is the output directory of a run."""
+    return any((folder / name).is_file() for name in ("run.json", "metrics.jsonl"))
+
+
 def read_run(run_dir: Path) -> RunFiles:
     """Read ``run.json``, ``metrics.jsonl`` and ``samples.jsonl`` of a run directory.
 
     Raises:
         DataError: The directory holds neither of the first two.
     """
-    if not any((run_dir / name).is_file() for name in ("run.json", "metrics.jsonl")):
+    if not is_run(run_dir):
         raise DataError(
             Problem(str(run_dir), "holds neither run.json nor metrics.jsonl", "give the output_dir of a run")
         )
@@ -82,10 +87,7 @@ def list_scores(facts: Record) -> Iterator[Score]:
 
 def read_number(record: Record, name: str) -> float | None:
     """Return a figure of a record, NaN and infinities included; ``None`` where it is missing or no number."""
-    value = record.get(name)
-    if value in ("nan", "inf", "-inf"):
-        return float(value)
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return parse_number(record.get(name))
 
 
 def read_curve(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
