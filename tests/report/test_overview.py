@@ -67,7 +67,7 @@ def test_the_page_has_every_stage_in_its_order_with_links(tmp_path: Path) -> Non
     assert page.elements.count("polyline") == 1
     assert page.elements.count("script") == 1
     assert "img" not in page.elements
-    for words in ("1 of 2 done, 2 min 5 s in all", "eval_loss 5 -> 2", "not run"):
+    for words in ("1 of 2 done, 2 min 5 s in all", "5 → 2", "not run"):
         assert words in page.text
 
 

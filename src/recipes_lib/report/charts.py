@@ -188,7 +188,7 @@ def _plan_charts(run: RunFiles) -> list[Plan]:
         Plan("kl", "KL to the reference model", [train("objective/kl_seq")], "nats per answer"),
         Plan("entropy", "Entropy", [train("policy/entropy")], "nats per token", from_zero=True),
         Plan("clip_fraction", "Clip fraction", [train("policy/clipfrac")], "share of tokens", from_zero=True),
-        Plan("finish_rate", "Finish rate", finished, "share of answers that end by themselves", from_zero=True),
+        Plan("finish_rate", "Finish rate", finished, "share of answers", from_zero=True),
         Plan("length", "Length", length, "tokens per answer", from_zero=True),
         Plan("explained_variance", "Explained variance", [train("value/explained_var")], "of returns, by the critic"),
     ]

@@ -149,10 +149,14 @@ def _build_row(name: str, values: Sequence[float | None]) -> Row:
     differences = [
         ""
         if value is None or base is None
+        else "="
+        if value == base
         else f"{value - base:+.4g}" + (f" ({value / base - 1:+.1%})" if base else "")
         for value in values[1:]
     ]
-    return Row(name, ["" if value is None else f"{value:.5g}" for value in values], differences)
+    # Counts are read to their last digit, other figures to the fifth.
+    shown = ["" if value is None else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.5g}" for value in values]
+    return Row(name, shown, differences)
 
 
 def compare_keys(runs: Sequence[RunFiles]) -> list[Row]:

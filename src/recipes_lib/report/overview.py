@@ -180,7 +180,6 @@ def write_overview(folder: Path) -> Path:
         "duration": lambda seconds: "" if seconds is None else format_duration(seconds),
         "when": lambda changed: "" if changed is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(changed)),
         "link": lambda path: quote(os.path.relpath(path, folder)),
-        "figure": show_figure,
         "spark": draw_spark,
     }
     here = Path(__file__)
