@@ -39,7 +39,7 @@ def main(run: Run) -> None:
     run.record(data=data.record)
     args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
 
-    # The model's own weights are loaded, in few bits if asked for, and frozen; the adapter begins as nothing.
+    # The model's own weights are loaded, quantised if asked for, and frozen; the adapter begins as nothing.
     model_config = load_verified_config(config, tokenizer, data.longest)
     attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing)
     model = load_policy(config, attention.implementation, args, run.launch)

@@ -213,7 +213,7 @@ def test_the_fingerprint_is_of_what_decides_answers(model: Path, tasks: Path) ->
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"architectures": ["LlamaForSequenceClassification"]}, "whose output is no text"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "which does not generate text"),
         ({"model_type": "no such"}, "model_name_or_path"),
     ],
 )

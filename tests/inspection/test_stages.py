@@ -202,7 +202,7 @@ def test_an_engine_that_is_not_there_is_found_and_one_of_its_own_random_numbers_
 def test_a_run_that_the_accelerator_does_not_hold_is_warned_of(look, monkeypatch):
     monkeypatch.setattr("recipes_lib.hardware.read_device_memory", lambda: None)
     problems, told = look()
-    assert "GB at most; `recipes plan` tells its terms" in told
+    assert "GB at most; `recipes plan` lists it" in told
     assert "warning" not in told
     monkeypatch.setattr("recipes_lib.hardware.read_device_memory", lambda: 500_000_000)
     problems, told = look()

@@ -49,7 +49,7 @@ NOTES: Final[Mapping[str, str]] = {
     "hub_revision": "A branch.",
     "hub_strategy": "While training, each checkpoint is one commit with the tag `step-N`: see `docs/publishing.md`.",
     "output_dir": "The same command resumes from the newest complete checkpoint in it.",
-    "push_to_hub": "By a thread beside training, which it neither slows nor fails.",
+    "push_to_hub": "In a background thread, which neither slows nor fails the training.",
     "torch_compile": "Layer by layer. Unset: on for pretraining on a GPU, and under fp8.",
     "use_liger_kernel": "Unset: on with a GPU where liger-kernel is installed; its cross-entropies stay off.",
     "use_cpu": "Unset: where there is no accelerator.",

@@ -202,7 +202,7 @@ class EvaluationConfig:
     early_stopping_threshold: float = 0.0
     """What a gain must exceed."""
     device_hour_price: float | None = None
-    """Price of one GPU for an hour, in any currency, by which plan and card tell the cost. Unset: they tell none."""
+    """Price of one GPU for an hour, in any currency, for the cost in plan and card. Unset: no cost is given."""
 
 
 @dataclass(frozen=True, kw_only=True)

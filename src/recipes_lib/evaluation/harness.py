@@ -41,7 +41,7 @@ _CPU_BATCH: Final = 8
 def evaluate_model(config: EvalConfig) -> dict[str, Any] | None:
     """Ask a model the questions of its tasks, and write ``eval.json`` and ``samples.jsonl``.
 
-    Answers are kept as they come: the same command goes on where a run was killed.
+    Answers are kept as they come: the same command resumes a run that was killed.
 
     Returns:
         What ``eval.json`` holds; ``None`` in a process that is not the first of several.
@@ -131,7 +131,7 @@ def describe_model(config: EvalConfig) -> dict[str, Any]:
     settings, _ = load_model_config(named)
     architectures = settings.architectures or []
     if wrong := [kind for kind in architectures if "Classification" in kind or "RewardModel" in kind]:
-        found = f"{name} is a {wrong[0]}, whose output is no text"
+        found = f"{name} is a {wrong[0]}, which does not generate text"
         raise ConfigError(Problem("model_name_or_path", found, "name a language model"))
     described: dict[str, Any] = {"name": name, "fingerprint": _fingerprint(adapter or folder, settings)}
     if base is not None:
@@ -339,6 +339,6 @@ def read_samples(folder: Path) -> Iterator[dict[str, Any]]:
         raise DataError(Problem(str(folder), f"has no {SAMPLES}", "name a folder that `recipes eval` has written"))
     for number, row in enumerate(read_lines(path), 1):
         if row is None:
-            raise DataError(Problem(f"{path}:{number}", "is no JSON object", "evaluate again"))
+            raise DataError(Problem(f"{path}:{number}", "is not a JSON object", "evaluate again"))
         verify_fields(row, _FIELDS, f"{path}:{number}", remedy="evaluate again")
         yield row

@@ -278,7 +278,7 @@ class PPOInspection(Inspection):
             for layout in list_layouts(self.config, self.launch.world_size)
         )
         size = read_device_memory()
-        say(f"{alone.about or 'one model trained'}: {alone.peak / 1e9:.1f} GB at most; `recipes plan` tells its terms")
+        say(f"{alone.about or 'one model trained'}: {alone.peak / 1e9:.1f} GB at most; `recipes plan` lists it")
         if size is not None and not alone.fits(size):
             remedy = "adapters (`use_peft: true`), fewer rows at once"
             for plan in sharded:

@@ -190,7 +190,7 @@ class _Reader:
         inner = entry.get("stages")
         if entry["rounds"] < 1 or not inner:
             remedy = "write rounds: 3, start: {policy: MODEL} and stages: {...}"
-            self.problems.append(Problem(where, "is no number of rounds with stages", remedy))
+            self.problems.append(Problem(where, "is not a number of rounds with stages", remedy))
             return
         for name, start in (entry.get("start") or {}).items():
             self.known[f"{name}.previous"] = self._resolve(where, str(start))
@@ -227,7 +227,7 @@ class _Reader:
     def _find_kind(self, where: str, entry: Any) -> str | None:
         """Return what a stage runs: a recipe, a command or a program; ``None`` where the entry is wrong."""
         if not isinstance(entry, Mapping):
-            self.problems.append(Problem(where, "is no stage", "write {recipe: ..., config: ...}"))
+            self.problems.append(Problem(where, "is not a stage", "write {recipe: ..., config: ...}"))
             return None
         if not self.has_shape(where, entry, _STAGE_KEYS):
             return None
@@ -289,7 +289,7 @@ class _Reader:
     def _claim(self, where: str, name: str, output: Path) -> None:
         """Refuse what would overwrite another stage, or be taken for it."""
         if not _NAME.fullmatch(name):
-            self.problems.append(Problem(where, f"{name!r} is no name of a folder", "write letters, digits and -"))
+            self.problems.append(Problem(where, f"{name!r} is not a folder name", "write letters, digits and -"))
         if name in self.names:
             self.problems.append(Problem(where, f"another stage is called {name!r} too", "name one of them otherwise"))
         elif str(output) in self.outputs:

@@ -195,7 +195,7 @@ def read_state(path: Path) -> dict[str, Any]:
     stages: dict[str, Any] = read_record(path, {"stages": dict}, remedy=remedy)["stages"]
     for name, entry in stages.items():
         if not isinstance(entry, dict):
-            raise DataError(Problem(f"{path}: {name}", "is no object", remedy))
+            raise DataError(Problem(f"{path}: {name}", "is not an object", remedy))
     return stages
 
 

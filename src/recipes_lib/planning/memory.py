@@ -26,7 +26,7 @@ from recipes_lib.models.adapters.saved import find_adapter, find_shareable, read
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.loading import choose_teacher, load_model_config
-from recipes_lib.models.parallel.pipeline_parallel import PipelinePart
+from recipes_lib.models.parallel.pipeline_part import PipelinePart
 from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
 from recipes_lib.models.quantization import count_quantized_bytes
 from recipes_lib.planning.activations import count_activations, count_bytes, count_cache, list_layers, on_fakes

@@ -208,7 +208,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("folder", type=Path, nargs="?", default=Path("runs"), help="default: %(default)s")
     folder = parser.parse_args(argv).folder
     if not folder.is_dir():
-        raise ConfigError(Problem(str(folder), "is no folder", "give one below which there are runs"))
+        raise ConfigError(Problem(str(folder), "is not a folder", "give one below which there are runs"))
     rows = [("run", "recipe", "status", "step", "figure", "time", "changed")]
     now = time.time()
     for entry in list_entries(folder):

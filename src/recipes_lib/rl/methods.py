@@ -1,4 +1,4 @@
-"""What tells PPO, RLOO and GRPO apart in the loop: their schedule, their targets and their objective."""
+"""Schedule, advantages and objective of PPO, RLOO and GRPO."""
 
 from __future__ import annotations
 

@@ -317,7 +317,7 @@ class PolicyTrainer:
         PartialState().wait_for_everyone()
 
     def _save_stopped(self, request: PreemptedError) -> PreemptedError:
-        """Save the last finished iteration unless it is, and return what tells the user; every process must call."""
+        """Save the last finished iteration unless it is, and return the user's message; every process must call."""
         if self.state.step > self._saved_step and self._args.save_strategy != SaveStrategy.NO:
             self._save()
         self._finish_saving()

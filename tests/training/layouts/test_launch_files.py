@@ -88,7 +88,7 @@ def test_what_is_no_launch_file_is_refused(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("  : [", "no YAML in UTF-8"),
-        ("num_processes: many", "num_processes: 'many' is no number of processes"),
+        ("num_processes: many", "num_processes: 'many' is not a number of processes"),
         ("num_processes: 0", "num_processes: 0 is no number"),
         ("num_processes: true", "num_processes: True is no number"),
         ("fsdp_config: [fsdp_version]", "fsdp_config: it is no mapping"),

@@ -79,7 +79,7 @@ class Proof:
             [c.ids[c.first : c.last].tolist() for c in claims], skip_special_tokens=False
         )
         return [
-            Problem(claim.where, f"the tokens trained on do not say the text: {_difference(said, claim.text)}", _REMEDY)
+            Problem(claim.where, f"trained tokens decode to a different text: {_difference(said, claim.text)}", _REMEDY)
             for claim, said in zip(claims, decoded, strict=True)
             if said != claim.text and not self._holds_in_context(claim)
         ]
@@ -153,7 +153,7 @@ class RowEncoder:
         eos_token: str | None = None,
     ) -> None:
         if not tokenizer.is_fast:
-            found = f"{type(tokenizer).__name__} is written in Python and tells no character offsets"
+            found = f"{type(tokenizer).__name__} is written in Python and has no character offsets"
             raise ConfigError(Problem("tokenizer_name_or_path", found, "use a tokenizer that has a tokenizer.json"))
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer

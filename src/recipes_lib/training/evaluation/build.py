@@ -109,7 +109,7 @@ def build_observer(
                 **given,
             )
         )
-    # A reward model answers nothing, and of a model in stages no process has enough.
+    # A reward model answers nothing, and of a pipeline-parallel model no process has enough.
     can_answer = model.can_generate() and part is None
     examples, positions = data.iterate_examples(), read_positions(model.config)
     prompts = build_prompts(config.evaluation, examples, tokenizer, positions, progress.say) if can_answer else []

@@ -198,7 +198,7 @@ OF_MESHES: Final = (
         applies=lambda keys, launch: launch.context_size > 1 and any(keys.get(key) for key in _UNPROVED),
     ),
 )
-"""Those of ``combinations.BLOCKED`` that are about ``parallelism_config``."""
+"""Those of ``compatibility.BLOCKED`` that are about ``parallelism_config``."""
 
 
 _STAGES: Final = "`--pipeline_stages`"
@@ -297,7 +297,7 @@ OF_STAGES: Final = (
         applies=lambda keys, launch: launch.layout.stages > 1 and keys.get("optim", _OPTIMIZERS[0]) not in _OPTIMIZERS,
     ),
 )
-"""Every combination that is refused in stages."""
+"""Every combination that pipeline parallelism refuses."""
 
 
 BITSANDBYTES: Final = (

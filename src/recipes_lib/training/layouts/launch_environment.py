@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.parallel.pipeline_parallel import PipelinePart
+from recipes_lib.models.parallel.pipeline_part import PipelinePart
 
 _EXPECTED: Final = "RECIPES_LAUNCHED"
 """What ``recipes launch`` leaves for the processes to be held against: their number and the engine."""
@@ -19,7 +19,7 @@ _LEFT_TO_LOADING: Final = "RECIPES_SHARDED_WHEN_LOADED"
 _ON_CPUS: Final = "FSDP and DeepSpeed need an accelerator on every process; on CPUs use accelerate_configs/cpu_ddp.yaml"
 _DIMENSIONS: Final = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 _STAGES: Final = "PIPELINE_STAGES"
-"""Of pipelines no launch file has a word: ``recipes launch`` writes their stages here, or who starts the launcher."""
+"""Launch files of accelerate have no pipeline keys: ``recipes launch`` sets the number of stages here."""
 _SCHEDULE: Final = "PIPELINE_SCHEDULE"
 SCHEDULES: Final = ("1f1b", "gpipe", "interleaved")
 """In which order the micro-batches of a step go through a pipeline; the first is taken where nothing is said."""

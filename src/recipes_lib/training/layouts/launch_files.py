@@ -36,17 +36,17 @@ def read_launch_file(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(Problem(str(path), f"it is no YAML in UTF-8: {error}", "mend it")) from error
     if not isinstance(document, dict) or "distributed_type" not in document:
-        found = "has no `distributed_type`, so it is no launch file of accelerate"
+        found = "has no `distributed_type`, so it is not a launch file of accelerate"
         raise ConfigError(Problem(str(path), found, f"start from one of {LAUNCH_FILES}/"))
     if not isinstance(document["distributed_type"], str):
-        found = f"{document['distributed_type']!r} is no text: without quotes YAML takes NO for false"
+        found = f"{document['distributed_type']!r} is not a string: without quotes YAML takes NO for false"
         raise ConfigError(Problem(f"{path}: distributed_type", found, "quote it: distributed_type: 'NO'"))
     for part in _PARTS:
         if not isinstance(document.get(part) or {}, dict):
-            raise ConfigError(Problem(f"{path}: {part}", "it is no mapping", f"take that of one of {LAUNCH_FILES}/"))
+            raise ConfigError(Problem(f"{path}: {part}", "it is not a mapping", f"take that of one of {LAUNCH_FILES}/"))
     count = document.get("num_processes", 1)
     if type(count) is not int or count < 1:
-        found = f"{count!r} is no number of processes"
+        found = f"{count!r} is not a number of processes"
         raise ConfigError(Problem(f"{path}: num_processes", found, "write a whole number from 1 on"))
     return document
 

@@ -16,7 +16,7 @@ from recipes_lib.training.trainers.recipe_trainer import Batch
 
 
 def choose_trainer(launch: Launch) -> type[PretrainTrainer]:
-    """Return the trainer of a launch: of whole models, or of models in stages."""
+    """Return the trainer of a launch: of whole models, or of pipeline-parallel models."""
     return PretrainTrainer if launch.part is None else PipelineTrainer
 
 
@@ -133,6 +133,6 @@ def _describe(pipeline: Pipeline, schedule: str, *, num_batches: int) -> str:
     bubble = (part.num_stages - 1) / (num_batches * part.num_chunks)
     chunks = f" of {part.num_chunks} chunks each" if part.num_chunks > 1 else ""
     return (
-        f"pipeline: {part.num_stages} stages{chunks} by {schedule}, {num_batches} micro-batches a step; standing still "
-        f"adds {bubble:.0%} to the work. Samples are not written, since no process has the whole model"
+        f"pipeline: {part.num_stages} stages{chunks} by {schedule}, {num_batches} micro-batches a step; the bubble "
+        f"adds {bubble:.0%} of compute time. Samples are not written, since no process has the whole model"
     )
