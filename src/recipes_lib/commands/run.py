@@ -162,7 +162,7 @@ def _load(stage: Stage) -> None:
 def describe(pipeline: Pipeline) -> list[str]:
     """Return a table of the stages: status, time, a figure, swept keys, and where the output is."""
     state = read_state(pipeline.output_dir / STATE)
-    rows = [("stage", "status", "time", "figure", "keys", "output")]
+    rows: list[tuple[str, ...]] = [("stage", "status", "time", "figure", "keys", "output")]
     rows += [_describe_stage(stage, state.get(stage.name) or {}) for stage in pipeline.stages]
     return [*format_rows(rows), f"overview: {pipeline.output_dir / 'index.html'}"]
 

@@ -89,9 +89,9 @@ def test_what_is_no_launch_file_is_refused(tmp_path: Path) -> None:
     [
         ("  : [", "no YAML in UTF-8"),
         ("num_processes: many", "num_processes: 'many' is not a number of processes"),
-        ("num_processes: 0", "num_processes: 0 is no number"),
-        ("num_processes: true", "num_processes: True is no number"),
-        ("fsdp_config: [fsdp_version]", "fsdp_config: it is no mapping"),
+        ("num_processes: 0", "num_processes: 0 is not a number"),
+        ("num_processes: true", "num_processes: True is not a number"),
+        ("fsdp_config: [fsdp_version]", "fsdp_config: it is not a mapping"),
     ],
 )
 def test_a_launch_file_that_cannot_be_read_is_named(text: str, words: str, tmp_path: Path) -> None:
