@@ -21,6 +21,7 @@ class RunFiles:
 
     Attributes:
         name: Of its directory.
+        path: Its directory, in which its model is when it is done.
         facts: ``run.json``; empty when there is none.
         train: Logged training steps in order, each step once.
         evaluations: Evaluations in order, each step once.
@@ -29,11 +30,17 @@ class RunFiles:
     """
 
     name: str
+    path: Path = Path()
     facts: Record
     train: Sequence[Record]
     evaluations: Sequence[Record]
     samples: Sequence[Record]
     num_torn_lines: int
+
+    @property
+    def metrics(self) -> list[Record]:
+        """Every logged step and evaluation in order, as ``pandas.DataFrame`` takes them."""
+        return sorted([*self.train, *self.evaluations], key=lambda event: int(event["step"]))
 
 
 def is_run(folder: Path) -> bool:
@@ -55,6 +62,7 @@ def read_run(run_dir: Path) -> RunFiles:
     samples, torn_samples = _read_lines(run_dir / "samples.jsonl")
     return RunFiles(
         name=run_dir.resolve().name,
+        path=run_dir,
         facts=_read_facts(run_dir / "run.json"),
         train=_keep_last([event for event in events if event.get("kind") == "train"], "step"),
         evaluations=_keep_last([event for event in events if event.get("kind") == "eval"], "step"),
