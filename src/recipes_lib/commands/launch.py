@@ -122,9 +122,7 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="recipes launch", description=__doc__, allow_abbrev=False)
     parser.add_argument("--stage", help="recipe to run (default: what the file's name begins with, or sft)")
-    parser.add_argument(
-        "--config", metavar="F", required=True, help="the recipe; further --key value flags override it"
-    )
+    parser.add_argument("--config", metavar="F", help="the recipe; further --key value flags override it")
     parser.add_argument("--hardware", help="file of accelerate_configs/, or path (default: what this machine has)")
     parser.add_argument("--num_processes", type=int, help="over all machines (default: one for each GPU)")
     add_pipeline_flags(parser)
@@ -135,7 +133,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--dry_run", action="store_true", help="show the command and run nothing")
     options, overrides = parser.parse_known_args(argv)
     stage, _ = split_stage(argv)
-    recipe = [str(find_shipped(RECIPES / f"{stage}.py")), "--config", options.config, *overrides]
+    named = ["--config", options.config] if options.config else []
+    recipe = [str(find_shipped(RECIPES / f"{stage}.py")), *named, *overrides]
     # A wrong key is told before any process starts, and so is what the two files cannot ask for together.
     config = parse_command(stage, recipe[1:])
     machines = _settle_machines(options, find_machines(read_environment()))
