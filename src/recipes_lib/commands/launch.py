@@ -132,11 +132,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--main_process_port", type=int, help="at which machine 0 listens")
     parser.add_argument("--dry_run", action="store_true", help="show the command and run nothing")
     options, overrides = parser.parse_known_args(argv)
-    stage, _ = split_stage(argv)
-    named = ["--config", options.config] if options.config else []
-    recipe = [str(find_shipped(RECIPES / f"{stage}.py")), *named, *overrides]
+    stage = split_stage(argv)[0]
+    named = ["--config", options.config, *overrides] if options.config else overrides
     # A wrong key is told before any process starts, and so is what the two files cannot ask for together.
-    config = parse_command(stage, recipe[1:])
+    config = parse_command(stage, named)
     machines = _settle_machines(options, find_machines(read_environment()))
     file = find_launch_file(options.hardware or choose_for_this_machine(machines.num_machines))
     document = read_launch_file(file)
@@ -152,7 +151,7 @@ def main(argv: Sequence[str]) -> int:
     pipeline = name_pipeline(options.pipeline_stages, options.pipeline_schedule)
     if not isinstance(config, str):
         verify_combination(config, plan_launch(file, num_processes, pipeline), str(file))
-    command = compose(file, recipe, machines, num_processes)
+    command = compose(file, [str(find_shipped(RECIPES / f"{stage}.py")), *named], machines, num_processes)
     told = [f"{name}={value}" for name, value in pipeline.items()] if options.pipeline_stages > 1 else []
     sys.stderr.write(f"{machines.told_by}, {num_processes} processes by {file}:\n{shlex.join([*told, *command])}\n")
     if options.dry_run:

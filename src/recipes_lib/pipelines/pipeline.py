@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import yaml
 
-from recipes_lib.config.table import TABLES
+from recipes_lib.config.table import STAGES, TABLES
 from recipes_lib.config.values import compose, read_text, unique_pairs
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.shipped import find_launch_file, find_recipe, find_shipped
@@ -321,6 +321,10 @@ class _Reader:
         return require
 
     def _find_launch(self, where: str, entry: Mapping[str, Any]) -> list[Path]:
+        if "launch" in entry and entry["recipe"] not in STAGES:
+            found = f"{entry['recipe']} is not a training, and runs as one process"
+            self.problems.append(Problem(f"{where}.launch", found, "delete the line"))
+            return []
         try:
             return [find_launch_file(entry["launch"])] if "launch" in entry else []
         except ConfigError as error:

@@ -6,21 +6,17 @@ import argparse
 import difflib
 import shlex
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from recipes_lib.cli import COMMANDS
-from recipes_lib.config.corpus import parse_corpus_command
-from recipes_lib.config.evaluation import parse_eval_command
-from recipes_lib.config.loader import load_config
-from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError
+from recipes_lib.commands.pipeline.foresight import check_stages, plan_stages
+from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
 from recipes_lib.pipelines.pipeline import Pipeline, Stage, load_pipeline
-from recipes_lib.pipelines.runner import STATE, find_program, list_figures, read_state, run_pipeline
+from recipes_lib.pipelines.runner import STATE, list_figures, read_state, run_pipeline
 from recipes_lib.report.overview import format_rows, write_overview
 from recipes_lib.report.run_files import format_duration
-from recipes_lib.shipped import find_launch_file
 
 _SHOWN = ("eval_loss", "eval_rewards/accuracies", "eval_reward", "loss")
 """Of a stage the table shows the first of these that it has."""
@@ -40,6 +36,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--only", metavar="STAGE", help="this stage alone")
     parser.add_argument("--check", action="store_true", help="`recipes check` of every stage, and run none")
     parser.add_argument("--keys", action="store_true", help="with --check: look at no model and no data")
+    parser.add_argument("--plan", action="store_true", help="memory, hours and cost of every stage, and run none")
+    parser.add_argument("--gpu", default="H100", help="of --plan (default: %(default)s)")
+    told = "of --plan: processes of stages with a launch file (default: the file's)"
+    parser.add_argument("--num_processes", type=int, help=told)
+    parser.add_argument("--device_hour_price", type=float, metavar="P", help="of --plan: price of a GPU for an hour")
     parser.add_argument("--list", action="store_true", help="show the commands, and run none")
     options = parser.parse_args(list(argv))
     pipeline = load_pipeline(options.pipeline, options.output_dir)
@@ -48,6 +49,10 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(*problems)
     if options.list:
         sys.stdout.write("".join(f"{stage.name}: {shlex.join(stage.words)}\n" for stage in chosen))
+        return EXIT_DONE
+    if options.plan:
+        lines = plan_stages(options.pipeline, options.gpu, options.num_processes, options.device_hour_price)
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
         return EXIT_DONE
     if options.check:
         check_stages(options.pipeline, pipeline, [] if options.keys else [stage.name for stage in chosen])
@@ -85,78 +90,6 @@ def choose_stages(pipeline: Pipeline, first: str | None, last: str | None) -> li
             )
     begin, end = (0 if first is None else names.index(first)), (len(names) if last is None else names.index(last) + 1)
     return list(pipeline.stages[begin:end])
-
-
-def check_stages(path: Path, pipeline: Pipeline, looked_at: Sequence[str]) -> None:
-    """Check every stage: its keys and its launch file as if what the stages before it write were there.
-
-    Of those whose inputs are there already, ``recipes check`` looks at model and data too, and prints what it finds.
-
-    Args:
-        path: The pipeline's file.
-        pipeline: As it will run.
-        looked_at: Names of the stages at which ``recipes check`` may look.
-
-    Raises:
-        ConfigError: Of all stages together.
-    """
-    problems: list[Problem] = []
-    outputs = {stage.name: stage.output for stage in pipeline.stages}
-    state = read_state(pipeline.output_dir / STATE)
-    with tempfile.TemporaryDirectory() as folder:
-        # The same pipeline with its outputs in a folder of their own, where each of them is put.
-        for real, stage in zip(pipeline.stages, load_pipeline(path, folder).stages, strict=True):
-            is_done = (state.get(real.name) or {}).get("status") == "done"
-            is_there = all(outputs[need].exists() for need in real.needs)
-            if real.recipe and real.name in looked_at and is_there and not is_done:
-                sys.stdout.write(f"\n{real.name}: recipes check\n")
-                problems += _collect(real.name, lambda real=real: _look_at(real))  # type: ignore[misc]
-            elif stage.recipe:
-                problems += _collect(real.name, lambda stage=stage: _load(stage))  # type: ignore[misc]
-            elif folder not in stage.words[0] and (missing := find_program(stage.words, Path())):
-                problems.append(Problem(f"{stage.name}: run", missing, "install it, or write its path"))
-            if stage.output.suffix:
-                stage.output.parent.mkdir(parents=True, exist_ok=True)
-                stage.output.touch()
-            else:
-                stage.output.mkdir(parents=True, exist_ok=True)
-    if problems:
-        raise ConfigError(*problems)
-
-
-def _collect(name: str, check: Callable[[], object]) -> list[Problem]:
-    try:
-        check()
-    except UserError as error:
-        return [Problem(f"{name}: {problem.where}", problem.found, problem.remedy) for problem in error.problems]
-    return []
-
-
-def _look_at(stage: Stage) -> None:
-    """Run ``recipes check`` of a stage.
-
-    Raises:
-        ConfigError: It found problems, which it has printed.
-    """
-    from recipes_lib.commands.check import main as check
-
-    hardware = ["--hardware", stage.launch] if stage.launch else []
-    if check(["--stage", stage.recipe, *hardware, *stage.argv]) != EXIT_DONE:
-        raise ConfigError(Problem("recipes check", "found the problems above", "mend them"))
-
-
-def _load(stage: Stage) -> None:
-    commands = {"corpus": parse_corpus_command, "eval": parse_eval_command}
-    if stage.recipe in commands:
-        commands[stage.recipe](stage.argv)
-        return
-    config = load_config(stage.recipe, stage.argv)
-    if stage.launch:
-        from recipes_lib.training.layouts.compatibility import verify_combination
-        from recipes_lib.training.layouts.launch_files import plan_launch
-
-        file = find_launch_file(stage.launch)
-        verify_combination(config, plan_launch(file), str(file))
 
 
 def describe(pipeline: Pipeline) -> list[str]:
