@@ -10,8 +10,7 @@ from tests.forked import ROOT
 
 from recipes_lib.config.table import load_table
 from recipes_lib.training.layouts.compatibility import BLOCKED
-from recipes_lib.training.layouts.launch_environment import name_pipeline
-from recipes_lib.training.layouts.launch_files import plan_launch
+from recipes_lib.training.layouts.launch_environment import name_pipeline, plan_launch
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 METHODS = {

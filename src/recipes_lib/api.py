@@ -65,7 +65,7 @@ def check(stage: str, config: str | Path | Mapping[str, Any] | None = None, **ov
     from rich.console import Console
 
     from recipes_lib.commands.check import check as look
-    from recipes_lib.training.layouts.launch_files import plan_launch
+    from recipes_lib.training.layouts.launch_environment import plan_launch
 
     try:
         loaded = _load(stage, config, overrides)

@@ -17,12 +17,14 @@ from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
 from recipes_lib.shipped import RECIPES, find_launch_file, find_shipped
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import (
+    ENGINES,
     add_pipeline_flags,
     expect_launch,
     name_pipeline,
+    plan_launch,
     read_environment,
+    read_launch_file,
 )
-from recipes_lib.training.layouts.launch_files import ENGINES, plan_launch, read_launch_file
 
 PORT: Final = 29500
 """At which the machines meet, unless something else is said; torchrun's own."""

@@ -13,6 +13,7 @@ class SFTInspection(Inspection):
     """Rows, their mask and their packs, and the schedule that upstream builds."""
 
     corpus_kind = "chat"
+    flattens = True
 
     @property
     def keeps_documents_apart(self) -> bool:
@@ -56,6 +57,7 @@ class PretrainInspection(Inspection):
     """Documents and their mixture, the schedule in tokens, and the size of the model against that of the data."""
 
     corpus_kind = "text"
+    flattens = True
 
     @property
     def keeps_documents_apart(self) -> bool:
@@ -154,7 +156,7 @@ class PairInspection(Inspection):
 
     def look_at_data(self, say: Say) -> None:
         """How many pairs there are, how long they are, and the audit."""
-        from recipes_lib.data.pairs.pair_data import load_pair_data
+        from recipes_lib.data.pairs.sets import load_pair_data
 
         if self.tokenizer is None:
             return

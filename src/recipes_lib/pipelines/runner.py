@@ -304,7 +304,8 @@ def read_figure(output: Path, name: str) -> float | None:
 
     Args:
         output: Folder of a run, or of ``recipes eval``.
-        name: ``eval_loss``, ``loss`` or, of a benchmark, ``gsm8k.exact_match``; keys within ``run.json`` by dots.
+        name: ``eval_loss``, ``loss`` or, of a benchmark or a group of them,
+            ``gsm8k.exact_match``; keys within ``run.json`` by dots.
     """
     return list_figures(output).get(name)
 
@@ -318,8 +319,8 @@ def list_figures(output: Path) -> dict[str, float]:
         except DataError:
             continue
         figures |= dict(_flatten(record))
-        tasks = record.get("tasks") if file.endswith("eval.json") else None
-        for task, found in tasks.items() if isinstance(tasks, dict) else ():
+        parts = [record.get(name) for name in ("tasks", "groups")] if file.endswith("eval.json") else []
+        for task, found in (pair for part in parts if isinstance(part, dict) for pair in part.items()):
             scores = found.get("scores") if isinstance(found, dict) else None
             figures |= {
                 f"{task}.{metric}": number
@@ -327,9 +328,7 @@ def list_figures(output: Path) -> dict[str, float]:
                 if isinstance(score, dict) and (number := parse_number(score.get("value"))) is not None
             }
     for event in read_lines(output / "metrics.jsonl"):
-        figures |= {
-            name: number for name, value in (event or {}).items() if (number := parse_number(value)) is not None
-        }
+        figures |= dict(_flatten(event or {}))
     return figures
 
 

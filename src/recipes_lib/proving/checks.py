@@ -22,11 +22,11 @@ from transformers.integrations.liger import apply_liger_kernel
 from recipes_lib.data.masking import IGNORE_INDEX
 from recipes_lib.environment import read_versions
 from recipes_lib.losses.next_token import compute_cross_entropy
+from recipes_lib.models.activation_checkpointing import read_selective
 from recipes_lib.models.attention.kernels import choose_kernel
 from recipes_lib.models.attention.varlen import register_varlen
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.proving.bench import SHAPE, Bench, Event, WrongResultError, name_device
-from recipes_lib.training.optim.activation_checkpointing import read_selective
 from recipes_lib.training.optim.compilation import compile_layers
 
 Figures = Mapping[str, Any]

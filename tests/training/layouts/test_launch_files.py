@@ -9,8 +9,12 @@ import yaml
 from tests.test_accelerate_configs import FILES, read_environment
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.training.layouts.launch_environment import read_launch
-from recipes_lib.training.layouts.launch_files import name_variables, plan_launch, read_launch_file
+from recipes_lib.training.layouts.launch_environment import (
+    name_variables,
+    plan_launch,
+    read_launch,
+    read_launch_file,
+)
 
 MULTI_GPU = {
     "distributed_type": "FSDP",

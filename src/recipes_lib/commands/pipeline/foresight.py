@@ -100,7 +100,7 @@ def _load(stage: Stage) -> None:
     config = load_config(stage.recipe, stage.argv)
     if stage.launch:
         from recipes_lib.training.layouts.compatibility import verify_combination
-        from recipes_lib.training.layouts.launch_files import plan_launch
+        from recipes_lib.training.layouts.launch_environment import plan_launch
 
         file = find_launch_file(stage.launch)
         verify_combination(config, plan_launch(file), str(file))
@@ -160,7 +160,7 @@ def _plan(stage: Stage, gpu: str, num_processes: int | None) -> StagePlan:
     from recipes_lib.planning.compute import RL_STAGES, compute_flops_per_token, compute_hours, count_step, find_peak
     from recipes_lib.planning.memory import plan_memory
     from recipes_lib.planning.pretraining import plan_pretraining
-    from recipes_lib.training.layouts.launch_files import plan_launch
+    from recipes_lib.training.layouts.launch_environment import plan_launch
 
     config = load_config(stage.recipe, stage.argv)
     file = find_launch_file(stage.launch) if stage.launch else None
