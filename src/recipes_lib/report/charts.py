@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import statistics
 from collections.abc import Mapping, Sequence
@@ -142,12 +143,7 @@ def draw_charts(run: RunFiles, folder: Path) -> list[Chart]:
 
 def _plan_charts(run: RunFiles) -> list[Plan]:
     """Plan the charts of every stage, in the order of the page; those that a run has no points for are left out."""
-
-    def train(name: str, label: str = "", colour: str = "first", kind: Kind = "noisy") -> Line:
-        return Line(label, read_curve(run.train, name), colour, kind)
-
-    def held_out(name: str, label: str = "held-out") -> Line:
-        return Line(label, read_curve(run.evaluations, f"eval_{name}"), "second", "points")
+    train, held_out = functools.partial(_trained, run), functools.partial(_held_out, run)
 
     def both(name: str) -> list[Line]:
         return [train(name.format(*pair), *pair) for pair in (("chosen", "first"), ("rejected", "second"))]
@@ -180,18 +176,6 @@ def _plan_charts(run: RunFiles) -> list[Plan]:
         ),
         Plan("logps", "Log-probability of the answers", both("logps/{}_per_token"), "nats per token"),
     ]
-    reward = [train("objective/score", "training"), held_out("reward", "samples")]
-    finished = [train("objective/finish_rate", "training"), held_out("stop_rate", "samples")]
-    length = [train("objective/length", "training"), held_out("mean_sample_tokens", "samples")]
-    rl = [
-        Plan("score", "Reward", reward, "of an answer", is_wide=True),
-        Plan("kl", "KL to the reference model", [train("objective/kl_seq")], "nats per answer"),
-        Plan("entropy", "Entropy", [train("policy/entropy")], "nats per token", from_zero=True),
-        Plan("clip_fraction", "Clip fraction", [train("policy/clipfrac")], "share of tokens", from_zero=True),
-        Plan("finish_rate", "Finish rate", finished, "share of answers", from_zero=True),
-        Plan("length", "Length", length, "tokens per answer", from_zero=True),
-        Plan("explained_variance", "Explained variance", [train("value/explained_var")], "of returns, by the critic"),
-    ]
     nll = [train("distillation/nll", "student"), train("distillation/teacher_nll", "teacher", "second")]
     distillation = [
         Plan(f"distillation_{name}", title, [train(f"distillation/{name}")], part_unit)
@@ -203,7 +187,7 @@ def _plan_charts(run: RunFiles) -> list[Plan]:
     rate = rate if has_targets else train("tokens_per_second")
     rate_unit = f"{'target ' * has_targets}tokens per second"
     return [
-        *([*rl, loss] if is_rl else [loss]),
+        *([*_plan_rl(run), loss] if is_rl else [loss]),
         Plan("heldout_loss", "Held-out loss", [by_text], "bits per byte" if in_bytes else unit, held_out_alarms),
         *(pairs if is_pairs else ()),
         Plan("nll", "Cost of the text", nll, "nats per target token"),
@@ -211,6 +195,31 @@ def _plan_charts(run: RunFiles) -> list[Plan]:
         Plan("learning_rate", "Learning rate", [train("learning_rate", kind="exact")], from_zero=True),
         Plan("grad_norm", "Gradient norm", [train("grad_norm")], "before clipping", norm_alarms),
         Plan("throughput", "Throughput", [rate], rate_unit, from_zero=True),
+    ]
+
+
+def _trained(run: RunFiles, name: str, label: str = "", colour: str = "first", kind: Kind = "noisy") -> Line:
+    return Line(label, read_curve(run.train, name), colour, kind)
+
+
+def _held_out(run: RunFiles, name: str, label: str = "held-out") -> Line:
+    return Line(label, read_curve(run.evaluations, f"eval_{name}"), "second", "points")
+
+
+def _plan_rl(run: RunFiles) -> list[Plan]:
+    """Plan what is watched first where a policy learns from rewards."""
+    train, held_out = functools.partial(_trained, run), functools.partial(_held_out, run)
+    reward = [train("objective/score", "training"), held_out("reward", "samples")]
+    finished = [train("objective/finish_rate", "training"), held_out("stop_rate", "samples")]
+    length = [train("objective/length", "training"), held_out("mean_sample_tokens", "samples")]
+    return [
+        Plan("score", "Reward", reward, "of an answer", is_wide=True),
+        Plan("kl", "KL to the reference model", [train("objective/kl_seq")], "nats per answer"),
+        Plan("entropy", "Entropy", [train("policy/entropy")], "nats per token", from_zero=True),
+        Plan("clip_fraction", "Clip fraction", [train("policy/clipfrac")], "share of tokens", from_zero=True),
+        Plan("finish_rate", "Finish rate", finished, "share of answers", from_zero=True),
+        Plan("length", "Length", length, "tokens per answer", from_zero=True),
+        Plan("explained_variance", "Explained variance", [train("value/explained_var")], "of returns, by the critic"),
     ]
 
 
