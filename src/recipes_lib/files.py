@@ -75,6 +75,13 @@ def verify_fields(record: Mapping[str, Any], fields: Fields, where: str, *, reme
         raise DataError(Problem(where, "is not as it was written: " + ", ".join(wrong), remedy))
 
 
+def parse_number(value: Any) -> float | None:
+    """Return a figure of a record; NaN and infinities are written as strings. ``None`` of what is none."""
+    if value in ("nan", "inf", "-inf"):
+        return float(value)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
 def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
     """Yield the JSON object on each line of a file; ``None`` for a line that holds none, as one that a kill cut off.
 

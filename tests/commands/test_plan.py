@@ -20,7 +20,8 @@ from recipes_lib.cli import main
 from recipes_lib.commands.plan import build_layout, draw_curve
 from recipes_lib.config.loader import load_config
 from recipes_lib.planning.pretraining import plan_pretraining
-from recipes_lib.training.layouts.launch_environment import find_launch_file, name_pipeline, plan_launch
+from recipes_lib.shipped import find_launch_file
+from recipes_lib.training.layouts.launch_environment import name_pipeline, plan_launch
 
 CONFIGS = ROOT / "recipes" / "configs"
 TINY = {

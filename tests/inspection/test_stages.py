@@ -15,7 +15,8 @@ from tests.rows import write_rows
 from recipes_lib.commands.check import check
 from recipes_lib.config.loader import load_config
 from recipes_lib.inspection.stages import SFTInspection
-from recipes_lib.training.layouts.launch_environment import find_launch_file, plan_launch
+from recipes_lib.shipped import find_launch_file
+from recipes_lib.training.layouts.launch_environment import plan_launch
 
 
 @pytest.mark.parametrize(("template", "caution"), [("", False), ("{{ strftime_now('%Y') }}", True)])

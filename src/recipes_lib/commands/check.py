@@ -16,10 +16,10 @@ from recipes_lib.config.migration.migrate import migrate
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.table import TABLES
 from recipes_lib.errors import EXIT_DONE, EXIT_USER, Problem
+from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.launch_environment import (
     Launch,
     add_pipeline_flags,
-    find_launch_file,
     name_pipeline,
     plan_launch,
 )

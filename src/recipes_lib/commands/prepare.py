@@ -125,10 +125,28 @@ def preview(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
 
 
 def report(argv: Sequence[str]) -> None:
-    """Make ``report.html`` from the files of a run, finished or not, and say where it is."""
-    parser = argparse.ArgumentParser(prog="recipes report", description=report.__doc__)
-    parser.add_argument("output_dir", type=Path, help="output directory of a run")
-    options = parser.parse_args(argv)
-    from recipes_lib.report.page import build_report
+    """Make ``report.html`` of each run, finished or not, ``index.html`` of a folder of runs, or compare runs.
 
-    sys.stdout.write(f"{build_report(options.output_dir)}\n")
+    Raises:
+        ConfigError: As ``write_comparison``.
+        DataError: A folder holds no run.
+    """
+    about = "Make report.html of each run, index.html of a folder of runs or a pipeline, or a page that compares runs."
+    parser = argparse.ArgumentParser(prog="recipes report", description=about)
+    parser.add_argument("output_dir", type=Path, nargs="+", help="of a run, or a folder of runs")
+    parser.add_argument("--compare", action="store_true", help="the runs with each other; the first is the base")
+    told = "page of --compare (default: %(default)s)"
+    parser.add_argument("--output", type=Path, default=Path("compare.html"), metavar="FILE", help=told)
+    options = parser.parse_args(argv)
+    if options.compare:
+        from recipes_lib.report.compare import write_comparison
+
+        sys.stdout.write(f"{write_comparison(options.output_dir, options.output)}\n")
+        return
+    from recipes_lib.report.overview import write_overview
+    from recipes_lib.report.page import build_report
+    from recipes_lib.report.run_files import is_run
+
+    for folder in options.output_dir:
+        is_many = folder.is_dir() and not is_run(folder)
+        sys.stdout.write(f"{write_overview(folder) if is_many else build_report(folder)}\n")

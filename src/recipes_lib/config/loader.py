@@ -36,6 +36,7 @@ from recipes_lib.config.values import (
     refuse_secret_value,
 )
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
+from recipes_lib.shipped import find_shipped
 
 _HELP_WIDTH: Final = 100
 
@@ -224,7 +225,7 @@ def _add(
         command.wants = command.wants or "print"
     elif name == "config":
         if text:
-            command.config = Path(expand_home(text))
+            command.config = find_shipped(Path(expand_home(text)))
         else:
             problems.append(Problem(flag, "has no value", "write `--config FILE`"))
     else:

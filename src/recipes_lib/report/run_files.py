@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from recipes_lib.errors import DataError, Problem
-from recipes_lib.files import read_lines, read_record
+from recipes_lib.files import parse_number, read_lines, read_record
 
 Record = Mapping[str, Any]
 
@@ -21,6 +21,7 @@ class RunFiles:
 
     Attributes:
         name: Of its directory.
+        path: Its directory, in which its model is when it is done.
         facts: ``run.json``; empty when there is none.
         train: Logged training steps in order, each step once.
         evaluations: Evaluations in order, each step once.
@@ -29,11 +30,22 @@ class RunFiles:
     """
 
     name: str
+    path: Path = Path()
     facts: Record
     train: Sequence[Record]
     evaluations: Sequence[Record]
     samples: Sequence[Record]
     num_torn_lines: int
+
+    @property
+    def metrics(self) -> list[Record]:
+        """Every logged step and evaluation in order, as ``pandas.DataFrame`` takes them."""
+        return sorted([*self.train, *self.evaluations], key=lambda event: int(event["step"]))
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is the output directory of a run."""
+    return any((folder / name).is_file() for name in ("run.json", "metrics.jsonl"))
 
 
 def read_run(run_dir: Path) -> RunFiles:
@@ -42,7 +54,7 @@ def read_run(run_dir: Path) -> RunFiles:
     Raises:
         DataError: The directory holds neither of the first two.
     """
-    if not any((run_dir / name).is_file() for name in ("run.json", "metrics.jsonl")):
+    if not is_run(run_dir):
         raise DataError(
             Problem(str(run_dir), "holds neither run.json nor metrics.jsonl", "give the output_dir of a run")
         )
@@ -50,6 +62,7 @@ def read_run(run_dir: Path) -> RunFiles:
     samples, torn_samples = _read_lines(run_dir / "samples.jsonl")
     return RunFiles(
         name=run_dir.resolve().name,
+        path=run_dir,
         facts=_read_facts(run_dir / "run.json"),
         train=_keep_last([event for event in events if event.get("kind") == "train"], "step"),
         evaluations=_keep_last([event for event in events if event.get("kind") == "eval"], "step"),
@@ -89,10 +102,7 @@ def list_scores(facts: Record) -> Iterator[Score]:
 
 def read_number(record: Record, name: str) -> float | None:
     """Return a figure of a record, NaN and infinities included; ``None`` where it is missing or no number."""
-    value = record.get(name)
-    if value in ("nan", "inf", "-inf"):
-        return float(value)
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return parse_number(record.get(name))
 
 
 def read_curve(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
@@ -105,6 +115,13 @@ def find_non_finite_steps(records: Sequence[Record], name: str) -> list[int]:
     """Return the steps at which a figure was NaN or infinite."""
     pairs = ((record["step"], read_number(record, name)) for record in records)
     return [step for step, value in pairs if value is not None and not math.isfinite(value)]
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration as ``1 h 2 min``, ``2 min 3 s`` or ``3 s``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _read_facts(path: Path) -> Record:

@@ -31,6 +31,7 @@ from recipes_lib.data.sources.splits import compute_digests
 from recipes_lib.data.store import explain_disk_errors
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import hash_file
+from recipes_lib.shipped import find_shipped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -340,7 +341,7 @@ def read_chat_template(config: RecipeConfig) -> str | None:
     """
     path = config.tokens.chat_template_path
     try:
-        return None if path is None else Path(expand_home(path)).read_text(encoding="utf-8")
+        return None if path is None else find_shipped(Path(expand_home(path))).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         found = f"the chat template {path} cannot be read: {reason}"

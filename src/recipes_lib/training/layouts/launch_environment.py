@@ -14,6 +14,7 @@ import yaml
 
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.parallel.pipeline_part import PipelinePart
+from recipes_lib.shipped import LAUNCH_FILES
 
 _EXPECTED: Final = "RECIPES_LAUNCHED"
 """What ``recipes launch`` leaves for the processes to be held against: their number and the engine."""
@@ -381,7 +382,6 @@ def verify_engine(launch: Launch, distributed_type: str, *, tensor_size: int = 1
         raise ConfigError(Problem("launch", found, "start by `accelerate launch --config_file` and one of our files"))
 
 
-FOLDER: Final = Path("accelerate_configs")
 ENGINES: Final = ("FSDP", "DEEPSPEED")
 """What shards a model, as ``distributed_type`` of a launch file and as accelerate's ``DistributedType``."""
 _PARTS: Final = ("fsdp_config", "deepspeed_config", "parallelism_config")
@@ -392,23 +392,6 @@ _OF_DEEPSPEED: Final = {
     "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
     "zero3_save_16bit_model": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
 }
-
-
-def find_launch_file(name: str) -> Path:
-    """Return the path of a launch file.
-
-    Args:
-        name: A path that ends with ``.yaml``, or the name of one of ``accelerate_configs/``.
-
-    Raises:
-        ConfigError: There is none; those that are there are named.
-    """
-    path = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
-    if not path.is_file():
-        names = ", ".join(sorted(file.stem for file in FOLDER.glob("*.yaml")))
-        remedy = f"write one of {names}" if names else "start from the project's folder, or write a path"
-        raise ConfigError(Problem("--hardware", f"there is no launch file {path}", remedy))
-    return path
 
 
 def read_launch_file(path: Path) -> dict[str, Any]:
@@ -424,13 +407,13 @@ def read_launch_file(path: Path) -> dict[str, Any]:
         raise ConfigError(Problem(str(path), f"it is no YAML in UTF-8: {error}", "mend it")) from error
     if not isinstance(document, dict) or "distributed_type" not in document:
         found = "has no `distributed_type`, so it is not a launch file of accelerate"
-        raise ConfigError(Problem(str(path), found, f"start from one of {FOLDER}/"))
+        raise ConfigError(Problem(str(path), found, f"start from one of {LAUNCH_FILES}/"))
     if not isinstance(document["distributed_type"], str):
         found = f"{document['distributed_type']!r} is not a string: without quotes YAML takes NO for false"
         raise ConfigError(Problem(f"{path}: distributed_type", found, "quote it: distributed_type: 'NO'"))
     for part in _PARTS:
         if not isinstance(document.get(part) or {}, dict):
-            raise ConfigError(Problem(f"{path}: {part}", "it is not a mapping", f"take that of one of {FOLDER}/"))
+            raise ConfigError(Problem(f"{path}: {part}", "it is not a mapping", f"take that of one of {LAUNCH_FILES}/"))
     count = document.get("num_processes", 1)
     if type(count) is not int or count < 1:
         found = f"{count!r} is not a number of processes"
